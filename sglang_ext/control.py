@@ -16,12 +16,15 @@ from sglang_ext.state import current
 log = logging.getLogger(__name__)
 
 Answer = dict[str, Any]
-_LOWEST = ("absent", "writing", "host", "disk")  # of a document on several ranks the first of these counts
+# of a document on several ranks the first of these counts
+_LOWEST = ("absent", "writing", "remote", "host", "disk")
+_CONFIRM_S = 20.0  # for which a deletion waits for the shared store
+_LOOK_S = 2.0  # for which `where` waits for what the shared store has
 
 
 def answer(runtime: Any, body: dict[str, Any]) -> Answer:
-    """Return the fields of SGLang's reply to ``{"op": ..., ...}``. Never raises: an error is part of the
-    answer.
+    """Return the fields of SGLang's reply to ``{"op": ..., ...}``. An error is part of the answer; only
+    `RanksDivided` is raised.
 
     An operation that waits for the disk answers ``{"pending": token}`` at once, because generation would wait
     with it. The caller asks again with that token, until the answer has none.
@@ -37,6 +40,8 @@ def answer(runtime: Any, body: dict[str, Any]) -> Answer:
         if operation is not _fault:
             stages.reach("control")
         found = operation(runtime, body)
+    except stages.RanksDivided:
+        raise
     except Exception as raised:
         log.exception("control operation %r failed", body.get("op"))
         error = f"{type(raised).__name__}: {raised}"
@@ -90,6 +95,7 @@ def _info(runtime: Any, body: dict[str, Any]) -> Answer:
     return {
         "decode": None if sparse is None else sparse.describe(),
         "fingerprint": runtime.fingerprint,
+        "prefill_kernels": current.prefill_kernels,
         "recompute_graphs": 0 if composition is None else len(composition.composer.graphs or ()),
         "samkv": runtime.profile.digest,
         "strategies": [] if runtime.unsupported else list(STRATEGY_OPTIONS),
@@ -147,11 +153,33 @@ def _verify(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _remove(runtime: Any, body: dict[str, Any]) -> Answer:
-    return {"removed": runtime.documents.remove([str(key) for key in body["keys"]], str(body["namespace"]))}
+    keys, namespace = [str(key) for key in body["keys"]], str(body["namespace"])
+    return _deleted(
+        runtime, body, keys, namespace, lambda: {"removed": runtime.documents.remove(keys, namespace)}
+    )
 
 
 def _remove_namespace(runtime: Any, body: dict[str, Any]) -> Answer:
-    return {"removed": runtime.documents.remove_namespace(str(body["namespace"]))}
+    namespace = str(body["namespace"])
+    return _deleted(
+        runtime, body, None, namespace, lambda: {"removed": runtime.documents.remove_namespace(namespace)}
+    )
+
+
+def _deleted(
+    runtime: Any,
+    body: dict[str, Any],
+    keys: list[str] | None,
+    namespace: str | None,
+    remove: Callable[[], Answer],
+) -> Answer:
+    """Remove documents, and wait until the shared store has deleted them. Where it is away or slow,
+    ``unconfirmed`` says how many it is asked to delete until it has; none is read from it meanwhile."""
+    waits = body.get("pending") or {"removed": remove(), "until": time.time() + _CONFIRM_S}
+    left, soon = runtime.tiers.unconfirmed(keys, namespace)
+    if left and soon and time.time() < waits["until"]:
+        return {"pending": waits}
+    return {**waits["removed"], **({"unconfirmed": left} if left else {})}
 
 
 def _remove_session(runtime: Any, body: dict[str, Any]) -> Answer:
@@ -165,6 +193,11 @@ def _where(runtime: Any, body: dict[str, Any]) -> Answer:
     keys, namespace = [str(key) for key in body["keys"]], str(body["namespace"])
     cached = runtime.documents.document_tokens() if keys else {}
     below = [runtime.tiers.where(key, namespace) for key in keys]
+    until = body.get("pending") or time.time() + _LOOK_S
+    absent = [key for key, (_, lowest) in zip(keys, below, strict=True) if lowest == "absent"]
+    looking = [key for key in absent if runtime.tiers.looks_for(key, namespace)]
+    if looking and time.time() < until:
+        return {"pending": until}
     return {
         "on_device": [cached.get(key, 0) >= n for key, n in zip(keys, body["tokens"], strict=True)],
         "on_host": [on_host for on_host, _ in below],
@@ -175,25 +208,32 @@ def _where(runtime: Any, body: dict[str, Any]) -> Answer:
 
 def _clear(runtime: Any, body: dict[str, Any]) -> Answer:
     runtime.sweep()
-    runtime.documents.clear()
-    return {}
+    return _deleted(runtime, body, None, None, lambda: runtime.documents.clear() or {})
 
 
 def _evict(runtime: Any, body: dict[str, Any]) -> Answer:
     """Empty the named tiers, of all documents or of those with the given keys, so that the next use comes
-    from the tier below; for measurements and tests."""
+    from the tier below; for measurements and tests. From disk only ``keys`` of a ``namespace``, and only what
+    the shared store has then."""
     runtime.sweep()
     if "host" in body["tiers"] and (pending := _until_written(runtime, body)):
         return pending
     keys = None if "keys" not in body else [str(key) for key in body["keys"]]
+    if "disk" in body["tiers"]:
+        waits = runtime.tiers.demote(keys or [], str(body["namespace"]))
+        if not runtime.ranks.all_agree(not waits):
+            return {"pending": body.get("pending") or time.time()}
     runtime.documents.evict(tuple(str(tier) for tier in body["tiers"]), keys)
     return {}
 
 
 def _budget(runtime: Any, body: dict[str, Any]) -> Answer:
-    """Set budgets, in bytes over all ranks."""
+    """Set budgets, in bytes over all ranks; ``link_bytes``: a second, for loads of hosted requests, 0 for
+    what is measured."""
     given = [name for name in ("host_bytes", "disk_bytes") if name in body]
     runtime.tiers.set_budget(**{name: int(body[name]) // runtime.ranks.world for name in given})
+    if "link_bytes" in body and current.attention is not None:
+        current.attention.limit_link(int(body["link_bytes"]) / runtime.ranks.world)
     return {}
 
 
@@ -233,10 +273,12 @@ def _score(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _fault(runtime: Any, body: dict[str, Any]) -> Answer:
-    """Make a stage fail once, where the server allows it; without a stage, withdraw what was not reached."""
+    """Make a stage fail once, on one ``rank`` or all of them, where the server allows it; without a stage,
+    withdraw what was not reached."""
     if "stage" not in body:
         return {"withdrawn": stages.withdraw()}
-    stages.inject(str(body["stage"]), str(body.get("kind", "")))
+    if body.get("rank", runtime.ranks.rank) == runtime.ranks.rank:
+        stages.inject(str(body["stage"]), str(body.get("kind", "")))
     return {}
 
 

@@ -39,23 +39,28 @@ class Hook:
 def _after_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     if current.runtime is not None:
         from sglang_ext import distribution
+        from sglang_ext.context.compose.request import is_composed
 
         failed = partial(current.runtime.refuse, req, status=HTTPStatus.INTERNAL_SERVER_ERROR)
-        stages.run("request", failed, current.runtime.on_request, req)
+        stages.run_alike("request", failed, current.runtime.on_request, req)
         if req.to_finish is None:
-            reason = stages.run("request", failed, distribution.on_request, req)
+            reason = stages.run_alike("request", failed, distribution.on_request, req)
             if reason is not None and req.to_finish is None:
                 current.runtime.refuse(req, reason)
         if current.attention is not None:
-            reason = stages.run("decode options", failed, current.attention.on_request, req)
+            reason = stages.run_alike("decode options", failed, current.attention.on_request, req)
             if reason is not None and req.to_finish is None:
                 current.runtime.refuse(req, reason)
+            if current.composition is not None and is_composed(req):
+                stages.run_alike("decode options", failed, current.composition.show_less, req)
     return result
 
 
-def _before_schedule(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def _before_schedule(scheduler: Any, running_batch: Any, *args: Any, **kwargs: Any) -> None:
     if current.composition is not None:
         stages.run("queue", stages.nobody, current.composition.drop_gone, scheduler)
+    if current.attention is not None:
+        current.attention.before_schedule(scheduler, running_batch)
 
 
 def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,11 +69,24 @@ def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args:
     from sglang_ext.context.compose.request import is_composed
     from sglang_ext.context.scheduler.document_pass import would_be_cut
 
-    if current.composition is None or not is_composed(req):
-        if current.composition is not None and would_be_cut(adder, req):
-            return AddReqResult.OTHER
+    running = [*(adder.running_batch.reqs if adder.running_batch is not None else ()), *adder.can_run_list]
+    due = current.attention.due_tokens([*running, req]) if current.attention is not None and running else 0
+    adder.rem_total_token_offset += due  # for as long as it decides on this request
+
+    def add() -> Any:
         return original(adder, req, *args, **kwargs)
-    return current.composition.admission.admit(adder, req, lambda: original(adder, req, *args, **kwargs))
+
+    try:
+        admitted = None if current.attention is None else current.attention.admit(adder, req, add)
+        if admitted is not None:
+            return admitted
+        if current.composition is None or not is_composed(req):
+            if current.composition is not None and would_be_cut(adder, req):
+                return AddReqResult.OTHER
+            return add()
+        return current.composition.admission.admit(adder, req, add)
+    finally:
+        adder.rem_total_token_offset -= due
 
 
 def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,21 +96,22 @@ def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args
     composition = current.composition if batch.forward_mode.is_extend() else None
     failed = stages.ending(batch.reqs)
 
+    def forward() -> Any:
+        with stages.together():
+            return original(worker, batch, *args, **kwargs)
+
     def forget_step(message: str) -> None:
         attention.forget_step()
         failed(message)
 
     stages.run("usage", stages.nobody, runtime.slots.count)
     if attention is not None:
-        stages.run("decode plan", forget_step, attention.before_forward, batch)
+        stages.run_alike("decode plan", forget_step, attention.before_forward, batch)
     if composition is not None:
         composition.before_forward(batch)
     current.batch = batch
     try:
-        if runtime.ranks.alone:
-            result = stages.run("forward", failed, lambda: original(worker, batch, *args, **kwargs))
-        else:  # ranks that do not fail alike would wait for each other for ever
-            result = original(worker, batch, *args, **kwargs)
+        result = stages.run("forward", failed, forward)
     finally:
         current.batch = None
         if composition is not None:
@@ -100,7 +119,7 @@ def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args
     if composition is not None:
         composition.after_forward(batch)
     if attention is not None:
-        stages.run("statistics", forget_step, attention.after_forward)
+        stages.run_alike("statistics", forget_step, attention.after_forward)
     return _no_result(batch) if result is None else result
 
 
@@ -124,7 +143,7 @@ def _before_sampling(runner: Any, logits_output: Any, forward_batch: Any, *args:
     current.sampled = getattr(forward_batch, "ragserve_reqs", ())
     if measured := [req for _, req, _ in distribution.traced(current.sampled)]:
         logits = logits_output.next_token_logits
-        stages.run(
+        stages.run_alike(
             "distribution", stages.ending(measured), distribution.before_sampling, forward_batch, logits
         )
 
@@ -170,7 +189,7 @@ def _after_batch(result: Any, cls: Any, batch: Any, *args: Any, **kwargs: Any) -
         from sglang_ext.context.compose.request import is_composed
 
         failed = stages.ending(filter(is_composed, batch.reqs))
-        stages.run("positions", failed, current.composition.shift_positions, result)
+        stages.run_alike("positions", failed, current.composition.shift_positions, result)
     return result
 
 
@@ -279,7 +298,7 @@ HOOKS = (
         ("self", "running_batch"),
         _before_schedule,
         "before",
-        ("queue",),
+        ("queue", "hosting"),
     ),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
@@ -298,7 +317,7 @@ HOOKS = (
         "around",
         (
             *("usage", "decode plan", "offsets", "composition", "gather", "question", "recompute"),
-            *("unlock", "forward", "extended", "document", "statistics"),
+            *("unlock", "forward", "sparse prefill", "extended", "document", "statistics"),
         ),
     ),
     Hook(

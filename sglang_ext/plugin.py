@@ -1,9 +1,9 @@
 """Entry point `sglang.srt.plugins`: the only place that registers ragserve in SGLang's processes.
 
 Registers the document cache (selected with ``--radix-cache-backend ragserve``), the hooks that compose
-contexts, sparse decoding around SGLang's attention backends where it is configured, and on the CPU platform a
-faster torch-native attention. SGLang only logs a plugin that fails, so a scheduler process calls
-`require_loaded()` at its start.
+contexts, FA3 kernels for FlashInfer's prefill, sparse decoding around SGLang's attention backends where it
+is configured, and on the CPU platform a faster torch-native attention. SGLang only logs a plugin that fails,
+so a scheduler process calls `require_loaded()` at its start.
 """
 
 from __future__ import annotations
@@ -27,10 +27,19 @@ def register() -> None:
     if activate() is not None:
         # under SGLang's own name: several of its modules take another path for an unknown name
         register_attention_backend("torch_native")(_torch_native)
+    _choose_prefill_kernels()
     _wrap_attention()
     register_radix_cache_backend(CACHE_BACKEND, _document_cache)
     hooks.install()
     _loaded = True
+
+
+def _choose_prefill_kernels() -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    from sglang_ext.attention.flashinfer_prefill import with_fa3
+
+    ATTENTION_BACKENDS["flashinfer"] = with_fa3(ATTENTION_BACKENDS["flashinfer"])
 
 
 def _wrap_attention() -> None:

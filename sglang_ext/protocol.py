@@ -29,12 +29,15 @@ FORCED_FIELD = "ragserve_forced"  # in custom_params: token ids that the answer 
 MAX_TRACED = 512  # tokens of both: 300 MB of distributions with a vocabulary of 150,000
 # In custom_params: a request's decode options as JSON text; in meta_info: its DecodeReport.
 DECODE_FIELD = "ragserve_decode"
+PREFILL_FIELD = "ragserve_prefill"  # the same of its prefill
+FULL_KEY = "full:"  # begins the extra key of strategy `full`, which is a request's own
 MISSING_PREFIX = "ragserve:missing:"
 CONTROL_METHOD = "ragserve"
 CACHE_BACKEND = "ragserve"  # SGLang's name for our document cache
 # Environment variables of the scheduler processes, both JSON.
 KV_CONFIG_VARIABLE = "RAGSERVE_KV"  # document cache
 ATTENTION_CONFIG_VARIABLE = "RAGSERVE_ATTENTION_CONFIG"  # sparse decoding; absent: off
+PREFILL_KERNELS_VARIABLE = "RAGSERVE_PREFILL_KERNELS"  # of FlashInfer, not JSON: fa2; otherwise FA3 on Hopper
 NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # also safe as a folder name
 EXACT_STRATEGIES = ("full", "prefix")
 _CHARS_PER_TOKEN = 64  # few tokens have more
@@ -246,6 +249,11 @@ def session_key(namespace: str, name: str = "") -> str:
     return f"session:{namespace}:{name}"
 
 
+def session_namespace(key: str) -> str:
+    """The namespace of a `session_key`."""
+    return key.split(":")[1]
+
+
 def composed_session_key(key: str) -> str:
     """SGLang's extra key for the composed KV of the session whose exact KV has ``key``."""
     return f"{key}:composed"
@@ -285,6 +293,7 @@ class ContextReport:
     recompute_graph: bool = False  # the pass was one CUDA graph
     one_pass: bool = False  # the recompute pass computed the question too; recompute_ms includes it
     keep_reason: str = ""  # why so many tokens are kept, where the strategy chose
+    recompute_reason: str = ""  # why so many are computed again, where the rule chose
     session_held: int = 0  # tokens of earlier turns that were found under the session's key
     session_computed: int = 0  # tokens of earlier turns that were computed again
 
@@ -303,7 +312,13 @@ class DecodeReport:
 
     ``sparse_steps`` of its ``steps`` were not dense. ``pages`` were read per step, out of ``pages_held``;
     ``share`` is their quotient. ``weight``: estimated share of the attention weight that was read, mean over
-    progressive steps; None without an estimate."""
+    progressive steps; None without an estimate.
+
+    ``hosted_steps`` read the prompt's pages from columns. Choices named ``hits`` + ``misses`` hosted pages,
+    summed over layers and KV heads; the misses were loaded from the host, ``loaded_bytes``. ``columns``:
+    pages on the device, of each head; ``working_set``: hosted pages that a head's latest choices have named.
+    ``resumed``: how often the request was taken back and went on from its pages on the host.
+    ``lag``: steps between a choice and its use."""
 
     mode: str
     steps: int
@@ -312,6 +327,14 @@ class DecodeReport:
     pages_held: float
     share: float
     weight: float | None
+    lag: int = 0
+    hosted_steps: int = 0
+    hits: int = 0
+    misses: int = 0
+    loaded_bytes: int = 0
+    columns: int = 0
+    working_set: float = 0.0
+    resumed: int = 0
 
     def to_json(self) -> str:
         return json.dumps(
@@ -320,4 +343,26 @@ class DecodeReport:
 
     @classmethod
     def from_json(cls, text: str) -> DecodeReport:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReport:
+    """Account of a request's sparse prefill.
+
+    ``tokens`` of the prompt were prefilled sparsely; the others were found in the cache of such requests.
+    ``share``: of the blocks that dense attention computes, over layers and query heads."""
+
+    mode: str
+    alpha: float
+    tokens: int
+    share: float
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {name: getattr(self, name) for name in self.__dataclass_fields__}, separators=(",", ":")
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> PrefillReport:
         return cls(**json.loads(text))

@@ -19,6 +19,7 @@ from typing import Any
 
 from sglang_ext.cache_scope import confine
 from sglang_ext.protocol import longest_text
+from sglang_ext.token_meter import count_answers, count_prompt
 
 # SGLang aborts by prefix: when the client of a request "a" leaves, it would end all whose ids begin with "a".
 MIN_RID_CHARS = 8
@@ -116,13 +117,14 @@ def install(manager: Any) -> None:
     def generate_checked(obj: Any, request: Any = None) -> Any:
         check_request(obj, manager.context_len)
         confine(obj)
-        return generate(obj, request)
+        return count_answers(generate(obj, request))
 
     def create_checked(obj: Any, *args: Any, **kwargs: Any) -> Any:
         # Before SGLang's own checks, which fail on other types with other exceptions.
         check_sampling(obj.sampling_params or {}, manager.model_config.vocab_size, manager.context_len)
         tokenized = create(obj, *args, **kwargs)
         check_tokenized(tokenized, manager.model_config.vocab_size, obj.input_ids)
+        count_prompt(len(tokenized.input_ids or ()))
         return tokenized
 
     manager.generate_request, manager._create_tokenized_object = generate_checked, create_checked
@@ -193,8 +195,10 @@ def _check_size(obj: Any, context_length: int) -> None:
     prompts = len(obj.text) if isinstance(obj.text, list) else 1
     if obj.text is None and isinstance(ids, list) and ids and isinstance(ids[0], list):
         prompts = len(ids)
-    if isinstance(given, list) and prompts != len(given):
-        raise ValueError(f"sampling_params has {len(given)} entries for {prompts} prompts")
+    for name in ("sampling_params", "lora_path"):
+        values = getattr(obj, name, None)
+        if isinstance(values, list) and prompts != len(values):
+            raise ValueError(f"{name} has {len(values)} entries for {prompts} prompts")
     if prompts * samples > MAX_SEQUENCES:
         raise ValueError(f"{prompts * samples} sequences are more than the {MAX_SEQUENCES} of one request")
     if (size := sum(map(len, texts))) > (longest := longest_text(context_length)):

@@ -6,12 +6,14 @@ also come from a client of SGLang's ``/generate``."""
 from __future__ import annotations
 
 import json
-import reprlib
 from collections.abc import Mapping
-from difflib import get_close_matches
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from sglang_ext.option_checks import PlanError as PlanError
+from sglang_ext.option_checks import RequestOptions as RequestOptions
+from sglang_ext.option_checks import checked
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Weight = Annotated[float, Field(ge=0, le=1)]
@@ -42,24 +44,18 @@ Recompute = Annotated[
 KeptPositions = Literal["original", "compact"]
 QuestionQuery = Literal["last", "mean"]
 DecodeMode = Literal["dense", "hierarchical", "progressive"]
+Observer = Literal["last", "window", "prompt", "recent"]
 # Option `experimental.scoring` by selection; the first is the default.
 SCORINGS = {
     "sentences": ("keys", "attention"),
     "shared": ("attention", "zscore", "softmax", "raw"),
     "layers": ("attention", "zscore", "softmax", "raw"),
 }
+HOSTED_LAG = 2  # steps in which the link loads what a choice misses
+MAX_LAG = 7  # with it, pages of 16 still see one page begin at most while a choice serves
 MIN_TOKENS = 1024  # so few cost next to nothing, and a share of them answers less
-OptionsT = TypeVar("OptionsT", bound="RequestOptions")
-
-
-class PlanError(ValueError):
-    """A plan that cannot be carried out; the message says what is wrong with it."""
-
-
-class RequestOptions(BaseModel):
-    """Base of all options. Values are not converted: ``1`` is not true, and ``"1"`` is no number."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+_SCORED_RULES = ("anchors", "question", "sensitivity", "sentences")
+_SHARED_RULES = (*_SCORED_RULES, "deviation", "random")
 
 
 class ConcatExperiment(RequestOptions):
@@ -88,18 +84,18 @@ class SamKvExperiment(RequestOptions):
         description="Query that stands for the question: its last token's, or the mean (the paper's).",
     )
     lexical_weight: Weight = Field(
-        default=0.3,
-        description="sentences: weight of the question's words beside attention; 1 needs no query pass.",
+        default=0.3, description="sentences: weight of words beside attention; 1 needs no query pass."
     )
     retrieval_weight: Weight = Field(
         default=0.67,
         description="sentences: weight of the retriever's scores of passages and sentences beside words and "
         "attention, where the request has them.",
     )
+    document_weight: Weight = Field(default=0.5, description="sentences: passages' part of retrieval_weight.")
     feedback_weight: Weight = Field(
         default=0.3,
-        description="sentences: weight of words shared with the best sentences of other documents, added to "
-        "the other signals: finds the second step of a question.",
+        description="sentences: weight, beside the other signals, of words shared with the best sentences of "
+        "other documents: finds the second step of a question.",
     )
     document_prior: Weight = Field(
         default=0.0,
@@ -124,7 +120,23 @@ class ComposedOptions(RequestOptions):
     share: Share | None = Field(
         default=None,
         description="Share of the kept document tokens that the rule computes again. Default: 0.15; for "
-        "rule `sentences` 0.1, and 0.66 where samkv keeps sentences.",
+        "rule `sentences` 0.1, and 0.66 where samkv keeps sentences. With `share_top_p` the most.",
+    )
+    share_top_p: Share | None = Field(
+        default=None,
+        description="Rules with scores (`sentences`, `question`, `anchors`, `sensitivity`): compute the best "
+        "tokens again that hold this share of the sum of all scores, at least `share_least` and at most "
+        "`share` (0.3 by default, 1 where samkv keeps sentences) of the kept document tokens. Default: "
+        "`share` decides.",
+    )
+    share_least: Share = Field(
+        default=0.02, description="With `share_top_p`: least share of the kept document tokens."
+    )
+    max_recomputed: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most document tokens that a rule with a share computes again, whatever their share. "
+        "Default: no limit.",
     )
     first: Count | None = Field(
         default=None,
@@ -136,6 +148,19 @@ class ComposedOptions(RequestOptions):
         default="overwrite",
         description="Recomputed KV replaces the cached, or is blended with it by cosine similarity (SamKV).",
     )
+
+    @model_validator(mode="after")
+    def _fits_the_rule(self) -> Self:
+        rule = self.recompute if isinstance(self.recompute, str) else "positions"
+        if self.share_top_p is not None and rule not in _SCORED_RULES:
+            raise ValueError(
+                f"share_top_p is of rules with scores, {', '.join(_SCORED_RULES)}: recompute is {rule}"
+            )
+        if self.max_recomputed is not None and rule not in _SHARED_RULES:
+            raise ValueError(
+                f"max_recomputed is of rules with a share, {', '.join(_SHARED_RULES)}: recompute is {rule}"
+            )
+        return self
 
 
 class KeepOptions(ComposedOptions):
@@ -320,24 +345,43 @@ class DecodeOptions(RequestOptions):
         description="`dense`: attend to all pages; `hierarchical`: to the best within `budget`; "
         "`progressive`: to the best until `threshold` is reached.",
     )
-    budget: int = Field(
-        default=2048, ge=1, description="hierarchical: tokens that a KV head attends to in a step."
+    budget: int = Field(default=2048, ge=1, description="hierarchical: tokens a step reads for a KV head.")
+    reuse: int = Field(default=16, ge=1, description="hierarchical: steps that share one choice of pages.")
+    observe: Observer = Field(
+        default="window",
+        description="hierarchical: what chooses pages: the mean of a `window` of queries, the `last` query, "
+        "the mean of the `prompt`'s last ones, or (`recent`) none: the first and newest pages are read.",
     )
-    reuse: int = Field(
-        default=16, ge=1, description="hierarchical: decode steps that share one choice of pages."
+    window: int = Field(default=16, ge=1, le=64, description="Queries of `window` and `prompt`.")
+    scores: Literal["bound", "exact"] = Field(
+        default="bound",
+        description="hierarchical: a page scores its bound of q . k, or the largest q . k of all its keys.",
     )
     threshold: float = Field(
         default=0.95, gt=0, le=1, description="progressive: estimated share of the attention weight to reach."
     )
     dense_below: int = Field(
-        default=8192,
-        ge=0,
-        description="Context length, in tokens, up to which decoding is dense in any mode.",
+        default=8192, ge=0, description="Context length in tokens up to which decoding is dense in any mode."
     )
     streaming: bool = Field(
-        default=False,
-        description="Heads of the server's pattern file attend to the first and the latest tokens only.",
+        default=False, description="Heads of the server's pattern file attend to the first and latest tokens."
     )
+    hosted: bool | Literal["auto"] = Field(
+        default=False, description="hierarchical: the prompt's KV is on the host; `auto`: once others wait."
+    )
+    columns: int = Field(
+        default=0, ge=0, le=16, description="hosted: device pages per page of a choice; 0: a working set's."
+    )
+    lag: int = Field(
+        default=0, ge=0, le=MAX_LAG, description="hierarchical: steps until a choice is used; hosted: 0 is 2."
+    )
+
+    @property
+    def lag_steps(self) -> int:
+        """``lag``, or the default one of hosted requests; 0 in modes that know none."""
+        if self.mode != "hierarchical":
+            return 0
+        return self.lag or (HOSTED_LAG if self.hosted else 0)
 
     def updated(self, changes: Mapping[str, Any]) -> DecodeOptions:
         """These options with some replaced. Raises PlanError for unknown names and bad values."""
@@ -351,7 +395,11 @@ class DecodeOptions(RequestOptions):
             raise PlanError(f"decode options are not JSON: {error}") from None
         if not isinstance(changes, dict):
             raise PlanError("decode options must be a JSON object")
-        return self.updated(changes)
+        options = self.updated(changes)
+        for name in ("hosted", "lag", "observe", "window", "scores"):
+            if changes.get(name) and options.mode != "hierarchical":
+                raise PlanError(f"{name} is for mode 'hierarchical', and this request's is {options.mode!r}")
+        return options
 
 
 def strategy_options(strategy: str, given: Mapping[str, Any]) -> ComposedOptions:
@@ -362,14 +410,6 @@ def strategy_options(strategy: str, given: Mapping[str, Any]) -> ComposedOptions
     return checked(STRATEGY_OPTIONS[strategy], given, f"strategy {strategy!r}")
 
 
-def checked(model: type[OptionsT], given: Mapping[str, Any], owner: str) -> OptionsT:
-    """``given`` as options of ``owner``. Raises PlanError with a sentence for each bad option."""
-    try:
-        return model.model_validate(given)
-    except ValidationError as error:
-        raise PlanError("; ".join(_sentences(error, model, given, owner))) from None
-
-
 def merged(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """``defaults`` with ``options`` on top; fields of `experimental` one by one."""
     both = {**defaults, **options}
@@ -377,47 +417,3 @@ def merged(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
     if len(groups) == 2 and all(isinstance(group, Mapping) for group in groups):
         both["experimental"] = groups[0] | groups[1]
     return both
-
-
-def option_names(model: type[RequestOptions]) -> list[str]:
-    """Names as the command line spells them, ``experimental.rotate`` for a nested one."""
-    names: list[str] = []
-    for name, field in model.model_fields.items():
-        inner: Any = field.annotation
-        nested = isinstance(inner, type) and issubclass(inner, RequestOptions)
-        names += [f"{name}.{each}" for each in option_names(inner)] if nested else [name]
-    return names
-
-
-def _sentences(
-    error: ValidationError, model: type[RequestOptions], given: Mapping[str, Any], owner: str
-) -> list[str]:
-    """Return a sentence for each option at fault; the alternatives of a union are joined."""
-    unknown: list[str] = []
-    wrong: dict[str, list[str]] = {}
-    sentences: list[str] = []
-    for each in error.errors(include_url=False):
-        path = [str(part) for part in each["loc"]]
-        name = ".".join(path[: 2 if path[:1] == ["experimental"] else 1])
-        what = each["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        if each["type"] == "extra_forbidden":
-            unknown.append(name)
-        elif name:
-            wrong.setdefault(name, []).append(what)
-        else:
-            sentences.append(what)
-    for name, reasons in wrong.items():
-        value: Any = given
-        for part in name.split("."):
-            value = value[part]
-        allowed = " or ".join(dict.fromkeys(reasons))
-        sentences.append(f"option {name} of {owner} is {reprlib.repr(value)}: {allowed}")
-    if unknown:
-        known = option_names(model)
-        by_last = {name.rpartition(".")[2]: name for name in known}
-        close = [
-            by_last[m] for name in unknown for m in get_close_matches(name.rpartition(".")[2], by_last, 1)
-        ]
-        meant = f" (did you mean {', '.join(close)}?)" if close else ""
-        sentences.append(f"{owner} has no option {', '.join(unknown)}{meant}: it has {', '.join(known)}")
-    return sentences

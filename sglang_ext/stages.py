@@ -2,8 +2,8 @@
 for, and the scheduler goes on.
 
 An exception that leaves the scheduler's loop ends the server. So whatever ragserve does there goes through
-`run`. Where ranks share a model, an exception that only one of them meets in the middle of a forward pass
-leaves the others in a collective: that is not mended here.
+`run`, or `run_alike`. Where ranks share a model, an exception that only one of them meets in the middle of a
+forward pass leaves the others in a collective, and ends the server (`sglang_ext.rank_failures`).
 
 Tests raise in every stage in turn: with the environment variable `FAULTS_VARIABLE` set, control operation
 `fault` makes a stage fail once.
@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ FAULTS_VARIABLE = "RAGSERVE_FAULTS"
 
 STAGES = {  # name: work
     "request": "reads a new request's plan",
-    "decode options": "reads a new request's decode options",
+    "decode options": "reads a new request's decode and prefill options",
     "queue": "drops the contexts of requests that have left the queue",
     "admission": "decides on a composed request and reserves its slots",
     "accounting": "counts what an admitted request uses",
@@ -36,7 +37,7 @@ STAGES = {  # name: work
     "query": "runs the questions of waiting requests",
     "selection": "chooses the kept tokens of a waiting request",
     "usage": "counts the slots in use",
-    "decode plan": "plans a decode step, or the page statistics of an extend",
+    "decode plan": "plans a decode step, or the sparse prefill and page statistics of an extend",
     "offsets": "notes how far the requests of an extend are ahead of their slots",
     "composition": "fills the slots of composed requests",
     "gather": "brings documents' KV into the slots, within composition",
@@ -45,13 +46,15 @@ STAGES = {  # name: work
     "unlock": "unlocks the documents of composed requests",
     "positions": "moves questions and answers to their positions",
     "forward": "runs SGLang's forward pass",
+    "sparse prefill": "chooses the key blocks that a sparse prefill attends to in a layer",
     "output": "gives SGLang what the recompute pass has computed of its forward pass",
     "distribution": "sends the distributions of tokens, and forces given ones",
     "grammar": "masks the logits of requests with a grammar, on a CPU",
     "graph": "names the CUDA graph of a decode step",
     "extended": "ends the stages of an extend",
     "document": "analyses a document at its ingestion",
-    "statistics": "follows a forward pass with statistics of pages",
+    "hosting": "gives a hosted request its columns, or takes its prompt from the device",
+    "statistics": "follows a forward pass with statistics of pages, choices and copies to the host",
     "report": "writes the reports of composed requests",
     "release": "reports on an ended request and completes the statistics of its pages",
     "save": "copies a document's KV to the other tiers",
@@ -66,20 +69,44 @@ T = TypeVar("T")
 _faults: dict[str, str] = {}  # stages that fail at their next run, and how
 
 
+_alike: Callable[[Exception], bool] = lambda error: True  # noqa: E731 - set by `vote_by`
+
+
 class InjectedFault(RuntimeError):
     """A test has made a stage fail."""
+
+
+class RanksDivided(RuntimeError):
+    """This rank has failed between collectives in which the others wait for it: the server must end."""
+
+
+def vote_by(alike: Callable[[Exception], bool]) -> None:
+    """Let ``alike`` say whether all ranks have failed at the same place (`FailureVote`)."""
+    global _alike
+    _alike = alike
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Run a block with collectives. Raises its error, or `RanksDivided` where not all ranks have met it."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, torch.AcceleratorError | RanksDivided) or _alike(error):
+            raise
+        raise RanksDivided("the other processes of the model did not fail with this one") from error
 
 
 def run(stage: str, failed: Failed, function: Callable[..., T], *args: Any) -> T | None:
     """Call ``function`` and return its result. If it raises, log that, call ``failed`` and return None.
 
-    Errors after which the device cannot be used any more are raised.
+    Errors after which the device cannot be used any more are raised, and `RanksDivided`.
     """
     try:
         reach(stage)
         return function(*args)
     except Exception as error:
-        if isinstance(error, torch.AcceleratorError):
+        if isinstance(error, torch.AcceleratorError | RanksDivided):
             raise
         log.exception("stage %r failed: it %s", stage, STAGES[stage])
         short = isinstance(error, torch.OutOfMemoryError | MemoryError)
@@ -89,6 +116,17 @@ def run(stage: str, failed: Failed, function: Callable[..., T], *args: Any) -> T
                 torch.cuda.empty_cache()
         failed(_message(stage, error, out_of_memory=short))
         return None
+
+
+def run_alike(stage: str, failed: Failed, function: Callable[..., T], *args: Any) -> T | None:
+    """`run`, where a failure of one rank alone would leave the ranks with different requests, and nothing
+    votes on it later. Raises `RanksDivided` then, and the server ends."""
+
+    def alike() -> T:
+        with together():
+            return function(*args)
+
+    return run(stage, failed, alike)
 
 
 def _message(stage: str, error: Exception, *, out_of_memory: bool) -> str:

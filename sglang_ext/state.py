@@ -11,13 +11,14 @@ from typing import Any
 class ProcessState:
     """``runtime``: set by the cache factory; None in a process whose cache is not ours. ``attention``: sparse
     decoding, None where it is off. ``batch``: the batch whose forward pass is running. ``sampled``: the
-    requests that are sampled for.
+    requests that are sampled for. ``prefill_kernels``: set where they are not SGLang's choice.
     """
 
     runtime: Any = None
     attention: Any = None
     batch: Any = None
     sampled: Sequence[Any] = ()
+    prefill_kernels: str | None = None
 
     @property
     def composition(self) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sglang_ext import stages
 from sglang_ext.control import answer
 from sglang_ext.documents.disk import FileTier
 from sglang_ext.ranks import Ranks
@@ -57,6 +58,18 @@ def test_a_document_is_where_all_ranks_have_it() -> None:
     assert asked({**ours, "budget_bytes": None}, {**ours, "budget_bytes": None})["budget_bytes"] is None
 
 
+def test_an_operation_that_one_rank_fails_alone_ends_the_server() -> None:
+    """The others wait for it in a collective of the operation, not in that of the answer."""
+
+    def divided(body: dict[str, Any], fingerprint: str) -> None:
+        raise stages.RanksDivided
+
+    composition = SimpleNamespace(score=divided)
+    runtime = SimpleNamespace(composition=composition, fingerprint="", ranks=Ranks())
+    with pytest.raises(stages.RanksDivided):
+        answer(runtime, {"op": "score"})
+
+
 def test_a_budget_is_shared_by_the_ranks() -> None:
     given: dict[str, int] = {}
     runtime = SimpleNamespace(
@@ -79,7 +92,7 @@ def runtime_of(store: Any) -> Any:
 
 def ended(runtime: Any, body: dict[str, Any]) -> dict[str, Any]:
     """Ask until the operation is not pending any more."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while "pending" in (found := answer(runtime, body)["response"][0]):
         assert time.monotonic() < deadline
         body = {**body, "pending": found["pending"]}

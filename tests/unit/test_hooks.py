@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext import hooks
+from sglang_ext import hooks, stages
 from sglang_ext.protocol import SGLANG_VERSION
-from sglang_ext.ranks import Ranks
+from sglang_ext.stages import FAULTS_VARIABLE, RanksDivided
 from sglang_ext.state import current
 
 
@@ -47,7 +47,6 @@ class Runtime:
         self.slots = SimpleNamespace(count=lambda: None)
         self.output: str | None = None
         self.composition = self
-        self.ranks: Any = Ranks()
 
     def before_forward(self, batch: Any) -> None:
         self.output = "computed already"
@@ -117,6 +116,26 @@ def test_a_forward_pass_that_fails_ends_its_requests(monkeypatch: pytest.MonkeyP
     (req,) = batch.reqs
     assert "out of memory at stage 'forward'" in req.to_finish.message
     assert (req.return_logprob, req.grammar, batch.return_logprob) == (False, None, False), "no logits"
-    runtime.ranks = SimpleNamespace(alone=False)  # the other ranks may be in a collective
-    with pytest.raises(MemoryError):
+    monkeypatch.setattr(stages, "_alike", lambda error: False)  # the other ranks are in a collective
+    with pytest.raises(RanksDivided):
         forward(failing, None, batch)
+
+
+def test_a_step_whose_graph_cannot_be_named_ends_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense graph runs in its place: SGLang must get a result of the batch's shape."""
+    monkeypatch.setenv(FAULTS_VARIABLE, "1")
+    attention = SimpleNamespace(backend=SimpleNamespace(variant=SimpleNamespace(value="selected")))
+    monkeypatch.setattr(current, "attention", attention)
+    (name,) = (hook.function for hook in hooks.HOOKS if hook.stages == ("graph",))
+    batch = batch_of(extends=False)
+    step = SimpleNamespace(ragserve_reqs=batch.reqs)
+
+    def dense(runner: Any, forward_batch: Any) -> None:
+        return None
+
+    assert name(dense, None, step) == "selected"
+    assert batch.reqs[0].to_finish is None
+    stages.inject("graph")
+    assert name(dense, None, step) is None
+    assert "injected at 'graph'" in batch.reqs[0].to_finish.message
+    assert name(dense, None, step) == "selected"

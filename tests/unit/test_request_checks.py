@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from array import array
@@ -12,6 +13,7 @@ import pytest
 
 from sglang_ext import request_checks
 from sglang_ext.request_checks import OwnTraceHeaders, check_request, check_sampling, check_tokenized
+from sglang_ext.token_meter import metered
 
 VOCABULARY, CONTEXT = 1000, 512
 NAN, HUGE = math.nan, 10**30
@@ -121,6 +123,8 @@ def test_usual_parameters_pass() -> None:
         {"sampling_params": []},
         {"sampling_params": [1]},
         {"sampling_params": [{}, {}]},
+        {"lora_path": ["a", "b"]},
+        {"text": ["x", "y"], "lora_path": ["a"]},
         {"text": ["x"] * 1025},
         {"input_ids": [[1]] * 1025},
         {"input_ids": [[1], []]},
@@ -136,6 +140,8 @@ def test_a_request_that_is_not_served_is_refused(fields: dict[str, Any]) -> None
 def test_usual_requests_pass() -> None:
     request()
     request(rid="request-1", text=["a", "b"], sampling_params=[{"n": 1}, {}], top_logprobs_num=[0, 5])
+    request(text=["a", "b"], lora_path=["one", None])
+    request(lora_path="one")
     request(input_ids=[1, 2], bootstrap_room=None, return_routed_experts=False, routed_experts_start_len=0)
     request(sampling_params={"n": None}, priority=3, logprob_start_len=-1)
 
@@ -253,3 +259,45 @@ def test_a_trace_is_continued_for_the_server_alone() -> None:
     request(external_trace_header=OwnTraceHeaders(headers))
     with pytest.raises(ValueError, match="external_trace_header is not served here"):
         request(external_trace_header=headers)
+
+
+def test_tokens_are_reported_as_they_are_read_and_generated() -> None:
+    class Manager:
+        context_len = CONTEXT
+        model_config = SimpleNamespace(vocab_size=VOCABULARY)
+
+        async def generate_request(self, obj: Any, request: Any = None) -> Any:
+            self._create_tokenized_object(obj, "x", [1, 2, 3])
+            for counts in ((2, 3), (5, 5)):
+                yield [{"meta_info": {"id": place, "completion_tokens": n}} for place, n in enumerate(counts)]
+
+        def _create_tokenized_object(
+            self,
+            obj: Any,
+            input_text: str,
+            input_ids: list[int],
+            input_embeds: Any = None,
+            mm_inputs: Any = None,
+            token_type_ids: Any = None,
+        ) -> Any:
+            return tokenized(input_ids)
+
+    manager: Any = Manager()
+    request_checks.install(manager)
+    obj = SimpleNamespace(rid="request-1", text="x", input_ids=None, sampling_params=None)
+
+    async def read(steps: int) -> None:
+        outputs = manager.generate_request(obj, None)
+        for _ in range(steps):
+            await anext(outputs)
+        await outputs.aclose()
+
+    spent: list[int] = []
+    asyncio.run(read(2))
+    assert spent == []
+    with metered(spent.append):
+        asyncio.run(read(2))
+    assert spent == [3, 2, 3, 3, 2]
+    with metered(spent.append):
+        asyncio.run(read(1))
+    assert spent[5:] == [3, 2, 3]

@@ -14,6 +14,8 @@ import torch
 from sglang_ext import hooks, stages
 from sglang_ext.documents.radix import TreeObserver
 from sglang_ext.stages import FAULTS_VARIABLE, STAGES, InjectedFault
+from sglang_ext.state import current
+from tests.unit.documents.test_exact_only import engine, heads_pool, started
 
 SOURCE = Path(stages.__file__).parent
 OUTSIDE_HOOKS = {"release", "save", "ended"}  # called by the tree: see `TreeObserver`
@@ -34,7 +36,7 @@ def calls(name: str) -> list[str]:
 
 
 def test_every_stage_of_the_table_runs_and_every_stage_that_runs_is_in_it() -> None:
-    assert {*calls("run"), *calls("reach")} == set(STAGES)
+    assert {*calls("run"), *calls("run_alike"), *calls("reach")} == set(STAGES)
 
 
 def test_every_hook_names_its_stages() -> None:
@@ -71,6 +73,38 @@ def test_a_failing_stage_ends_its_requests_and_nothing_goes_further() -> None:
     assert ended.to_finish is None
     assert ended.finished_reason.message == reason.message
     assert running.ragserve_private, "what it wrote may be wrong and must not be cached"
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_ranks_fail_alike_or_the_server_ends(everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "_alike", lambda error: everywhere)
+    messages: list[str] = []
+
+    def broken() -> None:
+        raise ValueError("no such row")
+
+    assert stages.run_alike("positions", messages.append, lambda: 5) == 5
+    if everywhere:
+        assert stages.run_alike("positions", messages.append, broken) is None
+    else:
+        with pytest.raises(stages.RanksDivided):
+            stages.run_alike("positions", messages.append, broken)
+    assert len(messages) == everywhere
+
+
+def test_a_request_whose_pages_cannot_be_given_back_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attention = SimpleNamespace(
+        attach=lambda tree, ranks: None, on_finished=lambda req, tokens: None, give_back=lambda req: broken()
+    )
+    monkeypatch.setattr(current, "attention", attention)
+    monkeypatch.setattr(current, "runtime", None)
+    started(engine(heads_pool()))
+    ended = request(finished=True)
+    current.runtime.before_release(ended, 3)
+    assert "'release' failed" in ended.finished_reason.message
+    current.runtime.tiers.close()
 
 
 def test_the_first_reason_counts() -> None:

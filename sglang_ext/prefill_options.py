@@ -1,0 +1,75 @@
+"""Options of sparse prefill and the cache keys of its KV: plain data, without torch or SGLang."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from sglang_ext.request_options import PlanError, RequestOptions, checked
+
+PrefillMode = Literal["dense", "lines", "blocks"]
+MAX_OBSERVE = 256  # sampled queries of 1,024
+DENSE_BELOW = 49_152  # not calibrated: below it attention is the smaller part of a prefill
+_MARK = "|prefill="  # in no namespace's name, session's id or document's key
+
+
+def _without_defaults(schema: dict[str, Any]) -> None:
+    for field in schema["properties"].values():
+        field.pop("default", None)
+
+
+class PrefillOptions(RequestOptions):
+    """The way in which a request's prompt attends to itself. An option left out has the server's value."""
+
+    model_config = ConfigDict(json_schema_extra=_without_defaults)
+
+    mode: PrefillMode = Field(
+        default="dense",
+        description="`dense`: exact attention; `lines`: to the vertical and slash lines that sampled queries "
+        "point to (LoopServe); `blocks`: to the first, local and best-scoring blocks (LServe).",
+    )
+    alpha: float = Field(
+        default=0.955,
+        gt=0,
+        le=1,
+        description="Share of the attention weight to hold, as the mode estimates it.",
+    )
+    observe: int = Field(
+        default=64, ge=1, le=MAX_OBSERVE, description="lines: queries sampled of every 1,024."
+    )
+    dense_below: int = Field(
+        default=DENSE_BELOW,
+        ge=0,
+        description="Prompt length in tokens up to which prefill is dense in any mode.",
+    )
+
+    def updated(self, changes: Mapping[str, Any]) -> PrefillOptions:
+        """These options with some replaced. Raises PlanError for unknown names and bad values."""
+        return checked(PrefillOptions, {**self.model_dump(), **changes}, "sparse prefill")
+
+    def from_request(self, text: str) -> PrefillOptions:
+        """These options, the server's, with those of a request's JSON text. Raises PlanError."""
+        try:
+            changes = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"prefill options are not JSON: {error}") from None
+        if not isinstance(changes, dict):
+            raise PlanError("prefill options must be a JSON object")
+        options = self.updated(changes)
+        if "observe" in changes and options.mode != "lines":
+            raise PlanError(f"observe is for mode 'lines', and this request's is {options.mode!r}")
+        return options
+
+    def sparse_key(self, extra_key: str | None) -> str:
+        """The extra key of KV made with these options by requests whose exact KV has ``extra_key``: KV of
+        sparse prefill is approximate, and no other request may find it."""
+        observe = f",{self.observe}" if self.mode == "lines" else ""
+        return f"{extra_key or ''}{_MARK}{self.mode},{self.alpha!r}{observe}"
+
+
+def exact_key(extra_key: str) -> str:
+    """The extra key without what `PrefillOptions.sparse_key` adds."""
+    return extra_key.partition(_MARK)[0]
