@@ -6,7 +6,7 @@ import io
 import logging
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from ragserve.ingest.file_planner import FilePlanner
 from ragserve.ingest.jobs.job_report import JobReport, OnProgress, failures_of
 from ragserve.ingest.jobs.lease import LEASE_S, JobRun, run_leased, worker_name
 from ragserve.ingest.parsing.parse_process import ParseProcess
-from ragserve.ingest.pipeline import Pipeline
+from ragserve.ingest.pipeline import Pipeline, PlannedFile
 from ragserve.ingest.prune import vanished_documents
 from ragserve.ingest.sources import clean_name, scan
 from ragserve.ingest.spool import Spool, SpooledFile, unusable_disk_explained
@@ -28,7 +28,7 @@ from ragserve.ingest.tokenizer import TokenizerSource
 from ragserve.ingest.url_sources import KIND as URL_JOBS
 from ragserve.ingest.url_sources import check_urls, fetcher_of, follow_sitemaps
 from ragserve.metrics import metrics
-from ragserve.retrieval.embedder import embedder_name
+from ragserve.retrieval.embedder import embedder_name, embedder_options
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.types import Job, JobItem
 from sglang_ext.protocol import NAMESPACE
@@ -89,6 +89,7 @@ class Ingestor:
         tokenizer: str | None = None,
         evict: Callable[[], object] | None = None,
         warms: Callable[[], bool] = lambda: False,
+        ray: str | None = None,
     ) -> None:
         """
         Args:
@@ -99,6 +100,7 @@ class Ingestor:
             evict: Removes the KV of replaced and removed documents. Called before the end of a job is
                 recorded; it must not raise.
             warms: Returns True if a server on the data folder warms in the background what is ingested.
+            ray: Address of a Ray cluster that parses and embeds files (`RayPipeline`).
         """
         self._settings = settings
         self._store = store
@@ -109,6 +111,7 @@ class Ingestor:
         self._tokenizer: TokenizerSource | None = None
         self._evict = evict or (lambda: None)
         self._warms = warms
+        self._ray = ray
         self.jobs = JobStore(store)
         self.spool = Spool(settings.data_dir)
 
@@ -263,6 +266,7 @@ class Ingestor:
         Failures of single files become items of the job. An error that ends the whole run is recorded, then
         raised. Raises ``NotFound``, ``Conflict`` (it runs elsewhere or is over), ``StorageFull``.
         """
+        self._check_uploads_are_here(job_id)
         vanished: tuple[str, ...] = ()
         warm_job: str | None = None
 
@@ -283,6 +287,14 @@ class Ingestor:
         skipped = failures_of(self.jobs, job_id, "skipped")
         notes = tuple(item for item in failures_of(self.jobs, job_id, "indexed") if item[1])
         return replace(report, skipped=skipped, notes=notes, vanished=vanished, warm_job=warm_job)
+
+    def _check_uploads_are_here(self, job_id: str) -> None:
+        """Raise Conflict for a job of another server on the registry, whose folder has the uploads."""
+        if not self._store.database.shared:
+            return
+        spool = self.jobs.get(job_id).spec.get("spool")
+        if spool is not None and not self.spool.folder(spool).is_dir():
+            raise Conflict(f"The uploads of job {job_id} are on another server.", code="job_elsewhere")
 
     def _create_warm_job(self, job: Job) -> str | None:
         """Create a job that computes KV, and return the id of one that the caller asked for: with ``warm`` of
@@ -316,14 +328,7 @@ class Ingestor:
             if self._tokenizer is None:
                 self._tokenizer = TokenizerSource.load(self._tokenizer_name)
         tokenizer, settings = self._tokenizer, self._settings
-        parser = ParseProcess(
-            tokenizer_json=tokenizer.json,
-            chunk_tokens=settings.chunk_tokens,
-            max_bytes=settings.max_upload_bytes,
-            timeout_s=settings.parse_timeout_s,
-            ocr=settings.ocr == "docling",
-        )
-        with parser, tempfile.TemporaryDirectory(prefix="ragserve-") as downloads:
+        with tempfile.TemporaryDirectory(prefix="ragserve-") as downloads:
             planner = FilePlanner(
                 settings,
                 self._store,
@@ -333,18 +338,44 @@ class Ingestor:
                 Path(downloads),
                 fetcher,
             )
-            Pipeline(
-                run,
-                parser=parser,
-                embedder=self._load_embedder,
-                commit=lambda batch: self._commit(run.job, batch),
-                record=partial(self._record, run.job),
-                sentence_bytes=settings.sentence_bytes,
-            ).run(map(planner.plan, pending))
+            parsing = {
+                "tokenizer_json": tokenizer.json,
+                "chunk_tokens": settings.chunk_tokens,
+                "max_bytes": settings.max_upload_bytes,
+                "timeout_s": settings.parse_timeout_s,
+                "ocr": settings.ocr == "docling",
+            }
+            self._take(run, map(planner.plan, pending), parsing)
 
-    def _commit(self, job: Job, batch: list[Any]) -> list[str]:
-        embedder = self._load_embedder()
-        self._store.ensure_namespace(job.namespace, embedder=embedder.name, dim=embedder.dim, index_type=None)
+    def _take(self, run: JobRun, files: Iterable[PlannedFile], parsing: Mapping[str, Any]) -> None:
+        """Take files to their outcomes, here or on the Ray cluster."""
+        record = partial(self._record, run.job)
+        if self._ray is None:
+            with ParseProcess(**parsing) as parser:
+                Pipeline(
+                    run,
+                    parser=parser,
+                    embedder=self._load_embedder,
+                    commit=lambda batch: self._commit(run.job, batch, self._load_embedder().name),
+                    record=record,
+                    sentence_bytes=self._settings.sentence_bytes,
+                ).run(files)
+            return
+        from ragserve.ingest.ray_pipeline import RayPipeline
+
+        RayPipeline(
+            run,
+            address=self._ray,
+            parser=parsing,
+            embedder=embedder_options(self._settings),
+            commit=lambda batch: self._commit(run.job, batch, embedder_name(self._settings)),
+            record=record,
+            sentence_bytes=self._settings.sentence_bytes,
+        ).run(files)
+
+    def _commit(self, job: Job, batch: list[Any], embedder: str) -> list[str]:
+        (dim,) = {vectors.shape[1] for _, _, vectors in batch}
+        self._store.ensure_namespace(job.namespace, embedder=embedder, dim=dim, index_type=None)
         return [document.doc_id for document in self._store.replace_documents(job.namespace, batch)]
 
     def _record(self, job: Job, outcomes: Sequence[JobItem]) -> None:

@@ -16,12 +16,13 @@ import json
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, Queue
 from typing import Any
 
-from ragserve.ingest.chunk_embedding import DocumentEmbedder, TitledChunks, Vectors, embed_chunks
+from ragserve.ingest.chunk_embedding import DocumentEmbedder, Vectors, embed_chunks
 from ragserve.ingest.chunking import CHUNKING_VERSION
 from ragserve.ingest.jobs.job_report import Interrupted
 from ragserve.ingest.jobs.lease import JobRun
@@ -54,6 +55,11 @@ class PlannedFile:
     found: bool = False
 
 
+Ready = tuple[PlannedFile, ParsedFile]
+EmbeddedChunks = tuple[Sequence[NewChunk], Vectors]
+Commit = Callable[[list[tuple[NewDocument, Sequence[Any], Vectors]]], Sequence[str]]
+
+
 def content_salt(tokenizer: str, chunk_tokens: int, title: str, metadata: Mapping[str, Any]) -> str:
     """Hash everything but the bytes that shapes a document, as 64 hex digits.
 
@@ -63,44 +69,29 @@ def content_salt(tokenizer: str, chunk_tokens: int, title: str, metadata: Mappin
     return hashlib.blake2b(json.dumps(shape).encode(), digest_size=32).hexdigest()
 
 
-class Pipeline:
-    """A run over many files.
+class WritingPipeline(ABC):
+    """A run over many files, wherever they are parsed and embedded. The thread that calls ``run`` writes.
 
     Args:
         run: The job's run, which counts progress and says when to stop.
-        parser: The parsing process; the pipeline interrupts it at the end.
-        embedder: Returns the embedder; called when the first chunks need it.
         commit: Writes documents in one transaction and returns their doc_ids.
         record: Records outcomes of files, several at a time.
-        sentence_bytes: Bytes a token to store for embedded sentences; 0: embed none.
     """
 
-    def __init__(
-        self,
-        run: JobRun,
-        *,
-        parser: ParseProcess,
-        embedder: Callable[[], DocumentEmbedder],
-        commit: Callable[[list[tuple[NewDocument, Sequence[Any], Vectors]]], Sequence[str]],
-        record: Callable[[Sequence[JobItem]], None],
-        sentence_bytes: int = 0,
-    ) -> None:
+    def __init__(self, run: JobRun, *, commit: Commit, record: Callable[[Sequence[JobItem]], None]) -> None:
         self._run = run
         self._progress = run.progress
-        self._parser = parser
-        self._embedder = embedder
         self._commit = commit
         self._record = record
-        self._sentence_bytes = sentence_bytes
         self._outcomes: list[JobItem] = []
         self._recorded_at = time.monotonic()
         self._batch_chunks = _START_CHUNKS
 
     def run(self, files: Iterable[PlannedFile]) -> None:
         """Take each file to its outcome. Raises ``Interrupted``, and errors of ``commit`` and ``files``."""
-        queue = _ResultQueue(_QUEUE_CHUNKS)
+        queue = ResultQueue(_QUEUE_CHUNKS)
         thread = threading.Thread(
-            target=self._parse_all, args=(files, queue), name="ragserve-parse", daemon=True
+            target=self._produce_all, args=(files, queue), name="ragserve-parse", daemon=True
         )
         thread.start()
         try:
@@ -112,23 +103,31 @@ class Pipeline:
             self._flush()
         finally:
             queue.close()
-            self._parser.interrupt()
+            self._interrupt()
             thread.join(_JOIN_S)
 
-    def _parse_all(self, files: Iterable[PlannedFile], queue: _ResultQueue) -> None:
+    @abstractmethod
+    def _produce(self, files: Iterable[PlannedFile], queue: ResultQueue) -> None:
+        """Put each file with its result into the queue, until all are done or the queue is closed."""
+
+    @abstractmethod
+    def _interrupt(self) -> None:
+        """Make ``_produce``, on another thread, end soon."""
+
+    @abstractmethod
+    def _embedded(self, documents: Sequence[NewDocument], ready: Sequence[Ready]) -> Sequence[EmbeddedChunks]:
+        """The chunks and vectors of parsed files. Raises ``Interrupted``."""
+
+    def _produce_all(self, files: Iterable[PlannedFile], queue: ResultQueue) -> None:
         end: BaseException = _End()
         try:
-            for file in files:
-                request = file.request
-                queue.put((file, request if isinstance(request, Failed) else self._parser.parse(request)))
-                if queue.closed:
-                    return
+            self._produce(files, queue)
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits for this one
             end = error
         queue.put(end)
 
-    def _drain(self, queue: _ResultQueue) -> None:
-        ready: list[tuple[PlannedFile, ParsedFile]] = []
+    def _drain(self, queue: ResultQueue) -> None:
+        ready: list[Ready] = []
         n_chunks = 0
         while True:
             if self._run.should_stop():
@@ -177,10 +176,9 @@ class Pipeline:
             self._outcomes = []
         self._recorded_at = time.monotonic()
 
-    def _write(self, ready: list[tuple[PlannedFile, ParsedFile]]) -> None:
-        documents = [_document(file, parsed) for file, parsed in ready]
-        titled = [(d.title, parsed.chunks) for d, (_, parsed) in zip(documents, ready, strict=True)]
-        embedded = self._embed(titled)
+    def _write(self, ready: list[Ready]) -> None:
+        documents = [new_document(file, parsed) for file, parsed in ready]
+        embedded = self._embedded(documents, ready)
         started = time.perf_counter()
         doc_ids = self._commit([(d, *own) for d, own in zip(documents, embedded, strict=True)])
         progress = self._progress
@@ -197,11 +195,46 @@ class Pipeline:
         progress.current = ready[-1][0].source
         self._run.notify()
 
-    def _embed(self, documents: Sequence[TitledChunks]) -> list[tuple[list[NewChunk], Vectors]]:
-        """Embed chunks and their sentences, and note the speed. Raises ``Interrupted``."""
+
+class Pipeline(WritingPipeline):
+    """A run on this machine.
+
+    Args:
+        parser: The parsing process; the pipeline interrupts it at the end.
+        embedder: Returns the embedder; called when the first chunks need it.
+        sentence_bytes: Bytes a token to store for embedded sentences; 0: embed none.
+    """
+
+    def __init__(
+        self,
+        run: JobRun,
+        *,
+        parser: ParseProcess,
+        embedder: Callable[[], DocumentEmbedder],
+        commit: Commit,
+        record: Callable[[Sequence[JobItem]], None],
+        sentence_bytes: int = 0,
+    ) -> None:
+        super().__init__(run, commit=commit, record=record)
+        self._parser = parser
+        self._embedder = embedder
+        self._sentence_bytes = sentence_bytes
+
+    def _produce(self, files: Iterable[PlannedFile], queue: ResultQueue) -> None:
+        for file in files:
+            queue.put((file, result_of(self._parser, file)))
+            if queue.closed:
+                return
+
+    def _interrupt(self) -> None:
+        self._parser.interrupt()
+
+    def _embedded(self, documents: Sequence[NewDocument], ready: Sequence[Ready]) -> Sequence[EmbeddedChunks]:
+        """Embed chunks and their sentences, and note the speed."""
+        titled = [(d.title, parsed.chunks) for d, (_, parsed) in zip(documents, ready, strict=True)]
         embedder = self._embedder()
         started = time.perf_counter()
-        embedded = embed_chunks(embedder, documents, self._sentence_bytes, self._run.should_stop)
+        embedded = embed_chunks(embedder, titled, self._sentence_bytes, self._run.should_stop)
         seconds = time.perf_counter() - started
         self._progress.embed_s += seconds
         per_batch = int(sum(len(own) for own, _ in embedded) / max(seconds, 1e-6) * _BATCH_S)
@@ -209,7 +242,14 @@ class Pipeline:
         return embedded
 
 
-def _document(file: PlannedFile, parsed: ParsedFile) -> NewDocument:
+def result_of(parser: ParseProcess, file: PlannedFile) -> ParsedFile | Unchanged | Failed:
+    """Parse a file, unless its planning has failed."""
+    request = file.request
+    return request if isinstance(request, Failed) else parser.parse(request)
+
+
+def new_document(file: PlannedFile, parsed: ParsedFile) -> NewDocument:
+    """The document of a parsed file."""
     title = file.title or parsed.title or parsed.filename.rsplit(".", 1)[0]
     own = {"filename": parsed.filename, "ext": parsed.ext, "title": title}
     metadata = {**parsed.metadata, **own, **file.metadata}
@@ -220,7 +260,7 @@ class _End(Exception):
     """Internal: all results have been delivered."""
 
 
-class _ResultQueue(Queue[tuple[PlannedFile, ParsedFile | Unchanged | Failed] | BaseException]):
+class ResultQueue(Queue[tuple[PlannedFile, ParsedFile | Unchanged | Failed] | BaseException]):
     """A queue bounded by the chunks it holds; a document larger than the bound passes alone.
 
     The last item is ``_End`` or the error that stopped the producer. ``close`` releases a waiting producer.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ragserve.errors import Conflict, RagserveError
+from ragserve.errors import Conflict, RagserveError, explained
 from ragserve.ingest.jobs.job_report import (
     Interrupted,
     JobReport,
@@ -135,7 +135,8 @@ def run_leased(
                 raise Conflict(message, code="job_lost") from None
             state = "cancelled" if lease.cancelled else "interrupted"
         except Exception as failure:
-            record(job, "failed", str(failure))
+            said = explained(failure) if isinstance(failure, OSError) else None
+            record(job, "failed", str(said or failure))
             raise
         if state == "interrupted":
             lease.release()

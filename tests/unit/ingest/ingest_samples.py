@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import docx
@@ -15,6 +16,15 @@ from fpdf import FPDF
 from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, Unchanged
 
 ParseFile = Callable[..., ParsedFile | Unchanged | Failed]
+
+
+def assert_fails(parse: ParseFile, path: Path, data: bytes, code: str, word: str) -> None:
+    """A file with this content fails with the code, and a reason that contains the word."""
+    path.write_bytes(data)
+    result = parse(path)
+    assert isinstance(result, Failed), result
+    assert result.code == code, result
+    assert word in result.reason, result
 
 
 def text_of(result: ParsedFile | Unchanged | Failed) -> str:

@@ -13,11 +13,14 @@ import pytest
 from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest, NotFound, TooLarge
 from ragserve.ingest.ingestor import Ingestor, SubmittedText, Upload
+from ragserve.ingest.jobs.job_report import JobReport, Progress
 from ragserve.ingest.jobs.runner import JobRunner
 from ragserve.ingest.spool import Spool
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore, Job
 from tests.unit.ingest.ingest_samples import make_pdf
+
+_LONG_S = 600.0  # on a busy machine
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def runner(ingestor: Ingestor) -> Iterator[JobRunner]:
 
 
 def wait_for_end(ingestor: Ingestor, job: Job) -> Job:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + _LONG_S
     while not (now := ingestor.jobs.get(job.job_id)).finished:
         assert time.monotonic() < deadline, now
         time.sleep(0.02)
@@ -134,17 +137,36 @@ def test_jobs_of_the_command_line_are_not_the_servers(
     assert ingestor.jobs.get(paths.job_id).state == "queued"
 
 
+class HeldIngestor:
+    """An ingestor that waits after its first batch until its runner is stopped."""
+
+    def __init__(self, ingestor: Ingestor) -> None:
+        self._ingestor, self.jobs, self.tidy = ingestor, ingestor.jobs, ingestor.tidy
+        self.began = threading.Event()
+
+    def run(self, job_id: str, *, stop: threading.Event | None = None) -> JobReport:
+        assert stop is not None
+
+        def hold(progress: Progress) -> None:
+            if progress.indexed:
+                self.began.set()
+                stop.wait(_LONG_S)
+
+        return self._ingestor.run(job_id, on_progress=hold, stop=stop)
+
+
 def test_a_stopped_runner_leaves_its_job_for_the_next(
     ingestor: Ingestor, store: IndexStore, settings: Settings
 ) -> None:
     job = ingestor.submit_texts("sea", [SubmittedText(f"n{i}", f"Note {i}.") for i in range(300)])
-    first = JobRunner(ingestor)
+    held = HeldIngestor(ingestor)
+    first = JobRunner(held)
     first.start()
-    deadline = time.monotonic() + 60
-    while ingestor.jobs.get(job.job_id).counts["indexed"] == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    first.stop()
+    assert held.began.wait(_LONG_S)
+    first.stop(_LONG_S)
+    left = ingestor.jobs.get(job.job_id)
+    assert not left.finished
+    assert 0 < left.counts["indexed"] < 300
     second = JobRunner(ingestor)
     second.start()
     assert wait_for_end(ingestor, job).state == "done"
@@ -164,7 +186,7 @@ def test_abandoned_spools_are_removed_at_start_and_needed_ones_kept(
     def upload_slowly() -> None:
         with spool.writing():
             written.set()
-            leave.wait(30)
+            leave.wait(_LONG_S)
 
     orphan = settings.data_dir / "uploads" / "0123456789ab"
     orphan.mkdir()
@@ -172,7 +194,7 @@ def test_abandoned_spools_are_removed_at_start_and_needed_ones_kept(
     (orphan / "00000.bin").write_bytes(b"left by a process that was killed while it wrote")
     writer = threading.Thread(target=upload_slowly)
     writer.start()
-    assert written.wait(10)
+    assert written.wait(_LONG_S)
     try:
         assert spool.clean(ingestor.spools_in_use) == 1
         assert not orphan.exists()

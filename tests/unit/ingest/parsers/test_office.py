@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from pptx.util import Inches
 
-from ragserve.ingest.parsing.parse_process import Failed, ParsedFile
+from ragserve.ingest.parsing.parse_process import ParsedFile
 from tests.unit.ingest.ingest_samples import (
     ParseFile,
+    assert_fails,
     make_epub,
     make_pptx,
     make_xlsx,
@@ -167,12 +168,7 @@ def bad_containers() -> dict[str, tuple[bytes, str, str]]:
 
 @pytest.mark.parametrize("name", list(bad_containers()))
 def test_a_bad_container_fails_with_its_reason(name: str, tmp_path: Path, parse: ParseFile) -> None:
-    data, code, word = bad_containers()[name]
-    path = tmp_path / name
-    path.write_bytes(data)
-    result = parse(path)
-    assert isinstance(result, Failed), result
-    assert (result.code, word in result.reason) == (code, True), result
+    assert_fails(parse, tmp_path / name, *bad_containers()[name])
 
 
 def test_the_name_of_the_file_does_not_matter(tmp_path: Path, parse: ParseFile) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ragserve.ingest.parsing.parse_process import Failed, ParsedFile
-from tests.unit.ingest.ingest_samples import ParseFile, make_docx, make_pdf, text_of
+from tests.unit.ingest.ingest_samples import ParseFile, assert_fails, make_docx, make_pdf, text_of
 
 CORPUS = Path(__file__).resolve().parents[4] / "examples" / "corpus" / "files"
 ARTICLE = (
@@ -286,12 +286,7 @@ def bad_files() -> dict[str, tuple[bytes, str, str]]:
 
 @pytest.mark.parametrize("name", list(bad_files()))
 def test_bad_file_fails_with_its_reason(name: str, tmp_path: Path, parse: ParseFile) -> None:
-    data, code, word = bad_files()[name]
-    path = tmp_path / name
-    path.write_bytes(data)
-    result = parse(path)
-    assert isinstance(result, Failed), result
-    assert (result.code, word in result.reason) == (code, True), result
+    assert_fails(parse, tmp_path / name, *bad_files()[name])
 
 
 def test_other_zip_containers_are_named(tmp_path: Path, parse: ParseFile) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ragserve.ingest.parsing.parse_process import Failed, ParsedFile
-from tests.unit.ingest.ingest_samples import ParseFile, places_of, text_of
+from ragserve.ingest.parsing.parse_process import ParsedFile
+from tests.unit.ingest.ingest_samples import ParseFile, assert_fails, places_of, text_of
 
 
 @pytest.mark.parametrize(
@@ -157,12 +157,7 @@ def bad_files() -> dict[str, tuple[bytes, str, str]]:
 
 @pytest.mark.parametrize("name", list(bad_files()))
 def test_a_bad_file_fails_with_its_reason(name: str, tmp_path: Path, parse: ParseFile) -> None:
-    data, code, word = bad_files()[name]
-    path = tmp_path / name
-    path.write_bytes(data)
-    result = parse(path)
-    assert isinstance(result, Failed), result
-    assert (result.code, word in result.reason) == (code, True), result
+    assert_fails(parse, tmp_path / name, *bad_files()[name])
 
 
 @pytest.mark.parametrize("name", ["a.eml", "a.mbox", "a.txt"])

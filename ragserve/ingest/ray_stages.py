@@ -1,0 +1,69 @@
+"""What the actors of a Ray cluster do with a batch of files: parse, then embed. They need no Ray themselves.
+
+Rows are pickled, because documents are no table; Ray itself runs whatever its clients pickle."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from ragserve.ingest.chunk_embedding import Vectors, embed_chunks
+from ragserve.ingest.parsing.parse_process import ParsedFile, ParseProcess
+from ragserve.ingest.pipeline import PlannedFile, new_document, result_of
+
+COLUMN = "file"
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedFile(ParsedFile):
+    """A parsed file whose chunks have their sentences, with the chunks' vectors, [chunks, dim]."""
+
+    vectors: Vectors = field(default_factory=lambda: np.empty((0, 0), dtype=np.float32), repr=False)
+
+
+class ParseStage:
+    """Parses in a process of its own, as on one machine: ``options`` are those of `ParseProcess`."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._parser = ParseProcess(**options)
+
+    def __call__(self, batch: Batch) -> dict[str, list[bytes]]:
+        files: list[PlannedFile] = [pickle.loads(row) for row in batch[COLUMN]]
+        return rows((file, result_of(self._parser, file)) for file in files)
+
+
+class EmbedStage:
+    """Embeds the files that were parsed, and passes the others on. ``options`` are those of `Embedder`."""
+
+    def __init__(self, options: Mapping[str, Any], sentence_bytes: int) -> None:
+        from ragserve.retrieval.embedder import Embedder
+
+        self._embedder = Embedder(**options)
+        self._sentence_bytes = sentence_bytes
+
+    def __call__(self, batch: Batch) -> dict[str, list[bytes]]:
+        results = [pickle.loads(row) for row in batch[COLUMN]]
+        parsed = [(file, result) for file, result in results if isinstance(result, ParsedFile)]
+        if not parsed:
+            return rows(results)
+        titled = [(new_document(file, result).title, result.chunks) for file, result in parsed]
+        embedded = iter(embed_chunks(self._embedder, titled, self._sentence_bytes, lambda: False))
+        return rows(
+            (file, _embedded(result, *next(embedded)) if isinstance(result, ParsedFile) else result)
+            for file, result in results
+        )
+
+
+def _embedded(parsed: ParsedFile, chunks: Any, vectors: Vectors) -> EmbeddedFile:
+    known = {each.name: getattr(parsed, each.name) for each in fields(ParsedFile)}
+    return EmbeddedFile(**known | {"chunks": chunks, "vectors": vectors})
+
+
+def rows(items: Any) -> dict[str, list[bytes]]:
+    """A batch of these objects."""
+    return {COLUMN: [pickle.dumps(item) for item in items]}
