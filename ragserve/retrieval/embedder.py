@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragserve.config import Settings
 from ragserve.retrieval.model_loading import load_model
+from ragserve.retrieval.namespace_words import folded
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,6 +42,17 @@ def embedder_name(settings: Settings) -> str:
 def _name(model: str, passage_prompt: str | None) -> str:
     name = canonical_name(model)
     return name if passage_prompt is None else f"{name}, passage prompt {passage_prompt!r}"
+
+
+def embedder_options(settings: Settings) -> dict[str, Any]:
+    """Arguments of the settings' `Embedder`."""
+    return {
+        "name": settings.embedder,
+        "device": settings.embed_device,
+        "batch_size": settings.embed_batch,
+        "query_prompt": settings.query_prompt,
+        "passage_prompt": settings.passage_prompt,
+    }
 
 
 class Embedder:
@@ -84,13 +96,7 @@ class Embedder:
     @classmethod
     def of(cls, settings: Settings) -> Embedder:
         """The embedder of the settings."""
-        return cls(
-            settings.embedder,
-            device=settings.embed_device,
-            batch_size=settings.embed_batch,
-            query_prompt=settings.query_prompt,
-            passage_prompt=settings.passage_prompt,
-        )
+        return cls(**embedder_options(settings))
 
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """Embed documents, batched by length to save padding, all of each. Float32 [n, dim],
@@ -123,6 +129,21 @@ class Embedder:
         count = -(-len(starts) // room)
         cuts = [0, *(starts[len(starts) * i // count] for i in range(1, count)), len(text)]
         return [text[a:b] for a, b in pairwise(cuts)]
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """Words that the model reads as one piece, without case and diacritics; empty if its vocabulary does
+        not say where words begin."""
+        tokenizer: Any = getattr(self._model, "tokenizer", None)
+        pieces = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+        for mark in ("\u2581", "\u0120"):  # sentencepiece and byte-level BPE mark the beginnings of words
+            marked = [piece[1:] for piece in pieces if piece.startswith(mark)]
+            if marked:
+                break
+        else:  # WordPiece marks what is inside of words
+            continued = any(piece.startswith("##") for piece in pieces)
+            marked = [piece for piece in pieces if continued and not piece.startswith("##")]
+        return frozenset(folded(piece) for piece in marked if piece.isalpha())
 
     @cached_property
     def _room(self) -> int | None:

@@ -25,6 +25,7 @@ def load_model(
         prepare()  # transformers imports torchvision, which fails as a CUDA build on a machine without CUDA
         import sentence_transformers
         import torch
+        from safetensors import SafetensorError
         from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # its progress bar would disturb ours
@@ -36,7 +37,7 @@ def load_model(
         torch.set_num_threads(max(1, cores))
     try:
         return getattr(sentence_transformers, class_name)(name, device=device, **options)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InvalidRequest(
             f"The {param} {name!r} could not be loaded: {reason}", hint=hint, code=code, param=param

@@ -28,6 +28,10 @@ class Reranker(Protocol):
     """Whether scores of different questions can be compared. If not, no floor is about them, and they are
     fused with the order of the search."""
 
+    async def load(self) -> None:
+        """Load what the first question needs. Raises InvalidRequest if it cannot be loaded."""
+        ...
+
     async def scores(self, namespace: str, question: str, chunks: Sequence[Chunk]) -> Sequence[float | None]:
         """Return a score for each chunk, higher is better; None for a chunk that cannot be scored."""
         ...
@@ -38,7 +42,7 @@ class Reranker(Protocol):
 
 
 class CrossEncoderReranker:
-    """A sentence-transformers CrossEncoder, loaded at the first question, in a thread of its own.
+    """A sentence-transformers CrossEncoder, loaded by `load` or the first question, in a thread of its own.
 
     The thread takes one question at a time and scores its pairs in batches of ``batch_size``; questions of
     clients that left are not scored. Passages longer than the model reads are cut at its limit."""
@@ -59,13 +63,20 @@ class CrossEncoderReranker:
         texts = [f"{chunk.title}\n{chunk.text}" if chunk.title else chunk.text for chunk in chunks]
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, question, texts)
 
-    def _score(self, question: str, texts: Sequence[str]) -> list[float]:
+    async def load(self) -> None:
+        """See `Reranker`."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._loaded)
+
+    def _loaded(self) -> Any:
         if self._model is None:
             self._model = load_model(
                 "CrossEncoder", self.name, self._device, code=_NOT_FOUND, param="rerank", hint=_HINT
             )
+        return self._model
+
+    def _score(self, question: str, texts: Sequence[str]) -> list[float]:
         pairs = [(question, text) for text in texts]
-        found = self._model.predict(pairs, batch_size=self._batch_size, show_progress_bar=False)
+        found = self._loaded().predict(pairs, batch_size=self._batch_size, show_progress_bar=False)
         return [float(score) for score in found]
 
     async def close(self) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ragserve import tracing
-from ragserve.config import Retrieval
 from ragserve.errors import Conflict, Unavailable
+from ragserve.setting_groups.answering import Retrieval
 from ragserve_index.types import Hit
 
 if TYPE_CHECKING:

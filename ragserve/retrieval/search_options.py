@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ragserve.config import FollowUps, Retrieval
+from ragserve.setting_groups.answering import FollowUps, Retrieval, Spelling
 
 if TYPE_CHECKING:
     from ragserve_index.filters import Filter
@@ -23,6 +23,7 @@ class SearchOptions:
     filter: Filter | None = None
     retrieval: Retrieval = "dense"
     follow_ups: FollowUps = "context"
+    spelling: Spelling = "off"
     rerank: str = OFF
     candidates: int = 50
     neighbours: int = 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +67,22 @@ def test_scores_are_the_models_and_it_is_loaded_once_beside_the_loop(
         assert scores == pytest.approx(expected.tolist(), abs=1e-5)
     assert len(threads) == 1
     assert threads[0] != threading.get_ident()
+
+
+def test_a_damaged_model_is_refused_when_it_is_loaded(model: str, tmp_path: Path) -> None:
+    damaged = shutil.copytree(model, tmp_path / "damaged")
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+    async def load() -> None:
+        ranker = CrossEncoderReranker(str(damaged), device="cpu")
+        try:
+            await ranker.load()
+        finally:
+            await ranker.close()
+
+    with pytest.raises(InvalidRequest, match="could not be loaded"):
+        asyncio.run(load())
 
 
 def test_what_is_no_reranker_is_said_before_it_is_loaded(model: str, tmp_path: Path) -> None:

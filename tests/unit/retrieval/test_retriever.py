@@ -30,7 +30,7 @@ class Gated(WordEmbedder):
 
     def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
         self.entered.set()
-        if not self.open.wait(20):
+        if not self.open.wait(240):
             raise TimeoutError
         return super().encode_queries(texts)
 

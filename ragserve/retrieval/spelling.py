@@ -1,0 +1,218 @@
+"""Correct typing errors in what is searched for.
+
+A word is replaced if neither the namespace nor the embedder knows it, nor an inflection of it, and one error
+(a letter too many, too few or wrong, or two exchanged; the first letter only exchanged) parts it from a word
+of the namespace. Of several such words, those whose letters are only exchanged, or doubled, come first, then
+those that go on as the word begins, which may be inflections, then the most frequent. Where two are alike,
+nothing is replaced. A word of the embedder is chosen if it is the only one near, and the namespace has none,
+or if letters were only exchanged or doubled, and the namespace has no such word.
+
+Nothing is replaced in a text that does not look like a question with an error: if more words are unknown than
+one, and one more for every eight, or if the embedder knows less than two thirds of the others, because they
+are of another language. What is not a word stays as it is: numbers, identifiers, addresses, code, acronyms,
+and scripts other than Latin."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import string
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ragserve.errors import NotFound, RagserveError
+from ragserve.retrieval.namespace_words import (
+    LATIN,
+    MAX_LETTERS,
+    MIN_LETTERS,
+    NamespaceWords,
+    WordTable,
+    folded,
+)
+
+if TYPE_CHECKING:
+    from ragserve_index import IndexStore
+
+log = logging.getLogger(__name__)
+
+_LOOKED_AT = 256  # words of a text
+_FOR_EACH = 8  # known words, one more unknown one is corrected
+_IN_LANGUAGE = 2 / 3  # share of the known words that the embedder knows
+_VERIFIED = 3  # of the best replacements, by the lexical index
+_ENDINGS = ("s", "es", "ed", "d", "ing", "ly")  # of English, as the lexical index's stemmer
+
+_TOKEN = re.compile(r"`[^`]*`|\S+")
+_INSIDE = re.compile(r"[^\W\d_]+")
+_PLAIN = re.compile(r"[(\[{\"'“”‘’„«»‚¿¡]*((?:[^\W\d_]+['’-])*[^\W\d_]+)['’]?[)\]}\"'“”‘’»«.,;:!?…]*")
+_REPEATED = re.compile(r"(.)\1+")
+_LATIN = re.compile(f"[{LATIN}]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    """Texts to search for, and what was replaced in them, (original, replacement) each."""
+
+    texts: list[str]
+    corrections: list[tuple[str, str]]
+
+
+class SpellingCorrector:
+    """Corrects questions about the namespaces of a store. Belongs to one event loop; ``close`` ends its
+    threads."""
+
+    def __init__(self, store: IndexStore, known: AbstractSet[str]) -> None:
+        """``known``: words that the embedder knows, folded."""
+        self._store = store
+        self._known = known
+        self._words = NamespaceWords(store)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="spelling")
+
+    async def correct(self, namespace: str, texts: Sequence[str]) -> Corrected:
+        """Correct a question and its variants; nothing while the namespace's words are read for the first
+        time, or if they cannot be read. Raises NotFound for an unknown namespace."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._correct, namespace, texts)
+
+    async def read(self, namespace: str) -> None:
+        """Wait until the namespace's words have been read."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._words.wait, namespace)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        await asyncio.to_thread(self._words.close)
+
+    def _correct(self, namespace: str, texts: Sequence[str]) -> Corrected:
+        def counts(words: Sequence[str]) -> dict[str, int]:
+            return self._store.word_counts(namespace, words)
+
+        try:
+            table = self._words.of(namespace)
+            if table is not None:
+                done: dict[str, str] = {}
+                fixed = [_corrected(text, self._known, table, counts, done) for text in texts]
+                return Corrected(fixed, list(done.items()))
+        except NotFound:
+            raise
+        except RagserveError as error:  # a dense search needs no lexical index
+            log.warning("spelling was not corrected: %s", error)
+        return Corrected(list(texts), [])
+
+
+def _corrected(
+    text: str,
+    known: AbstractSet[str],
+    table: WordTable,
+    counts: Callable[[Sequence[str]], dict[str, int]],
+    done: dict[str, str],
+) -> str:
+    """Correct one text, and add what was replaced to ``done``."""
+    places = list(_words(text))[:_LOOKED_AT]
+    words = {place: unicodedata.normalize("NFC", text[slice(*place)]).lower() for place in places}
+    distinct = dict.fromkeys(words.values())
+    strange = [word for word in distinct if not _is_known(folded(word), known)]
+    if not strange:
+        return text
+    found = counts(strange)
+    unknown = [word for word in strange if not found[word]]
+    others = len(distinct) - len(unknown)
+    if len(unknown) > 1 + others // _FOR_EACH or len(distinct) - len(strange) < _IN_LANGUAGE * others:
+        return text
+    better = {word: _replacement(word, known, table, counts) for word in unknown}
+    pieces, end = [], 0
+    for (a, b), word in words.items():
+        replacement = better.get(word)
+        if replacement is not None:
+            done[text[a:b]] = replacement = _in_case_of(text[a:b], replacement)
+            pieces += [text[end:a], replacement]
+            end = b
+    return "".join([*pieces, text[end:]])
+
+
+def _replacement(
+    word: str,
+    known: AbstractSet[str],
+    table: WordTable,
+    counts: Callable[[Sequence[str]], dict[str, int]],
+) -> str | None:
+    """The best word one error away from an unknown one; None if there is none, or no best one."""
+    edits = [
+        edit
+        for edit in dict.fromkeys(one_error(word))
+        if len(edit) >= MIN_LETTERS and edit.isascii() == word.isascii()  # a diacritic is meant
+    ]
+    start = word[: max(MIN_LETTERS, len(word) - 1)]
+    near = {
+        edit: (_is_slip(word, edit), edit.startswith(start), n)
+        for edit, n in zip(edits, table.counts(edits), strict=True)
+        if n
+    }
+    best = sorted(near, key=near.__getitem__, reverse=True)[:_VERIFIED]
+    have = counts(best)
+    best = [edit for edit in best if have[edit]]
+    own = [edit for edit in edits if edit in known]
+    slips = [edit for edit in own if _is_slip(word, edit)]
+    if len(slips) == 1 and not (best and near[best[0]][0]):
+        return slips[0]
+    if not best:
+        return own[0] if len(own) == 1 else None
+    alike = [edit for edit in best if near[edit] == near[best[0]]]
+    shortest = min(alike, key=len)
+    return shortest if all(edit.startswith(shortest) for edit in alike) else None
+
+
+def _is_slip(word: str, edit: str) -> bool:
+    """Whether letters are only exchanged, or doubled, or not doubled."""
+    return sorted(word) == sorted(edit) or _REPEATED.sub(r"\1", word) == _REPEATED.sub(r"\1", edit)
+
+
+def one_error(word: str) -> Iterator[str]:
+    """Words of at least three letters from which one typing error, not in the first letter, makes ``word``:
+    words with one letter more, less or different, or with two exchanged."""
+    letters = dict.fromkeys(string.ascii_lowercase + word)
+    for at in range(1, len(word) + 1):
+        head, tail = word[:at], word[at:]
+        for letter in letters:
+            yield head + letter + tail
+            if tail and letter != tail[0]:
+                yield head + letter + tail[1:]
+        if tail:
+            yield head + tail[1:]
+        if tail[1:] and tail[0] != tail[1]:
+            yield head + tail[1] + tail[0] + tail[2:]
+    if len(word) > 1 and word[0] != word[1]:
+        yield word[1] + word[0] + word[2:]
+
+
+def _words(text: str) -> Iterator[tuple[int, int]]:
+    """Start and end of the words that may be corrected."""
+    capitals = text.upper() == text
+    for token in _TOKEN.finditer(text):
+        plain = _PLAIN.fullmatch(token.group())
+        if plain is None:
+            continue
+        for found in _INSIDE.finditer(plain.group(1)):
+            word = found.group()
+            if (
+                MIN_LETTERS <= len(word) <= MAX_LETTERS
+                and (capitals or word[1:] == word[1:].lower())
+                and _LATIN.fullmatch(folded(word))
+            ):
+                start = token.start() + plain.start(1)
+                yield start + found.start(), start + found.end()
+
+
+def _is_known(word: str, known: AbstractSet[str]) -> bool:
+    return word in known or any(
+        word.endswith(ending) and len(word) - len(ending) >= MIN_LETTERS and word[: -len(ending)] in known
+        for ending in _ENDINGS
+    )
+
+
+def _in_case_of(original: str, word: str) -> str:
+    if original.isupper():
+        return word.upper()
+    return word[0].upper() + word[1:] if original[0].isupper() else word
