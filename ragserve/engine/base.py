@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from sglang_ext.protocol import ContextReport, DecodeReport, RetrievalScores, SessionPart, Span
+from sglang_ext.protocol import (
+    ContextReport,
+    DecodeReport,
+    PrefillReport,
+    RetrievalScores,
+    SessionPart,
+    Span,
+)
 
 # SGLang keeps a few positions of the context to itself; they must not cut an answer short.
 _RESERVED_TOKENS = 8
@@ -43,6 +50,8 @@ class GenerateRequest:
         forced: Token ids that the answer begins with, whatever the model would say; for measurements.
         decode: Fields of `sglang_ext.protocol.DecodeOptions` that differ from the server's default, for an
             engine with sparse decoding.
+        prefill: Fields of `sglang_ext.prefill_options.PrefillOptions` that differ from the server's default,
+            for the same engines. For exact strategies.
         unregistered: Numbers of the spans whose texts no index has, such as documents sent with a query.
             Their KV stays in memory: no removal would ever name it, to erase it from disk.
         scores: What the retriever knows of the documents, for strategies that choose among their tokens.
@@ -60,6 +69,7 @@ class GenerateRequest:
     distributions: int = 0
     forced: Sequence[int] = ()
     decode: Mapping[str, Any] = field(default_factory=dict)
+    prefill: Mapping[str, Any] = field(default_factory=dict)
     unregistered: Sequence[int] = ()
     scores: RetrievalScores | None = None
     session: SessionPart | None = None
@@ -97,13 +107,14 @@ class GenerateChunk:
     # Log-probabilities of the first tokens so far, base64 of float32 [vocabulary] each; only if requested
     distributions: Sequence[str] = ()
     output_ids: Sequence[int] = ()  # the answer's tokens; last chunk only
+    prefill: PrefillReport | None = None  # of a sparse prefill; last chunk only, None if dense
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Model, device and limits of a running engine."""
 
-    kind: str  # "local" | "remote"
+    kind: str  # "local" | "remote" | "fleet"
     model: str
     tokenizer: str
     version: str
@@ -115,8 +126,11 @@ class EngineInfo:
     fingerprint: str = ""  # of the model's configuration and weights at any precision; empty if unknown
     only_exact: str | None = None  # why only exact strategies are available
     sparse_decode: bool = False  # requests may carry decode options
+    sparse_prefill: bool = False  # and prefill options: the same engines, with KV of 16 bits
     dtype: str = ""  # "bfloat16", or "bfloat16, KV fp8_e5m2" if weights and KV differ; empty if unknown
     samkv: str = ""  # digest of the samkv profile (`ragserve.profiles.samkv`); empty without one
+    start_s: float | None = None  # seconds from the start to readiness; None for an engine elsewhere
+    warm_up_s: float | None = None  # of these, the requests that compile and load kernels
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -161,4 +175,14 @@ class WarmEngine(Engine, Protocol):
 
     async def warm(self, request: GenerateRequest) -> None:
         """Compute each span of the request alone, into all tiers."""
+        ...
+
+
+@runtime_checkable
+class TokenizingEngine(Protocol):
+    """An `Engine` that another process runs, perhaps with another tokenizer."""
+
+    async def check_tokenizer(self, encode: Callable[[str], Sequence[int]]) -> None:
+        """Raise InvalidRequest if the engine makes other tokens of a text than ``encode``, the server's
+        tokenizer: ids that its model does not have would end it. An engine that does not say passes."""
         ...

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ragserve.engine.base import EngineInfo, GenerateRequest
+from sglang_ext.protocol import document_key
 
-Below = Literal["disk", "host", "writing", "absent"]
+Below = Literal["disk", "remote", "host", "writing", "absent"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,8 @@ class Whereabouts:
 
     Attributes:
         on_device: True for documents that are wholly on the device; likewise ``on_host``.
-        below: Lowest tier under the device that has all of a document; `writing` is on its way to disk.
+        below: Lowest tier of the engine under the device that has all of a document; `writing` is on its way
+            to disk; `remote`: the store that engines share has it, and this engine's disk does not.
         lasting: Lowest tier of this engine.
         budget_bytes: Page bytes that the lasting tier may hold; None without a limit.
         write_room_bytes: Page bytes that the write queue still takes, beside its ``queued_bytes``.
@@ -41,7 +44,7 @@ class Whereabouts:
         return cls(**fields | {name: tuple(answer[name]) for name in ("on_device", "on_host", "below")})
 
     def fastest(self) -> list[str]:
-        """The fastest tier that has all of each document: device, host, disk or absent."""
+        """The fastest tier that has all of each document: device, host, disk, remote or absent."""
         return [
             "device" if device else "host" if host or below == "writing" else below
             for device, host, below in zip(self.on_device, self.on_host, self.below, strict=True)
@@ -82,3 +85,51 @@ class CachingEngine(Protocol):
 
         Raises EngineError with its reason."""
         ...
+
+
+@runtime_checkable
+class ManyEngines(Protocol):
+    """Several engines with document caches of their own behind one."""
+
+    def answering(self, namespace: str, documents: Sequence[Sequence[int]]) -> CachingEngine:
+        """Return the engine that would answer a request of these documents, the system text first."""
+        ...
+
+    def measured(self) -> CachingEngine:
+        """Return an engine that stands for all of them where one is measured."""
+        ...
+
+
+def answering(engine: CachingEngine, namespace: str, documents: Sequence[Sequence[int]]) -> CachingEngine:
+    """Return the engine whose caches count for a request of these documents."""
+    return engine.answering(namespace, documents) if isinstance(engine, ManyEngines) else engine
+
+
+class ControlledCache(ABC):
+    """The calls of `CachingEngine` that are control operations of one engine."""
+
+    _fingerprint = ""  # of the model, as document keys contain it
+
+    @abstractmethod
+    async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """See `CachingEngine`; `sglang_ext.control` lists the operations."""
+
+    async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
+        """See `CachingEngine`."""
+        tokens, keys = list(map(len, documents)), self.keys(namespace, documents)
+        return Whereabouts.of(await self.control("where", keys=keys, tokens=tokens, namespace=namespace))
+
+    async def prefix(self, namespace: str, input_ids: Sequence[int]) -> int:
+        """See `CachingEngine`."""
+        return int((await self.control("prefix", ids=list(input_ids), namespace=namespace))["tokens"])
+
+    async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
+        """See `Engine`. Drops the namespace's exact prefixes as well: they may contain the documents."""
+        if documents is None:
+            await self.control("remove_namespace", namespace=namespace)
+        elif documents:
+            await self.control("remove", keys=self.keys(namespace, documents), namespace=namespace)
+
+    def keys(self, namespace: str, documents: Sequence[Sequence[int]]) -> list[str]:
+        """Return the cache keys of documents, given their token ids."""
+        return [document_key(namespace, self._fingerprint, ids) for ids in documents]

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,13 +16,14 @@ from ragserve import tracing
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sampling
 from ragserve.engine.crash import CrashHandler
-from ragserve.engine.document_cache import Whereabouts
+from ragserve.engine.document_cache import ControlledCache
 from ragserve.engine.ports import hold_port, port_of
 from ragserve.engine.prefill import Documents
 from ragserve.engine.server_args import server_args
-from ragserve.engine.stream import StreamReader, new_rid, payload, timed_out
+from ragserve.engine.stream import StreamReader, timed_out
+from ragserve.engine.warm_up import NAMESPACE, warm_up
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
-from sglang_ext.protocol import CONTROL_METHOD, EXACT_STRATEGIES, document_key
+from sglang_ext.protocol import CONTROL_METHOD, EXACT_STRATEGIES
 
 _FLUSH_S = 5.0  # for the write queue at the end; a service manager kills what takes too long
 # Between two looks at an operation that waits for the disk: doubled from the first to the second time.
@@ -30,26 +32,31 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class LocalEngine:
+class LocalEngine(ControlledCache):
     """A `CachingEngine` over SGLang's TokenizerManager."""
 
-    def __init__(self, settings: Settings, *, on_stop: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, settings: Settings, *, on_stop: Callable[[], None] | None = None, launched: float | None = None
+    ) -> None:
+        """``launched``: when SGLang was started, on `time.monotonic`; now by default."""
         self._settings = settings
+        self._launched = time.monotonic() if launched is None else launched
+        self._started = False
         self._on_stop = on_stop
         self._info: EngineInfo | None = None
-        self._fingerprint = ""
         self._pumps: set[asyncio.Task[Any]] = set()
         self._crash: CrashHandler | None = None
         self._documents = Documents(self._run, self._run_together)
 
     async def start(self) -> EngineInfo:
-        """Read model and limits, and send one request so that the first user does not pay for the warm-up."""
+        """Read model and limits, and send requests so that the first users do not pay for the warm-up."""
         from sglang.version import __version__ as version
 
         from sglang_ext import request_checks
         from sglang_ext.documents.fingerprint import model_fingerprint
         from sglang_ext.launch import scheduler_info
 
+        asked = time.monotonic()
         manager, info = _manager(), scheduler_info()
         request_checks.install(manager)
         self._crash = CrashHandler(manager, self.stop)
@@ -69,28 +76,35 @@ class LocalEngine:
             tokenizer=args.tokenizer_path,
             version=version,
             device=args.device,
-            attention_backend=str(args.attention_backend),
+            attention_backend=_attention(args.attention_backend, cache["prefill_kernels"]),
             context_length=manager.context_len,
             max_total_tokens=info["max_total_num_tokens"],
             strategies=(*EXACT_STRATEGIES, *cache["strategies"]),
             fingerprint=model_fingerprint(args.model_path, options=self._settings.engine_args),
             only_exact=cache["unsupported"],
             sparse_decode=cache["decode"] is not None,
+            sparse_prefill=cache["decode"] is not None and cache["decode"]["kv_bits"] == 16,
             dtype=_dtype(manager.model_config.dtype, args.kv_cache_dtype),
             samkv=cache["samkv"],
         )
-        warm_up = GenerateRequest(
+        first = GenerateRequest(
             "warm-up",
             [1] * 16,
-            namespace="ragserve-warm-up",
+            namespace=NAMESPACE,
             strategy="full",
             sampling=Sampling(max_new_tokens=2),
         )
         if self._info.sparse_decode:  # an unsupported model fails here, at the start
-            warm_up = replace(warm_up, decode={"mode": "progressive", "threshold": 1.0, "dense_below": 0})
-        async for _ in self.generate(warm_up):
+            first = replace(first, decode={"mode": "progressive", "threshold": 1.0, "dense_below": 0})
+        async for _ in self.generate(first):
             pass
+        await warm_up(self, self._info)
         self._take_over_signals(self._crash)
+        ended = time.monotonic()
+        self._info = replace(
+            self._info, start_s=round(ended - self._launched, 1), warm_up_s=round(ended - asked, 1)
+        )
+        self._started = True
         return self._info
 
     @property
@@ -113,38 +127,21 @@ class LocalEngine:
         return self._info
 
     async def ready(self) -> bool:
+        """See the protocol. False until the warm-up has ended."""
+        if not self._started or self.crash is not None:
+            return False
         from sglang.srt.managers.tokenizer_manager import ServerStatus
 
-        return self._info is not None and self.crash is None and _manager().server_status == ServerStatus.Up
+        up: bool = _manager().server_status == ServerStatus.Up
+        return up
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """See the protocol."""
-        if request.strategy in EXACT_STRATEGIES:
-            return self._run(payload(request, new_rid(request.rid)), len(request.input_ids))
         return self._documents.generate(request)
 
     async def warm(self, request: GenerateRequest) -> None:
         """See `CachingEngine`. Documents are also analysed if the settings ask for it."""
         await self._documents.prefill(request, request.spans, analyse=True)
-
-    async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
-        """See `CachingEngine`."""
-        tokens, keys = list(map(len, documents)), self._keys(namespace, documents)
-        return Whereabouts.of(await self.control("where", keys=keys, tokens=tokens, namespace=namespace))
-
-    async def prefix(self, namespace: str, input_ids: Sequence[int]) -> int:
-        """See `CachingEngine`."""
-        return int((await self.control("prefix", ids=list(input_ids), namespace=namespace))["tokens"])
-
-    async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
-        """See the protocol. Drops the namespace's exact prefixes as well: they may contain the documents."""
-        if documents is None:
-            await self.control("remove_namespace", namespace=namespace)
-        elif documents:
-            await self.control("remove", keys=self._keys(namespace, documents), namespace=namespace)
-
-    def _keys(self, namespace: str, documents: Sequence[Sequence[int]]) -> list[str]:
-        return [document_key(namespace, self._fingerprint, ids) for ids in documents]
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """See `CachingEngine`; `sglang_ext.control` lists the operations. Asks again while one is pending."""
@@ -287,6 +284,11 @@ def _traced() -> dict[str, Any]:
     return {"external_trace_header": OwnTraceHeaders(headers)} if (headers := tracing.headers()) else {}
 
 
+def _attention(backend: str, prefill_kernels: str | None) -> str:
+    """Name the attention backend, and the prefill kernels that it would not have chosen by itself."""
+    return f"{backend}, prefill {prefill_kernels}" if prefill_kernels else str(backend)
+
+
 def _dtype(weights: Any, kv: str) -> str:
     """`EngineInfo.dtype` from a torch.dtype and SGLang's kv_cache_dtype."""
     name = str(weights).removeprefix("torch.")
@@ -307,10 +309,17 @@ def _translate(error: Exception) -> RagserveError:
     return EngineError(f"The engine failed: {error}", hint="See the server's log.")
 
 
-def serve(settings: Settings, make_app: Callable[[LocalEngine, Any], Any], listener: socket.socket) -> None:
+def serve(
+    settings: Settings,
+    make_app: Callable[[LocalEngine, Any], Any],
+    listener: socket.socket,
+    on_launch: Callable[[], None] = lambda: None,
+) -> None:
     """Start SGLang and serve ``make_app(engine, sglang_app)`` in front of it on ``listener``, a bound socket.
 
-    Blocks until stopped. Raises EngineError if the engine died."""
+    ``on_launch`` is called once the settings are known to be right for SGLang. Blocks until stopped. Raises
+    EngineError if the engine died."""
+    launched = time.monotonic()
     host, port = listener.getsockname()[:2]
     args = server_args(settings.model_copy(update={"host": host, "port": port}))
     from sglang_ext.launch import Launcher
@@ -318,13 +327,14 @@ def serve(settings: Settings, make_app: Callable[[LocalEngine, Any], Any], liste
     engines: list[LocalEngine] = []
 
     def build(sglang_app: Any) -> Any:
-        engines.append(LocalEngine(settings, on_stop=launcher.stop))
+        engines.append(LocalEngine(settings, on_stop=launcher.stop, launched=launched))
         return make_app(engines[-1], sglang_app)
 
     launcher = Launcher(build, listener)
     with hold_port() as rendezvous:  # of torch.distributed, which SGLang would look up and let go
         if args.nccl_port is None:
             args.override("ragserve", nccl_port=port_of(rendezvous))
+        on_launch()
         launcher.run(args)
     for engine in engines:
         if engine.crash is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ragserve.engine.base import GenerateChunk, GenerateRequest
 from ragserve.engine.stream import DocumentsMissing, document_payload, new_rid, payload
-from sglang_ext.protocol import Span
+from sglang_ext.protocol import EXACT_STRATEGIES, Span
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +41,12 @@ class Documents:
         self._run_together = run_together
         self._running: dict[_Key, asyncio.Task[None]] = {}
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Stream a composed request. Falls back to strategy ``prefix`` if its documents do not stay cached;
-        ``GenerateChunk.fallback`` then gives the reason."""
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Stream a request. A composed one falls back to strategy ``prefix`` if its documents do not stay
+        cached; ``GenerateChunk.fallback`` then gives the reason."""
+        return self._send(request) if request.strategy in EXACT_STRATEGIES else self._kept(request)
+
+    async def _kept(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         try:
             async with aclosing(self._composed(request)) as chunks:
                 async for chunk in chunks:

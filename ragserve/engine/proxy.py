@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -31,8 +31,9 @@ _NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"authorization", b"
 class ReverseProxy:
     """ASGI app that forwards requests. Callers' credentials stay here; the engine gets its own key."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._url = httpx.URL((settings.engine_url or "").rstrip("/"))
+    def __init__(self, settings: Settings, address: Callable[[], str] | None = None) -> None:
+        """``address``: of the engine for the next request; by default that of the settings."""
+        self._address = address or (lambda: settings.engine_url or "")
         self._key = settings.engine_api_key
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(settings.engine_timeout_s, connect=10),
@@ -56,12 +57,13 @@ class ReverseProxy:
         headers = [(k, v) for k, v in scope["headers"] if k.lower() not in _NOT_FORWARDED]
         if self._key is not None:
             headers.append((b"authorization", f"Bearer {self._key.get_secret_value()}".encode()))
+        url = httpx.URL(self._address().rstrip("/"))
         query = scope.get("query_string", b"")
-        target = self._url.raw_path.rstrip(b"/") + path + (b"?" + query if query else b"")
+        target = url.raw_path.rstrip(b"/") + path + (b"?" + query if query else b"")
         has_body = any(k.lower() in (b"content-length", b"transfer-encoding") for k, _ in scope["headers"])
         request = self._client.build_request(
             scope["method"],
-            self._url.copy_with(raw_path=target),
+            url.copy_with(raw_path=target),
             headers=headers,
             content=_body(receive) if has_body else None,
         )
@@ -69,7 +71,7 @@ class ReverseProxy:
             response = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
             failure = Unavailable(
-                f"The engine at {self._url} does not answer: {error!r}.",
+                f"The engine at {url} does not answer: {error!r}.",
                 hint="Is it running?",
                 code="engine_unreachable",
             )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.protocol import RetrievalScores
 from sglang_ext.request_options import SamKvOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ragserve.answering.prompt import Prompt
     from sglang_ext.analysis.document_analysis import Analysis
+    from sglang_ext.context.selection.signals import Evidence
 
 
 _UNREAD = (  # tensors of an analysis that only signal `attention` and recomputation read
@@ -30,56 +31,106 @@ _UNREAD = (  # tensors of an analysis that only signal `attention` and recomputa
 )
 
 
+class PromptSentences:
+    """A prompt's sentences, whose signals are computed once."""
+
+    def __init__(self, prompt: Prompt, evidence: Evidence) -> None:
+        self._prompt, self._evidence = prompt, evidence
+
+    def positions(self, options: SamKvOptions, shares: Sequence[float]) -> list[list[int]]:
+        """The positions of the prompt that are kept at each of the ``shares`` (option `keep`), ascending."""
+        from sglang_ext.context.selection.choose_sentences import score_sentences
+        from sglang_ext.context.selection.sentences import take_best
+
+        evidence = replace(self._evidence, options=options)
+        score, sentence, first = score_sentences(evidence), evidence.sentence, self._prompt.spans[1].start
+        counts = [max(1, round(share * len(sentence))) for share in shares]
+        return [(first + take_best(score, sentence, count)).tolist() for count in counts]
+
+    def scored(self, options: SamKvOptions) -> list[list[tuple[int, int, float]]]:
+        """For each document its sentences in order: the first token, counted in the document, the one behind
+        the last, and the score by which `samkv` would keep it, higher is better."""
+        from sglang_ext.context.selection.choose_sentences import score_sentences
+
+        evidence = replace(self._evidence, options=options)
+        scores = iter(score_sentences(evidence).tolist())
+        found = []
+        for analysis in evidence.analyses:
+            starts = [0, *(analysis.begins[1:].nonzero()[:, 0] + 1).tolist(), analysis.n_tokens]
+            found.append([(start, end, next(scores)) for start, end in pairwise(starts)])
+        return found
+
+    def runs(self, options: SamKvOptions, shares: Sequence[float]) -> list[list[list[int]]]:
+        """Token ids of the kept runs at each of the ``shares``, each as long as neighbours are kept within a
+        document."""
+        return [self._runs(chosen) for chosen in self.positions(options, shares)]
+
+    def chosen_runs(self, options: SamKvOptions) -> list[list[int]]:
+        """Token ids of the runs that are kept where the options say how much."""
+        from sglang_ext.context.selection.choose_sentences import choose_sentences
+
+        return self._runs(choose_sentences(replace(self._evidence, options=options)).kept.tolist())
+
+    def _runs(self, chosen: Sequence[int]) -> list[list[int]]:
+        starts = {span.start for span in self._prompt.spans[1:]}
+        runs: list[list[int]] = []
+        for previous, position in zip([-2, *chosen], chosen, strict=False):
+            if position != previous + 1 or position in starts:
+                runs.append([])
+            runs[-1].append(self._prompt.input_ids[position])
+        return runs
+
+
 class SentenceChooser:
-    """Chooses sentences with one tokenizer, without signal `attention`, which needs the model."""
+    """Finds the sentences of prompts with one tokenizer, without the model."""
 
     def __init__(self, tokenizer: Any, *, by_ids: bool = False) -> None:
         """With ``by_ids`` every token id is a word."""
         from sglang_ext.analysis.texts import Texts, numbers
 
         texts = Texts.of(tokenizer, len(tokenizer))
+        self.read = tokenizer.decode
         self._texts = replace(texts, read=numbers) if by_ids else texts
         self._analyses: dict[tuple[int, ...], Analysis] = {}
 
-    def kept(
-        self, prompt: Prompt, options: SamKvOptions, scores: RetrievalScores | None = None
-    ) -> list[list[int]]:
-        """Token ids of the prompt's kept runs, each as long as neighbours are kept within a document."""
+    def sentences(
+        self,
+        prompt: Prompt,
+        scores: RetrievalScores | None = None,
+        attended: Sequence[float] | None = None,
+    ) -> PromptSentences:
+        """The sentences of a prompt. Signal `attention` [sentences], ``attended``, takes part where it is
+        given."""
         import torch
 
         from sglang_ext.context.rope import Rotation
         from sglang_ext.context.selection.blocks import Blocks
-        from sglang_ext.context.selection.choose_sentences import choose_sentences
         from sglang_ext.context.selection.sentences import number_sentences
-        from sglang_ext.context.selection.signals import Evidence
+        from sglang_ext.context.selection.signals import SIGNALS, Evidence
 
         spans = prompt.spans[1:]
         ids = torch.tensor(prompt.input_ids)
         analyses = [self._analysis(prompt.input_ids[span.start : span.end]) for span in spans]
         sentence, first = number_sentences(analyses)
-        chosen = choose_sentences(
-            Evidence(
-                options,
-                Blocks.build(spans, [64] * len(spans), initial=0, local=0),
-                analyses,
-                sentence,
-                first,
-                ids[spans[0].start : spans[-1].end],
-                ids[spans[-1].end :],
-                self._texts,
-                None,
-                spans[-1].end,
-                Rotation(torch.ones(1), 2, neox=True),
-                scores,
-            )
-        ).kept
-        starts = {span.start for span in spans}
-        runs: list[list[int]] = []
-        for previous, position in zip([-2, *chosen.tolist()], chosen.tolist(), strict=False):
-            if position != previous + 1 or position in starts:
-                runs.append([])
-            runs[-1].append(prompt.input_ids[position])
-        return runs
+        evidence = Evidence(
+            SamKvOptions(),
+            Blocks.build(spans, [64] * len(spans), initial=0, local=0),
+            analyses,
+            sentence,
+            first,
+            ids[spans[0].start : spans[-1].end],
+            ids[spans[-1].end :],
+            self._texts,
+            None,
+            spans[-1].end,
+            Rotation(torch.ones(1), 2, neox=True),
+            scores,
+        )
+        found = {name: signal(evidence) for name, signal in SIGNALS.items()}
+        if attended is not None:
+            found["attention"] = torch.tensor(attended)
+        known = {name: score for name, score in found.items() if score is not None}
+        return PromptSentences(prompt, replace(evidence, known=known))
 
     def _analysis(self, ids: Sequence[int]) -> Analysis:
         """An analysis of which only the sentences are true."""
@@ -88,8 +139,13 @@ class SentenceChooser:
         from sglang_ext.analysis.document_analysis import Analysis
 
         key = tuple(ids)
-        if key not in self._analyses:
+        found = self._analyses.get(key)
+        if found is None:
             rest: dict[str, Any] = dict.fromkeys(_UNREAD, torch.empty(0))
             begins = self._texts.begins(ids)
-            self._analyses[key] = Analysis(len(ids), 64, 1, begins=begins, **rest)
-        return self._analyses[key]
+            found = self._analyses[key] = Analysis(len(ids), 64, 1, begins=begins, **rest)
+        return found
+
+    def forget(self) -> None:
+        """Forget the documents seen so far; from any thread."""
+        self._analyses = {}

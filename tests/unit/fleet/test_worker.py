@@ -1,0 +1,168 @@
+"""One worker over HTTP: what the in-process engine does, with a key, and while it drains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from ragserve.config import load
+from ragserve.engine.base import GenerateChunk, GenerateRequest
+from ragserve.engine.document_cache import CachingEngine
+from ragserve.errors import EngineError, Unavailable
+from ragserve.fleet.worker_about import differences, identity
+from ragserve.fleet.worker_engine import WorkerEngine
+from sglang_ext.protocol import Span
+from tests.unit.fleet.fake_worker import KEY, FakeWorker, answer_to, run_on, workers
+
+T = TypeVar("T")
+IDS = list(range(1, 41))
+SPANS = (Span(0, 4), Span(4, 20), Span(20, 36))
+
+
+@pytest.fixture(scope="module")
+def _worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeWorker]:
+    with workers(tmp_path_factory.mktemp("worker"), 1) as (one,):
+        yield one
+
+
+@pytest.fixture
+def worker(_worker: FakeWorker) -> FakeWorker:
+    _worker.ledger.documents.clear()
+    _worker.ledger.prefilled.clear()
+    return _worker
+
+
+def on(worker: FakeWorker, work: Callable[[WorkerEngine], Awaitable[T]], key: str = KEY) -> T:
+    return run_on(lambda: WorkerEngine(load(engine_api_key=SecretStr(key)), worker.url), work)
+
+
+def request(strategy: str = "concat", **fields: Any) -> GenerateRequest:
+    return GenerateRequest("asked", IDS, "n", strategy, spans=SPANS, **fields)
+
+
+async def answered(engine: Any, asked: GenerateRequest) -> list[GenerateChunk]:
+    return [chunk async for chunk in engine.generate(asked)]
+
+
+def test_a_composed_request_computes_what_is_missing_once(worker: FakeWorker) -> None:
+    async def work(engine: WorkerEngine) -> list[list[GenerateChunk]]:
+        assert isinstance(engine, CachingEngine)
+        return [await answered(engine, request()) for _ in range(2)]
+
+    for chunks in on(worker, work):
+        assert "".join(chunk.text for chunk in chunks) == answer_to(IDS, "concat")
+        assert len(chunks) == 4, "streamed"
+        assert chunks[-1].context is not None
+        assert chunks[-1].context.document_tokens == 32
+    assert len(worker.ledger.prefilled) == len(SPANS)
+
+
+def test_documents_are_warmed_located_and_forgotten(worker: FakeWorker) -> None:
+    pieces = [IDS[span.start : span.end] for span in SPANS]
+
+    async def work(engine: WorkerEngine) -> list[list[str]]:
+        found = [(await engine.where("n", pieces)).fastest()]
+        await engine.warm(request())
+        found.append((await engine.where("n", pieces)).fastest())
+        await engine.forget("n", pieces[1:2])
+        found.append((await engine.where("n", pieces)).fastest())
+        return found
+
+    assert on(worker, work) == [["absent"] * 3, ["device"] * 3, ["device", "absent", "device"]]
+
+
+def test_leaving_early_aborts(worker: FakeWorker) -> None:
+    worker.ledger.after_first.clear()
+
+    async def work(engine: WorkerEngine) -> None:
+        chunks = engine.generate(request("prefix"))
+        await anext(chunks)
+        await chunks.aclose()  # type: ignore[attr-defined]
+        async with asyncio.timeout(10):
+            while not worker.ledger.aborted:
+                await asyncio.sleep(0.01)
+
+    try:
+        on(worker, work)
+    finally:
+        worker.ledger.after_first.set()
+    assert worker.ledger.aborted[-1].startswith("asked-")
+
+
+def test_a_control_operation_that_fails_says_why(worker: FakeWorker) -> None:
+    async def work(engine: WorkerEngine) -> None:
+        await engine.control("nonsense")
+
+    with pytest.raises(EngineError, match="no operation 'nonsense'"):
+        on(worker, work)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/worker"), ("POST", "/worker/control"), ("POST", "/worker/drain"), ("POST", "/generate")],
+)
+def test_every_route_needs_the_key(worker: FakeWorker, method: str, path: str) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        answer = httpx.request(method, worker.url + path, headers=headers, json={"operation": "clear"})
+        assert answer.status_code == 401, answer.text
+
+
+def test_a_wrong_key(worker: FakeWorker) -> None:
+    async def nothing(engine: WorkerEngine) -> None: ...
+
+    with pytest.raises(EngineError, match="refuses our key"):
+        on(worker, nothing, "wrong")
+
+
+def test_draining_lets_running_requests_end_and_takes_no_new_ones(worker: FakeWorker) -> None:
+    worker.ledger.after_first.clear()
+
+    def drain(on: bool) -> dict[str, Any]:
+        answer = httpx.post(
+            f"{worker.url}/worker/drain", headers={"Authorization": f"Bearer {KEY}"}, json={"draining": on}
+        )
+        return dict(answer.json())
+
+    async def work(engine: WorkerEngine) -> str:
+        chunks = engine.generate(request("prefix"))
+        text = (await anext(chunks)).text
+        assert await asyncio.to_thread(drain, True) == {"draining": True, "in_flight": 1}
+        assert not await engine.ready()
+        with pytest.raises(Unavailable, match="drained"):
+            await answered(engine, request("prefix"))
+        worker.ledger.after_first.set()
+        return text + "".join([chunk.text async for chunk in chunks])
+
+    try:
+        assert on(worker, work) == answer_to(IDS, "exact")
+    finally:
+        worker.ledger.after_first.set()
+        assert drain(False)["in_flight"] == 0
+
+
+def test_what_workers_must_have_in_common(worker: FakeWorker, tmp_path: Path) -> None:
+    with workers(tmp_path, 1, dtype="bfloat16", max_total_tokens=99) as (other,):
+        mine, theirs = (on(each, WorkerEngine.about) for each in (worker, other))
+    assert mine.id != theirs.id
+    assert differences(mine, theirs) == "dtype 'float32' and 'bfloat16'", "sizes may differ"
+    again = FakeWorker(other.ledger.data_dir, dtype="bfloat16", max_total_tokens=99)
+    again.start()
+    try:
+        found = on(again, WorkerEngine.about)
+    finally:
+        again.stop()
+    assert found.id == theirs.id, "a worker is its data folder"
+    assert found.boot != theirs.boot
+
+
+def test_a_worker_makes_its_name_once(tmp_path: Path) -> None:
+    first = identity(tmp_path)
+    assert first == identity(tmp_path) != identity(tmp_path / "another")
+    (tmp_path / "worker.json").write_text("{")
+    assert len(identity(tmp_path)) == len(first), "a broken file is one of a new worker"
