@@ -14,13 +14,14 @@ from typing import Any
 
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.calibration.probes import DOCUMENT_TOKENS, Probe, make
+from ragserve.calibration.signal_weights import LearnedWeights
 from ragserve.config import Settings
 from ragserve.engine.local import LocalEngine
 from ragserve.errors import InvalidRequest
+from ragserve.measuring.bounds import better
 from ragserve.measuring.report import environment, measured_on
 from ragserve.profiles.samkv import SAMKV, SamkvProfile, place_of
 
-_MARGIN = 2.0  # standard errors by which a default must be beaten
 _RESERVED_TOKENS = 256  # of a prompt: system text, question, document headers
 
 
@@ -91,9 +92,14 @@ async def find(engine: LocalEngine, probes: Sequence[Probe], report: Callable[[s
 
 
 async def find_and_save(
-    settings: Settings, engine: LocalEngine, schedule: ProbeSchedule, report: Callable[[str], None]
+    settings: Settings,
+    engine: LocalEngine,
+    schedule: ProbeSchedule,
+    report: Callable[[str], None],
+    learned: LearnedWeights | None = None,
 ) -> tuple[FoundProfile, Path]:
-    """Find the profile of the engine's model and write it where an engine with these settings reads it.
+    """Find the profile of the engine's model and write it where an engine with these settings reads it, with
+    the weights of signals that were ``learned``.
 
     Raises InvalidRequest for a model whose contexts cannot be composed."""
     info = engine.info
@@ -105,7 +111,7 @@ async def find_and_save(
         found.stable,
         found.heads,
         selection="",  # the built-in ones
-        options={},
+        options={"sentences": {"experimental": learned.options}} if learned and learned.options else {},
         dtype=info.dtype,
         versions=environment()["versions"],
         **measured_on(settings.model),
@@ -116,7 +122,7 @@ async def find_and_save(
             "tokens": len(probes[0].ids),
             "questions": sum(len(probe.questions) for probe in probes),
         },
-        figures=found.figures,
+        figures=found.figures | ({"signals": learned.figures} if learned else {}),
     )
     place = place_of(settings, info.fingerprint)
     SAMKV.save(place, info.fingerprint, profile)
@@ -147,14 +153,6 @@ def heads_of(
         return [statistics.fmean(r[layer][head] for layer, head in heads) for r in recall]
 
     return [list(head) for head in (chosen if better(scores(chosen), scores(default)) else default)]
-
-
-def better(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Tell whether ``one`` is higher by more than `_MARGIN` standard errors of the mean difference, question
-    by question."""
-    differences = [a - b for a, b in zip(one, other, strict=True)]
-    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("inf")
-    return statistics.fmean(differences) > max(_MARGIN * error, 1e-9)
 
 
 def table(found: FoundProfile) -> list[str]:

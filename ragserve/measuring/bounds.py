@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 CONFIDENCE = 0.95
 _TWO_SIDED = (1 + CONFIDENCE) / 2
+_MARGIN = 2.0  # standard errors by which a default must be beaten
 
 
 def upper_bound(values: Sequence[float], worst: float) -> float:
@@ -31,6 +33,14 @@ def interval(values: Sequence[float], lowest: float = 0.0, highest: float = 1.0)
     which there must be some: as `upper_bound` on both sides, so that a few equal values are not certain."""
     low = _mean_and_error([*values, lowest], -1, _TWO_SIDED)
     return max(lowest, low), min(highest, _mean_and_error([*values, highest], 1, _TWO_SIDED))
+
+
+def better(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Tell whether ``one`` is higher by more than `_MARGIN` standard errors of the mean difference, question
+    by question."""
+    differences = [a - b for a, b in zip(one, other, strict=True)]
+    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("inf")
+    return statistics.fmean(differences) > max(_MARGIN * error, 1e-9)
 
 
 def _mean_and_error(values: Sequence[float], sign: int, confidence: float = CONFIDENCE) -> float:

@@ -18,7 +18,7 @@ from typing import Protocol
 from ragserve.engine.base import Engine, GenerateRequest, Sampling
 from ragserve.engine.document_cache import CachingEngine
 from ragserve.errors import InvalidRequest
-from ragserve.measuring.engine_run import TIERS, doubling, first_token, in_tier, random_tokens
+from ragserve.measuring.engine_run import REMOTE, TIERS, doubling, first_token, in_tier, random_tokens
 from ragserve.profiles.costs import ABSENT, CostSample
 from ragserve.strategy_spec import StrategySpec
 from sglang_ext.protocol import Span, document_key
@@ -91,7 +91,7 @@ class CostMeasurement:
         for length in schedule.lengths(engine):
             self._cases.append(partial(self._exact, length))
             for spec in strategies:
-                self._cases += [partial(self._composed, spec, tier, length) for tier in TIERS]
+                self._cases += [partial(self._composed, spec, tier, length) for tier in (*TIERS, REMOTE)]
                 self._cases.append(partial(self._absent, spec, length))
             self._cases.append(self._forget)
 
@@ -112,6 +112,8 @@ class CostMeasurement:
         return found
 
     async def _composed(self, spec: StrategySpec, tier: str, length: int) -> list[CostSample]:
+        if tier == REMOTE and not (await self._engine.control("stat")).get("remote"):
+            return []
         found = await self._probe.composed(spec, tier, length)
         took = f"{found.ms:.1f} ms" if found else "the documents do not all fit there"
         self._report(f"{spec.label}, {length} document tokens, {tier}: {took}")
@@ -155,7 +157,7 @@ class _Probe:
         for _ in range(self._schedule.repeats + 1):
             if tier != "device":
                 await self._engine.control("flush")
-            await in_tier(self._engine, tier, keys)
+            await in_tier(self._engine, tier, keys, NAMESPACE)
             question = documents + self._tokens(QUESTION_TOKENS)
             answer = await first_token(self._engine, _request(spec, question, spans))
             if answer.tiers != {tier}:

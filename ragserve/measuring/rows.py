@@ -38,10 +38,8 @@ def read(folder: Path) -> dict[Key, Row]:
     fail."""
     found: dict[Key, Row] = {}
     for path in sorted(folder.glob("rows-*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if not line.endswith("\n"):
-                continue  # still being written, or cut off
-            row = json.loads(line)
+        *lines, _ = path.read_bytes().split(b"\n")  # the rest is still being written, or cut off
+        for row in map(json.loads, lines):
             if not row.get("error") or key(row) not in found:
                 found[key(row)] = row
     return found

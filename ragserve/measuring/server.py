@@ -54,10 +54,16 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running_server(
-    *, data_dir: Path | None = None, env: dict[str, str] | None = None, outlive: bool = False, **flags: Any
+    *,
+    data_dir: Path | None = None,
+    env: dict[str, str] | None = None,
+    outlive: bool = False,
+    worker: bool = False,
+    **flags: Any,
 ) -> Iterator[RunningServer]:
-    """Start `ragserve serve` with the settings ``flags`` (``port=0``: a free one), wait until /ready, and
-    stop it at the end of the block. It verifies nothing by itself unless ``flags`` say so.
+    """Start `ragserve serve` (``--worker``) with the settings ``flags`` (``port=0``: a free one), wait until
+    /ready, and stop it at the end of the block. It verifies nothing by itself and keeps no questions unless
+    ``flags`` say so.
 
     The server is killed when the thread that started it ends, for instance by a kill, unless ``outlive``.
     Raises Unavailable with the end of the log if the server does not come up."""
@@ -67,8 +73,9 @@ def running_server(
         data_dir.mkdir(parents=True, exist_ok=True)
         port = port_of(stack.enter_context(hold_port(port=flags.pop("port", 0))))
         log = data_dir / f"server-{port}.log"
-        options = {"data_dir": data_dir, "port": port, "idle_tuning": False, "verify_share": 0, **flags}
-        command = [sys.executable, "-m", "ragserve.cli", "serve"]
+        own = {"idle_tuning": False, "verify_share": 0, "query_log_bytes": 0}
+        options = {"data_dir": data_dir, "port": port, **own, **flags}
+        command = [sys.executable, "-m", "ragserve.cli", "serve", *(["--worker"] if worker else [])]
         for name, value in options.items():
             command += ["--" + name.replace("_", "-"), str(value)]
         started = time.monotonic()

@@ -10,7 +10,8 @@ Milliseconds; all coefficients are at least 0, fitted by least squares of the re
 Documents of different tiers count by their share of the tokens. Those cached nowhere count as on the device,
 from where they are composed in the end. What it takes until then comes on top: refusing the request,
 prefilling each alone, analysing it where the strategy needs that. A file of an earlier version has no such
-coefficients: then it is a prefill of each, which is too little."""
+coefficients: then it is a prefill of each, which is too little. Documents of a shared store (`remote`) that
+has not been measured count as cached nowhere."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ from ragserve.profiles.file import ProfileFile
 
 FILE_NAME = "ragserve-costs.json"
 VERSION = 1
-TIERS = ("device", "host", "disk")
+TIERS = ("device", "host", "disk", "remote")
 ABSENT = "absent"  # in no tier
+REMOTE = "remote"  # in the store that engines share
 Coefficients = tuple[float, float, float]
 
 
@@ -60,6 +62,8 @@ class Costs:
         """Cost of a composed context of (tokens, tier) documents; infinite for an unmeasured strategy or
         tier."""
         tiers = self.composed.get(strategy)
+        if tiers is not None and REMOTE not in tiers:
+            documents = [(tokens, ABSENT if tier == REMOTE else tier) for tokens, tier in documents]
         total = sum(tokens for tokens, _ in documents)
         if tiers is None or not total:
             return math.inf

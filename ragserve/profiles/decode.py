@@ -49,7 +49,8 @@ def options_of(settings: Settings) -> dict[str, Any]:
         )
     if settings.decode_mode == "progressive":
         return {"mode": "progressive", "threshold": settings.decode_threshold}
-    return {"mode": "hierarchical", "budget": settings.decode_budget, "reuse": settings.decode_reuse}
+    found = {"mode": "hierarchical", "budget": settings.decode_budget, "reuse": settings.decode_reuse}
+    return found | ({"scores": "exact"} if settings.decode_scores == "exact" else {})
 
 
 def crossover(points: Sequence[Point]) -> int:

@@ -191,8 +191,8 @@ class Gate:
         file that cannot be read is logged and ignored."""
         stamps = tuple(_stamp(place) for place in self._places)
         if stamps != self._stamps:
-            self._records = [self._read(place) for place in self._places]  # without a file nothing
             self._stamps = stamps
+            self._records = [self._read(place) for place in self._places]  # without a file nothing
         every = [item for record in reversed(self._records) for item in record.items()]
         found = {label: entry.general for label, entry in every if entry.general.sets}
         if namespace is not None:
@@ -258,6 +258,8 @@ class Gate:
             return _FILE.load(place, self._fingerprint) or {}
         except (OSError, InvalidRequest) as error:
             log.warning("%s verifies nothing: %s", place, error)
+            if isinstance(error, OSError):
+                self._stamps = ()  # read it again: a process may be short of descriptors
             return {}
 
 

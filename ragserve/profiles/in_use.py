@@ -79,6 +79,8 @@ class InUseRecord:
                 found = _FILE.load(self._place, self._fingerprint) or {}
             except (OSError, InvalidRequest) as error:
                 log.warning("%s is not used: %s", self._place, error)
+                if isinstance(error, OSError):
+                    return self._known  # and read again: a process may be short of descriptors
                 found = {}
             self._known = {
                 namespace: {label: one for label, one in own.items() if one.engine == self._engine}

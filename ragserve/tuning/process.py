@@ -8,7 +8,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,17 @@ def tune(
             began,
             began + seconds,
             most,
-            settings.model_dump(mode="json", exclude={"api_key", "engine_api_key"}),
+            settings.model_dump(mode="json", exclude={"api_key", "engine_api_key", "registry_url"}),
             None if questions is None else str(questions.resolve()),
         )
         write_json(folder / "job.json", asdict(job))
+        environment = {"PYTHONUNBUFFERED": "1"}
+        if settings.registry_url is not None:  # its password is for no file
+            environment["RAGSERVE_REGISTRY_URL"] = settings.registry_url.get_secret_value()
         for _ in range(2):  # the second one has the profile that the first one found
-            status = _followed([*command, str(folder / "job.json")], folder, job.until, on_progress)
+            status = _followed(
+                [*command, str(folder / "job.json")], environment, folder, job.until, on_progress
+            )
             if status != RESTART:
                 break
         if (folder / FAILURE).exists():
@@ -72,9 +77,15 @@ def tune(
         return result
 
 
-def _followed(command: Sequence[str], folder: Path, until: float, on_progress: OnTuning) -> int:
+def _followed(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    until: float,
+    on_progress: OnTuning,
+) -> int:
     with (folder / "log").open("ab") as output:
-        process = spawn(command, output, {"PYTHONUNBUFFERED": "1"})
+        process = spawn(command, output, environment)
     try:
         while process.poll() is None:
             time.sleep(_POLL_S)

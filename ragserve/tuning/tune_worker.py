@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.config import Settings
-from ragserve.errors import InvalidRequest, RagserveError
+from ragserve.errors import InvalidRequest, RagserveError, explained
 from ragserve.files import write_json
 from ragserve.profiles import gate
 from ragserve.profiles.costs import COSTS, fit
@@ -37,8 +37,8 @@ _COMPARING = 0.75  # share of the time for comparisons; the rest is for costs
 
 @dataclass(frozen=True, slots=True)
 class TuneJob:
-    """A run, until ``until`` (``time.time``). ``questions``: a file; None draws from the namespace's
-    chunks. ``folder``: of progress and result; ``state``: of the rows of all runs."""
+    """A run, until ``until`` (``time.time``). ``questions``: a file; None asks those of the query log, then
+    about the namespace's chunks. ``folder``: of progress and result; ``state``: of the rows of all runs."""
 
     namespace: str
     strategies: list[str]
@@ -95,18 +95,19 @@ async def _tune(
     report: Callable[..., None],
 ) -> None:
     from ragserve.answering.prompt import PromptBuilder
+    from ragserve.answering.query_log import LoggedQuestions
     from ragserve.measuring import rows
+    from ragserve.retrieval.document_store import open_store
     from ragserve.retrieval.embedder import Embedder
     from ragserve.retrieval.retriever import Retriever
     from ragserve.verification.comparison import Comparison, TunedQueries, compare_all
-    from ragserve.verification.questions import drawn, given
+    from ragserve.verification.questions import asked, drawn, given
     from ragserve.verification.verdicts import record_verdicts, state_name, verdicts
-    from ragserve_index import IndexStore
 
     queries = TunedQueries(job.namespace, settings.top_k, settings.retrieval, settings.max_new_tokens)
     folder = Path(job.state) / state_name(engine.info, queries, job.questions)
     async with AsyncExitStack() as stack:
-        store = stack.enter_context(IndexStore(settings.data_dir))
+        store = stack.enter_context(open_store(settings))
         embedder = await asyncio.to_thread(
             Embedder, settings.embedder, device=settings.embed_device, batch_size=settings.embed_batch
         )
@@ -123,21 +124,20 @@ async def _tune(
             engine, retriever, builder, queries, specs, known=rows.read(folder), write=write
         )
         report("comparing", comparison.compared)
+        logged = LoggedQuestions(settings.data_dir, store, job.namespace, job.most)
         finished = await compare_all(
             comparison,
             () if job.questions else drawn(store, job.namespace),
-            given(Path(job.questions)) if job.questions else (),
+            given(Path(job.questions)) if job.questions else asked(logged),
             time_left=lambda: time.time() < job.compare_until,
             most=job.most,
         )
     found = verdicts([spec.label for spec in specs], comparison.rows)
     record_verdicts(settings, engine.info, queries, found)
     priced = await _costs(settings, engine, comparison, report, time_left=lambda: time.time() < job.until)
-    # of which kind the questions were, and whether there are more
-    kinds = [row["kind"] for row in comparison.rows if row.get("usable")]
     result = {
         "verdicts": [asdict(one) | {"line": one.line} for one in found],
-        "questions": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+        "questions": comparison.kinds,
         "tried": sum("usable" in row for row in comparison.rows),
         "finished": finished,
         "costs": priced,
@@ -186,8 +186,11 @@ def main(job: TuneJob) -> int:
     """Run a job; return its exit status."""
     try:
         return run(job)
-    except RagserveError as error:  # the command shows it without the log
-        write_json(Path(job.folder) / FAILURE, {"message": error.message, "hint": error.hint})
+    except (RagserveError, OSError) as error:  # the command shows it without the log
+        said = explained(error) if isinstance(error, OSError) else error
+        if said is None:
+            raise
+        write_json(Path(job.folder) / FAILURE, {"message": said.message, "hint": said.hint})
         return 1
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ragserve.answering.in_flight import QueryLimiter
 from ragserve.engine.base import Engine, GenerateRequest, Sampling
-from ragserve.engine.document_cache import CachingEngine
+from ragserve.engine.document_cache import CachingEngine, answering
 from ragserve.errors import RagserveError
 from ragserve.measuring.distribution import Closeness, forced_along, given_answer
 from ragserve.metrics import metrics
@@ -126,7 +126,8 @@ class AnswerWatch:
         with self._limiter.background(request.namespace, request):
             if isinstance(self._engine, CachingEngine):
                 documents = [request.input_ids[span.start : span.end] for span in request.spans]
-                found = await self._engine.where(request.namespace, documents)
+                engine = answering(self._engine, request.namespace, documents)
+                found = await engine.where(request.namespace, documents)
                 if ABSENT in found.fastest():
                     return None
             full = replace(request, strategy=FULL.name, options={}, scores=None)

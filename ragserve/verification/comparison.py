@@ -6,13 +6,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from ragserve.answering.accounting import context_use
 from ragserve.answering.follow_ups import passages
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.scores import retrieval_scores
-from ragserve.config import Retrieval
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
 from ragserve.errors import RagserveError
 from ragserve.measuring.distribution import ReferenceAnswer, answer_of, forced_along
@@ -21,6 +20,7 @@ from ragserve.measuring.metrics import contains_answer, normalise
 from ragserve.measuring.rows import Key, Row
 from ragserve.profiles.gate import set_of
 from ragserve.retrieval.retriever import Retriever
+from ragserve.setting_groups.answering import Retrieval
 from ragserve.strategy_spec import FULL, StrategySpec
 from ragserve.verification.questions import WRITE, DrawnQuestion, Kind, cloze, written
 from ragserve_index.types import Chunk
@@ -49,7 +49,8 @@ class Comparison:
     """Asks one question at a time, so that times to the first token are those of an idle engine.
 
     Every question has a row of strategy `full` with its text and whether it is ``usable``, and one of each
-    strategy if it is. A question about a chunk is usable if `full` answers it with words of that chunk."""
+    strategy if it is. A question about a chunk is usable if `full` answers it with words of that chunk. The
+    rows of users' questions are written without texts, which would outlive those of the query log."""
 
     def __init__(
         self,
@@ -82,6 +83,12 @@ class Comparison:
         labels = [spec.label for spec in self._specs]
         usable = [row["id"] for row in self._rows.values() if row.get("usable")]
         return sum(all(self._key(id_, label) in self._rows for label in labels) for id_ in usable)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Numbers of usable questions by kind, those of users first."""
+        usable = [row["kind"] for row in self._rows.values() if row.get("usable")]
+        return {kind: count for kind in get_args(Kind) if (count := usable.count(kind))}
 
     async def about(self, chunk: Chunk) -> None:
         """Ask a question about a chunk: one that the model writes or, where it cannot, a sentence with a
@@ -217,14 +224,19 @@ class Comparison:
     def _add(self, id_: str, spec: StrategySpec, **figures: Any) -> None:
         row = {"set": self._queries.set_name, "id": id_, "strategy": spec.label, **figures}
         self._rows[self._key(id_, spec.label)] = row
-        self._write(row)
+        self._write(without_texts(row) if row.get("kind") == "asked" else row)
+
+
+def without_texts(row: Row) -> Row:
+    """The row without question and answer. An empty question stays: it says that none could be made."""
+    return {name: value for name, value in row.items() if name not in ("answer", "question") or not value}
 
 
 def _usable(question: DrawnQuestion, reference: ReferenceAnswer) -> bool:
     answer = reference.timed.text
     if not normalise(answer):
         return False
-    return question.kind == "given" or contains_answer(question.source, [answer])
+    return question.kind in ("asked", "given") or contains_answer(question.source, [answer])
 
 
 async def compare_all(
@@ -235,8 +247,8 @@ async def compare_all(
     time_left: Callable[[], bool],
     most: int,
 ) -> bool:
-    """Ask the given ``questions``, or about ``chunks``, until the time is up or ``most`` are compared. Return
-    whether all have been asked."""
+    """Ask ``questions``, then about ``chunks``, until the time is up or ``most`` are compared. Return whether
+    all have been asked."""
     for question in questions:
         if not time_left() or comparison.compared >= most:
             return False

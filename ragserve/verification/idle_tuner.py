@@ -17,6 +17,7 @@ from typing import Any
 
 from ragserve.answering.in_flight import QueryLimiter
 from ragserve.answering.prompt import PromptBuilder
+from ragserve.answering.query_log import LoggedQuestions
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateRequest
 from ragserve.errors import NotFound, RagserveError
@@ -30,8 +31,8 @@ from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval.retriever import Retriever
 from ragserve.strategy_spec import CANDIDATES, parse
 from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS
-from ragserve.verification.comparison import Comparison, TunedQueries
-from ragserve.verification.questions import drawn
+from ragserve.verification.comparison import Comparison, TunedQueries, without_texts
+from ragserve.verification.questions import DrawnQuestion, asked, drawn
 from ragserve.verification.verdicts import FOLDER, record_verdicts, state_name, verdicts
 from ragserve_index import IndexStore
 from ragserve_index.types import Chunk
@@ -62,17 +63,30 @@ class Gently:
 
 @dataclass(eq=False)
 class NamespaceRun:
-    """The comparison of one namespace; ``chunk``: the one to ask about next, which a thread draws."""
+    """The comparison of one namespace. ``drawn``: what to ask next, which a thread draws."""
 
     namespace: str
     version: int
     comparison: Comparison
     queries: TunedQueries
     labels: list[str]
+    logged: LoggedQuestions
     chunks: Iterator[Chunk]
-    chunk: asyncio.Task[Chunk | None] | None = None
+    drawn: asyncio.Task[DrawnQuestion | Chunk | None] | None = None
     decided: dict[str, str] = field(default_factory=dict)  # by label
     asked: int = 0
+
+    def draw(self) -> DrawnQuestion | Chunk | None:
+        """The newest question of a user that has not been asked yet, else the next chunk; None without any.
+        Reads files."""
+        return next(asked(self.logged), None) or next(self.chunks, None)
+
+    async def ask(self, drawn: DrawnQuestion | Chunk) -> None:
+        """Ask a user's question, or one about a chunk."""
+        if isinstance(drawn, DrawnQuestion):
+            await self.comparison.ask(drawn)
+        else:
+            await self.comparison.about(drawn)
 
 
 class IdleTuner:
@@ -135,6 +149,7 @@ class IdleTuner:
                 "state": "verifying",
                 "namespace": self._run.namespace,
                 "compared": self._run.comparison.compared,
+                "questions": self._run.comparison.kinds,
                 "strategies": self._run.labels,
                 "decided": self._run.decided,
             }
@@ -241,23 +256,25 @@ class IdleTuner:
             known=rows.read(state),
             write=lambda row: _keep(state, row),
         )
+        labels = [spec.label for spec in specs]
+        logged = LoggedQuestions(settings.data_dir, self._store, namespace, MOST_QUESTIONS)
         chunks = drawn(self._store, namespace)
-        return NamespaceRun(namespace, version, comparison, queries, [s.label for s in specs], chunks)
+        return NamespaceRun(namespace, version, comparison, queries, labels, logged, chunks)
 
     async def _ask(self, run: NamespaceRun) -> None:
         """Ask one question, and record what is decided by then."""
         began = self._clock()
         try:
-            if run.chunk is None:
-                run.chunk = asyncio.create_task(asyncio.to_thread(next, run.chunks, None))
-            chunk = await asyncio.shield(run.chunk)
-            if chunk is not None:
+            if run.drawn is None:
+                run.drawn = asyncio.create_task(asyncio.to_thread(run.draw))
+            question = await asyncio.shield(run.drawn)
+            if question is not None:
                 with self._limiter.background(run.namespace):
-                    await run.comparison.about(chunk)
-            run.chunk = None
+                    await run.ask(question)
+            run.drawn = None
             run.asked += 1
             compared = run.comparison.compared
-            over = chunk is None or compared >= MOST_QUESTIONS or (not compared and run.asked >= _USELESS)
+            over = question is None or compared >= MOST_QUESTIONS or (not compared and run.asked >= _USELESS)
         except NotFound:  # the namespace, or a document that was still to be drawn
             self._end(run, "its documents have changed")
             return
@@ -280,14 +297,13 @@ class IdleTuner:
         return len(run.decided) == len(run.labels)
 
     def _end(self, run: NamespaceRun, what: str) -> None:
-        log.info("Namespace %s, %d questions compared: %s", run.namespace, run.comparison.compared, what)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in run.comparison.kinds.items()) or "none"
+        log.info("Namespace %s, questions compared: %s: %s", run.namespace, kinds, what)
         self._ended[run.namespace] = run.version
         self._run = None
 
 
 def _keep(state: Path, row: rows.Row) -> None:
-    """Append a row without texts, which would outlive their documents. An empty question stays: it says that
-    none could be made."""
-    kept = {name: value for name, value in row.items() if name not in ("answer", "question") or not value}
+    """Append a row without texts, which would outlive their documents."""
     with rows.appending(state / "rows-idle.jsonl") as append:
-        append(kept)
+        append(without_texts(row))

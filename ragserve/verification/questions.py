@@ -1,4 +1,5 @@
-"""Questions about a namespace's own chunks: written by the serving model, sentences with a gap, or given."""
+"""Questions to compare strategies with: those of users in the query log, those given, and those about a
+namespace's own chunks, written by the serving model or sentences with a gap."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from ragserve.answering.query_log import LoggedQuestions, same_question
 from ragserve.errors import InvalidRequest
 from ragserve.ingest.prune import every_document
 from ragserve.measuring.json_lines import json_lines
 from ragserve_index import IndexStore
 from ragserve_index.types import Chunk
 
-Kind = Literal["written", "cloze", "given"]
+Kind = Literal["asked", "given", "written", "cloze"]
 WRITE = (
     "Write one short question that a sentence of the document answers. Name what it is about, so that it can "
     "be understood without the document. Write the question alone, like these: In which year was the Forth "
@@ -34,7 +36,7 @@ _WORD = re.compile(r"\w[\w'.,-]*\w|\w")
 
 @dataclass(frozen=True, slots=True)
 class DrawnQuestion:
-    """A question; ``source``: the text of the chunk that answers it, empty for a given one."""
+    """A question; ``source``: the text of the chunk that answers it, empty for one of a user or a file."""
 
     id: str
     kind: Kind
@@ -101,4 +103,14 @@ def given(path: Path) -> list[DrawnQuestion]:
     questions = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
     if not questions:
         raise InvalidRequest(f"{path} holds no questions.", hint="Give one a line.")
-    return [DrawnQuestion(hashlib.sha256(q.encode()).hexdigest()[:16], "given", q) for q in questions]
+    return [DrawnQuestion(_digest(question), "given", question) for question in questions]
+
+
+def asked(logged: LoggedQuestions) -> Iterator[DrawnQuestion]:
+    """The questions of users, newest first."""
+    while (text := logged.next()) is not None:
+        yield DrawnQuestion(_digest(same_question(text)), "asked", text)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -111,6 +111,8 @@ def test_requests_that_decode_one_after_another_are_not_timed() -> None:
 
 def test_what_decides_the_cost_is_remembered() -> None:
     assert options_of(Settings(decode_budget=512)) == OPTIONS
+    exact = Settings(decode_budget=512, decode_scores="exact", decode_observe="last")
+    assert options_of(exact) == OPTIONS | {"scores": "exact"}
     assert options_of(Settings(decode_mode="progressive")) == {"mode": "progressive", "threshold": 0.95}
     with pytest.raises(InvalidRequest, match="no length to calibrate"):
         options_of(Settings(decode_mode="dense"))
@@ -140,6 +142,9 @@ def test_the_server_is_dense_up_to_the_length_found(tmp_path: Path, monkeypatch:
     assert dense_below() == 3000
     assert dense_below(decode_dense_below=700) == 700, "the setting has the last word"
     assert dense_below(decode_reuse=1) == 8192, "calibrated for other settings"
+    assert dense_below(decode_observe="last", decode_window=4) == 3000
+    options = json.loads(os.environ[ATTENTION_CONFIG_VARIABLE])["options"]
+    assert (options["observe"], options["window"], options["scores"]) == ("last", 4, "bound")
     assert dense_below(decode_mode="dense") == 8192
     (tmp_path / FILE_NAME).write_text("{}")
     with pytest.raises(InvalidRequest, match="ragserve calibrate-decode"):

@@ -18,7 +18,6 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.calibration.probes import KINDS, Probe, make
 from ragserve.calibration.samkv import (
     ProbeSchedule,
-    better,
     find,
     heads_of,
     stable_of,
@@ -27,6 +26,7 @@ from ragserve.calibration.samkv import (
 from ragserve.config import DEFAULT_MODEL, Settings
 from ragserve.engine.server_args import server_args
 from ragserve.errors import InvalidRequest
+from ragserve.measuring.bounds import better
 from ragserve.profiles.samkv import FILE_NAME, SAMKV, SamkvProfile, load, place_of
 from sglang_ext.documents.fingerprint import model_fingerprint
 from sglang_ext.protocol import KV_CONFIG_VARIABLE

@@ -52,9 +52,9 @@ def test_the_first_token_is_timed_and_the_whole_answer_read() -> None:
 
 def test_the_tiers_above_are_evicted() -> None:
     engine = Engine()
-    for tier in ("device", "host", "disk"):
+    for tier in ("device", "host", "disk", "remote"):
         asyncio.run(in_tier(engine, tier))
-    assert engine.evicted == [["device"], ["device", "host"]]
+    assert engine.evicted == [["device"], ["device", "host"], ["device", "host", "disk"]]
 
 
 def test_a_report_keeps_earlier_rows_until_they_are_measured_again(tmp_path: Path) -> None:

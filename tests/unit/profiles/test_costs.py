@@ -55,6 +55,14 @@ def test_a_fit_recovers_the_machine() -> None:
     assert math.isinf(costs([s for s in machine() if s.tier != "disk"]).composed_ms(label, [(1000, "disk")]))
 
 
+def test_a_shared_store_costs_what_was_measured_and_before_that_as_much_as_computing() -> None:
+    label, shared = "epic:first=16", [(500, "device"), (500, "remote")]
+    absent = costs().composed_ms(label, [(500, "device"), (500, "absent")])
+    assert costs().composed_ms(label, shared) == absent
+    remote = [CostSample(n, 5 + 0.06 * n, strategy=label, tier="remote") for n in LENGTHS]
+    assert costs([*machine(), *remote]).composed_ms(label, shared) == pytest.approx(5 + 35, rel=1e-3)
+
+
 def cold(samples: list[CostSample], step: float = 30.0, each: float = 0.5) -> list[CostSample]:
     """The same machine, on which a context of new documents takes ``step`` and ``each`` ms a token more."""
     label = "epic:first=16"

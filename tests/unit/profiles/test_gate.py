@@ -16,6 +16,7 @@ from ragserve.engine.base import EngineInfo
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.gate import FILE_NAME, Entry, Figures, Gate, measured, record, set_of
 from sglang_ext.documents.fingerprint import model_fingerprint
+from tests.campaigns.troubles import few_descriptors
 
 DEFAULT_RECORD = Path(DEFAULT_MODEL) / FILE_NAME
 [BUNDLED] = json.loads(DEFAULT_RECORD.read_text())["models"]
@@ -107,7 +108,7 @@ def test_the_bound_decides_where_there_is_one(changed: dict[str, Any], why: str 
 
 
 def test_a_record_of_version_1_keeps_its_rule(tmp_path: Path) -> None:
-    """Written by hand as version 1 was; the embedded model brings such a record."""
+    """Written by hand as version 1 was."""
     place = tmp_path / FILE_NAME
     figures_of_1 = {
         "n": 457,
@@ -127,8 +128,15 @@ def test_a_record_of_version_1_keeps_its_rule(tmp_path: Path) -> None:
     record(place, "abc", {"epic": entry(figures(f1_loss_bound=2.5))})
     assert json.loads(place.read_text())["version"] == 2
     assert gate.verified() == ["concat"], "beside a record with bounds, which falls short"
+
+
+def test_the_embedded_model_brings_a_verified_strategy_and_one_that_fell_short() -> None:
     bundled = Gate([DEFAULT_RECORD], BUNDLED, model="ragserve-tiny", dtype="float32")
-    assert "concat:recompute=sentences,share=0.1" in bundled.verified()
+    assert bundled.verified() == ["concat:recompute=sentences,share=0.3"]
+    with pytest.raises(InvalidRequest, match=r"fell short \(crossdoc"):
+        bundled.check("concat:recompute=sentences,share=0.1")
+    coarser = Gate([DEFAULT_RECORD], BUNDLED, model="ragserve-tiny", dtype="bfloat16")
+    assert not coarser.verified(), "it was measured in float32"
 
 
 def test_figures_of_other_sets_stay_where_they_are_asked_to(tmp_path: Path) -> None:
@@ -340,3 +348,12 @@ def test_a_model_brings_the_record_of_another_machine(tmp_path: Path) -> None:
             dtype=other.dtype,
             samkv=other.samkv,
         ).check("epic")
+
+
+def test_a_record_that_could_not_be_read_once_counts_again(tmp_path: Path) -> None:
+    place = tmp_path / FILE_NAME
+    record(place, "print", {"concat": entry(GOOD)})
+    gate = Gate([place], "print", model="tiny", dtype="float32")
+    with few_descriptors(0):
+        assert gate.verified() == []
+    assert gate.verified() == ["concat"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,11 @@ time.sleep(1.5)
 """
 
 
-def run(tmp_path: Path, script: str, seen: list[tuple[str, int]]) -> dict[str, Any]:
+def run(tmp_path: Path, script: str, seen: list[tuple[str, int]], **settings: Any) -> dict[str, Any]:
     worker = tmp_path / "worker.py"
     worker.write_text(script)
     return tune(
-        Settings(data_dir=tmp_path / "data", api_key="secret"),
+        Settings(data_dir=tmp_path / "data", api_key="secret", **settings),
         "notes",
         ["concat"],
         seconds=60,
@@ -50,6 +52,20 @@ def test_a_worker_is_started_again_with_the_profile_that_it_found(tmp_path: Path
     assert job["until"] - job["began"] == pytest.approx(60)
     assert job["state"] == str(tmp_path / "data" / "tune")
     assert "secret" not in str(job)
+
+
+def test_a_worker_gets_the_url_of_the_registry_from_its_environment_only(tmp_path: Path) -> None:
+    script = """
+import json, os, pathlib, sys
+job = pathlib.Path(sys.argv[1])
+result = {"url": os.environ["RAGSERVE_REGISTRY_URL"], "job": job.read_text()}
+job.with_name("result.json").write_text(json.dumps(result))
+"""
+    url = "postgresql://a:hunter2@db/registry"
+    result = run(tmp_path, script, [], registry_url=url)
+    assert result["url"] == url
+    assert "registry_url" not in result["job"]
+    assert "hunter2" not in result["job"]
 
 
 def test_a_worker_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
@@ -81,3 +97,15 @@ sys.exit("Traceback")
         run(tmp_path, script, [])
     assert failed.value.message == "The engine has died."
     assert failed.value.hint.startswith("Give it less memory. What was compared is kept")
+
+
+def test_a_worker_without_room_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_job: TuneJob) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "rows-0.jsonl")
+
+    monkeypatch.setattr(tune_worker, "run", fails)
+    job = TuneJob("notes", ["concat"], str(tmp_path), str(tmp_path), 0, 1, 1)
+    assert tune_worker.main(job) == 1
+    said = json.loads((tmp_path / "failure.json").read_text())
+    assert said["message"] == "rows-0.jsonl: No space left on device."
+    assert said["hint"].startswith("Free some space")

@@ -167,6 +167,20 @@ def test_what_full_does_not_answer_from_the_chunk_is_not_compared(builder: Promp
     assert [row["strategy"] for row in rows] == ["full", "concat"], "what a user asks counts in any case"
 
 
+def test_what_users_asked_comes_first_and_is_kept_without_texts(builder: PromptBuilder) -> None:
+    users = (DrawnQuestion("u", "asked", "Who built number 3 of them?"),)
+    speaker = Speaker(builder, writes=True)
+    rows, _ = compared(builder, speaker, CHUNKS[3:5], "concat", questions=users)
+    assert [row["kind"] for row in rows if row["strategy"] == "full"] == ["asked", "written", "written"]
+    assert rows[0]["usable"], "without words of a chunk"
+    assert not {"question", "answer"} & set(rows[0])
+    assert rows[2]["question"]
+    known = {(row["set"], row["id"], row["strategy"]): row for row in rows}
+    speaker = Speaker(builder, writes=True)
+    assert compared(builder, speaker, CHUNKS[3:5], "concat", known=known, questions=users) == ([], True)
+    assert speaker.asked == []
+
+
 def test_a_run_goes_on_where_the_last_one_stopped(builder: PromptBuilder) -> None:
     rows, finished = compared(builder, Speaker(builder, writes=True), CHUNKS[3:9], "concat", most=2)
     assert not finished

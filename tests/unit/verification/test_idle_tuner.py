@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from ragserve.answering.in_flight import QueryLimiter
 from ragserve.answering.prompt import PromptBuilder
+from ragserve.answering.query_log import QueryLog
 from ragserve.config import Settings
 from ragserve.profiles import gate as gates
 from ragserve.profiles.costs import COSTS
@@ -31,7 +34,11 @@ LABELS = [spec.label for spec in parse(CANDIDATES) if spec.name == "concat"]
 class SameVector:
     name = "words"
 
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
     def encode_queries(self, texts: list[str]) -> np.ndarray:
+        self.asked += texts
         return np.tile(np.asarray([1.0, 0.0, 0.0, 0.0], dtype=np.float32), (len(texts), 1))
 
 
@@ -46,6 +53,7 @@ class Tuned:
     def __init__(self, store: IndexStore, folder: Path, builder: PromptBuilder, engine: IdleEngine) -> None:
         self.store, self.folder, self.builder, self.engine = store, folder, builder, engine
         self.now, self.job = 0.0, False
+        self.searched = SameVector()
         self.gate = Gate([folder / gates.FILE_NAME], FINGERPRINT, model="tiny", dtype="float32")
         self.in_use = InUseRecord(folder / "in-use.json", FINGERPRINT, dtype="float32", samkv="")
         self.limiter = QueryLimiter(4)
@@ -60,7 +68,7 @@ class Tuned:
         """Work until there is nothing to do; returns the states on the way."""
 
         async def all_of_it() -> list[dict[str, Any]]:
-            retriever = Retriever(self.store, SameVector())
+            retriever = Retriever(self.store, self.searched)
             tuner = self.tuner(retriever)
             states = []
             try:
@@ -105,6 +113,31 @@ def test_a_server_that_knows_nothing_verifies_and_measures(tuned: Tuned) -> None
     asked = len(tuned.engine.asked)
     assert tuned.run()[-1]["state"] == "waiting"
     assert len(tuned.engine.asked) == asked, "nothing is left to do"
+
+
+@pytest.mark.usefixtures("_few_questions")
+def test_questions_of_users_are_asked_before_those_about_chunks(tuned: Tuned) -> None:
+    fill(tuned.store, "notes", 40)
+    asked = ["Of which stone is Corran 7?", "of which stone is corran 7?", "Where is it?"]
+
+    async def log() -> None:
+        users = QueryLog(tuned.folder, 2**20, tuned.store)
+        async with users.running():
+            for question in asked:
+                request = SimpleNamespace(namespace="notes")
+                query: Any = SimpleNamespace(question=question, private=False, request=request)
+                users.answered(query, None, time.time())
+
+    asyncio.run(log())
+    states = [state for state in tuned.run() if state["state"] == "verifying"]
+    assert tuned.searched.asked[:2] == [asked[2], asked[1]]
+    assert [state["questions"] for state in states[:3]] == [{}, {"asked": 1}, {"asked": 2}]
+    last = states[-1]["questions"]
+    assert last["asked"] == 2
+    assert sum(last.values()) >= states[-1]["compared"] > 10
+    assert tuned.gate.verified("notes")
+    (kept,) = (tuned.folder / "tune").rglob("rows-*.jsonl")
+    assert "stone" not in kept.read_text()
 
 
 def test_what_falls_short_is_refused_and_said(tuned: Tuned) -> None:
