@@ -44,6 +44,11 @@ def context_use(
     if report and report.keep_reason:
         share = report.kept / max(1, report.document_tokens)
         notes.append(f"{share:.0%} of the document tokens were kept: {report.keep_reason}.")
+    if report and report.recompute_reason:
+        share = report.recomputed / max(1, report.kept)
+        notes.append(
+            f"{share:.0%} of the kept document tokens were computed again: {report.recompute_reason}."
+        )
     if last.fallback:
         strategy = "prefix"
         notes.append(f"Answered by strategy prefix: {last.fallback}.")

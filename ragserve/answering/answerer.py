@@ -22,8 +22,10 @@ from ragserve.answering.results import (
     Answer,
     Citation,
     DecodeUse,
+    PrefillUse,
     RetrievalTimings,
     RetrievedPassage,
+    SearchedFor,
     SearchResults,
     Usage,
 )
@@ -72,6 +74,8 @@ Event = SearchResults | MessageDelta | Citation | FinalAnswer
 OnComposed = Callable[[GenerateRequest, Sequence[int], int | None], None]
 """Called with each answered composed request, the answer's tokens, and the version of the namespace that was
 searched (None: the documents were given)."""
+OnAnswered = Callable[[Query, SearchedFor | None, float], None]
+"""Called with each answered query that was searched for, with what, and when it came (``time.time``)."""
 
 
 class Answerer:
@@ -88,11 +92,13 @@ class Answerer:
         nothing_found: str = "",
         on_composed: OnComposed | None = None,
         dialogues: Dialogues | None = None,
+        on_answered: OnAnswered | None = None,
     ) -> None:
         """Without ``gate``, unverified strategies may answer. ``nothing_found``: the answer where no passage
         has the score that a query demands. ``dialogues``: None for an answerer without sessions."""
         self._dialogues = dialogues
         self._on_composed = on_composed
+        self._on_answered = on_answered
         self._engine = engine
         self._gate = gate
         self._chooser = chooser
@@ -124,6 +130,12 @@ class Answerer:
     async def _turn(self, query: Query) -> AsyncIterator[NextTurn | None]:
         """The turn of the query's session; None without one."""
         if query.session is None:
+            if query.session_budget is not None:
+                raise InvalidRequest(
+                    "session_budget is about the turns of a session.",
+                    hint='Begin one with "session": "new", or leave it out.',
+                    param="session_budget",
+                )
             yield None
             return
         if self._dialogues is None:
@@ -177,7 +189,7 @@ class Answerer:
         kept = laid_out.passages
         markers = MarkerFilter(len(kept))
         pieces: list[str] = []
-        said = ""  # with invalid markers
+        said: list[str] = []  # with invalid markers, for the next turn
         last = GenerateChunk("", EngineUsage(), EngineTimings())
         clock.engine_starts()
         if request.strategy == SCORED and search is not None:
@@ -189,12 +201,15 @@ class Answerer:
         with tracing.span("generate", **{"ragserve.strategy": request.strategy}):
             # The protocol's iterators are generators: closing them aborts the request.
             generated = cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(asked))
+            query.spend(len(asked.input_ids))
             async with aclosing(generated) as chunks:
                 async for chunk in chunks:
+                    query.spend(max(0, chunk.usage.completion - last.usage.completion))
                     last = chunk
                     if chunk.text:
                         clock.token()
-                    said += chunk.text
+                    if turn is not None:
+                        said.append(chunk.text)
                     if text := markers.feed(chunk.text):
                         pieces.append(text)
                         yield MessageDelta(text)
@@ -207,6 +222,8 @@ class Answerer:
         composed = asked.strategy not in EXACT_STRATEGIES and not last.fallback
         if self._on_composed is not None and composed and turn is None:
             self._on_composed(asked, last.output_ids, searched["index_version"])
+        if self._on_answered is not None and search is not None:
+            self._on_answered(query, search.searched_for, slot.began)
         if text := markers.end():
             pieces.append(text)
             yield MessageDelta(text)
@@ -214,7 +231,7 @@ class Answerer:
         session = None
         if turn is not None:
             spec = StrategySpec(request.strategy, request.options)
-            ids = self._prompts.answer_ids(last.output_ids, said)
+            ids = self._prompts.answer_ids(last.output_ids, "".join(said))
             session = turn.done(query, asked, spec, prompt, (ids, answer.strip()), last)
         indices, basis = cite(answer, markers.markers, [passage.text for passage in kept])
         citations = [
@@ -233,6 +250,9 @@ class Answerer:
             decode=None
             if last.decode is None
             else DecodeUse.model_validate(last.decode, from_attributes=True),
+            prefill=None
+            if last.prefill is None
+            else PrefillUse.model_validate(last.prefill, from_attributes=True),
             **searched,
             namespace=request.namespace,
             finish_reason=last.finish_reason,
@@ -269,6 +289,18 @@ class Answerer:
                 "This engine has no sparse decoding.",
                 hint="Start the server with --sparse-attention on, or leave decode out.",
                 param="decode",
+            )
+        if request.prefill and not info.sparse_prefill:
+            raise InvalidRequest(
+                "This engine has no sparse prefill.",
+                hint="Start the server with --sparse-attention on and KV of 16 bits, or leave prefill out.",
+                param="prefill",
+            )
+        if request.prefill.get("mode", "dense") != "dense" and request.strategy not in EXACT_STRATEGIES:
+            raise InvalidRequest(
+                f"Sparse prefill is for exact strategies, and this request's is {request.strategy!r}.",
+                hint="Name strategy prefix or full, or leave prefill out.",
+                param="prefill",
             )
         if request.strategy == AUTO:
             if _own_options(request):
@@ -352,7 +384,8 @@ class Answerer:
             + sum(len(passage.text) for passage in found)
             + sum(len(m.content) for m in query.history)
         )
-        return build() if size < _INLINE_PROMPT_CHARS else await asyncio.to_thread(build)
+        is_short = size < _INLINE_PROMPT_CHARS and not (later is not None and later.may_shorten)
+        return build() if is_short else await asyncio.to_thread(build)
 
 
 def _laid_out(query: Query, request: GenerateRequest, prompt: Prompt) -> GenerateRequest:

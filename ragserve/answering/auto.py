@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ragserve.answering.prompt import Prompt
 from ragserve.engine.base import Engine
-from ragserve.engine.document_cache import CachingEngine
+from ragserve.engine.document_cache import CachingEngine, answering
 from ragserve.errors import RagserveError
 from ragserve.profiles.costs import ABSENT, COSTS, Costs
 from ragserve.profiles.gate import Gate
@@ -136,6 +136,7 @@ class Chooser:
         """The strategy with the lowest expected TTFT, by where the prompt and its documents are cached. A
         session does not use the ``shared`` prefix cache of its namespace."""
         pieces = [prompt.input_ids[span.start : span.end] for span in prompt.spans]
+        engine = answering(engine, namespace, pieces)
         tiers = (await engine.where(namespace, pieces)).fastest()
         cached = await engine.prefix(namespace, prompt.input_ids) if shared else 0
         exact = costs.exact_ms(len(prompt.input_ids), cached)

@@ -1,8 +1,9 @@
 """Sessions: dialogues that the server keeps, so that a turn sends its question only.
 
-A dialogue is kept as the token ids of its last prompt and answer. The next prompt is these ids, the
-documents that are new, and the question; so the engine finds the KV of all that came before under the
-session's own key. Everything is in memory: a restart forgets it."""
+A dialogue is kept as the token ids of its turns. The next prompt is these ids, the documents that are new,
+and the question; so the engine finds the KV of all that came before under the session's own key. With a
+budget, turns before the last are compressed for the question when they exceed it (`turn_compression`).
+Everything is in memory: a restart forgets it."""
 
 from __future__ import annotations
 
@@ -15,14 +16,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ragserve.answering.past_turns import PastTurn, SessionKv, ids_of
 from ragserve.answering.prompt import Message, Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.query import Query
-from ragserve.answering.results import RetrievedPassage, SessionUse
-from ragserve.engine.base import Engine, GenerateChunk, GenerateRequest, Sampling
+from ragserve.answering.results import EarlierTurn, RetrievedPassage, SessionUse
+from ragserve.answering.turn_compression import TurnCompressor
+from ragserve.engine.base import Engine, GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import CachingEngine
 from ragserve.errors import Conflict, InvalidRequest, NotFound, PromptTooLong, RagserveError, TooManyRequests
 from ragserve.strategy_spec import StrategySpec, keeps_whole
-from sglang_ext.protocol import SessionPart, Span, session_key
+from sglang_ext.protocol import session_key
 
 if TYPE_CHECKING:
     from ragserve_index import IndexStore
@@ -34,29 +37,19 @@ NEW = "new"
 _SWEEP_S = 30.0  # between two looks for sessions that have expired or lost a document
 
 
-@dataclass(frozen=True, slots=True)
-class Composed:
-    """A turn that brought documents: what composes its KV again. ``end``: tokens of its prompt."""
-
-    end: int
-    spans: tuple[Span, ...]
-    held: int
-    unregistered: Sequence[int]
-
-
 @dataclass(eq=False)
 class Dialogue:
-    """A session. ``owner`` is the API key that began it; ``ids`` its last prompt and answer."""
+    """A session. ``owner`` is the API key that began it. ``budget``: most tokens of the turns before the
+    last; 0 for all."""
 
     id: str
     owner: str
     namespace: str
+    budget: int = 0
     created_at: float = field(default_factory=time.time)
     used_at: float = field(default_factory=time.time)
-    ids: list[int] = field(default_factory=list)
-    passages: list[RetrievedPassage] = field(default_factory=list)
+    past: list[PastTurn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    composed: list[Composed] = field(default_factory=list)
     turns: int = 0
     system: str | None = None
     named: StrategySpec | None = None  # as the first request asked for it
@@ -70,49 +63,50 @@ class Dialogue:
         return session_key(self.namespace, self.id)
 
     @property
-    def held(self) -> int:
-        """Tokens up to the end of the last document: what only the session's KV has."""
-        return self.composed[-1].spans[-1].end if self.composed else 0
+    def ids(self) -> list[int]:
+        """Token ids of all turns."""
+        return ids_of(self.past)
 
-    def remaker(self, count: int, request: GenerateRequest) -> Callable[[], GenerateRequest] | None:
-        """Make the maker of the request that computes the first ``count`` turns with documents again."""
-        if not count:
-            return None
-        turn, ids = self.composed[count - 1], self.ids
-        earlier = self.remaker(count - 1, request)
-
-        def make() -> GenerateRequest:
-            return replace(
-                request,
-                rid=f"{request.rid}-turn{count}",
-                input_ids=ids[: turn.end],
-                sampling=Sampling(max_new_tokens=1),
-                spans=turn.spans,
-                unregistered=turn.unregistered,
-                session=SessionPart(self.key, turn.held),
-                earlier=earlier,
-                decode={},
-            )
-
-        return make
+    @property
+    def passages(self) -> list[RetrievedPassage]:
+        """Passages that the turns brought."""
+        return [passage for turn in self.past for passage in turn.passages]
 
     def end(self, reason: str) -> None:
         """Forget all texts; the next request is told the reason."""
         self.outdated = reason
-        self.ids, self.passages, self.messages, self.composed = [], [], [], []
+        self.past, self.messages = [], []
 
 
 class NextTurn:
     """A turn that is being answered. It changes its dialogue when it is done, not before."""
 
-    def __init__(self, dialogue: Dialogue, expires_s: float, is_kept: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        dialogue: Dialogue,
+        compressor: TurnCompressor,
+        expires_s: float,
+        is_kept: Callable[[], bool],
+    ) -> None:
         self._dialogue = dialogue
+        self._compressor = compressor
         self._expires_s = expires_s
         self._is_kept = is_kept
-        self._before = dialogue.passages
-        self._known = {(passage.title, passage.text) for passage in self._before}
+        self._budget = dialogue.budget
+        self._past: Sequence[PastTurn] = tuple(dialogue.past)  # as this turn's prompt has them
+        self._left: list[EarlierTurn] = []
+        self._set_before(dialogue.passages)
         self._added: list[RetrievedPassage] = []
         self._found = 0  # passages of this turn that the dialogue has already
+
+    def _set_before(self, passages: Sequence[RetrievedPassage], whole: int | None = None) -> None:
+        """Number the passages before this turn by their place in the prompt. The last ``whole`` of them, or
+        all, are known and not added again."""
+        self._before = [
+            passage.model_copy(update={"index": number}) for number, passage in enumerate(passages, 1)
+        ]
+        known = self._before if whole is None else self._before[len(self._before) - whole :]
+        self._known = {(passage.title, passage.text): passage.index for passage in known}
 
     @property
     def id(self) -> str:
@@ -126,6 +120,8 @@ class NextTurn:
         """The query with the dialogue's history, system text and strategy. Raises InvalidRequest for
         others."""
         spec = StrategySpec(query.request.strategy, query.request.options)
+        if query.session_budget is not None:
+            self._budget = query.session_budget
         if self.is_first:
             _check_whole(spec)
             return query
@@ -150,14 +146,17 @@ class NextTurn:
     def prompt(
         self, prompts: PromptBuilder, query: Query, found: Sequence[RetrievedPassage], room: int
     ) -> Prompt:
-        """Lay out the turn, with the passages of ``found`` that are new. Raises PromptTooLong."""
-        documents = [PromptDocument("", passage.title, passage.text) for passage in self.new(found)]
+        """Lay out the turn, with the passages of ``found`` that are new, behind what the budget leaves of
+        the dialogue. Raises PromptTooLong."""
         _check_current(self._dialogue)  # it may have ended while passages were searched for
+        if self._budget:
+            self._shorten(query.question, found)
+        documents = [PromptDocument("", passage.title, passage.text) for passage in self.new(found)]
         self._found = len(found) - len(documents)
         cut = query.documents is not None and query.overflow == "cut"
         try:
             return prompts.follow_up(
-                self._dialogue.ids, query.question, documents, max_prompt_tokens=room, cut=cut
+                ids_of(self._past), query.question, documents, max_prompt_tokens=room, cut=cut
             )
         except PromptTooLong as error:
             raise PromptTooLong(
@@ -166,6 +165,19 @@ class NextTurn:
                 code="session_full",
                 param="session",
             ) from error
+
+    def _shorten(self, question: str, found: Sequence[RetrievedPassage]) -> None:
+        texts = {(passage.title, passage.text) for passage in found}
+        shortened = self._compressor.shorten(
+            self._past, question, self._budget, system=self._dialogue.system, found=texts
+        )
+        self._past, self._left = shortened.turns, shortened.report
+        self._set_before(shortened.passages, shortened.whole)
+
+    @property
+    def may_shorten(self) -> bool:
+        """Laying out the prompt may have to choose among sentences, which takes longer."""
+        return 0 < self._budget < sum(len(turn.ids) for turn in self._past[:-1])
 
     def new(self, found: Sequence[RetrievedPassage]) -> list[RetrievedPassage]:
         """Those of ``found`` that the dialogue does not have, each once."""
@@ -186,7 +198,7 @@ class NextTurn:
             for index, passage in enumerate(self.new(found), 1)
         ]
         self._added = new[:kept]
-        numbers = {(passage.title, passage.text): passage.index for passage in (*self._before, *new)}
+        numbers = {**self._known, **{(passage.title, passage.text): passage.index for passage in new}}
         numbered = [
             passage.model_copy(update={"index": numbers[passage.title, passage.text]}) for passage in found
         ]
@@ -199,10 +211,8 @@ class NextTurn:
 
     def request(self, request: GenerateRequest) -> GenerateRequest:
         """The request as part of the session. Raises Conflict if that has lost a document meanwhile."""
-        dialogue = self._dialogue
-        _check_current(dialogue)
-        part = SessionPart(dialogue.key, dialogue.held)
-        return replace(request, session=part, earlier=dialogue.remaker(len(dialogue.composed), request))
+        _check_current(self._dialogue)
+        return SessionKv(self._past, self._dialogue.key).request(request)
 
     def done(
         self,
@@ -228,6 +238,7 @@ class NextTurn:
             tokens=len(prompt.input_ids) + len(ids),
             tokens_held=held,
             tokens_computed=earlier - held,
+            earlier=self._left if self._budget else None,
         )
         dialogue.used_at = time.time()
         if dialogue.outdated is not None or not self._is_kept():
@@ -236,12 +247,13 @@ class NextTurn:
             dialogue.system, dialogue.spec = query.system, spec
             dialogue.named = StrategySpec(query.request.strategy, query.request.options)
             dialogue.messages.extend(query.history)
-        if self.is_first or len(asked.spans) > 1:
-            dialogue.composed.append(
-                Composed(len(prompt.input_ids), asked.spans, dialogue.held, asked.unregistered)
-            )
-        dialogue.passages = self.passages
-        dialogue.ids = [*prompt.input_ids, *ids]
+        behind = sum(len(turn.ids) for turn in self._past)
+        turn = PastTurn.of(prompt, ids, behind=behind, unregistered=asked.unregistered)
+        history = query.history if self.is_first else ()
+        dialogue.past.append(
+            replace(turn, passages=tuple(self._added), question=query.question, history=history)
+        )
+        dialogue.budget = self._budget
         dialogue.messages += [Message("user", query.question), Message("assistant", text)]
         dialogue.turns += 1
         return use
@@ -250,13 +262,24 @@ class NextTurn:
 class Dialogues:
     """The sessions of a server. Belongs to one event loop."""
 
-    def __init__(self, engine: Engine, store: IndexStore, *, ttl_s: float, most: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        store: IndexStore,
+        *,
+        ttl_s: float,
+        most: int,
+        compressor: TurnCompressor,
+        budget: int = 0,
+    ) -> None:
         """``ttl_s``: seconds without a turn after which a session ends. ``most``: of an API key in a
-        namespace."""
+        namespace. ``budget``: of sessions that do not give one, 0 for none."""
         self._engine = engine
         self._store = store
         self._ttl_s = ttl_s
         self._most = most
+        self._compressor = compressor
+        self._budget = budget
         self._dialogues: dict[str, Dialogue] = {}
 
     @asynccontextmanager
@@ -286,9 +309,12 @@ class Dialogues:
             async with dialogue.lock:
                 if query.session != NEW:
                     self.get(query.owner, dialogue.id)  # it may have ended while this request waited
-                    await self._check(dialogue)
+                    await self._end_if_lost(dialogue)
+                    _check_current(dialogue)
                 dialogue.used_at = time.time()
-                yield NextTurn(dialogue, self._ttl_s, lambda: dialogue.id in self._dialogues)
+                yield NextTurn(
+                    dialogue, self._compressor, self._ttl_s, lambda: dialogue.id in self._dialogues
+                )
         finally:
             if not dialogue.turns and dialogue.outdated is None:
                 self._dialogues.pop(dialogue.id, None)
@@ -317,9 +343,7 @@ class Dialogues:
     async def drop_outdated(self) -> None:
         """Take their texts from all sessions with a document that has been removed or replaced."""
         for dialogue in list(self._dialogues.values()):
-            if dialogue.outdated is None and (lost := await self._lost(dialogue)) is not None:
-                dialogue.end(lost)
-                await self._forget_kv(dialogue)
+            await self._end_if_lost(dialogue)
 
     def _new(self, owner: str, namespace: str) -> Dialogue:
         own = [
@@ -332,15 +356,14 @@ class Dialogues:
                 code="too_many_sessions",
                 param="session",
             )
-        dialogue = Dialogue(secrets.token_hex(16), owner, namespace)
+        dialogue = Dialogue(secrets.token_hex(16), owner, namespace, self._budget)
         self._dialogues[dialogue.id] = dialogue
         return dialogue
 
-    async def _check(self, dialogue: Dialogue) -> None:
+    async def _end_if_lost(self, dialogue: Dialogue) -> None:
         if dialogue.outdated is None and (lost := await self._lost(dialogue)) is not None:
             dialogue.end(lost)
             await self._forget_kv(dialogue)
-        _check_current(dialogue)
 
     async def _lost(self, dialogue: Dialogue) -> str | None:
         """Say which document of a session is not in the index any more; None if all are."""
@@ -363,9 +386,8 @@ class Dialogues:
             try:
                 for dialogue in [each for each in self._dialogues.values() if self._is_expired(each)]:
                     del self._dialogues[dialogue.id]
-                    if (
-                        not self._engine.info.only_exact
-                    ):  # there, one prefix cannot be dropped without the others
+                    # An engine with exact strategies only cannot drop one prefix without the others.
+                    if not self._engine.info.only_exact:
                         await self._forget_kv(dialogue)
                 await self.drop_outdated()
             except Exception:  # whatever it is, later ones must be seen

@@ -19,19 +19,21 @@ from ragserve import tracing
 from ragserve.answering.prompt import Message, PromptBuilder
 from ragserve.answering.results import (
     Candidate,
+    Correction,
     Reranking,
     RetrievalTimings,
     RetrievedPassage,
     SearchedFor,
 )
-from ragserve.config import FollowUps
 from ragserve.engine.base import Engine, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import RagserveError
+from ragserve.setting_groups.answering import FollowUps
 
 if TYPE_CHECKING:
     from ragserve.retrieval.passage_search import FoundPassage, PassageSearch
     from ragserve.retrieval.retriever import SentenceScores
     from ragserve.retrieval.search_options import SearchOptions
+    from ragserve.retrieval.spelling import Corrected
     from ragserve_index.types import Chunk, Hit
 
 log = logging.getLogger(__name__)
@@ -95,7 +97,7 @@ class Found:
     version: int
     timings: RetrievalTimings
     sentences: list[SentenceScores]
-    searched_for: SearchedFor | None  # None for a question without earlier ones
+    searched_for: SearchedFor | None  # None for a question without earlier ones that is searched as it is
     reranking: Reranking | None = None  # None without a reranker
 
 
@@ -139,6 +141,8 @@ class DialogueSearch:
             rerank_ms=found.rerank_ms,
         )
         reranking = None if found.reranked is None else _reranking(options.rerank, found.reranked)
+        if asked or found.searched_for.corrections:
+            asked = _corrected(asked, found.searched_for)
         return Found(passages(found.passages), found.version, timings, found.sentences, asked, reranking)
 
     async def _asked(
@@ -155,6 +159,21 @@ class DialogueSearch:
         return SearchedFor(
             question=question, variants=variants(question, history), follow_up="context", note=note
         )
+
+
+def _corrected(asked: SearchedFor | None, corrected: Corrected) -> SearchedFor:
+    question, *variants = corrected.texts
+    corrections = [
+        Correction(original=original, replacement=replacement)
+        for original, replacement in corrected.corrections
+    ]
+    return SearchedFor(
+        question=question,
+        variants=variants,
+        follow_up=asked.follow_up if asked else None,
+        note=asked.note if asked else None,
+        corrections=corrections,
+    )
 
 
 def passages(found: Sequence[Hit | FoundPassage]) -> list[RetrievedPassage]:

@@ -33,6 +33,9 @@ class KeyReranker:
         self._engine = engine
         self._prompts = prompts
 
+    async def load(self) -> None:
+        """Nothing is to be loaded: the model is the engine's."""
+
     async def scores(self, namespace: str, question: str, chunks: Sequence[Chunk]) -> Sequence[float | None]:
         """See `Reranker`. Raises InvalidRequest for an engine without documents' keys."""
         engine = self._engine

@@ -66,6 +66,7 @@ class PromptBuilder:
     """Lays out prompts for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Any, system_prompt: str | None = None) -> None:
+        self.tokenizer = tokenizer
         self._system = system_prompt
         self._layout = ChatLayout(tokenizer)
         self._documents: OrderedDict[tuple[str, str], list[int]] = OrderedDict()
@@ -84,9 +85,13 @@ class PromptBuilder:
                 code="tokenizer_missing",
             ) from error
 
+    def plain_ids(self, text: str) -> list[int]:
+        """Token ids of a text alone, special tokens not recognised."""
+        return self._layout.encode([(text, False)])
+
     def count(self, text: str) -> int:
-        """Count the tokens of a text alone, special tokens not recognised."""
-        return len(self._layout.encode([(text, False)]))
+        """Count the tokens of a text alone, as `plain_ids` has them."""
+        return len(self.plain_ids(text))
 
     def build(
         self,
@@ -133,6 +138,12 @@ class PromptBuilder:
             return prompt
         alone = self.follow_up(dialogue, question, (), max_prompt_tokens=max_prompt_tokens)
         return replace(alone, tokens_retrieved=prompt.tokens_retrieved)
+
+    def words(self, ids: Sequence[int]) -> str:
+        """The text of token ids, with spaces for special tokens."""
+        text = str(self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+        special = self._layout.special_tokens
+        return special.sub(" ", text) if special else text
 
     def answer_ids(self, generated: Sequence[int], text: str) -> list[int]:
         """Token ids of an answer as the next turn repeats it, without what ended it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,11 @@ class Query:
     """A question, and its ``request`` to the engine, still without a prompt.
 
     With ``documents``, nothing is retrieved: they are the context, in their order. ``session``: the id of
-    the one to go on with, or `NEW`; ``owner``: the API key that asks. ``names_strategy``: the request itself
-    names one."""
+    the one to go on with, or `NEW`; ``session_budget``: most tokens of its turns before the last, 0 for all,
+    None for what it had; ``owner``: the API key that asks. ``names_strategy``: the request itself names one.
+    ``private``: not for the query log. ``spend`` is called with numbers of tokens, those of the prompt and of
+    the answer as it comes.
+    """
 
     question: str
     search: SearchOptions
@@ -29,5 +33,8 @@ class Query:
     documents: list[RetrievedPassage] | None = None
     overflow: Overflow = "refuse"
     session: str | None = None
+    session_budget: int | None = None
     owner: str = ""
     names_strategy: bool = False
+    private: bool = False
+    spend: Callable[[int], None] = lambda tokens: None

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragserve.answering.citations import Basis
-from ragserve.config import FollowUps, Retrieval
+from ragserve.setting_groups.answering import FollowUps, Retrieval
 
 Overflow = Literal["refuse", "drop", "cut"]
 """The fate of given documents that do not fit into the context."""
@@ -107,7 +107,8 @@ class ContextUse(Result):
     tokens_kept: int = Field(description="Document tokens that the answer could attend to.")
     tokens_recomputed: int = Field(description="Document tokens whose KV was computed for this query.")
     tokens_by_tier: dict[str, int] = Field(
-        description="Document tokens whose KV came from a tier of the cache. `session`: tokens of a "
+        description="Document tokens whose KV came from a tier of the cache; `remote`: the store that "
+        "engines share. `session`: tokens of a "
         "session's earlier turns, with their questions and answers, that it held."
     )
     notes: list[str] = Field(
@@ -128,6 +129,24 @@ class DecodeUse(Result):
     )
 
 
+class EarlierTurn(Result):
+    """What a prompt has of an earlier turn of its session, the turn's passages included."""
+
+    turn: int = Field(description="Its number, from 1.")
+    tokens: int = Field(description="Tokens of the turn, without the system text.")
+    tokens_kept: int = Field(description="Of these, tokens that are in the prompt.")
+    reason: str = Field(description="Why so many.")
+
+
+class PrefillUse(Result):
+    """What a sparse prefill computed."""
+
+    mode: str = Field(description="`lines` or `blocks`.")
+    alpha: float = Field(description="Share of the attention weight that was to be held.")
+    tokens: int = Field(description="Prompt tokens prefilled sparsely; others were cached, made likewise.")
+    share: float = Field(description="Share of the blocks of dense attention that were computed.")
+
+
 class SessionUse(Result):
     """What a turn found of its session. Figures are of the moment after the answer."""
 
@@ -140,6 +159,9 @@ class SessionUse(Result):
     tokens: int = Field(description="Tokens of the dialogue with its passages and this answer.")
     tokens_held: int = Field(description="Tokens of earlier turns whose KV was there.")
     tokens_computed: int = Field(description="Tokens of earlier turns that were computed again.")
+    earlier: list[EarlierTurn] | None = Field(
+        default=None, description="What is left of each earlier turn, with a `session_budget`; null without."
+    )
 
 
 class RetrievalTimings(Result):
@@ -177,15 +199,29 @@ class Timings(RetrievalTimings):
     total_ms: float = Field(description="From the request's arrival to the complete answer.")
 
 
-class SearchedFor(Result):
-    """What a follow-up was searched for as."""
+class Correction(Result):
+    """A word that was searched for as another one."""
 
-    question: str = Field(description="The question that was searched for; rewritten with `rewrite`.")
+    original: str
+    replacement: str
+
+
+class SearchedFor(Result):
+    """What a question was searched for as."""
+
+    question: str = Field(
+        description="The question that was searched for; rewritten with `rewrite`, and corrected."
+    )
     variants: list[str] = Field(
         description="With `context`: texts that were searched for along with it, and count half in all."
     )
-    follow_up: FollowUps = Field(description="What was done, see the request's `follow_ups`.")
+    follow_up: FollowUps | None = Field(
+        description="What was done, see the request's `follow_ups`; null if there are no earlier turns."
+    )
     note: str | None = Field(default=None, description="Why the question was not rewritten.")
+    corrections: list[Correction] = Field(
+        default_factory=list, description="Typing errors that were corrected for the search."
+    )
 
 
 class Candidate(Result):
@@ -209,7 +245,10 @@ class Reranking(Result):
 
 
 RERANKING = "What the reranker did; null without one."
-SEARCHED_FOR = "What a follow-up was searched for as; null if there are no earlier turns, or no search."
+SEARCHED_FOR = (
+    "What was searched for, if there are earlier turns or typing errors were corrected; null otherwise, and "
+    "without a search."
+)
 _RETRIEVAL = "Search that found the passages; null for documents given in the request."
 
 
@@ -242,6 +281,9 @@ class Answer(Result):
     timings: Timings
     session: SessionUse | None = Field(default=None, description="The session; null without one.")
     decode: DecodeUse | None = Field(default=None, description="Pages read; null without sparse decoding.")
+    prefill: PrefillUse | None = Field(
+        default=None, description="Blocks computed; null where the prefill was dense."
+    )
     retrieval: Retrieval | None = Field(default=None, description=_RETRIEVAL)
     searched_for: SearchedFor | None = Field(default=None, description=SEARCHED_FOR)
     reranking: Reranking | None = Field(default=None, description=RERANKING)
