@@ -17,13 +17,15 @@ from ragserve.config import Settings
 from ragserve.errors import Forbidden, InvalidRequest
 from ragserve.retrieval.search_options import SearchOptions
 from ragserve.tenants.key_file import Right, TenantKey
+from ragserve.tenants.rate_limits import RateLimits
 from ragserve_index.jobs import job_not_found
 from ragserve_index.registry import namespace_not_found
 from ragserve_index.types import Job, NamespaceInfo
 
-Need = Literal["none", "key", "read", "ingest", "delete", "inspect", "operate"]
+Need = Literal["none", "key", "read", "ingest", "delete", "metrics", "inspect", "operate"]
 """``none``: not even a key. ``key``: any key. ``read``, ``ingest``, ``delete``: that right in some namespace;
-the route checks in which. ``inspect``, ``operate``: admin, to look at the server or to change it."""
+the route checks in which. ``metrics``: that right. ``inspect``, ``operate``: admin, to look at the server or
+to change it."""
 
 OPEN = frozenset({"/health", "/docs"}) | playground.PATHS
 NEEDS: dict[str, Need] = {
@@ -31,7 +33,7 @@ NEEDS: dict[str, Need] = {
     **{f"GET {path}": "none" for path in playground.PATHS},
     "GET /info": "key",
     "GET /ready": "key",
-    "GET /metrics": "inspect",
+    "GET /metrics": "metrics",
     "POST /rag/query": "read",
     "POST /rag/retrieve": "read",
     "POST /rag/ingest": "ingest",
@@ -73,9 +75,10 @@ _AUDITED = frozenset({"ingest", "delete", "operate"})
 class Access:
     """A request's key and address, and what it asked for, which the audit log records."""
 
-    def __init__(self, key: TenantKey, address: str) -> None:
+    def __init__(self, key: TenantKey, address: str, rates: RateLimits) -> None:
         self.key = key
         self.address = address
+        self._rates = rates
         self.namespace: str | None = None
         self.details: dict[str, Any] = {}
         self._need: Need = "none"
@@ -90,7 +93,7 @@ class Access:
         self._need = need
         if need in ("inspect", "operate"):
             self._check("admin")
-        elif need == "read" or need == "ingest" or need == "delete":
+        elif need == "read" or need == "ingest" or need == "delete" or need == "metrics":
             self._check(need)
 
     def require(self, right: Right, namespace: str) -> None:
@@ -138,6 +141,14 @@ class Access:
         if body.k is not None and body.k > most:
             raise InvalidRequest(f"k is {body.k}; this API key may ask for {most}.", param="k")
         return replace(options, k=min(options.k, most))
+
+    def check_tokens(self) -> None:
+        """Raises TooManyRequests for a key that has used up its tokens."""
+        self._rates.check_tokens(self.key)
+
+    def spend(self, tokens: int) -> None:
+        """Count tokens of a prompt or an answer."""
+        self._rates.spend_tokens(self.key, tokens)
 
     def _check(self, right: Right) -> None:
         if not self.key.has(right):

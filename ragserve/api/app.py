@@ -102,7 +102,7 @@ def create_app(
         dependencies=[Depends(check_route)],
     )
     app.state.upstream = Upstream(
-        upstream, control_routes=settings.control_routes, remote=settings.engine_url is not None
+        upstream, control_routes=settings.control_routes, remote=settings.engine_elsewhere
     )
     app.state.services = None
     for module in (

@@ -34,14 +34,14 @@ class Authentication:
         address = str((scope.get("client") or ("",))[0])
         state = scope.setdefault("state", {})
         if scope["path"] in OPEN:
-            state["access"] = Access(NOBODY, address)
+            state["access"] = Access(NOBODY, address, self._rates)
             await self._app(scope, receive, send)
             return
         header = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
         try:
             key = self._keyring.admit(header)
             with self._rates.admit(key):
-                state["access"] = access = Access(key, address)
+                state["access"] = access = Access(key, address, self._rates)
                 await self._recorded(access, scope, receive, send)
         except RagserveError as error:
             if scope["type"] != "websocket":

@@ -106,6 +106,6 @@ async def evict(
     "", summary="Empty the document cache", responses=documented({}, (400, 502, 503), description="Empty")
 )
 async def clear(svc: Svc) -> dict[str, Any]:
-    """Remove every document's KV from every tier. Documents stay indexed; their KV is computed again when
-    needed."""
+    """Remove every document's KV from every tier, and prompts and sessions that may hold documents, unless an
+    answer under way reads them. Documents stay indexed; their KV is computed again when needed."""
     return await svc.document_cache().control("clear")

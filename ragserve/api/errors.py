@@ -23,6 +23,7 @@ from ragserve.errors import (
     TooManyRequests,
     Unauthorized,
     Unavailable,
+    explained,
 )
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,9 @@ def as_error(error: BaseException, request_id: str) -> RagserveError:
         return StorageFull(
             "The server's disk is full.", hint="Free space on the disk of data_dir, then retry."
         )
+    if isinstance(error, OSError) and (said := explained(error)) is not None:
+        log.error("request %s failed: %s", request_id, error)
+        return Unavailable(f"The server cannot use a file: {error.strerror}.", hint=said.hint)
     log.error("request %s failed", request_id, exc_info=error)
     return RagserveError(
         "Something went wrong in the server.", hint=f"See its log, under request id {request_id}."

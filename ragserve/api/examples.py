@@ -58,6 +58,12 @@ QUERY_REQUESTS: dict[str, Any] = {
     "given": _request("Bring the context along", query=_QUESTION, documents=[_TITLED]),
     "session begun": _request("Begin a session", query=_QUESTION, namespace="docs", session="new"),
     "session": _request("Go on with it", query="And when was it lit?", namespace="docs", session=_ID),
+    "session shortened": _request(
+        "Go on with at most 2000 tokens of the turns before the last one",
+        query="And when was it lit?",
+        session=_ID,
+        session_budget=2000,
+    ),
 }
 _SEARCHED = {
     "namespace": "docs",
@@ -83,6 +89,7 @@ _SESSION = {
     "tokens": 812,
     "tokens_held": 640,
     "tokens_computed": 4,
+    "earlier": None,
 }
 _EXTRAS = {
     "session": _SESSION,
@@ -282,12 +289,15 @@ INFO: dict[str, Any] = {
         "attention_backend": "torch_native",
         "context_length": 8192,
         "max_total_tokens": 65536,
+        "start_s": 21.4,
+        "warm_up_s": 0.3,
     },
     "embedder": {"name": "all-MiniLM-L6-v2", "dim": 384},
     "defaults": {
         "k": 5,
         "retrieval": "dense",
         "follow_ups": "rewrite",
+        "spelling": "on",
         "strategy": "auto",
         "max_new_tokens": 128,
         "temperature": 0.0,

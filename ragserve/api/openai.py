@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Annotated, Any
 
@@ -22,9 +23,17 @@ from ragserve.api import examples
 from ragserve.api.access import Access, Caller
 from ragserve.api.body import parse_json
 from ragserve.api.errors import validated
-from ragserve.api.openai_schemas import ChatAnswer, ChatChunk, ChatRequest, Extras, Model, ModelList
+from ragserve.api.openai_schemas import (
+    ChatAnswer,
+    ChatChunk,
+    ChatRequest,
+    Extras,
+    Model,
+    ModelList,
+    SglangChatAnswer,
+)
 from ragserve.api.openapi import documented
-from ragserve.api.query import compact_json, last_event, to_query
+from ragserve.api.query import compact_json, is_private, last_event, to_query
 from ragserve.api.services import RequestId, Services, Svc, services
 from ragserve.api.sse import EventStream, opened, until_disconnect
 from ragserve.api.upstream import Upstream
@@ -55,13 +64,14 @@ _BODY = {
 @router.post(
     "/v1/chat/completions",
     summary="Chat with a namespace, as OpenAI's API",
-    response_model=ChatAnswer,
+    response_model=ChatAnswer | SglangChatAnswer,
     responses=documented(
         examples.CHAT_ANSWER,
         (400, 404, 409, 413, 429, 502, 503),
         description="The answer, or with `stream` its chunks",
         sse=(examples.CHAT_SSE, {"": ChatChunk}),
         sse_end=_END,
+        passes_on=True,
     ),
     openapi_extra={"requestBody": _BODY},
 )
@@ -85,8 +95,10 @@ async def chat(request: Request, caller: Caller, request_id: RequestId) -> Respo
     if not ours:
         await _check_text(data, raw, svc)
         return await _replayed(request, model, raw)
+    caller.check_tokens()
     body = validated(ChatRequest, data)
-    events = svc.answerer.events(_query(body, svc, caller, request_id))
+    asked = replace(_query(body, svc, caller, request_id), private=is_private(request))
+    events = svc.answerer.events(asked)
     try:
         if not body.stream:
             final = await until_disconnect(request, last_event(events))
@@ -251,6 +263,7 @@ def _query(body: ChatRequest, svc: Services, caller: Access, request_id: str) ->
         {},
         search=caller.search_options(body, svc.settings),
         owner=caller.key.key_id,
+        spend=caller.spend,
         question=last.text,
         history=tuple(Message("user" if m.role == "user" else "assistant", m.text) for m in dialogue),
         system=system or None,

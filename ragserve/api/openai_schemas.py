@@ -6,18 +6,29 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
-from ragserve.answering.results import Citation, ContextUse, Reranking, SearchedFor, SessionUse, Timings
+from ragserve.answering.results import (
+    Citation,
+    ContextUse,
+    PrefillUse,
+    Reranking,
+    SearchedFor,
+    SessionUse,
+    Timings,
+)
 from ragserve.api.body import RequestModel, Text
 from ragserve.api.schemas import (
     MAX_DOCUMENTS,
     DocumentsOverflow,
     GivenDocument,
+    Prefill,
+    SessionBudget,
     SessionName,
     Stop,
     StrategyOptions,
 )
 from ragserve.api.search_fields import SearchFields
-from ragserve.config import Retrieval, StrategyName
+from ragserve.config import StrategyName
+from ragserve.setting_groups.answering import Retrieval
 
 Content = Annotated[Text, Field(max_length=65_536)]
 Ignored = Annotated[Any, Field(default=None, description="Accepted and ignored.")]
@@ -80,8 +91,9 @@ class TextFormat(RequestModel):
 
 class ChatRequest(SearchFields):
     """A dialogue whose last message is the question. OpenAI's client sends our own fields, those of a search
-    (`k`, `filter`, `retrieval` and so on), `strategy`, `strategy_options`, `documents`, `documents_overflow`
-    and `session`, as `extra_body`. Of the messages of a session's later turns only the last one counts."""
+    (`k`, `filter`, `retrieval` and so on), `strategy`, `strategy_options`, `prefill`, `documents`,
+    `documents_overflow`, `session` and `session_budget`, as `extra_body`. Of the messages of a session's
+    later turns only the last one counts."""
 
     model: str = Field(
         description="`ragserve/NAMESPACE`; other names go to SGLang.", examples=["ragserve/default"]
@@ -112,9 +124,11 @@ class ChatRequest(SearchFields):
     prompt_cache_key: Ignored
     strategy: StrategyName | None = None
     strategy_options: StrategyOptions
+    prefill: Prefill
     documents: list[GivenDocument] | None = Field(None, max_length=MAX_DOCUMENTS)
     documents_overflow: DocumentsOverflow = "refuse"
     session: SessionName | None = None
+    session_budget: SessionBudget | None = None
 
 
 class UrlCitation(BaseModel):
@@ -161,6 +175,7 @@ class Extras(BaseModel):
 
     context: ContextUse
     session: SessionUse | None
+    prefill: PrefillUse | None = None
     timings: Timings
     retrieval: Retrieval | None
     searched_for: SearchedFor | None
@@ -179,6 +194,17 @@ class ChatAnswer(BaseModel):
     usage: ChatUsage
     citations: list[Citation]
     ragserve: Extras
+
+
+class SglangChatAnswer(BaseModel):
+    """The answer of one of SGLang's models, to requests that go to it unchanged: without documents."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[dict[str, Any]]
+    usage: dict[str, Any]
 
 
 class ChunkDelta(BaseModel):

@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 
 from ragserve import __version__, errors
 from ragserve.api.errors import UnsupportedMediaType
-from ragserve.api.views import ErrorBody
+from ragserve.api.views import ErrorBody, SglangError
 
 # FastAPI drops every null of the document, examples included: this stands in for null until it has.
 _NULL = "\ue000null\ue001"
@@ -64,6 +64,7 @@ def documented(
     description: str,
     sse: tuple[str, Mapping[str, type[BaseModel]]] | None = None,
     sse_end: str | None = None,
+    passes_on: bool = False,
 ) -> dict[int | str, dict[str, Any]]:
     """``responses`` of a route.
 
@@ -71,7 +72,7 @@ def documented(
         example: body of a success. statuses: the route's errors, besides `ALWAYS`, which every route has,
         and 408, which every route with a body has. sse: an example of the stream, and the model of each
         event's data by event name ("" for unnamed events). sse_end: data of the last event, which is no
-        JSON."""
+        JSON. passes_on: some answers are SGLang's, with errors of its own."""
     content: dict[str, Any] = {"application/json": {"example": _swap(example, None, _NULL)}}
     if sse is not None:
         stream, events = sse
@@ -88,14 +89,15 @@ def documented(
             "itemSchema": {"oneOf": items},  # OpenAPI 3.2
             "example": stream,
         }
-    return {success: {"description": description, "content": content}, **failures(statuses)}
+    failed = failures(statuses, ErrorBody | SglangError if passes_on else ErrorBody)
+    return {success: {"description": description, "content": content}, **failed}
 
 
-def failures(statuses: Sequence[int] = ()) -> dict[int | str, dict[str, Any]]:
-    """``responses`` for a route's errors."""
+def failures(statuses: Sequence[int] = (), body: Any = ErrorBody) -> dict[int | str, dict[str, Any]]:
+    """``responses`` for a route's errors, with this model of their body."""
     return {
         error.status: {
-            "model": ErrorBody,
+            "model": body,
             "description": meaning,
             "content": {"application/json": {"example": _swap(error.body("4f1c9a"), None, _NULL)}},
         }
@@ -166,9 +168,9 @@ DESCRIPTION = """Answers questions over your documents with SGLang.
 
 If the server has API keys, every route but `/health`, `/docs` and `/playground` requires one; without any,
 web pages of other origins are refused. A key may be limited to namespaces, to rights (read, ingest, delete,
-admin) and to rates. What belongs to others is answered as if it did not exist. Every answer carries
-`X-Request-Id`; an id that you send is kept. SGLang's own routes (`/generate`, `/tokenize`, `/metrics`, ...)
-are served on the same address and documented by SGLang."""
+metrics, admin), to requests and to tokens a minute. What belongs to others is answered as if it did not
+exist. Every answer carries `X-Request-Id`; an id that you send is kept. SGLang's own routes (`/generate`,
+`/tokenize`, `/metrics`, ...) are served on the same address and documented by SGLang."""
 
 _TAGS = [
     {"name": "query", "description": "Ask a question, or search only."},

@@ -52,10 +52,12 @@ async def query(
     With `stream`, the events are `search_results`, `message`*, `citation`*, `final_answer` (the whole JSON
     answer) and `done`; the messages joined are the answer. A bad request is an HTTP error, with or without
     `stream`. A later failure is an `error` event with the same body, and no `done` follows. Closing the
-    connection aborts the generation.
+    connection aborts the generation. A question with the header `Cache-Control: no-store` is not kept in the
+    server's query log.
 
     Markers `[n]` (one to three digits) that point to no passage are removed before anything is sent."""
     caller.require("read", body.namespace)
+    caller.check_tokens()
     svc.check_question(body.query, len(body.history))
     sampling = Sampling(
         max_new_tokens=body.max_new_tokens or svc.settings.max_new_tokens,
@@ -73,9 +75,11 @@ async def query(
         body.decode.model_dump(exclude_unset=True),
         search=caller.search_options(body, svc.settings),
         owner=caller.key.key_id,
+        spend=caller.spend,
         question=body.query,
         history=to_history(body.history),
         system=body.system,
+        private=is_private(request),
     )
     events = svc.answerer.events(asked)
     if body.stream:
@@ -97,10 +101,18 @@ def to_query(
     strategy = settings.default_strategy.resolve(body.strategy, body.strategy_options)
     return Query(
         request=GenerateRequest(
-            request_id, [], namespace, strategy.name, sampling, options=strategy.options, decode=decode
+            request_id,
+            [],
+            namespace,
+            strategy.name,
+            sampling,
+            options=strategy.options,
+            decode=decode,
+            prefill=body.prefill.model_dump(exclude_unset=True),
         ),
         overflow=body.documents_overflow,
         session=body.session,
+        session_budget=body.session_budget,
         names_strategy=body.strategy is not None or bool(body.strategy_options),
         documents=None
         if body.documents is None
@@ -110,6 +122,12 @@ def to_query(
         ],
         **fields,
     )
+
+
+def is_private(request: Request) -> bool:
+    """Whether a request asks by ``Cache-Control: no-store`` that its question is not kept."""
+    given = request.headers.get("cache-control", "")
+    return "no-store" in [each.strip().lower() for each in given.split(",")]
 
 
 def to_history(messages: Sequence[HistoryMessage]) -> tuple[Message, ...]:

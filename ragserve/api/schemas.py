@@ -11,6 +11,7 @@ from ragserve.answering.results import Overflow
 from ragserve.api.body import NonBlank, RequestModel, Text
 from ragserve.api.search_fields import SearchFields
 from ragserve.config import Namespace, StrategyName
+from sglang_ext.prefill_options import PrefillOptions
 from sglang_ext.request_options import STRATEGY_OPTIONS, DecodeOptions, RequestOptions
 
 MAX_DOCUMENTS = 256
@@ -50,6 +51,16 @@ StrategyOptions = Annotated[
 ]
 
 
+Prefill = Annotated[
+    PrefillOptions,
+    Field(
+        default_factory=PrefillOptions,
+        description="Options of sparse prefill that differ from the server's, with an exact strategy; needs "
+        "`--sparse-attention on`.",
+    ),
+]
+
+
 class HistoryMessage(RequestModel):
     role: Literal["user", "assistant"]
     content: Annotated[Text, Field(max_length=65_536)]
@@ -83,6 +94,17 @@ SessionName = Annotated[
 ]
 
 
+SessionBudget = Annotated[
+    int,
+    Field(
+        ge=0,
+        description="Most tokens of the session's turns before the last one, from this turn on. Where they "
+        "exceed it, the sentences stay that suit the question. 0: all stay. Default: that of the turn "
+        "before; of the first turn, the server's.",
+    ),
+]
+
+
 class RetrieveRequest(SearchFields):
     """A question, and where to search."""
 
@@ -107,6 +129,7 @@ class QueryRequest(RetrieveRequest):
         default_factory=DecodeOptions,
         description="Decode options that differ from the server's; needs `--sparse-attention on`.",
     )
+    prefill: Prefill
     stream: bool = Field(False, description="Answer with server-sent events.")
     max_new_tokens: int | None = Field(
         None, ge=1, le=32_768, description="Limit of the answer, tokens. Default: the server's."
@@ -128,6 +151,7 @@ class QueryRequest(RetrieveRequest):
     )
     documents_overflow: DocumentsOverflow = "refuse"
     session: SessionName | None = None
+    session_budget: SessionBudget | None = None
 
 
 class InlineText(RequestModel):

@@ -7,8 +7,9 @@ from typing import Annotated, TypeVar
 from pydantic import Field
 
 from ragserve.api.body import RequestModel, Text
-from ragserve.config import MAX_CANDIDATES, MAX_NEIGHBOURS, FollowUps, Retrieval, Settings
+from ragserve.config import Settings
 from ragserve.retrieval.search_options import SearchOptions
+from ragserve.setting_groups.answering import MAX_CANDIDATES, MAX_NEIGHBOURS, FollowUps, Retrieval, Spelling
 from ragserve_index.filters import Filter
 
 T = TypeVar("T")
@@ -40,6 +41,12 @@ class SearchFields(RequestModel):
         description="What is searched for when there are earlier turns. `rewrite`: the question, rewritten "
         "by the model to stand alone; `context`, if it cannot. `context`: the question together with the "
         "turn before. `alone`: the question as it is. Default: the server's.",
+    )
+    spelling: Spelling | None = Field(
+        None,
+        description="`on`: words that neither the namespace nor the embedder knows are searched for as the "
+        "word of the namespace that is one typing error away; `searched_for` says which. Default: the "
+        "server's.",
     )
     rerank: Annotated[Text, Field(min_length=1, max_length=1024)] | None = Field(
         None,
@@ -87,6 +94,7 @@ class SearchFields(RequestModel):
             filter=self.filter,
             retrieval=self.retrieval or settings.retrieval,
             follow_ups=self.follow_ups or settings.follow_ups,
+            spelling=self.spelling or settings.spelling,
             rerank=self.rerank or settings.rerank,
             candidates=self.rerank_candidates or settings.rerank_candidates,
             neighbours=_or(self.neighbours, settings.neighbours),

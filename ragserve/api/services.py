@@ -18,10 +18,12 @@ from ragserve.answering.follow_ups import DialogueSearch
 from ragserve.answering.in_flight import Idleness, QueryLimiter
 from ragserve.answering.key_reranker import make_rerankers
 from ragserve.answering.prompt import PromptBuilder
+from ragserve.answering.query_log import QueryLog
+from ragserve.answering.turn_compression import TurnCompressor
 from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import Settings
-from ragserve.engine.base import Engine, EngineInfo
-from ragserve.engine.document_cache import CachingEngine
+from ragserve.engine.base import Engine, EngineInfo, TokenizingEngine
+from ragserve.engine.document_cache import CachingEngine, ManyEngines
 from ragserve.errors import InvalidRequest, Unavailable
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.gate import Gate
@@ -29,6 +31,7 @@ from ragserve.profiles.in_use import FILE_NAME as IN_USE_FILE
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval.passage_search import PassageSearch
 from ragserve.retrieval.retriever import Retriever
+from ragserve.retrieval.spelling import SpellingCorrector
 from ragserve.verification.answer_watch import AnswerWatch
 from ragserve.verification.background import BackgroundVerification
 from ragserve.verification.idle_tuner import IdleTuner
@@ -114,31 +117,42 @@ async def open_services(
     from ragserve.ingest.ingestor import Ingestor
     from ragserve.ingest.jobs.runner import JobRunner
     from ragserve.ingest.url_sources import KIND as URL_JOBS
-    from ragserve_index import IndexStore
+    from ragserve.retrieval.document_store import open_store
 
     async with AsyncExitStack() as stack:
         embedder_loading = asyncio.create_task(asyncio.to_thread(load_embedder, settings))
         # Waits for the thread even if another part fails to start, so that nothing is left running.
         stack.push_async_callback(asyncio.gather, embedder_loading, return_exceptions=True)
-        store = await asyncio.to_thread(
-            IndexStore, settings.data_dir, index_type=settings.index_type, device=settings.index_device
-        )
+        store = await asyncio.to_thread(open_store, settings)
         stack.push_async_callback(asyncio.to_thread, store.close)
         info = await engine.start()
         stack.push_async_callback(engine.close)
         embedder = await embedder_loading
         # Only now: both import transformers, whose lazy modules are not thread-safe.
         prompts = await asyncio.to_thread(PromptBuilder.load, info.tokenizer, settings.system_prompt)
+        if isinstance(engine, TokenizingEngine):
+            await engine.check_tokenizer(prompts.plain_ids)
         retriever = Retriever(store, embedder)
         stack.push_async_callback(retriever.close)
         limiter = QueryLimiter(settings.max_concurrent_queries)
         drain = await stack.enter_async_context(_evictions(settings, store, engine, prompts, info, limiter))
-        dialogues = Dialogues(engine, store, ttl_s=settings.session_ttl_s, most=settings.max_sessions)
+        dialogues = Dialogues(
+            engine,
+            store,
+            ttl_s=settings.session_ttl_s,
+            most=settings.max_sessions,
+            compressor=TurnCompressor(prompts),
+            budget=settings.session_budget,
+        )
         await stack.enter_async_context(dialogues.running())
+
+        query_log = QueryLog(settings.data_dir, settings.query_log_bytes, store)
+        await stack.enter_async_context(query_log.running())
 
         async def evict() -> None:
             await drain()
             await dialogues.drop_outdated()
+            await query_log.sweep()
 
         loop = asyncio.get_running_loop()
         ingestor = Ingestor(
@@ -172,7 +186,11 @@ async def open_services(
         rerankers = make_rerankers(settings, engine, prompts)
         for reranker in rerankers.values():
             stack.push_async_callback(reranker.close)
-        search = DialogueSearch(engine, PassageSearch(retriever, rerankers), prompts)
+        if (default := rerankers.get(settings.rerank)) is not None:
+            await default.load()  # now, so that the first question does not wait, nor fail for a broken model
+        spelling = SpellingCorrector(store, embedder.words)
+        stack.push_async_callback(spelling.close)
+        search = DialogueSearch(engine, PassageSearch(retriever, rerankers, spelling), prompts)
         answerer = Answerer(
             engine,
             search,
@@ -183,6 +201,7 @@ async def open_services(
             settings.nothing_found,
             verification.watch.answered,
             dialogues,
+            query_log.answered,
         )
         yield Services(
             settings=settings,
@@ -225,7 +244,7 @@ def _verification(
         every = JobStore(store)
         tuner = IdleTuner(
             settings,
-            cast("CostEngine", engine),
+            cast("CostEngine", engine.measured() if isinstance(engine, ManyEngines) else engine),
             store,
             retriever,
             prompts,
@@ -246,9 +265,10 @@ async def _evictions(
     info: EngineInfo,
     limiter: QueryLimiter,
 ) -> AsyncIterator[Callable[[], Coroutine[Any, Any, None]]]:
-    """Follow the eviction log with a local engine; with a remote one, only remove files of earlier runs."""
-    if info.kind == "local":
-        await asyncio.to_thread(note_engine, settings, info.tokenizer)
+    """Follow the eviction log with an engine of ours; with a remote one, only remove files of earlier
+    runs."""
+    if info.kind != "remote":
+        await asyncio.to_thread(note_engine, settings, info.tokenizer, elsewhere=info.kind == "fleet")
         evictor = Evictor(store, engine, prompts, limiter.queries)
         async with evictor.running():
             yield evictor.drain

@@ -6,6 +6,7 @@ import asyncio
 import platform
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol, runtime_checkable
 
 from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
@@ -19,8 +20,17 @@ from ragserve.api.search_fields import MAX_K
 from ragserve.api.services import RequestId, Services, Svc
 from ragserve.api.views import Info, Ready
 from ragserve.cache.warm import warming
-from ragserve.errors import Unavailable
+from ragserve.engine.document_cache import ControlledCache
+from ragserve.errors import EngineError, Unavailable
 from ragserve.metrics import exposition
+
+
+@runtime_checkable
+class Workers(Protocol):
+    """An engine with workers behind it."""
+
+    def workers(self) -> list[dict[str, Any]]: ...
+
 
 router = APIRouter(tags=["system"])
 metrics_router = APIRouter(tags=["system"])
@@ -50,13 +60,14 @@ async def info(svc: Svc, caller: Caller) -> Info:
         model=engine.model,
         tokenizer=engine.tokenizer,
         system_prompt=settings.system_prompt,
-        engine=asdict(engine),
+        engine=asdict(engine) | _workers(svc, caller) | await _hosted(svc),
         embedder={"name": svc.embedder.name, "dim": svc.embedder.dim},
         strategies=list(engine.strategies),
         defaults={
             "k": settings.top_k,
             "retrieval": settings.retrieval,
             "follow_ups": settings.follow_ups,
+            "spelling": settings.spelling,
             "rerank": settings.rerank,
             "rerank_candidates": settings.rerank_candidates,
             "neighbours": settings.neighbours,
@@ -91,6 +102,25 @@ async def info(svc: Svc, caller: Caller) -> Info:
     )
 
 
+async def _hosted(svc: Services) -> dict[str, dict[str, Any]]:
+    """What requests hold whose KV is on the host, and what bounds their number."""
+    if not svc.settings.kv_hosted_bytes or not isinstance(svc.engine, ControlledCache):
+        return {}
+    try:
+        async with asyncio.timeout(_ENGINE_ANSWERS_WITHIN_S):
+            decode = (await svc.engine.control("info"))["decode"]
+    except (TimeoutError, EngineError):
+        return {}
+    return {"hosted": decode["hosted"]}
+
+
+def _workers(svc: Services, caller: Caller) -> dict[str, list[dict[str, Any]]]:
+    """The workers behind this server, for those who operate it."""
+    if not isinstance(svc.engine, Workers) or not caller.key.is_admin:
+        return {}
+    return {"workers": svc.engine.workers()}
+
+
 @router.get(
     "/ready",
     summary="Check readiness",
@@ -119,7 +149,12 @@ async def _missing(svc: Services | None) -> list[str]:
             answers = await svc.engine.ready()
     except TimeoutError:
         answers = False
-    return [] if answers else ["the engine does not serve requests"]
+    if answers:
+        return []
+    if isinstance(svc.engine, Workers):
+        states = [str(worker["state"]) for worker in svc.engine.workers()]
+        return [f"no worker serves requests ({', '.join(states)})"]
+    return ["the engine does not serve requests"]
 
 
 @metrics_router.get(

@@ -16,6 +16,7 @@ from ragserve.api.access import Access, Need
 from ragserve.api.body import parse_json
 from ragserve.errors import EngineError, Forbidden, InvalidRequest, NotFound
 from sglang_ext.cache_scope import CacheScope
+from sglang_ext.token_meter import metered
 
 # Set by the web server; the other keys are our routers' and must not reach another app.
 _SERVER_KEYS = (
@@ -55,8 +56,8 @@ SERVED: dict[str, Need] = {
     "/health": "none",
     "/health_generate": "key",
     "/invocations": "read",
-    "/metrics": "inspect",
-    "/metrics/": "inspect",
+    "/metrics": "metrics",
+    "/metrics/": "metrics",
     "/model_info": "key",
     "/parse_function_call": "key",
     "/ping": "key",
@@ -121,12 +122,17 @@ class Upstream:
         access.allow(need or "operate")
         if path == "/abort_request" and not self._control_routes:
             await self._abort(scope, receive, send)
-        elif need == "read" and not access.key.is_admin:
-            await self._generate(access, scope, receive, send)
+        elif need == "read":
+            access.check_tokens()
+            with metered(access.spend):
+                await self._generate(access, scope, receive, send)
         else:
             await self._forward(scope, receive, send)
 
     async def _generate(self, access: Access, scope: Scope, receive: Receive, send: Send) -> None:
+        if access.key.is_admin:
+            await self._forward(scope, receive, send)
+            return
         if self._remote:
             raise Forbidden(
                 "SGLang's own routes need an API key with the right 'admin' here: the engine runs elsewhere, "
@@ -188,6 +194,8 @@ class Upstream:
 
 def _need(path: str) -> Need | None:
     """What a key needs for a path of SGLang's; None if it is not served."""
+    if "\n" in path:  # which no pattern of a route matches
+        return None
     below = (need for prefix, need in _SERVED_BELOW.items() if path.startswith(prefix))
     return SERVED.get(path) or next(below, None)
 

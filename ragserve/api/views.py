@@ -18,7 +18,7 @@ from ragserve.answering.results import (
     SearchedFor,
     SearchResults,
 )
-from ragserve.config import Retrieval
+from ragserve.setting_groups.answering import Retrieval
 
 
 class RetrieveTimings(RetrievalTimings):
@@ -217,6 +217,13 @@ class ErrorBody(BaseModel):
     id."""
 
     error: ErrorDetail
+
+
+class SglangError(BaseModel):
+    """Body of an error of SGLang, for requests that go to it unchanged."""
+
+    object: Literal["error"]
+    message: str
 
 
 EVENTS: dict[str, type[BaseModel]] = {

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NotRequired, TypedDict
 
 from ragserve.answering.results import Overflow
-from ragserve.config import FollowUps, Retrieval, StrategyName
+from ragserve.config import StrategyName
+from ragserve.setting_groups.answering import FollowUps, Retrieval, Spelling
 
 FileToIngest = str | Path | tuple[str, Path | bytes | BinaryIO]
 """A path, or a name and a path or content. The name, of a path its last part, identifies the document."""
@@ -20,6 +21,7 @@ class SearchArguments(TypedDict, total=False):
     filter: Mapping[str, Any] | None
     retrieval: Retrieval | None
     follow_ups: FollowUps | None
+    spelling: Spelling | None
     rerank: str | None
     rerank_candidates: int | None
     neighbours: int | None
@@ -38,11 +40,12 @@ class RetrieveArguments(SearchArguments, total=False):
 
 class QueryArguments(RetrieveArguments, total=False):
     """How to answer; ``documents``: context to use instead of retrieval; ``session``: ``new``, or the id of
-    one that goes on."""
+    one that goes on; ``session_budget``: most tokens of its turns before the last one."""
 
     strategy: StrategyName | None
     strategy_options: Mapping[str, Any] | None
     decode: Mapping[str, Any] | None
+    prefill: Mapping[str, Any] | None
     max_new_tokens: int | None
     temperature: float | None
     top_p: float | None
@@ -52,6 +55,7 @@ class QueryArguments(RetrieveArguments, total=False):
     documents: Sequence[ContextDocument] | None
     documents_overflow: Overflow | None
     session: str | None
+    session_budget: int | None
 
 
 class Turn(TypedDict):

@@ -94,14 +94,12 @@ def info() -> Call[Info]:
 
 def query(question: str, **fields: Unpack[QueryArguments]) -> Call[Answer]:
     """``POST /rag/query``: the answer with its citations, token counts and timings."""
-    return _post("/rag/query", _model(Answer), {"query": question, **fields}, repeatable=True)
+    return _asked(_model(Answer), question, fields)
 
 
 def streamed_query(question: str, **fields: Unpack[QueryArguments]) -> Call[None]:
     """``POST /rag/query``, of which the events are read one by one."""
-    return _post(
-        "/rag/query", lambda response: None, {"query": question, **fields, "stream": True}, repeatable=True
-    )
+    return _asked(lambda response: None, question, {**fields, "stream": True})
 
 
 def retrieve(question: str, **fields: Unpack[RetrieveArguments]) -> Call[RetrieveAnswer]:
@@ -239,6 +237,12 @@ def _post(
     path: str, read: Callable[[httpx.Response], T], body: Mapping[str, Any], *, repeatable: bool = False
 ) -> Call[T]:
     return Call("POST", path, read, {"json": _given(body)}, repeatable=repeatable)
+
+
+def _asked(read: Callable[[httpx.Response], T], question: str, fields: Mapping[str, Any]) -> Call[T]:
+    """A query. One in a session is not repeatable: asking twice would begin two, or add two turns."""
+    body = {"query": question, **fields}
+    return _post("/rag/query", read, body, repeatable=fields.get("session") is None)
 
 
 def _form(

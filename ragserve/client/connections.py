@@ -89,14 +89,21 @@ class Client:
     """Connection to one server. Thread-safe; close it, or use it in a ``with`` block.
 
     ``timeout_s``: longest silence of the server during a request. ``retries``: how often a request is sent
-    again at most, where that is safe (`ragserve.client.failures.pause_before_retry`)."""
+    again at most, where that is safe (`ragserve.client.failures.pause_before_retry`). ``no_store``: ask a
+    server with a query log not to keep the questions."""
 
     def __init__(
-        self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0, retries: int = 2
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        retries: int = 2,
+        no_store: bool = False,
     ) -> None:
         self.url, self._retries = url.rstrip("/"), retries
         with translated(self.url):
-            self._http = httpx.Client(**_options(self.url, api_key, timeout_s))
+            self._http = httpx.Client(**_options(self.url, api_key, timeout_s, no_store))
 
     def __enter__(self) -> Client:
         return self
@@ -187,11 +194,17 @@ class AsyncClient:
     """The same as `Client`, for asyncio: ``async with AsyncClient(url) as client``."""
 
     def __init__(
-        self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0, retries: int = 2
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        retries: int = 2,
+        no_store: bool = False,
     ) -> None:
         self.url, self._retries = url.rstrip("/"), retries
         with translated(self.url):
-            self._http = httpx.AsyncClient(**_options(self.url, api_key, timeout_s))
+            self._http = httpx.AsyncClient(**_options(self.url, api_key, timeout_s, no_store))
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -261,7 +274,7 @@ class AsyncClient:
     @asynccontextmanager
     async def _answered(self, call: Call[Any]) -> AsyncIterator[httpx.Response]:
         with translated(self.url), ExitStack() as files:
-            # Opening files, and all the more downloading them, would hold up the event loop.
+            # Opening files would hold up the event loop.
             options = await asyncio.to_thread(files.enter_context, call.sendable())
             async with AsyncExitStack() as stack:
                 for attempt in itertools.count():
@@ -280,9 +293,11 @@ class AsyncClient:
                 yield successful(outcome)
 
 
-def _options(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
+def _options(url: str, api_key: str | None, timeout_s: float, no_store: bool) -> dict[str, Any]:
     """httpx's arguments for a client."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    if no_store:
+        headers["Cache-Control"] = "no-store"
     timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S))
     return {"base_url": url, "headers": headers, "timeout": timeout}
 

@@ -6,7 +6,6 @@ between the deed and the record loses the record. Records of several processes d
 from __future__ import annotations
 
 import getpass
-import json
 import logging
 import os
 from datetime import UTC, datetime
@@ -15,60 +14,30 @@ from typing import Any
 
 from ragserve.config import Settings
 from ragserve.errors import Unavailable
-from ragserve.files import locked, sync_folder
+from ragserve.rotating_log import RotatingLog, line_of
 
 FOLDER = "audit"
-FILES = 8
 log = logging.getLogger(__name__)
-_WAIT_S = 5.0
 
 
 class AuditLog:
-    """Appends to `audit.jsonl`. Before that file exceeds an eighth of ``max_bytes`` it becomes
-    `audit.1.jsonl`, and so on; the eighth goes. 0 bytes keep no log."""
+    """Appends to `audit.jsonl` and its older files, of ``max_bytes`` in all. 0 bytes keep no log."""
 
     def __init__(self, data_dir: Path, max_bytes: int) -> None:
-        self.folder = data_dir / FOLDER
-        self._file_bytes = max_bytes // FILES
+        self._log = RotatingLog(data_dir / FOLDER, "audit", max_bytes, durable=True)
 
     def write(self, **event: Any) -> None:
         """Append an event with its time, and flush it to disk.
 
         An error is logged and not raised: what is to be recorded has been done."""
-        if not self._file_bytes:
+        if not self._log.file_bytes:
             return
-        record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **event}
-        line = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        line = line_of({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **event})
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with locked(self.folder / ".lock", wait_s=_WAIT_S) as alone:
-                if not alone:
-                    raise Unavailable("another process keeps the log")
-                self._append(line)
+            with self._log.alone():
+                self._log.append(line)
         except (OSError, Unavailable) as error:
             log.error("the audit log cannot be written (%s): %s", error, line.decode().strip())
-
-    def _append(self, line: bytes) -> None:
-        current = self._path(0)
-        size = current.stat().st_size if current.exists() else 0
-        if size and size + len(line) > self._file_bytes:
-            for number in range(FILES - 2, -1, -1):
-                if self._path(number).exists():
-                    self._path(number).replace(self._path(number + 1))
-            size = 0
-        descriptor = os.open(current, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":  # torn by a power cut
-                line = b"\n" + line
-            os.write(descriptor, line)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        if not size:
-            sync_folder(self.folder)
-
-    def _path(self, number: int) -> Path:
-        return self.folder / (f"audit.{number}.jsonl" if number else "audit.jsonl")
 
 
 def record_command(settings: Settings, what: str, **details: Any) -> None:

@@ -22,7 +22,7 @@ from ragserve.files import locked, write_text
 from sglang_ext.protocol import NAMESPACE
 
 ALL = "*"
-Right = Literal["read", "ingest", "delete", "admin"]
+Right = Literal["read", "ingest", "delete", "metrics", "admin"]
 Pattern = Annotated[str, Field(pattern=rf"^(?:{NAMESPACE.pattern}\*?|\*)$")]
 """The name of a namespace, the beginning of names followed by ``*``, or ``*`` for all."""
 
@@ -37,6 +37,7 @@ class KeyLimits(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
     concurrent_requests: int | None = Field(default=None, ge=1)
     max_upload_bytes: int | None = Field(default=None, ge=1)
     max_k: int | None = Field(default=None, ge=1)
@@ -50,16 +51,19 @@ class TenantKey(BaseModel):
     key_id: str
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.@ -]{0,63}$")
     digest: str
-    namespaces: tuple[Pattern, ...] = Field(min_length=1)
+    namespaces: tuple[Pattern, ...]
     rights: frozenset[Right] = Field(min_length=1)
     created_at: AwareDatetime
     expires_at: AwareDatetime | None = None
     limits: KeyLimits = KeyLimits()
 
     @model_validator(mode="after")
-    def _admin_is_everywhere(self) -> TenantKey:
-        if self.is_admin and self.namespaces != (ALL,):
-            raise ValueError("admin covers the whole server: give it without namespaces")
+    def _fits_its_rights(self) -> TenantKey:
+        everywhere = self.rights & {"admin", "metrics"}
+        if everywhere and self.namespaces not in ((), (ALL,)):
+            raise ValueError(f"{min(everywhere)} covers the whole server: give it without namespaces")
+        if not self.namespaces and self.rights != {"metrics"}:
+            raise ValueError("only a key for metrics alone has no namespaces")
         return self
 
     @property
@@ -138,7 +142,7 @@ class KeyFile:
                     key_id=secrets.token_hex(4),
                     name=name,
                     digest=table.digest(secret.encode()),
-                    namespaces=tuple(namespaces) or (ALL,),
+                    namespaces=tuple(namespaces) or (() if set(rights) == {"metrics"} else (ALL,)),
                     rights=frozenset(rights),
                     created_at=datetime.now(UTC).replace(microsecond=0),
                     expires_at=expires_at,

@@ -74,10 +74,10 @@ class Keyring:
             signature = ()
         if signature == self._signature:
             return
-        self._signature = signature
         self._had_file = self._had_file or bool(signature)
         try:
             self._table, self._unreadable = self._file.read(), None
-        except Unavailable as error:
+            self._signature = signature
+        except Unavailable as error:  # with the next request again: a process may be short of descriptors
             self._table, self._unreadable = KeyTable(), error
         self._by_digest = {key.digest: key for key in self._table.keys}

@@ -1,4 +1,4 @@
-"""Requests of each key: how many a minute, and how many at once."""
+"""Requests and tokens of each key: how many a minute, and how many requests at once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,32 @@ from ragserve.tenants.key_file import TenantKey
 _MINUTE = 60.0
 
 
-class RateLimits:
-    """Counts in the memory of one server. A key that was idle may send a whole minute's requests at once;
-    then they come back evenly (the generic cell rate algorithm, which keeps one time per key)."""
+class _Allowance:
+    """So many things a minute for each key. A key that was idle may take a whole minute's at once; then they
+    come back evenly (the generic cell rate algorithm, which keeps one time per key)."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._used_up_to: dict[str, float] = {}  # time at which the key has its whole minute again
+
+    def wait_s(self, key_id: str, per_minute: int) -> int:
+        """Seconds until the key may take one; 0 if it may now."""
+        now = self._clock()
+        self._used_up_to = {id_: until for id_, until in self._used_up_to.items() if until > now}
+        wait = self._used_up_to.get(key_id, now) + _MINUTE / per_minute - now - _MINUTE
+        return math.ceil(wait) if wait > 1e-6 else 0
+
+    def take(self, key_id: str, per_minute: int, n: int) -> None:
+        """Take ``n``, even more than are left: the key then waits until they are made up for."""
+        now = self._clock()
+        self._used_up_to[key_id] = max(self._used_up_to.get(key_id, now), now) + n * _MINUTE / per_minute
+
+
+class RateLimits:
+    """Counts in the memory of one server."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._requests, self._tokens = _Allowance(clock), _Allowance(clock)
         self._running: Counter[str] = Counter()
 
     @contextmanager
@@ -31,7 +50,9 @@ class RateLimits:
             raise TooManyRequests(
                 f"{at_once} requests of this API key are already being answered.", hint="Retry in a moment."
             )
-        self._take_one(key)
+        if per_minute := key.limits.requests_per_minute:
+            _refuse(self._requests.wait_s(key.key_id, per_minute), f"send {per_minute:,} requests a minute")
+            self._requests.take(key.key_id, per_minute, 1)
         self._running[key.key_id] += 1
         try:
             yield
@@ -40,20 +61,25 @@ class RateLimits:
             if not self._running[key.key_id]:
                 del self._running[key.key_id]
 
-    def _take_one(self, key: TenantKey) -> None:
-        per_minute = key.limits.requests_per_minute
-        if per_minute is None:
-            return
-        now, interval = self._clock(), _MINUTE / per_minute
-        used_up_to = max(self._used_up_to.get(key.key_id, now), now)
-        wait = used_up_to + interval - now - _MINUTE
-        if wait > 1e-6:
-            seconds = math.ceil(wait)
-            raise TooManyRequests(
-                f"This API key may send {per_minute:,} requests a minute.",
-                hint=f"Retry in {seconds} s.",
-                code="rate_limited",
-                retry_after_s=seconds,
+    def check_tokens(self, key: TenantKey) -> None:
+        """Raises TooManyRequests, with the seconds to wait, for a key that has no token left."""
+        if per_minute := key.limits.tokens_per_minute:
+            _refuse(
+                self._tokens.wait_s(key.key_id, per_minute),
+                f"use {per_minute:,} tokens of prompts and answers a minute",
             )
-        self._used_up_to = {id_: until for id_, until in self._used_up_to.items() if until > now}
-        self._used_up_to[key.key_id] = used_up_to + interval
+
+    def spend_tokens(self, key: TenantKey, n: int) -> None:
+        """Count tokens of a prompt or an answer."""
+        if n and (per_minute := key.limits.tokens_per_minute):
+            self._tokens.take(key.key_id, per_minute, n)
+
+
+def _refuse(seconds: int, what: str) -> None:
+    if seconds:
+        raise TooManyRequests(
+            f"This API key may {what}.",
+            hint=f"Retry in {seconds} s.",
+            code="rate_limited",
+            retry_after_s=seconds,
+        )

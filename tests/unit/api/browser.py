@@ -27,7 +27,7 @@ _OPTIONS = (
     "--no-first-run",
     "--remote-debugging-pipe",
 )
-_WAIT_S = 20.0
+_WAIT_S = 240.0
 
 
 class Page:
@@ -141,7 +141,7 @@ def browsing(profile: Path) -> Iterator[Page]:
     finally:
         os.close(to_browser[1])  # which ends the browser
         try:
-            process.wait(20)
+            process.wait(240)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

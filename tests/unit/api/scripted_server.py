@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import threading
 import time
 import zlib
@@ -29,7 +30,9 @@ from ragserve.api.app import create_app
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import RagserveError
+from ragserve.tenants.key_file import KeyFile
 from ragserve_index.types import NewChunk, NewDocument
+from sglang_ext.protocol import PrefillReport
 
 DIM = 64
 _ALIKE = base64.b64encode(np.log(np.full(4, 0.25)).astype("<f4").tobytes()).decode()  # a distribution
@@ -102,6 +105,7 @@ class ScriptedEngine:
                     self.finish_reason if last else None,
                     distributions=[_ALIKE] * request.distributions if last else (),
                     output_ids=tuple(range(len(deltas))) if last else (),
+                    prefill=PrefillReport("lines", 0.9, 40, 0.25) if last and request.prefill else None,
                 )
                 await asyncio.sleep(0)
                 while not self.hold.is_set():
@@ -123,6 +127,7 @@ class WordEmbedder:
 
     name = "words"
     dim = DIM
+    words = frozenset({"which", "built"})
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
@@ -158,7 +163,7 @@ class Live:
         return self.app.state.services
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30, **options)
+        return httpx.Client(base_url=self.url, timeout=240, **options)
 
     def index(self, namespace: str, texts: dict[str, str], **metadata: Any) -> None:
         """Documents of one chunk each, straight into the store."""
@@ -181,9 +186,32 @@ class Live:
         self.embedder.calls.clear()
 
 
+class Tenants:
+    """A server without `--api-key`, and clients with keys of its data folder."""
+
+    def __init__(self, live: Live) -> None:
+        self.live = live
+        self.keys = KeyFile(live.settings.data_dir)
+
+    def client(self, name: str, rights: str, *namespaces: str, **options: Any) -> httpx.Client:
+        """A client with a new key."""
+        _, secret = self.keys.create(name, namespaces, rights.split(), **options)  # type: ignore[arg-type]
+        return self.live.client(headers={"Authorization": f"Bearer {secret}"})
+
+    def audited(self) -> list[dict[str, Any]]:
+        path = self.live.settings.data_dir / "audit" / "audit.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def asgi_client(app: Any, secret: str) -> httpx.AsyncClient:
+    """A client with an API key of an app that is not started: only what needs no services works."""
+    headers = {"Authorization": f"Bearer {secret}"}
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", headers=headers)
+
+
 def eventually(condition: Callable[[], bool], what: str) -> None:
     """Wait for something that another thread does; fails after far longer than it takes."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while not condition():
         if time.monotonic() > deadline:
             pytest.fail(f"never happened: {what}")
@@ -234,7 +262,7 @@ def upstream_app(seen: list[dict[str, Any]]) -> Starlette:
 
 @contextmanager
 def serving(data_dir: Path, model: Path, *, serve_metrics: bool = True, **options: Any) -> Iterator[Live]:
-    """The app behind uvicorn in a thread, on a free port, until the block ends."""
+    """The app with a scripted engine, until the block ends."""
     settings = Settings(data_dir=data_dir, model=str(model), **{"verify_share": 0, **options})
     engine, embedder = ScriptedEngine(model), WordEmbedder()
     seen: list[dict[str, Any]] = []
@@ -245,6 +273,13 @@ def serving(data_dir: Path, model: Path, *, serve_metrics: bool = True, **option
         serve_metrics=serve_metrics,
         embedder=lambda _: embedder,
     )
+    with running(app) as url:
+        yield Live(url, app, engine, embedder, settings, seen)
+
+
+@contextmanager
+def running(app: Any) -> Iterator[str]:
+    """Serve the app by uvicorn in a thread, on a free port, until the block ends: its address."""
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=5)
     )
@@ -255,10 +290,10 @@ def serving(data_dir: Path, model: Path, *, serve_metrics: bool = True, **option
         if not server.started:
             raise RagserveError("the app did not start")
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield Live(f"http://127.0.0.1:{port}", app, engine, embedder, settings, seen)
+        yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(240)
 
 
 DOCUMENTS = {

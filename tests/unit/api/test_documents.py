@@ -21,7 +21,7 @@ def finished(client: httpx.Client, response: httpx.Response) -> dict[str, Any]:
     job = response.json()
     assert response.headers["location"] == f"/rag/jobs/{job['job_id']}"
     assert job["state"] in ("queued", "running", "done")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         job = client.get(response.headers["location"]).json()
         if job["state"] in ("done", "failed", "cancelled"):

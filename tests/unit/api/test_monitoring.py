@@ -9,9 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ragserve.metrics import metrics
-from sglang_ext.attention.metrics import decode_metrics
+from sglang_ext.attention.metrics import decode_metrics, prefill_metrics
 from sglang_ext.context.scheduler.metrics import context_metrics
-from sglang_ext.documents.metrics import kv_metrics
+from sglang_ext.documents.metrics import kv_metrics, remote_metrics
 from tests.monitoring import FUNCTIONS, alerts, exposed, panels, words
 
 QUERIES = {**panels(), **alerts()}
@@ -20,7 +20,7 @@ QUERIES = {**panels(), **alerts()}
 @pytest.fixture(scope="module")
 def families() -> None:
     """Metrics are made on first use: use those of the engine's processes, too."""
-    for make in (metrics, kv_metrics, context_metrics, decode_metrics):
+    for make in (metrics, kv_metrics, remote_metrics, context_metrics, decode_metrics, prefill_metrics):
         make()
 
 

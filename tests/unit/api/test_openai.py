@@ -368,3 +368,9 @@ def test_an_unknown_model_is_refused_with_a_hint(client: httpx.Client, name: str
     assert (response.status_code, error["code"]) == (404, "model_not_found")
     assert "GET /v1/models" in error["hint"]
     assert error["request_id"] == response.headers["x-request-id"]
+
+
+def test_a_model_with_a_line_break_is_refused_by_us(client: httpx.Client) -> None:
+    """No route's pattern matches a line break: SGLang would answer, with a body of its own."""
+    response = client.get("/v1/models/a%0Ab")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "route_not_found")

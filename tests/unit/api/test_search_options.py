@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -96,6 +98,27 @@ def test_a_reranker_orders_the_candidates(client: httpx.Client, live: Live, rera
     plain = client.post("/rag/retrieve", json={"query": QUESTION, "namespace": "docs"}).json()
     assert (plain["reranking"], plain["timings"]["rerank_ms"]) == (None, None)
     assert plain["results"][0]["rerank_score"] is None
+
+
+def test_the_default_reranker_is_loaded_at_the_start_and_others_when_they_are_named(
+    reranker: str, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    def load_model(class_name: str, name: str, *_: Any, **__: Any) -> Any:
+        loaded.append(name)
+        return SimpleNamespace(predict=lambda pairs, **_: [0.0] * len(pairs))
+
+    monkeypatch.setattr("ragserve.retrieval.reranker.load_model", load_model)
+    other = shutil.copytree(reranker, tmp_path / "other")
+    options = {"rerank": reranker, "rerank_models": str(other)}
+    with serving(tmp_path / "data", model_path, **options) as live, live.client() as client:
+        assert loaded == [reranker]
+        live.index("docs", DOCUMENTS)
+        for rerank in ({}, {}, {"rerank": str(other)}):
+            body = {"query": QUESTION, "namespace": "docs", **rerank}
+            assert client.post("/rag/retrieve", json=body).status_code == 200
+        assert loaded == [reranker, str(other)]
 
 
 def test_a_reranker_that_the_server_has_not_is_refused(client: httpx.Client, live: Live) -> None:

@@ -14,9 +14,8 @@ import pytest
 
 from ragserve.answering.prompt import load_tokenizer
 from ragserve.config import DEFAULT_MODEL
-from ragserve.tenants.key_file import KeyFile
 from sglang_ext.protocol import SessionPart, session_key
-from tests.unit.api.scripted_server import DOCUMENTS, Live, eventually, serving
+from tests.unit.api.scripted_server import DOCUMENTS, Live, Tenants, eventually, serving
 from tests.unit.api.test_query import sse
 
 FIRST = "Who built the lighthouse of Skerryvore?"
@@ -53,6 +52,7 @@ def test_a_turn_sends_its_question_and_adds_what_is_new(client: httpx.Client, li
         "tokens": 0,
         "tokens_held": 0,
         "tokens_computed": 0,
+        "earlier": None,
     }
     before = live.engine.requests[-1].input_ids
     live.engine.deltas, live.engine.cached = (" Boil", " them", " [2]."), len(before)
@@ -153,6 +153,106 @@ def test_what_a_session_keeps_cannot_change(client: httpx.Client, live: Live, do
     client.delete(f"/rag/sessions/{name}")
 
 
+def talked(client: httpx.Client, live: Live, **fields: Any) -> tuple[dict[str, Any], list[list[int]]]:
+    """The answer of the last of four turns, and the prompts of all."""
+    asked = len(live.engine.requests)
+    answer = ask(client, FIRST, session="new", **fields)
+    for question in (
+        THEN,
+        "And who built the lighthouse of Bell Rock?",
+        "So who built the lighthouse of Skerryvore?",
+    ):
+        answer = ask(client, question, session=answer["session"]["id"])
+    client.delete(f"/rag/sessions/{answer['session']['id']}")
+    return answer, [request.input_ids for request in live.engine.requests[asked:]]
+
+
+def test_a_budget_shortens_the_turns_before_the_last(client: httpx.Client, live: Live, docs: str) -> None:
+    whole, prompts = talked(client, live)
+    assert whole["session"]["earlier"] is None
+    roomy, same = talked(client, live, session_budget=1000)
+    assert same == prompts, "to the token"
+    assert {one["reason"] for one in roomy["session"]["earlier"]} == {
+        "the earlier turns are within the budget"
+    }
+    sizes = [one["tokens"] for one in roomy["session"]["earlier"]]
+    budget = sizes[0] + sizes[1] - 1  # that of the first two turns is exceeded in the last one
+    short, less = talked(client, live, session_budget=budget)
+    assert less[:3] == prompts[:3]
+    session = short["session"]
+    kept = [one["tokens_kept"] for one in session["earlier"]]
+    assert [one["tokens"] for one in session["earlier"]] == sizes
+    assert kept[2] == sizes[2], "the last turn is whole"
+    assert 0 < sum(kept[:2]) <= budget
+    # the passage was found again: it stands with the question, and not in its first turn
+    assert decoded(less[3]).count(DOCUMENTS["skerryvore"]) == 1
+    assert decoded(less[3]).endswith(
+        f"<|doc|>Skerryvore\n{DOCUMENTS['skerryvore']}\n"
+        "<|question|>So who built the lighthouse of Skerryvore?\n<|answer|>"
+    )
+    assert (session["documents_added"], session["documents_known"]) == (1, 0)
+    assert "1 of its passages stand elsewhere" in session["earlier"][0]["reason"]
+
+
+def test_passages_of_a_shortened_dialogue_are_numbered_by_their_places(
+    client: httpx.Client, live: Live, docs: str
+) -> None:
+    live.engine.deltas = (" It is so [1] [2]", ".")
+    answer = ask(client, FIRST, session="new")
+    for question in (THEN, "And who built the lighthouse of Bell Rock?"):
+        answer = ask(client, question, session=answer["session"]["id"], session_budget=8)
+    prompt = decoded(live.engine.requests[-1].input_ids)
+    assert [one["title"] for one in answer["citations"]] == ["Soup", "Bell"]
+    assert prompt.index(DOCUMENTS["soup"]) < prompt.index(DOCUMENTS["bell"])
+    assert DOCUMENTS["skerryvore"] not in prompt
+    assert answer["session"]["documents"] == 2
+    name = answer["session"]["id"]
+    again = ask(client, "And Skerryvore?", session=name, session_budget=0, k=3)
+    assert again["session"]["documents_known"] == 3, "nothing of the dialogue is lost"
+    assert again["session"]["earlier"] is None
+    client.delete(f"/rag/sessions/{name}")
+
+
+def test_what_is_left_of_earlier_turns_is_computed_as_a_text_of_its_own(
+    client: httpx.Client, live: Live, docs: str
+) -> None:
+    options = {"strategy": "epic", "strategy_options": {"force": True}, "session_budget": 30}
+    name = ask(client, FIRST, session="new", **options)["session"]["id"]
+    system = live.engine.requests[-1].spans[0].end
+    ask(client, THEN, session=name)
+    ask(client, "And who built the lighthouse of Bell Rock?", session=name)
+    third = live.engine.requests[-1]
+    assert third.session is not None
+    assert third.session.key == session_key("docs", name)
+    assert third.earlier is not None
+    last = third.earlier()
+    assert third.session.held == last.spans[-1].end, "up to the last turn's document"
+    assert "<|doc|>Soup" in decoded(last.input_ids[last.spans[1].start : last.spans[1].end])
+    assert last.earlier is not None
+    text = last.earlier()
+    assert last.session == SessionPart(third.session.key, len(text.input_ids)), "all of it is needed"
+    assert text.session == SessionPart(third.session.key, 0)
+    assert [(span.start, span.end) for span in text.spans] == [(0, system)], "no document of the cache"
+    assert system < len(text.input_ids) <= system + 30
+    assert text.earlier is None
+    client.delete(f"/rag/sessions/{name}")
+
+
+def test_budgets_over_the_other_route_and_without_a_session(
+    client: httpx.Client, live: Live, docs: str
+) -> None:
+    error = refused(client, 400, "invalid_request", session_budget=100)
+    assert error["param"] == "session_budget"
+    refused(client, 400, "invalid_request", session="new", session_budget=-1)
+    messages = [{"role": "user", "content": FIRST}]
+    chat = {"model": "ragserve/docs", "messages": messages, "session": "new", "session_budget": 50, "k": 1}
+    answer = client.post("/v1/chat/completions", json=chat).json()["ragserve"]["session"]
+    assert answer["earlier"] == []
+    answer = ask(client, THEN, session=answer["id"])["session"]
+    assert [one["turn"] for one in answer["earlier"]] == [1], "a session keeps its budget"
+    client.delete(f"/rag/sessions/{answer['id']}")
+
+
 def test_a_turn_that_fails_changes_nothing(client: httpx.Client, live: Live, docs: str) -> None:
     live.engine.finish_reason = "abort"
     ask(client, FIRST, 502, session="new")
@@ -181,6 +281,27 @@ def test_two_turns_at_once_come_one_after_the_other(client: httpx.Client, live: 
     assert [one["turn"] for one in answers] == [2, 3]
     first, second = (request.input_ids for request in live.engine.requests[asked:])
     assert second[: len(first)] == first
+    client.delete(f"/rag/sessions/{name}")
+
+
+def test_two_turns_at_once_are_shortened_one_after_the_other(
+    client: httpx.Client, live: Live, docs: str
+) -> None:
+    name = ask(client, FIRST, session="new", session_budget=8)["session"]["id"]
+    ask(client, THEN, session=name)
+    live.engine.hold.clear()
+    asked = len(live.engine.requests)
+    questions = ("And who built the lighthouse of Bell Rock?", "Is soup made of leeks?")
+    with ThreadPoolExecutor(2) as pool:
+        turns = [pool.submit(ask, client, question, session=name) for question in questions]
+        eventually(lambda: live.services.limiter.in_flight == 2, "two turns in flight")
+        eventually(lambda: len(live.engine.requests) == asked + 1, "one of them at the engine")
+        live.engine.hold.set()
+        answers = sorted((turn.result()["session"] for turn in turns), key=lambda one: one["turn"])
+    assert [len(one["earlier"]) for one in answers] == [2, 3]
+    first, second = (decoded(request.input_ids) for request in live.engine.requests[asked:])
+    last = first[first.rindex("<|question|>") :]
+    assert f"{last} Alan Stevenson [1].<|eos|>" in second, "the turn before is whole"
     client.delete(f"/rag/sessions/{name}")
 
 
@@ -227,7 +348,7 @@ def test_a_session_is_full_at_the_end_of_the_context(client: httpx.Client, live:
 
 @pytest.fixture
 def own(tmp_path: Path, model_path: Path) -> Iterator[Live]:
-    with serving(tmp_path, model_path, max_sessions=2, session_ttl_s=3600) as live:
+    with serving(tmp_path, model_path, max_sessions=2, session_ttl_s=3600, session_budget=8) as live:
         live.index("docs", DOCUMENTS)
         live.index("other", DOCUMENTS)
         yield live
@@ -257,14 +378,22 @@ def test_a_removed_document_does_not_live_on_in_a_session(own: Live, change: str
             assert ask(client, FIRST, session=other, k=1)["session"]["turn"] == 2
 
 
+def test_a_document_that_was_left_out_ends_its_session_as_well(own: Live) -> None:
+    with own.client() as client:
+        name = ask(client, FIRST, session="new")["session"]["id"]
+        ask(client, THEN, session=name)
+        turn = ask(client, "And who built the lighthouse of Bell Rock?", session=name)["session"]
+        assert turn["earlier"][0]["tokens_kept"] == 0, "the server's budget"
+        assert DOCUMENTS["skerryvore"] not in decoded(own.engine.requests[-1].input_ids)
+        document = next(d for d in own.services.store.documents("docs") if d.source == "skerryvore")
+        client.delete(f"/rag/documents/{document.doc_id}", params={"namespace": "docs"})
+        refused(client, 409, "session_outdated", session=name)
+        assert not own.services.dialogues._dialogues[name].past
+
+
 def test_others_cannot_name_see_or_end_a_session(own: Live) -> None:
-    keys = KeyFile(own.settings.data_dir)
-
-    def client(name: str, *namespaces: str) -> httpx.Client:
-        _, secret = keys.create(name, namespaces, ["read"])
-        return own.client(headers={"Authorization": f"Bearer {secret}"})
-
-    with client("one", "docs", "other") as one, client("two", "docs") as two:
+    keys = Tenants(own)
+    with keys.client("one", "read", "docs", "other") as one, keys.client("two", "read", "docs") as two:
         name = ask(one, FIRST, session="new")["session"]["id"]
         theirs = refused(two, 404, "session_not_found", session=name)
         unknown = refused(two, 404, "session_not_found", session="f" * 32)

@@ -31,7 +31,7 @@ def raw_request(live: Live, path: str, body: dict[str, object]) -> Iterator[sock
         f"Content-Length: {len(data)}",
     )
     head = "\r\n".join((*lines, "", ""))
-    with socket.create_connection(("127.0.0.1", int(live.url.rsplit(":", 1)[1])), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", int(live.url.rsplit(":", 1)[1])), timeout=240) as connection:
         connection.sendall(head.encode() + data)
         yield connection
 
@@ -69,13 +69,13 @@ def test_a_client_that_leaves_while_its_question_is_embedded(live: Live, docs: s
 
     def slow(texts: list[str]) -> object:
         embedding.set()
-        go_on.wait(20)
+        go_on.wait(240)
         return encode(texts)
 
     live.embedder.encode = slow  # type: ignore[method-assign, assignment]
     try:
         with raw_request(live, "/rag/query", BODY):
-            assert embedding.wait(20)
+            assert embedding.wait(240)
         eventually(lambda: is_idle(live), "the end of the abandoned query")
     finally:
         go_on.set()

@@ -135,6 +135,21 @@ def test_what_is_sent_again(scripted: ScriptedHttp, kind: str) -> None:
 
 
 @both
+def test_a_turn_of_a_session_is_asked_once(scripted: ScriptedHttp, kind: str) -> None:
+    """One whose answer was lost may be in the dialogue, and a new session may have begun."""
+    with opened(kind, scripted.url) as client:
+        for count, session in enumerate(("new", "s"), 1):
+            scripted.answers.append(LOST)
+            with pytest.raises(errors.Unavailable):
+                client.query("q", session=session)
+            assert len(scripted.seen) == count
+        scripted.answers += [LOST] * 3
+        with pytest.raises(errors.Unavailable):
+            client.query("q")
+        assert len(scripted.seen) == 5, "without a session, twice again"
+
+
+@both
 def test_files_are_whole_when_they_are_sent_again(scripted: ScriptedHttp, kind: str, tmp_path: Any) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"Some words.")

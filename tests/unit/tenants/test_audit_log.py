@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from ragserve.config import load
-from ragserve.tenants.audit_log import FILES, AuditLog, record_command
+from ragserve.rotating_log import FILES
+from ragserve.tenants.audit_log import AuditLog, record_command
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

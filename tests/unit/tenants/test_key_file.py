@@ -12,6 +12,8 @@ import pytest
 
 from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from ragserve.tenants.key_file import KeyFile
+from ragserve.tenants.keyring import Keyring
+from tests.campaigns.troubles import few_descriptors
 
 
 def test_a_secret_is_long_random_and_not_in_the_file(tmp_path: Path) -> None:
@@ -54,6 +56,8 @@ def test_a_key_is_revoked_by_id_or_name(tmp_path: Path) -> None:
         ({"rights": []}, "rights"),
         ({"rights": ["write"]}, "rights"),
         ({"rights": ["admin"]}, "without namespaces"),
+        ({"rights": ["metrics"]}, "without namespaces"),
+        ({"rights": ["read", "metrics"]}, "without namespaces"),
         ({"name": "a\nb"}, "name"),
         ({"name": "--api-key"}, "name"),
     ],
@@ -81,3 +85,13 @@ def test_a_broken_file_is_neither_read_nor_overwritten(tmp_path: Path) -> None:
         with pytest.raises(Unavailable, match="cannot be read"):
             change()
     assert keys.path.read_bytes() == before
+
+
+def test_keys_that_could_not_be_read_once_count_again(tmp_path: Path) -> None:
+    """A server whose clients have taken all descriptors must not stay closed."""
+    file = KeyFile(tmp_path)
+    _, secret = file.create("acme", ["a"], ["read"])
+    server = Keyring(tmp_path, None)
+    with few_descriptors(0), pytest.raises(Unavailable, match="Too many open files"):
+        server.admit(f"Bearer {secret}".encode())
+    assert server.admit(f"Bearer {secret}".encode()).name == "acme"

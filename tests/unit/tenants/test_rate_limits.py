@@ -63,6 +63,33 @@ def test_a_refusal_says_how_long_to_wait() -> None:
     assert admitted(limits, three, 5) == 1
 
 
+def test_tokens_come_back_evenly_and_what_is_used_beyond_them_is_waited_for() -> None:
+    now = 50.0
+    limits = RateLimits(lambda: now)
+    of, other = key("of", tokens_per_minute=600), key("other", tokens_per_minute=600)
+
+    def wait_s() -> int:
+        try:
+            limits.check_tokens(of)
+        except TooManyRequests as refused:
+            return refused.retry_after_s
+        return 0
+
+    limits.spend_tokens(of, 599)
+    assert wait_s() == 0, "one is left"
+    limits.spend_tokens(of, 301)
+    assert wait_s() == 31, "300 were too many, and one has to come back"
+    limits.check_tokens(other)
+    assert admitted(limits, of, 3) == 3, "what runs no model goes on"
+    now += 30.2
+    assert wait_s() == 0
+    now += 3600
+    limits.spend_tokens(of, 600)
+    assert wait_s() == 1, "no more than a minute's are saved"
+    limits.spend_tokens(key("unlimited"), 10**9)
+    limits.check_tokens(key("unlimited"))
+
+
 def test_so_many_at_once() -> None:
     limits = RateLimits()
     two = key("two", concurrent_requests=2)

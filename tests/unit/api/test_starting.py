@@ -1,0 +1,68 @@
+"""What a server answers while it starts, and who answers then."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from ragserve.api import starting
+from ragserve.api.starting import StartingAnswers
+from ragserve.engine.ports import hold_port, port_of
+
+
+@contextmanager
+def answering() -> Iterator[tuple[StartingAnswers, socket.socket, str]]:
+    with hold_port() as listener:
+        answers = StartingAnswers(listener, "the engine loads its model")
+        answers.start()
+        try:
+            yield answers, listener, f"http://127.0.0.1:{port_of(listener)}"
+        finally:
+            answers.stop()
+
+
+def test_every_request_is_answered_with_the_reason() -> None:
+    with answering() as (answers, _, url):
+        for method, path, body in (("GET", "/ready", b""), ("POST", "/rag/query", b"x" * 300_000)):
+            answer = httpx.request(method, url + path, content=body)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.json()["ready"] is False
+            assert answer.json()["missing"] == ["the engine loads its model"]
+            assert answer.json()["error"]["code"] == "not_ready"
+        answers.reason = "the engine warms up"
+        assert httpx.get(f"{url}/health").json()["missing"] == ["the engine warms up"]
+
+
+def test_who_connects_after_the_start_is_answered_by_the_server() -> None:
+    with answering() as (answers, listener, _):
+        answers.stop()
+        with socket.create_connection(("127.0.0.1", port_of(listener))) as client:
+            listener.setblocking(True)  # as the server takes it over
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"served")
+            assert client.recv(10) == b"served"
+
+
+def test_a_client_that_sends_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "_CLIENT_S", 0.05)
+    with answering() as (answers, listener, url):
+        with socket.create_connection(("127.0.0.1", port_of(listener))):
+            assert httpx.get(f"{url}/ready").status_code == 503
+        with socket.create_connection(("127.0.0.1", port_of(listener))) as silent:
+            stopped = threading.Thread(target=answers.stop)
+            stopped.start()
+            stopped.join(240)
+            assert not stopped.is_alive()
+            assert silent.fileno() >= 0
+    assert not any(thread.name == "starting" for thread in threading.enumerate())
+
+
+def test_one_that_was_never_started_may_be_stopped() -> None:
+    with hold_port() as listener:
+        StartingAnswers(listener, "").stop()
