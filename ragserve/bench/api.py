@@ -30,6 +30,7 @@ CORPUS = Path(__file__).resolve().parents[2] / "examples" / "corpus" / "files"
 _K = 5
 _MAX_NEW_TOKENS = 16
 _CLIENTS = (1, 4, 16)
+_EACH = 8  # least questions of each client under load
 # Each prompt is cached twice, for ours and for the rival: all must fit the 65,536 tokens of a CPU machine's
 # KV pool.
 _QUESTIONS = 24
@@ -66,17 +67,26 @@ class BenchQuestion:
     plain: dict[str, Any]
 
 
-def run(out_dir: Path | None = None, *, quick: bool = False, url: str | None = None) -> dict[str, Any]:
-    """Measure a server started for it over the example corpus, or the one at ``url`` (with RAGSERVE_API_KEY,
-    if needed).
+def run(
+    out_dir: Path | None = None,
+    *,
+    quick: bool = False,
+    url: str | None = None,
+    clients: Sequence[int] = _CLIENTS,
+    **flags: Any,
+) -> dict[str, Any]:
+    """Measure a server started for it with the settings ``flags`` over the example corpus, or the one at
+    ``url`` (with RAGSERVE_API_KEY, if needed), also with many ``clients`` at a time.
 
     Raises RagserveError if an answer fails or the two sides did not see the same prompt."""
     rounds, load = (1, 16) if quick else (5, 240)
     with contextlib.ExitStack() as stack:
         if url is None:
-            url = stack.enter_context(running_server(warm_ingested=False)).url
+            url = stack.enter_context(running_server(warm_ingested=False, **flags)).url
         key = os.environ.get("RAGSERVE_API_KEY")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Cache-Control": "no-store"}  # nobody's questions: not for the server's query log
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
         http = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=300))
         api = stack.enter_context(Client(url, api_key=key))
         namespace = stack.enter_context(_corpus(http, api, quick=quick))
@@ -89,14 +99,15 @@ def run(out_dir: Path | None = None, *, quick: bool = False, url: str | None = N
             for i, question in enumerate(questions)
         ]
         rows = _latency_rows(samples)
-        for clients in _CLIENTS:
+        for at_once in clients:
             for name, route, bodies in (
                 ("/rag/query", "/rag/query", [question.ours for question in questions]),
                 ("plain SGLang /generate", "/generate", [question.plain for question in questions]),
             ):
-                n = max(load, clients)
-                seconds = _under_load(url, headers, route, bodies, clients, n)
-                rows.append({"what": name, "clients": clients, "n": n, "queries_s": n / seconds})
+                n = max(load, (1 if quick else _EACH) * at_once)
+                seconds, answers = _under_load(url, headers, route, bodies, at_once, n)
+                rows.append({"what": name, "clients": at_once, "n": n, "queries_s": n / seconds})
+                rows += _server_rows(answers, at_once)
         info = api.info()
     workload = {
         "model": Path(info.model).name,
@@ -109,7 +120,8 @@ def run(out_dir: Path | None = None, *, quick: bool = False, url: str | None = N
     note = (
         "Milliseconds as the client sees them; one client, both ways in turns, prompts in the prefix cache "
         "of both. Our overhead is the total without embedding, search and engine time; it includes the "
-        "client's own. /rag/query embeds and searches; plain SGLang does not."
+        "client's own. /rag/query embeds and searches; plain SGLang does not. By the server: from the "
+        "request's arrival there on, without the client."
     )
     return report.write("api", workload, rows, out=out_dir / "api.json" if out_dir else None, note=note)
 
@@ -197,10 +209,24 @@ def _latency_rows(samples: Sequence[OverheadSample]) -> list[dict[str, Any]]:
     return rows
 
 
+def _server_rows(answers: Sequence[dict[str, Any]], clients: int) -> Iterator[dict[str, Any]]:
+    """Make rows of what the server says of its answers; none for answers without timings."""
+    all_timings = [answer["timings"] for answer in answers if "timings" in answer]
+    stages = {"total": "total_ms", "embedding": "embed_ms", "search": "search_ms", "engine": "engine_ms"}
+    values = {name: [each[field] for each in all_timings] for name, field in stages.items()}
+    total, *parts = values.values()
+    values["our overhead"] = [whole - sum(own) for whole, *own in zip(total, *parts, strict=True)]
+    for name, times in values.items():
+        if times:
+            percentiles = {f"p{q}_ms": report.percentile(times, q) for q in (50, 99)}
+            yield {"what": f"  {name}, by the server", "clients": clients, "n": len(times), **percentiles}
+
+
 def _under_load(
     url: str, headers: dict[str, str], route: str, bodies: Sequence[dict[str, Any]], clients: int, total: int
-) -> float:
-    """Seconds until ``clients``, each with its own connection, have ``total`` answers."""
+) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds until ``clients``, each with its own connection, have ``total`` answers, and these."""
+    answers: list[dict[str, Any]] = []
     numbers = iter(range(total))
     lock = threading.Lock()
     ready = threading.Barrier(clients + 1)
@@ -214,7 +240,7 @@ def _under_load(
                     number = next(numbers, None)
                 if number is None:
                     return
-                _checked(http.post(route, json=bodies[number % len(bodies)]))
+                answers.append(_checked(http.post(route, json=bodies[number % len(bodies)])))
 
     with ThreadPoolExecutor(clients) as pool:
         working = [pool.submit(work) for _ in range(clients)]
@@ -222,7 +248,7 @@ def _under_load(
         start = time.perf_counter()
         for one in working:
             one.result()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, answers
 
 
 def _checked(response: httpx.Response) -> dict[str, Any]:

@@ -76,6 +76,8 @@ CASES = (
     ContextCase("samkv, 15 % kept, none recomputed", "samkv", _SAMKV | {"recompute": "none"}, TIERS),
     ContextCase("samkv, 15 % kept, sentences 10 %", "samkv", _SAMKV | _TENTH, TIERS),
     ContextCase("samkv, 15 % kept, sentences 5 %", "samkv", _SAMKV | _TWENTIETH, _BOTH),
+    ContextCase("samkv, 15 % kept", "samkv", _SAMKV, _BOTH),
+    ContextCase("samkv", "samkv", {}, _BOTH),
 )
 
 

@@ -44,6 +44,13 @@ OURS = (
     *(_by_budget(2048, reuse) for reuse in (16, 4, 1, 64)),  # 64: attention nearly without selection
     _by_budget(4096, 16),
 )
+OBSERVERS = (  # what choosing pages costs: one query more a layer and step is added in each
+    OURS[0],
+    *(
+        DecodeMode(f"{who}, {scores}", {**OURS[1].options, "observe": who, "scores": scores})
+        for who, scores in (("window", "bound"), ("last", "bound"), ("recent", "bound"), ("window", "exact"))
+    ),
+)
 BY_THRESHOLD = DecodeMode("threshold 0.95", {"mode": "progressive", "threshold": 0.95, "dense_below": 0})
 PLAIN = (DecodeMode("dense"),)
 
@@ -77,6 +84,7 @@ def run(
     engine_args: Mapping[str, Any] | None = None,
     threshold: bool = False,
     until: float | None = None,
+    modes: Sequence[DecodeMode] | None = None,
 ) -> dict[str, Any]:
     """Measure a row for each point and mode, in the points' order by length.
 
@@ -85,13 +93,15 @@ def run(
         write: Called with the report after every row.
         shape: `llama-3.1-8b` with random weights, or `embedded`, the small model.
         threshold: Measure progressive decoding as well.
+        modes: Of an engine with sparse decoding, instead of OURS.
         until: Seconds since the epoch: points that would begin later are ``left out``.
 
     Raises:
         EngineError: The engine's own check failed.
     """
     chosen = BACKENDS[backend]
-    modes = (*OURS, *[BY_THRESHOLD] * threshold) if chosen.sparse else PLAIN
+    if modes is None or not chosen.sparse:
+        modes = (*OURS, *[BY_THRESHOLD] * threshold) if chosen.sparse else PLAIN
     lengths = list(dict.fromkeys(length for length, _ in points))
     batches = sorted({batch for _, batch in points})
     largest = max(length * batch for length, batch in points)

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, get_args
 from ragserve.answering.follow_ups import variants
 from ragserve.answering.prompt import Message
 from ragserve.bench.retrieval import document_of
-from ragserve.config import Retrieval, Settings, load
+from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest
 from ragserve.measuring import report
 from ragserve.measuring.ir_metrics import ndcg, recall
 from ragserve.measuring.json_lines import json_lines
 from ragserve.retrieval.retriever import Retriever
+from ragserve.setting_groups.answering import Retrieval
 
 if TYPE_CHECKING:
     from ragserve_index import IndexStore

@@ -40,7 +40,8 @@ _CACHED = "load"  # the namespace whose documents are cached
 class Effort:
     """The length of a measurement. ``arrivals_s``: seconds of arrivals at one rate; ``rates``: tried for each
     strategy; ``probe_s``: seconds of the closed loop, after half as long of warm-up; ``limit_s``: for p99 of
-    TTFT.
+    TTFT. The first rate is ``first`` times what the closed loop estimates, the next one ``step`` times the
+    highest served. ``at_full``: try ``full``'s highest rate first, to compare KV slots.
 
     ``seconds`` bounds the whole measurement: a rate that would not end in time is not started."""
 
@@ -48,6 +49,9 @@ class Effort:
     rates: int = 4
     probe_s: float = 4.0
     limit_s: float = 2.0
+    first: float = 0.8
+    step: float = 1.35
+    at_full: bool = True
     seconds: float = math.inf
 
 
@@ -225,18 +229,21 @@ class _Load:
         tried: list[LoadOutcome] = []
         most: list[int] = []
         limit = self._effort.limit_s
+        if self._clock() + 1.5 * self._effort.probe_s + self._effort.arrivals_s + 2 * limit > self._deadline:
+            raise RagserveError("there was no time left to try a rate")
         # kernels are compiled on first use
         await capacity(self._engine, self._maker(spec), AT_ONCE, self._effort.probe_s / 2)
         guess = await capacity(self._engine, self._maker(spec), AT_ONCE, self._effort.probe_s)
         await self._idle()
         print(f"{spec.label}: {guess:.2f} first tokens a second, {AT_ONCE} requests in flight", flush=True)
         low, high = 0.0, math.inf
-        first = self._full_rate if self._full_rate is not None and spec.name != "full" else None
+        at_full = self._effort.at_full and spec.name != "full"
+        first = self._full_rate if at_full else None
         while len(tried) < self._effort.rates:
             if self._clock() + self._effort.arrivals_s + 2 * limit > self._deadline:
                 print(f"{spec.label}: no time for another rate", flush=True)
                 break
-            rate = first if first is not None and not tried else _next_rate(low, high, guess)
+            rate = first if first is not None and not tried else _next_rate(low, high, guess, self._effort)
             await self._engine.control("slots")
             outcome = await offer(self._engine, self._maker(spec), rate, self._effort.arrivals_s, limit)
             most.append((await self._engine.control("slots"))["most"])
@@ -288,14 +295,15 @@ class _Load:
             await asyncio.sleep(0.05)
 
 
-def _next_rate(low: float, high: float, guess: float) -> float:
-    """Choose a rate halfway between the highest served and the lowest not served, or a third beyond the one
+def _next_rate(low: float, high: float, guess: float, effort: Effort) -> float:
+    """Choose a rate halfway between the highest served and the lowest not served, or a step beyond the one
     known."""
     if low and math.isfinite(high):
         return (low + high) / 2
     if low:
-        return max(1.35 * low, 0.8 * guess)
-    return 0.65 * high if math.isfinite(high) else max(0.8 * guess, 0.05)
+        return max(effort.step * low, effort.first * guess)
+    below = max(2 - effort.step, 0.5)
+    return below * high if math.isfinite(high) else max(effort.first * guess, 0.05)
 
 
 def _percent(shares: Sequence[float]) -> float | None:

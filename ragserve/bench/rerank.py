@@ -21,7 +21,7 @@ from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.bench import beir
 from ragserve.bench.retrieval import document_of
 from ragserve.bench.retrieval_trace import warm_missing
-from ragserve.config import Retrieval, Settings, load
+from ragserve.config import Settings, load
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import InvalidRequest
 from ragserve.eval import data as question_sets
@@ -33,6 +33,7 @@ from ragserve.retrieval.passage_search import FoundPassages, PassageSearch
 from ragserve.retrieval.reranker import CrossEncoderReranker, Reranker
 from ragserve.retrieval.retriever import Retriever
 from ragserve.retrieval.search_options import KEYS, OFF, SearchOptions
+from ragserve.setting_groups.answering import Retrieval
 
 if TYPE_CHECKING:
     from ragserve.retrieval.embedder import Embedder

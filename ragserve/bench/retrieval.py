@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.bench import beir
-from ragserve.config import IndexType
 from ragserve.errors import InvalidRequest
 from ragserve.measuring import report
 from ragserve.measuring.ir_metrics import ndcg, recall
+from ragserve.setting_groups.ingestion import IndexType
 
 if TYPE_CHECKING:
     from ragserve_index.types import SearchResult

@@ -20,7 +20,7 @@ from ragserve.eval.data import Question, load, set_name
 from ragserve.measuring import report
 from ragserve.measuring.metrics import contains_answer
 from sglang_ext.protocol import RetrievalScores
-from sglang_ext.request_options import SamKvOptions, merged
+from sglang_ext.request_options import SamKvOptions
 
 if TYPE_CHECKING:
     from ragserve.answering.prompt import Prompt, PromptBuilder
@@ -69,7 +69,7 @@ def run(out_dir: Path | None, *, quick: bool = False, data: Sequence[Path] = ())
         for signal in SIGNALS:
             chooser = choosers[signal == "token ids"]
             for spelling in SPELLINGS if signal in _VARIED else ("as asked",):
-                rows.append(_row(set_name(path), signal, spelling, asked, chooser, tokenizer.decode))
+                rows.append(_row(set_name(path), signal, spelling, asked, chooser))
         rows.append(_whole(set_name(path), asked))
     return report.write(
         "selection",
@@ -107,7 +107,7 @@ class _Asked:
         self, question: Question, builder: PromptBuilder, embedder: Embedder, sentence_bytes: int
     ) -> None:
         from ragserve.answering.prompt import PromptDocument
-        from ragserve.eval.given_scores import GivenScores
+        from ragserve.measuring.given_scores import GivenScores
 
         self.question = question
         given = GivenScores(builder, embedder, question.documents, sentence_bytes)
@@ -126,22 +126,25 @@ def _row(
     spelling: str,
     asked: Sequence[_Asked],
     chooser: SentenceChooser,
-    read: Callable[[list[int]], str],
 ) -> dict[str, Any]:
     weights, of_documents, of_sentences = SIGNALS[signal]
     row = _head(name, signal, spelling, asked)
-    for share in SHARES:
-        options = SamKvOptions(**merged({"keep": share}, {"experimental": dict(weights)}))
-        kept = []
-        for each in asked:
-            all_scores = each.scores[spelling]
-            scores = RetrievalScores(
-                all_scores.documents if of_documents else (None,) * len(all_scores.documents),
-                all_scores.sentences if of_sentences else ((),) * len(all_scores.sentences),
-            )
-            runs = chooser.kept(each.prompts[spelling], options, scores)
-            kept.append(any(contains_answer(read(part), each.question.answers) for part in runs))
-        row[f"{share:.0%}"] = round(100 * statistics.fmean(kept), 1)
+    options = SamKvOptions.model_validate({"experimental": dict(weights)})
+    kept = []
+    for each in asked:
+        every = each.scores[spelling]
+        scores = RetrievalScores(
+            every.documents if of_documents else (None,) * len(every.documents),
+            every.sentences if of_sentences else ((),) * len(every.sentences),
+        )
+        kept.append(
+            [
+                any(contains_answer(chooser.read(run), each.question.answers) for run in runs)
+                for runs in chooser.sentences(each.prompts[spelling], scores).runs(options, SHARES)
+            ]
+        )
+    for share, found in zip(SHARES, zip(*kept, strict=True), strict=True):
+        row[f"{share:.0%}"] = round(100 * statistics.fmean(found), 1)
     return row
 
 

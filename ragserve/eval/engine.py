@@ -18,9 +18,9 @@ from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
 from ragserve.errors import RagserveError
 from ragserve.eval.data import Question
-from ragserve.eval.given_scores import GivenScores
 from ragserve.measuring.distribution import Closeness, ReferenceAnswer, answer_of, forced_along
 from ragserve.measuring.engine_run import TimedAnswer, first_token
+from ragserve.measuring.given_scores import GivenScores
 from ragserve.measuring.metrics import exact_match, token_f1
 from ragserve.measuring.rows import Key, Row
 from ragserve.strategy_spec import FULL, StrategySpec

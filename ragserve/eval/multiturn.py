@@ -1,7 +1,7 @@
 """Ask a running server dialogues of several turns, as sessions and with all documents in front.
 
 A dialogue is made of consecutive questions of a set. In half of the dialogues a turn brings the documents of
-its own question, in the other half those of the next one: its answer stands in documents of an earlier turn.
+its own question, in the other half those of a later one: its answer stands in documents of an earlier turn.
 Scores and first tokens are reported by turn, so that what adds up from turn to turn can be seen."""
 
 from __future__ import annotations
@@ -9,32 +9,38 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ragserve.client import Client, ContextDocument, Turn
 from ragserve.errors import InvalidRequest, NotFound, RagserveError
 from ragserve.eval.data import GivenPassage, Question
 from ragserve.eval.run import AnswerOutcome, Options, Progress, failed, outcome_of, summary
+from ragserve.strategy_spec import FULL
 
 NOTE = (
     "em, f1: percent, SQuAD's normalisation. as_full: percent of the turns with the answer of full. here, "
     "earlier: f1 where the turn, or an earlier one, brought the documents. held, computed: tokens of earlier "
-    "turns found under the session's key, and computed again, mean. documents first: no session; all "
+    "turns found under the session's key, and computed again, mean. earlier in N: turns before the last "
+    "one compressed to N tokens. documents first: no session; all "
     "documents so far, the newest in front, then the history."
 )
 DOCUMENTS_FIRST = "prefix, documents first"
-_FULL = "full"
+
+
+def within_label(label: str, tokens: int) -> str:
+    """The name of a strategy whose turns before the last one are compressed to so many tokens."""
+    return f"{label}, earlier in {tokens}"
 
 
 @dataclass(frozen=True, slots=True)
 class DialogueTurn:
-    """A question, and the documents that come with it. ``place``: whether they are its own."""
+    """A question, and the documents that come with it. ``place``: whether they are its own; ``unknown`` where
+    the set does not say which are."""
 
     question: Question
     documents: tuple[GivenPassage, ...]
-    place: Literal["here", "earlier"]
+    place: Literal["here", "earlier", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +64,19 @@ class TurnOutcome:
         return figures | self.answer.record()
 
 
-def dialogues_of(questions: Sequence[Question], turns: int) -> list[list[DialogueTurn]]:
+def shortened_runs(runs: Sequence[Options], budgets: Sequence[int]) -> list[Options]:
+    """Each of the runs but `full` with each of the budgets of a session's turns before the last one."""
+    return [
+        replace(options, name=within_label(str(options.label), tokens), session_budget=tokens)
+        for options in runs
+        if options.label != FULL.label
+        for tokens in budgets
+    ]
+
+
+def dialogues_of(questions: Sequence[Question], turns: int, ahead: int = 1) -> list[list[DialogueTurn]]:
     """Make dialogues of ``turns`` questions each; questions that make no whole one are left out.
+    ``ahead``: as in `alternating`.
 
     Raises InvalidRequest if there are too few for one of each kind."""
     groups = [questions[at : at + turns] for at in range(0, len(questions) - turns + 1, turns)]
@@ -68,18 +85,23 @@ def dialogues_of(questions: Sequence[Question], turns: int) -> list[list[Dialogu
             f"{len(questions)} questions make fewer than two dialogues of {turns} turns.",
             hint="Give a larger set, or a smaller --turns.",
         )
-    return [_ahead(group) if number % 2 else _here(group) for number, group in enumerate(groups)]
+    return alternating(groups, ahead)
+
+
+def alternating(groups: Sequence[Sequence[Question]], ahead: int = 1) -> list[list[DialogueTurn]]:
+    """Make a dialogue of each group: documents come with their own question, or ``ahead`` turns before it."""
+    return [_ahead(group, ahead) if number % 2 else _here(group) for number, group in enumerate(groups)]
 
 
 def _here(group: Sequence[Question]) -> list[DialogueTurn]:
     return [DialogueTurn(question, question.documents, "here") for question in group]
 
 
-def _ahead(group: Sequence[Question]) -> list[DialogueTurn]:
-    """Turn t brings the documents of question t + 1, the first turn those of its own question as well."""
-    first, *_ = group
-    brought = [following.documents for _, following in pairwise(group)] + [()]
-    brought[0] = (*first.documents, *brought[0])
+def _ahead(group: Sequence[Question], turns: int) -> list[DialogueTurn]:
+    """Turn t brings the documents of question t + ``turns``, the first turn those of all before as well."""
+    first = tuple(document for question in group[: turns + 1] for document in question.documents)
+    brought = [first, *(question.documents for question in group[turns + 1 :])]
+    brought += [()] * (len(group) - len(brought))
     return [
         DialogueTurn(question, documents, "earlier" if number else "here")
         for number, (question, documents) in enumerate(zip(group, brought, strict=True))
@@ -108,11 +130,22 @@ def ask_dialogues(
 
 
 def _in_session(client: Client, dialogue: Sequence[DialogueTurn], options: Options) -> Iterator[TurnOutcome]:
-    session, named = "new", {"strategy": options.strategy, "strategy_options": options.sent}
+    session: str = "new"
+    named: dict[str, Any] = {"strategy": options.strategy, "strategy_options": options.sent}
+    if options.session_budget is not None:
+        named["session_budget"] = options.session_budget
     try:
         for number, turn in enumerate(dialogue, 1):
             try:
-                answer = _asked(client, turn, options, _sent(turn.documents), session=session, **named)
+                answer = _asked(
+                    client,
+                    turn,
+                    options,
+                    _sent(turn.documents),
+                    session=session,
+                    decode=options.decode,
+                    **named,
+                )
             except RagserveError as error:
                 yield TurnOutcome(number, turn, failed(turn.question, error))
                 continue

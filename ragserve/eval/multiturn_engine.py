@@ -5,30 +5,40 @@ it has made of the turns before: what adds up from turn to turn shows in their d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ragserve.answering.past_turns import PastTurn, SessionKv, ids_of
 from ragserve.answering.prompt import Message, Prompt, PromptBuilder, PromptDocument
+from ragserve.answering.results import RetrievedPassage
+from ragserve.answering.turn_compression import TurnCompressor
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
 from ragserve.errors import RagserveError
 from ragserve.eval.data import GivenPassage
-from ragserve.eval.multiturn import DOCUMENTS_FIRST, DialogueTurn
+from ragserve.eval.multiturn import DOCUMENTS_FIRST, DialogueTurn, within_label
+from ragserve.eval.page_rivals import page_rivals
 from ragserve.eval.run import Progress
 from ragserve.measuring.distribution import Closeness, ReferenceAnswer, answer_of, forced_along
 from ragserve.measuring.engine_run import TimedAnswer, first_token
+from ragserve.measuring.metrics import contains_answer, token_f1
 from ragserve.strategy_spec import FULL, StrategySpec
-from sglang_ext.protocol import EXACT_STRATEGIES, SessionPart, session_key
+from sglang_ext.protocol import EXACT_STRATEGIES, session_key
 
 NAMESPACE = "eval"
 NOTE = (
     "answer_kl: KL(full || strategy) in nats a token, mean over the answer of full along which the strategy "
     "is led; kl_worst: that of the worst turn. agrees: percent of the tokens with the same most likely one; "
-    "as_full: percent of the turns that would be answered as by full. ttft: milliseconds, documents on the "
-    "device. held, computed: tokens of earlier turns found under the session's key, and computed again. "
+    "as_full: percent of the turns that would be answered as by full; f1: of what would be answered; "
+    "in_prompt: percent of the turns whose prompt has an answer's words. ttft: "
+    "milliseconds, documents on the device. held, computed: tokens of earlier turns found under the "
+    "session's key, and computed again. earlier in N: turns before the last one compressed to N tokens, "
+    "compared with full over all of them. prefix, N by: decode steps read N tokens in each KV head, of pages "
+    "chosen as named; read: percent of the context's pages. "
     "documents first: no session; all documents so far, the newest in front, then the history."
 )
 Line = dict[str, Any]
+_EXACT = StrategySpec("prefix")
 
 
 async def led_along(
@@ -38,12 +48,23 @@ async def led_along(
     specs: Sequence[StrategySpec],
     max_new_tokens: int,
     *,
+    budget: int | None = None,
+    session_budgets: Sequence[int] = (),
     progress: Progress,
 ) -> list[Line]:
     """Return a line for each turn and strategy, `full` and the rival without sessions included. A turn that
-    fails ends its dialogue with a line that says why."""
+    fails ends its dialogue with a line that says why.
+
+    ``budget``: with sparse decoding, whose default must be dense; see `page_rivals`. ``session_budgets``: for
+    each, every strategy but `full` also answers over so many tokens of the turns before the last one."""
     lines: list[Line] = []
-    others = [spec for spec in specs if spec.label != FULL.label]
+    others = [_Side(spec.label, spec) for spec in specs if spec.label != FULL.label]
+    others += [
+        replace(side, label=within_label(side.label, tokens), session_budget=tokens)
+        for side in others
+        for tokens in session_budgets
+    ]
+    others += [_Side(label, _EXACT, decode) for label, decode in page_rivals(budget).items()]
     for number, dialogue in enumerate(dialogues):
         talk = _Talk(engine, builder, others, f"{number:032x}", max_new_tokens)
         for place, turn in enumerate(dialogue, 1):
@@ -58,67 +79,91 @@ async def led_along(
     return lines
 
 
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """A strategy, how it decodes if not densely, and the most tokens of the turns before the last one."""
+
+    label: str
+    spec: StrategySpec
+    decode: Mapping[str, Any] = field(default_factory=dict)
+    session_budget: int = 0
+
+
 class _Talk:
-    """One dialogue, in a session of each strategy."""
+    """One dialogue, in a session of each side."""
 
     def __init__(
         self,
         engine: WarmEngine,
         builder: PromptBuilder,
-        specs: Sequence[StrategySpec],
+        sides: Sequence[_Side],
         name: str,
         max_new_tokens: int,
     ) -> None:
-        self._engine, self._builder, self._specs = engine, builder, specs
+        self._engine, self._builder, self._sides = engine, builder, sides
         self._sampling = Sampling(max_new_tokens=max_new_tokens)
         self._room = engine.info.max_prompt_tokens - max_new_tokens
         self._name = name
-        self._ids: list[int] = []
+        self._answers: Sequence[str] = ()
+        self._past: list[PastTurn] = []
+        self._compressor = TurnCompressor(builder)
         self._history: list[Message] = []
         self._documents: list[PromptDocument] = []
-        self._held = 0
-        self._composed: dict[str, GenerateRequest] = {}  # the last turn with documents, by strategy
 
     async def turn(self, turn: DialogueTurn) -> list[Line]:
         """Ask under `full`, lead every other strategy along its answer, and go on from that."""
         asked, new = turn.question.question, _laid_out(turn.documents)
-        if self._ids:
-            prompt = self._builder.follow_up(self._ids, asked, new, max_prompt_tokens=self._room)
-        else:
-            prompt = self._builder.build(asked, new, max_prompt_tokens=self._room)
+        self._answers = turn.question.answers
+        prompt = self._prompt(self._past, asked, new)
         request = self._request(prompt, FULL)
         reference = await answer_of(self._engine, request)
         same = Closeness((0.0,) * len(reference.ids), (True,) * len(reference.ids))
-        lines = [self._line(FULL.label, prompt, reference.timed, same)]
-        lines += [await self._along(spec, prompt, reference) for spec in self._specs]
+        lines = [self._line(FULL.label, prompt, reference.timed, reference.timed.text, same)]
+        lines += [await self._along(side, asked, new, reference) for side in self._sides]
         self._documents = [*new, *self._documents]
         first = self._builder.build(
             asked, self._documents, max_prompt_tokens=self._room, history=self._history
         )
-        rival = await first_token(self._engine, self._request(first, StrategySpec("prefix")))
-        lines.append(self._line(DOCUMENTS_FIRST, first, rival, None))
+        rival = await first_token(self._engine, self._request(first, _EXACT))
+        lines.append(self._line(DOCUMENTS_FIRST, first, rival, rival.text, None))
         text = reference.timed.text
-        if not self._ids or len(prompt.spans) > 1:
-            self._held = prompt.spans[-1].end
-        self._ids = [*prompt.input_ids, *self._builder.answer_ids(reference.ids, text)]
+        answer = self._builder.answer_ids(reference.ids, text)
+        self._past.append(self._answered(prompt, asked, new, answer))
         self._history += [Message("user", asked), Message("assistant", text.strip())]
         return lines
 
-    async def _along(self, spec: StrategySpec, prompt: Prompt, reference: ReferenceAnswer) -> Line:
-        key = session_key(NAMESPACE, f"{self._name}-{spec.label}")
-        before = self._composed.get(spec.label)
-        request = replace(
-            self._request(prompt, spec),
-            session=SessionPart(key, self._held),
-            earlier=None if before is None else lambda: replace(before, sampling=Sampling(max_new_tokens=1)),
-        )
-        if spec.name not in EXACT_STRATEGIES:
-            documents = prompt.spans if before is None else prompt.spans[1:]
+    async def _along(
+        self, side: _Side, asked: str, new: Sequence[PromptDocument], reference: ReferenceAnswer
+    ) -> Line:
+        past: Sequence[PastTurn] = self._past
+        if past and side.session_budget:
+            past = self._compressor.shorten(past, asked, side.session_budget).turns
+        prompt = self._prompt(past, asked, new)
+        kv = SessionKv(past, session_key(NAMESPACE, f"{self._name}-{side.label}"))
+        request = kv.request(replace(self._request(prompt, side.spec), decode=side.decode))
+        if side.spec.name not in EXACT_STRATEGIES:
+            documents = prompt.spans[1:] if past else prompt.spans
             await self._engine.warm(replace(request, spans=documents))
         close, timed = await forced_along(self._engine, request, reference)
-        if before is None or len(prompt.spans) > 1:
-            self._composed[spec.label] = request
-        return self._line(spec.label, prompt, timed, close)
+        text = reference.timed.text
+        if not close.same_answer:  # its own; the next turn goes on from the other one all the same
+            text = (await first_token(self._engine, request)).text
+        return self._line(side.label, prompt, timed, text, close)
+
+    def _prompt(self, past: Sequence[PastTurn], asked: str, documents: Sequence[PromptDocument]) -> Prompt:
+        if not past:
+            return self._builder.build(asked, documents, max_prompt_tokens=self._room)
+        return self._builder.follow_up(ids_of(past), asked, documents, max_prompt_tokens=self._room)
+
+    def _answered(
+        self, prompt: Prompt, asked: str, documents: Sequence[PromptDocument], answer: Sequence[int]
+    ) -> PastTurn:
+        passages = tuple(
+            RetrievedPassage(index=number, title=each.title, text=each.text)
+            for number, each in enumerate(documents[: prompt.documents_kept], 1)
+        )
+        behind = sum(len(turn.ids) for turn in self._past)
+        return replace(PastTurn.of(prompt, answer, behind=behind), passages=passages, question=asked)
 
     def _request(self, prompt: Prompt, spec: StrategySpec) -> GenerateRequest:
         sampling = replace(self._sampling, stop=prompt.stop)
@@ -126,21 +171,27 @@ class _Talk:
             "multiturn", prompt.input_ids, NAMESPACE, spec.name, sampling, prompt.spans, spec.options
         )
 
-    def _line(self, label: str, prompt: Prompt, timed: TimedAnswer, close: Closeness | None) -> Line:
-        dialogue = prompt.spans[0].end if self._ids else 0
+    def _line(
+        self, label: str, prompt: Prompt, timed: TimedAnswer, text: str, close: Closeness | None
+    ) -> Line:
+        dialogue = prompt.spans[0].end if self._past else 0
         report, cached = timed.context, timed.last.usage.cached
         held = report.session_held if report else min(cached, dialogue)
         in_session = label not in (FULL.label, DOCUMENTS_FIRST)
+        read = timed.last.decode
         return {
             "strategy": label,
             "answer_kl": None if close is None else close.mean_kl,
             "agrees": None if close is None else close.agreement,
             "as_full": None if close is None else close.same_answer,
+            "f1": token_f1(text, self._answers),
+            "in_prompt": contains_answer(self._builder.words(prompt.input_ids), self._answers),
             "ttft_ms": round(timed.ttft_ms, 3),
             "prompt_tokens": len(prompt.input_ids),
             "held": held if in_session else 0,
             "computed": dialogue - held if in_session else 0,
             "recomputed": report.recomputed if report else 0,
+            "read": 1.0 if read is None else read.share,
             "fallback": timed.last.fallback,
         }
 
@@ -162,7 +213,10 @@ def by_turn(lines: Sequence[Line]) -> list[Line]:
                     "n": len(own),
                     "answer_kl": float(f"{_mean(kls):.3g}") if kls else None,
                     "kl_worst": float(f"{max(kls):.3g}") if kls else None,
-                    **{name: _percent([line[name] for line in own]) for name in ("agrees", "as_full")},
+                    **{
+                        name: _percent([line[name] for line in own])
+                        for name in ("agrees", "as_full", "f1", "in_prompt", "read")
+                    },
                     **{
                         name: round(_mean([line[name] for line in own]), 1)
                         for name in ("ttft_ms", "prompt_tokens", "held", "computed", "recomputed")

@@ -136,7 +136,7 @@ def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.P
         "strategies": [spec.label for spec in plan.strategies],
         "max_new_tokens": plan.max_new_tokens,
         "in_flight": plan.in_flight,
-        "settings": settings.model_dump(mode="json", exclude={"api_key", "engine_api_key"}),
+        "settings": settings.model_dump(mode="json", exclude={"api_key", "engine_api_key", "registry_url"}),
     }
     place = folder / f"job-{index}.json"
     write_json(place, job)

@@ -11,6 +11,7 @@ from ragserve.client import Client
 from ragserve.eval import multiturn
 from ragserve.eval.console import progress
 from ragserve.eval.data import Question, distinct_passages, load, set_name
+from ragserve.eval.dialogue_sets import AskedAt, Dialogue, load_dialogues
 from ragserve.eval.run import Options, ask_given, ask_retrieved, ingested, losses, summary
 from ragserve.measuring import report
 from ragserve.strategy_spec import FULL
@@ -27,18 +28,25 @@ def evaluate_set(
     turns: int,
     limit: int | None,
     out: Path | None,
+    asked_at: AskedAt = "end",
+    ahead: int = 1,
 ) -> list[Line]:
     """Print one set's table, write it to ``out``, and return a line for each question and strategy.
-    ``mode``: given, retrieved or multiturn; ``turns``: of a dialogue of the last one."""
-    questions = load(path, limit)
+    ``mode``: given, retrieved or multiturn; ``turns``, ``asked_at``, ``ahead``: of dialogues of the last
+    one."""
     if mode == "multiturn":
-        rows, lost, lines, workload = _multiturn(client, questions, runs, turns)
+        dialogues = load_dialogues(path, turns, limit, asked_at, ahead)
+        rows, lost, lines, workload = _multiturn(client, dialogues, runs)
+        workload |= {"questions": turns * len(dialogues), "turns": turns, "asked_at": asked_at}
+        workload["ahead"] = ahead
     else:
-        rows, lost, lines, workload = (_retrieved if mode == "retrieved" else _given)(client, questions, runs)
+        questions = load(path, limit)
+        workload = {"questions": len(questions)}
+        rows, lost, lines, more = (_retrieved if mode == "retrieved" else _given)(client, questions, runs)
+        workload |= more
     workload = {
         "set": set_name(path),
         "mode": mode,
-        "questions": len(questions),
         "model": Path(client.info().model).name,
         **workload,
     }
@@ -78,12 +86,12 @@ def _retrieved(client: Client, questions: Sequence[Question], runs: Sequence[Opt
     return rows, lost, lines, settings | ingestion
 
 
-def _multiturn(client: Client, questions: Sequence[Question], runs: Sequence[Options], turns: int) -> _Run:
-    dialogues = multiturn.dialogues_of(questions, turns)
+def _multiturn(client: Client, dialogues: Sequence[Dialogue], runs: Sequence[Options]) -> _Run:
+    n_turns = sum(map(len, dialogues))
     found: dict[str, list[multiturn.TurnOutcome]] = {}
     for options in (*runs, None):  # the last one is the rival without sessions
         label = multiturn.DOCUMENTS_FIRST if options is None else str(options.label)
-        with progress(f"multiturn, {label}", turns * len(dialogues)) as step:
+        with progress(f"multiturn, {label}", n_turns) as step:
             found[label] = multiturn.ask_dialogues(
                 client, dialogues, options or runs[0], documents_first=options is None, progress=step
             )
@@ -95,7 +103,7 @@ def _multiturn(client: Client, questions: Sequence[Question], runs: Sequence[Opt
         for outcome in own
     ]
     settings = {"max_new_tokens": runs[0].max_new_tokens, "concurrency": runs[0].concurrency}
-    return rows, [], lines, settings | {"turns": turns, "dialogues": len(dialogues)}
+    return rows, [], lines, settings | {"dialogues": len(dialogues)}
 
 
 def _write(rows: list[Line], lost: list[Line], workload: dict[str, Any], out: Path | None) -> None:

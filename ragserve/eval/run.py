@@ -40,11 +40,14 @@ class Options:
     max_new_tokens: int | None = 24
     concurrency: int = 4
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
+    decode: Mapping[str, Any] | None = None
+    name: str | None = None
+    session_budget: int | None = None
 
     @property
     def label(self) -> str | None:
-        """The strategy with its options, as written on the command line."""
-        return self.strategy and StrategySpec(self.strategy, self.strategy_options).label
+        """``name``, or the strategy with its options, as written on the command line."""
+        return self.name or (self.strategy and StrategySpec(self.strategy, self.strategy_options).label)
 
     @property
     def sent(self) -> dict[str, Any] | None:

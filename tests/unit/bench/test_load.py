@@ -171,7 +171,7 @@ def test_time_to_the_first_token_counts_from_the_arrival() -> None:
     ],
 )
 def test_the_next_rate(low: float, high: float, guess: float, expected: float) -> None:
-    assert load._next_rate(low, high, guess) == pytest.approx(expected)
+    assert load._next_rate(low, high, guess, Effort()) == pytest.approx(expected)
 
 
 def trace_of(folder: Path, passages: int = 0) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ragserve.bench import long_chunks, retrieval
+from ragserve.bench import long_chunks, retrieval, typing_errors
 from ragserve.commands import bench
 from ragserve.errors import InvalidRequest
 
@@ -76,6 +76,22 @@ def test_long_chunks_are_measured_by_their_beginning_and_by_windows(collection: 
     assert by_system["beginning"]["recall@10"] == 1
     assert by_system["mean of windows"]["ndcg@10"] >= by_system["beginning"]["ndcg@10"]
     assert json.loads((tmp_path / "out" / "long-chunks.json").read_text())["rows"] == found["rows"]
+
+
+def test_questions_are_measured_with_and_without_correction(collection: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "lines.txt"
+    lines.write_text("A white bird screams.\nWhich white bird screms?\n")
+    found = typing_errors.run(tmp_path / "out", quick=True, data=[collection, lines])
+    *judged, plain, _, many = found["rows"]
+    rows = {(row["typed"], row["retrieval"], row["spelling"]): row for row in judged}
+    assert len(rows) == len(judged) == 12
+    for search in ("dense", "lexical", "hybrid"):
+        assert rows["plain", search, "on"]["ndcg@10"] == rows["plain", search, "off"]["ndcg@10"]
+        assert rows["typo", search, "on"]["restored"] == rows["typo", search, "on"]["changed"] == 1, "breod"
+        assert rows["typo", search, "on"]["ndcg@10"] >= rows["typo", search, "off"]["ndcg@10"]
+    assert plain["changed"] == 1
+    assert many["changed"] > 0.9 * many["questions"]
+    assert json.loads((tmp_path / "out" / "typing-errors.json").read_text())["rows"] == found["rows"]
 
 
 def test_the_command(collection: Path, tmp_path: Path) -> None:

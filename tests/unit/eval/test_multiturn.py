@@ -12,9 +12,11 @@ import pytest
 from ragserve.answering.results import Answer
 from ragserve.errors import InvalidRequest, Unavailable
 from ragserve.eval.data import GivenPassage, Question
-from ragserve.eval.multiturn import ask_dialogues, by_turn, dialogues_of
+from ragserve.eval.multiturn import ask_dialogues, by_turn, dialogues_of, shortened_runs
+from ragserve.eval.page_rivals import page_rivals
 from ragserve.eval.rest import evaluate_set
 from ragserve.eval.run import Options
+from tests.unit.eval.answers import answered
 
 
 def question(number: int) -> Question:
@@ -45,27 +47,8 @@ class Server:
             known |= titles
             titles = known
         number = text.split()[-1].rstrip("?")
-        names = (
-            "documents_retrieved",
-            "documents_kept",
-            "tokens_retrieved",
-            "tokens_kept",
-            "tokens_recomputed",
-        )
-        return Answer.model_validate(
-            {
-                "answer": number if f"d{number}" in titles else "unknown",
-                "citations": [],
-                "usage": {"prompt": 10, "cached": 4, "completion": 2},
-                "context": {"strategy": "full", "tokens_by_tier": {}, **dict.fromkeys(names, 1)},
-                "timings": {"ttft_ms": 5.0, "total_ms": 6.0},
-                "index_version": None,
-                "namespace": "n",
-                "finish_reason": "stop",
-                "request_id": "r",
-                "session": session,
-            }
-        )
+        said = answered(number if f"d{number}" in titles else "unknown")
+        return Answer.model_validate(said.model_dump() | {"session": session})
 
     def info(self) -> SimpleNamespace:
         return SimpleNamespace(model="models/tiny")
@@ -85,17 +68,22 @@ def test_half_of_the_dialogues_need_documents_of_an_earlier_turn() -> None:
     assert [turn.place for turn in (*here, *earlier)] == ["here"] * 4 + ["earlier"] * 2
     with pytest.raises(InvalidRequest, match="fewer than two dialogues"):
         dialogues_of(QUESTIONS, 4)
+    _, ahead = dialogues_of(QUESTIONS, 3, ahead=2)
+    assert [[d.title for d in turn.documents] for turn in ahead] == [["d3", "d4", "d5"], [], []]
+    _, farther = dialogues_of(QUESTIONS, 3, ahead=9)
+    assert farther == ahead
 
 
 def test_a_dialogue_is_one_session_and_is_ended() -> None:
     server, steps = Server(), []
-    options = Options("concat", concurrency=1, strategy_options={"share": 0.1})
+    options = Options("concat", concurrency=1, strategy_options={"share": 0.1}, decode={"mode": "dense"})
     client: Any = server
     outcomes = ask_dialogues(client, dialogues_of(QUESTIONS, 3), options, progress=lambda: steps.append(1))
     assert [one.answer.em for one in outcomes] == [1.0] * 6
     assert [asked["session"] for asked in server.asked] == ["new", "s0", "s0", "new", "s1", "s1"]
     assert [asked.get("strategy") for asked in server.asked[:3]] == ["concat", None, None]
     assert server.asked[0]["strategy_options"] == {"share": 0.1, "force": True}
+    assert all(asked["decode"] == {"mode": "dense"} for asked in server.asked)
     assert server.ended == ["s0", "s1"]
     assert len(steps) == 6
     lines = by_turn("concat", outcomes, outcomes)
@@ -149,12 +137,20 @@ def test_a_set_over_rest(tmp_path: Path) -> None:
     ]
     (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
     client: Any = Server()
+    rivals = page_rivals(512).items()
     runs = [Options("prefix", concurrency=1), Options("full", concurrency=1)]
+    runs += shortened_runs(runs, [300, 900])
+    runs += [Options("prefix", concurrency=1, decode=decode, name=label) for label, decode in rivals]
     out = tmp_path / "report.json"
     lines = evaluate_set(client, tmp_path / "set.jsonl", runs, mode="multiturn", turns=3, limit=None, out=out)
-    assert len(lines) == 3 * 6
+    assert len(lines) == 9 * 6
+    begun = [asked for asked in client.asked if asked.get("session") == "new"]
+    assert [asked["session_budget"] for asked in begun if "session_budget" in asked] == [300, 300, 900, 900]
+    observed = [asked["decode"]["observe"] for asked in client.asked if asked.get("decode")]
+    assert observed == [who for who in ("window", "last", "prompt", "recent") for _ in range(6)]
     report = json.loads(out.read_text())
     assert (report["workload"]["turns"], report["workload"]["dialogues"]) == (3, 2)
     found = [(row["strategy"], row["turn"], row["as_full"]) for row in report["rows"]]
-    labels = ("prefix", "full", "prefix, documents first")
+    shortened = ("prefix, earlier in 300", "prefix, earlier in 900")
+    labels = ("prefix", "full", *shortened, *(label for label, _ in rivals), "prefix, documents first")
     assert found == [(label, turn, 100.0) for label in labels for turn in (1, 2, 3)]

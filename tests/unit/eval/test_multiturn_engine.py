@@ -17,7 +17,7 @@ from ragserve.eval.data import GivenPassage, Question
 from ragserve.eval.multiturn import DOCUMENTS_FIRST, dialogues_of
 from ragserve.eval.multiturn_engine import by_turn, led_along
 from ragserve.strategy_spec import parse
-from sglang_ext.protocol import ContextReport
+from sglang_ext.protocol import ContextReport, DecodeReport
 from tests.conftest import MODEL
 
 SPECS = parse("full,prefix,concat:recompute=all")
@@ -35,6 +35,7 @@ class Engine:
         self.asked: list[GenerateRequest] = []
         self.warmed: list[GenerateRequest] = []
         self.fails_at = 10**9
+        self.differs = False  # a composed answer would be another one
         self.info = EngineInfo("local", str(MODEL), str(MODEL), "0", "cpu", "", 8192, 8192, ("full",))
         self._ids = builder.question_ids(" red")
 
@@ -50,15 +51,19 @@ class Engine:
         if composed:
             report = ContextReport("concat", 9, 9, 9, {"device": 9}, 0.0, 0.0, 0.0, session_held=held)
         likely = 0.9 if held else 0.7
-        odds = (0.5, 0.5) if not composed else (likely, 1 - likely)
+        odds = (0.5 + 1e-6, 0.5 - 1e-6) if not (composed or request.decode) else (likely, 1 - likely)
+        reads = DecodeReport("hierarchical", 3, 3, 2.0, 8.0, 0.25, None) if request.decode else None
+        if self.differs and composed:
+            odds = (1 - likely, likely)
         yield GenerateChunk(
-            " red",
+            " blue" if self.differs and composed and not request.forced else " red",
             EngineUsage(len(request.input_ids), held, len(self._ids)),
             EngineTimings(),
             "stop",
             report,
             distributions=[sent(odds)] * (len(self._ids) if request.distributions else 0),
             output_ids=tuple(self._ids),
+            decode=reads,
         )
 
 
@@ -75,9 +80,22 @@ def builder() -> PromptBuilder:
     return PromptBuilder.load(str(MODEL))
 
 
-def led(engine: Any, builder: PromptBuilder) -> list[dict[str, Any]]:
+def led(
+    engine: Any, builder: PromptBuilder, budget: int | None = None, session_budgets: Sequence[int] = ()
+) -> list[dict[str, Any]]:
     dialogues = dialogues_of(questions(2 * TURNS), TURNS)
-    return asyncio.run(led_along(engine, builder, dialogues, SPECS, 8, progress=lambda: None))
+    return asyncio.run(
+        led_along(
+            engine,
+            builder,
+            dialogues,
+            SPECS,
+            8,
+            budget=budget,
+            session_budgets=session_budgets,
+            progress=lambda: None,
+        )
+    )
 
 
 def test_every_strategy_goes_on_from_the_answers_of_full_in_a_session_of_its_own(
@@ -123,6 +141,58 @@ def test_figures_by_turn(builder: PromptBuilder) -> None:
     assert found[label, 2]["held"] > 0
     assert found[label, 2]["computed"] > 0
     assert (found["full", 2]["held"], found[label, 1]["held"]) == (0, 0)
+
+
+def test_pages_chosen_once_or_by_nobody_are_rivals_in_sessions_of_their_own(builder: PromptBuilder) -> None:
+    engine = Engine(builder)
+    lines = by_turn(led(engine, builder, 512))
+    sparse = [request for request in engine.asked if request.decode]
+    assert len(sparse) == 4 * 2 * TURNS
+    assert [r.decode["observe"] for r in sparse[:4]] == ["window", "last", "prompt", "recent"]
+    assert all(r.strategy == "prefix" and r.decode["budget"] == 512 for r in sparse)
+    assert len({r.session.key for r in sparse if r.session}) == 4 * 2
+    found = {(line["strategy"], line["turn"]): line for line in lines}
+    fixed = found["prefix, 512 by prompt's end", 3]
+    assert fixed["read"] == 25
+    assert fixed["answer_kl"] > 0
+    assert (found["prefix", 3]["read"], found["prefix", 3]["answer_kl"]) == (100, 0)
+
+
+def test_strategies_over_shortened_dialogues_stand_beside_those_over_whole_ones(
+    builder: PromptBuilder,
+) -> None:
+    engine = Engine(builder)
+    lines = by_turn(led(engine, builder, session_budgets=[12]))
+    found = {(line["strategy"], line["turn"]): line for line in lines}
+    composed = SPECS[2].label
+    for label in ("prefix", composed):
+        short = f"{label}, earlier in 12"
+        sizes = [(found[short, n]["prompt_tokens"], found[label, n]["prompt_tokens"]) for n in (1, 2, 3)]
+        assert sizes[0][0] == sizes[0][1]
+        assert sizes[1][0] == sizes[1][1], "the only turn before is the last one"
+        assert sizes[2][0] < sizes[2][1]
+        assert found[short, 3]["f1"] == found[short, 3]["in_prompt"] == 100, "said in the last turn"
+        assert found[short, 3]["ttft_ms"] >= 0
+    asked = [r for r in engine.asked if r.session and r.session.key.endswith(f"{composed}, earlier in 12")]
+    assert {r.session.key for r in asked if r.session} != {r.session.key for r in engine.asked if r.session}
+    last = asked[TURNS - 1]
+    assert last.earlier is not None
+    assert last.earlier().spans[0].start == 0
+    assert len(last.earlier().input_ids) < len(last.input_ids)
+
+
+def test_another_answer_has_its_own_f1_and_the_dialogue_goes_on_from_that_of_full(
+    builder: PromptBuilder,
+) -> None:
+    engine = Engine(builder)
+    engine.differs = True
+    lines = by_turn(led(engine, builder))
+    found = {(line["strategy"], line["turn"]): line for line in lines}
+    assert [found[SPECS[2].label, turn]["f1"] for turn in (1, 2, 3)] == [0, 0, 0]
+    assert found[SPECS[2].label, 1]["as_full"] == 0
+    assert {found[label, 2]["f1"] for label in ("full", "prefix", DOCUMENTS_FIRST)} == {100}
+    forced, own = (request for request in engine.asked[:5] if request.strategy == "concat")
+    assert (own.forced, own.session, own.input_ids) == ((), forced.session, forced.input_ids)
 
 
 def test_a_turn_that_fails_ends_its_dialogue_with_the_reason(builder: PromptBuilder) -> None:
