@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 from importlib import import_module
 from typing import NoReturn
@@ -11,7 +10,7 @@ import typer
 
 from ragserve import __version__
 from ragserve.children import ended_by_signals
-from ragserve.errors import RagserveError
+from ragserve.errors import RagserveError, explained
 
 # in the order of `ragserve --help`
 COMMANDS = (
@@ -35,15 +34,6 @@ _EPILOG = (
     "terminal, `ragserve query QUESTION`. `ragserve COMMAND --help` describes a command, `ragserve doctor` "
     "finds out why something fails. Settings are flags, RAGSERVE_* variables or lines of ragserve.toml."
 )
-_ELSEWHERE = "Free some space, or use another --data-dir."
-_ABOUT_FILES = {
-    errno.ENOSPC: _ELSEWHERE,
-    errno.EDQUOT: _ELSEWHERE,
-    errno.EROFS: "Make it writable, or use another --data-dir.",
-    errno.EACCES: "Make it readable and writable for this user, or use another --data-dir.",
-    errno.EPERM: "Make it readable and writable for this user, or use another --data-dir.",
-}
-"""What to do about an error of the file system, by its number."""
 app = typer.Typer(name="ragserve", no_args_is_help=True, add_completion=False, epilog=_EPILOG)
 
 
@@ -77,10 +67,9 @@ def main() -> None:
     except RagserveError as error:
         _fail(str(error))
     except OSError as error:
-        hint = _ABOUT_FILES.get(error.errno or 0)
-        if hint is None:
+        if (said := explained(error)) is None:
             raise
-        _fail(f"{error.filename or 'A file'}: {error.strerror}. {hint}")
+        _fail(str(said))
 
 
 def _fail(text: str) -> NoReturn:

@@ -16,27 +16,26 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from ragserve.errors import InvalidRequest
 from ragserve.files import bundled
 from ragserve.logs import LogFormat
-from ragserve.strategy_spec import StrategySpec, parse
+from ragserve.setting_groups.answering import AnsweringSettings
+from ragserve.setting_groups.conflicts import conflict
+from ragserve.setting_groups.ingestion import IngestionSettings
+from ragserve.setting_groups.prefilling import PrefillSettings
+from ragserve.strategy_spec import StrategySpec, one_label, parse
 from sglang_ext.protocol import NAMESPACE
-from sglang_ext.request_options import DecodeMode
+from sglang_ext.request_options import DecodeMode, Observer
 
-MAX_CANDIDATES = 200
-MAX_NEIGHBOURS = 4
 KEYS_FILE = "keys.json"  # in data_dir: API keys
+SHARED_STORES = ("mooncake", "shared")  # of kv_storage
 DEFAULT_MODEL = str(bundled("examples/models/ragserve-tiny"))
-IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
-Retrieval = Literal["dense", "lexical", "hybrid"]
-FollowUps = Literal["rewrite", "context", "alone"]
 StrategyName = Literal["full", "prefix", "concat", "epic", "cacheblend", "random", "samkv", "auto"]
 
 Namespace = Annotated[str, Field(pattern=f"^{NAMESPACE.pattern}$", examples=["default"])]
 """Letters, digits, ``_``, ``.`` and ``-``, at most 64, starting with a letter or digit."""
 
 
-class Settings(BaseSettings):
+class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettings):
     """The settings; each field states its purpose and its unit."""
 
     model_config = SettingsConfigDict(
@@ -44,9 +43,9 @@ class Settings(BaseSettings):
     )
 
     # where things are
-    data_dir: Path = Field(
-        Path("ragserve-data"),
-        description="Folder of the registry (SQLite), vector indexes, document KV and pending uploads.",
+    data_dir: Path = Field(Path("ragserve-data"), description="Folder of registry, indexes, KV and uploads.")
+    registry_url: SecretStr | None = Field(
+        None, description="Postgres registry (extra `postgres`): postgresql://USER:PASSWORD@HOST/DATABASE."
     )
     model: str = Field(
         DEFAULT_MODEL,
@@ -72,7 +71,12 @@ class Settings(BaseSettings):
 
     # the engine
     engine_url: str | None = Field(None, description="Use a running SGLang server instead of starting one.")
-    engine_api_key: SecretStr | None = Field(None, description="API key of the server at engine_url.")
+    engine_api_key: SecretStr | None = Field(None, description="API key of engine_url, or of the workers.")
+    workers: str | None = Field(None, description="Comma-separated addresses of `ragserve serve --worker`.")
+    router_url: str | None = Field(
+        None, description="Address of SGLang's router `smg` in front of the workers, which carries requests."
+    )
+    replicas: int = Field(0, ge=0, le=64, description="Workers to start here, each with tp_size GPUs.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Data type of weights and KV. auto: the model's on CUDA, float32 on CPU, where half "
@@ -94,24 +98,39 @@ class Settings(BaseSettings):
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Further SGLang ServerArgs by name, passed through unchanged."
     )
+    prefill_kernels: Literal["auto", "fa2"] = Field(
+        "auto",
+        description="Kernels of FlashInfer's attention to cached tokens in a prefill. auto: FA3 on Hopper "
+        "GPUs where the new tokens fill the GPU, else FA2; fa2: always FA2, as SGLang. Other attention "
+        "backends choose by themselves.",
+    )
+    kernel_cache_dir: Path | None = Field(
+        None,
+        description="Folder of compiled kernels, which the next start reads; for a container, one that "
+        "outlives it. Default: the folders of Triton, FlashInfer and torch under the home folder.",
+    )
     engine_timeout_s: float = Field(600, gt=0, description="Seconds after which a generation is aborted.")
 
     # sparse decoding
     sparse_attention: Literal["off", "on"] = Field(
         "off",
         description="on: wrap SGLang's attention backend, so that decode steps may attend to selected KV "
-        "pages only.",
+        "pages only, and prefill to selected blocks.",
     )
     decode_mode: DecodeMode = Field(
         "hierarchical",
-        description="Default decode mode: dense, hierarchical (token budget) or progressive (weight "
-        "threshold).",
+        description="Default decode mode: dense, hierarchical (budget) or progressive (weight threshold).",
     )
-    decode_budget: int = Field(
-        2048, ge=32, description="hierarchical: tokens that a KV head attends to per step."
+    decode_budget: int = Field(2048, ge=32, description="hierarchical: tokens that a KV head reads per step.")
+    decode_reuse: int = Field(16, ge=1, description="hierarchical: steps that share one choice of pages.")
+    decode_observe: Observer = Field(
+        "window",
+        description="hierarchical: what chooses pages: a window of queries, the last one, the prompt's end, "
+        "or none (recent).",
     )
-    decode_reuse: int = Field(
-        16, ge=1, description="hierarchical: decode steps that share one choice of pages."
+    decode_window: int = Field(16, ge=1, le=64, description="Queries of the window.")
+    decode_scores: Literal["bound", "exact"] = Field(
+        "bound", description="hierarchical: score pages by bounds, or by all keys, read once per choice."
     )
     decode_threshold: float = Field(
         0.95, gt=0, le=1, description="progressive: estimated share of the attention weight to reach."
@@ -126,10 +145,7 @@ class Settings(BaseSettings):
         64, ge=16, le=128, multiple_of=16, description="Tokens of a KV page, the unit of page selection."
     )
     decode_logical_page: int = Field(
-        16,
-        ge=1,
-        description="Tokens that share one min and max key; a page takes the best score of its logical "
-        "pages.",
+        16, ge=1, description="Tokens that share one min and max key; a page scores as the best of them."
     )
     decode_max_budget: int = Field(4096, ge=32, description="Largest budget of a request, tokens.")
     decode_ranking: Literal["minmax", "center"] = Field(
@@ -139,13 +155,18 @@ class Settings(BaseSettings):
     )
     decode_bound: Literal["round", "lowest"] = Field(
         "round",
-        description="progressive: assumed weight of an unread page: the latest round's mean, or the lowest "
-        "page so far.",
+        description="progressive: weight assumed of an unread page: the latest round's mean, or the lowest.",
     )
     decode_heads: Path | None = Field(
         None,
         description="Pattern file of streaming heads, which attend to the first and latest tokens only. "
         "Applies to every sparse request.",
+    )
+    decode_hosted: Literal["off", "on", "auto"] = Field(
+        "off", description="hierarchical: keep prompts' KV on the host; auto: where others wait for room."
+    )
+    kv_hosted_bytes: int = Field(
+        0, ge=0, description="Host memory of all ranks for the KV of hosted requests, bytes."
     )
 
     kv_bits: Annotated[Literal[16, 8, 4], BeforeValidator(int)] = Field(
@@ -168,10 +189,18 @@ class Settings(BaseSettings):
     )
     kv_storage: str = Field(
         "file",
-        description="Disk tier: file (our own format), or the name of one of SGLang's storage backends.",
+        description="Where documents' KV is kept below the host. file: our own files. shared, mooncake: "
+        "these, and behind them a folder or a Mooncake Store that engines share. Or the name of one of "
+        "SGLang's storage backends, in place of files.",
     )
     kv_storage_args: dict[str, Any] = Field(
-        default_factory=dict, description="Options of the storage backend."
+        default_factory=dict, description="Options of the shared store or the storage backend, as JSON."
+    )
+    kv_shared_value: float = Field(
+        1.0,
+        ge=0,
+        description="Value from which a document goes into the shared store: its retrievals times the "
+        "milliseconds of its prefill, per MiB of KV. 0 stores everything, as it is computed.",
     )
     kv_analysis: Literal["ingest", "lazy"] = Field(
         "ingest",
@@ -242,92 +271,6 @@ class Settings(BaseSettings):
         "Needs the extra `otel`. Default: no tracing.",
     )
 
-    # answering
-    strategy: str = Field(
-        "auto",
-        description="Default strategy. auto: the fastest verified one, prefix where nothing is verified and "
-        "measured. full, prefix: exact. concat, epic, cacheblend, random, samkv: composed from documents, "
-        "with options as in concat:recompute=sentences,share=0.1.",
-    )
-    force_strategies: bool = Field(
-        False,
-        description="Let composed strategies answer even if neither `ragserve tune` nor `ragserve eval "
-        "--write-gate` has verified them for the model.",
-    )
-    verify_share: float = Field(
-        0.01,
-        ge=0,
-        le=1,
-        description="Share of the composed answers that are computed again by full prefill, when no request "
-        "is being answered. A strategy whose answers in a namespace differ too much is taken out of auto "
-        "there until `ragserve tune` has run. 0: none.",
-    )
-    idle_tuning: bool = Field(
-        True,
-        description="Verify strategies and measure their costs, as `ragserve tune` does, when no request is "
-        "being answered: in namespaces where nothing is verified, half an hour of computing each.",
-    )
-    top_k: int = Field(5, ge=1, le=64, description="Default number of chunks to retrieve.")
-    retrieval: Retrieval = Field(
-        "dense",
-        description="Default search. dense: by the embedder. lexical: by words (BM25). hybrid: both, fused "
-        "by their scores.",
-    )
-    rerank: str = Field(
-        "off",
-        description="What orders the candidates of a search again. off; keys: the model's attention over the "
-        "stored keys of analysed documents; or a sentence-transformers CrossEncoder, a folder or an id.",
-    )
-    rerank_models: str = Field(
-        "",
-        description="Further CrossEncoders, separated by commas, that requests may name. Each is loaded when "
-        "it is first used.",
-    )
-    rerank_candidates: int = Field(
-        50, ge=1, le=MAX_CANDIDATES, description="Passages that are searched for to be reranked or compared."
-    )
-    neighbours: int = Field(
-        0,
-        ge=0,
-        le=MAX_NEIGHBOURS,
-        description="Chunks before and after each passage that join it, as passages of their own.",
-    )
-    context_tokens: int = Field(
-        0,
-        ge=0,
-        description="Most tokens of all passages together, the first one excepted; 0: no limit but k. A "
-        "request that gives it without k gets as many passages as fit.",
-    )
-    min_score: float | None = Field(
-        None,
-        allow_inf_nan=False,
-        description="Lowest score of a passage: its cosine, BM25 in a lexical search, or the score of a "
-        "CrossEncoder. Where nothing reaches it, the answer is nothing_found and the model is not asked.",
-    )
-    nothing_found: str = Field(
-        "The documents do not answer this question.",
-        min_length=1,
-        max_length=8192,
-        description="Answer where no passage reaches min_score.",
-    )
-    dedupe: float = Field(
-        0,
-        ge=0,
-        le=1,
-        description="Share of common word triples (Jaccard) from which a passage is a copy of a better one "
-        "and left out; 0.8 finds near copies. 0 keeps all.",
-    )
-    follow_ups: FollowUps = Field(
-        "rewrite",
-        description="What is searched for when a question follows others. rewrite: the question, rewritten "
-        "by the model to stand alone; context, if it cannot. context: the question together with the turn "
-        "before. alone: the question as it is.",
-    )
-    max_new_tokens: int = Field(128, ge=1, le=32768, description="Default limit of an answer, tokens.")
-    system_prompt: str | None = Field(
-        None, max_length=8192, description="Replaces the system text of the model's template, or ours."
-    )
-
     # limits, so that a request cannot take the server down
     max_query_chars: int = Field(16_384, ge=1, description="Longest question, characters.")
     max_history_messages: int = Field(64, ge=0, description="Most earlier messages in a request.")
@@ -335,6 +278,12 @@ class Settings(BaseSettings):
         3600, gt=0, description="Seconds after a session's last turn at which the server forgets it."
     )
     max_sessions: int = Field(64, ge=0, description="Most sessions of an API key in a namespace; 0: none.")
+    session_budget: int = Field(
+        0,
+        ge=0,
+        description="Most tokens of a session's turns before the last one, with their passages: where they "
+        "exceed it, the sentences stay that suit the question. 0: all stay. Requests may give another.",
+    )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="Largest JSON request body, bytes.")
     max_upload_bytes: int = Field(
         64 * 2**20, ge=1024, description="Largest uploaded or ingested file, bytes."
@@ -347,42 +296,25 @@ class Settings(BaseSettings):
         60, gt=0, description="Seconds without a byte of a request's body after which it is given up (408)."
     )
 
-    # ingestion and index
-    sentence_bytes: int = Field(
-        16,
-        ge=0,
-        le=1024,
-        description="Bytes a token to store for embeddings of a chunk's sentences, by which `samkv` finds "
-        "what to keep. A sentence takes 390 with the default embedder. 0 embeds none, which halves the time "
-        "for embedding.",
-    )
-    chunk_tokens: int = Field(
-        256, ge=16, le=8192, description="Largest chunk, in tokens of the serving model."
-    )
-    index_type: IndexType = Field("flat", description="FAISS index type of new namespaces.")
-    index_device: Literal["cpu", "gpu"] = Field(
-        "cpu", description="Device of the index; gpu needs faiss-gpu."
-    )
-    embed_batch: int = Field(32, ge=1, le=4096, description="Chunks per forward pass of the embedder.")
-    embed_device: str = Field("auto", description="torch device of the embedder; auto: cuda if available.")
-    parse_timeout_s: float = Field(120, gt=0, description="Seconds after which parsing a file is given up.")
-    ocr: Literal["off", "docling"] = Field(
-        "off", description="What reads images and scanned PDFs; docling needs the extra `docling`."
-    )
-    url_ingestion: Literal["public", "any", "off"] = Field(
-        "public",
-        description="URLs that clients may have ingested by POST /rag/ingest. public: those of public "
-        "addresses; any: those of this machine and its networks, too.",
-    )
-    robots: Literal["honour", "ignore"] = Field(
-        "honour", description="What to do with a site's robots.txt; ignore it on a site of your own."
-    )
-    sitemap_urls: int = Field(1000, ge=1, le=1_000_000, description="Most URLs that a sitemap may add.")
-
     @property
     def has_key(self) -> bool:
         """True if requests need an API key: the server's, or one of the data folder's."""
         return self.api_key is not None or (self.data_dir / KEYS_FILE).exists()
+
+    @property
+    def shared_store(self) -> bool:
+        """True if engines share a store of documents' KV."""
+        return self.kv_storage in SHARED_STORES
+
+    @property
+    def own_files(self) -> bool:
+        """True if documents' KV is kept in files of ours."""
+        return bool(self.kv_disk_bytes) and (self.kv_storage == "file" or self.shared_store)
+
+    @property
+    def engine_elsewhere(self) -> bool:
+        """True if the engine, or each of several, is another process's."""
+        return self.engine_url is not None or self.workers is not None or self.replicas > 0
 
     @cached_property
     def default_strategy(self) -> StrategySpec:
@@ -392,31 +324,12 @@ class Settings(BaseSettings):
     @field_validator("strategy")
     @classmethod
     def _one_strategy(cls, text: str) -> str:
-        try:
-            specs = parse(text, get_args(StrategyName))
-            if len(specs) > 1:
-                raise ValueError(f"one strategy, not {len(specs)}")
-            return specs[0].label
-        except InvalidRequest as error:
-            raise ValueError(str(error)) from error
+        return one_label(text, get_args(StrategyName))
 
     @model_validator(mode="after")
     def _fit_together(self) -> Settings:
-        if self.host not in {"127.0.0.1", "localhost", "::1"} and not self.has_key:
-            raise ValueError(
-                f"host {self.host!r} would serve everyone who can reach it: set --api-key "
-                "(RAGSERVE_API_KEY), make keys with `ragserve keys create`, or bind to 127.0.0.1"
-            )
-        if self.kv_bits != 16 and self.sparse_attention == "off":
-            raise ValueError(
-                f"kv_bits={self.kv_bits}: only sparse decoding's backend reads such a pool: set "
-                "--sparse-attention on"
-            )
-        if self.rerank == "keys" and (self.engine_url is not None or self.kv_bits != 16):
-            raise ValueError(
-                "rerank='keys': only an engine of this server, with KV of 16 bits, has documents' keys: name "
-                "a CrossEncoder, or leave rerank out"
-            )
+        if (problem := conflict(self)) is not None:
+            raise ValueError(problem)
         return self
 
     @classmethod

@@ -22,6 +22,7 @@ The HTTP body of an error, and the data of an SSE ``error`` event, is ``{"error"
 
 from __future__ import annotations
 
+import errno
 from typing import Any, ClassVar
 
 __all__ = [
@@ -128,3 +129,23 @@ class Unavailable(RagserveError, status=503, code="unavailable"): ...
 
 
 class StorageFull(RagserveError, status=507, code="storage_full"): ...
+
+
+_PERMIT = "Make it readable and writable for this user, or use another --data-dir."
+_MORE_FILES = "Repeat it; if it happens again, raise the limit of open files (ulimit -n)."
+_ADVICE = {
+    errno.EROFS: "Make it writable, or use another --data-dir.",
+    errno.EACCES: _PERMIT,
+    errno.EPERM: _PERMIT,
+    errno.EMFILE: _MORE_FILES,
+    errno.ENFILE: _MORE_FILES,
+}
+
+
+def explained(error: OSError) -> RagserveError | None:
+    """Make the user's error of an error of the file system; None for one that users cannot end."""
+    what = f"{error.filename or 'A file'}: {error.strerror}."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageFull(what, hint="Free some space, or use another --data-dir.")
+    advice = _ADVICE.get(error.errno or 0)
+    return None if advice is None else Unavailable(what, hint=advice)

@@ -47,8 +47,10 @@ def write_text(path: Path, text: str, *, durable: bool = False, mode: int = 0o66
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a write that fails does not name its file
         raise
     if durable:
         sync_folder(path.parent)

@@ -46,6 +46,19 @@ class Metrics:
             multiprocess_mode="livesum",
         )
 
+        def worker(name: str, what: str) -> Gauge:
+            return Gauge(f"ragserve_worker_{name}", what, ["worker"], multiprocess_mode="livesum")
+
+        self.worker_serving = worker("serving", "1: the worker takes requests.")
+        self.worker_in_flight = worker("in_flight", "Requests that the worker is answering.")
+        self.worker_unconfirmed = worker(
+            "unconfirmed_deletions", "Deletions that the worker has not confirmed, and is fenced off for."
+        )
+        self.worker_requests = Counter("ragserve_worker_requests", "Requests sent to the worker.", ["worker"])
+        self.worker_resent = Counter(
+            "ragserve_worker_resent", "Of these, requests sent on to another before a token came.", ["worker"]
+        )
+
         def in_use(name: str, what: str) -> Gauge:
             labels = ["namespace", "strategy"]
             return Gauge(f"ragserve_use_{name}", what, labels, multiprocess_mode="livesum")

@@ -141,3 +141,14 @@ def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in options.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
+
+
+def one_label(text: str, known: Sequence[str]) -> str:
+    """Return the label of the one strategy that ``text`` names. Raises ValueError, as validators do."""
+    try:
+        specs = parse(text, known)
+    except InvalidRequest as error:
+        raise ValueError(str(error)) from error
+    if len(specs) > 1:
+        raise ValueError(f"one strategy, not {len(specs)}")
+    return specs[0].label

@@ -37,8 +37,12 @@ GRACE_S = 60.0
 """A query that retrieved a text before its removal may still cache its KV, so each row is acted on once more
 after this time.
 """
+SHARED_KEPT_S = 7 * 24 * 3600.0
+"""Age until which rows are kept on a registry that servers share, for one that was away meanwhile."""
 _BATCH = 256
+_ALL = 2**62  # over every id of a row
 _NOTE = "engine.json"
+WORKERS = "workers"
 
 
 class Evictor:
@@ -97,7 +101,7 @@ class Evictor:
 
     async def _settle(self) -> None:
         """Act again on rows older than the grace time and than every query in flight, and delete those twice
-        as old, which other servers on the folder have read by then.
+        as old, which other servers on the folder have read by then; on a shared registry those of a week ago.
         """
         now = time.time()
         try:
@@ -105,7 +109,8 @@ class Evictor:
                 before = min([now - GRACE_S, *(query.began for query in self._queries)])
                 self._second = await self._act(self._second, before=before)
                 if self._second:
-                    await asyncio.to_thread(self._log.forget, self._second, before=now - 2 * GRACE_S)
+                    kept = SHARED_KEPT_S if self._store.database.shared else 2 * GRACE_S
+                    await asyncio.to_thread(self._log.forget, self._second, before=now - kept)
         except Exception as error:  # noqa: BLE001 - as in drain
             _log_failure("The log of removed documents could not be pruned", error)
 
@@ -144,15 +149,16 @@ def _log_failure(what: str, error: Exception) -> None:
     log.warning("%s, will retry: %s", what, error, exc_info=unknown)
 
 
-def note_engine(settings: Settings, tokenizer: str) -> None:
+def note_engine(settings: Settings, tokenizer: str, *, elsewhere: bool = False) -> None:
     """Record in the cache folder what `clean_files` needs without a server: the backend and the
-    tokenizers.
+    tokenizers. ``elsewhere``: workers have the KV, so only a server in front of them can remove it.
     """
-    if not settings.kv_disk_bytes:
+    if not (settings.kv_disk_bytes or settings.shared_store or elsewhere):
         return
     path = _folder(settings) / _NOTE
     tokenizers = list(dict.fromkeys([*_noted(path).get("tokenizers", []), tokenizer]))
-    write_json(path, {"storage": settings.kv_storage, "tokenizers": tokenizers})
+    storage = WORKERS if elsewhere else settings.kv_storage
+    write_json(path, {"storage": storage, "tokenizers": tokenizers})
 
 
 def clean_files(settings: Settings, store: IndexStore) -> bool:
@@ -160,9 +166,12 @@ def clean_files(settings: Settings, store: IndexStore) -> bool:
     it.
     """
     entries = EvictionLog(store.database)
-    if not len(entries):
-        return True
     try:
+        if store.database.shared:  # servers elsewhere read the log, too, but none may prune it
+            entries.forget(_ALL, before=time.time() - SHARED_KEPT_S)
+            return False
+        if not len(entries):
+            return True
         with lock.alone(settings.data_dir) as nobody_else:
             return nobody_else and _clean(settings, entries)
     except (RagserveError, OSError) as error:  # must not fail the removal, which is done and durable

@@ -274,10 +274,11 @@ class _WarmRun:
         return self._warmer.call(self._warmer.engine.where(self._job.namespace, documents))
 
     def _compute(self, group: _Group) -> None:
-        """Compute the chunks that are not in the lowest tier, at the pace of the disk."""
+        """Compute the chunks that are neither in the lowest tier nor in the shared store, at the pace of the
+        disk."""
         ids = [ids for _, ids in group.pieces]
         found = self._where(ids)
-        group.new = [below not in (found.lasting, "writing") for below in found.below]
+        group.new = [below not in (found.lasting, "writing", "remote") for below in found.below]
         spans: dict[_Item, list[Span]] = {}
         prompt: list[int] = []
         for (item, piece), new in zip(group.pieces, group.new, strict=True):
@@ -316,7 +317,7 @@ class _WarmRun:
             item.left -= 1
             item.computed += new
             item.tokens += len(piece) if new else 0
-            if below != found.lasting and item.reason is None:
+            if below not in (found.lasting, "remote") and item.reason is None:
                 item.reason = self._why(found)
             if not item.left and item.source:
                 done = "warmed" if item.computed else "unchanged"

@@ -9,8 +9,9 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from ragserve.config import DEFAULT_MODEL, IndexType
+from ragserve.config import DEFAULT_MODEL
 from ragserve.errors import InvalidRequest
+from ragserve.setting_groups.ingestion import IndexType
 
 
 class Name(enum.StrEnum):
@@ -21,6 +22,7 @@ class Name(enum.StrEnum):
     RETRIEVAL = "retrieval"
     DIALOGUE = "dialogue"
     RERANK = "rerank"
+    TYPING_ERRORS = "typing-errors"
     LONG_CHUNKS = "long-chunks"
     LEXICAL = "lexical"
     SELECTION = "selection"
@@ -29,6 +31,7 @@ class Name(enum.StrEnum):
     CONTEXT = "context"
     REPLAY = "replay"
     LOAD = "load"
+    FLEET = "fleet"
     KERNELS_COMPOSE = "kernels-compose"
     KERNELS_DECODE = "kernels-decode"
     KERNELS = "kernels"
@@ -42,11 +45,13 @@ _BY_NAME_ONLY = (
     Name.KERNELS,
     Name.DIALOGUE,
     Name.RERANK,
+    Name.TYPING_ERRORS,
     Name.LONG_CHUNKS,
     Name.LEXICAL,
     Name.SELECTION,
     Name.REPLAY,
     Name.LOAD,
+    Name.FLEET,
     *_KERNELS,
 )
 
@@ -68,15 +73,16 @@ def bench(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Repeatable. retrieval, rerank, long-chunks: a folder in BEIR's layout (corpus.jsonl, "
-            "queries.jsonl, qrels/test.tsv). dialogue: dialogues in MTRAG's layout, besides those over the "
-            "example corpus (.jsonl[.gz]). lexical: such a folder, and articles ({title, text}; .jsonl, "
-            ".jsonl.xz). "
-            "selection, rerank: a question set, as for `ragserve eval`. "
+            help="Repeatable. retrieval, rerank, typing-errors, long-chunks: a folder in BEIR's layout "
+            "(corpus.jsonl, queries.jsonl, qrels/test.tsv). dialogue: dialogues in MTRAG's layout, besides "
+            "those over the example corpus (.jsonl[.gz]). lexical: such a folder, and articles "
+            "({title, text}; .jsonl, .jsonl.xz). "
+            "selection, rerank, typing-errors: a question set, as for `ragserve eval`. typing-errors: lines "
+            "(.txt), too. "
             "kernels-decode: a question set (.jsonl, .jsonl.gz) with long documents, whose "
             "queries and keys are measured. "
-            'replay, load: NAME.trace.jsonl, one {"doc_ids": [...]} per line, beside NAME.docs.jsonl[.gz], '
-            'one {"id", "text"} per line.'
+            'replay, load, fleet: NAME.trace.jsonl, one {"doc_ids": [...]} per line, beside '
+            'NAME.docs.jsonl[.gz], one {"id", "text"} per line.'
         ),
     ] = None,
     part: Annotated[
@@ -86,9 +92,12 @@ def bench(
     model: Annotated[
         str, typer.Option(help="kernels-decode: the model whose queries and keys are measured.")
     ] = DEFAULT_MODEL,
-    queries: Annotated[int, typer.Option(min=1, help="replay, load: queries drawn from the trace.")] = 120,
+    queries: Annotated[
+        int, typer.Option(min=1, help="replay, load, fleet: queries drawn from the trace.")
+    ] = 120,
     questions: Annotated[
-        int, typer.Option(min=0, help="rerank: questions, spread over each collection; 0: all.")
+        int,
+        typer.Option(min=0, help="rerank, typing-errors: questions, spread over each collection; 0: all."),
     ] = 0,
     reranker: Annotated[
         list[str] | None,
@@ -115,6 +124,13 @@ def bench(
             help="load: strategies to compare, written as for `ragserve eval`; full first, as the reference."
         ),
     ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="fleet: simulate 8, 64 and 512 workers and 1M documents.")
+    ] = False,
+    workers: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="fleet: number of workers, simulated or real (1, 2 and 4); repeatable."),
+    ] = None,
     index_types: Annotated[
         str, typer.Option(help="retrieval: index types to compare, separated by commas.")
     ] = "flat",
@@ -133,12 +149,14 @@ def bench(
         "retrieval": {"data": data, "index_types": types},
         "dialogue": {"data": data},
         "rerank": {"data": data, "questions": questions, "rerankers": reranker},
+        "typing-errors": {"data": data, "questions": questions},
         "long-chunks": {"data": data},
         "lexical": {"data": data},
         "selection": {"data": data},
         "kernels-compose": {"parts": part},
         "kernels-decode": {"parts": part, "model": model, "data": data},
         "replay": {"traces": data, "n_queries": queries, "shares": share},
+        "fleet": {"simulate_only": simulate, "sizes": workers, "traces": data, "n_queries": queries},
         "load": {"traces": data, "n_queries": queries, "passages": (passages,), "strategies": strategies},
     }
     chosen = list(_KERNELS) if name is Name.KERNELS else [name]

@@ -16,11 +16,15 @@ from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from ragserve.calibration.namespace_weights import NamespacePassage
     from ragserve.engine.local import LocalEngine
     from ragserve.measuring.costs import CostSchedule
     from ragserve.strategy_spec import StrategySpec
 
-SETTINGS = ("model", "data_dir", "kv_disk_bytes", *ENGINE_SETTINGS)
+SETTINGS = (
+    *("model", "data_dir", "embedder", "embed_device", "system_prompt", "kv_disk_bytes"),
+    *ENGINE_SETTINGS,
+)
 
 
 class Part(StrEnum):
@@ -60,6 +64,15 @@ def calibrate(
     questions: Annotated[
         int, typer.Option(min=1, help="samkv: questions of each of the four kinds, on every set.")
     ] = 6,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace",
+            "-n",
+            help="samkv: learn the weights of the signals on this namespace's passages; they are used if "
+            "they keep more than the built-in ones on others of its documents. Default: the built-in ones.",
+        ),
+    ] = None,
 ) -> None:
     """Find how a model is served best on this machine, and write it where `serve` reads it.
 
@@ -75,13 +88,16 @@ def calibrate(
     names = [name for name in get_args(StrategyName) if name not in (*EXACT_STRATEGIES, "auto")]
     given = parse(strategies, names) if strategies else []
     schedule = CostSchedule(max_tokens, document_tokens, repeats)
+    if namespace and part != Part.samkv:
+        raise InvalidRequest("--namespace is of --part samkv.", hint="Add --part samkv.", param="namespace")
+    passages = _passages(settings, namespace) if namespace else []
 
     async def work(engine: LocalEngine) -> None:
         new_profile = part == Part.samkv or (
             part == Part.all and not engine.info.samkv and not engine.info.only_exact
         )
         if new_profile:
-            await _samkv(settings, engine, sets, questions)
+            await _samkv(settings, engine, sets, questions, passages)
         if part != Part.samkv:
             await _costs(settings, engine, given, schedule, new_profile=new_profile)
 
@@ -92,11 +108,24 @@ def calibrate(
         run_once(settings.model_copy(update={"data_dir": Path(folder)}), work)
 
 
-async def _samkv(settings: Settings, engine: LocalEngine, sets: int, questions: int) -> None:
+def _passages(settings: Settings, namespace: str) -> list[NamespacePassage]:
+    from ragserve.calibration.namespace_weights import drawn_passages
+    from ragserve_index import IndexStore
+
+    with IndexStore(settings.data_dir) as store:
+        return drawn_passages(store, namespace)
+
+
+async def _samkv(
+    settings: Settings, engine: LocalEngine, sets: int, questions: int, passages: list[NamespacePassage]
+) -> None:
+    from ragserve.calibration.namespace_weights import learn_on
     from ragserve.calibration.samkv import ProbeSchedule, find_and_save, table
 
-    found, place = await find_and_save(settings, engine, ProbeSchedule(sets=sets, questions=questions), say)
-    for line in table(found):
+    learned = await learn_on(settings, engine, passages, say) if passages else None
+    schedule = ProbeSchedule(sets=sets, questions=questions)
+    found, place = await find_and_save(settings, engine, schedule, say, learned)
+    for line in [*table(found), *(learned.lines() if learned else [])]:
         typer.echo(line)
     typer.echo(f"written: {place}")
 

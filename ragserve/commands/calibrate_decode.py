@@ -23,6 +23,7 @@ SETTINGS = (
     "decode_mode",
     "decode_budget",
     "decode_reuse",
+    "decode_scores",
     "decode_threshold",
     "decode_page_size",
     "decode_logical_page",

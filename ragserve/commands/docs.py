@@ -15,7 +15,7 @@ from ragserve.commands.ingest import signals_stop
 from ragserve.commands.job_console import place, print_json
 from ragserve.commands.options import ENGINE_SETTINGS, AsJson, Namespace, with_settings
 from ragserve.config import Settings
-from ragserve.errors import NotFound
+from ragserve.errors import NotFound, RagserveError
 from ragserve.tenants.audit_log import record_command
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ def register(app: typer.Typer) -> None:
     docs = typer.Typer(
         help="List, show, remove, check and warm documents; list and drop namespaces.", no_args_is_help=True
     )
-    docs.command("ls")(with_settings(ls, ["data_dir"]))
-    docs.command("namespaces")(with_settings(namespaces, ["data_dir"]))
-    docs.command("show")(with_settings(show, ["data_dir"]))
-    docs.command("rm")(with_settings(rm, ["data_dir", "model", "tokenizer"]))
-    docs.command("drop")(with_settings(drop, ["data_dir"]))
-    docs.command("check")(with_settings(check, ["data_dir"]))
+    docs.command("ls")(with_settings(ls, ["data_dir", "registry_url"]))
+    docs.command("namespaces")(with_settings(namespaces, ["data_dir", "registry_url"]))
+    docs.command("show")(with_settings(show, ["data_dir", "registry_url"]))
+    docs.command("rm")(with_settings(rm, ["data_dir", "registry_url", "model", "tokenizer"]))
+    docs.command("drop")(with_settings(drop, ["data_dir", "registry_url"]))
+    docs.command("check")(with_settings(check, ["data_dir", "registry_url"]))
     docs.command("reembed", help=_REEMBED_HELP)(
-        with_settings(reembed, ["data_dir", "embedder", "embed_device"])
+        with_settings(reembed, ["data_dir", "registry_url", "embedder", "embed_device"])
     )
     docs.command("warm", help=_WARM_HELP)(with_settings(warm, _WARM_SETTINGS))
     app.add_typer(docs, name="docs")
@@ -163,11 +163,17 @@ def drop(
     as_json: AsJson = False,
 ) -> None:
     """Remove a namespace with all its documents and their cached KV."""
+    from ragserve.answering.query_log import forget_dropped
     from ragserve.cache.evictions import clean_files
 
     with _store(settings) as store:
         dropped = store.drop_namespace(namespace)
         clean_files(settings, store)
+        try:
+            forget_dropped(settings.data_dir, store)
+        except (OSError, RagserveError) as error:  # must not fail the removal, which is done
+            later = f"its logged questions are still on disk, the next server removes them: {error}"
+            typer.secho(later, err=True, fg=typer.colors.YELLOW)
     record_command(
         settings, "docs drop", namespace=namespace, documents=dropped.n_documents, result="dropped"
     )
@@ -189,7 +195,7 @@ def check(
 ) -> None:
     """Check registry, vector index and lexical index against each other. Exits with 1 if a problem is left.
 
-    Documents cannot be ingested while FTS5 checks its index."""
+    Documents cannot be ingested while the lexical index is checked."""
     with _store(settings) as store:
         reports = store.check(namespace)
         broken = [report.namespace for report in reports if not report.ok]
@@ -307,12 +313,12 @@ def _warm_by_server(
 
 @contextmanager
 def _store(settings: Settings) -> Iterator[IndexStore]:
-    from ragserve_index import IndexStore
+    from ragserve.retrieval.document_store import open_store
 
-    if not settings.data_dir.is_dir():
+    if settings.registry_url is None and not settings.data_dir.is_dir():
         hint = "Ingest something first, or give --data-dir."
         raise NotFound(f"There is no data in {settings.data_dir}.", hint=hint)
-    with IndexStore(settings.data_dir, index_type=settings.index_type, device=settings.index_device) as store:
+    with open_store(settings) as store:
         yield store
 
 

@@ -20,7 +20,7 @@ from ragserve.commands.options import AsJson, problems, with_settings
 from ragserve.config import Settings, load
 
 _MODELS = ("model", "tokenizer", "embedder")
-_SETTINGS = ("data_dir", *_MODELS, "engine_url", "host", "port", "index_device", "tp_size")
+_SETTINGS = ("data_dir", "registry_url", *_MODELS, "engine_url", "host", "port", "index_device", "tp_size")
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 
 

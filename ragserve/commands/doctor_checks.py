@@ -130,8 +130,8 @@ def _plugins(_: Settings) -> Finding:
 
 
 def _platform(settings: Settings) -> Finding:
-    if settings.engine_url:
-        return "skip", "the engine runs elsewhere (engine_url)"
+    if settings.engine_url or settings.workers:
+        return "skip", "the engine runs elsewhere (engine_url, workers)"
     from ragserve.engine.compat import prepare
 
     prepare()
@@ -151,8 +151,9 @@ def _device(settings: Settings) -> Finding:
         gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         names = ", ".join(f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus)
         found = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {names}"
-        if settings.tp_size > len(gpus) and not settings.engine_url:
-            advice = f"tp_size {settings.tp_size} needs more GPUs than there are: lower --tp-size."
+        needed = settings.tp_size * max(1, settings.replicas)
+        if needed > len(gpus) and not (settings.engine_url or settings.workers):
+            advice = f"{needed} GPUs are needed, more than there are: lower --tp-size or --replicas."
             return "fail", found, advice
         return "ok", found
     found = f"torch {torch.__version__}, no GPU, {len(os.sched_getaffinity(0))} cores"
@@ -163,8 +164,8 @@ def _device(settings: Settings) -> Finding:
 
 
 def _model(settings: Settings) -> Finding:
-    if settings.engine_url:
-        return "skip", "the engine brings its own (engine_url)"
+    if settings.engine_url or settings.workers:
+        return "skip", "the engine brings its own (engine_url, workers)"
     folder = Path(settings.model)
     if folder.is_file() or "://" in settings.model or "model_path" in settings.engine_args:
         return "skip", f"{settings.model} is read by SGLang alone"
@@ -204,7 +205,7 @@ def _download(when: str) -> str:
 def _tokenizer(settings: Settings) -> Finding:
     name = settings.tokenizer or settings.model
     local = Path(name).is_dir()
-    if not local and settings.engine_url and not settings.tokenizer:
+    if not local and (settings.engine_url or settings.workers) and not settings.tokenizer:
         return "skip", "the engine names it when the server starts"
     from transformers import AutoTokenizer
 
@@ -259,18 +260,18 @@ def _data_dir(settings: Settings) -> Finding:
 
 
 def _index(settings: Settings) -> Finding:
-    if not (settings.data_dir / "ragserve.sqlite3").exists():
+    if settings.registry_url is None and not (settings.data_dir / "ragserve.sqlite3").exists():
         return "skip", "nothing ingested yet"
-    from ragserve_index import IndexStore
+    from ragserve.retrieval.document_store import open_store
 
-    with IndexStore(settings.data_dir, index_type=settings.index_type) as store:
+    with open_store(settings.model_copy(update={"index_device": "cpu"})) as store:
         reports = store.check(None)
         namespaces = store.namespaces()
     if broken := [report for report in reports if not report.ok]:
         found = "; ".join(f"{report.namespace}: {', '.join(report.problems)}" for report in broken)
-        return "fail", found, "Run `ragserve docs check --repair`: it builds indexes again from SQLite."
+        return "fail", found, "Run `ragserve docs check --repair`: it builds indexes again from the registry."
     if damaged := [report.namespace for report in reports if report.file.startswith("damaged")]:
-        advice = "Nothing is lost: the server rebuilds them from SQLite at its next start."
+        advice = "Nothing is lost: the server rebuilds them from the registry at its next start."
         return "warn", f"damaged index files: {', '.join(damaged)}", advice
     documents, chunks = sum(n.n_documents for n in namespaces), sum(n.n_chunks for n in namespaces)
     found = f"{len(namespaces)} namespaces, {documents:,} documents, {chunks:,} chunks"
@@ -310,6 +311,8 @@ def _port(settings: Settings) -> Finding:
 
 
 def _engine(settings: Settings) -> Finding:
+    if settings.workers:
+        return "skip", "workers are asked when the server starts"
     if not settings.engine_url:
         return "skip", "started by ragserve itself"
     url = settings.engine_url.rstrip("/")

@@ -8,7 +8,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -19,6 +19,7 @@ from ragserve.files import write_text
 
 if TYPE_CHECKING:
     from ragserve.client import Client
+    from ragserve.eval.dialogue_sets import AskedAt
     from ragserve.eval.parallel import Plan
     from ragserve.measuring.server import RunningServer
     from ragserve.strategy_spec import StrategySpec
@@ -76,6 +77,38 @@ def evaluate(
         ),
     ] = None,
     turns: Annotated[int, typer.Option(min=2, max=16, help="Questions of a dialogue of multiturn.")] = 4,
+    asked_at: Annotated[
+        Literal["beginning", "middle", "end"],
+        typer.Option(
+            help="multiturn: where a question stands: at the end, or in a document of its own before "
+            "(beginning) or among (middle) those that its turn brings."
+        ),
+    ] = "end",
+    ahead: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="multiturn: by how many turns the documents come before their question, in every other "
+            "dialogue of a question set.",
+        ),
+    ] = 1,
+    decode_budget: Annotated[
+        int | None,
+        typer.Option(
+            min=128,
+            help="multiturn: also decode within so many tokens over pages of exact KV, chosen by a window of "
+            "queries, by the last one, by the prompt's end (as SnapKV), and the first and newest ones (as "
+            "StreamingLLM). With --url its server needs --sparse-attention on.",
+        ),
+    ] = None,
+    session_budget: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="multiturn: also ask every strategy but full over so many tokens of the turns before the "
+            "last one, compressed for each question; repeatable.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Longest answer in tokens. Default: 24; over your own, the server's."),
@@ -167,20 +200,39 @@ def evaluate(
         plan = Plan(paths, specs, settings, limit, max_new_tokens or _TOKENS, concurrency, workers)
         lines = _engines(plan, work, out, write_gate=write_gate)
     elif mode is EvalMode.multiturn and url is None:
-        lines = _dialogues(settings, paths, specs, turns, limit, max_new_tokens or _TOKENS, out)
+        shape = turns, limit, asked_at, ahead
+        budgets = decode_budget, session_budget or []
+        lines = _dialogues(settings, paths, specs, shape, max_new_tokens or _TOKENS, budgets, out)
     else:
+        from ragserve.eval.multiturn import shortened_runs
+        from ragserve.eval.page_rivals import page_rivals
         from ragserve.eval.rest import evaluate_set
 
         runs = [
             Options(spec.name, k or _PASSAGES, max_new_tokens or _TOKENS, concurrency, spec.options)
             for spec in specs
         ]
+        if mode is EvalMode.multiturn:
+            tokens = max_new_tokens or _TOKENS
+            runs += shortened_runs(runs, session_budget or [])
+            runs += [
+                Options("prefix", _PASSAGES, tokens, concurrency, decode=decode, name=label)
+                for label, decode in page_rivals(decode_budget).items()
+            ]
         with _client(settings, url, api_key) as client:
             lines = []
             for path in paths:
                 report = _report_of(path, paths, out)
                 lines += evaluate_set(
-                    client, path, runs, mode=mode.value, turns=turns, limit=limit, out=report
+                    client,
+                    path,
+                    runs,
+                    mode=mode.value,
+                    turns=turns,
+                    limit=limit,
+                    out=report,
+                    asked_at=asked_at,
+                    ahead=ahead,
                 )
     if records is not None:
         write_text(records, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -226,22 +278,26 @@ def _dialogues(
     settings: Settings,
     paths: list[Path],
     specs: list[StrategySpec],
-    turns: int,
-    limit: int | None,
+    shape: tuple[int, int | None, AskedAt, int],
     max_new_tokens: int,
+    budgets: tuple[int | None, list[int]],
     out: Path | None,
 ) -> list[Line]:
-    """Lead strategies along dialogues on an engine of this process; print and write a table for each set."""
+    """Lead strategies along dialogues on an engine of this process; print and write a table for each set.
+    ``shape``: turns, limit, place of the questions and turns by which documents come before them, as
+    `load_dialogues` takes them. ``budgets``: that of decode steps, and those of earlier turns."""
     from ragserve.answering.prompt import PromptBuilder
     from ragserve.engine.local import LocalEngine
     from ragserve.engine.offline import run_once
     from ragserve.eval.console import progress
-    from ragserve.eval.data import load, set_name
-    from ragserve.eval.multiturn import dialogues_of
+    from ragserve.eval.data import set_name
+    from ragserve.eval.dialogue_sets import load_dialogues
     from ragserve.eval.multiturn_engine import NOTE, by_turn, led_along
     from ragserve.measuring import report
 
-    made = {path: dialogues_of(load(path, limit), turns) for path in paths}
+    turns, _, asked_at, ahead = shape
+    decode_budget, session_budgets = budgets
+    made = {path: load_dialogues(path, *shape) for path in paths}
 
     async def work(engine: LocalEngine) -> dict[Path, list[Line]]:
         builder = PromptBuilder.load(engine.info.tokenizer)
@@ -249,18 +305,30 @@ def _dialogues(
         for path, dialogues in made.items():
             with progress(set_name(path), turns * len(dialogues)) as step:
                 found[path] = await led_along(
-                    engine, builder, dialogues, specs, max_new_tokens, progress=step
+                    engine,
+                    builder,
+                    dialogues,
+                    specs,
+                    max_new_tokens,
+                    budget=decode_budget,
+                    session_budgets=session_budgets,
+                    progress=step,
                 )
         await engine.control("check")
         return found
 
     with tempfile.TemporaryDirectory(prefix="ragserve-eval-") as folder:
-        own = {"data_dir": Path(folder), "kv_disk_bytes": 0}
+        own: dict[str, Any] = {"data_dir": Path(folder), "kv_disk_bytes": 0}
+        if decode_budget is not None:
+            own |= {"sparse_attention": "on", "decode_mode": "dense", "decode_max_budget": decode_budget}
+            own["decode_budget"] = decode_budget
         found = run_once(settings.model_copy(update=own), work)
     for path, lines in found.items():
         workload: dict[str, Any] = {"set": set_name(path), "mode": "multiturn"}
         workload["model"] = Path(settings.model).name
         workload |= {"turns": turns, "dialogues": len(made[path]), "max_new_tokens": max_new_tokens}
+        workload |= {"asked_at": asked_at, "decode_budget": decode_budget}
+        workload |= {"ahead": ahead, "session_budgets": session_budgets}
         name = f"eval {set_name(path)} multiturn"
         report.write(name, workload, by_turn(lines), out=_report_of(path, paths, out), note=NOTE)
     return [{"set": set_name(path), **line} for path, lines in found.items() for line in lines]
@@ -279,7 +347,7 @@ def _client(
             url = stack.enter_context(
                 _server(settings, api_key, settings.data_dir if keeps_data else None)
             ).url
-        yield stack.enter_context(Client(url, api_key=api_key))
+        yield stack.enter_context(Client(url, api_key=api_key, no_store=True))
 
 
 def _server(

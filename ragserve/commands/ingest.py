@@ -27,7 +27,16 @@ if TYPE_CHECKING:
     from ragserve_index import IndexStore
 
 _SETTINGS = (
-    *("data_dir", "model", "tokenizer", "embedder", "embed_device", "chunk_tokens", "index_type"),
+    *(
+        "data_dir",
+        "registry_url",
+        "model",
+        "tokenizer",
+        "embedder",
+        "embed_device",
+        "chunk_tokens",
+        "index_type",
+    ),
     *("ocr", "robots", "sitemap_urls"),
 )
 _EPILOG = (
@@ -100,6 +109,14 @@ def ingest(
             "folder, else on an engine started for it.",
         ),
     ] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Parse and embed files on this Ray cluster, whose nodes see them at the same paths: "
+            "HOST:PORT, auto, or local, which starts one on this machine.",
+        ),
+    ] = None,
     resume: Annotated[str | None, typer.Option(metavar="JOB", help="Finish this job instead.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON report and nothing else.")] = False,
 ) -> None:
@@ -112,9 +129,11 @@ def ingest(
         raise InvalidRequest(message)
 
     from ragserve.ingest.ingestor import PathOptions
-    from ragserve.ingest.sources import parse_metadata
-    from ragserve_index import IndexStore
+    from ragserve.ingest.sources import is_url, parse_metadata
+    from ragserve.retrieval.document_store import open_store
 
+    if ray is not None and (follow_changes or any(one == "-" or is_url(one) for one in given)):
+        raise InvalidRequest("--ray takes files and directories, once: no URLs, no -, no --follow-changes.")
     if warm:
         check_warm(settings, repeated=follow_changes)
     options = PathOptions(
@@ -129,9 +148,9 @@ def ingest(
     )
     with (
         signals_stop() as signals,
-        IndexStore(settings.data_dir, index_type=settings.index_type, device=settings.index_device) as store,
+        open_store(settings) as store,
     ):
-        session = _Session(settings, store, signals.stop, as_json)
+        session = _Session(settings, store, signals.stop, as_json, ray)
         if resume:
             session.run(resume, wait=True)
         elif given == ["-"]:
@@ -158,7 +177,14 @@ def _server_runs(settings: Settings) -> bool:
 class _Session:
     """The ingestor of one command; counts ``files`` looked at and ``failed``."""
 
-    def __init__(self, settings: Settings, store: IndexStore, stop: threading.Event, as_json: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        store: IndexStore,
+        stop: threading.Event,
+        as_json: bool,
+        ray: str | None,
+    ) -> None:
         from rich.console import Console
 
         from ragserve.cache.evictions import clean_files
@@ -177,6 +203,7 @@ class _Session:
             lambda: Embedder.of(settings),
             evict=lambda: clean_files(settings, store),
             warms=lambda: _server_runs(settings),
+            ray=ray,
         )
 
     def run(self, job_id: str, *, wait: bool = False, pruned: bool = False, compact: bool = False) -> None:

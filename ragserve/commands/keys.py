@@ -21,6 +21,7 @@ _HELP = (
 _DAYS = re.compile(r"(\d{1,5})d")
 _SHOWN_LIMITS = {
     "requests_per_minute": "{:,} requests a minute",
+    "tokens_per_minute": "{:,} tokens a minute",
     "concurrent_requests": "{:,} at once",
     "max_upload_bytes": "uploads up to {:,} bytes",
     "max_k": "k up to {:,}",
@@ -39,7 +40,7 @@ def create(
     settings: Settings,
     name: Annotated[str, typer.Argument(help="Who will use the key: shown by list and in the audit log.")],
     right: Annotated[
-        list[str], typer.Option(help="read, ingest, delete or admin (all, everywhere). Repeatable.")
+        list[str], typer.Option(help="read, ingest, delete, metrics or admin (all, everywhere). Repeatable.")
     ],
     namespace: Annotated[
         list[str] | None,
@@ -53,6 +54,9 @@ def create(
         str | None, typer.Option(metavar="DAYSd|DATE", help="As 90d or 2027-12-31. Default: never.")
     ] = None,
     requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Requests a minute.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of prompts and answers a minute.")
+    ] = None,
     concurrent_requests: Annotated[int | None, typer.Option(min=1, help="Requests at once.")] = None,
     max_upload_bytes: Annotated[
         int | None, typer.Option(min=1, help="Largest body of an ingestion, bytes.")
@@ -67,6 +71,7 @@ def create(
         )
     limits = KeyLimits(
         requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
         concurrent_requests=concurrent_requests,
         max_upload_bytes=max_upload_bytes,
         max_k=max_k,
@@ -128,7 +133,7 @@ def _plain(key: TenantKey) -> dict[str, Any]:
 
 def _line(key: TenantKey) -> str:
     limits = key.limits.model_dump(exclude_none=True)
-    facts = [", ".join(sorted(key.rights)), f"namespaces {', '.join(key.namespaces)}"]
+    facts = [", ".join(sorted(key.rights)), f"namespaces {', '.join(key.namespaces) or 'none'}"]
     facts += [_SHOWN_LIMITS[name].format(value) for name, value in limits.items()]
     if key.expires_at is not None:
         facts.append(f"{'expired' if key.expired else 'expires'} {key.expires_at:%Y-%m-%d %H:%M} UTC")

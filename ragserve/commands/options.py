@@ -22,12 +22,15 @@ _PANELS = {
     "data_dir": "Settings: files and models",
     "engine_url": "Settings: engine",
     "sparse_attention": "Settings: sparse decoding",
+    "prefill_mode": "Settings: sparse prefill",
     "kv_host_bytes": "Settings: document cache",
     "host": "Settings: server",
     "strategy": "Settings: answering",
     "max_query_chars": "Settings: limits",
-    "chunk_tokens": "Settings: ingestion and index",
+    "sentence_bytes": "Settings: ingestion and index",
 }
+
+_SHORT = {"router_url": "--router"}  # flags beside those that settings are named by
 
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the documents.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -58,7 +61,9 @@ def with_settings(
     """
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     taken = {parameter.name for parameter in own}
+    panels = list(_PANELS.values())
     fields = [name for name in names or Settings.model_fields if name not in taken]
+    fields.sort(key=lambda name: panels.index(_panel(name)))
     flags = [_parameter(name) for name in fields]
 
     def run(**given: Any) -> Any:
@@ -94,10 +99,14 @@ def problems(error: ValidationError) -> list[str]:
     ]
 
 
-def _parameter(name: str) -> inspect.Parameter:
+def _panel(name: str) -> str:
     fields = list(Settings.model_fields)
-    panel = next(_PANELS[each] for each in reversed(fields[: fields.index(name) + 1]) if each in _PANELS)
-    option = typer.Option(None, _flag(name), help=_help(name), rich_help_panel=panel, show_default=False)
+    return next(_PANELS[each] for each in reversed(fields[: fields.index(name) + 1]) if each in _PANELS)
+
+
+def _parameter(name: str) -> inspect.Parameter:
+    flags = [_flag(name), *([_SHORT[name]] if name in _SHORT else [])]
+    option = typer.Option(None, *flags, help=_help(name), rich_help_panel=_panel(name), show_default=False)
     annotation = _flag_type(Settings.model_fields[name].annotation) | None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
 

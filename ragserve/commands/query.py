@@ -12,8 +12,9 @@ from ragserve.api.views import EVENTS
 from ragserve.client import Client, MessageEvent, QueryArguments
 from ragserve.commands.job_console import place
 from ragserve.commands.options import DEFAULT_URL, ApiKey, ServerUrl, json_object
-from ragserve.config import Retrieval, StrategyName
+from ragserve.config import StrategyName
 from ragserve.errors import EngineError
+from ragserve.setting_groups.answering import Retrieval
 from ragserve.strategy_spec import parse
 
 _FILTER = '{"op":"eq","field":"lang","value":"en"}'

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,10 +18,15 @@ from ragserve.config import Settings
 from ragserve.engine.ports import hold_port, port_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from ragserve.api.starting import StartingAnswers
+    from ragserve.engine.base import Engine, EngineInfo
+    from ragserve.engine.proxy import ReverseProxy
+
 log = logging.getLogger("ragserve")
-_BACKLOG = 2048  # as uvicorn's
 
 
 def register(app: typer.Typer) -> None:
@@ -30,19 +35,25 @@ def register(app: typer.Typer) -> None:
     )
 
 
-def serve(settings: Settings) -> None:
-    """Start the engine (or connect to --engine-url) and serve until SIGINT, SIGTERM or SIGHUP."""
+def serve(
+    settings: Settings,
+    worker: Annotated[
+        bool, typer.Option("--worker", help="Serve an engine and its document cache only, for --workers.")
+    ] = False,
+) -> None:
+    """Start the engine (or connect to --engine-url or --workers) and serve until SIGINT, SIGTERM or
+    SIGHUP."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive our forks
     # Server, scheduler and detokenizer share the cores; threads spinning at barriers would starve each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     with hold_port(settings.host, settings.port) as listener:
-        check_start(settings)
-        _serve(settings.model_copy(update={"port": port_of(listener)}), listener)
+        check_start(settings, worker=worker)
+        _serve(settings.model_copy(update={"port": port_of(listener)}), listener, worker)
 
 
-def _serve(settings: Settings, listener: socket.socket) -> None:
+def _serve(settings: Settings, listener: socket.socket, worker: bool) -> None:
     logs.configure(settings.log_level, settings.log_format)
     if settings.otlp_endpoint is not None:
         tracing.start(tracing.exporter(settings.otlp_endpoint))
@@ -52,72 +63,118 @@ def _serve(settings: Settings, listener: socket.socket) -> None:
     try:
         if settings.engine_url:
             _serve_remote(settings, listener)
+        elif settings.engine_elsewhere:
+            _serve_workers(settings, listener)
         else:
-            _serve_local(settings, listener)
+            _serve_local(settings, listener, worker)
     finally:
         tracing.stop()
 
 
-def _serve_local(settings: Settings, listener: socket.socket) -> None:
+def _serve_local(settings: Settings, listener: socket.socket, worker: bool) -> None:
+    from ragserve.api.starting import StartingAnswers
     from ragserve.engine import local
+
+    starting = StartingAnswers(listener, "the engine loads its model")
 
     def make_app(engine: local.LocalEngine, sglang_app: Any) -> Any:
         from ragserve.api.app import create_app
+        from ragserve.fleet.worker_app import create_worker_app
 
-        app = create_app(
+        starting.reason = "the engine warms up, and documents are being opened"
+        app = (create_worker_app if worker else create_app)(
             settings,
             engine,
             upstream=sglang_app,
             upstream_lifespan=lambda: sglang_app.router.lifespan_context(sglang_app),
         )
-        return _announced(app, settings, listener)
+        return _announced(app, settings, starting, lambda: engine.info)
 
     with lock.shared(settings.data_dir):
-        local.serve(settings, make_app, listener)
+        try:
+            local.serve(settings, make_app, listener, on_launch=starting.start)
+        finally:
+            starting.stop()
 
 
 def _serve_remote(settings: Settings, listener: socket.socket) -> None:
+    from ragserve.engine.proxy import ReverseProxy
+    from ragserve.engine.remote import RemoteEngine
+
+    _serve_in_front(settings, RemoteEngine(settings), ReverseProxy(settings), listener)
+
+
+def _serve_workers(settings: Settings, listener: socket.socket) -> None:
+    from ragserve.engine.proxy import ReverseProxy
+    from ragserve.fleet.fleet_engine import FleetEngine
+    from ragserve.fleet.replicas import replicas
+
+    with lock.shared(settings.data_dir), replicas(settings) as started:
+        engine = FleetEngine(
+            started.settings,
+            started.urls,
+            start_s=started.start_s,
+            failed=started.why_failed,
+            look=started.look,
+        )
+        proxy = ReverseProxy(started.settings, lambda: engine.least_loaded().url)
+        _serve_in_front(settings, engine, proxy, listener)
+
+
+def _serve_in_front(settings: Settings, engine: Engine, proxy: ReverseProxy, listener: socket.socket) -> None:
     import contextlib
     from collections.abc import AsyncIterator
 
     import uvicorn
 
     from ragserve.api.app import create_app
-    from ragserve.engine.proxy import ReverseProxy
-    from ragserve.engine.remote import RemoteEngine
-
-    proxy = ReverseProxy(settings)
+    from ragserve.api.starting import StartingAnswers
 
     @contextlib.asynccontextmanager
     async def proxy_lifespan() -> AsyncIterator[None]:
         yield
         await proxy.close()
 
-    app = create_app(
-        settings, RemoteEngine(settings), upstream=proxy, upstream_lifespan=proxy_lifespan, serve_metrics=True
-    )
+    app = create_app(settings, engine, upstream=proxy, upstream_lifespan=proxy_lifespan, serve_metrics=True)
+    starting = StartingAnswers(listener, "the engine elsewhere has not been reached")
     config = uvicorn.Config(
-        _announced(app, settings, listener), log_level="warning", loop="uvloop", timeout_graceful_shutdown=10
+        _announced(app, settings, starting, lambda: engine.info),
+        log_level="warning",
+        loop="uvloop",
+        timeout_graceful_shutdown=10,
     )
     server = uvicorn.Server(config)
-    server.run(sockets=[listener])
+    starting.start()
+    try:
+        server.run(sockets=[listener])
+    finally:
+        starting.stop()
     if not server.started:  # uvicorn has logged why
         raise SystemExit(3)
 
 
-def _announced(app: ASGIApp, settings: Settings, listener: socket.socket) -> ASGIApp:
-    """Wrap ``app``: say where the server is as soon as its start-up is complete and connections are taken."""
+def _announced(
+    app: ASGIApp, settings: Settings, starting: StartingAnswers, info: Callable[[], EngineInfo]
+) -> ASGIApp:
+    """Wrap ``app``: end the answers of a ``starting`` server when the start-up is complete, and say where the
+    server is and how long the engine took by its ``info``."""
 
     async def announced(scope: Scope, receive: Receive, send: Send) -> None:
         async def told(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
-                listener.listen(_BACKLOG)  # uvicorn listens a moment later; connections wait for that
-                _say(settings, f"ready on http://{settings.host}:{settings.port}")
+                starting.stop()  # uvicorn listens a moment later; connections wait for that
+                _say(settings, f"ready on http://{settings.host}:{settings.port}{_took(info())}")
             await send(message)
 
         await app(scope, receive, told if scope["type"] == "lifespan" else send)
 
     return announced
+
+
+def _took(info: EngineInfo) -> str:
+    if info.start_s is None or info.warm_up_s is None:
+        return ""
+    return f" (engine started in {info.start_s:.1f} s, {info.warm_up_s:.1f} s of them warming up)"
 
 
 def _say(settings: Settings, line: str) -> None:

@@ -7,31 +7,50 @@ from pathlib import Path
 
 from ragserve.commands.doctor_checks import examine
 from ragserve.config import Settings
+from ragserve.engine import shared_store
 from ragserve.errors import Conflict, InvalidRequest, Unavailable
 from ragserve.retrieval.reranker import check_cross_encoder, reranker_names
 
 _OWNER_WAIT_S = 5.0  # a server that is being stopped saves its state
 
 
-def check_start(settings: Settings) -> None:
-    """Raise the error that would end the start later.
+def check_start(settings: Settings, *, worker: bool = False) -> None:
+    """Raise the error that would end the start later. A ``worker`` has no registry.
 
     Raises Unavailable (the doctor's findings on data folder, model and engine), InvalidRequest (no such
     model or reranker), Conflict (another server has the documents' KV), and the errors of opening the
     registry.
     """
-    from ragserve_index import IndexStore
+    from ragserve.retrieval.document_store import open_store
 
     for check in examine(settings, ("data folder", "engine", "model")):
         if check.status == "fail":
             raise Unavailable(f"Cannot serve: {check.name}: {check.found}.", hint=check.advice)
         if check.name == "model" and check.status == "warn":
             _fetch_config(settings.model)
-    for name in reranker_names(settings):
-        check_cross_encoder(name)
-    IndexStore(settings.data_dir, index_type=settings.index_type).close()
-    if settings.kv_disk_bytes and settings.kv_storage == "file" and not settings.engine_url:
+    if worker:
+        _check_worker(settings)
+    else:
+        for name in reranker_names(settings):
+            check_cross_encoder(name)
+        open_store(settings.model_copy(update={"index_device": "cpu"})).close()
+    if settings.engine_elsewhere:
+        return
+    shared_store.check(settings)
+    if settings.own_files:
         _check_owner(settings.data_dir / "kv")
+
+
+def _check_worker(settings: Settings) -> None:
+    if settings.engine_elsewhere:
+        raise InvalidRequest(
+            "A worker has the engine itself.", hint="Leave out --engine-url, --workers and --replicas."
+        )
+    if settings.api_key is None:
+        raise InvalidRequest(
+            "A worker needs an API key: whoever may call it reads and removes cached documents.",
+            hint="Set RAGSERVE_API_KEY, and RAGSERVE_ENGINE_API_KEY of the server in front to the same.",
+        )
 
 
 def _check_owner(kv: Path) -> None:

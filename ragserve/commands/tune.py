@@ -13,9 +13,16 @@ from ragserve.strategy_spec import CANDIDATES
 from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS
 
 SETTINGS = (
-    *("model", "data_dir", "embedder", "embed_device", "top_k", "retrieval", "system_prompt"),
+    *("model", "data_dir", "registry_url", "embedder", "embed_device", "top_k", "retrieval", "system_prompt"),
     *("kv_disk_bytes", *ENGINE_SETTINGS),
 )
+
+_KINDS = {
+    "asked": "asked by users",
+    "given": "given",
+    "written": "written by the model",
+    "cloze": "sentences with a gap",
+}
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +41,8 @@ def tune(
             exists=True,
             dir_okay=False,
             help="Questions to ask: a text file with one a line, or JSON lines with a `question` each. "
-            "Default: questions about the namespace's own chunks.",
+            "Default: those of users in the server's query log, if it keeps one, then questions about the "
+            "namespace's own chunks.",
         ),
     ] = None,
     strategies: Annotated[
@@ -54,14 +62,14 @@ def tune(
     gate's record and the cost profile that strategy auto needs, and samkv's profile where there is none. Stop
     a server on the same machine first: it would disturb the measurement."""
     from ragserve.eval.console import progress
+    from ragserve.retrieval.document_store import open_store
     from ragserve.strategy_spec import parse
     from ragserve.tuning.process import tune as run
-    from ragserve_index import IndexStore
     from sglang_ext.protocol import EXACT_STRATEGIES
 
     names = [name for name in get_args(StrategyName) if name not in (*EXACT_STRATEGIES, "auto")]
     labels = [spec.label for spec in parse(strategies, names)]
-    with IndexStore(settings.data_dir) as store:
+    with open_store(settings) as store:
         store.namespace(namespace)  # before an engine is started for nothing
     settings = settings.model_copy(update={"max_new_tokens": max_new_tokens})
     with progress("tune", most) as step:
@@ -82,8 +90,8 @@ def _print(result: dict[str, Any], namespace: str, minutes: float, most: int) ->
     from rich.console import Console
     from rich.table import Table
 
-    counts = ", ".join(f"{count} {kind}" for kind, count in result["questions"].items()) or "none"
-    typer.echo(f"{namespace}: {counts} questions of {result['tried']} tried; {result['costs']}")
+    counts = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in result["questions"].items()) or "none"
+    typer.echo(f"{namespace}: of {result['tried']} questions tried: {counts}; {result['costs']}")
     table = Table(
         caption="KL in nats and agreement in percent, a token of full's answers; <= and >=: at 95 %; "
         "ms: until the first token; again: recomputed"
@@ -116,7 +124,10 @@ def more(result: dict[str, Any], minutes: float, most: int) -> str | None:
     if not wanted and result["verdicts"]:
         return None
     if result["finished"]:
-        return "All questions have been asked: more documents, or a longer --questions, would decide more."
+        return (
+            "All questions have been asked: more documents, a longer --questions, or a query log of the "
+            "server (query_log_bytes) would decide more."
+        )
     needed = max((count for count in wanted if count), default=0)
     if not asked or not needed:
         return "Run the same command again for more questions: what was compared is kept."

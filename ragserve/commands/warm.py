@@ -40,6 +40,10 @@ def _check_local(settings: Settings) -> None:
     """Raise ``InvalidRequest`` if KV computed by an engine started here would not outlive it."""
     if settings.engine_url:
         raise InvalidRequest("A remote engine has no document cache to warm.", hint="Unset engine_url.")
+    if settings.engine_elsewhere:
+        raise InvalidRequest(
+            "Workers have the document cache.", hint="Start the server in front of them, which warms it."
+        )
     if not settings.kv_disk_bytes:
         raise InvalidRequest(
             "Without a disk tier, cached KV would not outlive this command.",

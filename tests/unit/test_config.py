@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
@@ -37,6 +37,41 @@ def test_a_server_without_keys_of_documents_cannot_rerank_by_them() -> None:
     for without in ({"engine_url": "http://localhost:1"}, {"kv_bits": 8, "sparse_attention": "on"}):
         with pytest.raises(ValueError, match="rerank='keys'"):
             load(rerank="keys", **without)
+
+
+def test_hosted_requests_need_what_they_read() -> None:
+    on = {"sparse_attention": "on", "kv_hosted_bytes": 2**30}
+    assert load(**on, decode_hosted="auto").decode_hosted == "auto"
+    for wrong in (
+        {"kv_hosted_bytes": 1},
+        {"sparse_attention": "on", "decode_hosted": "on"},
+        on | {"kv_bits": 8},
+        on | {"decode_hosted": "auto", "decode_heads": Path("heads.json")},
+    ):
+        with pytest.raises(ValueError, match="hosted requests need"):
+            load(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"decode_scores": "exact", "kv_bits": 8}, "keys are read, of 16 bits"),
+        ({"decode_scores": "exact", "decode_hosted": "on"}, "keys are read, of 16 bits and on the device"),
+        ({"decode_observe": "recent", "decode_hosted": "auto"}, "hosted requests choose pages by queries"),
+    ],
+    ids=str,
+)
+def test_pages_are_chosen_by_what_is_there(settings: dict[str, Any], reason: str) -> None:
+    hosting = {} if "kv_bits" in settings else {"kv_hosted_bytes": 2**30}
+    with pytest.raises(ValueError, match=reason):
+        load(sparse_attention="on", **hosting, **settings)
+
+
+def test_sparse_prefill_needs_our_backend_and_keys_of_16_bits() -> None:
+    assert load(sparse_attention="on", prefill_mode="lines").prefill_alpha == 0.955
+    for without in ({}, {"sparse_attention": "on", "kv_bits": 8}):
+        with pytest.raises(ValueError, match="set --sparse-attention on, and leave kv_bits out"):
+            load(prefill_mode="blocks", **without)
 
 
 def test_unknown_and_wrong_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ def examine(*arguments: str) -> tuple[int, dict[str, Any]]:
 def test_a_good_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAGSERVE_TOP_K", "7")
     monkeypatch.setenv("RAGSERVE_API_KEY", "very-secret")
+    monkeypatch.setenv("RAGSERVE_REPLICAS", "1")  # a worker of this machine needs what an engine needs
     Path("ragserve.toml").write_text("max_new_tokens = 99\n")
     code, report = examine("--data-dir", str(tmp_path / "data"), "--port", "0")
     bad = {name: check for name, check in report["checks"].items() if check["status"] == "fail"}

@@ -184,7 +184,7 @@ def many(folder: Path, n: int) -> None:
 
 def wait_for_documents(data_dir: Path, n: int, process: subprocess.Popen[bytes]) -> None:
     """Until ``n`` documents are indexed, or the process ended."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while process.poll() is None and not (data_dir / "ragserve.sqlite3").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -232,7 +232,7 @@ def test_ctrl_c_stops_cleanly_and_resume_finishes(folder: Path, tmp_path: Path, 
     process = start("ingest", "docs", "--json", cwd=tmp_path)
     wait_for_documents(tmp_path / "ragserve-data", 1, process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
     report = json.loads(out)
     assert report["state"] == "interrupted"
@@ -258,7 +258,7 @@ def test_following_changes(folder: Path, tmp_path: Path) -> None:
         (folder / "corals.md").write_text("# Corals\n\nCorals glow.\n")  # after the links
         assert json.loads(process.stdout.readline())["files"]["indexed"] == 1
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=240)
     finally:
         process.kill()
         process.communicate()
@@ -359,30 +359,29 @@ def small_disk(tmp_path: Path) -> Path:
 
 
 def test_a_full_disk_stops_the_run_and_leaves_nothing_half(
-    folder: Path, tmp_path: Path, small_disk: Path
+    folder: Path, tmp_path: Path, small_disk: Path, ragserve: Cli
 ) -> None:
     for i in range(48):
         # words so long that the embedder, which is not meant here, reads each as one unknown word
         (folder / f"book{i:02d}.txt").write_text(f"{i} {'water' * 2900} " * 2)
-    ingest = f"{' '.join(COMMAND)} ingest {folder} --json --chunk-tokens 4096 --data-dir {small_disk}"
+    ingest = ["ingest", str(folder), "--json", "--chunk-tokens", "4096", "--data-dir"]
     script = f"""
         mount -t tmpfs -o size=3000k none {small_disk}
-        {ingest} > {tmp_path}/first.json; echo first $?
+        {" ".join((*COMMAND, *ingest))} {small_disk} > {tmp_path}/first.json; echo first $?
         cp -r {small_disk} {tmp_path}/full
-        mount -o remount,size=50m {small_disk}
-        {ingest} > {tmp_path}/second.json; echo second $?
-        cp -r {small_disk} {tmp_path}/freed
     """
     command = ["unshare", "-rm", "sh", "-c", script]
     done = subprocess.run(
         command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, check=False, timeout=200
     )
     errors = done.stderr.decode()
-    assert done.stdout.decode().split("\n")[:2] == ["first 1", "second 0"], errors
+    assert done.stdout.decode().split("\n")[0] == "first 1", errors
     assert "disk" in errors
     assert "Traceback" not in errors
     assert "Nothing was changed" not in errors
-    full, freed = contents(tmp_path / "full"), contents(tmp_path / "freed")
+    full = contents(tmp_path / "full")
+    assert ragserve(*ingest, str(tmp_path / "full")).returncode == 0, "where there is space"
+    freed = contents(tmp_path / "full")
     first = json.loads((tmp_path / "first.json").read_text())
     assert (first["state"], first["files"]["indexed"], first["files"]["total"]) == ("failed", len(full), 50)
     assert "disk" in first["error"]

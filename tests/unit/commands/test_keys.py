@@ -36,13 +36,15 @@ def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
     data = ("--data-dir", str(tmp_path))
     made = run(
         keys, "keys", "create", "acme-app", "--right", "read", "--right", "ingest", "-n", "acme",
-        "-n", "acme-*", "--expires", "90d", "--requests-per-minute", "1200", "--max-k", "10", *data,
+        "-n", "acme-*", "--expires", "90d", "--requests-per-minute", "1200",
+        "--tokens-per-minute", "50000", "--max-k", "10", *data,
     )  # fmt: skip
     secret = made.stdout.strip()
     assert secret.startswith("rsk-")
     listed = run(keys, "keys", "list", *data).stdout
     assert secret not in listed
-    assert "acme-app: ingest, read; namespaces acme, acme-*; 1,200 requests a minute; k up to 10" in listed
+    assert "acme-app: ingest, read; namespaces acme, acme-*; 1,200 requests a minute; " in listed
+    assert "50,000 tokens a minute; k up to 10" in listed
     (key,) = json.loads(run(keys, "keys", "list", "--json", *data).stdout)
     assert key["rights"] == ["ingest", "read"]
     assert "digest" not in key

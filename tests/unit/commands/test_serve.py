@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from ragserve.api.starting import StartingAnswers
 from ragserve.commands import serve, serve_checks
 from ragserve.config import Settings
 from ragserve.engine import local
+from ragserve.engine.base import EngineInfo
 from ragserve.errors import RagserveError
 from sglang_ext.documents.page_files import DocumentFiles
 from tests.conftest import MODEL
@@ -82,7 +85,7 @@ def test_document_kv_that_another_server_owns(tmp_path: Path, monkeypatch: pytes
     assert "--data-dir" in message
     owner.release()
     started: list[Settings] = []
-    monkeypatch.setattr(serve, "_serve", lambda settings, _: started.append(settings))
+    monkeypatch.setattr(serve, "_serve", lambda settings, *_: started.append(settings))
     serve.serve(Settings(port=0, data_dir=tmp_path))
     assert started
 
@@ -98,14 +101,30 @@ def test_disks_that_are_full_or_read_only(tmp_path: Path) -> None:
         mount -t tmpfs -o size=8k none {disk}; {command}; echo $?
         mount -t tmpfs -o ro none {disk}; {command}; echo $?
     """
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == ["1", "1"]
     full, read_only = done.stderr.strip().split("\n")
     assert "Free some space" in full
     assert "not writable" in read_only
 
 
-def test_the_line_that_says_when_it_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+INFO = EngineInfo("local", "m", "t", "1", "cpu", "torch_native", 64, 64, ("full",))
+
+
+@pytest.mark.parametrize(
+    ("info", "took"),
+    [
+        (INFO, ""),
+        (
+            replace(INFO, start_s=61.04, warm_up_s=2.5),
+            " (engine started in 61.0 s, 2.5 s of them warming up)",
+        ),
+    ],
+    ids=["elsewhere", "ours"],
+)
+def test_the_line_that_says_when_it_is_ready(
+    capsys: pytest.CaptureFixture[str], info: EngineInfo, took: str
+) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "lifespan.startup.complete"})
 
@@ -117,10 +136,12 @@ def test_the_line_that_says_when_it_is_ready(capsys: pytest.CaptureFixture[str])
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        announced = serve._announced(app, Settings(port=port), listener)
+        starting = StartingAnswers(listener, "the engine loads its model")
+        starting.start()
+        announced = serve._announced(app, Settings(port=port), starting, lambda: info)
         asyncio.run(announced({"type": "lifespan"}, None, send))  # type: ignore[arg-type]
         socket.create_connection(
-            ("127.0.0.1", port), timeout=5
+            ("127.0.0.1", port), timeout=240
         ).close()  # whoever waited for the line connects
     assert sent == [{"type": "lifespan.startup.complete"}]
-    assert capsys.readouterr().err == f"ragserve: ready on http://127.0.0.1:{port}\n"
+    assert capsys.readouterr().err == f"ragserve: ready on http://127.0.0.1:{port}{took}\n"

@@ -1,0 +1,56 @@
+"""Settings that do not go together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def conflict(settings: Any) -> str | None:
+    """Return what is wrong with a `Settings` as a whole, and what to change; None if nothing is."""
+    if settings.host not in {"127.0.0.1", "localhost", "::1"} and not settings.has_key:
+        return (
+            f"host {settings.host!r} would serve everyone who can reach it: set --api-key "
+            "(RAGSERVE_API_KEY), make keys with `ragserve keys create`, or bind to 127.0.0.1"
+        )
+    engines = [name for name in ("engine_url", "workers", "replicas") if getattr(settings, name)]
+    if len(engines) > 1:
+        return f"{' and '.join(engines)} exclude each other: each says where the engine is"
+    if settings.router_url is not None and settings.workers is None:
+        return "router_url: a router is between the server and workers elsewhere: name them with --workers"
+    if settings.kv_bits != 16 and settings.sparse_attention == "off":
+        return (
+            f"kv_bits={settings.kv_bits}: only sparse decoding's backend reads such a pool: set "
+            "--sparse-attention on"
+        )
+    if settings.kv_hosted_bytes and (settings.sparse_attention == "off" or settings.kv_bits != 16):
+        return (
+            f"kv_hosted_bytes={settings.kv_hosted_bytes}: hosted requests need 16 bits and chosen pages: "
+            "set --sparse-attention on, and leave kv_bits out"
+        )
+    if settings.prefill_mode != "dense" and (settings.sparse_attention == "off" or settings.kv_bits != 16):
+        return (
+            f"prefill_mode={settings.prefill_mode!r}: sparse prefill needs our attention backend and keys of "
+            "16 bits: set --sparse-attention on, and leave kv_bits out"
+        )
+    if settings.decode_hosted != "off" and not settings.kv_hosted_bytes:
+        return (
+            f"decode_hosted={settings.decode_hosted}: hosted requests need host memory: set --kv-hosted-bytes"
+        )
+    if settings.decode_hosted != "off" and settings.decode_heads is not None:
+        return (
+            f"decode_hosted={settings.decode_hosted}: hosted requests need heads that do not stream, "
+            "for their pages are not on the device: leave decode_heads out"
+        )
+    if settings.decode_scores == "exact" and (settings.decode_hosted != "off" or settings.kv_bits != 16):
+        return (
+            "decode_scores='exact': keys are read, of 16 bits and on the device: leave decode_hosted and "
+            "kv_bits out, or set --decode-scores bound"
+        )
+    if settings.decode_observe == "recent" and settings.decode_hosted != "off":
+        return "decode_observe='recent': hosted requests choose pages by queries: set --decode-observe window"
+    if settings.rerank == "keys" and (settings.engine_url is not None or settings.kv_bits != 16):
+        return (
+            "rerank='keys': only an engine of this server, with KV of 16 bits, has documents' keys: name a "
+            "CrossEncoder, or leave rerank out"
+        )
+    return None

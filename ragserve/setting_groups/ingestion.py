@@ -1,0 +1,44 @@
+"""How documents are read, cut and indexed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
+
+
+class IngestionSettings(BaseModel):
+    """Ingestion and index; each field states its purpose and its unit."""
+
+    sentence_bytes: int = Field(
+        16,
+        ge=0,
+        le=1024,
+        description="Bytes a token to store for embeddings of a chunk's sentences, by which `samkv` finds "
+        "what to keep. A sentence takes 390 with the default embedder. 0 embeds none, which halves the time "
+        "for embedding.",
+    )
+    chunk_tokens: int = Field(
+        256, ge=16, le=8192, description="Largest chunk, in tokens of the serving model."
+    )
+    index_type: IndexType = Field("flat", description="FAISS index type of new namespaces.")
+    index_device: Literal["cpu", "gpu"] = Field(
+        "cpu", description="Device of the index; gpu needs faiss-gpu."
+    )
+    embed_batch: int = Field(32, ge=1, le=4096, description="Chunks per forward pass of the embedder.")
+    embed_device: str = Field("auto", description="torch device of the embedder; auto: cuda if available.")
+    parse_timeout_s: float = Field(120, gt=0, description="Seconds after which parsing a file is given up.")
+    ocr: Literal["off", "docling"] = Field(
+        "off", description="What reads images and scanned PDFs; docling needs the extra `docling`."
+    )
+    url_ingestion: Literal["public", "any", "off"] = Field(
+        "public",
+        description="URLs that clients may have ingested by POST /rag/ingest. public: those of public "
+        "addresses; any: those of this machine and its networks, too.",
+    )
+    robots: Literal["honour", "ignore"] = Field(
+        "honour", description="What to do with a site's robots.txt; ignore it on a site of your own."
+    )
+    sitemap_urls: int = Field(1000, ge=1, le=1_000_000, description="Most URLs that a sitemap may add.")

@@ -1,0 +1,32 @@
+"""How long prompts are prefilled."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+from sglang_ext.prefill_options import DENSE_BELOW, MAX_OBSERVE, PrefillMode
+
+
+class PrefillSettings(BaseModel):
+    """Defaults of sparse prefill; each field states its purpose and its unit."""
+
+    prefill_mode: PrefillMode = Field(
+        "dense",
+        description="Default prefill of strategy prefix. dense: exact attention. lines: to the vertical and "
+        "slash lines that sampled queries point to. blocks: to the first, local and best-scoring blocks. "
+        "Both are approximate and need sparse_attention=on; their KV has a prefix cache of its own.",
+    )
+    prefill_alpha: float = Field(
+        0.955,
+        gt=0,
+        le=1,
+        description="lines, blocks: share of the attention weight to hold, as the mode estimates it.",
+    )
+    prefill_observe: int = Field(
+        64, ge=1, le=MAX_OBSERVE, description="lines: queries sampled of every 1,024."
+    )
+    prefill_dense_below: int = Field(
+        DENSE_BELOW,
+        ge=0,
+        description="Prompt length, in tokens, up to which prefill is dense. The default is not calibrated.",
+    )
