@@ -1,0 +1,156 @@
+"""The files of deploy/: linted by hadolint, check-jsonschema and kubernetes-validate, and in agreement with
+the product. Nothing here is run: that needs Docker."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ragserve.config import Settings
+from tests.conftest import REPO
+
+DEPLOY = REPO / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+COMPOSE = ("compose.yaml", "compose.cuda.yaml", "compose.router.yaml", "compose.mooncake.yaml")
+WORKERS = "RAGSERVE_WORKERS"
+LINTERS = {
+    "Dockerfile": ("hadolint", "--no-color"),
+    "compose": ("check-jsonschema", "--builtin-schema", "vendor.compose-spec"),
+    "manifest": ("kubernetes-validate", "--strict", "--kubernetes-version", "1.34"),
+}
+
+
+def lint(kind: str, *paths: Path) -> subprocess.CompletedProcess[str]:
+    program, *options = LINTERS[kind]
+    return subprocess.run(
+        [str(Path(sys.executable).parent / program), *options, *map(str, paths)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "NO_COLOR": "1"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "paths", "bug", "said"),
+    [
+        ("Dockerfile", [DEPLOY / "Dockerfile"], ("--no-cache-dir --index-url", "--index-url"), "DL3042"),
+        ("compose", [DEPLOY / name for name in COMPOSE], ("depends_on", "depends_upon"), "depends_upon"),
+        ("manifest", MANIFESTS, ("automountService", "automountservice"), "automountservice"),
+    ],
+    ids=list(LINTERS),
+)
+def test_linted(tmp_path: Path, kind: str, paths: list[Path], bug: tuple[str, str], said: str) -> None:
+    clean = lint(kind, *paths)
+    assert clean.returncode == 0, clean.stdout + clean.stderr
+    planted = tmp_path / paths[0].name
+    text = paths[0].read_text(encoding="utf-8")
+    assert bug[0] in text
+    planted.write_text(text.replace(*bug), encoding="utf-8")
+    found = lint(kind, planted)
+    assert found.returncode != 0
+    assert said in found.stdout + found.stderr, "the linter sees a mistake"
+
+
+def objects() -> Iterator[dict[str, Any]]:
+    for path in MANIFESTS:
+        yield from yaml.safe_load_all(path.read_text(encoding="utf-8"))
+
+
+def of_kind(kind: str) -> list[dict[str, Any]]:
+    return [each for each in objects() if each["kind"] == kind]
+
+
+def compose(name: str = "compose.yaml") -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))["services"]
+    return found
+
+
+def containers() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    for each in of_kind("StatefulSet"):
+        spec = each["spec"]["template"]["spec"]
+        for container in spec["containers"]:
+            yield spec, container
+
+
+def test_environment_variables_are_settings() -> None:
+    used = {variable["name"] for _, container in containers() for variable in container["env"]}
+    for file in ("compose.yaml", "compose.router.yaml"):
+        used |= {name for service in compose(file).values() for name in service.get("environment", ())}
+    used |= set(re.findall(r"RAGSERVE_\w+", (DEPLOY / "Dockerfile").read_text(encoding="utf-8")))
+    ours = {name for name in used if name.startswith("RAGSERVE_")}
+    assert "RAGSERVE_REGISTRY_URL" in ours
+    assert ours <= {f"RAGSERVE_{name.upper()}" for name in Settings.model_fields}
+
+
+def test_fronts_name_the_workers_that_there_are() -> None:
+    services = compose()
+    workers = [name for name, service in services.items() if "--worker" in service.get("command", ())]
+    assert services["ragserve"]["environment"][WORKERS] == ",".join(f"http://{n}:30000" for n in workers)
+    assert set(workers) < set(services["ragserve"]["depends_on"])
+    routed = compose("compose.router.yaml")
+    assert routed["router"]["command"][-len(workers) :] == [f"http://{name}:30000" for name in workers]
+    assert routed["ragserve"]["environment"]["RAGSERVE_ROUTER_URL"] == "http://router:30000"
+    (stateful,) = [each for each in of_kind("StatefulSet") if each["metadata"]["name"] == "ragserve-worker"]
+    variables = [variable for _, container in containers() for variable in container["env"]]
+    (named,) = [variable["value"] for variable in variables if variable["name"] == WORKERS]
+    service, replicas = stateful["spec"]["serviceName"], range(stateful["spec"]["replicas"])
+    assert named.split(",") == [f"http://ragserve-worker-{i}.{service}:30000" for i in replicas]
+
+
+def test_selectors_select_pods_that_there_are() -> None:
+    pods = [each["spec"]["template"]["metadata"]["labels"] for each in of_kind("StatefulSet")]
+    selectors = [each["spec"]["selector"] for each in of_kind("Service")]
+    for kind in ("StatefulSet", "PodDisruptionBudget"):
+        selectors += [each["spec"]["selector"]["matchLabels"] for each in of_kind(kind)]
+    selectors += [each["spec"]["podSelector"]["matchLabels"] for each in of_kind("NetworkPolicy")]
+    assert len(selectors) == 7
+    for selector in selectors:
+        assert sum(selector.items() <= labels.items() for labels in pods) == 1, selector
+
+
+def test_probes_and_graceful_ends() -> None:
+    assert len(list(containers())) == 2
+    for spec, container in containers():
+        assert container["livenessProbe"]["httpGet"]["path"] == "/health"
+        assert container["startupProbe"]["httpGet"]["path"] == "/health"
+        assert ":30000/ready" in container["readinessProbe"]["exec"]["command"][-1]
+        waits = re.findall(r"seq (\d+)|^(\d+)$", container["lifecycle"]["preStop"]["exec"]["command"][-1])
+        (before,) = [int(a or b) for a, b in waits]
+        # uvicorn's ten seconds for running answers, and as many for saving
+        assert spec["terminationGracePeriodSeconds"] >= before + 20
+    for name in ("ragserve", "worker-1", "worker-2"):
+        assert compose()[name]["stop_grace_period"] == "60s"
+
+
+def test_versions_are_those_that_are_pinned() -> None:
+    dockerfile = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    pins = dict(re.findall(r"([\w-]+)==([\w.]+)", dockerfile))
+    install = (REPO / "scripts" / "install").read_text(encoding="utf-8")
+    assert f"torch=={pins.pop('torch')}" in install
+    pinned = (REPO / "requirements" / "dev.txt").read_text(encoding="utf-8").split()
+    assert pins
+    assert {f"{name}=={version}" for name, version in pins.items()} <= set(pinned)
+    product = (REPO / "requirements" / "product.txt").read_text(encoding="utf-8").split()
+    (image,) = re.findall(r"SGLANG_IMAGE=lmsysorg/sglang:v([\w.]+)", dockerfile)
+    assert f"sglang=={image}" in product
+
+
+def test_the_image_gets_all_that_the_wheel_is_built_of() -> None:
+    lines = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").split("\n")
+    kept = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    folders = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-dir"
+    ].values()
+    assert all(any(folder == path or folder.startswith(f"{path}/") for path in kept) for folder in folders)
+    assert {"pyproject.toml", "README.md", "requirements"} <= kept
+    assert all((REPO / path).exists() for path in kept)
