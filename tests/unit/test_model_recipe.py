@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.models.recipe import architecture, attention, prepare, sources, squad_parts
+from examples.models.recipe import architecture, attention, facts, prepare, sources, squad_parts
 from examples.models.recipe.architecture import Shape, grown, init_params
 from examples.models.recipe.export import logits
 from examples.models.recipe.forward import taught_loss
@@ -136,6 +136,19 @@ def test_a_typing_error_changes_one_word() -> None:
         assert len(changed) <= 1, changed  # exchanging two equal letters changes nothing
     forms = {as_typed(question, random.Random(seed)) for seed in range(50)}
     assert {question, question.upper(), question.lower(), question.lower().rstrip("?")} <= forms
+
+
+def test_a_profile_in_another_style_keeps_its_values() -> None:
+    lines = ["Area - total: 1,234 sq km", "Capital - name: Strelsau", "- Coastline: 56 km (note: short)"]
+    seen = set()
+    for seed in range(60):
+        restyled = facts.style(random.Random(seed))("\n".join(lines)).split("\n")
+        values = [line.split(": ", 1)[1] for line in lines]
+        assert all(new.endswith(value) for new, value in zip(restyled, values, strict=True)), restyled
+        seen.add(restyled[0].removesuffix(values[0]))
+    assert len(seen) > 20
+    assert any(label.endswith("otal : ") for label in seen)
+    assert any(label.islower() for label in seen)
 
 
 def test_two_hop_answers_are_in_the_document_about_the_middle() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,39 @@ def facts_of(lines: Iterable[str], chunks: Sequence[Chunk]) -> list[Fact]:
     return found
 
 
+_LABEL = re.compile(r"^((?:[-*|] )?)([A-Z][^:\n]{2,70}?) ?: ", re.MULTILINE)
+
+
+def style(rng: random.Random) -> Callable[[str], str]:
+    """Return a function that writes the field names of a profile in another way, and leaves the values."""
+    end = rng.choice((": ", " : ", " : ", ":  ", " = ", " | ", " - "))
+    joint = rng.choice((" - ", " - ", ", ", ": ", " / ", " > "))
+    case = rng.choice((str, str, str.lower, str.upper, str.title))
+    return lambda text: _LABEL.sub(lambda m: m[1] + case(m[2].replace(" - ", joint)) + end, text)
+
+
 def ask(key: str, country: str, rng: random.Random) -> str:
-    """Return a question for a field, in one of its wordings."""
+    """Return a question for a field, in one of its wordings or of those for any field."""
     possessive = country + ("'" if country.endswith("s") else "'s")
-    return str(rng.choice(FACTS[key]["questions"])).replace("{c}", country).replace("{p}", possessive)
+    wordings = _ANY_FIELD if rng.random() < 0.25 else FACTS[key]["questions"]
+    question = str(rng.choice(wordings)).replace("{w}", FACTS[key]["word"])
+    return question.replace("{c}", country).replace("{p}", possessive)
+
+
+_ANY_FIELD = (
+    "Tell me {p} {w}.",
+    "What's the {w} of {c}?",
+    "Can you tell me the {w} of {c}?",
+    "I would like to know {p} {w}.",
+    "Do you know {p} {w}?",
+    "Find the {w} of {c}.",
+    "And what about {c}? What is its {w}?",
+    "Which {w} does {c} have?",
+    "In the case of {c}, what is the {w}?",
+    "{c}: {w}?",
+    "{c} {w}",
+    "{w} in {c}",
+)
 
 
 def follow_up(key: str, rng: random.Random) -> str:

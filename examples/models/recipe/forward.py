@@ -13,7 +13,7 @@ from examples.models.recipe.architecture import Params, Shape
 from examples.models.recipe.corpus import CONTEXT
 from examples.models.recipe.samples import Batch
 
-TEACHING = 0.5
+TEACHING = 1.0
 """Weight of the teacher, beside 1 for the answers and texts themselves."""
 
 

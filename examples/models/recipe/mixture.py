@@ -18,23 +18,26 @@ from examples.models.recipe.corpus import BOS, CONTEXT, EOS, Corpus
 from examples.models.recipe.question_forms import as_typed
 from examples.models.recipe.real_tasks import RealTasks, Task
 from examples.models.recipe.samples import REPLY, TEXT, Batch, Doc, Tokens, packed, prompt_sample, text_sample
-from examples.models.recipe.synthetic import BRIDGE, Sample, Synthetic
+from examples.models.recipe.synthetic import BRIDGE, NOT_STATED, Sample, Synthetic
 
 HIDEABLE = {"facts", "reading", "gaps", "patterns", "single", "key_value", "needle"}
-TAUGHT = {"reading", "gaps", "patterns", "text"}
+TAUGHT = {"reading", "gaps", "patterns", "multi", "text"}
 """Where the start weights, which have read more than what is at hand, teach."""
 HIDDEN_SHARE = 0.3
 BRANCHED_SHARE = 0.8
+ASKED_TWICE = {"reading", "single", "key_value", "needle", "alias"}
+"""Where branches ask each question again, in another form: the documents are most of the cost. *facts* are
+asked three times, in other words."""
 
-REAL = {"facts": 13, "reading": 17, "gaps": 12, "patterns": 6, "multi": 2, "text": 9}
+REAL = {"facts": 14, "reading": 18, "gaps": 13, "patterns": 6, "multi": 2, "text": 11}
 INVENTED = {
-    "single": 8, "chains": 6, "hop": 9, "pointers": 5, "alias": 3, "continued": 5,
-    "update": 1, "key_value": 1, "needle": 5,
+    "single": 7, "chains": 6, "hop": 8, "pointers": 3, "alias": 3, "continued": 6,
+    "update": 1, "key_value": 1, "needle": 4,
 }  # fmt: skip
 PHASES: list[tuple[float, dict[str, float]]] = [
-    (0.0, {**REAL, **INVENTED, "pointers": 8, "hop": 11, "reading": 14, "gaps": 14}),
-    (0.35, {**REAL, **INVENTED}),
-    (0.75, {**REAL, **INVENTED, "facts": 15, "reading": 19, "text": 6, "pointers": 2}),
+    (0.0, {**REAL, **INVENTED, "hop": 10, "pointers": 4, "reading": 16}),
+    (0.3, {**REAL, **INVENTED}),
+    (0.75, {**REAL, **INVENTED, "facts": 16, "reading": 20, "text": 9, "pointers": 2}),
 ]
 """Shares of tokens by task, from a point of the schedule (0 to 1) on."""
 
@@ -90,9 +93,12 @@ class Mixture:
         if isinstance(made, Tokens):
             return made
         hidden = self.hide and name in HIDEABLE and self.random.random() < self.hidden_share
-        share = 0.3 if name in INVENTED else 1.0
-        turns = [(self._typed(question, share), answer) for question, answer in made.turns]
         branches = self.hide and not made.dialogue and self.random.random() < self.branched_share
+        turns = [*made.turns, *(made.again if branches else ())]
+        if branches and name in ASKED_TWICE:
+            turns += [turn for turn in turns if turn[1] != NOT_STATED]
+        share = 0.4 if name in INVENTED else 1.0
+        turns = [(self._typed(question, share), answer) for question, answer in turns]
         return prompt_sample(self.corpus, self.random, made.docs, turns, hidden, branches)
 
     def _typed(self, question: str, share: float) -> str:
@@ -131,9 +137,9 @@ class Mixture:
     def _filler(self, k: int) -> int:
         """Words of other text in each of ``k`` documents; sometimes the prompt fills the context."""
         r, x = self.random, self.random.random()
-        ranges = ((0.35, 0, 0), (0.6, 10, 80), (0.82, 80, 250), (1.0, 250, 1100))
+        ranges = ((0.35, 0, 0), (0.55, 10, 80), (0.75, 80, 250), (1.0, 250, 1100))
         low, high = next((low, high) for limit, low, high in ranges if x < limit)
-        room = (4000 if r.random() < 0.8 else 7900) / 1.55 / k - 45
+        room = (4000 if r.random() < 0.6 else 7900) / 1.55 / k - 45
         return int(max(0, min(r.randint(low, high), room)))
 
     def _single(self, k: int) -> Sample:

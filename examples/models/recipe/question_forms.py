@@ -13,12 +13,13 @@ _BESIDE = {
 }  # fmt: skip
 
 FORMS = {
-    "plain": 0.46,
-    "lower": 0.12,
+    "plain": 0.34,
+    "lower": 0.11,
     "lower, no mark": 0.12,
-    "no mark": 0.04,
-    "capitals": 0.13,
-    "typo": 0.13,
+    "no mark": 0.03,
+    "capitals": 0.12,
+    "typo": 0.22,
+    "lower, typo": 0.06,
 }
 """The shares of training questions."""
 
@@ -61,8 +62,8 @@ def as_typed(question: str, rng: random.Random) -> str:
     form = rng.choices(list(FORMS), list(FORMS.values()))[0]
     if form == "capitals":
         return capitals(question)
-    if form == "typo":
-        return typo(question, rng)
+    if form.endswith("typo"):
+        question = typo(question, rng)
     if form.startswith("lower"):
         question = lower(question)
     return no_mark(question) if form.endswith("no mark") else question

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,15 +23,21 @@ GAP_SHARE = 0.2
 """Of the sentences without a rule: how many get a question of their own words."""
 CHANGED = 0.4
 """Share of the passages whose answers are replaced by others."""
+OWN_ONLY = 0.4
+"""Share of the profiles whose passages are all of the same country, as they mostly are when retrieved."""
+RESTYLED = 0.5
+"""Share of the profiles whose field names are written in another way."""
 
 
 @dataclass
 class Task:
-    """Documents with (question, answer) turns; in a ``dialogue`` a turn may need the ones before it."""
+    """Documents with (question, answer) turns; in a ``dialogue`` a turn may need the ones before it.
+    ``again`` asks for the same in other words."""
 
     docs: Sequence[Doc]
     turns: list[tuple[str, str]]
     dialogue: bool = False
+    again: list[tuple[str, str]] = field(default_factory=list)
 
 
 _MONTH = re.compile(r"January|February|March|April|May|June|July|August|September|October|November|December")
@@ -113,22 +119,28 @@ class RealTasks:
         stated = [fact for fact in found if fact[0] in places]
         chosen = r.sample(stated, min(len(stated), r.randint(2, 3) if dialogue else r.randint(2, 12)))
         turns = self._turns(country, chosen, dialogue)
-        if r.random() < 0.06:
+        again = [turn for _ in range(2) for turn in self._turns(country, chosen, False)]
+        if r.random() < 0.04:
             return self._not_stated(title, chunks, chosen[0], turns, others)
         if r.random() < 0.15:
             linked = r.sample(found, 2)
             question = profiles.two_hop(linked[1][1], linked[0][1], linked[0][2], r)
             if question and country not in question:
-                chosen, turns = linked, [(question, linked[1][2])]
+                chosen, turns, again = linked, [(question, linked[1][2])], []
         wanted = {at for at, _, _ in chosen}
         docs = [(title, chunks[at]) for at in wanted]
-        rest = [(title, chunk) for i, chunk in enumerate(chunks) if chunk and i not in wanted]
+        own = [(title, chunk) for i, chunk in enumerate(chunks) if chunk and i not in wanted]
         rivals = [(t, cs[at]) for _, _, t, cs, fs in others for at, key, _ in fs if key == chosen[0][1]]
-        rest = r.sample(rest, min(len(rest), 4)) + rivals
+        rest = r.sample(own, min(len(own), 4)) + rivals
         rest += [(t, r.choice([c for c in cs if c] or [""])) for _, _, t, cs, _ in others]
+        if len(own) > 3 and r.random() < OWN_ONLY:
+            rest = own
         docs += r.sample(rest, min(len(rest), max(0, self._k() - len(docs))))
         r.shuffle(docs)
-        made = Task(docs, turns, dialogue)
+        if r.random() < RESTYLED:
+            restyled = profiles.style(r)
+            docs = [(title, restyled(text)) for title, text in docs]
+        made = Task(docs, turns, dialogue, again)
         return self._renamed(country, made) if r.random() < 0.35 else made
 
     def _turns(
@@ -167,8 +179,11 @@ class RealTasks:
                 digits = re.sub(r"[1-9]", lambda _: str(self.random.randint(1, 9)), answer)
                 swap[answer] = digits
         docs = [(changed(doc[0], swap), changed(doc[1], swap)) for doc in task.docs if isinstance(doc, tuple)]
-        turns = [(changed(question, swap), changed(answer, swap)) for question, answer in task.turns]
-        return Task(docs, turns, task.dialogue)
+        turns, again = (
+            [(changed(question, swap), changed(answer, swap)) for question, answer in asked]
+            for asked in (task.turns, task.again)
+        )
+        return Task(docs, turns, task.dialogue, again)
 
     # passages with questions
 
