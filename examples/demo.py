@@ -1,10 +1,10 @@
-"""The whole product in one run: ingest real documents, serve them, and answer three questions exactly and by
-what `auto` chooses.
+"""The whole product in one run: ingest real documents, serve them, answer three questions exactly and by what
+`auto` chooses, then seven more, and say how many of the ten are right.
 
     scripts/demo            ingest, serve, ask, stop
     scripts/demo --serve    the same, but leave the server running
 
-Exits with 1 if anything fails.
+Exits with 1 if anything fails; a wrong answer is no failure.
 """
 
 from __future__ import annotations
@@ -20,22 +20,35 @@ from typing import Any
 
 import httpx
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ragserve.errors import RagserveError
+from ragserve.measuring.metrics import contains_answer
 from ragserve.measuring.server import RunningServer, running_server
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 
 REPO = Path(__file__).resolve().parent.parent
 CORPUS = REPO / "examples" / "corpus" / "files"
 NAMESPACE = "demo"
-QUESTIONS = (
-    "What is the capital of Norway?",
-    "Who is the head of government of Finland?",
-    "Who is the head of state of Netherlands?",
-)
+SHOWN = {
+    "What is the capital of Norway?": "Oslo",
+    "Who is the head of government of Finland?": "Orpo",
+    "Who is the head of state of Netherlands?": "Willem-Alexander",
+}
+MORE = {
+    "Which mountain of Kenya is the highest?": "Mount Kenya",
+    "What do people pay with in Iceland?": "kronur",
+    "How many people does Peru have?": "32,768,614",
+    "Which tree is the national symbol of Cuba?": "royal palm",
+    "In which year did Greece become an independent country?": "1830",
+    "how long is the coast of belgium": "66.5",
+    "WHAT IS THE INTERNET CODE OF MEXICO?": ".mx",
+}
+"""Questions, and the words that a right answer contains."""
 PASSAGES = 20
-COMPOSED = {"strategy": "concat", "strategy_options": {"recompute": "sentences", "share": 0.1}}
+FEW_PASSAGES = 5  # for the questions that are not shown in full
+COMPOSED = {"strategy": "concat", "strategy_options": {"recompute": "sentences", "share": 0.3}}
 COSTS_S = 120  # most seconds to wait for the server's measurement of what strategies cost
 AS_SERVED = {"idle_tuning": True, "verify_share": 0.01}  # the defaults of `ragserve serve`
 console = Console(highlight=False, soft_wrap=True)
@@ -64,11 +77,14 @@ def main() -> int:
             )
             with server.client() as client:
                 prepare(client, options.data_dir)
-                for i, question in enumerate(QUESTIONS):
+                answers = {}
+                for i, question in enumerate(SHOWN):
                     console.rule(f"[bold]{question}" + (" (streamed)" if i == 1 else ""))
-                    chosen = (ask_streaming if i == 1 else ask)(client, question)
+                    answers[question] = chosen = (ask_streaming if i == 1 else ask)(client, question)
                     show(chosen)
                     compare(exact=ask(client, question, strategy="prefix"), auto=chosen)
+                answers |= {question: ask(client, question, k=FEW_PASSAGES) for question in MORE}
+                count_right(answers)
             console.rule()
             console.print(f"Everything worked, in {time.monotonic() - started:.0f} s.")
             if options.serve:
@@ -101,7 +117,7 @@ def prepare(client: httpx.Client, data_dir: Path) -> None:
     known = "knows" if costs.exists() else "does not know yet"
     console.print(f"The idle server {known} what strategies cost here ({time.monotonic() - started:.0f} s).")
     started = time.monotonic()
-    for question in QUESTIONS:
+    for question in SHOWN:
         ask(client, question, max_new_tokens=1, **COMPOSED)
     took = time.monotonic() - started
     console.print(f"The KV of {PASSAGES} passages for each question was computed in {took:.0f} s.")
@@ -172,6 +188,19 @@ def compare(**answers: dict[str, Any]) -> None:
         first = f"{answer['timings']['ttft_ms']:,.0f} ms"
         table.add_row(name, context["strategy"], first, *tokens, answer["answer"])
     console.print(table)
+
+
+def count_right(answers: dict[str, dict[str, Any]]) -> None:
+    """Print each answer, whether it contains the right words, and how many do."""
+    console.rule("[bold]right answers")
+    table = Table("question", "answer", "right", box=None, pad_edge=True)
+    right = 0
+    for question, wanted in (SHOWN | MORE).items():
+        found = contains_answer(answers[question]["answer"], [wanted])
+        right += found
+        table.add_row(question, escape(answers[question]["answer"]), "yes" if found else f"no: {wanted}")
+    console.print(table)
+    console.print(f"{right} of {len(answers)} answers are right.")
 
 
 def goodbye(server: RunningServer) -> None:

@@ -8,7 +8,7 @@ Three parts, each in its own process with a time limit, each writing its JSON to
 to the
 others: `kernels` (the tests that need a GPU), `answers` (the small model: tiers, recomputation and traffic
 compared with each other), `speed` (`ragserve.bench.context` with the shape of Llama-3.1-8B and random
-weights, up to nine minutes). Needs SGLang (0.5.16 was run there) and this project, installed without
+weights, up to nine minutes). Needs SGLang (0.5.17 was run there) and this project, installed without
 dependencies so that
 SGLang finds its plugin, and no web server. Exits with 1 if a part failed."""
 
@@ -239,7 +239,14 @@ def speed(options: argparse.Namespace) -> bool:
 
     tiers = ("", *options.tiers.split(","))
     cases = [case for case in context.CASES if case.strategy in options.strategies.split(",")]
-    kept = [replace(case, tiers=tuple(tier for tier in case.tiers if tier in tiers)) for case in cases]
+    for part in filter(None, options.without.split(",")):
+        cases = [case for case in cases if part not in case.name]
+    kept = [
+        replace(
+            case, name=case.name + options.label, tiers=tuple(tier for tier in case.tiers if tier in tiers)
+        )
+        for case in cases
+    ]
     context.run(  # raises, after the last one, if a case failed
         options.out,
         shape=options.shape,
@@ -247,6 +254,9 @@ def speed(options: argparse.Namespace) -> bool:
         document_tokens=[int(n) for n in options.document_tokens.split(",")],
         cases=[case for case in kept if case.tiers],
         merge=options.merge,
+        repeats=options.repeats,
+        prefill_kernels=options.prefill,
+        **({} if "disk" in tiers else {"kv_disk_bytes": 0}),
         **({"mem_fraction_static": 0.75} if options.attention != "torch_native" else {}),
         engine_args=engine_args(options.attention) | options.engine,
     )
@@ -281,6 +291,15 @@ def main() -> int:
         help="of `speed`; FlashInfer compiles for two minutes on a new machine",
     )
     parser.add_argument("--strategies", default="full,prefix,concat,epic,cacheblend,samkv", help="of `speed`")
+    parser.add_argument(
+        "--prefill",
+        default="auto",
+        choices=("auto", "fa2"),
+        help="of `speed`: kernels of FlashInfer's prefill, see the setting prefill_kernels",
+    )
+    parser.add_argument("--label", default="", help="of `speed`: added to the strategies' names")
+    parser.add_argument("--repeats", type=int, default=5, help="of `speed`")
+    parser.add_argument("--without", default="", help="of `speed`: cases whose names have one of these")
     parser.add_argument("--answers-attention", default="triton")
     parser.add_argument(
         "--engine", type=json.loads, default={}, help="further SGLang options of `speed`, as JSON"

@@ -10,8 +10,9 @@ on its own GPU. All three take eleven minutes on one GPU; with a shorter time li
 a second run with the same OUT. OUT gets decode-BACKEND.json after every row, and at the end, even if an
 engine failed, decode.json with the speed-up over plain FlashInfer. The points that matter most come first;
 those that would begin after ``--minutes`` are left out, which the file says. ``--threshold``: progressive
-decoding as well. ``--short``: three points. ``--embedded``: the small model and short contexts, to try the
-script."""
+decoding as well. ``--short``: three points. ``--against-budget``: long contexts beside short ones, dense and
+with the default budget. ``--observers``: what chooses pages, and by which scores. ``--embedded``: the small
+model and short contexts, to try the script."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from fan_out import fan_out
 
-from ragserve.bench.decode import BACKENDS, run
+from ragserve.bench.decode import BACKENDS, OBSERVERS, OURS, run
 from ragserve.files import write_json
 
 # 16 x 100,000 tokens would be 210 GB of KV.
@@ -38,20 +40,29 @@ POINTS = (
     (8192, 4),
 )
 SHORT = ((32_768, 16), (100_000, 4), (8192, 1))
+# A sparse step of a long context beside a dense one of as many tokens as it attends to.
+AGAINST_BUDGET = ((32_768, 16), (2048, 16), (100_000, 4), (2048, 4))
 SMALL = ((2600, 1), (2600, 2))
 
 
 def child(backend: str, out: Path, given: argparse.Namespace) -> None:
     path = out / f"decode-{backend}.json"
-    points = SMALL if given.embedded else SHORT if given.short else POINTS
+    points = SHORT if given.short else AGAINST_BUDGET if given.against_budget else POINTS
+    if given.embedded:
+        points = SMALL
     shape = "embedded" if given.embedded else "llama-3.1-8b"
-    limits = {"threshold": given.threshold, "until": given.until}
+    limits: dict[str, Any] = {"threshold": given.threshold, "until": given.until}
+    if given.against_budget:
+        limits["modes"] = OURS[:2]
+    if given.observers:
+        limits["modes"] = OBSERVERS
     run(backend, points, write=lambda report: write_json(path, report), shape=shape, **limits)
 
 
 def parent(out: Path, given: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     extra = ["--embedded"] * given.embedded + ["--short"] * given.short + ["--threshold"] * given.threshold
+    extra += ["--against-budget"] * given.against_budget + ["--observers"] * given.observers
     if given.minutes is not None:
         extra += ["--until", str(time.time() + 60 * given.minutes)]
     start = [sys.executable, __file__, str(out)]
@@ -99,6 +110,8 @@ def main() -> int:
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--threshold", action="store_true")
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--against-budget", action="store_true")
+    parser.add_argument("--observers", action="store_true")
     parser.add_argument("--embedded", action="store_true")
     parser.add_argument("--child", action="store_true")
     given = parser.parse_args()

@@ -1,13 +1,15 @@
 """Answers of the small model with sparse decoding: exact match over budget and threshold, by kind of page.
 
-    python examples/gpu_decode_quality.py OUT SET.jsonl.gz [SET ...] [--gpus N] [--rows N] [--reuse]
+    python examples/gpu_decode_quality.py OUT SET.jsonl.gz [SET ...] [--gpus N] [--rows N]
+        [--reuse | --observers]
 
 Sets are question sets (see ragserve/eval/data.py), LongEval lines, or key-value retrieval; prompts over 8,000
 tokens are left out. Each kind of page is an engine of its own, N at a time, each on its own GPU. OUT gets
 quality.json, and a file per kind of page before. Every prompt is prefilled once: modes differ in decode steps
 only. With streaming heads (of results/heads-embedded.json) budgets are tried with and without them.
-``--reuse``: only dense, and budgets by reuse interval. Takes about 2 minutes per kind of page on an H200;
-also runs on a CPU. RAGSERVE_ATTENTION names SGLang's attention backend if its default is not installed."""
+``--reuse``: only dense, and budgets by reuse interval; ``--observers``: dense, and what chooses pages.
+Takes about 2 minutes per kind of page on an H200; also runs on a CPU. RAGSERVE_ATTENTION names SGLang's
+attention backend if its default is not installed."""
 
 from __future__ import annotations
 
@@ -62,6 +64,18 @@ def threshold(value: float, **more: Any) -> dict[str, Any]:
 
 BUDGETS = budgets((128, 256, 512, 1024, 2048), (4,))
 REUSE = budgets((512, 1024), (1, 4, 16, 64))
+OBSERVERS = [
+    *(
+        mode
+        for who in ("last", "window", "prompt", "recent")
+        for mode in budgets((512, 1024), (16,), observe=who)
+    ),
+    *(
+        mode
+        for who in ("last", "window")
+        for mode in budgets((512, 1024), (16,), observe=who, scores="exact")
+    ),
+]
 FRESH = budgets((256, 512, 1024), (1, 16))
 STREAMING = [
     threshold(1.0, streaming=True),  # the other heads attend to everything
@@ -107,7 +121,7 @@ async def ask(
 
 
 async def measure(
-    engine: Any, name: str, sets: list[Path], rows: int, reuse: bool, report: dict[str, Any], out: Path
+    engine: Any, name: str, sets: list[Path], rows: int, study: str, report: dict[str, Any], out: Path
 ) -> None:
     builder = PromptBuilder.load(engine.info.tokenizer)
     modes = [DENSE, *([] if "centre" in name else BUDGETS + FRESH), *THRESHOLDS]
@@ -115,8 +129,8 @@ async def measure(
         modes = [DENSE, *BUDGETS[2:], *THRESHOLDS[3:4]]
     if "streaming" in name:
         modes = [DENSE, *STREAMING]
-    if reuse:
-        modes = [DENSE, *REUSE]
+    if study:
+        modes = [DENSE, *(REUSE if study == "reuse" else OBSERVERS)]
     for path in sets:
         asked = await asyncio.to_thread(prompts, path, rows, builder)
         if not asked:
@@ -138,13 +152,13 @@ async def measure(
             write_json(out, report)
 
 
-def child(name: str, out: Path, sets: list[Path], rows: int, reuse: bool) -> None:
+def child(name: str, out: Path, sets: list[Path], rows: int, study: str) -> None:
     path = out / f"quality-{name.replace(' ', '-').replace(',', '').replace('%', 'percent')}.json"
     report: dict[str, Any] = {"pages": name, "rows": []}
 
     async def work(engine: Any) -> None:
         report["engine"] = str(engine.info)
-        await measure(engine, name, sets, rows, reuse, report, path)
+        await measure(engine, name, sets, rows, study, report, path)
         await engine.control("check")
         report["statistics checked"] = True
 
@@ -178,17 +192,19 @@ def main() -> int:
     parser.add_argument("sets", nargs="+", type=Path)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rows", type=int, default=100)
-    parser.add_argument("--reuse", action="store_true")
+    studies = parser.add_mutually_exclusive_group()
+    for study in ("reuse", "observers"):
+        studies.add_argument(f"--{study}", dest="study", action="store_const", const=study, default="")
     parser.add_argument("--pages", choices=list(PAGES), action="append")
     parser.add_argument("--child", action="store_true")
     given = parser.parse_args()
     names = given.pages or list(PAGES)
     if given.child:
-        child(names[0], given.out, given.sets, given.rows, given.reuse)
+        child(names[0], given.out, given.sets, given.rows, given.study)
         return 0
     given.out.mkdir(parents=True, exist_ok=True)
     same = [str(given.out), *map(str, given.sets), "--rows", str(given.rows), "--child"]
-    same += ["--reuse"] * given.reuse
+    same += [f"--{given.study}"] if given.study else []
     failed = fan_out({name: [sys.executable, __file__, *same, "--pages", name] for name in names}, given.gpus)
     paths = sorted(given.out.glob("quality-*.json"))
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]

@@ -6,7 +6,7 @@ TRACE_FOLDER holds a NAME.trace.jsonl with NAME.docs.jsonl[.gz] beside it (see
 `ragserve.bench.retrieval_trace`). Runs `ragserve.bench.load` with the shape of Llama-3.1-8B and random
 weights on one engine; OUT_FOLDER/load-llama-3.1-8b.json is written after each strategy. ``--seconds`` bounds
 the time after the engine's start, of which FlashInfer takes about two minutes on a new machine. Needs SGLang
-(0.5.16 was run there) and this project, installed without dependencies so that SGLang finds its plugin.
+(0.5.17 was run there) and this project, installed without dependencies so that SGLang finds its plugin.
 Exits with 1 if a
 strategy failed."""
 
@@ -37,7 +37,18 @@ def main() -> int:
     parser.add_argument("--strategies", default=load.STRATEGIES)
     parser.add_argument("--arrivals-s", type=float, default=15.0, help="of each rate")
     parser.add_argument("--rates", type=int, default=4, help="tried for each strategy")
+    parser.add_argument("--first", type=float, default=0.8, help="rate, in shares of a closed loop's")
+    parser.add_argument("--step", type=float, default=1.35, help="from a rate that is served to the next")
+    parser.add_argument(
+        "--skip-full-rate", action="store_true", help="do not try each strategy at the rate of full as well"
+    )
     parser.add_argument("--seconds", type=float, default=360.0)
+    parser.add_argument(
+        "--prefill",
+        default="auto",
+        choices=("auto", "fa2"),
+        help="kernels of FlashInfer's prefill, see the setting prefill_kernels",
+    )
     parser.add_argument(
         "--attention",
         default="flashinfer",
@@ -58,7 +69,15 @@ def main() -> int:
         passages=[int(n) for n in options.passages.split(",")],
         strategies=options.strategies,
         shape=options.shape,
-        effort=Effort(options.arrivals_s, options.rates, seconds=options.seconds),
+        effort=Effort(
+            options.arrivals_s,
+            options.rates,
+            first=options.first,
+            step=options.step,
+            at_full=not options.skip_full_rate,
+            seconds=options.seconds,
+        ),
+        prefill_kernels=options.prefill,
         engine_args=gpu | options.engine,
         **settings,
     )

@@ -20,7 +20,7 @@ from ragserve.programs import Rag
 # isort: split
 import sglang as sgl  # after ragserve.programs: this import then also works without CUDA
 
-QUESTION = "Who ruled Iceland before independence?"
+QUESTION = "What is the capital of Denmark?"
 
 
 @sgl.function

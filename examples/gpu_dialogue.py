@@ -1,0 +1,204 @@
+"""The second turn of a dialogue on a CUDA machine: how soon is its first token there, with a long first turn
+held and new documents behind it?
+
+    python examples/gpu_dialogue.py OUT [--held TOKENS] [--new TOKENS] [--document TOKENS] [--repeats N]
+        [--strategy SPEC] [--embedded]
+
+Sides, in turns, in one engine with the shape of Llama-3.1-8B and random weights: `documents first` (no
+session, the new documents in front of the held ones, then the history: nothing is found in the prefix cache),
+`append` (plain SGLang's way: the first turn is found in the prefix cache, new documents and question are
+prefilled), and the composed ``--strategy`` with the new documents on the device and on the host. Every
+measurement has a dialogue of its own over the same documents, and a question that nobody has asked. OUT gets
+h200-dialogue.json.
+
+``--embedded``: the small model and small sizes, to try the script without a GPU.
+
+Quality by turn is measured by `ragserve eval --mode multiturn`, the price of choosing pages by
+``--observers`` of gpu_decode.py."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fan_out import engine_args
+
+from ragserve.bench import model_shapes
+from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.errors import EngineError
+from ragserve.measuring import report
+from ragserve.measuring.engine_run import TimedAnswer, first_token, in_tier, random_tokens
+from ragserve.strategy_spec import parse
+from sglang_ext.protocol import SessionPart, Span, document_key, session_key
+
+SYSTEM = QUESTION = 32  # tokens
+ANSWER = 16
+NAMESPACE = "dialogue"
+NOTE = (
+    "documents first: no session, new documents in front of the held ones. append: the first turn is found "
+    "in the prefix cache, new documents and question are prefilled. composed: a session, with the new "
+    "documents on the device or on the host."
+)
+SIDES = ("documents first", "append", "composed, device", "composed, host")
+
+
+class Dialogue:
+    """Two turns: documents in front of the first question, further ones behind its answer."""
+
+    def __init__(self, held: int, new: int, document: int, seed: int) -> None:
+        draw = random.Random(seed)  # documents are the same in each dialogue
+        self._system = random_tokens(draw, SYSTEM)
+        self._held = [random_tokens(draw, document) for _ in range(held // document)]
+        self._new = [random_tokens(draw, document) for _ in range(new // document)]
+        self._draw = random.Random()
+        self._n = 0
+
+    def _prompt(
+        self, parts: Sequence[Sequence[int]], tail: Sequence[int]
+    ) -> tuple[list[int], tuple[Span, ...]]:
+        ids: list[int] = []
+        spans = []
+        for part in parts:
+            spans.append(Span(len(ids), len(ids) + len(part)))
+            ids += part
+        return ids + list(tail), tuple(spans)
+
+    def ask(self, strategy: str, options: dict[str, Any]) -> tuple[GenerateRequest, GenerateRequest]:
+        """The first turn, and the second one behind an answer that the engine is made to give."""
+        self._n += 1
+        first, second = (random_tokens(self._draw, QUESTION) for _ in range(2))
+        answer = random_tokens(self._draw, ANSWER)
+        sampling = Sampling(max_new_tokens=ANSWER, ignore_eos=True)
+        ids, spans = self._prompt([self._system, *self._held], first)
+        key = session_key(NAMESPACE, f"{self._n:032x}")
+        one = GenerateRequest(
+            "turn-1",
+            ids,
+            NAMESPACE,
+            strategy,
+            sampling,
+            spans,
+            options,
+            forced=answer,
+            session=SessionPart(key),
+        )
+        ids, spans = self._prompt([[*ids, *answer], *self._new], second)
+        held = one.spans[-1].end
+        two = replace(
+            one, rid="turn-2", input_ids=ids, spans=spans, session=SessionPart(key, held), forced=()
+        )
+        again = replace(one, sampling=replace(sampling, max_new_tokens=1), forced=())
+        return one, replace(two, sampling=replace(sampling, max_new_tokens=2), earlier=lambda: again)
+
+    def documents_first(self) -> GenerateRequest:
+        """The second turn of a server without sessions."""
+        history = random_tokens(self._draw, 2 * QUESTION + ANSWER)
+        ids, spans = self._prompt([self._system, *self._new, *self._held], history)
+        self._n += 1
+        sampling = Sampling(max_new_tokens=2, ignore_eos=True)
+        return GenerateRequest("first", ids, f"{NAMESPACE}-{self._n}", "prefix", sampling, spans)
+
+
+async def measure(
+    engine: Any, side: str, dialogue: Dialogue, strategy: str, options: dict[str, Any]
+) -> TimedAnswer:
+    """Ask a second turn. Raises EngineError if what it should go on from was not where it should be."""
+    if side == "documents first":
+        return checked(await first_token(engine, dialogue.documents_first()), found=0)
+    composed = side.startswith("composed")
+    one, two = dialogue.ask(strategy, options) if composed else dialogue.ask("prefix", {})
+    if not composed:
+        await first_token(engine, one)
+        return checked(await first_token(engine, two), found=len(one.input_ids))
+    new = two.spans[1:]
+    await engine.warm(one)
+    await engine.warm(replace(two, session=None, spans=new))
+    await first_token(engine, one)
+    if side.endswith("host"):
+        await engine.control("flush", timeout_s=120.0)
+        fingerprint = (await engine.control("info"))["fingerprint"]
+        documents = [two.input_ids[span.start : span.end] for span in new]
+        keys = [document_key(NAMESPACE, fingerprint, ids) for ids in documents]
+        await in_tier(engine, "host", keys)
+    answer = await first_token(engine, two)
+    tier, others = side.rpartition(" ")[2], answer.tiers - {"session"}
+    if answer.context is None or others != {tier}:
+        raise EngineError(f"{side}: {answer.last.fallback or answer.context}")
+    return answer
+
+
+def checked(answer: TimedAnswer, found: int) -> TimedAnswer:
+    """Return an exact answer that found so many tokens or more in the prefix cache, or none.
+
+    Raises EngineError for another one."""
+    cached = answer.last.usage.cached
+    if cached + 128 < found or (not found and cached > 128):  # whole pages only
+        raise EngineError(f"{cached} tokens were found in the prefix cache instead of {found}")
+    return answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--held", type=int, default=32_768)
+    parser.add_argument("--new", type=int, default=4096)
+    parser.add_argument("--document", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--strategy", default="concat:recompute=sentences,share=0.1")
+    parser.add_argument("--embedded", action="store_true")
+    given = parser.parse_args()
+    if given.embedded:
+        given.held, given.new, given.document, given.repeats = 1024, 256, 128, 2
+    (spec,) = parse(given.strategy)
+    shape = "embedded" if given.embedded else "llama-3.1-8b"
+    tokens = given.held + given.new
+    room = 6 * tokens + 8192
+    settings: dict[str, Any] = {
+        "kv_disk_bytes": 0,
+        "kv_host_bytes": 2 * tokens * model_shapes.kv_bytes_per_token(shape),
+        "max_total_tokens": room,
+        "engine_args": engine_args(None) | ({} if given.embedded else {"disable_prefill_cuda_graph": True}),
+    }
+    rows: list[dict[str, Any]] = []
+    workload: dict[str, Any] = {"model": f"{shape}, random weights", "held tokens": given.held}
+    workload |= {"new document tokens": given.new, "composed": spec.label}
+    workload |= {"repeats after a warm-up": given.repeats}
+
+    async def work(engine: Any) -> None:
+        workload["attention"] = engine.info.attention_backend
+        dialogue = Dialogue(given.held, given.new, given.document, seed=19)
+        times: dict[str, list[TimedAnswer]] = {side: [] for side in SIDES}
+        for _ in range(given.repeats + 1):
+            for side in SIDES:
+                times[side].append(await measure(engine, side, dialogue, spec.name, dict(spec.options)))
+        medians = {side: statistics.median(each.ttft_ms for each in own[1:]) for side, own in times.items()}
+        for side, own in times.items():
+            context = own[-1].context
+            row = {
+                "side": side,
+                "first token ms": round(medians[side], 2),
+                "fastest ms": round(min(each.ttft_ms for each in own[1:]), 2),
+                "slowest ms": round(max(each.ttft_ms for each in own[1:]), 2),
+                "cached": own[-1].last.usage.cached,
+                "held": context.session_held if context else None,
+                "recomputed": context.recomputed if context else None,
+            }
+            for rival in SIDES[:2]:
+                row[f"times sooner than {rival}"] = round(medians[rival] / medians[side], 2)
+            rows.append(row)
+        await engine.control("check")
+
+    model_shapes.run_engine(shape, work, **settings)
+    given.out.mkdir(parents=True, exist_ok=True)
+    report.write("dialogue, second turn", workload, rows, out=given.out / "h200-dialogue.json", note=NOTE)
+
+
+if __name__ == "__main__":
+    main()

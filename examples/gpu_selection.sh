@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# The embedded model's selection, verification and heads on a GPU, in bfloat16, in parts that each fit into ten minutes:
+#   examples/gpu_selection.sh OUT SETS_DIR profile   samkv's profile and the streaming heads (two minutes)
+#   examples/gpu_selection.sh OUT SETS_DIR kept      what the engine's selections keep of the answers (three)
+#   examples/gpu_selection.sh OUT SETS_DIR gate      the gate's record: shares recomputed on crossdoc and onehop (five)
+#   examples/gpu_selection.sh OUT SETS_DIR eval      F1 of all selections and rules on all sets (until it is stopped)
+# `profile` comes first: what is verified is verified with the profile. gate and eval go on where they stopped.
+# LIMIT, SECONDS_EACH and ENGINES change questions a set, seconds of gate and eval, and engines on the GPU.
+set -uo pipefail
+out=$(mkdir -p "$1" && cd "$1" && pwd) sets=$(cd "$2" && pwd) part=$3
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD:$PWD/index:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 FLASHINFER_DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
+model=examples/models/ragserve-tiny
+
+case $part in
+profile)
+  python3 -m ragserve.cli calibrate --part samkv --sets 8 --questions 12 --data-dir "$out/data" > "$out/samkv.txt" 2>&1 &
+  python3 -m ragserve.cli calibrate-heads "$out/heads.json" > "$out/heads.txt" 2>&1
+  heads=$?
+  wait $! || { tail -n 3 "$out/samkv.txt" && exit 1; }
+  for place in "$model" "$out/data"; do [ -f "$place/ragserve-samkv.json" ] && cp "$place/ragserve-samkv.json" "$out/"; done
+  tail -n 8 "$out/samkv.txt" "$out/heads.txt"
+  exit $heads
+  ;;
+kept)
+  python3 examples/gpu_selection.py "$out/selection-kept.json" "$sets" --limit "${LIMIT:-200}" > "$out/kept.txt" 2>&1 || { tail -n 3 "$out/kept.txt" && exit 1; }
+  ;;
+gate)
+  strategies="full"
+  for share in 0.1 0.15 0.2 0.3; do strategies+=",concat:recompute=sentences,share=$share"; done
+  strategies+=",samkv,samkv:keep=0.25"
+  python3 examples/gpu_eval.py "$out/gate" "$sets" --only crossdoc,onehop --limit "${LIMIT:-400}" \
+    --engines "${ENGINES:-5}" --seconds "${SECONDS_EACH:-400}" --strategies "$strategies"
+  ;;
+eval)
+  strategies="full,samkv"
+  for keep in 0.05 0.1 0.15 0.25 0.4; do strategies+=",samkv:keep=$keep"; done
+  for p in 0.5 0.7; do strategies+=",samkv:top_p=$p"; done
+  for keep in 0.15 0.25 0.4; do
+    strategies+=",samkv:keep=$keep,experimental.feedback_weight=0,experimental.retrieval_weight=0"
+    strategies+=",samkv:selection=layers,keep=$keep,experimental.question_query=mean,experimental.scoring=zscore,update=fusion"
+    strategies+=",samkv:selection=shared,keep=$keep"
+  done
+  for share in 0.1 0.2; do strategies+=",concat:recompute=question,share=$share,concat:recompute=anchors,share=$share,concat:recompute=sentences,share=$share,cacheblend:share=$share"; done
+  strategies+=",epic:first=16"
+  only=${ONLY:-qed10,squad10,2wikimqa,musique,onehop,crossdoc,mid_onehop,mid_crossdoc,long_onehop,long_crossdoc,needle,alias}
+  python3 examples/gpu_eval.py "$out/eval" "$sets" --only "$only" --limit "${LIMIT:-100}" \
+    --engines "${ENGINES:-5}" --seconds "${SECONDS_EACH:-480}" --strategies "$strategies"
+  ;;
+*)
+  echo "unknown part $part: profile, kept, gate or eval" >&2
+  exit 2
+  ;;
+esac

@@ -1,0 +1,220 @@
+"""The Pareto curve of selection: answers kept, and F1, over the mean share of the document tokens kept.
+
+    python examples/selection_curve.py --data qed10.jsonl.gz --data squad10.jsonl.gz [--limit 40]
+        [--out FILE] [--engine ENGINE.json] [--eval EVAL.json]
+
+Answers kept need no model: percent of questions whose answer stands in what is kept, by all signals but
+attention at fixed shares, by the same where the scores say how much is kept (`top_p`), by single signals, and
+by the best passages whole. ``--engine`` adds what the engine keeps with attention, and by the paper's blocks
+(`examples/gpu_selection.py`). ``--eval`` adds F1 from a report of `ragserve eval` or `examples/gpu_eval.py`:
+`samkv`, and rules that keep everything and recompute a share, ProphetKV's (`question`) and QCFuse's
+(`anchors`). Without ``--data`` the rows of FILE stay. Writes FILE, and a picture beside it."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument, load_tokenizer
+from ragserve.config import DEFAULT_MODEL, load
+from ragserve.engine.sentence_choice import SentenceChooser
+from ragserve.eval.data import Question, set_name
+from ragserve.eval.data import load as load_questions
+from ragserve.measuring import report
+from ragserve.measuring.given_scores import GivenScores
+from ragserve.measuring.metrics import contains_answer
+from ragserve.retrieval.embedder import Embedder
+from ragserve.strategy_spec import parse
+from sglang_ext.protocol import RetrievalScores
+from sglang_ext.request_options import SamKvOptions
+
+OUT = Path(__file__).resolve().parent / "results" / "selection-curve.json"
+SHARES = (0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.6)
+TOP_P = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_ONE = {"feedback_weight": 0.0}
+LINES: dict[str, dict[str, float]] = {
+    "all signals": {"lexical_weight": 1.0},
+    "without feedback": {"lexical_weight": 1.0, **_ONE},
+    "words": {"retrieval_weight": 0.0, "lexical_weight": 1.0, **_ONE},
+    "passages' scores": {"retrieval_weight": 1.0, "document_weight": 1.0, **_ONE},
+    "sentences' scores": {"retrieval_weight": 1.0, "document_weight": 0.0, **_ONE},
+}
+WHOLE, BY_SCORES = "best passages whole", "all signals, top_p"
+
+
+@dataclass(frozen=True)
+class CurveQuestion:
+    """A question with its prompt and the retriever's scores."""
+
+    question: Question
+    prompt: Prompt
+    scores: RetrievalScores
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, action="append", default=[], help="a question set")
+    parser.add_argument("--limit", type=int, default=40, help="questions of each set")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--engine", type=Path, default=None, help="what gpu_selection.py wrote")
+    parser.add_argument("--eval", type=Path, default=None, help="eval.json of the same sets")
+    given = parser.parse_args()
+    rows = answer_rows(given.data, given.limit) if given.data else known(given.out)
+    if given.engine:
+        measured = known(given.engine)
+        lines = {row["line"] for row in measured}
+        rows = [row for row in rows if row["line"] not in lines or "f1" in row] + measured
+    if given.eval:
+        rows = [row for row in rows if "f1" not in row] + f1_rows(json.loads(given.eval.read_text()))
+    report.write(
+        "selection-curve",
+        {"questions": f"at most {given.limit} a set"},
+        rows,
+        out=given.out,
+        note="kept, recomputed: mean percent of the document tokens; answer kept: percent of questions whose "
+        "answer stands in what is kept, with signal attention where the line is samkv or blocks. f1: of "
+        "answers, by eval; full is at 100 % kept.",
+    )
+    given.out.with_suffix(".svg").write_text(drawn(rows), encoding="utf-8")
+    return 0
+
+
+def known(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def answer_rows(paths: Sequence[Path], limit: int) -> list[dict[str, Any]]:
+    """The rows that need no model."""
+    embedder, tokenizer = Embedder(), load_tokenizer(DEFAULT_MODEL)
+    builder, chooser, sentence_bytes = (
+        PromptBuilder(tokenizer),
+        SentenceChooser(tokenizer),
+        load().sentence_bytes,
+    )
+    rows = []
+    for path in paths:
+        asked = []
+        for question in load_questions(path, limit):
+            if not any(contains_answer(document.text, question.answers) for document in question.documents):
+                continue
+            given = GivenScores(builder, embedder, question.documents, sentence_bytes)
+            documents = [PromptDocument("", d.title, d.text) for d in question.documents]
+            prompt = builder.build(question.question, documents, max_prompt_tokens=10**6)
+            scores = given.of(question.question, prompt) or RetrievalScores((), ())
+            asked.append(CurveQuestion(question, prompt, scores))
+        rows += _of_set(set_name(path), asked, chooser)
+    return rows
+
+
+def _of_set(name: str, asked: Sequence[CurveQuestion], chooser: SentenceChooser) -> list[dict[str, Any]]:
+    points: dict[tuple[str, float], list[tuple[float, bool]]] = {}
+    for each in asked:
+        sentences = chooser.sentences(each.prompt, each.scores)
+        tokens = each.prompt.tokens_kept
+        for line, weights in LINES.items():
+            options = SamKvOptions.model_validate({"experimental": weights})
+            for share, runs in zip(SHARES, sentences.runs(options, SHARES), strict=True):
+                points.setdefault((line, share), []).append(_point(each, chooser, runs, tokens))
+        for p in TOP_P:
+            options = SamKvOptions.model_validate({"top_p": p, "experimental": LINES["all signals"]})
+            runs = sentences.chosen_runs(options)
+            points.setdefault((BY_SCORES, p), []).append(_point(each, chooser, runs, tokens))
+        for share in SHARES:
+            points.setdefault((WHOLE, share), []).append(_whole(each, share))
+    return [
+        {
+            "set": name,
+            "line": line,
+            "at": at,
+            "n": len(found),
+            "kept": round(100 * statistics.fmean(kept for kept, _ in found), 1),
+            "answer kept": round(100 * statistics.fmean(holds for _, holds in found), 1),
+        }
+        for (line, at), found in points.items()
+    ]
+
+
+def _point(
+    each: CurveQuestion, chooser: SentenceChooser, runs: Sequence[list[int]], tokens: int
+) -> tuple[float, bool]:
+    holds = any(contains_answer(chooser.read(run), each.question.answers) for run in runs)
+    return sum(map(len, runs)) / tokens, holds
+
+
+def _whole(each: CurveQuestion, share: float) -> tuple[float, bool]:
+    """The best passages by the retriever's score, while they fit into the share."""
+    sizes = [span.end - span.start for span in each.prompt.spans[1:]]
+    order = sorted(range(len(sizes)), key=lambda i: -(each.scores.documents[i] or 0.0))
+    used, holds = 0, False
+    for i in order:
+        if used + sizes[i] > share * sum(sizes):
+            break
+        used += sizes[i]
+        holds = holds or contains_answer(each.question.documents[i].text, each.question.answers)
+    return used / sum(sizes), holds
+
+
+def f1_rows(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a report of eval: a line for each strategy, whatever share it keeps or recomputes."""
+    return [
+        {"set": row["set"], "line": line_of(row["strategy"]), "at": row["strategy"]}
+        | {name: row[name] for name in ("n", "kept", "recomputed", "f1", "f1_vs_full", "f1_vs_full_se")}
+        for row in measured["rows"]
+    ]
+
+
+def line_of(strategy: str) -> str:
+    """The strategy without its numbers: the points of one line."""
+    [spec] = parse(strategy)
+    fixed = [f"{key}={value}" for key, value in sorted(spec.options.items()) if isinstance(value, str)]
+    return ",".join([spec.name, *fixed])
+
+
+def drawn(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The picture, as SVG: a column for each set, answers kept above F1."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    style = {"svg.hashsalt": "ragserve", "svg.fonttype": "none", "font.size": 9}
+    sets = list(dict.fromkeys(row["set"] for row in rows))
+    figures = [name for name in ("answer kept", "f1") if any(name in row for row in rows)]
+    lines = list(dict.fromkeys(row["line"] for row in rows))
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(4.2 * len(sets), 3.6 * len(figures)), layout="constrained")
+        grid = figure.subplots(len(figures), len(sets), squeeze=False)
+        for axes, name in zip(grid, figures, strict=True):
+            for axis, own in zip(axes, sets, strict=True):
+                for number, line in enumerate(lines):
+                    found = sorted(
+                        (row["kept"], row[name])
+                        for row in rows
+                        if (row["set"], row["line"]) == (own, line) and name in row
+                    )
+                    if found:
+                        kept, height = zip(*found, strict=True)
+                        axis.plot(kept, height, label=line, color=f"C{number % 10}", marker="o", markersize=3)
+                axis.set(title=own, xlabel="document tokens kept, %", ylabel=f"{name}, %")
+                axis.grid(alpha=0.3)
+        handles = {
+            label: handle
+            for axis in grid.flat
+            for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
