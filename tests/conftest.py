@@ -17,7 +17,7 @@ EXHAUSTIVE = os.environ.get("RAGSERVE_EXHAUSTIVE") == "1"
 """True under ``scripts/test --exhaustive``: every kill point, long histories, more random examples."""
 
 # No deadline: on two busy cores any example is slow once. Only exhaustive runs draw new examples each time.
-settings.register_profile("suite", deadline=None, max_examples=25, derandomize=True)
+settings.register_profile("suite", deadline=None, max_examples=15, derandomize=True)
 settings.register_profile("long", deadline=None, max_examples=250, print_blob=True)
 settings.load_profile("long" if EXHAUSTIVE else "suite")
 

@@ -57,8 +57,8 @@ BUGS = (
     Bug(
         "a batch is committed after each of its documents",
         "index/ragserve_index",
-        "        _insert_chunks(connection, ns, version, cursor.lastrowid, first_id, item)\n",
-        "        _insert_chunks(connection, ns, version, cursor.lastrowid, first_id, item)\n"
+        "        _insert_chunks(connection, ns, version, document, first_id, item)\n",
+        "        _insert_chunks(connection, ns, version, document, first_id, item)\n"
         '        connection.execute("COMMIT")\n'
         '        connection.execute("BEGIN IMMEDIATE")\n',
         ("tests/unit/index/test_kill.py",),
@@ -73,7 +73,7 @@ BUGS = (
     Bug(
         "a removed document stays in the lexical index",
         "index/ragserve_index",
-        "    lexical_table.remove(connection, ns.id, _rows_of(connection, ns, [doc_id]))\n",
+        "    connection.dialect.lexical.remove(connection, ns.id, _rows_of(connection, ns, [doc_id]))\n",
         "",
         ("tests/unit/index/test_stateful.py",),
     ),

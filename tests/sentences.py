@@ -29,10 +29,14 @@ def chosen(
     attention: dict[int, float],
     share: float,
     first: int,
+    top_p: float | None = None,
+    least: float = 0.0,
+    most: int | None = None,
 ) -> list[int]:
     """Positions, ascending. ``documents``: first position and sentences, tokens counted in the document;
     ``kept``: positions by layer; ``sensitivity`` and ``attention`` by position; ``first``: tokens that every
-    document gets, as far as the share goes."""
+    document gets, as far as the share goes; with ``top_p`` as many sentences as hold it, between the shares
+    ``least`` and ``share``; ``most``: tokens in any case."""
     weight = {
         p: sum(p in row for row in kept) / len(kept)
         for start, parts in documents
@@ -57,8 +61,24 @@ def chosen(
             scores.update(dict.fromkeys(live, mean * (1.0 if blind else relevance**POWER)))
     tokens = round(sum(weight.values()))
     count = min(tokens, max(1, round(share * tokens))) if tokens else 0
+    count = count if most is None else min(count, most)
     openings = {
         start + t for start, _ in documents for t in range(min(first, count // len(documents)))
     } & set(scores)
+    if top_p is not None:
+        live_parts = [
+            live
+            for start, parts in documents
+            for part in parts
+            if (live := [p for t in part if (p := start + t) in scores])
+        ]
+        total, held, holding = sum(scores.values()), 0.0, set(openings)
+        for live in sorted(live_parts, key=lambda live: (-scores[live[0]], live[0])):
+            if held >= top_p * total:
+                break
+            held += sum(scores[p] for p in live)
+            holding |= set(live)
+        floor = min(tokens, max(1, round(least * tokens))) if tokens else 0
+        count = min(count, max(floor, len(holding)))
     rest = sorted(set(scores) - openings, key=lambda p: (-scores[p], p))
     return sorted(openings | set(rest[: count - len(openings)]))

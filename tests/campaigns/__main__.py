@@ -25,9 +25,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 for _name in [name for name in os.environ if name.startswith("RAGSERVE_")]:
     del os.environ[_name]
 
-_SET = """load: `clients`, `k`, `entries`, `burst_every`, and settings of the server, e.g. `context_length`"""
+_SET = """kill: `order`, what is killed; load: `clients`, `k`, `entries`, `burst_every`, fleet: `clients`,
+    `documents`, `k`, `every_s`, and settings of the server, e.g. `context_length`, `replicas`"""
 _MOUNTS = "CAMPAIGN_MAY_MOUNT"  # set in the process that has a mount namespace of its own
-NAMES = ("operations", "kill", "damage", "tenants", "disk", "api", "load")
+NAMES = ("operations", "dialogues", "kill", "damage", "tenants", "disk", "api", "load", "fleet")
 MOUNTING = ("disk",)  # run in a mount namespace of their own
 
 

@@ -17,6 +17,7 @@ import httpx
 import psutil
 
 from tests.campaigns.kill_tune import tune
+from tests.campaigns.kill_warm import warm_up
 from tests.campaigns.progress import Progress
 from tests.campaigns.site import ENDED, Site
 from tests.integration.models import small_models
@@ -135,7 +136,7 @@ class Engine:
 
 def _work_until_it_dies(url: str, accepted: set[str]) -> None:
     """Ingest, warm up and ask; collect the names of the documents whose job was accepted."""
-    with httpx.Client(base_url=url, timeout=60) as client, contextlib.suppress(httpx.HTTPError):
+    with httpx.Client(base_url=url, timeout=240) as client, contextlib.suppress(httpx.HTTPError):
         for i in range(1000):
             texts = {f"new {i}/{part}": f"Text {part} of new document {i}." for part in range(4)}
             rows = [{"name": name, "text": text} for name, text in texts.items()]
@@ -162,10 +163,11 @@ PLAIN: dict[str, Callable[[Path, random.Random], None]] = {
     "index save": index_save,
     "ingestion": ingestion,
     "tune": tune,
+    "warm-up": warm_up,
 }
 ORDER = (
     *("page write", "index save", "ingestion", "scheduler", "page write", "index save", "ingestion"),
-    *("detokenizer", "ingestion", "main", "tune", "all"),
+    *("detokenizer", "ingestion", "main", "tune", "all", "warm-up"),
 )
 
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -28,21 +29,23 @@ QUESTIONS = 6
 STRATEGIES = ("concat", "epic:first=4")
 _ROWS = QUESTIONS * (1 + len(STRATEGIES))
 _ENDS_WITHIN_S = 10.0
-_LETS_THROUGH_S = 600.0
+LETS_THROUGH_S = 600.0
 
 
 def tune(folder: Path, chance: random.Random) -> None:
     work = folder / "tune"
     killed = work / "killed"
     if not killed.exists():
-        _prepare(work)
+        prepare(work, QUESTIONS)
+        (work / "questions.txt").write_text("".join(f"What is note {i} about?\n" for i in range(QUESTIONS)))
         killed.write_text("")
     before = _compared(work)
     process = _begun(work)
-    _wait_for_rows(work, chance.randint(len(before), _ROWS), process)
+    wait_for(lambda: len(_compared(work)), chance.randint(len(before), _ROWS), process)
     time.sleep(chance.uniform(0, 0.3))
-    _kill_one(work, process, chance)
+    finished = kill_one(process, chance)
     after = _compared(work)
+    assert not finished or len(after) == _ROWS, "it ended with 0, and rows are missing"
     lost = {key for key, row in before.items() if key[2] != "full" and after.get(key) != row}
     lost |= before.keys() - after.keys()
     assert not lost, f"lost or computed again: {sorted(lost)}"
@@ -52,36 +55,33 @@ def tune(folder: Path, chance: random.Random) -> None:
         _assert_finishes(work)
 
 
-def _prepare(work: Path) -> None:
+def prepare(work: Path, notes: int) -> None:
+    """Make small models, and ingest some notes. Commands that run in the folder use both."""
     shutil.rmtree(work, ignore_errors=True)
     (work / "docs").mkdir(parents=True)
-    many(work / "docs", QUESTIONS)
-    (work / "questions.txt").write_text("".join(f"What is note {i} about?\n" for i in range(QUESTIONS)))
+    many(work / "docs", notes)
     models = small_models(work)
-    (work / "models.json").write_text(json.dumps({name: str(path) for name, path in models.items()}))
-    done = start("ingest", "docs", "--json", "--embedder", str(models["embedder"]), cwd=work)
+    (work / "ragserve.toml").write_text("".join(f'{name} = "{path}"\n' for name, path in models.items()))
+    done = start("ingest", "docs", "--json", cwd=work)
     _, said = done.communicate()
     assert done.returncode == 0, said.decode()[-2000:]
 
 
 def _begun(work: Path) -> subprocess.Popen[bytes]:
-    models = json.loads((work / "models.json").read_text())
     options = ["--questions", "questions.txt", "--strategies", ",".join(STRATEGIES)]
-    options += ["--minutes", "60", "--max-new-tokens", "4"]
-    options += [word for name, path in models.items() for word in (f"--{name}", path)]
-    return start("tune", *options, cwd=work)
+    return start("tune", *options, "--minutes", "60", "--max-new-tokens", "4", cwd=work)
 
 
-def _wait_for_rows(work: Path, n: int, process: subprocess.Popen[bytes]) -> None:
-    """Until ``n`` rows are written, or the process has ended."""
-    deadline = time.monotonic() + _LETS_THROUGH_S
-    while process.poll() is None and len(_compared(work)) < n:
-        assert time.monotonic() < deadline, f"no {n} rows after {_LETS_THROUGH_S:.0f} s"
+def wait_for(done: Callable[[], int], n: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until ``n`` of its results are on disk, or the process has ended."""
+    deadline = time.monotonic() + LETS_THROUGH_S
+    while process.poll() is None and done() < n:
+        assert time.monotonic() < deadline, f"no {n} results after {LETS_THROUGH_S:.0f} s"
         time.sleep(0.02)
 
 
-def _kill_one(work: Path, process: subprocess.Popen[bytes], chance: random.Random) -> None:
-    """Kill a process that it cannot do without; all of them end."""
+def kill_one(process: subprocess.Popen[bytes], chance: random.Random) -> bool:
+    """Kill a process that the command cannot do without; all of them end. Return whether it had finished."""
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
         command = psutil.Process(process.pid)
@@ -93,9 +93,9 @@ def _kill_one(work: Path, process: subprocess.Popen[bytes], chance: random.Rando
         process.kill()
         process.communicate()
         raise AssertionError(f"it still ran {_ENDS_WITHIN_S:.0f} s after the kill") from None
-    assert process.returncode or len(_compared(work)) == _ROWS, "it ended with 0, and rows are missing"
     assert process.returncode in (0, -signal.SIGKILL) or b"Traceback" not in said, said.decode()[-2000:]
     assert_gone(family, _ENDS_WITHIN_S)
+    return process.returncode == 0
 
 
 def _is_needed(process: psutil.Process, command: psutil.Process) -> bool:
@@ -114,7 +114,7 @@ def _compared(work: Path) -> dict[rows.Key, rows.Row]:
 
 def _assert_finishes(work: Path) -> None:
     process = _begun(work)
-    _, said = process.communicate(timeout=_LETS_THROUGH_S)
+    _, said = process.communicate(timeout=LETS_THROUGH_S)
     assert process.returncode == 0, said.decode()[-2000:]
     found = _compared(work)
     usable = sum(bool(row.get("usable")) for row in found.values())

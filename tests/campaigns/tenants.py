@@ -5,7 +5,7 @@ An operation is one probe. The routes that take a namespace are those of the ser
 new one without a probe is a violation.
 
 All probes but one have the same result each time, for each of a few dozen bodies and ids. Many are needed for
-the one of waiting times, of which the target has more than a hundred pairs. Their standard error decides how
+the one of waiting times: after the first round every other operation is one. Their standard error decides how
 small a leak is seen; the figures give it as a share of what a cached prompt of one's own saves. A share over
 a half is a violation, because such a run shows nothing."""
 
@@ -138,6 +138,16 @@ class Tenants:
         self._only_mine(answer["citations"])
         assert SECRET not in json.dumps(answer), "the answer has the secret"
 
+    def session(self, chance: random.Random) -> None:
+        """A session of theirs goes on for nobody here, by its id or by a guess near it."""
+        begun = self.site.ask(query=QUESTION, namespace=THEIRS, session="new", max_new_tokens=8).answer
+        name = begun["session"]["id"]
+        guess = chance.choice([name, name, name.upper(), name[:-1], f"{THEIRS}/{name}", "0" * len(name)])
+        body = {"query": "And which word was that?", "namespace": MINE, "session": guess}
+        self._refused("POST", "/rag/query", json=body)
+        self._refused("POST", "/rag/query", json=body | {"stream": True})
+        self.site.call("DELETE", f"/rag/sessions/{name}")
+
     def _filter(self, chance: random.Random) -> dict[str, Any]:
         field, value = chance.choice([("doc_id", self.id_of(chance)), ("source", "safe"), ("title", "safe")])
         narrow = {"op": "eq", "field": field, "value": value}
@@ -151,8 +161,10 @@ class Tenants:
     # what is cached
 
     def _empty(self) -> None:
-        """Empty the cache, once the warm-ups of what was put are over: they would fill it again."""
+        """Empty the cache, once the warm-ups of what was put are over, which would fill it again, and the
+        last answer's prompt is given back: what is in use stays."""
         self.site.warmed()
+        self.site.settled()
         self.site.call("DELETE", "/rag/cache")
 
     def shared_kv(self, chance: random.Random) -> None:
@@ -239,7 +251,10 @@ PROBES: dict[str, tuple[Callable[[Tenants, random.Random], None], ...]] = {
     "POST /rag/ingest": (Tenants.ingest,),
     "POST /rag/cache/warm": (Tenants.warm,),
     "POST /rag/retrieve": (Tenants.retrieve,),
-    "POST /rag/query": (Tenants.query, Tenants.query, Tenants.shared_kv, Tenants.removed_kv, Tenants.waiting),
+    "POST /rag/query": (
+        *(Tenants.query, Tenants.query, Tenants.session),
+        *(Tenants.shared_kv, Tenants.removed_kv, Tenants.waiting),
+    ),
     "POST /v1/chat/completions": (Tenants.chat,),
 }
 
@@ -271,9 +286,11 @@ def run(progress: Progress, site: Site | None = None) -> None:
             progress.violation(f"routes that take a namespace and have no probe: {sorted(unprobed)}")
         probes = [probe for of_route in PROBES.values() for probe in of_route]
         while progress.goes_on():
-            probe = probes[progress.operations % len(probes)]
+            rounds, place = divmod(progress.operations, len(probes))
+            chance = progress.random()
+            probe = Tenants.waiting if rounds and chance.random() < 0.5 else probes[place]
             with progress.operation(probe.__name__):
-                probe(tenants, progress.random())
+                probe(tenants, chance)
         figures = tenants.judged()
         progress.data["figures"] = figures
         if abs(figures.get("sigmas, theirs against nobody's", 0.0)) > SIGMAS:

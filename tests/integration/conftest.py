@@ -36,6 +36,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def quick_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The same with a small model of random weights, for all that needs no answer that is right."""
+    with engines.quick(tmp_path_factory.mktemp("quick-server")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def quick_reference(quick_server: Server) -> Reference:
+    assert quick_server.model is not None
+    return Reference(quick_server.model)
+
+
+@pytest.fixture(scope="session")
 def locked_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with engines.locked(tmp_path_factory.mktemp("locked-server")) as server:
         yield server

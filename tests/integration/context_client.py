@@ -110,3 +110,19 @@ def assert_same(got: Generated, want: Generated, tolerance: float = TOLERANCE) -
     assert got.ids == want.ids
     worst = max(abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True))
     assert worst < tolerance
+
+
+def metrics(client: Any) -> dict[str, float]:
+    """Samples of /metrics by name, or by name and the value of our label, summed over their other labels."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            label = next(
+                (sample.labels[name] for name in ("tier", "strategy", "stage") if name in sample.labels), ""
+            )
+            if sample.labels.get("kind", "kept") == "kept":
+                key = f"{sample.name} {label}".strip()
+                found[key] = found.get(key, 0.0) + sample.value
+    return found

@@ -34,6 +34,10 @@ STORAGE = {
     "class_name": "SlowStorage",
 }
 SPARSE: dict[str, Any] = {"sparse_attention": "on", "decode_mode": "dense", "decode_dense_below": 0}
+_FAULTS = {
+    "DUMPER_SERVER_PORT": "reuse",  # the control operations, over HTTP
+    "RAGSERVE_FAULTS": "1",  # a test may make a stage of the scheduler fail
+}
 
 
 @dataclass
@@ -57,7 +61,7 @@ class Server:
     def finished(self, response: httpx.Response) -> dict[str, Any]:
         """Wait for the job that a 202 response names."""
         assert response.status_code == httpx.codes.ACCEPTED, response.text
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while True:
             job = dict(self.client.get(response.headers["location"]).json())
             if job["state"] in ("done", "failed", "cancelled"):
@@ -77,10 +81,23 @@ def started(data_dir: Path, *, storage: Path | None = None, **flags: Any) -> Ite
 
 
 @contextlib.contextmanager
+def quick(folder: Path) -> Iterator[Server]:
+    """The defaults, with a small model of random weights."""
+    with started(folder / "data", model=_random_model(folder)) as server:
+        yield server
+
+
+def _random_model(folder: Path) -> Path:
+    """Write the model of engines whose answers need not be right; the same one each time."""
+    return random_llama(folder / "model", kv_heads=2, head_dim=64, positions=8192)
+
+
+@contextlib.contextmanager
 def locked(folder: Path) -> Iterator[Server]:
-    """The API key "secret", a KV pool of 8 bits in pages of 64, prefill chunks of 256 tokens."""
+    """The API key "secret", a context of 2,048 tokens, a KV pool of 8 bits in pages of 64, prefill chunks of
+    256 tokens."""
     chunks = json.dumps({"chunked_prefill_size": 256})
-    flags = {**SPARSE, "decode_page_size": 64, "kv_bits": 8, "engine_args": chunks}
+    flags = {**SPARSE, "decode_page_size": 64, "kv_bits": 8, "context_length": 2048, "engine_args": chunks}
     with started(folder / "data", api_key="secret", **flags) as server:
         yield server
 
@@ -100,26 +117,30 @@ def parallel(folder: Path) -> Iterator[Server]:
         "decode_max_budget": 256,
         "decode_heads": heads,
         "tp_size": RANKS,
+        "control_routes": True,  # for /dumper
+        "kv_hosted_bytes": 2**25,
         "max_total_tokens": 8192,  # twelve requests at once, or a composed context and its documents
         "engine_args": json.dumps({"chunked_prefill_size": 256, "enable_mixed_chunk": True}),
     }
     env = {
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * RANKS)
-    }  # SGLang wants a NUMA node for each otherwise
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * RANKS),  # SGLang wants a NUMA node for each otherwise
+        **_FAULTS,
+    }
     with started(folder / "data", model=model, env=env, **flags) as server:
         yield server
 
 
 @contextlib.contextmanager
 def stress(folder: Path) -> Iterator[Server]:
-    """Forced retraction, strict memory checks, prefill chunks of 128, a small pool in pages of 16, and a disk
-    whose delay a test sets. Sparse decoding is on for requests that ask for it, so each check of the pages
-    covers their statistics, too."""
+    """The small model, forced retraction, strict memory checks, prefill chunks of 128, a small pool in pages
+    of 16, and a disk whose delay a test sets. Sparse decoding is on for requests that ask for it, so each
+    check of the pages covers their statistics, too."""
     storage = folder / "storage"
     storage.mkdir()
     flags = SPARSE | {
         "decode_page_size": 16,
         "decode_logical_page": 4,
+        "kv_hosted_bytes": 2**25,
         "engine_args": json.dumps(
             {"chunked_prefill_size": STRESS_CHUNK, "enable_return_hidden_states": True}
         ),
@@ -134,9 +155,8 @@ def stress(folder: Path) -> Iterator[Server]:
         # the scheduler dies when a slot is lost or counted twice
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-        "DUMPER_SERVER_PORT": "reuse",  # the control operations, over HTTP
-        "RAGSERVE_FAULTS": "1",  # a test may make a stage of the scheduler fail
+        **_FAULTS,
         "PYTHONPATH": os.pathsep.join([str(REPO), *sys.path]),
     }
-    with started(folder / "data", storage=storage, env=env, **flags) as server:
+    with started(folder / "data", storage=storage, model=_random_model(folder), env=env, **flags) as server:
         yield server

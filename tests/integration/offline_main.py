@@ -1,5 +1,5 @@
-"""Ingest, serve another model and ask. test_offline runs this in a network namespace that has only a loopback
-interface.
+"""Ingest, serve another model, ask, and kill the server. test_wheel runs this in a network namespace that has
+only a loopback interface.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+
+import psutil
 
 SIOCSIFFLAGS, IFF_UP = 0x8914, 0x1
 
@@ -58,12 +60,16 @@ def main(work: Path, model: str) -> None:
         sampling = {"max_new_tokens": 2, "custom_params": {PLAN_FIELD: plan}}
         raw = client.post("/generate", json={"input_ids": [5, 6, 7], "sampling_params": sampling})
         info = client.get("/info").json()
+        engine = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.kill()
+        _, left = psutil.wait_procs(engine, timeout=120)
     out = {
         "ingested": json.loads(ingested.stdout),
         "status": answer.status_code,
         "answer": answer.json(),
         "info": info,
     }
+    out |= {"processes": len(engine), "left": len(left)}
     out |= {"full": full.json(), "composed": {"status": composed.status_code, "text": composed.text}}
     print(json.dumps(out | {"raw": {"status": raw.status_code, "text": raw.text}}))
 

@@ -155,9 +155,14 @@ class Reference:
 
 
 def chosen_sentences(
-    reference: Reference, tokenizer: Any, ids: list[int], spans: list[tuple[int, int]], share: float
+    reference: Reference,
+    tokenizer: Any,
+    ids: list[int],
+    spans: list[tuple[int, int]],
+    share: float,
+    **limits: Any,
 ) -> list[int]:
-    """Positions that rule `sentences` recomputes in a context that is kept whole."""
+    """Positions that rule `sentences` recomputes in a context that is kept whole; ``limits``: of `chosen`."""
     late = reference.attention(ids, spans)[reference.layers // 2 :].amax(1).sum(0)
     unrelated = unrelated_contexts(tokenizer)[0]
     first, end = spans[0][1], spans[-1][1]
@@ -169,4 +174,5 @@ def chosen_sentences(
         dict(enumerate(late.tolist())),
         share,
         first=4,
+        **limits,
     )

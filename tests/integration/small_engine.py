@@ -125,7 +125,7 @@ class Engine:
 
     def idle(self) -> dict[str, Any]:
         """Wait until no slot is locked and no document pinned; the figures of that moment."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while True:
             figures = self.control("stat")
             held = figures["device"]["locked_tokens"], figures["host"]["pinned_documents"]

@@ -13,8 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ragserve_kernels.page_select import KeySummary, page_select, summarise
 from ragserve_kernels.paged import PagedBatch
+from ragserve_kernels.prefill_lists import LinePlan, choose_blocks, choose_lines
 from ragserve_kernels.progressive_decode import progressive_decode
 from ragserve_kernels.quantize_kv import QuantizedKV, dequantize_kv, quantize_kv
+from ragserve_kernels.sparse_prefill import PrefillBatch, all_blocks, mask_of
+from sglang_ext.attention.sparse_prefill import BLOCK_K, BLOCK_Q
+from sglang_ext.prefill_options import PrefillOptions
 from sglang_ext.protocol import DecodeOptions
 from tests.integration.reference import Reference
 
@@ -23,15 +27,18 @@ NAME = "ragserve_sparse_reference"
 
 @dataclass(frozen=True)
 class Chosen:
-    """``pages`` of each KV head of a layer, used from ``step`` on. ``newest``: the last page at that step."""
+    """``pages`` of each KV head of a layer, used from ``step`` on, chosen in step ``made``. ``first``: the
+    request's first choice. ``newest``: the last page at that step."""
 
+    made: int
     step: int
+    first: bool
     newest: int
     pages: list[list[int]]
 
 
 class SparseReference(Reference):
-    """Greedy decoding with the options ``decode``; prefill is dense.
+    """Greedy decoding with the options ``decode``, after a prefill with the options ``prefill``.
 
     With ``bits`` below 16, KV is quantised when it is written: decode steps read quantised KV only, a prefill
     chunk reads itself unquantised. ``starts``: where the chunks of the prompt begin."""
@@ -53,13 +60,19 @@ class SparseReference(Reference):
         self.streaming, self.sink, self.local = streaming, sink, local
         self.bits, self.starts = bits, [0]
         self.decode = DecodeOptions()
+        self.prefill = PrefillOptions()  # applies at any length
         self.step = 0
         self.chosen: dict[int, Chosen] = {}
+        self.pending: dict[int, Chosen] = {}  # with a lag: chosen, and not used yet
+        self.prompt: dict[int, torch.Tensor] = {}  # queries of the prompt's end, [heads, queries, head_dim]
+        # of sparse steps, the running mean of their queries [heads, head_dim], and their number
+        self.decoded: dict[int, tuple[torch.Tensor, int]] = {}
         AttentionInterface.register(NAME, self._attend)
         self.model.set_attn_implementation(NAME)
 
     def _continue(self, question: list[int], start: int, cache: Any, n_new: int) -> Any:
-        self.step, self.chosen = -1, {}
+        self.step, self.chosen, self.pending, self.decoded = -1, {}, {}, {}
+        self.blocks = torch.zeros(2)  # of the prefill: attended to, and possible
         return super()._continue(question, start, cache, n_new)
 
     def _attend(
@@ -76,13 +89,17 @@ class SparseReference(Reference):
         new, tokens, layer = q.shape[2], k.shape[2], module.layer_idx
         stored_k, stored_v = self._stored(k), self._stored(v)
         if new > 1:
-            ends = [*self.starts[1:], new] if self.bits < 16 else [new]
+            self.prompt[layer] = q[0, :, -self.decode.window :]
+            chunked = self.bits < 16 or self.prefill.mode != "dense"
+            ends = [*self.starts[1:], new] if chunked else [new]
             parts = []
             for start, end in zip(self.starts, ends, strict=False):
                 first = tokens - new + start  # of the chunk
                 seen_k = torch.cat((stored_k[:, :, :first], k[:, :, first : first + end - start]), 2)
                 seen_v = torch.cat((stored_v[:, :, :first], v[:, :, first : first + end - start]), 2)
                 visible = torch.ones(end - start, seen_k.shape[2], dtype=torch.bool).tril(first)
+                if self.prefill.mode != "dense":
+                    visible = visible & self._prefilled(q[0, :, start:end], seen_k[0], first)
                 parts.append(
                     scaled_dot_product_attention(
                         q[:, :, start:end], seen_k, seen_v, attn_mask=visible, scale=scaling, enable_gqa=True
@@ -99,13 +116,7 @@ class SparseReference(Reference):
         visible = torch.ones(k.shape[1], tokens, dtype=torch.bool)
         if options.mode == "hierarchical" and tokens > least:
             newest = (tokens - 1) // self.page
-            now = self.chosen.get(layer)
-            if now is None or self.step - now.step >= options.reuse or newest > now.newest + 1:
-                now = self.chosen[layer] = self._choose(q[0, :, 0], k[0], self.step)
-            if (
-                options.reuse > 1 and self.step + 1 - now.step == options.reuse
-            ):  # for the next step on, by this one's query
-                self.chosen[layer] = self._choose(q[0, :, 0], k[0], self.step + 1)
+            now = self._choice(layer, self._observed(layer, q[0, :, 0]), k[0])
             for head, pages in enumerate(now.pages):
                 kept = torch.isin(torch.arange(tokens) // self.page, torch.tensor([*pages, newest]))
                 if options.streaming and self.streaming is not None and self.streaming[layer, head]:
@@ -117,6 +128,26 @@ class SparseReference(Reference):
             q, k, v, attn_mask=shown, scale=scaling, enable_gqa=True
         ).transpose(1, 2), None
 
+    def _prefilled(self, q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tensor:
+        """Return what a chunk attends to, bool [heads, new, tokens], by the functions that choose in the
+        engine. q [heads, new, head_dim], k [kv_heads, tokens, head_dim]; ``first``: of the chunk."""
+        tokens, options = k.shape[1], self.prefill
+        pages = -(-tokens // self.page)
+        pool = torch.zeros(pages * self.page, k.shape[0], k.shape[2])
+        pool[:tokens] = k.transpose(0, 1)
+        table = torch.arange(pages, dtype=torch.int32)[None]
+        batch = PrefillBatch.of(table, self.page, [first], [tokens - first], block_q=BLOCK_Q, block_k=BLOCK_K)
+        rows = q.transpose(0, 1).contiguous()
+        if options.mode == "lines":
+            plan = LinePlan.of(batch, len(q), observe=options.observe)
+            mask = choose_lines(rows, pool, plan, alpha=options.alpha)
+        else:
+            sink, local = -(-self.sink // BLOCK_K), -(-self.local // BLOCK_K)
+            mask = choose_blocks(rows, pool, batch, alpha=options.alpha, sink=sink, local=local)
+        self.blocks += torch.tensor([mask.sum(), mask_of(all_blocks(batch, len(q)), mask.shape[2]).sum()])
+        place = torch.arange(first, tokens) // BLOCK_Q - first // BLOCK_Q
+        return mask.transpose(0, 1)[:, place][..., torch.arange(tokens) // BLOCK_K]
+
     def _stored(self, x: torch.Tensor) -> torch.Tensor:
         """Quantise and dequantise x [1, kv_heads, tokens, head_dim], as the pool does."""
         if self.bits == 16:
@@ -126,9 +157,49 @@ class SparseReference(Reference):
         quantize_kv(rows, torch.arange(len(rows)), pool)
         return dequantize_kv(pool).transpose(0, 1)[None]
 
-    def _choose(self, q: torch.Tensor, k: torch.Tensor, step: int) -> Chosen:
+    def _observed(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Return what pages are chosen by, of this step's query q [heads, head_dim] and those before."""
+        if self.decode.observe == "prompt":
+            return self.prompt[layer].mean(1)
+        if self.decode.observe == "last":
+            return q
+        mean, count = self.decoded.get(layer, (q, 0))
+        count = min(count + 1, self.decode.window)
+        mean = mean + (q - mean) / count
+        self.decoded[layer] = mean, count
+        return mean
+
+    def _choice(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> Chosen:
+        """Return the choice that this step reads, and choose for later steps by its query, if it is time."""
+        options, newest = self.decode, (k.shape[1] - 1) // self.page
+        lag = options.lag_steps
+        if (waiting := self.pending.get(layer)) is not None and waiting.step <= self.step:
+            self.chosen[layer] = self.pending.pop(layer)
+        now = self.chosen.get(layer)
+        late = not lag and now is not None
+        interval = options.reuse
+        if options.observe == "window" and now is not None and now.first:
+            interval = min(16, interval)
+        if options.observe == "prompt":
+            interval = 2**30
+        ahead = newest > (now.newest if options.observe == "recent" else now.newest + 1) if now else True
+        if now is None or (late and (self.step - now.step >= interval or ahead)):
+            now = self.chosen[layer] = self._choose(q, k, self.step, first=now is None)
+        if lag:
+            interval = max(lag + 1, min(options.reuse, self.page - lag))
+            if layer not in self.pending and self.step - now.made >= interval:
+                self.pending[layer] = self._choose(q, k, self.step + 1 + lag)
+        elif interval > 1 and options.observe != "recent" and self.step + 1 - now.step == interval:
+            self.chosen[layer] = self._choose(q, k, self.step + 1)
+        return now
+
+    def _choose(self, q: torch.Tensor, k: torch.Tensor, step: int, *, first: bool = False) -> Chosen:
         return Chosen(
-            step, (k.shape[1] - 1) // self.page, [self._best(q, k, head) for head in range(k.shape[0])]
+            self.step,
+            step,
+            first,
+            (k.shape[1] - 1) // self.page,
+            [self._best(q, k, head) for head in range(k.shape[0])],
         )
 
     def _best(self, q: torch.Tensor, k: torch.Tensor, head: int) -> list[int]:
@@ -137,15 +208,20 @@ class SparseReference(Reference):
         group = q.shape[0] // k.shape[0]
         queries = q[head * group : (head + 1) * group]
         last = (k.shape[1] - 1) // self.page
+        free = self.decode.budget // self.page - 2
+        if self.decode.observe == "recent":
+            return [0, *range(last - free, last + 1)]
         scores = []
         for page in range(1, last):
             runs = k[head, page * self.page : (page + 1) * self.page].view(-1, self.logical, k.shape[2])
+            if self.decode.scores == "exact":
+                scores.append(float((queries @ runs.flatten(0, 1).T).max()))
+                continue
             low, high = runs.amin(1), runs.amax(1)
             bound = torch.maximum(queries[:, None] * low, queries[:, None] * high).sum(
                 -1
             )  # [group, logical pages]
             scores.append(float(bound.max()))
-        free = self.decode.budget // self.page - 2
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[:free]
         return [0, last, *(i + 1 for i in best)]
 

@@ -58,7 +58,7 @@ def test_calibrate_measures_every_tier_and_leaves_both_profiles(tmp_path: Path) 
     assert found is not None, "beside the model, for its weights"
     assert found.probes["documents"] == 3
     assert found.stable
-    assert set(found.stable) <= set(range(5, 10)), "of the later half of ten layers"
+    assert set(found.stable) <= set(range(7, 15)), "of the later half of 15 layers"
     assert (found.selection, found.options) == ("", {}), "the built-in ones"
     assert set(found.figures["proportion"]) == {"built_in", "found"}
 

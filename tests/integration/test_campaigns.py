@@ -5,9 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.campaigns import load, operations, tenants
+import pytest
+
+from tests.campaigns import dialogues, load, operations, tenants
 from tests.campaigns.progress import Progress
 from tests.campaigns.site import Site
+from tests.integration.engines import Server
+
+
+@pytest.fixture(scope="module")
+def server(quick_server: Server) -> Server:
+    """None of these answers need be right."""
+    return quick_server
 
 
 def test_operations(server: Any, tmp_path: Path) -> None:
@@ -15,6 +24,13 @@ def test_operations(server: Any, tmp_path: Path) -> None:
     with Site(server.running) as site:
         operations.run(progress, site)
     assert (progress.operations, progress.violations) == (40, [])
+
+
+def test_dialogues(server: Any, tmp_path: Path) -> None:
+    progress = Progress(tmp_path, "dialogues", seed=1, target=3)
+    with Site(server.running) as site:
+        dialogues.run(progress, site)
+    assert (progress.operations, progress.violations) == (3, [])
 
 
 def test_tenants(server: Any, tmp_path: Path) -> None:

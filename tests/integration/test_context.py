@@ -10,7 +10,16 @@ import pytest
 from ragserve.answering.prompt import PromptBuilder
 from sglang_ext.protocol import PLAN_FIELD
 from tests.conftest import EXHAUSTIVE
-from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, report, result
+from tests.integration.context_client import (
+    NEW,
+    assert_same,
+    composed,
+    generate,
+    metrics,
+    plan_of,
+    report,
+    result,
+)
 from tests.integration.prompts import prompt, rows
 from tests.integration.reference import Reference
 from tests.monitoring import alerts, exposed, panels, words
@@ -18,11 +27,10 @@ from tests.monitoring import alerts, exposed, panels, words
 TRIES = 20
 
 
-@pytest.mark.parametrize("n_documents", [2, 5])
 def test_documents_prefilled_alone_equal_concatenated_rotated_caches(
-    server: Any, builder: PromptBuilder, reference: Reference, n_documents: int
+    server: Any, builder: PromptBuilder, reference: Reference
 ) -> None:
-    ids, spans = prompt(builder, rows("crossdoc")[0], n_documents)
+    ids, spans = prompt(builder, rows("crossdoc")[0], 3)
     want = reference.composed(ids, spans, NEW)
     got = composed(server.client, ids, spans)
     assert_same(result(got), want)
@@ -37,20 +45,20 @@ def test_documents_prefilled_alone_equal_concatenated_rotated_caches(
 
 
 def test_one_span_kept_whole_equals_plain_prefill(
-    server: Any, builder: PromptBuilder, reference: Reference
+    quick_server: Any, builder: PromptBuilder, quick_reference: Reference
 ) -> None:
     ids, spans = prompt(builder, rows("onehop")[1], 1)
     whole = [(0, spans[-1][1])]
-    assert_same(result(composed(server.client, ids, whole)), reference.plain(ids, NEW))
+    assert_same(result(composed(quick_server.client, ids, whole)), quick_reference.plain(ids, NEW))
 
 
 def test_without_rotation_keys_stay_where_their_documents_began(
-    server: Any, builder: PromptBuilder, reference: Reference
+    quick_server: Any, builder: PromptBuilder, quick_reference: Reference
 ) -> None:
     ids, spans = prompt(builder, rows("crossdoc")[1], 3)
     assert_same(
-        result(composed(server.client, ids, spans, rotate=False)),
-        reference.composed(ids, spans, NEW, rotate=False),
+        result(composed(quick_server.client, ids, spans, rotate=False)),
+        quick_reference.composed(ids, spans, NEW, rotate=False),
     )
 
 
@@ -59,35 +67,45 @@ def test_without_rotation_keys_stay_where_their_documents_began(
     [("concat", {"recompute": "all"}), ("cacheblend", {"share": 1.0}), ("random", {"share": 1.0})],
 )
 def test_recomputing_everything_equals_full(
-    server: Any, builder: PromptBuilder, reference: Reference, strategy: str, options: dict[str, Any]
+    quick_server: Any,
+    builder: PromptBuilder,
+    quick_reference: Reference,
+    strategy: str,
+    options: dict[str, Any],
 ) -> None:
     ids, spans = prompt(builder, rows("crossdoc")[2], 4)
-    answer = composed(server.client, ids, spans, strategy, **options)
-    assert_same(result(answer), reference.plain(ids, NEW))
+    answer = composed(quick_server.client, ids, spans, strategy, **options)
+    assert_same(result(answer), quick_reference.plain(ids, NEW))
     assert report(answer)["recomputed"] == spans[-1][1] - spans[0][1]
 
 
 def test_recomputing_the_last_document_alone_is_exact_for_it(
-    server: Any, builder: PromptBuilder, reference: Reference
+    quick_server: Any, builder: PromptBuilder, quick_reference: Reference
 ) -> None:
     """With one document before it, recomputing the second gives what plain prefill gives."""
     ids, spans = prompt(builder, rows("crossdoc")[3], 2)
     joined = [(0, spans[1][1]), spans[2]]  # system and first document as one span
     positions = list(range(*joined[1]))
-    assert_same(result(composed(server.client, ids, joined, recompute=positions)), reference.plain(ids, NEW))
+    assert_same(
+        result(composed(quick_server.client, ids, joined, recompute=positions)),
+        quick_reference.plain(ids, NEW),
+    )
 
 
-def test_each_layer_may_keep_other_tokens(server: Any, builder: PromptBuilder, reference: Reference) -> None:
+def test_each_layer_may_keep_other_tokens(
+    quick_server: Any, builder: PromptBuilder, quick_reference: Reference
+) -> None:
     ids, spans = prompt(builder, rows("crossdoc")[4], 3)
     draw = random.Random(7)
-    kept = [sorted(draw.sample(range(spans[-1][1]), 150)) for _ in range(reference.layers)]
+    kept = [sorted(draw.sample(range(spans[-1][1]), 150)) for _ in range(quick_reference.layers)]
     assert_same(
-        result(composed(server.client, ids, spans, kept=kept)), reference.composed(ids, spans, NEW, kept=kept)
+        result(composed(quick_server.client, ids, spans, kept=kept)),
+        quick_reference.composed(ids, spans, NEW, kept=kept),
     )
 
 
 def test_kept_tokens_closed_up_are_a_shorter_prompt(
-    server: Any, builder: PromptBuilder, reference: Reference
+    quick_server: Any, builder: PromptBuilder, quick_reference: Reference
 ) -> None:
     """With all kept tokens recomputed, the result is that of their plain prefill; with whole documents kept,
     that of composing these documents.
@@ -100,35 +118,39 @@ def test_kept_tokens_closed_up_are_a_shorter_prompt(
         *range(spans[1][0] + 5, spans[1][0] + 40),
         *range(spans[3][0] + 17, spans[3][0] + 60),
     ]
-    answer = composed(server.client, ids, spans, kept=parts, kept_positions="compact", recompute="all")
-    assert_same(result(answer), reference.plain([ids[i] for i in parts] + question, NEW))
+    answer = composed(quick_server.client, ids, spans, kept=parts, kept_positions="compact", recompute="all")
+    assert_same(result(answer), quick_reference.plain([ids[i] for i in parts] + question, NEW))
     alone = spans[0][1]
     shorter = [ids[i] for i in whole] + question
-    want = reference.composed(shorter, [(0, alone), (alone, len(whole))], NEW)
+    want = quick_reference.composed(shorter, [(0, alone), (alone, len(whole))], NEW)
     for _ in ("device", "host"):
-        assert_same(result(composed(server.client, ids, spans, kept=whole, kept_positions="compact")), want)
-        assert server.client.post("/rag/cache/evict", json={"tiers": ["device"]}).status_code == 200
+        assert_same(
+            result(composed(quick_server.client, ids, spans, kept=whole, kept_positions="compact")), want
+        )
+        assert quick_server.client.post("/rag/cache/evict", json={"tiers": ["device"]}).status_code == 200
 
 
 def test_plain_requests_are_untouched_by_composed_traffic(
-    server: Any, builder: PromptBuilder, reference: Reference
+    quick_server: Any, builder: PromptBuilder, quick_reference: Reference
 ) -> None:
     ids, spans = prompt(builder, rows("onehop")[2], 4)
-    before = result(generate(server.client, ids, extra_key="before"))
-    assert_same(before, reference.plain(ids, NEW))
-    composed(server.client, ids, spans)
-    composed(server.client, ids, spans, "epic", first=8)
-    after = result(generate(server.client, ids, extra_key="after"))
+    before = result(generate(quick_server.client, ids, extra_key="before"))
+    assert_same(before, quick_reference.plain(ids, NEW))
+    composed(quick_server.client, ids, spans)
+    composed(quick_server.client, ids, spans, "epic", first=8)
+    after = result(generate(quick_server.client, ids, extra_key="after"))
     assert (before.ids, before.logprobs) == (after.ids, after.logprobs)
-    assert generate(server.client, ids, extra_key="after")["meta_info"]["cached_tokens"] == len(ids) - 1
+    assert generate(quick_server.client, ids, extra_key="after")["meta_info"]["cached_tokens"] == len(ids) - 1
 
 
 @pytest.mark.parametrize("tiers", [["device"], ["device", "host"]])
-def test_every_tier_gives_the_same_answer(server: Any, builder: PromptBuilder, tiers: list[str]) -> None:
+def test_every_tier_gives_the_same_answer(
+    quick_server: Any, builder: PromptBuilder, tiers: list[str]
+) -> None:
     ids, spans = prompt(builder, rows("onehop")[3], 4)
-    first = result(composed(server.client, ids, spans))
-    assert server.client.post("/rag/cache/evict", json={"tiers": tiers}).status_code == 200
-    answer = composed(server.client, ids, spans)
+    first = result(composed(quick_server.client, ids, spans))
+    assert quick_server.client.post("/rag/cache/evict", json={"tiers": tiers}).status_code == 200
+    answer = composed(quick_server.client, ids, spans)
     assert_same(result(answer), first, 1e-6)
     wanted = "host" if tiers == ["device"] else "disk"
     assert set(report(answer)["by_tier"]) == {wanted}
@@ -188,38 +210,24 @@ def test_every_tier_gives_the_same_answer(server: Any, builder: PromptBuilder, t
         ("[" * 100_000, "not a context plan"),
     ],
 )
-def test_bad_plans_are_refused_with_the_reason(server: Any, plan: str, says: str) -> None:
+def test_bad_plans_are_refused_with_the_reason(quick_server: Any, plan: str, says: str) -> None:
     body = {
         "input_ids": [5, 6, 7, 8],
         "sampling_params": {"max_new_tokens": 2, "custom_params": {PLAN_FIELD: plan}},
     }
-    answer = server.client.post("/generate", json=body)
+    answer = quick_server.client.post("/generate", json=body)
     assert answer.status_code == 400
     assert says in answer.text
-    after = server.client.post(
+    after = quick_server.client.post(
         "/generate", json={"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 1}}
     )
     assert after.status_code == 200, "the engine goes on"
 
 
-def metrics(client: Any) -> dict[str, float]:
-    """Samples of /metrics by name, or by name and the value of our label, summed over their other labels."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(client.get("/metrics").text):
-        for sample in family.samples:
-            label = next(
-                (sample.labels[name] for name in ("tier", "strategy", "stage") if name in sample.labels), ""
-            )
-            if sample.labels.get("kind", "kept") == "kept":
-                key = f"{sample.name} {label}".strip()
-                found[key] = found.get(key, 0.0) + sample.value
-    return found
-
-
-def test_metrics_tell_tiers_stages_and_tokens_and_no_prefix_hits(server: Any, builder: PromptBuilder) -> None:
-    client = server.client
+def test_metrics_tell_tiers_stages_and_tokens_and_no_prefix_hits(
+    quick_server: Any, builder: PromptBuilder
+) -> None:
+    client = quick_server.client
     ids, spans = prompt(builder, rows("onehop")[7], 4)
     composed(client, ids, spans, "epic", namespace="metrics")
     before = metrics(client)
@@ -254,17 +262,16 @@ def test_deleting_a_document_deletes_its_kv_from_every_tier(server: Any) -> None
     text = "The observatory of Quillmark was founded in 1902 by Ada Brandt. " * 4
     texts = [{"name": "quillmark", "text": text}]
     server.finished(client.post("/rag/ingest", json={"namespace": "deletions", "texts": texts}))
-    question = {
+    question: dict[str, Any] = {
         "query": "Who founded the observatory of Quillmark?",
         "namespace": "deletions",
         "strategy": "concat",
     }
-    refused = client.post("/rag/query", json=question)
+    sentences = {"recompute": "sentences", "share": 0.1}
+    refused = client.post("/rag/query", json=question | {"strategy_options": sentences})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "strategy_not_verified")
-    assert "fell short (onehop" in refused.json()["error"]["message"]
-    verified = client.post(
-        "/rag/query", json=question | {"strategy_options": {"recompute": "sentences", "share": 0.1}}
-    )
+    assert "fell short (crossdoc" in refused.json()["error"]["message"]
+    verified = client.post("/rag/query", json=question | {"strategy_options": sentences | {"share": 0.3}})
     assert verified.json()["context"]["tokens_recomputed"] > 0, "by the record that the model brings"
     question["strategy_options"] = {"force": True}
     for _ in range(2):
@@ -287,7 +294,7 @@ def test_deleting_a_document_deletes_its_kv_from_every_tier(server: Any) -> None
 
 @pytest.mark.parametrize("beside", [False, True], ids=["composed alone", "a plain request among them"])
 def test_requests_of_one_step_get_what_each_gets_alone(
-    server: Any, builder: PromptBuilder, beside: bool
+    quick_server: Any, builder: PromptBuilder, beside: bool
 ) -> None:
     """The scheduler decides which requests share a step; equal timings in their reports show it."""
     cases = [prompt(builder, row, n) for row, n in zip(rows("crossdoc"), (4, 2, 3), strict=False)]
@@ -298,21 +305,22 @@ def test_requests_of_one_step_get_what_each_gets_alone(
     ]
     plans = [plan_of(spans, **each) for (_, spans), each in zip(cases, options, strict=True)]
     alone = [
-        composed(server.client, ids, spans, **each) for (ids, spans), each in zip(cases, options, strict=True)
+        composed(quick_server.client, ids, spans, **each)
+        for (ids, spans), each in zip(cases, options, strict=True)
     ]
     assert all(report(answer)["one_pass"] for answer in alone)
     custom: list[Any] = [{PLAN_FIELD: plan.to_json()} for plan in plans]
     inputs = [ids for ids, _ in cases]
     if beside:
         inputs, custom = [inputs[0], cases[1][0][-40:], *inputs[1:]], [custom[0], None, *custom[1:]]
-        alone.insert(1, generate(server.client, inputs[1]))
+        alone.insert(1, generate(quick_server.client, inputs[1]))
     together = False
     for _ in range(TRIES):
         sampling = [
             {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True, "custom_params": each}
             for each in custom
         ]
-        answers = server.client.post(
+        answers = quick_server.client.post(
             "/generate", json={"input_ids": inputs, "sampling_params": sampling, "return_logprob": True}
         ).json()
         for answer, want in zip(answers, alone, strict=True):
@@ -330,10 +338,10 @@ def test_requests_of_one_step_get_what_each_gets_alone(
     assert together, f"no two of them shared a step in {TRIES} tries"
 
 
-def test_the_dashboards_name_metrics_of_sglang(server: Any, builder: PromptBuilder) -> None:
+def test_the_dashboards_name_metrics_of_sglang(quick_server: Any, builder: PromptBuilder) -> None:
     ids, spans = prompt(builder, rows("onehop")[7], 4)
-    composed(server.client, ids, spans, "epic", namespace="metrics")
+    composed(quick_server.client, ids, spans, "epic", namespace="metrics")
     names = {name for query in (*panels().values(), *alerts().values()) for name in words(query)}
     wanted = {name for name in names if name.startswith("sglang:")}
     assert wanted
-    assert wanted <= exposed(server.client.get("/metrics").text)
+    assert wanted <= exposed(quick_server.client.get("/metrics").text)

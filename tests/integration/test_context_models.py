@@ -15,7 +15,16 @@ from transformers import AutoTokenizer
 
 from ragserve.config import Settings
 from sglang_ext.protocol import MISSING_PREFIX
-from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, report, result
+from tests.integration.context_client import (
+    NEW,
+    assert_same,
+    composed,
+    generate,
+    metrics,
+    plan_of,
+    report,
+    result,
+)
 from tests.integration.engines import RANKS, Server
 from tests.integration.reference import Reference, chosen_sentences
 
@@ -107,6 +116,19 @@ def test_what_one_process_chooses_by_deviation_the_other_chooses_too(
     assert result(answer).ids != reference.composed(IDS, SPANS, NEW).ids
 
 
+def test_requests_and_documents_are_counted_once(client: Any) -> None:
+    """Each process has its heads of every document, so counts of both would be twice as many."""
+    composed(client, IDS, SPANS, "epic")
+    before = metrics(client)
+    composed(client, IDS, SPANS, "epic")
+    after = metrics(client)
+    grown = {
+        name: after[name] - before.get(name, 0)
+        for name in ("ragserve_contexts_total epic", "ragserve_kv_hits_total device")
+    }
+    assert grown == {"ragserve_contexts_total epic": 1, "ragserve_kv_hits_total device": len(SPANS)}
+
+
 def test_a_document_that_one_process_lost_is_missing_for_all(
     parallel_server: Server, client: Any, reference: Reference
 ) -> None:
@@ -170,12 +192,31 @@ def test_samkv_selects_the_same_in_every_process(client: Any, reference: Referen
 def test_sentences_are_chosen_by_the_heads_of_all_processes(
     parallel_server: Server, client: Any, reference: Reference
 ) -> None:
-    wanted = chosen_sentences(
-        reference, AutoTokenizer.from_pretrained(parallel_server.model), IDS, SPANS, 0.2
-    )
+    tokenizer = AutoTokenizer.from_pretrained(parallel_server.model)
+    wanted = chosen_sentences(reference, tokenizer, IDS, SPANS, 0.2)
     by_rule, by_name = (
         result(composed(client, IDS, SPANS, recompute=recompute, share=0.2))
         for recompute in ("sentences", wanted)
     )
     assert by_rule == by_name
     assert by_rule != result(composed(client, IDS, SPANS, recompute=wanted[1:]))
+    wanted = chosen_sentences(reference, tokenizer, IDS, SPANS, 1.0, top_p=0.5)
+    by_weight = composed(client, IDS, SPANS, recompute="sentences", share=1.0, share_top_p=0.5)
+    assert result(by_weight) == result(composed(client, IDS, SPANS, recompute=wanted))
+    told = report(by_weight)
+    assert (told["recomputed"], told["recompute_reason"]) == (len(wanted), "they hold 0.5 of the weight")
+
+
+@pytest.mark.parametrize("stage", ["forward", "recompute"])
+def test_a_pass_that_fails_on_both_ranks_ends_its_request_and_nothing_else(
+    client: httpx.Client, stage: str
+) -> None:
+    """They vote on a failure between collectives, as that of a recomputation is."""
+    plan = plan_of(SPANS, "cacheblend", "faults", share=0.2)
+    want = result(composed(client, IDS, SPANS, "cacheblend", "faults", share=0.2))
+    injected = client.post("/dumper/ragserve", json={"op": "fault", "stage": stage})
+    assert injected.status_code == httpx.codes.OK
+    answer = generate(client, IDS, plan)
+    assert (answer["object"], answer["type"]) == ("error", "500")
+    assert f"injected at {stage!r}" in answer["message"]
+    assert_same(result(generate(client, IDS, plan)), want)

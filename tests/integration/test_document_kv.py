@@ -9,9 +9,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import MODEL
+import pytest
+
+from tests.integration.engines import Server
 
 TEXT = "The observatory of {} was founded in 1902 by Ada Brandt. It has a telescope of 40 inches. "
+
+
+@pytest.fixture(scope="module")
+def server(quick_server: Server) -> Server:
+    """None of these answers need be right."""
+    return quick_server
 
 
 def ingest(server: Any, namespace: str, texts: dict[str, str], **fields: Any) -> dict[str, Any]:
@@ -44,7 +52,7 @@ def ask(server: Any, namespace: str, k: int = 5) -> dict[str, Any]:
 
 
 def eventually(server: Any, namespace: str, want: tuple[int, int]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while (found := held(server, namespace)) != want:
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
@@ -74,7 +82,7 @@ def test_replaced_and_removed_documents_leave_every_tier_whoever_does_it(server:
         "--data-dir",
         str(server.data_dir),
         "--model",
-        str(MODEL),
+        str(server.model),
     ]
     subprocess.run(command, check=True, capture_output=True)
     eventually(server, space, (1, 1))
@@ -103,6 +111,8 @@ def test_an_engine_of_the_command_leaves_on_disk_what_a_server_will_look_for(
         space,
         "--data-dir",
         str(data),
+        "--model",
+        str(server.model),
         "--warm",
         "--json",
     ]
@@ -121,7 +131,17 @@ def test_an_engine_of_the_command_leaves_on_disk_what_a_server_will_look_for(
     theirs = {path.name: path.stat().st_size for path in (server.data_dir / "kv").rglob(f"{space}/*.pages")}
     assert ours == theirs, "the same keys: a server on that folder finds them"
     assert len(ours) == 3
-    command[3:] = ["docs", "rm", inputs[0], "--namespace", space, "--data-dir", str(data)]
+    command[3:] = [
+        "docs",
+        "rm",
+        inputs[0],
+        "--namespace",
+        space,
+        "--data-dir",
+        str(data),
+        "--model",
+        str(server.model),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     assert len(list((data / "kv").rglob("*.pages"))) == 2
 
@@ -140,7 +160,7 @@ def test_warmed_documents_are_found_by_their_first_query_and_counted_by_tier(ser
     analyses = server.client.get("/rag/cache").json()["analyses"]
     job = ingest(server, space, {name: texts[name] for name in names[:3]}, warm=True)
     assert (job["kind"], job["counts"]["indexed"]) == ("upload", 3)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while True:
         (follow_up,) = [
             job
@@ -187,12 +207,13 @@ def test_warmed_documents_are_found_by_their_first_query_and_counted_by_tier(ser
     stat = server.client.get("/rag/cache").json()
     for tier in ("host", "disk"):
         assert metric(server, f'ragserve_kv_bytes{{tier="{tier}"}}') == stat[tier]["bytes"] > 0
-    # Only these documents: metadata of shorter ones, as other tests leave them, takes over three percent.
+    # Only these documents: metadata of shorter ones, as other tests leave them, takes more. Two layers have
+    # little KV a token; `test_engine_samkv` has the bound for the embedded model.
     host, disk = stat["host"], stat["disk"]["namespaces"][space]
     assert list(host["namespaces"]) == [space], "it was emptied above"
     assert host["pages"] == disk["pages"]
-    assert 0 < host["metadata_bytes"] <= 0.03 * host["bytes"]
-    assert 0 < disk["bytes"] - host["bytes"] <= 0.03 * host["bytes"]
+    assert 0 < host["metadata_bytes"] <= 0.2 * host["bytes"]
+    assert 0 < disk["bytes"] - host["bytes"] <= 0.2 * host["bytes"]
 
 
 def test_what_another_process_ingests_is_warmed_in_the_background(server: Any, tmp_path: Path) -> None:

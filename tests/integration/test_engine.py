@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,16 +42,16 @@ def test_a_token_id_that_the_model_does_not_have_ends_its_request_only(server: A
 
 @pytest.mark.parametrize("name", ["onehop", "crossdoc"])
 def test_answers_come_from_the_model_and_are_right(server: Any, name: str) -> None:
-    right, asked = 0, rows(name)[: 8 if EXHAUSTIVE else 4]
+    right, asked = 0, rows(name)[: 8 if EXHAUSTIVE else 2]
     for row in asked:
         answer = ask(server.client, row)
         assert answer["usage"]["prompt"] > 500, "the documents must be in the prompt"
         right += answer["answer"].strip() in row["answers"]
-    assert right >= len(asked) - 1, "the model's README says 98.8 and 99.4 % over 500"
+    assert right >= len(asked) - 1, "the model's README says 100 and 98 % of 200"
 
 
 def test_full_recomputes_and_equals_prefix_token_for_token(server: Any) -> None:
-    for i, row in enumerate(rows("onehop")[:3]):
+    for i, row in enumerate(rows("onehop")[: 3 if EXHAUSTIVE else 1]):
         namespace = f"strategies-{i}"
         cold = ask(server.client, row, namespace=namespace, strategy="prefix")
         warm = ask(server.client, row, namespace=namespace, strategy="prefix")
@@ -138,7 +139,7 @@ def test_unreachable_engine_is_a_clear_failure(tmp_path: Path) -> None:
         "0",
     ]
     done = subprocess.run(
-        [*command, "--data-dir", str(tmp_path)], capture_output=True, text=True, timeout=120
+        [*command, "--data-dir", str(tmp_path)], capture_output=True, text=True, timeout=240
     )
     assert done.returncode != 0
     assert "--engine-url" in done.stderr
@@ -153,7 +154,10 @@ def test_sparse_decoding_must_be_switched_on(server: Any) -> None:
 
 def test_the_log_says_when_the_server_was_ready_and_warns_of_nothing(server: Any) -> None:
     log = server.running.log.read_text()
-    assert f"ragserve: ready on {server.url}\n" in log
+    assert re.search(
+        rf"ragserve: ready on {server.url} \(engine started in \d+\.\d s, \d+\.\d s of them warming up\)\n",
+        log,
+    )
     for noise in ("UserWarning", "Ignore import error", "init_cpu_threads_env", "RLIMIT_NOFILE"):
         assert noise not in log
 
@@ -175,7 +179,7 @@ def test_taken_port_is_refused_before_anything_starts(server: Any, tmp_path: Pat
         [sys.executable, "-m", "ragserve.cli", "serve", "--port", port, "--data-dir", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 1
     assert "--port" in done.stderr

@@ -12,13 +12,14 @@ import httpx
 import pytest
 
 from ragserve.answering.prompt import PromptBuilder
-from sglang_ext.protocol import DISTRIBUTION_FIELD, PLAN_FIELD, ContextPlan
+from sglang_ext.protocol import DISTRIBUTION_FIELD, PLAN_FIELD, PREFILL_FIELD, ContextPlan
 from sglang_ext.stages import STAGES
 from tests.integration.context_client import assert_same, composed, generate, plan_of, result
 from tests.integration.engines import Server
 from tests.integration.prompts import prompt, rows
 
 SPACE = "faults"
+LINES = '{"mode": "lines", "dense_below": 0}'
 Ask = Callable[["Bench"], dict[str, Any]]
 
 
@@ -56,6 +57,11 @@ def sparse(bench: Bench) -> dict[str, Any]:
     return bench.plain(decode={"mode": "hierarchical", "budget": 64, "dense_below": 0})
 
 
+def hosted(bench: Bench) -> dict[str, Any]:
+    options = {"budget": 32, "reuse": 1, "dense_below": 0, "hosted": True}
+    return generate(bench.client, bench.ids, n_new=16, decode={"mode": "hierarchical", **options})
+
+
 def selecting(bench: Bench) -> dict[str, Any]:
     return bench.ask("samkv", selection="shared")
 
@@ -86,9 +92,12 @@ REQUESTS: dict[str, Ask] = {
     "positions": Bench.ask,
     "forward": Bench.ask,
     "distribution": lambda bench: bench.sampling(custom_params={DISTRIBUTION_FIELD: True}),
+    "graph": sparse,
     "grammar": lambda bench: bench.sampling(regex="No[.] [0-9]{4}"),
     "extended": Bench.ask,
     "document": Bench.document,
+    "hosting": hosted,
+    "sparse prefill": lambda bench: bench.sampling(custom_params={PREFILL_FIELD: LINES}),
     "statistics": sparse,
     "report": Bench.ask,
     "release": sparse,
@@ -100,7 +109,8 @@ GOES_ON: dict[str, Ask] = {  # stages whose failure takes nothing from a request
     "output": lambda bench: bench.ask(recompute="all"),
     "ended": Bench.ask,
 }
-NOT_HERE = {"control", "graph"}  # a test of its own; CUDA graphs
+NOT_HERE = {"control"}  # has a test of its own
+ONLY_ON_GPU = {"graph"}  # SGLang replays decode steps as CUDA graphs; tests/unit/test_hooks.py runs the stage
 
 
 def test_every_stage_has_a_request() -> None:
@@ -133,7 +143,7 @@ def reached(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def settled(bench: Bench, server: Server) -> None:
     """No slot, lock or pin is left, and all accounts are right."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while True:
         assert server.running.process.poll() is None, server.running.log.read_text()[-4000:]
         figures = bench.control("stat").json()[0]
@@ -163,7 +173,9 @@ def assert_right(bench: Bench, right: dict[str, Any]) -> None:
         assert_same(result(bench.composed(strategy)), want)
 
 
-@pytest.mark.parametrize("stage", REQUESTS)
+@pytest.mark.parametrize(
+    "stage", [pytest.param(each, marks=pytest.mark.gpu if each in ONLY_ON_GPU else ()) for each in REQUESTS]
+)
 def test_a_failing_stage_ends_its_request_with_an_error(
     bench: Bench, right: dict[str, Any], stress_server: Server, stage: str
 ) -> None:

@@ -1,5 +1,5 @@
 """A KV pool of 8 bits on the real engine: prefill, dense and sparse decode steps compared with transformers
-on quantised KV. And what needs a server with an API key: keys of tenants."""
+on quantised KV. And what needs a server with an API key or a short context."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_ext.protocol import DECODE_FIELD, DecodeOptions, DecodeReport
 from tests.conftest import MODEL
 from tests.integration.context_client import generate, plan_of, result
 from tests.integration.prompts import some_ids
-from tests.integration.reference import Generated
+from tests.integration.reference import Generated, Reference
 from tests.integration.sparse_reference import SparseReference
 
 PAGE, LOGICAL, CHUNK = 64, 16, 256  # as in the fixture
@@ -27,6 +27,11 @@ TOLERANCE = 4e-3
 @pytest.fixture(scope="module")
 def reference() -> SparseReference:
     return SparseReference(MODEL, PAGE, LOGICAL, bits=8)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Reference:
+    return Reference(MODEL)
 
 
 def ask(client: Any, ids: list[int], **decode: Any) -> dict[str, Any]:
@@ -53,7 +58,7 @@ def distance(got: Generated, want: Generated) -> float:
 )
 def test_answers_are_those_of_quantised_kv(
     locked_server: Any,
-    server: Any,
+    plain: Reference,
     reference: SparseReference,
     decode: dict[str, Any],
     tokens: int,
@@ -74,7 +79,7 @@ def test_answers_are_those_of_quantised_kv(
             reference.decode = DecodeOptions()
             other = reference.plain(ids, NEW)
         else:
-            other = result(ask(server.client, ids))
+            other = plain.plain(ids, NEW)
         assert distance(result(answer), other) > TOLERANCE, (
             "the test must tell sparse from dense, and quantised KV from plain"
         )
@@ -92,13 +97,25 @@ def test_a_cached_prefix_is_read_as_it_was_stored(locked_server: Any, reference:
     assert verified.status_code == 200, verified.text
 
 
-def test_the_pool_takes_less_than_plain_kv(locked_server: Any, server: Any) -> None:
-    few, plain = (
-        each.client.get("/rag/cache").json()["device"]["budget_bytes"] for each in (locked_server, server)
+def test_the_pool_takes_less_than_plain_kv(locked_server: Any, plain: Reference) -> None:
+    taken = locked_server.client.get("/rag/cache").json()["device"]["budget_bytes"]
+    tokens = locked_server.client.get("/server_info").json()["max_total_num_tokens"]
+    config = plain.model.config
+    values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * tokens
+    assert taken < 0.4 * 4 * values, (
+        "a byte instead of four, two halves of scale for 64 of them, and one layer of fifteen as it is"
     )
-    assert few < 0.4 * plain, (
-        "a byte instead of four, two halves of scale for 64 of them, and one layer of ten as it is"
-    )
+
+
+def test_a_prompt_may_fill_the_context_to_its_end(locked_server: Any) -> None:
+    limit = locked_server.client.get("/info").json()["limits"]["max_context_tokens"]
+    documents = [{"title": str(i), "text": "The quick brown fox. " * 25} for i in range(64)]
+    body = {"query": "What is quick?", "documents": documents, "documents_overflow": "drop"}
+    answer = locked_server.client.post("/rag/query", json={**body, "max_new_tokens": 16}).json()
+    assert answer["finish_reason"] in ("stop", "length"), answer
+    assert limit - 300 < answer["usage"]["prompt"] <= limit - 16
+    assert 0 < answer["context"]["documents_kept"] < 64
+    assert "did not fit" in answer["context"]["notes"][0]
 
 
 def test_composed_contexts_are_refused(locked_server: Any) -> None:

@@ -35,11 +35,11 @@ def long_prompt(
 
 
 def test_everything_kept_and_recomputed_equals_full(
-    server: Any, builder: PromptBuilder, reference: Reference
+    quick_server: Any, builder: PromptBuilder, quick_reference: Reference
 ) -> None:
     ids, spans = prompt(builder, rows("crossdoc")[2], 4)
-    answer = composed(server.client, ids, spans, "samkv", keep=1.0, recompute="all")
-    assert_same(result(answer), reference.plain(ids, NEW), TOLERANCE)
+    answer = composed(quick_server.client, ids, spans, "samkv", keep=1.0, recompute="all")
+    assert_same(result(answer), quick_reference.plain(ids, NEW), TOLERANCE)
     said = report(answer)
     assert said["kept"] == said["recomputed"] == said["document_tokens"]
     assert said["query_ms"] == 0, "nothing is left to choose"
@@ -50,18 +50,18 @@ def moved(client: Any) -> int:
     return int(client.get("/rag/cache").json()["moved_bytes"]["from_disk"])
 
 
-def test_blocks_that_are_not_chosen_are_never_loaded(server: Any, builder: PromptBuilder) -> None:
+def test_blocks_that_are_not_chosen_are_never_loaded(quick_server: Any, builder: PromptBuilder) -> None:
     """Pages and blocks of these documents hold 16 tokens each: only pages of fixed and chosen blocks are read
     from disk.
     """
     texts = [
-        " ".join(f"The {name} of town {i} measured {i * 7 + j} spans in {1900 + j}." for j in range(40))
+        " ".join(f"The {name} of town {i} measured {i * 7 + j} spans in {1900 + j}." for j in range(16))
         for i, name in enumerate("abc")
     ]
     ids, spans = long_prompt(builder, texts)
-    client, options = server.client, {"block_size": 16, "recompute": "none", "keep": 0.3}
+    client, options = quick_server.client, {"block_size": 16, "recompute": "none", "keep": 0.3}
     first = composed(client, ids, spans, "samkv", "loads", selection="shared", **options)
-    page = 2 * 2 * 10 * 64 * 16 * 4  # K and V, 2 heads, 10 layers, 64 values, 16 tokens, float32
+    page = 2 * 2 * 2 * 64 * 16 * 4  # K and V, 2 heads, 2 layers, 64 values, 16 tokens, float32
     assert client.post("/rag/cache/evict", json={"tiers": ["device", "host"]}).status_code == 200
     before = moved(client)
     again = composed(client, ids, spans, "samkv", "loads", selection="shared", **options)
@@ -96,9 +96,9 @@ def test_blocks_that_are_not_chosen_are_never_loaded(server: Any, builder: Promp
     assert client.get("/rag/cache").json()["analyses"]["computed"] == computed
 
 
-def test_a_query_waits_for_no_analysis_that_it_does_not_need(server: Any) -> None:
+def test_a_query_waits_for_no_analysis_that_it_does_not_need(quick_server: Any) -> None:
     """Nothing is ingested: documents come with the queries, first for strategies that need no analysis."""
-    client = server.client
+    client = quick_server.client
 
     def ask(strategy: str, **options: Any) -> int:
         """Number of analyses that one query computes."""
@@ -150,10 +150,10 @@ def test_a_query_waits_for_no_analysis_that_it_does_not_need(server: Any) -> Non
     ],
 )
 def test_every_variant_answers_within_its_budget(
-    server: Any, builder: PromptBuilder, n_documents: int, options: dict[str, Any]
+    quick_server: Any, builder: PromptBuilder, n_documents: int, options: dict[str, Any]
 ) -> None:
     ids, spans = prompt(builder, rows("onehop")[5], n_documents)
-    answer = composed(server.client, ids, spans, "samkv", **options)
+    answer = composed(quick_server.client, ids, spans, "samkv", **options)
     assert len(result(answer).ids) == NEW
     said = report(answer)
     tokens, least = said["document_tokens"], options.get("min_tokens", 0 if "keep" in options else MIN_TOKENS)
@@ -166,29 +166,29 @@ def test_every_variant_answers_within_its_budget(
     assert (said["query_ms"] > 0) == (
         options.get("lexical_weight") != 1 and options.get("selection") != "none" and not whole
     )
-    assert result(composed(server.client, ids, spans, "samkv", **options)) == result(answer), (
+    assert result(composed(quick_server.client, ids, spans, "samkv", **options)) == result(answer), (
         "the same request, the same answer"
     )
 
 
-def test_odd_documents_and_questions(server: Any, builder: PromptBuilder) -> None:
+def test_odd_documents_and_questions(quick_server: Any, builder: PromptBuilder) -> None:
     text = "The mill at Orwen was built in 1820 by Tam Reed and burnt down in 1871. " * 4
     for texts, question in (
         ([text] * 4, "Who built the mill?"),  # one document several times
         (["Yes."] * 3, "Why? " * 60),  # documents shorter than three blocks, and than the question
-        (["Short.", text * 8, "Short.", text], "When?"),
-        ([f"Note {i}: the key hangs on hook {i * 3}." for i in range(64)], "Which hook?"),
+        (["Short.", text * 3, "Short.", text], "When?"),
+        ([f"Note {i}: the key hangs on hook {i * 3}." for i in range(9)], "Which hook?"),
     ):
         ids, spans = long_prompt(builder, texts, question)
-        assert len(result(composed(server.client, ids, spans, "samkv", "odd")).ids) == NEW
+        assert len(result(composed(quick_server.client, ids, spans, "samkv", "odd")).ids) == NEW
 
 
 @pytest.mark.parametrize("strategy", ["concat", "epic", "random", "cacheblend"])
-def test_every_strategy_takes_every_rule(server: Any, builder: PromptBuilder, strategy: str) -> None:
+def test_every_strategy_takes_every_rule(quick_server: Any, builder: PromptBuilder, strategy: str) -> None:
     ids, spans = prompt(builder, rows("crossdoc")[6], 3)
     shares = {}
     for rule in ("none", "sensitivity", "sentences", "question", "outliers", "all"):
-        answer = composed(server.client, ids, spans, strategy, recompute=rule, share=0.1)
+        answer = composed(quick_server.client, ids, spans, strategy, recompute=rule, share=0.1)
         said = report(answer)
         shares[rule] = said["recomputed"] / said["document_tokens"]
         assert len(result(answer).ids) == NEW
@@ -202,7 +202,7 @@ def stored(data_dir: Path, namespace: str, ids: list[int]) -> Analysis:
     """Wait for the analysis of a document on disk, found by its token ids."""
     folder = data_dir / "kv" / "rank-0-of-1" / namespace
     files = DocumentFiles(data_dir / "kv", rank=0, world=1)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         for path in folder.glob("*.pages"):
             record = files.read_record(namespace, path.stem, None)
@@ -251,13 +251,13 @@ def test_an_analysis_is_what_transformers_computes(
         ) & want.exponent.isfinite()
         assert same.float().mean() > 0.9, "two tokens of a block may nearly tie"
         assert torch.allclose(found.exponent[layer].float()[same], want.exponent[same], atol=5e-3)
-    assert found.heads.tolist() == [[7, 0]], (
+    assert found.heads.tolist() == [[11, 0]], (
         "the one of this model that finds passages of the shipped texts again most often"
     )
     whole = found.token_k.float() * found.token_k_scale.float()[..., None]
     assert torch.allclose(
         whole[:, 0],
-        alone[7][0][0].transpose(0, 1)[:, 0],
+        alone[11][0][0].transpose(0, 1)[:, 0],
         atol=float(found.token_k_scale.float().amax()) * 0.51,
     )
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -266,5 +266,5 @@ def test_an_analysis_is_what_transformers_computes(
     assert torch.allclose(
         found.sensitivity, reference.sensitivity(document, texts.unrelated[0]), rtol=1e-3, atol=1e-4
     )
-    size = found.nbytes / (n * 10 * 2 * 2 * 64 * 4)
+    size = found.nbytes / (n * 15 * 2 * 2 * 64 * 4)
     assert size <= 0.03

@@ -25,16 +25,18 @@ def tokenizer() -> Any:
 
 
 def test_the_engine_chooses_what_transformers_and_the_definition_say(
-    server: Any, builder: PromptBuilder, tokenizer: Any
+    quick_server: Any, quick_reference: Reference, builder: PromptBuilder, tokenizer: Any
 ) -> None:
     """The chosen tokens show in the answer: bit for bit that of a request that names them."""
-    ids, spans = prompt(builder, rows("crossdoc")[0], 8)
+    ids, spans = prompt(builder, rows("crossdoc")[0], 4)
     first, end = spans[0][1], spans[-1][1]
-    wanted = chosen_sentences(Reference(MODEL), tokenizer, ids, spans, SHARE)
-    by_rule = composed(server.client, ids, spans, "concat", NAMESPACE, recompute="sentences", share=SHARE)
-    by_name = composed(server.client, ids, spans, "concat", NAMESPACE, recompute=wanted)
+    wanted = chosen_sentences(quick_reference, tokenizer, ids, spans, SHARE)
+    by_rule = composed(
+        quick_server.client, ids, spans, "concat", NAMESPACE, recompute="sentences", share=SHARE
+    )
+    by_name = composed(quick_server.client, ids, spans, "concat", NAMESPACE, recompute=wanted)
     assert result(by_rule) == result(by_name)
-    fewer = composed(server.client, ids, spans, "concat", NAMESPACE, recompute=wanted[1:])
+    fewer = composed(quick_server.client, ids, spans, "concat", NAMESPACE, recompute=wanted[1:])
     assert result(by_rule) != result(fewer), "the test must tell them apart"
     said = report(by_rule)
     assert said["recomputed"] == report(by_name)["recomputed"] == len(wanted) == round(SHARE * (end - first))
@@ -58,11 +60,11 @@ def test_a_tenth_recomputed_answers_what_reuse_alone_gets_wrong(
 
 
 def test_questions_of_one_step_are_asked_together_and_answered_as_alone(
-    server: Any, builder: PromptBuilder
+    quick_server: Any, builder: PromptBuilder
 ) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    prompts = [prompt(builder, row, n) for row, n in zip(rows("crossdoc"), (8, 3, 1, 5, 4), strict=False)]
+    prompts = [prompt(builder, row, n) for row, n in zip(rows("crossdoc"), (4, 3, 1, 2, 4), strict=False)]
     options: list[dict[str, Any]] = [
         {"recompute": "sentences"},
         {"recompute": "sentences", "share": 1.0},
@@ -73,7 +75,7 @@ def test_questions_of_one_step_are_asked_together_and_answered_as_alone(
 
     def ask(i: int) -> tuple[list[int], int]:
         ids, spans = prompts[i]
-        answer = composed(server.client, ids, spans, "concat", NAMESPACE, **options[i])
+        answer = composed(quick_server.client, ids, spans, "concat", NAMESPACE, **options[i])
         return result(answer).ids, report(answer)["recomputed"]
 
     alone = [ask(i) for i in range(5)]

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 
 from sglang_ext.attention.streaming_heads import streaming_heads
+from sglang_ext.prefill_options import PrefillOptions
 from sglang_ext.protocol import (
     DECODE_FIELD,
     MISSING_PREFIX,
     PLAN_FIELD,
+    PREFILL_FIELD,
     ContextPlan,
     DecodeOptions,
     DecodeReport,
+    PrefillReport,
     Span,
 )
 from tests.integration import context_client
@@ -98,6 +101,10 @@ def test_dense_the_whole_budget_and_threshold_one_are_plain_decoding(
         {"mode": "hierarchical", "budget": 64, "reuse": 5},
         {"mode": "hierarchical", "budget": 48, "reuse": 40},
         {"mode": "hierarchical", "budget": 96, "reuse": 3, "streaming": True},
+        {"mode": "hierarchical", "budget": 64, "reuse": 5, "observe": "last"},
+        {"mode": "hierarchical", "budget": 80, "reuse": 3, "window": 5, "scores": "exact"},
+        {"mode": "hierarchical", "budget": 64, "observe": "prompt", "window": 9},
+        {"mode": "hierarchical", "budget": 64, "observe": "recent"},
         {"mode": "progressive", "threshold": 0.6},
     ],
     ids=str,
@@ -122,7 +129,8 @@ def test_decode_steps_read_the_pages_of_the_rule(
         assert said.share < 1
     elif not options["streaming"]:
         asked = decode["budget"] // PAGE
-        assert said.pages == asked if decode["reuse"] == 1 else asked < said.pages < asked + 1, (
+        anew = decode.get("reuse") == 1 or decode.get("observe") == "recent"
+        assert said.pages == asked if anew else asked < said.pages < asked + 1, (
             "a page that begins joins those chosen"
         )
 
@@ -139,7 +147,7 @@ def test_modes_mixed_in_one_batch_with_shared_prefixes_and_leavers(
         {"mode": "hierarchical", "budget": 160, "reuse": 1, "streaming": True},
         {"mode": "progressive", "threshold": 0.7, "streaming": False},
         # chosen anew for its own pages' sake only, so that the batch around it must not matter
-        {"mode": "hierarchical", "budget": 80, "reuse": 1000, "streaming": False},
+        {"mode": "hierarchical", "budget": 80, "reuse": 1000, "observe": "last", "streaming": False},
     ]
     jobs = []
     for i in range(12):
@@ -269,3 +277,86 @@ def test_a_query_says_what_it_read_and_metrics_count_it(sparse: Any) -> None:
     metrics = sparse.client.get("/metrics").text
     assert 'ragserve_decode_steps_total{mode="hierarchical",sparse="yes"' in metrics
     assert 'ragserve_decode_pages_total{kind="read",mode="progressive"' in metrics
+
+
+# sparse prefill
+
+
+def prefilled(client: Any, ids: list[int], n_new: int = 8, **prefill: Any) -> dict[str, Any]:
+    """Generate with options of sparse prefill."""
+    custom = {PREFILL_FIELD: json.dumps({"dense_below": 0} | prefill)}
+    sampling = {"temperature": 0, "max_new_tokens": n_new, "ignore_eos": True, "custom_params": custom}
+    return context_client.generate(client, ids, sampling_params=sampling)
+
+
+def sparse_prefix(answer: dict[str, Any]) -> PrefillReport:
+    return PrefillReport.from_json(answer["meta_info"][PREFILL_FIELD][-1])
+
+
+@pytest.mark.parametrize(
+    "prefill", [{"mode": "lines", "alpha": 0.5, "observe": 32}, {"mode": "blocks", "alpha": 0.2}], ids=str
+)
+def test_prefill_attends_to_the_chosen_blocks_and_its_kv_stays_apart(
+    sparse: Any, reference: SparseReference, prefill: dict[str, Any]
+) -> None:
+    ids = some_ids(1300, 70 + len(prefill))
+    reference.decode, chunks = DecodeOptions(), list(range(0, 1300, 256))
+    dense = reference.plain(ids, 8)
+    reference.prefill, reference.starts = PrefillOptions(**prefill), chunks
+    try:
+        want, blocks = reference.plain(ids, 8), reference.blocks
+    finally:
+        reference.prefill, reference.starts = PrefillOptions(), [0]
+    assert dense.ids != want.ids or worst(dense, want) > 0.01, "the test must tell sparse from dense"
+    got = prefilled(sparse.client, ids, **prefill)
+    assert worst(result(got), want) < TOLERANCE
+    said = sparse_prefix(got)
+    assert (said.mode, said.tokens) == (prefill["mode"], 1300)
+    assert 0.1 < said.share < 0.9
+    assert abs(said.share - float(blocks[0] / blocks[1])) < 0.1, "rank 0 has half of the heads"
+    # exact requests neither find this KV nor are they found
+    after = generate(sparse.client, ids, 8)
+    assert after["meta_info"]["cached_tokens"] == 0
+    assert worst(result(after), dense) < TOLERANCE
+    other = prefilled(sparse.client, ids, **prefill | {"alpha": 0.4})
+    assert other["meta_info"]["cached_tokens"] == 0
+    again = prefilled(sparse.client, ids, **prefill)
+    assert again["meta_info"]["cached_tokens"] == 1300 // PAGE * PAGE - (PAGE if 1300 % PAGE == 0 else 0)
+    assert sparse_prefix(again).tokens == 1300 % PAGE
+    verify(sparse.client)
+
+
+def test_prefill_of_all_blocks_and_of_short_prompts_is_exact(sparse: Any, reference: SparseReference) -> None:
+    ids = some_ids(450, 78)
+    reference.decode = DecodeOptions()
+    want = reference.plain(ids, 8)
+    with ThreadPoolExecutor(3) as pool:  # one batch of sparse and dense requests
+        whole = pool.submit(prefilled, sparse.client, ids, mode="lines", alpha=1.0)
+        dense = pool.submit(generate, sparse.client, ids, 8)
+        decoding = pool.submit(generate, sparse.client, ids[:200], 30, may_mix=True)
+        assert worst(result(whole.result()), want) < TOLERANCE
+        assert sparse_prefix(whole.result()).share == 1.0
+        assert worst(result(dense.result()), want) < TOLERANCE
+        assert decoding.result()["output_ids"] == reference.plain(ids[:200], 30).ids
+    short = prefilled(sparse.client, ids, mode="blocks", dense_below=450)
+    assert PREFILL_FIELD not in short["meta_info"]
+    assert short["meta_info"]["cached_tokens"] > 400, "it shares the exact cache"
+
+
+def test_prefill_options_are_refused_with_a_reason(sparse: Any) -> None:
+    for prefill, reason in (
+        ({"mode": "fast"}, "option mode of sparse prefill is 'fast'"),
+        ({"mode": "blocks", "observe": 8}, "observe is for mode 'lines'"),
+    ):
+        assert reason in prefilled(sparse.client, [5] * 40, **prefill)["error"]["message"]
+    plan = ContextPlan("document", "sparse")
+    custom = {PREFILL_FIELD: '{"mode": "lines"}', PLAN_FIELD: plan.to_json()}
+    refused = context_client.generate(sparse.client, [7] * 40, sampling_params={"custom_params": custom})
+    assert "documents are prefilled densely" in refused["error"]["message"]
+    key = PrefillOptions(mode="lines").sparse_key("a")
+    assert "is one of sparse prefill" in generate_as(sparse.client, key)["error"]["message"]
+
+
+def generate_as(client: Any, extra_key: str) -> dict[str, Any]:
+    body = {"input_ids": [9] * 40, "sampling_params": {"max_new_tokens": 1}, "extra_key": extra_key}
+    return dict(client.post("/generate", json=body, timeout=300).json())

@@ -22,19 +22,19 @@ def run_eval(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["eval", *arguments])
 
 
-@pytest.mark.parametrize("name", ["onehop", "crossdoc"])
-def test_given_documents_are_read_as_the_models_readme_says(server: Any, tmp_path: Path, name: str) -> None:
-    """The README says 98.8 and 99.4 percent of 500 rows: at most one of 8 may be wrong. Both strategies give
-    the same answers."""
+def test_given_documents_are_read_as_the_models_readme_says(server: Any, tmp_path: Path) -> None:
+    """The README says 98 percent of 200 rows: at most one of four may be wrong. Both strategies give the same
+    answers."""
     report, records = tmp_path / "report.json", tmp_path / "records.jsonl"
-    data = str(QUESTIONS / f"{name}_8.jsonl")
-    done = run_eval("--data", data, "--url", server.url, "--json", str(report), "--records", str(records))
+    data = str(QUESTIONS / "crossdoc_8.jsonl")
+    files = ("--json", str(report), "--records", str(records))
+    done = run_eval("--data", data, "--limit", "4", "--url", server.url, *files)
     assert done.exit_code == 0, done.output
     rows = json.loads(report.read_text())["rows"]
     assert [row["strategy"] for row in rows] == ["full", "prefix"]
     for row in rows:
-        assert (row["n"], row["failed"], row["documents_dropped"]) == (8, 0, 0)
-        assert row["em"] >= 87.5
+        assert (row["n"], row["failed"], row["documents_dropped"]) == (4, 0, 0)
+        assert row["em"] >= 75
         assert row["f1"] >= row["em"]
         assert row["prompt_tokens"] > 1000
     assert rows[0]["cached_tokens"] == 0
@@ -43,7 +43,7 @@ def test_given_documents_are_read_as_the_models_readme_says(server: Any, tmp_pat
         [line["answer"] for line in lines if line["strategy"] == strategy] for strategy in ("full", "prefix")
     ]
     assert answers[0] == answers[1]
-    assert len(answers[0]) == 8
+    assert len(answers[0]) == 4
 
 
 def test_retrieved_says_where_answers_are_lost(server: Any, tmp_path: Path) -> None:
@@ -52,6 +52,8 @@ def test_retrieved_says_where_answers_are_lost(server: Any, tmp_path: Path) -> N
         *(
             "--data",
             str(QUESTIONS / "onehop_8.jsonl"),
+            "--limit",
+            "4",
             "--mode",
             "retrieved",
             "--strategies",
@@ -63,15 +65,15 @@ def test_retrieved_says_where_answers_are_lost(server: Any, tmp_path: Path) -> N
     )
     assert done.exit_code == 0, done.output
     found = json.loads(report.read_text())
-    assert found["workload"]["documents"] == 64
+    assert found["workload"]["documents"] == 32
     assert [row["context"] for row in found["rows"]] == ["retrieved", "gold documents alone"]
     retrieved, gold = found["rows"]
-    assert gold["em"] >= 87.5
+    assert gold["em"] >= 75
     [lost] = json.loads((tmp_path / "report-losses.json").read_text())["rows"]
     assert lost["right"] + lost["right_by_chance"] == retrieved["em"]
     causes = ("right", "right_by_chance", "lost_retrieval", "lost_reading_context", "lost_reading")
     assert sum(lost[cause] for cause in causes) == pytest.approx(100.0)
-    assert lost["found"] >= 50.0  # each question names its document's title among 64
+    assert lost["found"] >= 50.0  # each question names its document's title among 32
     names = [row["name"] for row in server.client.get("/rag/namespaces").json()["namespaces"]]
     assert not [name for name in names if name.startswith("eval-")]
 
@@ -85,7 +87,7 @@ def test_strategies_are_compared_with_full_prefill_and_a_run_goes_on(tmp_path: P
         "--data",
         data,
         "--limit",
-        "2",
+        "1",
         "--work",
         str(work),
         "--json",
@@ -103,17 +105,18 @@ def test_strategies_are_compared_with_full_prefill_and_a_run_goes_on(tmp_path: P
         full, reused, exact, epic = (
             found[name, label] for label in ("full", "concat", "concat:recompute=all", "epic:first=8")
         )
-        assert {row["n"] for row in (full, reused, exact, epic)} == {2}
+        assert {row["n"] for row in (full, reused, exact, epic)} == {1}
         assert {
             row["failed"] + row["fallbacks"] + row["documents_dropped"] for row in (full, reused, exact, epic)
         } == {0}
         assert full["kl"] == 0.0
-        assert exact["kl"] < 1e-6 < 1e-5 < reused["kl"]
+        assert exact["kl"] < 1e-6
         assert (exact["em"], exact["agrees"]) == (full["em"], 100.0)
         assert (reused["recomputed"], exact["recomputed"], reused["kept"]) == (0.0, 100.0, 100.0)
         assert 0 < epic["recomputed"] < 15
+    assert found["crossdoc_8", "concat"]["kl"] > 1e-3, "what its documents say about each other is lost"
     lines = [json.loads(line) for line in records.read_text().splitlines()]
-    assert len(lines) == 16
+    assert len(lines) == 8
     # What is known is not asked again: no engine starts.
     log = (work / "worker-0.log").stat().st_mtime_ns
     again = run_eval(*arguments, "--strategies", "concat:recompute=all,full")

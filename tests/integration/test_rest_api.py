@@ -87,17 +87,6 @@ def test_full_answers_as_plain_sglang_does_token_for_token(server: Any, namespac
     assert ours["usage"]["cached"] == ours["context"]["tokens_by_tier"]["device"] == 0
 
 
-def test_a_prompt_may_fill_the_context_to_its_end(server: Any) -> None:
-    limit = server.client.get("/info").json()["limits"]["max_context_tokens"]
-    documents = [{"title": str(i), "text": "The quick brown fox. " * 100} for i in range(64)]
-    body = {"query": "What is quick?", "documents": documents, "documents_overflow": "drop"}
-    answer = server.client.post("/rag/query", json={**body, "max_new_tokens": 16}).json()
-    assert answer["finish_reason"] in ("stop", "length"), answer
-    assert limit - 1000 < answer["usage"]["prompt"] <= limit - 16
-    assert 0 < answer["context"]["documents_kept"] < 64
-    assert "did not fit" in answer["context"]["notes"][0]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_openais_client(server: Any, namespace: str, stream: bool) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:

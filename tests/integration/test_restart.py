@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,14 @@ def test_documents_survive_a_kill_while_they_are_written_and_streams_end_with_it
     family = family_of(engine.server.process.pid)
     writing = threading.Thread(target=_write_until_it_dies, args=(engine.server.url,), daemon=True)
     writing.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not engine.control("stat")["disk"]["namespaces"].get("written", {"documents": 0})["documents"]:
         assert time.monotonic() < deadline, "nothing is written"
-    ours, theirs, readers = _streams(engine.server.url)
-    engine.scheduler().send_signal(signal.SIGKILL)
-    assert engine.server.process.wait(60) == 1
+    ours, theirs, readers = _cut_streams(engine)
+    assert engine.server.process.wait(240) == 1
     assert_gone(family)
     for thread in (writing, *readers):
-        thread.join(60)
+        thread.join(240)
     _assert_cut_with_a_reason(ours, theirs, engine.server.log.read_text())
     engine.down()
     engine.up(OLDER if OLDER.is_dir() else None)
@@ -61,27 +61,42 @@ def test_documents_survive_a_kill_while_they_are_written_and_streams_end_with_it
     assert not any((engine.folder / "kv" / "rank-0-of-1" / ".tmp").glob("*"))
     family = family_of(engine.server.process.pid)
     engine.server.process.send_signal(signal.SIGTERM)
-    assert engine.server.process.wait(60) == 0, "a clean stop"
+    assert engine.server.process.wait(240) == 0, "a clean stop"
     assert_gone(family)
 
 
-def _streams(url: str) -> tuple[list[str], list[str], list[threading.Thread]]:
-    """Start an answer of ours and one of SGLang's, long enough to be cut; their lines as they come."""
+def _cut_streams(engine: Engine) -> tuple[list[str], list[str], list[threading.Thread]]:
+    """Kill the scheduler while it writes an answer of SGLang's and one of ours; their lines as they come.
+
+    The thread that reads our answer kills it, between two words of both: a moment later one may be whole.
+    """
+    url, scheduler = engine.server.url, engine.scheduler()
     ours: list[str] = []
     theirs: list[str] = []
-    query = {"query": "?", "documents": [], "stream": True, "max_new_tokens": 200}
-    endless = {"max_new_tokens": 200, "ignore_eos": True}
-    plain = {"input_ids": [5, 6], "stream": True, "sampling_params": endless}
-    readers = [
-        threading.Thread(target=_read, args=(url, *what), daemon=True)
-        for what in (("/rag/query", query, ours), ("/generate", plain, theirs))
-    ]
-    for reader in readers:
-        reader.start()
-    deadline = time.monotonic() + 60
-    while not any("message" in line for line in ours) or not theirs:
+    killed = threading.Event()
+
+    def kill_between_words() -> None:
+        if ours[-1] == "event: message" and '"finish_reason":null' in theirs[-1] and not killed.is_set():
+            scheduler.send_signal(signal.SIGKILL)
+            killed.set()
+
+    def read_theirs() -> None:
+        plain = {"input_ids": [5, 6], "stream": True}
+        endless = {"max_new_tokens": 200, "ignore_eos": True}
+        while not killed.is_set():
+            _read(url, "/generate", {**plain, "sampling_params": endless}, theirs)
+
+    def read_ours() -> None:
+        query = {"query": "?", "documents": [], "stream": True, "max_new_tokens": 60}
+        _read(url, "/rag/query", query, ours, kill_between_words)
+
+    readers = [threading.Thread(target=read, daemon=True) for read in (read_theirs, read_ours)]
+    readers[0].start()
+    deadline = time.monotonic() + 240
+    while not theirs:
         assert time.monotonic() < deadline, "no stream began"
         time.sleep(0.005)
+    readers[1].start()
     return ours, theirs, readers
 
 
@@ -97,20 +112,23 @@ def _assert_cut_with_a_reason(ours: list[str], theirs: list[str], log: str) -> N
     assert "Traceback" not in said
 
 
-def _read(url: str, path: str, body: dict[str, Any], lines: list[str]) -> None:
+def _read(
+    url: str, path: str, body: dict[str, Any], lines: list[str], seen: Callable[[], None] = lambda: None
+) -> None:
     with (
         contextlib.suppress(httpx.HTTPError),
-        httpx.Client(base_url=url, timeout=60) as client,
+        httpx.Client(base_url=url, timeout=240) as client,
         client.stream("POST", path, json=body) as response,
     ):
         for line in response.iter_lines():
             if line:
                 lines.append(line)
+                seen()
 
 
 def _write_until_it_dies(url: str) -> None:
     draw = random.Random(9)
-    with httpx.Client(base_url=url, timeout=60) as client, contextlib.suppress(httpx.HTTPError):
+    with httpx.Client(base_url=url, timeout=240) as client, contextlib.suppress(httpx.HTTPError):
         while True:
             generate(
                 client,

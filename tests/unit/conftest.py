@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
@@ -17,6 +18,9 @@ from ragserve.ingest.tokenizer import Counter, TokenizerSource
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
 from tests.unit.api.scripted_server import DOCUMENTS, Live, serving
+
+if TYPE_CHECKING:
+    from tests.unit.index.postgres_server import PostgresServer
 
 MAX_BYTES = 64 * 2**20
 
@@ -45,6 +49,15 @@ def parse(parser: ParseProcess) -> Callable[..., ParsedFile | Unchanged | Failed
         return parser.parse(ParseRequest(str(path), path.name, path.suffix.lower(), salt="s", **known))
 
     return parse_file
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A Postgres server, which makes databases for tests."""
+    from tests.unit.index.postgres_server import running_postgres
+
+    with running_postgres() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -80,6 +80,6 @@ def test_names_are_imported_on_first_use() -> None:
         "import sglang; sglang.RuntimeEndpoint"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=120, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr

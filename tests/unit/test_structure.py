@@ -38,8 +38,10 @@ HEAVY = (
 )
 PLAIN_DATA = (
     "sglang_ext.cache_scope",
+    "sglang_ext.prefill_options",
     "sglang_ext.protocol",
     "sglang_ext.request_options",
+    "sglang_ext.token_meter",
 )  # of sglang_ext, open to ragserve
 MAX_LINES = 450
 BESIDE_SGLANG = (
@@ -111,8 +113,8 @@ def test_arrows_point_one_way(room: str) -> None:
 
 
 SERVING = (
-    *("answering", "api", "cache", "engine", "ingest", "profiles", "programs", "retrieval", "tenants"),
-    "verification",
+    *("answering", "api", "cache", "engine", "fleet", "ingest", "profiles", "programs", "retrieval"),
+    *("tenants", "verification"),
 )
 NEVER = {  # room: rooms that it must not import, directly
     **{
@@ -243,7 +245,7 @@ for name in {names!r}:
         sys.exit(f"importing {{name}} loads {{', '.join(loaded)}}")
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=120, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -313,21 +315,14 @@ def test_readme_tables_are_in_sync() -> None:
     [
         "README.md",
         "CONTRIBUTING.md",
-        "docs/clients.md",
-        "docs/evaluation.md",
-        "docs/testing.md",
-        "docs/reliability.md",
-        "examples/results/README.md",
-        "docs/composed-contexts.md",
-        "examples/results/answers.md",
-        "examples/results/composed-contexts.md",
-        "examples/results/first_token.md",
         "kernels/README.md",
         "sglang_ext/context/README.md",
-        "docs/sparse-decoding.md",
-        "examples/results/decode.md",
         "sglang_ext/attention/README.md",
-        *(path.relative_to(REPO).as_posix() for path in REPO.glob("kernels/ragserve_kernels/*/README.md")),
+        *(
+            path.relative_to(REPO).as_posix()
+            for folder in ("docs", "examples/results", "kernels/ragserve_kernels/*")
+            for path in sorted(REPO.glob(f"{folder}/*.md"))
+        ),
     ],
 )
 def test_paths_that_documents_name_exist(name: str) -> None:

@@ -1,0 +1,364 @@
+"""Hosted decoding on the real engine: the answers of requests whose KV is on the device, and nothing lost.
+
+A row with a lag chooses by its own clock, so its answer does not depend on its batch: hosted and resident
+requests are compared token by token, alone and in a crowd."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Event
+from typing import Any
+
+import httpx
+import pytest
+
+from sglang_ext.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, DecodeOptions, DecodeReport, Span
+from tests.conftest import EXHAUSTIVE
+from tests.integration import context_client
+from tests.integration.context_client import result
+from tests.integration.engines import PARALLEL_LOGICAL, PARALLEL_PAGE, Server
+from tests.integration.prompts import some_ids
+from tests.integration.reference import Generated, Reference
+from tests.integration.sparse_reference import SparseReference
+
+LAGGING = {"mode": "hierarchical", "budget": 64, "reuse": 4, "lag": 2, "streaming": False}
+HOSTED = LAGGING | {"hosted": True}
+
+
+def generate(client: Any, ids: list[int], n_new: int, plan: ContextPlan | None = None, **decode: Any) -> Any:
+    answer = context_client.generate(client, ids, plan, n_new, decode=decode)
+    assert "error" not in answer, answer
+    return answer
+
+
+def report(answer: dict[str, Any]) -> DecodeReport:
+    return DecodeReport.from_json(answer["meta_info"][DECODE_FIELD][-1])
+
+
+def assert_same(got: Generated, want: Generated, tolerance: float = 5e-5) -> None:
+    assert got.ids == want.ids
+    assert max(abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True)) < tolerance
+
+
+def held(client: httpx.Client) -> dict[str, Any]:
+    answer = client.post("/dumper/ragserve", json={"op": "info"}).json()
+    return dict(answer[0]["decode"]["hosted"])
+
+
+def verify(client: Any) -> None:
+    """Check host pages, columns and the statistics of all pages, also of those that are cached."""
+    answer = client.post("/rag/cache/verify")
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(("reuse", "columns"), [(1, 0), (6, 1)], ids=["as-they-take", "fewest"])
+def test_hosted_is_resident_with_the_same_lag_and_the_lag_is_that_of_the_rule(
+    parallel_server: Server, reuse: int, columns: int
+) -> None:
+    """With columns as working sets take, and with so few that pages are loaded late."""
+    client, ids, n_new = parallel_server.client, some_ids(640 + reuse, 3), 40
+    resident = generate(client, ids, n_new, **LAGGING | {"reuse": reuse})
+    hosted = generate(client, ids, n_new, **HOSTED | {"reuse": reuse, "columns": columns})
+    assert_same(result(hosted), result(resident))
+    verify(client)
+    said = report(hosted)
+    assert said.lag == 2
+    assert said.hosted_steps > 25, "it left the device after its first choices"
+    assert said.misses > 0
+    choice = 64 // PARALLEL_PAGE
+    assert said.columns == choice if columns else said.columns > 2 * choice, (
+        "random keys: a large working set"
+    )
+    assert 1 < said.working_set <= len(ids) / PARALLEL_PAGE
+    assert said.loaded_bytes == said.misses * 2 * PARALLEL_PAGE * 64 * 4
+    assert report(resident).hosted_steps == report(resident).misses == 0
+    assert parallel_server.model is not None
+    reference = SparseReference(parallel_server.model, PARALLEL_PAGE, PARALLEL_LOGICAL)
+    reference.decode = DecodeOptions(**LAGGING | {"reuse": reuse}, dense_below=0)
+    assert_same(result(resident), reference.plain(ids, n_new), 5e-4)
+    reference.decode = reference.decode.model_copy(update={"lag": 0})
+    at_once, got = reference.plain(ids, n_new), result(resident)
+    apart = max(abs(a - b) for a, b in zip(at_once.logprobs, got.logprobs, strict=True))
+    assert at_once.ids != got.ids or apart > 0.01, "the test must tell a lag from none"
+
+
+def test_hosted_and_resident_rows_in_one_batch_with_shared_prefixes_and_leavers(
+    parallel_server: Server,
+) -> None:
+    client, chance = parallel_server.client, random.Random(4)
+    shared = some_ids(400, 5)
+    prompts = [shared + some_ids(chance.randrange(20, 200), 80 + i) for i in range(3)]
+    jobs = [(ids, chance.randrange(20, 44)) for ids in prompts]
+    beside: list[dict[str, Any]] = [
+        {"mode": "dense"},
+        {"mode": "progressive", "threshold": 0.7, "streaming": False},
+        {"mode": "hierarchical", "budget": 96, "reuse": 1, "streaming": True},
+    ]
+
+    def leave(ids: list[int], after: int) -> None:
+        custom = {DECODE_FIELD: json.dumps(HOSTED)}
+        sampling = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True, "custom_params": custom}
+        body = {"input_ids": ids, "stream": True, "sampling_params": sampling}
+        with client.stream("POST", "/generate", json=body) as stream:
+            for count, _ in enumerate(stream.iter_lines()):
+                if count > after:
+                    return
+        raise AssertionError("the stream ended by itself")
+
+    with ThreadPoolExecutor(12) as pool:
+        pairs = [
+            [pool.submit(generate, client, *job, **options) for options in (HOSTED, LAGGING)] for job in jobs
+        ]
+        others = [pool.submit(generate, client, shared, 30, **options) for options in beside]
+        # as it is copied, as columns are taken and filled, and hosted; lines of the stream, two a token
+        left = [pool.submit(leave, shared + some_ids(90, 7 + i), i) for i in (1, 5, 9, 30)]
+        waiting = [*others, *left, *(each for pair in pairs for each in pair)]
+        while not all(each.done() for each in waiting):
+            verify(client)
+            time.sleep(0.2)
+        for each in (*others, *left):
+            each.result()
+    for pair, (ids, n_new) in zip(pairs, jobs, strict=True):
+        hosted, resident = (each.result() for each in pair)
+        assert_same(result(hosted), result(resident))
+        assert report(hosted).hosted_steps > 0, (len(ids), n_new)
+    verify(client)
+
+
+def test_requests_are_hosted_by_themselves_when_others_wait_and_more_run_at_once(
+    parallel_server: Server,
+) -> None:
+    """The pool has room for six of these prompts; hosted ones leave it to the next."""
+    client, many, n_new = parallel_server.client, 9, 60
+    prompts = [some_ids(1200, 300 + i) for i in range(many)]
+    auto = HOSTED | {"hosted": "auto"}
+    alone = generate(client, prompts[0], n_new, **auto)
+    assert report(alone).hosted_steps == 0, "nobody waits"
+    assert report(alone).lag == 2
+
+    def ask(ids: list[int]) -> tuple[list[int], DecodeReport, float, float]:
+        custom = {DECODE_FIELD: json.dumps(auto)}
+        sampling = {"temperature": 0, "max_new_tokens": n_new, "ignore_eos": True, "custom_params": custom}
+        body = {"input_ids": ids, "stream": True, "sampling_params": sampling}
+        times, last = [], {}
+        with client.stream("POST", "/generate", json=body, timeout=300) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    times.append(time.monotonic())
+                    last = json.loads(line.removeprefix("data: "))
+        return last["output_ids"], report(last), times[0], times[-1]
+
+    with ThreadPoolExecutor(many) as pool:
+        got = list(pool.map(ask, prompts))
+    assert got[0][0][-n_new:] == result(alone).ids
+    held = max(sum(first <= at <= last for _, _, first, last in got) for _, _, at, _ in got)
+    assert held > 6, "more than fit with their prompts"
+    assert sum(said.hosted_steps > 0 for _, said, _, _ in got) > 2
+    verify(client)
+
+
+@pytest.mark.parametrize("question", [15, 300], ids=["whole", "chunked"])
+def test_a_composed_context_is_hosted_from_the_start(parallel_server: Server, question: int) -> None:
+    """Some documents come from the host, and the last one from the device."""
+    spans = [(0, 230), (230, 480), (480, 700)]
+    ids, n_new = some_ids(700 + question, 41), 24
+    plan = ContextPlan("compose", "hosted", "concat", tuple(Span(a, b) for a, b in spans), {})
+    client = parallel_server.client
+    for number, (start, end) in enumerate(spans):
+        if number == 2:
+            client.post("/dumper/ragserve", json={"op": "evict", "tiers": ["device"]})
+        context_client.generate(client, ids[start:end], ContextPlan("document", "hosted"), 1)
+    hosted = generate(client, ids, n_new, plan, **HOSTED)
+    resident = generate(client, ids, n_new, plan, **LAGGING)
+    assert_same(result(hosted), result(resident))
+    assert report(hosted).hosted_steps == report(hosted).steps == n_new - 1
+    assert report(resident).hosted_steps == 0
+    verify(client)
+
+
+def test_a_full_link_lets_requests_stay_on_the_device_and_is_shown(parallel_server: Server) -> None:
+    client, n_new = parallel_server.client, 20
+    prompts = [some_ids(340 + 30 * i, 700 + i) for i in range(2)]
+    resident = [result(generate(client, ids, n_new, **LAGGING)).ids for ids in prompts]
+    seen = Event()
+
+    def limit(rate: int) -> None:
+        answer = client.post("/dumper/ragserve", json={"op": "budget", "link_bytes": rate})
+        assert answer.status_code == 200, answer.text
+
+    def decode(ids: list[int]) -> dict[str, Any]:
+        """Decode until the wait has been seen, and at least `n_new` tokens."""
+        sampling = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
+        sampling["custom_params"] = {DECODE_FIELD: json.dumps(HOSTED)}
+        body = {"input_ids": ids, "stream": True, "sampling_params": sampling}
+        with client.stream("POST", "/generate", json=body, timeout=300) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    last = json.loads(line.removeprefix("data: "))
+                    if seen.is_set() and len(last["output_ids"]) >= n_new:
+                        return dict(last)
+        raise AssertionError("the answer ended before a request was seen to wait")
+
+    limit(2)  # bytes a second
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            try:
+                loading = pool.submit(decode, some_ids(400, 71))
+                while held(client)["link_share"] < 1 and not loading.done():
+                    time.sleep(0.02)
+                asked = [pool.submit(decode, ids) for ids in prompts]
+                while not any(each.done() for each in [loading, *asked]):
+                    if client.get("/info").json()["engine"]["hosted"]["waiting"]["link"]:
+                        break
+            finally:
+                seen.set()
+            loading.result()
+            answers = [each.result() for each in asked]
+    finally:
+        limit(0)
+    assert [answer["output_ids"][:n_new] for answer in answers] == resident
+    assert 'ragserve_decode_hosting_waits{bound="link"' in client.get("/metrics").text
+    verify(client)
+
+
+@pytest.mark.parametrize(
+    ("decode", "reason"),
+    [
+        (HOSTED | {"streaming": True}, "with streaming heads"),
+        ({"mode": "progressive", "hosted": True}, "hosted is for mode 'hierarchical'"),
+        (HOSTED | {"lag": 8}, "option lag of sparse decoding is 8"),
+    ],
+    ids=["streaming", "progressive", "lag"],
+)
+def test_what_cannot_be_hosted_is_refused_with_a_reason(
+    parallel_server: Server, decode: dict[str, Any], reason: str
+) -> None:
+    answer = context_client.generate(parallel_server.client, [5] * 40, n_new=2, decode=decode)
+    assert reason in answer["error"]["message"]
+
+
+def test_a_context_larger_than_the_pool_is_composed_on_the_host(stress_server: Server) -> None:
+    """Its question attends to all of it, and requests beside it take it back."""
+    length, documents, n_new = 940, 7, 14
+    ids = some_ids(length * documents + 40, 43)
+    spans = [(i * length, (i + 1) * length) for i in range(documents)]
+    plan = ContextPlan("compose", "hosted", "concat", tuple(Span(a, b) for a, b in spans), {})
+    client = stress_server.client
+    assert held(client)["pages"] * 16 > len(ids) > client.get("/info").json()["engine"]["max_total_tokens"]
+    for start, end in spans:
+        context_client.generate(client, ids[start:end], ContextPlan("document", "hosted"), 1)
+    decode = {"mode": "hierarchical", "budget": 128, "reuse": 4, "lag": 2}
+    refused = context_client.generate(client, ids, plan, n_new, decode=decode)
+    assert "error" in refused, "it does not fit the device"
+    alone = generate(client, ids, n_new, plan, **decode | {"hosted": True})
+    assert report(alone).hosted_steps == n_new - 1
+    assert stress_server.model is not None
+    dense = Reference(stress_server.model).composed(ids, spans, 1)
+    assert_same(Generated(result(alone).ids[:1], result(alone).logprobs[:1]), dense, 5e-4)
+    with ThreadPoolExecutor(3) as pool:
+        beside = [pool.submit(generate, client, some_ids(200, 90 + i), 40) for i in range(2)]
+        again = pool.submit(generate, client, ids, n_new, plan, **decode | {"hosted": "auto"})
+        assert_same(result(again.result()), result(alone))
+        for each in beside:
+            each.result()
+    verify(client)
+    assert held(client)["used"] == 0
+
+
+def idle(client: httpx.Client) -> dict[str, Any]:
+    """Wait until nobody holds host pages: who has left is not gone at once."""
+    deadline = time.monotonic() + 240
+    while (now := held(client))["used"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return now
+
+
+def test_a_context_that_fails_or_is_left_on_its_way_to_the_host_leaves_nothing(stress_server: Server) -> None:
+    client, spans = stress_server.client, [(0, 400), (400, 800)]
+    ids = some_ids(830, 44)
+    plan = ContextPlan("compose", "hosted", "concat", tuple(Span(a, b) for a, b in spans), {})
+    decode = {"mode": "hierarchical", "budget": 64, "hosted": True}
+    for start, end in spans:
+        context_client.generate(client, ids[start:end], ContextPlan("document", "hosted"), 1)
+    right = generate(client, ids, 6, plan, **decode)
+    for stage in ("decode plan", "gather", "forward", "statistics"):
+        client.post("/dumper/ragserve", json={"op": "fault", "stage": stage})
+        answer = context_client.generate(client, ids, plan, 6, decode=decode)
+        assert f"'{stage}'" in answer["message"]
+        verify(client)
+    for patience in (0.05, 0.3):
+        with suppress(httpx.TimeoutException):
+            sampling = {
+                "max_new_tokens": 150,
+                "ignore_eos": True,
+                "custom_params": {DECODE_FIELD: json.dumps(decode), PLAN_FIELD: plan.to_json()},
+            }
+            body = {"input_ids": ids, "sampling_params": sampling}
+            client.post("/generate", json=body, timeout=patience)
+    assert idle(client)["used"] == 0
+    assert_same(result(generate(client, ids, 6, plan, **decode)), result(right))
+    verify(client)
+    assert stress_server.running.process.poll() is None
+
+
+def test_a_hosted_request_that_is_taken_back_goes_on_as_if_it_had_not_been(stress_server: Server) -> None:
+    """Alone a request is never taken back. One that is before its first decode step is prefilled anew."""
+    client, n_new = stress_server.client, 24
+    decode = {"mode": "hierarchical", "budget": 64, "reuse": 4, "lag": 2, "hosted": True}
+    prompts = [some_ids(300 + 35 * i, 600 + i) for i in range(3)]
+    alone = [generate(client, ids, n_new, **decode) for ids in prompts]
+    assert all(report(answer).resumed == 0 for answer in alone)
+    compared, deadline = 0, time.monotonic() + 240
+    while not compared and time.monotonic() < deadline:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            crowd = list(pool.map(lambda ids: generate(client, ids, n_new, **decode), prompts))
+        for got, want in zip(crowd, alone, strict=True):
+            said = report(got)
+            if said.resumed and said.resumed + said.steps == n_new - 1:  # never prefilled again
+                assert_same(result(got), result(want))
+                compared += 1
+    assert compared
+    verify(client)
+    assert (held(client)["used"], held(client)["retracted"]) == (0, 0)
+
+
+def test_retraction_eviction_and_leavers_lose_no_slot_and_no_page(stress_server: Server) -> None:
+    """Every third decode step all requests but one are taken back; the engine checks its slots in each."""
+    client, crowd = stress_server.client, 8 if EXHAUSTIVE else 4
+    decode = {"mode": "hierarchical", "budget": 48, "reuse": 1, "lag": 1, "hosted": True}
+    jobs = [(some_ids(300 + 40 * i, 50 + i), 24 + i) for i in range(crowd)]
+
+    def leave(ids: list[int]) -> None:
+        with suppress(httpx.TimeoutException):
+            sampling = {
+                "max_new_tokens": 300,
+                "ignore_eos": True,
+                "custom_params": {DECODE_FIELD: json.dumps(decode)},
+            }
+            client.post("/generate", json={"input_ids": ids, "sampling_params": sampling}, timeout=1)
+
+    with ThreadPoolExecutor(crowd + 3) as pool:
+        answers = [pool.submit(generate, client, *job, **decode) for job in jobs]
+        left = [pool.submit(leave, some_ids(350, 90 + i)) for i in range(2)]
+        while not all(each.done() for each in (*answers, *left)):
+            client.post("/dumper/ragserve", json={"op": "evict", "tiers": ["device"]})
+            verify(client)
+            time.sleep(0.2)
+        got = [each.result() for each in answers]
+    assert [len(answer["output_ids"]) for answer in got] == [n_new for _, n_new in jobs]
+    assert sum(report(answer).hosted_steps for answer in got) > 0
+    now = idle(client)
+    assert (now["used"], now["requests"], now["copying"], now["retracted"]) == (0, 0, 0, 0)
+    assert sum(report(answer).resumed for answer in got) > 0
+    verify(client)
+    metrics = client.get("/metrics").text
+    for kind in ("hit", "miss"):
+        counted = re.search(rf'ragserve_decode_hosted_pages_total{{kind="{kind}"[^}}]*}} (\S+)', metrics)
+        assert counted is not None
+        assert float(counted[1]) > 0
+    assert stress_server.running.process.poll() is None

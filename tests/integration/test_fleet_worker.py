@@ -1,0 +1,138 @@
+"""`ragserve serve --workers` in front of a real worker: the same answers as in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from ragserve.measuring.server import RunningServer
+from tests.integration.engines import Server
+from tests.integration.prompts import rows
+
+KEY = "workers-key"
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "prefix": {},
+    "concat": {"recompute": "sentences", "share": 0.1},
+    "epic": {},
+    "cacheblend": {},
+    "random": {},
+    "samkv": {},
+}
+TEXTS = {
+    name: f"The observatory of {name} was founded by Mara {name}. It stands by the sea." for name in "ABC"
+}
+
+
+@pytest.fixture(scope="module")
+def worker(
+    quick_server: Server, start_server: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("worker")
+    with start_server(
+        data_dir=folder / "data", model=quick_server.model, worker=True, api_key=KEY
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def front(
+    worker: RunningServer, start_server: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("front")
+    flags = {"workers": worker.url, "engine_api_key": KEY, "warm_ingested": False}
+    with start_server(data_dir=folder / "data", **flags) as running, running.client() as client:
+        yield Server(running, client)
+
+
+def asked(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    response = server.client.post("/rag/query", json=body)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_answers_as_in_one_process(quick_server: Server, front: Server, strategy: str) -> None:
+    row = rows("crossdoc")[2]
+    composed = strategy not in ("full", "prefix")
+    body = {
+        "query": row["question"],
+        "documents": [{"title": title, "text": text} for title, text in row["docs"][:3]],
+        "namespace": "fleet-same",
+        "strategy": strategy,
+        "strategy_options": STRATEGIES[strategy] | ({"force": True} if composed else {}),
+        "max_new_tokens": 8,
+    }
+    near, far = asked(quick_server, body), asked(front, body)
+    assert far["answer"] == near["answer"]
+    for name in ("strategy", "tokens_kept", "tokens_recomputed", "notes"):
+        assert far["context"][name] == near["context"][name], name
+    assert far["context"]["strategy"] == strategy
+    assert far["usage"]["prompt"] == near["usage"]["prompt"]
+
+
+def test_documents_are_warmed_found_and_deleted_on_the_worker(front: Server) -> None:
+    space = "fleet"
+
+    def held() -> int:
+        cache = front.client.get("/rag/cache").json()
+        return int(cache["disk"]["namespaces"].get(space, {}).get("documents", 0))
+
+    texts = [{"name": name, "title": name, "text": text} for name, text in TEXTS.items()]
+    front.finished(front.client.post("/rag/ingest", json={"namespace": space, "texts": texts}))
+    job = front.finished(front.client.post("/rag/cache/warm", json={"namespace": space}))
+    assert (job["state"], job["counts"]["warmed"]) == ("done", 3)
+    before = held()
+    assert before == 4, "the documents and the system text"
+    body = {"query": "Who founded the observatory of B?", "namespace": space, "strategy": "concat"}
+    answer = asked(front, body | {"strategy_options": {"force": True}, "max_new_tokens": 4, "k": 3})
+    assert sum(answer["context"]["tokens_by_tier"].values()) == answer["context"]["tokens_kept"]
+    found = front.client.get("/rag/documents", params={"namespace": space}).json()["documents"]
+    assert front.client.delete(f"/rag/documents/{found[0]['doc_id']}", params={"namespace": space}).is_success
+    assert held() == before - 1, "gone when the answer comes"
+    front.client.delete(f"/rag/namespaces/{space}").raise_for_status()
+    assert held() == 0
+
+
+def test_a_stream_and_sglangs_own_routes(front: Server) -> None:
+    row = rows("onehop")[0]
+    body = {
+        "query": row["question"],
+        "documents": [{"text": text} for _, text in row["docs"][:1]],
+        "stream": True,
+        "max_new_tokens": 4,
+    }
+    with front.client.stream("POST", "/rag/query", json=body) as stream:
+        text = "".join(stream.iter_text())
+    assert text.count("event: message") > 1
+    assert "event: done" in text
+    plain = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
+    assert front.client.post("/generate", json=plain).json()["output_ids"]
+
+
+def test_operators_see_the_workers_and_nobody_calls_them_without_the_key(
+    front: Server, worker: RunningServer
+) -> None:
+    info = front.client.get("/info").json()
+    assert info["engine"]["kind"] == "fleet"
+    (one,) = info["engine"]["workers"]
+    assert (one["url"], one["state"], one["unconfirmed_deletions"]) == (worker.url, "serving", 0)
+    assert {"concat", "samkv"} <= set(info["strategies"])
+    metrics = front.client.get("/metrics").text
+    assert f'ragserve_worker_serving{{worker="{worker.url}"}} 1.0' in metrics
+    for path in ("/worker", "/worker/control", "/generate"):
+        assert httpx.post(worker.url + path, json={}).status_code == 401
+    with worker.client() as client:
+        assert client.post("/worker/drain", json={}).json() == {"draining": True, "in_flight": 0}
+        deadline = time.monotonic() + 240
+        while front.client.get("/ready").is_success:  # until the next probe
+            assert time.monotonic() < deadline
+        refused = front.client.post("/rag/query", json={"query": "Who?", "documents": [{"text": "Nobody."}]})
+        assert refused.status_code == 503
+        assert refused.headers["Retry-After"] == "1"
+        assert refused.json()["error"]["code"] == "no_worker"
+        client.post("/worker/drain", json={"draining": False}).raise_for_status()
