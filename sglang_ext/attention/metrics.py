@@ -40,6 +40,10 @@ class DecodeMetrics:
         self.loaded = Counter(
             "ragserve_decode_loaded_bytes", "Bytes loaded from the host for choices of hosted requests."
         )
+        self.resumed = Counter(
+            "ragserve_decode_resumed",
+            "Hosted requests that were taken back for want of room and went on from their host pages.",
+        )
         self.requests = Gauge(
             "ragserve_decode_requests",
             "Requests of the latest decode step: hosted, copying to the host, or resident.",
@@ -77,6 +81,7 @@ class DecodeMetrics:
             self.hosted.labels("hit").inc(report.hits)
             self.hosted.labels("miss").inc(report.misses)
             self.loaded.inc(report.loaded_bytes)
+        self.resumed.inc(report.resumed)
 
     def hold(self, hosted: int, copying: int, resident: int) -> None:
         """Set the requests of a decode step."""

@@ -357,8 +357,8 @@ def test_retraction_eviction_and_leavers_lose_no_slot_and_no_page(stress_server:
     assert sum(report(answer).resumed for answer in got) > 0
     verify(client)
     metrics = client.get("/metrics").text
-    for kind in ("hit", "miss"):
-        counted = re.search(rf'ragserve_decode_hosted_pages_total{{kind="{kind}"[^}}]*}} (\S+)', metrics)
-        assert counted is not None
+    for counter in ('hosted_pages_total{kind="hit"', 'hosted_pages_total{kind="miss"', "resumed_total"):
+        counted = re.search(rf"^ragserve_decode_{counter}\S* (\S+)", metrics, re.MULTILINE)
+        assert counted is not None, counter
         assert float(counted[1]) > 0
     assert stress_server.running.process.poll() is None

@@ -10,33 +10,14 @@ import pytest
 from pydantic import SecretStr
 
 from ragserve.config import load
-from ragserve.engine.base import GenerateRequest
 from ragserve.engine.ports import LOOPBACK, hold_port, port_of
 from ragserve.fleet import fleet_engine
 from ragserve.fleet.fleet_engine import FleetEngine
 from ragserve.measuring.running_router import is_installed, running_router
-from sglang_ext.protocol import Span
-from tests.unit.fleet.fake_worker import KEY, answer_to, run_on, workers
+from tests.unit.fleet.fake_worker import KEY, answered, request, run_on, until, workers
 
 if not is_installed():
     pytest.skip("smg has no wheel for this platform", allow_module_level=True)
-
-
-def request(number: int, strategy: str) -> GenerateRequest:
-    ids = [*range(1, 5), *range(100 * number, 100 * number + 16), 7, 8]
-    return GenerateRequest("asked", ids, "n", strategy, spans=(Span(0, 4), Span(4, 20)))
-
-
-async def answered(engine: FleetEngine, number: int, strategy: str = "concat") -> None:
-    asked = request(number, strategy)
-    text = "".join([chunk.text async for chunk in engine.generate(asked)])
-    assert text == answer_to(asked.input_ids, "concat" if strategy == "concat" else "exact")
-
-
-async def until(engine: FleetEngine, routed: bool) -> None:
-    async with asyncio.timeout(240):
-        while [one["routed"] for one in engine.workers()] != [routed, routed]:
-            await asyncio.sleep(0.01)
 
 
 def test_requests_reach_their_workers_by_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

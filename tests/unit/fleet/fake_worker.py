@@ -18,14 +18,15 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from ragserve.config import Settings, load
-from ragserve.engine.base import Engine, EngineInfo
+from ragserve.engine.base import Engine, EngineInfo, GenerateRequest
 from ragserve.engine.ports import hold_port, port_of
 from ragserve.errors import EngineError
 from ragserve.files import write_json
+from ragserve.fleet.fleet_engine import FleetEngine
 from ragserve.fleet.routing_key import ROUTING_KEY
 from ragserve.fleet.worker_app import create_worker_app
 from ragserve.metrics import metrics
-from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, ContextReport, document_key
+from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, ContextReport, Span, document_key
 from tests.conftest import MODEL
 from tests.unit.api.scripted_server import eventually
 
@@ -325,3 +326,23 @@ def workers(folder: Path, count: int, **fields: Any) -> Iterator[list[FakeWorker
     finally:
         for each in made:
             each.stop()
+
+
+def request(number: int, strategy: str = "concat") -> GenerateRequest:
+    """A question over two documents, which differ by ``number``."""
+    ids = [*range(1, 5), *range(100 * number, 100 * number + 16), 7, 8]
+    return GenerateRequest("asked", ids, "n", strategy, spans=(Span(0, 4), Span(4, 20)))
+
+
+async def answered(engine: FleetEngine, number: int, strategy: str = "concat") -> None:
+    """Ask the fleet, and check the answer."""
+    asked = request(number, strategy)
+    text = "".join([chunk.text async for chunk in engine.generate(asked)])
+    assert text == answer_to(asked.input_ids, "concat" if strategy == "concat" else "exact")
+
+
+async def until(engine: FleetEngine, routed: bool) -> None:
+    """Wait until two workers are reached through the router, or directly."""
+    async with asyncio.timeout(240):
+        while [one["routed"] for one in engine.workers()] != [routed, routed]:
+            await asyncio.sleep(0.01)

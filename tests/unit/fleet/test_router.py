@@ -10,13 +10,11 @@ import pytest
 from pydantic import SecretStr
 
 from ragserve.config import load
-from ragserve.engine.base import GenerateRequest
 from ragserve.errors import InvalidRequest, TooManyRequests, Unavailable
 from ragserve.fleet import fleet_engine, routed_app, router_probe, worker_link
 from ragserve.fleet.fleet_engine import FleetEngine
 from ragserve.fleet.router import ROUTER_LOST
-from sglang_ext.protocol import Span
-from tests.unit.fleet.fake_worker import KEY, FakeWorker, answer_to, run_on
+from tests.unit.fleet.fake_worker import KEY, FakeWorker, answered, request, run_on, until
 from tests.unit.fleet.scripted_router import ScriptedRouter, workers_of
 
 T = TypeVar("T")
@@ -36,11 +34,6 @@ def router(two: list[FakeWorker]) -> Iterator[ScriptedRouter]:
     router.stop()
 
 
-def request(number: int, strategy: str = "concat") -> GenerateRequest:
-    ids = [*range(1, 5), *range(100 * number, 100 * number + 16), 7, 8]
-    return GenerateRequest("asked", ids, "n", strategy, spans=(Span(0, 4), Span(4, 20)))
-
-
 def on(
     made: list[FakeWorker],
     router: ScriptedRouter,
@@ -55,18 +48,6 @@ def on(
         router_url=router.url,
     )
     return run_on(lambda: FleetEngine(settings, urls, start_s=0, others_s=0), work)
-
-
-async def answered(engine: FleetEngine, number: int, strategy: str = "concat") -> None:
-    asked = request(number, strategy)
-    text = "".join([chunk.text async for chunk in engine.generate(asked)])
-    assert text == answer_to(asked.input_ids, "concat" if strategy == "concat" else "exact")
-
-
-async def until(engine: FleetEngine, routed: bool) -> None:
-    async with asyncio.timeout(240):
-        while [one["routed"] for one in engine.workers()] != [routed, routed]:
-            await asyncio.sleep(0.01)
 
 
 def answers(made: list[FakeWorker]) -> list[int]:
