@@ -345,7 +345,9 @@ class Answerer:
     ) -> LaidOutTurn:
         """Lay out the prompt, and number the passages. Raises DocumentsTooLong and PromptTooLong."""
         later = turn if turn is not None and not turn.is_first else None
-        prompt = await self._prompt(query, found, later)
+        info = self._engine.info  # a session's KV stays on the device
+        room = info.prompt_room(query.request.decode) if turn is None else info.max_prompt_tokens
+        prompt = await self._prompt(query, found, later, room)
         new = found if later is None else later.new(found)
         _check_room(query, prompt, len(new), alone=later is None)
         if prompt.cut_to is not None:
@@ -357,8 +359,11 @@ class Answerer:
         found = turn.number(found, prompt.documents_kept)
         return LaidOutTurn(prompt, found, len(found) - len(new) + prompt.documents_kept, turn.passages)
 
-    async def _prompt(self, query: Query, found: list[RetrievedPassage], later: NextTurn | None) -> Prompt:
-        limit, new_tokens = self._engine.info.max_prompt_tokens, query.request.sampling.max_new_tokens
+    async def _prompt(
+        self, query: Query, found: list[RetrievedPassage], later: NextTurn | None, limit: int
+    ) -> Prompt:
+        """``limit``: tokens for prompt and answer."""
+        new_tokens = query.request.sampling.max_new_tokens
         if new_tokens >= limit:
             raise InvalidRequest(
                 f"max_new_tokens {new_tokens} leaves no room for a prompt: the engine takes {limit} tokens "

@@ -85,7 +85,10 @@ class Chooser:
     ) -> StrategyChoice:
         """Choose for one prompt, among ``candidates`` if they are known already; with ``whole`` only among
         strategies that keep whole documents. The choice is exact, and the reason says what to do, where
-        nothing is verified or measured, or the engine cannot be asked."""
+        nothing is verified or measured, or the engine cannot be asked; and where the prompt is hosted because
+        the KV pool cannot take it."""
+        if len(prompt.input_ids) > self._engine.info.max_prompt_tokens:
+            return StrategyChoice(_EXACT, "the prompt is larger than the KV pool, where documents are repaired")
         found = self.candidates(namespace) if candidates is None else candidates
         if found.costs is None or not isinstance(self._engine, CachingEngine):
             return StrategyChoice(_EXACT, found.reason)

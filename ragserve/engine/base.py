@@ -127,6 +127,8 @@ class EngineInfo:
     only_exact: str | None = None  # why only exact strategies are available
     sparse_decode: bool = False  # requests may carry decode options
     sparse_prefill: bool = False  # and prefill options: the same engines, with KV of 16 bits
+    hosted: bool = False  # requests are hosted unless their decode options say otherwise
+    hosted_tokens: int = 0  # of prompts, which host memory holds; 0: no request can be hosted
     dtype: str = ""  # "bfloat16", or "bfloat16, KV fp8_e5m2" if weights and KV differ; empty if unknown
     samkv: str = ""  # digest of the samkv profile (`ragserve.profiles.samkv`); empty without one
     start_s: float | None = None  # seconds from the start to readiness; None for an engine elsewhere
@@ -136,6 +138,14 @@ class EngineInfo:
     def max_prompt_tokens(self) -> int:
         """Tokens for prompt and answer: the smaller of context and KV pool, less SGLang's reserve."""
         return min(self.context_length, self.max_total_tokens) - _RESERVED_TOKENS
+
+    def prompt_room(self, decode: Mapping[str, Any]) -> int:
+        """Tokens for prompt and answer of a request with these decode options: a hosted prompt may be larger
+        than the KV pool."""
+        if not decode.get("hosted", self.hosted):
+            return self.max_prompt_tokens
+        most = max(self.max_total_tokens, self.hosted_tokens)
+        return min(self.context_length, most) - _RESERVED_TOKENS
 
 
 class Engine(Protocol):

@@ -63,10 +63,11 @@ class LocalEngine(ControlledCache):
         args = manager.server_args
         cache = await self.control("info")
         self._fingerprint = cache["fingerprint"]
-        if (cache["decode"] is not None) != (self._settings.sparse_attention == "on"):
+        decode = cache["decode"]
+        if (decode is not None) != (self._settings.sparse_attention == "on"):
             raise EngineError(
                 f"The engine does not run sparse_attention={self._settings.sparse_attention}: it wrapped "
-                f"{cache['decode']}.",
+                f"{decode}.",
                 hint="Leave attention_backend to SGLang, or set one that can be wrapped: see "
                 "docs/sparse-decoding.md.",
             )
@@ -82,8 +83,10 @@ class LocalEngine(ControlledCache):
             strategies=(*EXACT_STRATEGIES, *cache["strategies"]),
             fingerprint=model_fingerprint(args.model_path, options=self._settings.engine_args),
             only_exact=cache["unsupported"],
-            sparse_decode=cache["decode"] is not None,
-            sparse_prefill=cache["decode"] is not None and cache["decode"]["kv_bits"] == 16,
+            sparse_decode=decode is not None,
+            sparse_prefill=decode is not None and decode["kv_bits"] == 16,
+            hosted=decode is not None and bool(decode["default"]["hosted"]),
+            hosted_tokens=_hosted_tokens(decode),
             dtype=_dtype(manager.model_config.dtype, args.kv_cache_dtype),
             samkv=cache["samkv"],
         )
@@ -293,6 +296,15 @@ def _dtype(weights: Any, kv: str) -> str:
     """`EngineInfo.dtype` from a torch.dtype and SGLang's kv_cache_dtype."""
     name = str(weights).removeprefix("torch.")
     return name if kv in ("auto", name) else f"{name}, KV {kv}"
+
+
+def _hosted_tokens(decode: dict[str, Any] | None) -> int:
+    """Tokens of hosted prompts that the engine has host memory for; 0 where it prefills none that the KV pool
+    cannot take."""
+    hosted = None if decode is None else decode["hosted"]
+    if hosted is None or hosted["prefilling"] is None:
+        return 0
+    return int(hosted["pages"] * decode["page_size"])
 
 
 def _manager() -> Any:

@@ -87,6 +87,7 @@ class FleetEngine:
             tokenizer=self._settings.tokenizer or reference.engine.tokenizer,
             context_length=min(one.engine.context_length for one in about),
             max_total_tokens=min(one.engine.max_total_tokens for one in about),
+            hosted_tokens=min(one.engine.hosted_tokens for one in about),
         )
         if self._router is not None:
             reached = [link.engine for link in self._links if link.about is not None]
