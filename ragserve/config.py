@@ -168,6 +168,12 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
     kv_hosted_bytes: int = Field(
         0, ge=0, description="Host memory of all ranks for the KV of hosted requests, bytes."
     )
+    max_inject_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="Of a hosted prompt that the KV pool cannot take: tokens times layers that are prefilled "
+        "beside one batch. Default: a prefill chunk in every layer; 0: such prompts wait, or are refused.",
+    )
 
     kv_bits: Annotated[Literal[16, 8, 4], BeforeValidator(int)] = Field(
         16,

@@ -298,7 +298,7 @@ HOOKS = (
         ("self", "running_batch"),
         _before_schedule,
         "before",
-        ("queue", "hosting"),
+        ("queue", "segments", "hosting"),
     ),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",

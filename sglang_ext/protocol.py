@@ -318,6 +318,7 @@ class DecodeReport:
     summed over layers and KV heads; the misses were loaded from the host, ``loaded_bytes``. ``columns``:
     pages on the device, of each head; ``working_set``: hosted pages that a head's latest choices have named.
     ``resumed``: how often the request was taken back and went on from its pages on the host.
+    ``segmented_tokens`` of its prompt were prefilled layer by layer, onto host pages.
     ``lag``: steps between a choice and its use."""
 
     mode: str
@@ -335,6 +336,7 @@ class DecodeReport:
     columns: int = 0
     working_set: float = 0.0
     resumed: int = 0
+    segmented_tokens: int = 0
 
     def to_json(self) -> str:
         return json.dumps(

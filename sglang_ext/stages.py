@@ -53,6 +53,7 @@ STAGES = {  # name: work
     "graph": "names the CUDA graph of a decode step",
     "extended": "ends the stages of an extend",
     "document": "analyses a document at its ingestion",
+    "segments": "prefills a prompt that the pool cannot take, layer by layer onto host pages",
     "hosting": "gives a hosted request its columns, or takes its prompt from the device",
     "statistics": "follows a forward pass with statistics of pages, choices and copies to the host",
     "report": "writes the reports of composed requests",

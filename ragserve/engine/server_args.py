@@ -184,6 +184,7 @@ def _attention_config(settings: Settings) -> dict[str, Any]:
         "bound": settings.decode_bound,
         "kv_bits": settings.kv_bits,
         "hosted_bytes": settings.kv_hosted_bytes,
+        "inject_tokens": settings.max_inject_tokens,
     }
     if settings.decode_heads:
         config["heads"] = str(settings.decode_heads.resolve())

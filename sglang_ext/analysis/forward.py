@@ -57,7 +57,7 @@ Observer = Callable[[int, Sequence[LayerState]], None]
 """Called after each layer with its number and one state a text, which the next layer overwrites."""
 
 
-class _Complete(Exception):
+class LayersComplete(Exception):
     """The last layer's Q, K and V are there, and nothing reads what the rest of it would compute."""
 
 
@@ -100,7 +100,7 @@ class _Memory:
                         i, layer.layer_id, start - self._starts[i], end - self._starts[i]
                     )
         if self.last:
-            raise _Complete
+            raise LayersComplete
         return out.view(len(out), -1)
 
     def _keep(
@@ -201,6 +201,6 @@ def run(model_runner: Any, texts: Sequence[Text], observe: Observer) -> None:
             backend.last = number == len(layers) - 1
             for i, rows in enumerate(steps):
                 backend.first = rows.start
-                with suppress(_Complete):
+                with suppress(LayersComplete):
                     hidden[i], residual[i] = layer(positions[rows], hidden[i], batches[i], residual[i])
             observe(number, backend.states())

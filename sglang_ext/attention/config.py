@@ -31,6 +31,12 @@ class AttentionConfig(RequestOptions):
     hosted_bytes: int = Field(
         default=0, ge=0, description="Host memory of all ranks for the KV of hosted requests; 0: none are."
     )
+    inject_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Tokens times layers that a step prefills of a prompt that the pool cannot take; None: a "
+        "prefill chunk in every layer; 0: such prompts wait or are refused.",
+    )
     bound: Literal["lowest", "round"] = Field(
         default="round", description="progressive: assumed weight of unread pages, see `progressive_decode`."
     )

@@ -19,6 +19,7 @@ from sglang_ext.attention.lagged_choices import LaggedChoices
 from sglang_ext.attention.metrics import decode_metrics, prefill_metrics
 from sglang_ext.attention.page_stats import PageStatistics
 from sglang_ext.attention.prefill_planner import PrefillPlanner
+from sglang_ext.attention.segmented_prefill import SegmentedPrefill
 from sglang_ext.attention.step_planner import IDLE, Step, StepPlanner, Variant
 from sglang_ext.hosting.hosted_rows import HostedRows
 from sglang_ext.protocol import DECODE_FIELD, PREFILL_FIELD, PlanError
@@ -50,8 +51,10 @@ class DecodeRuntime:
         statistics: PageStatistics,
         backend: SparseDecodeBackend,
         hosted: HostedRows | None = None,
+        runner: Any = None,
     ) -> None:
-        """``hosted``: None where no KV of requests is kept on the host, and no choice has a lag."""
+        """``hosted``: None where no KV of requests is kept on the host, and no choice has a lag. ``runner``:
+        SGLang's model runner, which prefills prompts that the pool cannot take; None: they are refused."""
         self.backend = backend
         self._config = config
         self._planner = planner
@@ -63,6 +66,7 @@ class DecodeRuntime:
         self._decoding: list[Any] = []  # requests of the latest decode step
         self._pending: deque[_Pending] = deque()
         self._hosted = hosted
+        self._runner = runner
         self._lagged = self._extends = None
         if hosted is not None:
             self._lagged = LaggedChoices(backend, hosted, self._page)
@@ -77,7 +81,10 @@ class DecodeRuntime:
         vote."""
         if self._hosted is not None:
             self._hosted.attach(tree, ranks)
-            self._requests = HostedRequests(self._planner, self.backend, self._hosted, tree)
+            segments, inject = None, self._config.inject_tokens
+            if self._runner is not None and inject != 0:
+                segments = SegmentedPrefill(self._planner, self._hosted, tree, self._runner, inject)
+            self._requests = HostedRequests(self._planner, self.backend, self._hosted, tree, segments)
 
     def on_request(self, req: Any) -> str | None:
         """Read a new request's options. Return the reason to refuse it, or None."""
@@ -99,7 +106,8 @@ class DecodeRuntime:
                 f"hosted decoding: the prompt takes {pages} host pages and kv_hosted_bytes holds "
                 f"{most}: raise it, or ask with hosted=false"
             )
-        return None
+        segments = None if self._requests is None else self._requests.segments
+        return None if segments is None else segments.show_end(req)
 
     def before_schedule(self, scheduler: Any, running_batch: Any) -> None:
         """Let hosted requests change what they hold, before SGLang decides on its next batch.
@@ -108,7 +116,9 @@ class DecodeRuntime:
         if self._lagged is None:
             return
         if self._requests is not None:
-            self._requests.drop_gone([*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue])
+            queued = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+            if self._requests.before_schedule(queued):
+                running_batch.batch_is_full = False
         if self._mixes is None:
             self._mixes = bool(scheduler.is_mixed_chunk)
         lagging = any(self._planner.state(req).options.lag_steps for req in running_batch.reqs)
@@ -271,8 +281,14 @@ class DecodeRuntime:
             "streaming_heads": self.backend.streaming_share,
             "kv_bits": config.kv_bits,
             "statistics_bytes": self._statistics.bytes,
-            "hosted": None if self._hosted is None else self._hosted.describe(),
+            "hosted": self._describe_hosted(),
         }
+
+    def _describe_hosted(self) -> dict[str, Any] | None:
+        if self._hosted is None:
+            return None
+        segments = None if self._requests is None else self._requests.segments
+        return {**self._hosted.describe(), "prefilling": 0 if segments is None else segments.running}
 
     def check_integrity(self, tree: Any) -> None:
         """Compare the statistics of pages with their keys, in the prefix cache and in decoding requests.

@@ -28,6 +28,9 @@ class DecodeState:
         kept: with a lag: `lagged_choices.KeptChoice`, the chosen pages outside of the step's tables.
         hosted: None for a request whose KV is on the device.
         prefix: KV on the host of a request that waits to be admitted with it; None for others.
+        whole: the prompt, while SGLang sees its last token only: it is larger than the pool, and its prefill
+            has not begun.
+        segmented: the prompt is prefilled by segments, or has been.
         choices: how often pages have been chosen at once or for the next step.
         observed: queries in the mean that pages are chosen by, at most the window.
         asked: `prompt_queries.PromptMean`; None if no pass has shown the queries of the prompt's end.
@@ -45,6 +48,8 @@ class DecodeState:
     kept: Any = None
     hosted: HostedRow | None = None
     prefix: HostPrefix | None = None
+    whole: Any = None
+    segmented: bool = False
     hosted_counts: HostedCounts = field(default_factory=HostedCounts)
     choices: int = 0
     observed: int = 0

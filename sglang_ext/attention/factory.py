@@ -34,7 +34,7 @@ def with_sparse_decode(make: Callable[[Any], Any], config: AttentionConfig) -> C
         statistics = PageStatistics(pool, table, page, config.logical_page, hosted_pages)
         backend = SparseDecodeBackend(wrapped, runner, config, statistics)
         hosted = None if pages is None else HostedRows(pool, table, page, pages, statistics.tables)
-        current.attention = DecodeRuntime(config, planner, statistics, backend, hosted)
+        current.attention = DecodeRuntime(config, planner, statistics, backend, hosted, runner)
         return backend
 
     return factory

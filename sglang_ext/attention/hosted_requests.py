@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_ext import stages
 from sglang_ext.attention.backend import SparseDecodeBackend
 from sglang_ext.attention.decode_state import DecodeState
 from sglang_ext.attention.prompt_queries import PromptMean
+from sglang_ext.attention.segmented_prefill import SegmentedPrefill
 from sglang_ext.attention.step_planner import StepPlanner
 from sglang_ext.hosting.host_admission import HostAdmission
 from sglang_ext.hosting.host_prefixes import HostPrefixes
@@ -20,13 +21,19 @@ class HostedRequests:
     """Scheduler thread only. ``req.ragserve_on_host``: the request must not match the prefix cache."""
 
     def __init__(
-        self, planner: StepPlanner, backend: SparseDecodeBackend, hosted: HostedRows, tree: Any
+        self,
+        planner: StepPlanner,
+        backend: SparseDecodeBackend,
+        hosted: HostedRows,
+        tree: Any,
+        segments: SegmentedPrefill | None,
     ) -> None:
-        """``tree``: SGLang's prefix cache, ours."""
+        """``tree``: SGLang's prefix cache, ours. ``segments``: None where prompts must fit the pool."""
         self._planner = planner
         self._backend = backend
         self._hosted = hosted
         self._tree = tree
+        self.segments = segments
         self._prefixes = HostPrefixes(hosted)
         self._admission = HostAdmission(hosted, tree)
 
@@ -48,22 +55,29 @@ class HostedRequests:
         req.ragserve_on_host = state.prefix is not None
 
     def admit(self, adder: Any, req: Any, add: Callable[[], Any]) -> Any:
-        """Admit a request whose KV is on the host. ``add`` runs SGLang's admission.
+        """Admit a request whose KV is on the host, or is to be brought there because the pool cannot take it.
+        ``add`` runs SGLang's admission.
 
         Return SGLang's result; None for other requests, and where this one is to be prefilled after all."""
         from sglang.srt.managers.schedule_policy import AddReqResult
 
+        if self.segments is not None and (begun := self.segments.admit(adder, req, add)) is not None:
+            return begun
         state: DecodeState = self._planner.state(req)
         if state.prefix is None:
             return None
-        result = None
+        result, hits = None, adder.log_hit_tokens
         if req.to_finish is None:
             failed = stages.ending([req])
             result = stages.run_alike("hosting", failed, self._admit, adder, state, add)
         alone = not adder.can_run_list and adder.running_batch.is_empty()
         if result is None or (alone and result is AddReqResult.NO_TOKEN and state.hosted is None):
+            if state.segmented and self.segments is not None and self.segments.exceeds_pool(req):
+                return self.segments.give_up(req, add)
             self._prefill(req, state)
             return None
+        if state.hosted is not None:
+            adder.log_hit_tokens = hits  # what SGLang takes for a prefix is none of its cache
         return result
 
     def _admit(self, adder: Any, state: DecodeState, add: Callable[[], Any]) -> Any:
@@ -116,6 +130,11 @@ class HostedRequests:
         piece = max(1, PIECE_BYTES // shape.page_bytes) * page
         return result, HostTarget(self._prefixes, state.hosted, page, piece)
 
-    def drop_gone(self, queued: Iterable[Any]) -> None:
-        """Free the host pages of requests that have left SGLang's queues. ``queued``: those in them."""
+    def before_schedule(self, queued: Sequence[Any]) -> bool:
+        """Free the host pages of requests that have left SGLang's queues, and go on with prompts that are
+        prefilled by segments. ``queued``: the requests in the queues.
+
+        Return True if one is complete, so that its request may be admitted."""
+        complete = self.segments is not None and self.segments.before_schedule(queued)
         self._admission.drop_gone(queued)
+        return complete

@@ -44,6 +44,10 @@ class DecodeMetrics:
             "ragserve_decode_resumed",
             "Hosted requests that were taken back for want of room and went on from their host pages.",
         )
+        self.segmented = Counter(
+            "ragserve_decode_segmented_tokens",
+            "Prompt tokens that were prefilled layer by layer onto host pages.",
+        )
         self.requests = Gauge(
             "ragserve_decode_requests",
             "Requests of the latest decode step: hosted, copying to the host, or resident.",
@@ -77,6 +81,7 @@ class DecodeMetrics:
         self.pages.labels(report.mode, "held").inc(report.pages_held * report.steps)
         if report.weight is not None:
             self.weight.observe(report.weight)
+        self.segmented.inc(report.segmented_tokens)
         if report.hosted_steps or report.misses:
             self.hosted.labels("hit").inc(report.hits)
             self.hosted.labels("miss").inc(report.misses)

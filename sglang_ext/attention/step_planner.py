@@ -81,9 +81,9 @@ class StepPlanner:
     launch. Rows in the last three quarters of their interval come along, so that the rows of a batch end up
     choosing together. With ``reuse`` 1 every step chooses at once, by its own queries.
 
-    A row with a lag chooses at once in its first step only, then at the ends of steps, by its own clock: what
-    it reads does not depend on its batch. An interval is short enough that at most one page begins while a
-    choice serves.
+    A row with a lag chooses by the last query of its prompt, then at the ends of steps, by its own clock:
+    what it reads does not depend on its batch. If its prompt was short, or is a session's, it begins in its
+    first step. An interval is short enough that at most one page begins while a choice serves.
 
     Pages are chosen by the last query, or by the running mean of a window of decoded ones, 16 steps after the
     first choice at the latest (LoopServe 5.2), or by queries of the prompt's end for the whole answer."""
@@ -246,12 +246,16 @@ class StepPlanner:
         return swapped, chooses, is_new
 
     def chooses_early(self, req: Any, end: int) -> bool:
-        """Return True if an extend up to token ``end`` completes a composed prompt whose pages its last query
-        chooses: those of composed requests with a lag."""
+        """Return True if an extend up to token ``end`` completes a prompt whose last query chooses its first
+        pages: those of requests with a lag, which may be on the host by then. Requests of sessions choose in
+        their first decode step."""
         state = self.state(req)
         context = getattr(req, "ragserve", None)
-        plan = getattr(context, "plan", None)  # a document has none
-        if plan is None or plan.session is not None or state.chosen_at:
+        if context is not None:
+            plan = getattr(context, "plan", None)  # a document has none
+            if plan is None or plan.session is not None:
+                return False
+        if state.chosen_at:
             return False
         return self.is_lagging(req, end) and end == len(req.origin_input_ids) + len(req.output_ids)
 

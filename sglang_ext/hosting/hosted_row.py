@@ -23,6 +23,7 @@ class HostedCounts:
     columns: int = 0
     working_set: float = 0.0
     resumed: int = 0
+    segmented_tokens: int = 0
 
 
 @dataclass(eq=False, slots=True)

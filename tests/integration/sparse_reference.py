@@ -90,6 +90,9 @@ class SparseReference(Reference):
         stored_k, stored_v = self._stored(k), self._stored(v)
         if new > 1:
             self.prompt[layer] = q[0, :, -self.decode.window :]
+            if self.decode.lag_steps and tokens + 1 > self._dense_up_to:
+                by = self.prompt[layer].mean(1) if self.decode.observe == "prompt" else q[0, :, -1]
+                self.chosen[layer] = self._choose(by, stored_k[0], 0, first=True)
             chunked = self.bits < 16 or self.prefill.mode != "dense"
             ends = [*self.starts[1:], new] if chunked else [new]
             parts = []
@@ -109,8 +112,7 @@ class SparseReference(Reference):
         k, v = stored_k, stored_v
         if layer == 0:
             self.step += 1
-        options = self.decode
-        least = max(options.dense_below, options.budget if options.mode == "hierarchical" else 0)
+        options, least = self.decode, self._dense_up_to
         if options.mode == "progressive" and tokens > least:
             return self._progressive(q[:, :, 0], k[0], v[0], scaling)[:, None], None
         visible = torch.ones(k.shape[1], tokens, dtype=torch.bool)
@@ -127,6 +129,11 @@ class SparseReference(Reference):
         return scaled_dot_product_attention(
             q, k, v, attn_mask=shown, scale=scaling, enable_gqa=True
         ).transpose(1, 2), None
+
+    @property
+    def _dense_up_to(self) -> int:
+        options = self.decode
+        return max(options.dense_below, options.budget if options.mode == "hierarchical" else 0)
 
     def _prefilled(self, q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tensor:
         """Return what a chunk attends to, bool [heads, new, tokens], by the functions that choose in the

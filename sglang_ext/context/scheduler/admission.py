@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext import stages
+from sglang_ext import sglang_requests, stages
 from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, tier_of
 from sglang_ext.context.scheduler import sglang_req
@@ -243,7 +243,7 @@ class Admission:
         status: HTTPStatus = HTTPStatus.BAD_REQUEST,
     ) -> Any:
         """End the request with an error; SGLang admits it once more to report that."""
-        sglang_req.end(req, message, status)
+        sglang_requests.end(req, message, status)
         req.init_next_round_input(self._tree)
         return add()
 

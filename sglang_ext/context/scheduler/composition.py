@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext import stages
+from sglang_ext import sglang_requests, stages
 from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.document_analysis import Cut
 from sglang_ext.analysis.texts import Texts
@@ -146,7 +146,7 @@ class Composition:
             self.stage.add(context)
         else:
             context.decided = partial.settle()
-        sglang_req.limit_answer(req, self._context_length)
+        sglang_requests.limit_answer(req, self._context_length)
         if plan.session is None:  # the tree knows a session's KV by its tokens
             sglang_req.compact(req, context)
         session = plan.session

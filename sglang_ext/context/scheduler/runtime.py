@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext import stages
+from sglang_ext import sglang_requests, stages
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.compose.request import is_composed
 from sglang_ext.context.scheduler import sglang_req
@@ -137,7 +137,7 @@ class ContextRuntime:
 
     def refuse(self, req: Any, reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
         """End a new request that asks for something that cannot be served."""
-        sglang_req.end(req, f"ragserve: {reason}", status)
+        sglang_requests.end(req, f"ragserve: {reason}", status)
 
     # the tree's observer
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,6 @@ import numpy as np
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.documents.types import whole_pages
-
-_KINDS = {
-    HTTPStatus.BAD_REQUEST: "BadRequestError",
-    HTTPStatus.SERVICE_UNAVAILABLE: "Unavailable",
-    HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
-}
 
 
 @dataclass(slots=True)
@@ -49,16 +42,6 @@ def outside_vocabulary(req: Any) -> str | None:
         return f"token ids must lie between 0 and {req.vocab_size - 1}"
     bad = ids[(ids < 0) | (ids >= req.vocab_size)]
     return f"token id {bad[0]} is not between 0 and {req.vocab_size - 1}" if len(bad) else None
-
-
-def limit_answer(req: Any, context_length: int) -> None:
-    """Let a request that is about to be compacted generate no further than the context. SGLang itself would
-    count from the compact length, and positions run ahead of that.
-    """
-    room = context_length - len(req.origin_input_ids) - 1
-    params = req.sampling_params
-    if params.max_new_tokens is None or params.max_new_tokens > room:
-        params.max_new_tokens = max(0, room)
 
 
 def compact(req: Any, context: ComposedContext, slots: int | None = None) -> None:
@@ -95,17 +78,3 @@ def is_aborted(req: Any) -> bool:
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     return isinstance(req.finished_reason, FINISH_ABORT)
-
-
-def end(req: Any, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
-    """Finish the request with an error, as SGLang does for bad requests but without its log line: a miss is
-    no error.
-    """
-    from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-    req.ragserve = None
-    req.extra_key = f"ended:{req.rid}"
-    req.origin_input_ids = req.origin_input_ids_unpadded = array("q", [0])
-    req.full_untruncated_fill_ids = array("q")
-    req.grammar, req.return_logprob, req.logprob_start_len = None, False, -1
-    req.to_finish = FINISH_ABORT(message, status, _KINDS.get(status, "InternalServerError"))

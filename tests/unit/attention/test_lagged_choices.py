@@ -96,12 +96,15 @@ def test_a_step_that_becomes_an_extend_is_planned_once() -> None:
     assert plan.again(req, 108)[0], "the choice of 105 is read from 108 on"
 
 
-def test_a_composed_request_with_a_lag_chooses_by_its_question() -> None:
+def test_a_request_with_a_lag_chooses_by_the_last_query_of_its_prompt() -> None:
     plan = planner()
-    req, plain = request(plan, reuse=1), request(plan)
-    req.ragserve = SimpleNamespace(plan=SimpleNamespace(session=None))
+    req, session, document, at_once = (request(plan, reuse=1, lag=lag) for lag in (2, 2, 2, 0))
+    session.ragserve = SimpleNamespace(plan=SimpleNamespace(session="s"))
+    document.ragserve = SimpleNamespace()
     assert [plan.chooses_early(req, end) for end in (60, 100)] == [False, True], "not by a part of it"
-    assert not plan.chooses_early(plain, 100)
+    assert not any(plan.chooses_early(each, 100) for each in (session, document, at_once))
+    req.ragserve = SimpleNamespace(plan=SimpleNamespace(session=None))
+    assert plan.chooses_early(req, 100), "nor is it otherwise with a composed one"
     plan.chosen_early(req, 100)
     step = run(plan, [req], [101])
     assert (step.active, step.swapped, step.lagged) == ((False,), (False,), (False,))

@@ -27,6 +27,7 @@ class Allocator:
 
     def __init__(self, pages: int, page: int) -> None:
         self.page = page
+        self.size = (pages - 1) * page
         self.pages = list(range(1, pages))
 
     def available_size(self) -> int:

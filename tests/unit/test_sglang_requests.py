@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_ext.context.scheduler.sglang_req import limit_answer
+from sglang_ext.sglang_requests import limit_answer
 
 
 @pytest.mark.parametrize(
