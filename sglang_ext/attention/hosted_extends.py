@@ -91,7 +91,7 @@ class _Extended:
 
 
 class HostedExtends:
-    """Extends of hosted requests, and the first choices of composed ones. Scheduler thread only."""
+    """Extends of hosted requests, and the first choices of those with a lag. Scheduler thread only."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class HostedExtends:
         each.observes = is_new and state.options.observe == "window"
 
     def _question(self, each: _Extended, row: HostedRow, count: int) -> None:
-        """Let the question of a composed prompt, or a part of it, attend to the prompt on the host."""
+        """Let what follows the prompt's host pages, or a part of it, attend to them."""
         if each.state.prefix is not None:
             self._enter(each, row)
         begin = row.pages * self._page

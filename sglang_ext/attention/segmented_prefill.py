@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 _ROWS = 8192  # in one call of a layer where prefills come in one piece
 _CPU_ROWS = 2048  # as many on a CPU: what a layer computes of more leaves the processor's caches
 _IN_FLIGHT = 2  # rounds of the scheduler whose segments the device may not have computed yet
-_HELP = "raise max_total_tokens or mem_fraction_static, or ask for less"
 
 
 @dataclass(eq=False, slots=True)
@@ -130,9 +129,12 @@ class SegmentedPrefill:
         return len(req.origin_input_ids if whole is None else whole) + len(req.output_ids)
 
     def exceeds_pool(self, req: Any) -> bool:
-        """True if the pool could not take the request even if it were empty."""
+        """True if SGLang could not admit the request to an empty pool, beside the part of its answer that it
+        keeps room for."""
+        from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
         left = (req.sampling_params.max_new_tokens or 0) - len(req.output_ids)
-        needed = self._tokens(req) + max(left, 0) + 2 * self._page
+        needed = self._tokens(req) + min(max(left, 0), CLIP_MAX_NEW_TOKENS) + 2 * self._page
         return bool(needed > self._tree.token_to_kv_pool_allocator.size)
 
     # a request that SGLang wants to admit
@@ -162,20 +164,20 @@ class SegmentedPrefill:
             return AddReqResult.CONTINUE
         elif state.whole is not None and (reason := self._restore(req, state)) is not None:
             return self._end(req, add, f"ragserve: {reason}")
-        begun = stages.run_alike("segments", stages.ending([req]), self._begin, req, state)
+        lacking = stages.run_alike("segments", stages.ending([req]), self._begin, req, state)
         if req.to_finish is not None:
             return self.give_up(req, add)
-        if begun:
+        if lacking is None:
             return AddReqResult.CONTINUE
         if not exceeds:
             return AddReqResult.NO_TOKEN
         if adder.can_run_list or not adder.running_batch.is_empty() or self._hosted.waiting:
-            return AddReqResult.CONTINUE  # they will give host pages back
+            return AddReqResult.CONTINUE  # they may give back what is lacking
         return self._end(
             req,
             add,
-            f"ragserve: hosted decoding: a prompt of {self._tokens(req)} tokens is larger than the KV pool, "
-            f"and finds no room on the host or takes no more pages than its columns: {_HELP}",
+            f"ragserve: hosted decoding: the prompt takes {self._tokens(req)} tokens, more than the KV pool, "
+            f"and {lacking}",
         )
 
     def give_up(self, req: Any, add: Callable[[], Any]) -> Any:
@@ -186,7 +188,7 @@ class SegmentedPrefill:
             req,
             add,
             "ragserve: hosted decoding: the prompt is on the host, and its columns and answer take more "
-            f"slots than the KV pool has: {_HELP}",
+            "slots than the KV pool has: raise max_total_tokens, or ask for fewer tokens or columns",
         )
 
     def _end(
@@ -215,20 +217,23 @@ class SegmentedPrefill:
         req.init_next_round_input(self._tree)
         return None
 
-    def _begin(self, req: Any, state: DecodeState) -> bool:
-        """Take host pages for the prompt's whole pages but its last token, and get ready. False without room
-        for them there, or for a layer of them on the device."""
+    def _begin(self, req: Any, state: DecodeState) -> str | None:
+        """Take host pages for the prompt's whole pages but its last token, and get ready. Return what is
+        lacking for it, or None."""
         state.segmented = True
         ids = req.full_untruncated_fill_ids
         tokens = (len(ids) - 1) // self._page * self._page
-        options, prefix = state.options, None
-        if self._hosted.bounds.ranks.all_agree(self._fits(tokens)):
+        options, prefix, lacking = state.options, None, self._lacking(tokens)
+        if lacking is None:
             choice = options.budget // self._page
             prefix = self._prefixes.reserve(req, tokens, choice, options.columns, state.hosted_counts)
-        state.prefix = prefix
         if prefix is None:
             state.segmented = False
-            return False
+            return lacking or (
+                "there is no room for it on the host or on the link, or it has no more pages than columns: "
+                "raise kv_hosted_bytes or max_total_tokens"
+            )
+        state.prefix = prefix
         req.ragserve_on_host = True
         write = partial(self._writer.write, prefix)
         with forward_stream(self._runner):
@@ -236,14 +241,22 @@ class SegmentedPrefill:
                 prefix.host.record_stream(torch.cuda.current_stream(self._device))
             own = torch.tensor(ids[:tokens], dtype=torch.int64).to(self._device, non_blocking=True)
             self._job = _Job(req, prefix, LayerSegments(self._runner, own, self.chunk, write))
-        return True
+        return None
 
-    def _fits(self, tokens: int) -> bool:
-        if self._device.type != "cuda":
-            return True
-        free, _ = torch.cuda.mem_get_info(self._device)
-        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return memory_bytes(self._runner, tokens) <= free + cached
+    def _lacking(self, tokens: int) -> str | None:
+        """Say how much device memory is lacking for a prompt's segments, on any rank; None if there is
+        enough."""
+        wanted, left = 0, 0
+        if self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            wanted, left = memory_bytes(self._runner, tokens), free + cached
+        if self._hosted.bounds.ranks.all_agree(wanted <= left):
+            return None
+        return (
+            f"its layers take {wanted / 2**30:.1f} GiB of device memory on each rank beside the pool (free "
+            f"on this one: {left / 2**30:.1f}): lower mem_fraction_static or max_total_tokens"
+        )
 
     # before SGLang schedules
 

@@ -12,7 +12,7 @@ import torch
 from sglang_ext.analysis.forward import LayersComplete, attend
 from sglang_ext.model import decoder_layers, forward_batch
 
-_QUERIES = 1024  # rows of one attention call: bounds its mask
+_QUERIES = 1024  # rows of one attention call on a CPU: bounds its mask
 
 Writer = Callable[[int, int, torch.Tensor, torch.Tensor], None]
 """Takes a chunk's K and V of a layer, ``[tokens, kv_heads, head_dim]`` each: called with the layer, the
@@ -47,9 +47,10 @@ class _LayerAttention:
         self._write(layer.layer_id, first, self._k[first:end], self._v[first:end])
         if self.last:
             raise LayersComplete
+        rows = len(q) if q.is_cuda else _QUERIES
         parts = [
             attend(part, self._k, self._v, first + at, layer.scaling, self._masks)
-            for at, part in zip(range(0, len(q), _QUERIES), q.split(_QUERIES), strict=True)
+            for at, part in zip(range(0, len(q), rows), q.split(rows), strict=True)
         ]
         return torch.cat(parts).flatten(1)
 

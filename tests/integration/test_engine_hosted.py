@@ -22,38 +22,13 @@ from tests.conftest import EXHAUSTIVE
 from tests.integration import context_client
 from tests.integration.context_client import result
 from tests.integration.engines import PARALLEL_LOGICAL, PARALLEL_PAGE, Server
+from tests.integration.hosted_client import assert_same, generate, held, idle, report, verify
 from tests.integration.prompts import some_ids
 from tests.integration.reference import Generated, Reference
 from tests.integration.sparse_reference import SparseReference
 
 LAGGING = {"mode": "hierarchical", "budget": 64, "reuse": 4, "lag": 2, "streaming": False}
 HOSTED = LAGGING | {"hosted": True}
-
-
-def generate(client: Any, ids: list[int], n_new: int, plan: ContextPlan | None = None, **decode: Any) -> Any:
-    answer = context_client.generate(client, ids, plan, n_new, decode=decode)
-    assert "error" not in answer, answer
-    return answer
-
-
-def report(answer: dict[str, Any]) -> DecodeReport:
-    return DecodeReport.from_json(answer["meta_info"][DECODE_FIELD][-1])
-
-
-def assert_same(got: Generated, want: Generated, tolerance: float = 5e-5) -> None:
-    assert got.ids == want.ids
-    assert max(abs(a - b) for a, b in zip(got.logprobs, want.logprobs, strict=True)) < tolerance
-
-
-def held(client: httpx.Client) -> dict[str, Any]:
-    answer = client.post("/dumper/ragserve", json={"op": "info"}).json()
-    return dict(answer[0]["decode"]["hosted"])
-
-
-def verify(client: Any) -> None:
-    """Check host pages, columns and the statistics of all pages, also of those that are cached."""
-    answer = client.post("/rag/cache/verify")
-    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize(("reuse", "columns"), [(1, 0), (6, 1)], ids=["as-they-take", "fewest"])
@@ -268,14 +243,6 @@ def test_a_context_larger_than_the_pool_is_composed_on_the_host(stress_server: S
             each.result()
     verify(client)
     assert held(client)["used"] == 0
-
-
-def idle(client: httpx.Client) -> dict[str, Any]:
-    """Wait until nobody holds host pages: who has left is not gone at once."""
-    deadline = time.monotonic() + 240
-    while (now := held(client))["used"] and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return now
 
 
 def test_a_context_that_fails_or_is_left_on_its_way_to_the_host_leaves_nothing(stress_server: Server) -> None:

@@ -211,8 +211,8 @@ def test_without_host_pages_it_waits_for_those_of_others_and_ends_where_there_ar
     assert (engine.added, engine.segments.running, req.to_finish) == ([], 0, None)
     engine.admit(AddReqResult.CONTINUE, running=False)
     assert engine.added == [1]
-    assert f"a prompt of {LONG} tokens" in req.to_finish.message
-    assert "raise max_total_tokens" in req.to_finish.message
+    assert f"the prompt takes {LONG} tokens" in req.to_finish.message
+    assert "raise kv_hosted_bytes" in req.to_finish.message
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""Prompts that the pool cannot take, prefilled layer by layer on the real engine: the answers of requests
+whose KV is on the device, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import httpx
+
+from sglang_ext.protocol import DECODE_FIELD, PREFILL_FIELD, DecodeOptions
+from tests.integration import context_client
+from tests.integration.context_client import result
+from tests.integration.engines import Server
+from tests.integration.hosted_client import assert_same, generate, held, idle, report, verify
+from tests.integration.prompts import some_ids
+from tests.integration.sparse_reference import SparseReference
+
+LAGGING = {"mode": "hierarchical", "budget": 64, "reuse": 4, "lag": 2, "streaming": False}
+HOSTED = LAGGING | {"hosted": True}
+PAGE, LOGICAL = 16, 4
+
+
+def test_a_prompt_larger_than_the_pool_gets_the_answer_of_one_on_the_device(stress_server: Server) -> None:
+    """Requests beside it take it back, and its prompt is not prefilled again."""
+    client, n_new = stress_server.client, 14
+    ids = some_ids(6190, 61)
+    assert held(client)["pages"] * PAGE > len(ids) > client.get("/info").json()["engine"]["max_total_tokens"]
+    refused = context_client.generate(client, ids, None, n_new, decode=LAGGING)
+    assert "exceeds the maximum allowed length" in refused["error"]["message"]
+    alone = generate(client, ids, n_new, **HOSTED)
+    said, meta = report(alone), alone["meta_info"]
+    assert said.segmented_tokens == len(ids) // PAGE * PAGE
+    assert said.hosted_steps == said.steps == n_new - 1
+    assert (meta["prompt_tokens"], meta["cached_tokens"]) == (len(ids), 0)
+    assert stress_server.model is not None
+    reference = SparseReference(stress_server.model, PAGE, LOGICAL)
+    reference.decode = DecodeOptions(**LAGGING, dense_below=0)
+    assert_same(result(alone), reference.plain(ids, n_new), 5e-4)
+    with ThreadPoolExecutor(3) as pool:
+        beside = [pool.submit(generate, client, some_ids(200, 90 + i), 40) for i in range(2)]
+        again = pool.submit(generate, client, ids, n_new, **HOSTED | {"hosted": "auto"})
+        assert_same(result(again.result()), result(alone))
+        for each in beside:
+            each.result()
+    assert report(again.result()).segmented_tokens == said.segmented_tokens
+    verify(client)
+    assert idle(client)["used"] == 0
+    assert "ragserve_decode_segmented_tokens_total" in client.get("/metrics").text
+
+
+def test_one_that_fails_or_is_left_on_its_way_leaves_nothing(stress_server: Server) -> None:
+    client, ids = stress_server.client, some_ids(6200, 62)
+    for stage in ("segments", "hosting", "decode plan", "forward", "statistics"):
+        client.post("/dumper/ragserve", json={"op": "fault", "stage": stage})
+        answer = context_client.generate(client, ids, None, 6, decode=HOSTED)
+        assert f"'{stage}'" in answer["message"], stage
+        verify(client)
+    for patience in (0.05, 0.4):
+        with suppress(httpx.TimeoutException):
+            sampling = {
+                "max_new_tokens": 150,
+                "ignore_eos": True,
+                "custom_params": {DECODE_FIELD: json.dumps(HOSTED)},
+            }
+            client.post("/generate", json={"input_ids": ids, "sampling_params": sampling}, timeout=patience)
+    assert idle(client)["used"] == 0
+    assert held(client)["prefilling"] == 0
+    verify(client)
+    assert stress_server.running.process.poll() is None
+
+
+def test_what_needs_the_whole_prompt_on_the_device_is_refused(stress_server: Server) -> None:
+    client, ids = stress_server.client, some_ids(6200, 63)
+    custom = {DECODE_FIELD: json.dumps(HOSTED)}
+    for fields, extra, what in (
+        ({"return_logprob": True, "logprob_start_len": 0}, {}, "log-probabilities of the prompt"),
+        ({"return_hidden_states": True}, {}, "hidden states of the prompt"),
+        ({}, {PREFILL_FIELD: json.dumps({"mode": "lines", "dense_below": 0})}, "sparse prefill"),
+    ):
+        body: dict[str, Any] = {"input_ids": ids, "sampling_params": {"custom_params": custom | extra}}
+        answer = client.post("/generate", json=body | fields).json()
+        assert f"without {what}" in answer["error"]["message"]
+
+
+@contextmanager
+def decoding(client: httpx.Client, ids: list[int]) -> Iterator[None]:
+    """Keep a request on the device that decodes, from its first token to the end of the block."""
+    sampling = {"temperature": 0, "max_new_tokens": 490, "ignore_eos": True}
+    body = {"input_ids": ids, "stream": True, "sampling_params": sampling}
+    with client.stream("POST", "/generate", json=body, timeout=300) as stream:
+        assert next(stream.iter_lines()).startswith("data: {")
+        yield
+
+
+def test_ranks_prefill_by_segments_what_others_leave_no_room_for(parallel_server: Server) -> None:
+    """Five requests of 1,260 tokens leave 1,890 of the pool, and it takes 1,900 with its answer."""
+    client, n_new = parallel_server.client, 12
+    ids = some_ids(1900, 64)
+    with ExitStack() as others:
+        for i in range(5):
+            others.enter_context(decoding(client, some_ids(1260, 640 + i)))
+        hosted = generate(client, ids, n_new, **HOSTED | {"columns": 1})
+    assert_same(result(hosted), result(generate(client, ids, n_new, **LAGGING)))
+    said = report(hosted)
+    assert said.segmented_tokens == (len(ids) - 1) // PAGE * PAGE
+    assert said.hosted_steps == said.steps == n_new - 1
+    assert idle(client)["used"] == 0
+    verify(client)
