@@ -7,10 +7,11 @@ are removed from disk at once after the server's own removals, and within `SWEEP
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,6 +41,11 @@ def search_question(question: str, searched_for: SearchedFor | None) -> str | No
 def same_question(question: str) -> str:
     """Equal for questions that differ in case and spaces only."""
     return " ".join(question.casefold().split())
+
+
+def question_id(question: str) -> str:
+    """A digest that is equal for the same questions."""
+    return hashlib.sha256(same_question(question).encode()).hexdigest()[:16]
 
 
 class QueryLog:
@@ -136,25 +142,36 @@ class LoggedQuestions:
     """A namespace's questions, newest first and each once. What is logged meanwhile is seen. Without a log
     there are none."""
 
-    def __init__(self, data_dir: Path, store: IndexStore, namespace: str, most: int) -> None:
-        """``most``: questions that are looked at, the newest ones."""
+    def __init__(
+        self, data_dir: Path, store: IndexStore, namespace: str, most: int, known: Iterable[str] = ()
+    ) -> None:
+        """``most``: questions that are looked at, the newest ones. ``known``: ids (`question_id`) of those
+        that are not given again."""
         self._entries = _log_of(data_dir)
         self._store = store
         self._namespace = namespace
         self._most = most
         self._mark: tuple[int, int] | None = None
         self._left: list[str] = []
-        self._given: set[str] = set()
+        self._given = set(known)
 
     def next(self) -> str | None:
         """The next question; None while there is none. Reads files."""
-        if (mark := self._now()) != self._mark:
-            self._mark = mark
-            self._left = [text for text in self._read() if same_question(text) not in self._given][::-1]
+        self._read_again()
         if not self._left:
             return None
-        self._given.add(same_question(self._left[-1]))
+        self._given.add(question_id(self._left[-1]))
         return self._left.pop()
+
+    def waiting(self) -> int:
+        """How many are still to be given. Reads files."""
+        self._read_again()
+        return len(self._left)
+
+    def _read_again(self) -> None:
+        if (mark := self._now()) != self._mark:
+            self._mark = mark
+            self._left = [text for text in self._read() if question_id(text) not in self._given][::-1]
 
     def _now(self) -> tuple[int, int] | None:
         """What changes with the log."""

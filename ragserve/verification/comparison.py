@@ -90,6 +90,16 @@ class Comparison:
         usable = [row["kind"] for row in self._rows.values() if row.get("usable")]
         return {kind: count for kind in get_args(Kind) if (count := usable.count(kind))}
 
+    def rows_of(self, kind: Kind) -> list[Row]:
+        """The rows of questions of a kind, under all strategies."""
+        ids = {row["id"] for row in self._rows.values() if row.get("kind") == kind}
+        return [row for row in self._rows.values() if row["id"] in ids]
+
+    def settled(self, kind: Kind) -> set[str]:
+        """The ids of questions of a kind of which nothing is left to ask."""
+        ids = {row["id"] for row in self._rows.values() if row.get("kind") == kind}
+        return {id_ for id_ in ids if self._settled(id_)}
+
     async def about(self, chunk: Chunk) -> None:
         """Ask a question about a chunk: one that the model writes or, where it cannot, a sentence with a
         gap."""

@@ -3,7 +3,10 @@ that have none, with the comparison and the measurement of `ragserve tune`.
 
 A step is one question under every candidate, or one case of the costs. A step that a request stops is done
 again; what was compared before is kept in the data folder, as numbers without texts, and shared with
-`ragserve tune`."""
+`ragserve tune`.
+
+A namespace in which nothing could be verified is opened again when its users have asked as many new questions
+as the last verdicts rest on (`EndedRun`). Their questions alone decide then."""
 
 from __future__ import annotations
 
@@ -45,6 +48,7 @@ _USELESS = 50  # questions of which none is usable, before a namespace is given 
 _TRIES = 3  # of a measurement of costs
 _ASKED = 100  # namespaces remembered, which come first
 _ENOUGH = 4096  # tokens: longest context whose costs are measured
+_NEW_QUESTIONS = 20  # of users, at least, before a namespace is opened again
 
 
 class Gently:
@@ -63,7 +67,8 @@ class Gently:
 
 @dataclass(eq=False)
 class NamespaceRun:
-    """The comparison of one namespace. ``drawn``: what to ask next, which a thread draws."""
+    """The comparison of one namespace. ``drawn``: what to ask next, which a thread draws. ``chunks``: None
+    where users' questions alone are asked, and decide, after ``least`` of them."""
 
     namespace: str
     version: int
@@ -71,7 +76,8 @@ class NamespaceRun:
     queries: TunedQueries
     labels: list[str]
     logged: LoggedQuestions
-    chunks: Iterator[Chunk]
+    chunks: Iterator[Chunk] | None
+    least: int = 0
     drawn: asyncio.Task[DrawnQuestion | Chunk | None] | None = None
     decided: dict[str, str] = field(default_factory=dict)  # by label
     asked: int = 0
@@ -79,7 +85,8 @@ class NamespaceRun:
     def draw(self) -> DrawnQuestion | Chunk | None:
         """The newest question of a user that has not been asked yet, else the next chunk; None without any.
         Reads files."""
-        return next(asked(self.logged), None) or next(self.chunks, None)
+        question = next(asked(self.logged), None)
+        return question if question or self.chunks is None else next(self.chunks, None)
 
     async def ask(self, drawn: DrawnQuestion | Chunk) -> None:
         """Ask a user's question, or one about a chunk."""
@@ -87,6 +94,44 @@ class NamespaceRun:
             await self.comparison.ask(drawn)
         else:
             await self.comparison.about(drawn)
+
+    @property
+    def rows(self) -> list[rows.Row]:
+        """The rows that decide."""
+        return self.comparison.rows if self.chunks is not None else self.comparison.rows_of("asked")
+
+    @property
+    def over(self) -> bool:
+        """As much has been asked as may be, or nothing that was asked is usable."""
+        compared = self.comparison.compared
+        if self.chunks is None:
+            return self.asked >= MOST_QUESTIONS
+        return compared >= MOST_QUESTIONS or (not compared and self.asked >= _USELESS)
+
+    @property
+    def usable(self) -> int:
+        """The number of questions that decide."""
+        return len({row["id"] for row in self.rows if row.get("usable")})
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRun:
+    """A namespace's last run: ``usable`` questions decided, or left it open. ``logged``: its users'
+    questions; None where there is no candidate."""
+
+    version: int
+    usable: int
+    logged: LoggedQuestions | None
+
+    @property
+    def least(self) -> int:
+        """New questions of users for another run: as many as were usable, so that runs become rare, but no
+        more than a run looks at."""
+        return min(max(self.usable, _NEW_QUESTIONS), MOST_QUESTIONS)
+
+    def opens_again(self) -> bool:
+        """Tell whether so many have been logged. Reads files."""
+        return self.logged is not None and self.logged.waiting() >= self.least
 
 
 class IdleTuner:
@@ -122,7 +167,7 @@ class IdleTuner:
         self._costs: tuple[list[str], CostMeasurement] | None = None
         self._failures = 0  # of measurements of costs, which end after `_TRIES`
         self._asked: dict[str, None] = {}
-        self._ended: dict[str, int] = {}  # versions of namespaces of which nothing more is to be found
+        self._ended: dict[str, EndedRun] = {}  # namespaces of which nothing more is to be found
         self._spent: dict[str, float] = {}  # seconds by namespace
 
     def progress(self, namespace: str) -> str | None:
@@ -223,19 +268,41 @@ class IdleTuner:
     async def _next_run(self) -> NamespaceRun | None:
         """The next namespace with documents in which nothing is verified: what was asked last comes first."""
         versions = {n.name: n.version for n in await asyncio.to_thread(self._store.namespaces) if n.n_chunks}
-        self._ended = {name: version for name, version in self._ended.items() if name in versions}
+        self._ended = {name: ended for name, ended in self._ended.items() if name in versions}
         self._spent = {name: seconds for name, seconds in self._spent.items() if name in versions}
         asked = [name for name in reversed(self._asked) if name in versions]
         for name in dict.fromkeys([*asked, *versions]):
-            if self._ended.get(name) == versions[name] or self._gate.verified(name):
+            ended = self._ended.get(name)
+            if (ended and ended.version == versions[name]) or self._gate.verified(name):
                 continue
-            if (run := await asyncio.to_thread(self._made, name, versions[name])) is not None:
+            run = await asyncio.to_thread(self._made, name, versions[name])
+            if run is not None and self._spent.get(name, 0.0) < MOST_S:
                 return run
-            self._ended[name] = versions[name]
-        return None
+            usable = ended.usable if ended else 0
+            self._ended[name] = EndedRun(versions[name], usable, run.logged if run else None)
+        return await self._next_opened_again()
 
-    def _made(self, namespace: str, version: int) -> NamespaceRun | None:
-        """Prepare a namespace; None without candidates, or time for it."""
+    async def _next_opened_again(self) -> NamespaceRun | None:
+        """Look at one ended namespace in which nothing is verified, another one each time, whether its users
+        have asked enough."""
+        name = next((name for name in self._ended if not self._gate.verified(name)), None)
+        if name is None:
+            return None
+        ended = self._ended[name] = self._ended.pop(name)  # the last one now
+        if not await asyncio.to_thread(ended.opens_again):
+            return None
+        run = await asyncio.to_thread(self._made, name, ended.version, users_only=True)
+        if run is None:
+            self._ended[name] = replace(ended, logged=None)
+            return None
+        log.info("Namespace %s is verified again: its users have asked new questions", name)
+        run.least = ended.least
+        self._spent[name] = 0.0
+        del self._ended[name]
+        return run
+
+    def _made(self, namespace: str, version: int, *, users_only: bool = False) -> NamespaceRun | None:
+        """Prepare a namespace; None without candidates."""
         info, settings = self._info, self._settings
         out = self._in_use.taken_out(namespace)
         specs = [
@@ -243,7 +310,7 @@ class IdleTuner:
             for spec in parse(CANDIDATES)
             if spec.name in info.strategies and spec.label not in out and (spec.name != "samkv" or info.samkv)
         ]
-        if not specs or self._spent.get(namespace, 0.0) >= MOST_S:
+        if not specs:
             return None
         queries = TunedQueries(namespace, settings.top_k, settings.retrieval, MAX_TOKENS)
         state = settings.data_dir / FOLDER / state_name(info, queries, None)
@@ -256,9 +323,10 @@ class IdleTuner:
             known=rows.read(state),
             write=lambda row: _keep(state, row),
         )
+        known = comparison.settled("asked")
+        logged = LoggedQuestions(settings.data_dir, self._store, namespace, MOST_QUESTIONS, known)
         labels = [spec.label for spec in specs]
-        logged = LoggedQuestions(settings.data_dir, self._store, namespace, MOST_QUESTIONS)
-        chunks = drawn(self._store, namespace)
+        chunks = None if users_only else drawn(self._store, namespace)
         return NamespaceRun(namespace, version, comparison, queries, labels, logged, chunks)
 
     async def _ask(self, run: NamespaceRun) -> None:
@@ -273,22 +341,22 @@ class IdleTuner:
                     await run.ask(question)
             run.drawn = None
             run.asked += 1
-            compared = run.comparison.compared
-            over = question is None or compared >= MOST_QUESTIONS or (not compared and run.asked >= _USELESS)
+            over = question is None or run.over
         except NotFound:  # the namespace, or a document that was still to be drawn
             self._end(run, "its documents have changed")
             return
         finally:
             self._spent[run.namespace] = self._spent.get(run.namespace, 0.0) + self._clock() - began
-        decided = await asyncio.to_thread(self._decide, run)
-        if decided or over or self._spent[run.namespace] >= MOST_S:
+        over = over or self._spent[run.namespace] >= MOST_S
+        decided = (over or run.asked >= run.least) and await asyncio.to_thread(self._decide, run)
+        if decided or over:
             undecided = [label for label in run.labels if label not in run.decided]
             what = [f"{label} {decision}" for label, decision in run.decided.items()]
             self._end(run, "; ".join([*what, *(f"{label} undecided" for label in undecided)]))
 
     def _decide(self, run: NamespaceRun) -> bool:
         """Record new verdicts, and return whether no candidate is undecided."""
-        answered = [row for row in run.comparison.rows if not row["error"]]  # an engine may end meanwhile
+        answered = [row for row in run.rows if not row["error"]]  # an engine may end meanwhile
         found = verdicts(run.labels, answered, project=False)
         new = [one for one in found if one.decision not in ("undecided", run.decided.get(one.label))]
         if new:
@@ -299,7 +367,7 @@ class IdleTuner:
     def _end(self, run: NamespaceRun, what: str) -> None:
         kinds = ", ".join(f"{count} {kind}" for kind, count in run.comparison.kinds.items()) or "none"
         log.info("Namespace %s, questions compared: %s: %s", run.namespace, kinds, what)
-        self._ended[run.namespace] = run.version
+        self._ended[run.namespace] = EndedRun(run.version, run.usable, run.logged)
         self._run = None
 
 

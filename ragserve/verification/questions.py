@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from ragserve.answering.query_log import LoggedQuestions, same_question
+from ragserve.answering.query_log import LoggedQuestions, question_id
 from ragserve.errors import InvalidRequest
 from ragserve.ingest.prune import every_document
 from ragserve.measuring.json_lines import json_lines
@@ -109,7 +109,7 @@ def given(path: Path) -> list[DrawnQuestion]:
 def asked(logged: LoggedQuestions) -> Iterator[DrawnQuestion]:
     """The questions of users, newest first."""
     while (text := logged.next()) is not None:
-        yield DrawnQuestion(_digest(same_question(text)), "asked", text)
+        yield DrawnQuestion(question_id(text), "asked", text)
 
 
 def _digest(text: str) -> str:

@@ -69,17 +69,30 @@ class Tuned:
 
         async def all_of_it() -> list[dict[str, Any]]:
             retriever = Retriever(self.store, self.searched)
-            tuner = self.tuner(retriever)
-            states = []
             try:
-                while (work := tuner.work()) is not None and len(states) < most:
-                    await work
-                    states.append(tuner.info())
+                return await steps(self.tuner(retriever), most)
             finally:
                 await retriever.close()
-            return states
 
         return asyncio.run(all_of_it())
+
+    async def log(self, questions: list[str]) -> None:
+        """Have a server log what its users have asked."""
+        users = QueryLog(self.folder, 2**20, self.store)
+        async with users.running():
+            for question in questions:
+                request = SimpleNamespace(namespace="notes")
+                query: Any = SimpleNamespace(question=question, private=False, request=request)
+                users.answered(query, None, time.time())
+
+
+async def steps(tuner: IdleTuner, most: int = 1000) -> list[dict[str, Any]]:
+    """Work until there is nothing to do; returns the states on the way."""
+    states: list[dict[str, Any]] = []
+    while (work := tuner.work()) is not None and len(states) < most:
+        await work
+        states.append(tuner.info())
+    return states
 
 
 @pytest.fixture
@@ -119,16 +132,7 @@ def test_a_server_that_knows_nothing_verifies_and_measures(tuned: Tuned) -> None
 def test_questions_of_users_are_asked_before_those_about_chunks(tuned: Tuned) -> None:
     fill(tuned.store, "notes", 40)
     asked = ["Of which stone is Corran 7?", "of which stone is corran 7?", "Where is it?"]
-
-    async def log() -> None:
-        users = QueryLog(tuned.folder, 2**20, tuned.store)
-        async with users.running():
-            for question in asked:
-                request = SimpleNamespace(namespace="notes")
-                query: Any = SimpleNamespace(question=question, private=False, request=request)
-                users.answered(query, None, time.time())
-
-    asyncio.run(log())
+    asyncio.run(tuned.log(asked))
     states = [state for state in tuned.run() if state["state"] == "verifying"]
     assert tuned.searched.asked[:2] == [asked[2], asked[1]]
     assert [state["questions"] for state in states[:3]] == [{}, {"asked": 1}, {"asked": 2}]
@@ -151,6 +155,63 @@ def test_what_falls_short_is_refused_and_said(tuned: Tuned) -> None:
     assert set(entries) == set(LABELS)
     assert all(set_of("notes") in one.sets for one in entries.values())
     assert not (tuned.folder / COSTS_FILE).exists(), "there is nothing to choose from"
+
+
+@pytest.mark.usefixtures("_few_questions")
+def test_a_namespace_is_opened_again_when_its_users_have_asked_as_much(tuned: Tuned) -> None:
+    """What was refused on questions about chunks is decided by users' questions alone, once there are as
+    many."""
+    fill(tuned.store, "notes", 40)
+    tuned.engine.wrong = {"concat"}
+
+    async def run() -> None:
+        retriever = Retriever(tuned.store, tuned.searched)
+        tuner = tuned.tuner(retriever)
+
+        async def later(questions: list[str]) -> list[dict[str, Any]]:
+            await tuned.log(questions)
+            tuned.now += 60
+            return await steps(tuner)
+
+        first = [state for state in await steps(tuner) if state["state"] == "verifying"]
+        compared = first[-1]["compared"] + 1  # the last question ends the run
+        assert {len(tuned.gate.verified("notes")), tuner.progress("notes")} == {0, None}
+        tuned.engine.wrong = set()
+        asked = len(tuned.engine.asked)
+        known = [f"Is Corran {number} of granite?" for number in range(compared - 1)]
+        assert await later(known) == [{"state": "waiting"}], "one is missing"
+        assert await later([known[3].upper()]) == [{"state": "waiting"}], "it is not a new one"
+        assert len(tuned.engine.asked) == asked
+        states = [state for state in await later(["What stands on the coast?"]) if "compared" in state]
+        assert states[0]["questions"].get("asked", 0) == 0
+        assert states[-1]["questions"]["asked"] > 10
+        assert sum(states[-1]["questions"].values()) == compared + states[-1]["questions"]["asked"]
+        assert sorted(tuned.gate.verified("notes")) == sorted(LABELS)
+        figures = tuned.gate.entries("notes")[LABELS[0]].sets[set_of("notes")]
+        assert (figures.n, figures.answer_agrees) == (states[-1]["questions"]["asked"] + 1, 100.0)
+        await retriever.close()
+
+    asyncio.run(run())
+
+
+def test_every_further_run_takes_as_many_questions_as_the_one_before(tuned: Tuned) -> None:
+    fill(tuned.store, "notes", 40)
+    tuned.engine.wrong = {"concat"}
+
+    async def run() -> list[int]:
+        retriever = Retriever(tuned.store, tuned.searched)
+        tuner = tuned.tuner(retriever)
+        await steps(tuner)
+        opened = []
+        for count in range(10, 130, 10):
+            await tuned.log([f"Is Corran {number} of granite?" for number in range(count - 10, count)])
+            tuned.now += 60
+            if any(state["state"] == "verifying" for state in await steps(tuner)):
+                opened.append(count)
+        await retriever.close()
+        return opened
+
+    assert asyncio.run(run()) == [20, 40, 80], "after 20 of the first run, 20 and 40 of users"
 
 
 def test_where_something_is_verified_only_costs_are_measured(tuned: Tuned) -> None:
