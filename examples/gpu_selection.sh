@@ -6,10 +6,14 @@
 #   examples/gpu_selection.sh OUT SETS_DIR eval      F1 of all selections and rules on all sets (until it is stopped)
 # `profile` comes first: what is verified is verified with the profile. gate and eval go on where they stopped.
 # LIMIT, SECONDS_EACH and ENGINES change questions a set, seconds of gate and eval, and engines on the GPU.
+# RAGSERVE_ATTENTION names SGLang's attention backend for all parts.
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd) sets=$(cd "$2" && pwd) part=$3
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD:$PWD/index:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 FLASHINFER_DISABLE_VERSION_CHECK=1 HF_HUB_OFFLINE=1
+# the same options for ragserve's own commands, as the setting engine_args
+RAGSERVE_ENGINE_ARGS=${RAGSERVE_ENGINE_ARGS:-$(cd examples && python3 -c 'import json, fan_out; print(json.dumps(fan_out.engine_args(None)))')}
+export RAGSERVE_ENGINE_ARGS
 model=examples/models/ragserve-tiny
 
 case $part in
