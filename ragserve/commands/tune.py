@@ -54,6 +54,14 @@ def tune(
     most: Annotated[
         int, typer.Option("--max-questions", min=1, help="Questions to compare at most.")
     ] = MOST_QUESTIONS,
+    at_once: Annotated[
+        int,
+        typer.Option(
+            "--concurrency",
+            min=1,
+            help="Questions to ask at once, after a few one at a time for their times.",
+        ),
+    ] = 4,
 ) -> None:
     """Verify composed strategies on your own documents, without labels.
 
@@ -79,6 +87,7 @@ def tune(
             labels,
             seconds=60 * minutes,
             most=most,
+            at_once=at_once,
             questions=questions,
             on_progress=lambda phase, done: step(done=done, what=phase),
         )

@@ -35,12 +35,14 @@ def tune(
     *,
     seconds: float,
     most: int,
+    at_once: int,
     questions: Path | None,
     on_progress: OnTuning,
     command: Sequence[str] = (sys.executable, "-m", "ragserve.tuning.tune_worker"),
 ) -> dict[str, Any]:
-    """Tune for ``seconds``, engine start included, on ``most`` questions at most, and return the worker's
-    result. What was compared stays in the data folder, and the next run goes on from there.
+    """Tune for ``seconds``, engine start included, on ``most`` questions at most, ``at_once`` of them in
+    flight, and return the worker's result. What was compared stays in the data folder, and the next run goes
+    on from there.
 
     Raises EngineError if the worker fails: with what it says, or else with the end of its log."""
     began = time.time()
@@ -54,6 +56,7 @@ def tune(
             began,
             began + seconds,
             most,
+            at_once,
             settings.model_dump(mode="json", exclude={"api_key", "engine_api_key", "registry_url"}),
             None if questions is None else str(questions.resolve()),
         )

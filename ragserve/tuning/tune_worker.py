@@ -38,7 +38,8 @@ _COMPARING = 0.75  # share of the time for comparisons; the rest is for costs
 @dataclass(frozen=True, slots=True)
 class TuneJob:
     """A run, until ``until`` (``time.time``). ``questions``: a file; None asks those of the query log, then
-    about the namespace's chunks. ``folder``: of progress and result; ``state``: of the rows of all runs."""
+    about the namespace's chunks. ``at_once``: questions in flight. ``folder``: of progress and result;
+    ``state``: of the rows of all runs."""
 
     namespace: str
     strategies: list[str]
@@ -47,6 +48,7 @@ class TuneJob:
     began: float
     until: float
     most: int
+    at_once: int
     settings: dict[str, Any] = field(default_factory=dict)
     questions: str | None = None
 
@@ -125,12 +127,19 @@ async def _tune(
         )
         report("comparing", comparison.compared)
         logged = LoggedQuestions(settings.data_dir, store, job.namespace, job.most)
+
+        def decided() -> set[str]:
+            found = verdicts(comparison.labels, comparison.rows, project=False, ended=False)
+            return {one.label for one in found if one.decision != "undecided"}
+
         finished = await compare_all(
             comparison,
             () if job.questions else drawn(store, job.namespace),
             given(Path(job.questions)) if job.questions else asked(logged),
             time_left=lambda: time.time() < job.compare_until,
             most=job.most,
+            at_once=job.at_once,
+            decided=decided,
         )
     found = verdicts([spec.label for spec in specs], comparison.rows)
     record_verdicts(settings, engine.info, queries, found)

@@ -3,9 +3,11 @@ answer, and lead every strategy along that answer."""
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, get_args
 
 from ragserve.answering.accounting import context_use
@@ -26,6 +28,7 @@ from ragserve.verification.questions import WRITE, DrawnQuestion, Kind, cloze, w
 from ragserve_index.types import Chunk
 from sglang_ext.protocol import RetrievalScores
 
+ALONE = 10  # usable questions that are asked one at a time, for times of an idle engine
 TRIED, USABLE = 10, 3  # chunks for which the model may write questions before so many must be usable
 _WRITTEN_TOKENS = 48
 
@@ -46,7 +49,7 @@ class TunedQueries:
 
 
 class Comparison:
-    """Asks one question at a time, so that times to the first token are those of an idle engine.
+    """Asks questions, of which several may be asked at a time.
 
     Every question has a row of strategy `full` with its text and whether it is ``usable``, and one of each
     strategy if it is. A question about a chunk is usable if `full` answers it with words of that chunk. The
@@ -68,7 +71,7 @@ class Comparison:
         self._retriever = retriever
         self._builder = builder
         self._queries = queries
-        self._specs = specs
+        self._specs = list(specs)
         self._rows = dict(known)
         self._write = write
 
@@ -79,16 +82,24 @@ class Comparison:
 
     @property
     def compared(self) -> int:
-        """Usable questions that every strategy has been asked."""
-        labels = [spec.label for spec in self._specs]
+        """Usable questions that every strategy has been asked that is still compared."""
         usable = [row["id"] for row in self._rows.values() if row.get("usable")]
-        return sum(all(self._key(id_, label) in self._rows for label in labels) for id_ in usable)
+        return sum(all(self._key(id_, label) in self._rows for label in self.labels) for id_ in usable)
 
     @property
     def kinds(self) -> dict[str, int]:
         """Numbers of usable questions by kind, those of users first."""
         usable = [row["kind"] for row in self._rows.values() if row.get("usable")]
         return {kind: count for kind in get_args(Kind) if (count := usable.count(kind))}
+
+    @property
+    def labels(self) -> list[str]:
+        """The strategies that are still compared."""
+        return [spec.label for spec in self._specs]
+
+    def leave_out(self, labels: Container[str]) -> None:
+        """Compare strategies no further. Their rows stay."""
+        self._specs = [spec for spec in self._specs if spec.label not in labels]
 
     def rows_of(self, kind: Kind) -> list[Row]:
         """The rows of questions of a kind, under all strategies."""
@@ -100,9 +111,9 @@ class Comparison:
         ids = {row["id"] for row in self._rows.values() if row.get("kind") == kind}
         return {id_ for id_ in ids if self._settled(id_)}
 
-    async def about(self, chunk: Chunk) -> None:
+    async def about(self, chunk: Chunk, *, alone: bool = True) -> None:
         """Ask a question about a chunk: one that the model writes or, where it cannot, a sentence with a
-        gap."""
+        gap. ``alone`` as in `ask`."""
         kind: Kind = "written" if self._model_writes() else "cloze"
         id_ = f"{chunk.chunk_id}-{kind}"
         if self._settled(id_):
@@ -114,7 +125,7 @@ class Comparison:
                 text = await self._written(chunk)
             else:
                 text = cloze(chunk.text, random.Random(chunk.chunk_id))
-        await self.ask(DrawnQuestion(id_, kind, text or "", chunk.text))
+        await self.ask(DrawnQuestion(id_, kind, text or "", chunk.text), alone=alone)
 
     def _settled(self, id_: str) -> bool:
         """Whether nothing is left to ask of a question; a question without a usable answer is one."""
@@ -123,8 +134,9 @@ class Comparison:
             return False
         return not first["usable"] or not any(self._open(id_, spec) for spec in self._specs)
 
-    async def ask(self, question: DrawnQuestion) -> None:
-        """Ask a question under `full` and all strategies that have no row of it yet. Failures become rows."""
+    async def ask(self, question: DrawnQuestion, *, alone: bool = True) -> None:
+        """Ask a question under `full` and all strategies that have no row of it yet. Failures become rows.
+        ``alone``: nothing else is asked meanwhile, and times to the first token are kept."""
         if self._settled(question.id):
             return
         left = [spec for spec in self._specs if self._open(question.id, spec)]
@@ -146,12 +158,12 @@ class Comparison:
             question=question.text,
             answer=answer.text.strip(),
             usable=usable,
-            ttft_ms=round(answer.ttft_ms, 3),
+            ttft_ms=round(answer.ttft_ms, 3) if alone else None,
             error=None,
             prompt_tokens=len(prompt.input_ids),
         )
         if usable and left:
-            await self._compare(question, prompt, scores, reference, left)
+            await self._compare(question, prompt, scores, reference, left, alone=alone)
 
     async def _compare(
         self,
@@ -160,6 +172,8 @@ class Comparison:
         scores: RetrievalScores | None,
         reference: ReferenceAnswer,
         specs: Sequence[StrategySpec],
+        *,
+        alone: bool,
     ) -> None:
         for spec in specs:
             request = replace(self._request(prompt, spec), scores=scores)
@@ -178,7 +192,7 @@ class Comparison:
                 answer_kl=close.mean_kl,
                 answer_agrees=close.agreement,
                 answer_tokens=len(close.kl),
-                ttft_ms=round(timed.ttft_ms, 3),
+                ttft_ms=round(timed.ttft_ms, 3) if alone else None,
                 error=None,
                 document_tokens=prompt.tokens_kept,
                 kept=use.tokens_kept,
@@ -256,15 +270,40 @@ async def compare_all(
     *,
     time_left: Callable[[], bool],
     most: int,
+    at_once: int = 1,
+    decided: Callable[[], Container[str]] = frozenset,
 ) -> bool:
-    """Ask ``questions``, then about ``chunks``, until the time is up or ``most`` are compared. Return whether
-    all have been asked."""
-    for question in questions:
-        if not time_left() or comparison.compared >= most:
-            return False
-        await comparison.ask(question)
-    for chunk in chunks:
-        if not time_left() or comparison.compared >= most:
-            return False
-        await comparison.about(chunk)
-    return True
+    """Ask ``questions``, then about ``chunks``, until the time is up, ``most`` are compared, or every
+    strategy is ``decided``, which is called after each question and gives those to compare no further.
+    Questions are asked ``at_once``, the first `ALONE` usable ones one at a time. Return whether all have been
+    asked."""
+    left = chain(questions, chunks)
+    finished = False
+
+    def may_go_on() -> bool:
+        return not finished and bool(comparison.labels) and time_left() and comparison.compared < most
+
+    async def one(*, alone: bool) -> None:
+        nonlocal finished
+        drawn = next(left, None)
+        if drawn is None:
+            finished = True
+        elif isinstance(drawn, DrawnQuestion):
+            await comparison.ask(drawn, alone=alone)
+        else:
+            await comparison.about(drawn, alone=alone)
+        comparison.leave_out(decided())
+
+    async def several() -> None:
+        while may_go_on():
+            await one(alone=False)
+
+    comparison.leave_out(decided())
+    while may_go_on() and (at_once == 1 or comparison.compared < ALONE):
+        await one(alone=True)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(at_once - 1 if at_once > 1 else 0):
+            tasks.create_task(several())
+        if at_once > 1:
+            await several()
+    return finished

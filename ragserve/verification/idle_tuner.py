@@ -348,20 +348,22 @@ class IdleTuner:
         finally:
             self._spent[run.namespace] = self._spent.get(run.namespace, 0.0) + self._clock() - began
         over = over or self._spent[run.namespace] >= MOST_S
-        decided = (over or run.asked >= run.least) and await asyncio.to_thread(self._decide, run)
+        decided = (over or run.asked >= run.least) and await asyncio.to_thread(self._decide, run, over)
         if decided or over:
             undecided = [label for label in run.labels if label not in run.decided]
             what = [f"{label} {decision}" for label, decision in run.decided.items()]
             self._end(run, "; ".join([*what, *(f"{label} undecided" for label in undecided)]))
 
-    def _decide(self, run: NamespaceRun) -> bool:
-        """Record new verdicts, and return whether no candidate is undecided."""
+    def _decide(self, run: NamespaceRun, ended: bool) -> bool:
+        """Record new verdicts, compare what they are about no further, and return whether no candidate is
+        undecided. ``ended``: nothing more is asked."""
         answered = [row for row in run.rows if not row["error"]]  # an engine may end meanwhile
-        found = verdicts(run.labels, answered, project=False)
+        found = verdicts(run.comparison.labels, answered, project=False, ended=ended)
         new = [one for one in found if one.decision not in ("undecided", run.decided.get(one.label))]
         if new:
             record_verdicts(self._settings, self._info, run.queries, new)
         run.decided |= {one.label: one.decision for one in new}
+        run.comparison.leave_out(run.decided)
         return len(run.decided) == len(run.labels)
 
     def _end(self, run: NamespaceRun, what: str) -> None:

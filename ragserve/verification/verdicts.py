@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo
-from ragserve.measuring.bounds import answer_figures
+from ragserve.measuring.bounds import above_at_all_times, answer_figures
 from ragserve.measuring.report import environment, measured_on, percentile
 from ragserve.profiles import gate, in_use
 from ragserve.profiles.gate import MAX_ANSWER_KL, MAX_FALLBACKS, MIN_AGREEMENT, Figures
@@ -20,6 +20,7 @@ from ragserve.verification.comparison import TunedQueries
 
 FOLDER = "tune"  # in the data folder: rows of all runs
 _ENOUGH = 20  # questions, before a mean beyond the limits refuses
+_FEWEST = 8  # questions, before the distribution of their losses does
 _FACTORS = (1.25, 1.5, 2, 3, 5, 10, 20)
 
 Rows = Sequence[Mapping[str, Any]]
@@ -48,25 +49,32 @@ class Verdict:
         return f"undecided: {self.why}{more}"
 
 
-def verdicts(labels: Sequence[str], rows: Rows, *, project: bool = True) -> list[Verdict]:
-    """Judge the strategies that have rows."""
-    found = [verdict(label, [r for r in rows if r["strategy"] == label], project=project) for label in labels]
+def verdicts(labels: Sequence[str], rows: Rows, *, project: bool = True, ended: bool = True) -> list[Verdict]:
+    """Judge the strategies that have rows; the options are those of `verdict`."""
+    found = [
+        verdict(label, [r for r in rows if r["strategy"] == label], project=project, ended=ended)
+        for label in labels
+    ]
     return [one for one in found if one is not None]
 
 
-def verdict(label: str, rows: Rows, *, project: bool = True) -> Verdict | None:
-    """Judge a strategy by its rows; None without any. With ``project``, find out how many are needed."""
+def verdict(label: str, rows: Rows, *, project: bool = True, ended: bool = True) -> Verdict | None:
+    """Judge a strategy by its rows; None without any. With ``project``, find out how many are needed.
+
+    A strategy is refused when its losses show, at 95 %, that it is beyond the limits, and, once the
+    comparison has ``ended``, when their mean is."""
     if not rows:
         return None
     figures = figures_of(rows)
     why = figures.shortfall()
-    ttft = [row["ttft_ms"] for row in rows if not row["error"]]
+    ttft = [row["ttft_ms"] for row in rows if not row["error"] and row["ttft_ms"] is not None]
     median = percentile(ttft, 50) if ttft else None
     if why is None:
         return Verdict(label, "verified", "", figures, median)
     failing = figures.failed or figures.fallbacks > MAX_FALLBACKS * figures.n
     bad = failing or not _means_pass(figures)
-    if bad and figures.n >= _ENOUGH:
+    refused = bad and figures.n >= _ENOUGH and (failing or ended)
+    if refused or (figures.n >= _FEWEST and _shown_beyond(rows)):
         return Verdict(label, "refused", why, figures, median)
     return Verdict(label, "undecided", why, figures, median, None if bad or not project else needed(rows))
 
@@ -127,6 +135,12 @@ def needed(rows: Rows) -> int | None:
         if figures_of([rows[number % len(rows)] for number in range(count)]).shortfall() is None:
             return count
     return None
+
+
+def _shown_beyond(rows: Rows) -> bool:
+    answered = [row for row in rows if not row["error"]]
+    kls, lost = [row["answer_kl"] for row in answered], [1 - row["answer_agrees"] for row in answered]
+    return above_at_all_times(kls, MAX_ANSWER_KL) or above_at_all_times(lost, 1 - MIN_AGREEMENT / 100)
 
 
 def _means_pass(figures: Figures) -> bool:

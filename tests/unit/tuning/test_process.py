@@ -38,6 +38,7 @@ def run(tmp_path: Path, script: str, seen: list[tuple[str, int]], **settings: An
         ["concat"],
         seconds=60,
         most=9,
+        at_once=1,
         questions=None,
         on_progress=lambda phase, done: seen.append((phase, done)),
         command=(sys.executable, str(worker)),
@@ -84,7 +85,7 @@ def test_a_worker_that_says_why_it_failed_shows_that_and_no_log(
         raise EngineError("The engine has died.", hint="Give it less memory.")
 
     monkeypatch.setattr(tune_worker, "run", fails)
-    job = TuneJob("notes", ["concat"], str(tmp_path), str(tmp_path), 0, 1, 1)
+    job = TuneJob("notes", ["concat"], str(tmp_path), str(tmp_path), 0, 1, 1, 1)
     assert tune_worker.main(job) == 1
     said = (tmp_path / "failure.json").read_text()
     script = f"""
@@ -104,7 +105,7 @@ def test_a_worker_without_room_says_what_to_do(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, "No space left on device", "rows-0.jsonl")
 
     monkeypatch.setattr(tune_worker, "run", fails)
-    job = TuneJob("notes", ["concat"], str(tmp_path), str(tmp_path), 0, 1, 1)
+    job = TuneJob("notes", ["concat"], str(tmp_path), str(tmp_path), 0, 1, 1, 1)
     assert tune_worker.main(job) == 1
     said = json.loads((tmp_path / "failure.json").read_text())
     assert said["message"] == "rows-0.jsonl: No space left on device."

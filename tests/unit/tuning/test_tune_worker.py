@@ -52,6 +52,7 @@ def tuned(settings: Settings, questions: Path | None, most: int = 6) -> dict[str
         now,
         now + 1000,
         most,
+        at_once=1,
         questions=None if questions is None else str(questions),
     )
     engine: Any = IdleEngine()

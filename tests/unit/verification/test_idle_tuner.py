@@ -149,7 +149,7 @@ def test_what_falls_short_is_refused_and_said(tuned: Tuned) -> None:
     fill(tuned.store, "notes", 40)
     states = tuned.run()
     verifying = [state for state in states if state["state"] == "verifying"]
-    assert verifying[-1]["compared"] >= 15
+    assert verifying[-1]["compared"] >= 7, "few answers show that nothing agrees"
     assert tuned.gate.verified("notes") == []
     entries = tuned.gate.entries("notes")
     assert set(entries) == set(LABELS)
@@ -158,7 +158,7 @@ def test_what_falls_short_is_refused_and_said(tuned: Tuned) -> None:
 
 
 @pytest.mark.usefixtures("_few_questions")
-def test_a_namespace_is_opened_again_when_its_users_have_asked_as_much(tuned: Tuned) -> None:
+def test_a_namespace_is_opened_again_when_its_users_have_asked_enough(tuned: Tuned) -> None:
     """What was refused on questions about chunks is decided by users' questions alone, once there are as
     many."""
     fill(tuned.store, "notes", 40)
@@ -175,10 +175,12 @@ def test_a_namespace_is_opened_again_when_its_users_have_asked_as_much(tuned: Tu
 
         first = [state for state in await steps(tuner) if state["state"] == "verifying"]
         compared = first[-1]["compared"] + 1  # the last question ends the run
+        least = 20
+        assert compared < least
         assert {len(tuned.gate.verified("notes")), tuner.progress("notes")} == {0, None}
         tuned.engine.wrong = set()
         asked = len(tuned.engine.asked)
-        known = [f"Is Corran {number} of granite?" for number in range(compared - 1)]
+        known = [f"Is Corran {number} of granite?" for number in range(least - 1)]
         assert await later(known) == [{"state": "waiting"}], "one is missing"
         assert await later([known[3].upper()]) == [{"state": "waiting"}], "it is not a new one"
         assert len(tuned.engine.asked) == asked
@@ -211,7 +213,7 @@ def test_every_further_run_takes_as_many_questions_as_the_one_before(tuned: Tune
         await retriever.close()
         return opened
 
-    assert asyncio.run(run()) == [20, 40, 80], "after 20 of the first run, 20 and 40 of users"
+    assert asyncio.run(run()) == [20, 40, 80], "20 at least, then as many as decided last"
 
 
 def test_where_something_is_verified_only_costs_are_measured(tuned: Tuned) -> None:
