@@ -9,9 +9,8 @@ FlashInfer has to compile both kernels."""
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
+from ragserve.bench.kernels.timing import event_ms
 from ragserve.measuring import report
 from sglang_ext.attention.flashinfer_prefill import PrefillKernels
 
@@ -87,19 +87,6 @@ def reference(
     return torch.cat(parts)
 
 
-def milliseconds(work: Callable[[], Any], repeats: int) -> float:
-    work()
-    times = []
-    for _ in range(repeats):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        work()
-        ended.record()
-        ended.synchronize()
-        times.append(began.elapsed_time(ended))
-    return round(statistics.median(times), 3)
-
-
 def shown(lengths: Sequence[int]) -> str:
     if len(lengths) > 1 and len(set(lengths)) == 1:
         return f"{len(lengths)} x {lengths[0]:,}"
@@ -133,7 +120,7 @@ def timed(workspace: torch.Tensor, processors: int) -> Iterator[dict[str, Any]]:
         row = batch_row(new, cached, processors)
         for kernel in KERNELS:
             wrapper = planned(workspace, kernel, new, cached, slots)
-            row[f"{kernel} ms"] = milliseconds(lambda w=wrapper, q=q, kv=kv: attend(w, q, kv), 5)
+            row[f"{kernel} ms"] = event_ms(lambda w=wrapper, q=q, kv=kv: attend(w, q, kv), 5)
         yield row
 
 
@@ -148,7 +135,7 @@ def ragged(workspace: torch.Tensor) -> Iterator[dict[str, Any]]:
             if kernel == "auto":
                 row["taken"] = wrapper._backend  # it has no public name
             else:
-                row[f"{kernel} ms"] = milliseconds(
+                row[f"{kernel} ms"] = event_ms(
                     lambda w=wrapper, q=q, k=k, v=v: w.forward(q, k, v, causal=True, sm_scale=DIM**-0.5), 3
                 )
         yield row

@@ -11,7 +11,6 @@ compile its kernels."""
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 from flashinfer import single_prefill_with_kv_cache
 from triton.runtime.errors import OutOfResources
 
+from ragserve.bench.kernels.timing import event_ms
 from ragserve.measuring import report
 from ragserve_kernels.dispatch import forced_naive
 from ragserve_kernels.prefill_lists import LinePlan, block_lse, choose_blocks, choose_lines
@@ -113,19 +113,6 @@ def error(found: torch.Tensor, right: torch.Tensor) -> float:
     return float((found.float() - right.float()).norm() / right.float().norm())
 
 
-def milliseconds(run: Callable[[], Any], repeats: int = 7) -> float:
-    run()
-    times = []
-    for _ in range(repeats):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        run()
-        ended.record()
-        ended.synchronize()
-        times.append(began.elapsed_time(ended))
-    return round(statistics.median(times), 3)
-
-
 def dense(work: Work, kernel: str) -> Callable[[], torch.Tensor]:
     k, v = work.gathered()
     return lambda: single_prefill_with_kv_cache(work.q, k, v, causal=True, sm_scale=SCALE, backend=kernel)
@@ -187,7 +174,7 @@ def swept(tiles: Sequence[Candidate]) -> tuple[list[dict[str, Any]], Candidate]:
     for blocks, tile in tiles:
         case = work([0], [32_768], blocks=blocks)
         lists = random_lists(case.batch, HEADS, 0.2)
-        times[blocks, tile] = milliseconds(lambda c=case, ls=lists, t=tile: c.run(ls, t))
+        times[blocks, tile] = event_ms(lambda c=case, ls=lists, t=tile: c.run(ls, t))
     rows = [
         {"part": "tiles", "new": "32,768", "blocks": str(blocks), "tile": str(tuple(tile)), "ms": ms}
         for (blocks, tile), ms in times.items()
@@ -199,13 +186,13 @@ def timed(blocks: tuple[int, int], tile: PrefillTile) -> list[dict[str, Any]]:
     rows = []
     for cached, new in TIMED:
         case = work([cached], [new], blocks=blocks)
-        rivals = {kernel: milliseconds(dense(case, kernel)) for kernel in ("fa3", "fa2")}
+        rivals = {kernel: event_ms(dense(case, kernel)) for kernel in ("fa3", "fa2")}
         for share in SHARES:
             for heads in (HEADS, KV_HEADS):
                 lists = (
                     all_blocks(case.batch, heads) if share == 1 else random_lists(case.batch, heads, share)
                 )
-                ms = milliseconds(lambda c=case, ls=lists: c.run(ls, tile))
+                ms = event_ms(lambda c=case, ls=lists: c.run(ls, tile))
                 entries = int(lists.counts.sum()) * (HEADS // heads)
                 rows.append(
                     {
@@ -241,19 +228,19 @@ def choosing(blocks: tuple[int, int]) -> list[dict[str, Any]]:
     rows = []
     for cached in (24_576, 122_880):
         case = work([cached], [8192], blocks=blocks)
-        dense_ms = milliseconds(dense(case, "fa3"))
+        dense_ms = event_ms(dense(case, "fa3"))
         plan = LinePlan.of(case.batch, HEADS)  # made once for all layers
-        for name, choose, given in (("lines", choose_lines, plan), ("blocks", choose_blocks, case.batch)):
-
-            def run(case: Work = case, choose: Any = choose, given: Any = given) -> Any:
-                return lists_of(choose(case.q, case.k, given, alpha=0.955))
-
+        choices: dict[str, Callable[[], torch.Tensor]] = {
+            "lines": lambda c=case, p=plan: choose_lines(c.q, c.k, p, alpha=0.955).mask,
+            "blocks": lambda c=case: choose_blocks(c.q, c.k, c.batch, alpha=0.955),
+        }
+        for name, choose in choices.items():
             rows.append(
                 {
                     "part": f"choosing {name}",
                     "cached": f"{cached:,}",
                     "new": "8,192",
-                    "ms": milliseconds(run),
+                    "ms": event_ms(lambda choose=choose: lists_of(choose())),
                     "fa3 ms": dense_ms,
                 }
             )

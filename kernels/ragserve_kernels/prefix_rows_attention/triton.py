@@ -13,7 +13,8 @@ import triton.language as tl
 
 from ragserve_kernels.decode_tiles import at_head
 from ragserve_kernels.dispatch import next_power_of_2
-from ragserve_kernels.dot import dot, dot_precision
+from ragserve_kernels.dot import dot_precision
+from ragserve_kernels.flash_tile import fold_tile
 from ragserve_kernels.kv import rows_of
 
 _SMS = 132  # of the H200
@@ -30,7 +31,7 @@ class RowTile(NamedTuple):
 
 @triton.jit
 def attend_keys(
-    state,  # float32: output [M, D]; maximum, of scores in base 2, and sum [M]
+    state,  # of `fold_tile`
     b_q,  # [M, D]
     k,  # HeadRows of one KV head
     v,
@@ -47,35 +48,18 @@ def attend_keys(
     """Fold slots ``i_begin`` to ``i_end`` into the running softmax; without ``MASKED`` every row attends to
     all of them.
     """
-    b_acc, b_max, b_sum = state
-    o_dim = tl.arange(0, HEAD_DIM)
     o_key = tl.arange(0, B_KEYS)
-    for i_key in tl.range(i_begin, i_end, B_KEYS):
+    for i_first in tl.range(i_begin, i_end, B_KEYS):
+        i_key = i_first + o_key
+        m_key = i_key < i_end
         if MASKED:
-            m_key = i_key + o_key < i_end
-            i_slot = tl.load(p_slots + i_key + o_key, mask=m_key, other=0).to(tl.int64)
-            # [D, N]
-            b_k = tl.load(k.p + i_slot[None, :] * k.stride + o_dim[:, None], mask=m_key[None, :], other=0.0)
+            i_slot = tl.load(p_slots + i_key, mask=m_key, other=0).to(tl.int64)
         else:
-            i_slot = tl.load(p_slots + i_key + o_key).to(tl.int64)
-            b_k = tl.load(k.p + i_slot[None, :] * k.stride + o_dim[:, None])
-        b_s = dot(b_q, b_k, tl.zeros([b_q.shape[0], B_KEYS], tl.float32), PRECISION)
-        if MASKED:
-            b_s = tl.where((i_key + o_key)[None, :] < n_len[:, None], b_s, -float("inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, 1) * scale_2)
-        # a row without keys so far: exp2(-inf - 0) = 0, not NaN
-        b_base = tl.where(b_new == -float("inf"), 0.0, b_new) if MASKED else b_new
-        b_p = tl.exp2(b_s * scale_2 - b_base[:, None])
-        b_decay = tl.exp2(b_max - b_base)
-        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-        # [N, D]
-        if MASKED:
-            b_v = tl.load(v.p + i_slot[:, None] * v.stride + o_dim[None, :], mask=m_key[:, None], other=0.0)
-        else:
-            b_v = tl.load(v.p + i_slot[:, None] * v.stride + o_dim[None, :])
-        b_acc = dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], PRECISION)
-        b_max = b_new
-    return b_acc, b_max, b_sum
+            i_slot = tl.load(p_slots + i_key).to(tl.int64)
+        state = fold_tile(
+            state, b_q, k, v, i_slot, i_key, m_key, n_len - 1, scale_2, HEAD_DIM, MASKED, PRECISION
+        )
+    return state
 
 
 # one compilation for any number of them: requests wait for it

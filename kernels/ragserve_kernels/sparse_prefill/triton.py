@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from ragserve_kernels.decode_tiles import at_head
-from ragserve_kernels.dot import dot, dot_precision
+from ragserve_kernels.dot import dot_precision
+from ragserve_kernels.flash_tile import fold_tile
 from ragserve_kernels.kv import rows_of
 from ragserve_kernels.sparse_prefill.types import BlockLists, PrefillBatch
 
@@ -26,7 +27,7 @@ class PrefillTile(NamedTuple):
 
 @triton.jit
 def attend_blocks(
-    state,  # float32: output [M, D]; maximum, of scores in base 2, and sum [M]
+    state,  # of `fold_tile`
     b_q,  # [M, D]
     k,  # HeadRows of one KV head
     v,
@@ -47,8 +48,6 @@ def attend_blocks(
     """Fold entries ``i_begin`` to ``i_end`` of a list into the running softmax; without ``MASKED`` every row
     attends to all of their positions.
     """
-    b_acc, b_max, b_sum = state
-    o_dim = tl.arange(0, HEAD_DIM)
     o_key = tl.arange(0, B_KEYS)
     PARTS: tl.constexpr = BLOCK_K // B_KEYS
     for i_part in tl.range(i_begin * PARTS, i_end * PARTS):
@@ -61,29 +60,11 @@ def attend_blocks(
             # [N]
             i_page = tl.load(p_pages + i_key // PAGE, mask=i_key < n_len, other=0).to(tl.int64)
             i_slot = i_page * PAGE + i_key % PAGE
-        # [D, N]
-        if MASKED:
-            m_key = i_key < n_len
-            b_k = tl.load(k.p + i_slot[None, :] * k.stride + o_dim[:, None], mask=m_key[None, :], other=0.0)
-        else:
-            b_k = tl.load(k.p + i_slot[None, :] * k.stride + o_dim[:, None])
-        b_s = dot(b_q, b_k, tl.zeros([b_q.shape[0], B_KEYS], tl.float32), PRECISION)
-        if MASKED:
-            b_s = tl.where(i_key[None, :] <= i_position[:, None], b_s, -float("inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, 1) * scale_2)
-        # a row without keys so far: exp2(-inf - 0) = 0, not NaN
-        b_base = tl.where(b_new == -float("inf"), 0.0, b_new) if MASKED else b_new
-        b_p = tl.exp2(b_s * scale_2 - b_base[:, None])
-        b_decay = tl.exp2(b_max - b_base)
-        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-        # [N, D]
-        if MASKED:
-            b_v = tl.load(v.p + i_slot[:, None] * v.stride + o_dim[None, :], mask=m_key[:, None], other=0.0)
-        else:
-            b_v = tl.load(v.p + i_slot[:, None] * v.stride + o_dim[None, :])
-        b_acc = dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], PRECISION)
-        b_max = b_new
-    return b_acc, b_max, b_sum
+        m_key = i_key < n_len
+        state = fold_tile(
+            state, b_q, k, v, i_slot, i_key, m_key, i_position, scale_2, HEAD_DIM, MASKED, PRECISION
+        )
+    return state
 
 
 @triton.jit(do_not_specialize=["n_blocks", "n_stride_pages"])

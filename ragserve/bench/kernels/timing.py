@@ -1,7 +1,8 @@
-"""Timing of the kernel benchmarks: medians with a cold L2, and this machine's two ceilings."""
+"""Timing of the kernel benchmarks: medians, and this machine's two ceilings."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,24 @@ def median_ms(run: Callable[[], object], *, graph: bool = True) -> float:
     with torch.cuda.graph(captured):
         run()
     return float(do_bench(captured.replay, return_mode="median"))
+
+
+def event_ms(run: Callable[[], object], repeats: int = 7) -> float:
+    """Return the median milliseconds of ``run`` on the GPU, after one that warms up.
+
+    For work of milliseconds: launches count, and the L2 is as the run before has left it."""
+    import torch
+
+    run()
+    times = []
+    for _ in range(repeats):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        run()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended))
+    return round(statistics.median(times), 3)
 
 
 def normal(*shape: int) -> torch.Tensor:
