@@ -353,12 +353,16 @@ class PrefillReport:
     """Account of a request's sparse prefill.
 
     ``tokens`` of the prompt were prefilled sparsely; the others were found in the cache of such requests.
-    ``share``: of the blocks that dense attention computes, over layers and query heads."""
+    ``share``: of the blocks that dense attention computes, over layers and query heads. ``reused_lines``,
+    ``new_lines``: mean number, by query head and 1,024 positions, of the lines that were taken of those of an
+    earlier turn, and of others."""
 
     mode: str
     alpha: float
     tokens: int
     share: float
+    reused_lines: float = 0.0
+    new_lines: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(

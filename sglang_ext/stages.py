@@ -58,6 +58,7 @@ STAGES = {  # name: work
     "statistics": "follows a forward pass with statistics of pages, choices and copies to the host",
     "report": "writes the reports of composed requests",
     "release": "reports on an ended request and completes the statistics of its pages",
+    "lines": "keeps the lines of a sparse prefill for later turns",
     "save": "copies a document's KV to the other tiers",
     "ended": "frees removed documents and updates metrics",
     "control": "answers a control operation",

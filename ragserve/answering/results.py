@@ -145,6 +145,10 @@ class PrefillUse(Result):
     alpha: float = Field(description="Share of the attention weight that was to be held.")
     tokens: int = Field(description="Prompt tokens prefilled sparsely; others were cached, made likewise.")
     share: float = Field(description="Share of the blocks of dense attention that were computed.")
+    reused_lines: float = Field(
+        description="`lines`: lines taken of those of an earlier turn; mean by query head and 1,024 tokens."
+    )
+    new_lines: float = Field(description="`lines`: other lines taken, likewise.")
 
 
 class SessionUse(Result):

@@ -209,7 +209,7 @@ class DecodeRuntime:
         self._statistics.follow()
         if self._spans:
             if self.backend.prefill is not None:
-                self._prefill.count(self.backend.prefill.rows, *self.backend.prefill.computed())
+                self._prefill.count(self.backend.prefill.rows, self.backend.prefill.computed())
             self._statistics.after_extend(self._spans)
             self._spans = []
             if self._extends is not None:
@@ -230,6 +230,14 @@ class DecodeRuntime:
         if self._extends is not None:
             self._extends.drop()
         self.backend.begin(IDLE)
+
+    def on_cached(self, req: Any, node: Any) -> None:
+        """The KV of a request is in the prefix cache, up to this node of the tree."""
+        self._prefill.cached(req, node)
+
+    def on_evicted(self, node: Any) -> None:
+        """A node has left the prefix cache."""
+        self._prefill.kept.forget(node)
 
     def on_finished(self, req: Any, tokens: int) -> None:
         """Report on a request whose KV of ``tokens`` tokens goes to the cache or is freed.
@@ -277,6 +285,7 @@ class DecodeRuntime:
             "logical_page": config.logical_page,
             "default": config.options.model_dump(),
             "prefill": config.prefill.model_dump(),
+            "kept_lines": {"prompts": len(self._prefill.kept), "bytes": self._prefill.kept.bytes},
             "max_budget": config.max_budget,
             "streaming_heads": self.backend.streaming_share,
             "kv_bits": config.kv_bits,

@@ -119,11 +119,19 @@ class PrefillMetrics:
             ["mode"],
             buckets=(0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0),
         )
+        self.lines = Counter(
+            "ragserve_prefill_lines",
+            "Lines that the sparse prefill of a request attended to, means by query head and 1,024 tokens: "
+            "reused from an earlier turn, or new.",
+            ["origin"],
+        )
 
     def observe(self, report: PrefillReport) -> None:
         """Count a request that ends."""
         self.tokens.labels(report.mode).inc(report.tokens)
         self.share.labels(report.mode).observe(report.share)
+        self.lines.labels("reused").inc(report.reused_lines)
+        self.lines.labels("new").inc(report.new_lines)
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_ext.attention.config import AttentionConfig
+from sglang_ext.attention.kept_lines import KeptLines
 from sglang_ext.prefill_options import PrefillOptions, exact_key
 from sglang_ext.protocol import FULL_KEY, PREFILL_FIELD, PlanError, PrefillReport
 
@@ -17,17 +18,28 @@ class PrefillState:
     """A request whose prefill is sparse, and what its passes have computed so far.
 
     ``tokens``: prefilled sparsely; ``blocks``: (query block, key block) pairs computed, summed over layers
-    and query heads of this rank, out of ``possible`` ones."""
+    and query heads of this rank, out of ``possible`` ones. ``reused_lines``, ``new_lines``: those taken of
+    ``given`` ones and others, summed over ``segments``, layers and query heads.
+
+    ``given``: lines of an earlier turn, that its lines begin from, and ``lines`` its own, once its prompt has
+    been prefilled and until they are kept: uint8 tensors, as `KeptLines` has them."""
 
     options: PrefillOptions
     tokens: int = 0
     blocks: float = 0.0
     possible: float = 0.0
+    reused_lines: float = 0.0
+    new_lines: float = 0.0
+    segments: float = 0.0
+    given: Any = None
+    lines: Any = None
 
     def report(self) -> PrefillReport:
         """Return the account so far."""
         share = self.blocks / self.possible if self.possible else 1.0
-        return PrefillReport(self.options.mode, self.options.alpha, self.tokens, share)
+        of = self.segments or 1.0
+        reused, new = self.reused_lines / of, self.new_lines / of
+        return PrefillReport(self.options.mode, self.options.alpha, self.tokens, share, reused, new)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +53,32 @@ class ExtendRow:
     new: int
     state: PrefillState | None
 
+    @property
+    def ends_prompt(self) -> bool:
+        """True in the last pass of the prompt."""
+        return self.prefix + self.new >= len(self.req.origin_input_ids)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Computed:
+    """What a pass has computed for its sparse requests, summed over layers and query heads of this rank.
+
+    ``counts``: float64 ``[requests, 3]`` on the device: (query block, key block) pairs, and lines taken of an
+    earlier turn and others. ``possible``: pairs of dense attention; ``segments``: those that lines were
+    chosen for. ``lines``: of prompts that end in this pass, uint8 tensors; None otherwise."""
+
+    counts: Any
+    possible: tuple[float, ...]
+    segments: tuple[float, ...]
+    lines: tuple[Any, ...]
+
 
 @dataclass(frozen=True, slots=True)
-class _BlockCounts:
-    """Blocks computed by query block, in flight from the device; ``event`` is None if they have arrived."""
+class _Counts:
+    """Counts of a pass, in flight from the device; ``event`` is None if they have arrived."""
 
     event: Any
-    blocks: Any  # float [sparse requests]
+    counts: Any  # float [sparse requests, 3]
     states: tuple[PrefillState, ...]
 
 
@@ -56,7 +87,8 @@ class PrefillPlanner:
 
     def __init__(self, config: AttentionConfig) -> None:
         self._config = config
-        self._pending: deque[_BlockCounts] = deque()
+        self._pending: deque[_Counts] = deque()
+        self.kept = KeptLines()
         self._check(config.prefill)
 
     def admit(self, req: Any) -> None:
@@ -99,33 +131,46 @@ class PrefillPlanner:
     def plan(self, reqs: Sequence[Any], spans: Sequence[tuple[int, int, int]]) -> tuple[ExtendRow, ...]:
         """Return the rows of an extend in which some request is sparse; none otherwise.
 
-        ``spans``: per request its row of the request table, tokens that were there before, and its end."""
+        ``spans``: per request its row of the request table, tokens that were there before, and its end. A
+        request in its first pass gets the lines of the longest prompt whose KV it goes on from."""
         sparse = [_sparse_state(req, prefix, end) for req, (_, prefix, end) in zip(reqs, spans, strict=True)]
         if all(state is None for state in sparse):
             return ()
+        for req, state in zip(reqs, sparse, strict=True):
+            if state is not None and state.options.mode == "lines" and not state.tokens:
+                state.given = self.kept.of(req.last_node)
         return tuple(
             ExtendRow(req, row, prefix, end - prefix, state)
             for req, state, (row, prefix, end) in zip(reqs, sparse, spans, strict=True)
         )
 
-    def count(self, rows: Sequence[ExtendRow], blocks: Any, possible: Sequence[float]) -> None:
-        """Note what a pass has computed for its sparse rows, once it has arrived from the device.
-
-        ``blocks``: float ``[sparse rows]`` on the device; ``possible``: what dense attention computes."""
+    def count(self, rows: Sequence[ExtendRow], computed: Computed) -> None:
+        """Note what a pass has computed for its sparse rows, once it has arrived from the device."""
         states = tuple(row.state for row in rows if row.state is not None)
         for row in rows:
             if row.state is not None:
                 row.state.tokens += row.new
-        for state, most in zip(states, possible, strict=True):
-            state.possible += most
-        event = None
-        if blocks.is_cuda:
+        account = zip(states, computed.possible, computed.segments, computed.lines, strict=True)
+        for state, possible, segments, lines in account:
+            state.possible += possible
+            state.segments += segments
+            if lines is not None:
+                state.given, state.lines = None, lines
+        event, counts = None, computed.counts
+        if counts.is_cuda:
             import torch
 
-            blocks = blocks.to("cpu", non_blocking=True)
+            counts = counts.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self._pending.append(_BlockCounts(event, blocks, states))
+        self._pending.append(_Counts(event, counts, states))
+
+    def cached(self, req: Any, node: Any) -> None:
+        """Keep the lines of a request whose KV is in the prefix cache, up to this node."""
+        state: PrefillState | None = getattr(req, "ragserve_prefill", None)
+        if state is not None and state.lines is not None:
+            self.kept.keep(node, state.lines)
+            state.lines = None
 
     def finished(self, req: Any) -> PrefillReport | None:
         """Return the report of a request that ends; None if nothing of it was prefilled sparsely."""
@@ -139,8 +184,10 @@ class PrefillPlanner:
                     break  # a later pass, under way
                 first.event.synchronize()  # SGLang has its result already
             self._pending.popleft()
-            for other, blocks in zip(first.states, first.blocks.tolist(), strict=True):
+            for other, (blocks, reused, new) in zip(first.states, first.counts.tolist(), strict=True):
                 other.blocks += blocks
+                other.reused_lines += reused
+                other.new_lines += new
         return state.report()
 
 

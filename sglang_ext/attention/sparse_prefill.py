@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ragserve_kernels.prefill_lists import LinePlan, choose_blocks, choose_lines
+from ragserve_kernels.prefill_lists import SEGMENT, LinePlan, Lines, choose_blocks, choose_lines
 from ragserve_kernels.sparse_prefill import PrefillBatch, all_blocks, lists_of, sparse_prefill
 from ragserve_kernels.sparse_prefill.lists import key_blocks
 from sglang_ext import stages
 from sglang_ext.attention.config import AttentionConfig
-from sglang_ext.attention.prefill_planner import ExtendRow
+from sglang_ext.attention.prefill_planner import Computed, ExtendRow
 from sglang_ext.prefill_options import PrefillOptions
 
 BLOCK_Q, BLOCK_K = 128, 64
@@ -20,12 +20,20 @@ BLOCK_Q, BLOCK_K = 128, 64
 
 @dataclass(frozen=True, eq=False)
 class _SparseRow:
-    """A sparse request of the batch: it alone as a batch, its rows of q, and its query blocks."""
+    """A sparse request of the batch: it alone as a batch, its rows of q, and its query blocks. ``given``: the
+    lines of an earlier turn, uint8 ``[layers, 2, heads, bytes]``. ``ends``: the prompt ends in this pass."""
 
     options: PrefillOptions
     batch: PrefillBatch
     rows: slice
     blocks: slice
+    given: torch.Tensor | None
+    ends: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the request with those of the pass."""
+        return self.batch.prefix[0] + self.batch.new[0]
 
 
 class SparsePrefill:
@@ -65,11 +73,16 @@ class SparsePrefill:
             alone = PrefillBatch.of(
                 table[i : i + 1], page_size, [row.prefix], [row.new], block_q=BLOCK_Q, block_k=BLOCK_K
             )
-            self._sparse.append(_SparseRow(row.state.options, alone, own, blocks))
-        self._computed = torch.zeros(len(self._sparse), dtype=torch.float64, device=table.device)
+            self._sparse.append(
+                _SparseRow(row.state.options, alone, own, blocks, row.state.given, row.ends_prompt)
+            )
+        shape = len(self._sparse), 3  # blocks; lines of the turn before, and others
+        self._computed = torch.zeros(shape, dtype=torch.float64, device=table.device)
         self._plans: dict[int, LinePlan] = {}  # by a request's first query block; for all layers
+        self._lines: dict[int, list[torch.Tensor]] = {}  # the same; packed, by layer; of prompts that end
         self._has_failed = False
         self._heads = 0  # query heads, summed over the layers so far
+        self._layer = 0  # layers so far
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Attend one layer; shapes as `ragserve_kernels.sparse_prefill`. ``q`` may have rows of padding
@@ -80,8 +93,9 @@ class SparsePrefill:
         # what has failed ends; the batch's other requests go on
         lists = all_blocks(self._batch, q.shape[1]) if mask is None else lists_of(mask)
         for i, row in enumerate(self._sparse):
-            self._computed[i] += lists.counts[row.blocks].sum()
+            self._computed[i, 0] += lists.counts[row.blocks].sum()
         self._heads += q.shape[1]
+        self._layer += 1
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         sparse_prefill(
             q[: self._batch.rows], k, v, self._batch, lists, scale=scale, out=out[: self._batch.rows]
@@ -93,15 +107,17 @@ class SparsePrefill:
         self._has_failed = True
         stages.ending(row.req for row in self.rows if row.state is not None)(message)
 
-    def computed(self) -> tuple[torch.Tensor, list[float]]:
-        """Return what was computed for each sparse request, float64 on the device, and what dense attention
-        computes: (query block, key block) pairs, summed over layers and query heads."""
-        possible = []
+    def computed(self) -> Computed:
+        """Return what was computed for each sparse request, over all layers and query heads of this rank."""
+        possible, segments, lines = [], [], []
         for row in self._sparse:
-            prefix, end = row.batch.prefix[0], row.batch.prefix[0] + row.batch.new[0]
+            prefix, end = row.batch.prefix[0], row.tokens
             ends = [min((i + 1) * BLOCK_Q, end) for i in range(prefix // BLOCK_Q, -(-end // BLOCK_Q))]
             possible.append(float(self._heads * sum(-(-at // BLOCK_K) for at in ends)))
-        return self._computed, possible
+            segments.append(float(self._heads * (-(-end // SEGMENT) - prefix // SEGMENT)))
+            packed = self._lines.get(row.blocks.start)
+            lines.append(None if packed is None or self._has_failed else torch.stack(packed))
+        return Computed(self._computed, tuple(possible), tuple(segments), tuple(lines))
 
     def _mask(self, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
         """Return what is attended to, bool ``[query blocks, query heads, key blocks]``."""
@@ -111,17 +127,28 @@ class SparsePrefill:
         step = torch.arange(width, device=q.device)
         for blocks in self._dense:
             mask[blocks] = (step < self._reach[blocks, None])[:, None]
-        for row in self._sparse:
+        for i, row in enumerate(self._sparse):
             options, own = row.options, q[row.rows]
             if options.mode == "lines":
-                if row.blocks.start not in self._plans:
-                    plan = LinePlan.of(row.batch, q.shape[1], observe=options.observe)
-                    self._plans[row.blocks.start] = plan
-                plan = self._plans[row.blocks.start]
-                chosen = choose_lines(own, k, plan, alpha=options.alpha, scale=scale)
+                chosen = self._by_lines(i, own, k, scale)
             else:
                 chosen = choose_blocks(
                     own, k, row.batch, alpha=options.alpha, sink=self._sink, local=self._local, scale=scale
                 )
             mask[row.blocks, :, : chosen.shape[2]] = chosen
         return mask
+
+    def _by_lines(self, i: int, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return what a sparse request attends to by lines, bool ``[query blocks, heads, key blocks]``."""
+        row, layer = self._sparse[i], self._layer
+        first, options = row.blocks.start, row.options
+        if first not in self._plans:
+            self._plans[first] = LinePlan.of(row.batch, q.shape[1], observe=options.observe)
+        given = None
+        if row.given is not None:
+            given = Lines.unpacked(row.given[layer], -(-row.tokens // BLOCK_K))
+        choice = choose_lines(q, k, self._plans[first], alpha=options.alpha, given=(given,), scale=scale)
+        self._computed[i, 1:] += choice.counts[0]
+        if row.ends and choice.last[0] is not None:
+            self._lines.setdefault(first, []).append(choice.last[0].packed())
+        return choice.mask

@@ -39,6 +39,12 @@ class TreeObserver(Protocol):
     def on_finished(self) -> None:
         """A request has ended and its slots are free or in the tree."""
 
+    def on_cached(self, req: Any, node: TreeNode) -> None:
+        """The KV of a request's whole pages is in the tree; it ends in this node."""
+
+    def on_evicted(self, node: TreeNode) -> None:
+        """A node has left the tree."""
+
 
 class DocumentRadixCache(RadixCache):
     """Drop-in for `RadixCache`; what is not composed takes the original path. ``observer`` has to be set
@@ -48,6 +54,7 @@ class DocumentRadixCache(RadixCache):
     document_tokens = 0  # under document keys, whole or in parts
     documents_evicted = 0
     _evicting = False
+    _inserted: TreeNode | None = None  # where the latest insertion ended
 
     def match_prefix(self, params: Any) -> Any:
         req = params.req
@@ -58,6 +65,8 @@ class DocumentRadixCache(RadixCache):
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
         if not self.observer.is_composed(req) and not _is_private(req) and not _is_hosted(req):
             super().cache_unfinished_req(req, chunked=chunked)
+            if not self.disable:
+                self.observer.on_cached(req, req.last_node)
             return
         slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.extend_range.end]
         req.prefix_indices = slots.to(dtype=torch.int64, copy=True)
@@ -80,11 +89,15 @@ class DocumentRadixCache(RadixCache):
         is_insert = is_insert and not _is_private(req)
         if is_insert and not self.disable and not self.observer.is_composed(req):
             self.observer.on_document(req, slots)
+        self._inserted = None
         super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
+        if self._inserted is not None:
+            self.observer.on_cached(req, self._inserted)
         self.observer.on_finished()
 
     def insert(self, params: Any) -> Any:
         result = super().insert(params)
+        self._inserted = result.last_device_node
         if is_document_key(params.key.extra_key):
             self.document_tokens += len(params.key.page_aligned(self.page_size)) - result.prefix_len
         return result
@@ -101,10 +114,14 @@ class DocumentRadixCache(RadixCache):
         if is_document_key(node.key.extra_key):
             self.document_tokens -= len(node.key)
             self.documents_evicted += self._evicting and node.parent is self.root_node
+        self.observer.on_evicted(node)
 
     def reset(self) -> None:
+        gone = _subtree(self.root_node)[1:] if hasattr(self, "root_node") else []
         super().reset()
         self.document_tokens = 0
+        for node in gone:
+            self.observer.on_evicted(node)
 
     def remove_key(self, extra_key: str) -> bool:
         """Free every node under this extra key that no running request has locked; True if none remains."""

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ragserve_kernels.page_select import KeySummary, page_select, summarise
 from ragserve_kernels.paged import PagedBatch
-from ragserve_kernels.prefill_lists import LinePlan, choose_blocks, choose_lines
+from ragserve_kernels.prefill_lists import LinePlan, Lines, choose_blocks, choose_lines
 from ragserve_kernels.progressive_decode import progressive_decode
 from ragserve_kernels.quantize_kv import QuantizedKV, dequantize_kv, quantize_kv
 from ragserve_kernels.sparse_prefill import PrefillBatch, all_blocks, mask_of
@@ -61,6 +61,8 @@ class SparseReference(Reference):
         self.bits, self.starts = bits, [0]
         self.decode = DecodeOptions()
         self.prefill = PrefillOptions()  # applies at any length
+        self.turn = 0  # where the second turn's prompt begins; its lines begin from those before
+        self.lines: dict[int, Lines | None] = {}  # of the first turn, by layer
         self.step = 0
         self.chosen: dict[int, Chosen] = {}
         self.pending: dict[int, Chosen] = {}  # with a lag: chosen, and not used yet
@@ -102,7 +104,7 @@ class SparseReference(Reference):
                 seen_v = torch.cat((stored_v[:, :, :first], v[:, :, first : first + end - start]), 2)
                 visible = torch.ones(end - start, seen_k.shape[2], dtype=torch.bool).tril(first)
                 if self.prefill.mode != "dense":
-                    visible = visible & self._prefilled(q[0, :, start:end], seen_k[0], first)
+                    visible = visible & self._prefilled(layer, q[0, :, start:end], seen_k[0], first)
                 parts.append(
                     scaled_dot_product_attention(
                         q[:, :, start:end], seen_k, seen_v, attn_mask=visible, scale=scaling, enable_gqa=True
@@ -135,7 +137,7 @@ class SparseReference(Reference):
         options = self.decode
         return max(options.dense_below, options.budget if options.mode == "hierarchical" else 0)
 
-    def _prefilled(self, q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tensor:
+    def _prefilled(self, layer: int, q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tensor:
         """Return what a chunk attends to, bool [heads, new, tokens], by the functions that choose in the
         engine. q [heads, new, head_dim], k [kv_heads, tokens, head_dim]; ``first``: of the chunk."""
         tokens, options = k.shape[1], self.prefill
@@ -147,7 +149,11 @@ class SparseReference(Reference):
         rows = q.transpose(0, 1).contiguous()
         if options.mode == "lines":
             plan = LinePlan.of(batch, len(q), observe=options.observe)
-            mask = choose_lines(rows, pool, plan, alpha=options.alpha)
+            given = self.lines[layer] if self.turn and first >= self.turn else None
+            choice = choose_lines(rows, pool, plan, alpha=options.alpha, given=(given,))
+            mask = choice.mask
+            if tokens == self.turn:
+                self.lines[layer] = choice.last[0]
         else:
             sink, local = -(-self.sink // BLOCK_K), -(-self.local // BLOCK_K)
             mask = choose_blocks(rows, pool, batch, alpha=options.alpha, sink=sink, local=local)

@@ -107,6 +107,7 @@ GOES_ON: dict[str, Ask] = {  # stages whose failure takes nothing from a request
     "queue": Bench.ask,
     "usage": Bench.ask,
     "output": lambda bench: bench.ask(recompute="all"),
+    "lines": lambda bench: bench.sampling(custom_params={PREFILL_FIELD: LINES}),
     "ended": Bench.ask,
 }
 NOT_HERE = {"control"}  # has a test of its own

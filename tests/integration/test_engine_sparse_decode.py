@@ -326,6 +326,29 @@ def test_prefill_attends_to_the_chosen_blocks_and_its_kv_stays_apart(
     verify(sparse.client)
 
 
+def test_a_later_turn_begins_from_the_lines_of_the_turn_before(
+    sparse: Any, reference: SparseReference
+) -> None:
+    ids, first = some_ids(1500, 79), 1280  # whole chunks and pages
+    prefill = {"mode": "lines", "alpha": 0.5, "observe": 32}
+    reference.decode = DecodeOptions()
+    reference.prefill, reference.starts = PrefillOptions(**prefill), list(range(0, 1500, 256))
+    try:
+        anew = reference.plain(ids, 4)
+        reference.turn = first
+        want = reference.plain(ids, 4)
+    finally:
+        reference.prefill, reference.starts, reference.turn = PrefillOptions(), [0], 0
+    assert anew.ids != want.ids or worst(anew, want) > 2 * TOLERANCE, "the test must tell the two apart"
+    before = sparse_prefix(prefilled(sparse.client, ids[:first], 4, **prefill))
+    assert before.reused_lines == 0 < before.new_lines
+    got = prefilled(sparse.client, ids, 4, **prefill)
+    assert got["meta_info"]["cached_tokens"] == first
+    assert worst(result(got), want) < TOLERANCE
+    assert sparse_prefix(got).reused_lines > 0
+    verify(sparse.client)
+
+
 def test_prefill_of_all_blocks_and_of_short_prompts_is_exact(sparse: Any, reference: SparseReference) -> None:
     ids = some_ids(450, 78)
     reference.decode = DecodeOptions()

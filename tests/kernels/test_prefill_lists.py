@@ -10,6 +10,7 @@ import torch
 from ragserve_kernels.dispatch import forced_naive
 from ragserve_kernels.prefill_lists import (
     LinePlan,
+    Lines,
     LineShape,
     block_lse,
     choose_blocks,
@@ -47,16 +48,53 @@ def test_block_scores_are_shares_of_the_attention(device: torch.device, dtype: t
         assert_close((lse - lse.logsumexp(-1, keepdim=True)).exp(), want, dtype)
 
 
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("alpha", [0.3, 0.955, 1.0])
-def test_greedy_lines_are_those_of_the_loop(alpha: float) -> None:
+def test_greedy_lines_are_those_of_the_loop(alpha: float, given: bool) -> None:
     own = torch.randint(0, 12, (2, 7)).sort().values
     mass = torch.rand(2, 3, 7, 12) ** 8 * (torch.arange(12) <= own[:, None, :, None])
     mass /= mass.sum(-1, keepdim=True)
     mass[1, :, 5:] = 0.0  # fewer samples
     shape = LineShape(own, torch.randint(0, 9, (2, 12)).float(), torch.randint(1, 17, (2, 12)).float())
-    got, want = greedy_lines(mass, shape, alpha), greedy_lines_naive(mass, shape, alpha)
+    before = Lines(torch.rand(3, 12) < 0.4, torch.rand(3, 12) < 0.4) if given else None
+    got, want = greedy_lines(mass, shape, alpha, before), greedy_lines_naive(mass, shape, alpha, before)
     assert torch.equal(got.vertical, want.vertical)
     assert torch.equal(got.slash, want.slash)
+
+
+def test_lines_of_an_earlier_turn_come_first_and_others_where_they_do_not_hold_alpha(
+    device: torch.device,
+) -> None:
+    case = make(device, [(0, 30), (0, 200)])
+    case.q *= 4
+    plan = LinePlan.of(case.batch, 4, observe=8, segment=64)
+    first = choose_lines(case.q, case.k, plan, alpha=0.6)
+    assert first.last[1] is not None
+    assert (first.counts[:, 0] == 0).all(), "nothing was given"
+    again = choose_lines(case.q, case.k, plan, alpha=0.6, given=(None, first.last[1]))
+    assert torch.equal(again.mask[:1], first.mask[:1]), "the first request has no lines of before"
+    assert again.counts[0].tolist() == first.counts[0].tolist()
+    assert (again.counts[1] > 0).all(), "some lines were there, some segments need others"
+    whole = Lines(*(torch.ones_like(kind) for kind in first.last[1]))
+    enough = choose_lines(case.q, case.k, plan, alpha=0.6, given=(None, whole))
+    assert enough.counts[1, 1] == 0
+    assert torch.equal(enough.mask, first.mask), "of enough lines the heaviest are taken, and no more"
+    short = first.last[1].resized(3)
+    shortened = choose_lines(case.q, case.k, plan, alpha=0.6, given=(None, short))
+    assert shortened.counts[1, 0] <= again.counts[1, 0]
+    with pytest.raises(ValueError, match="lines of 1 requests are given; the batch has 2"):
+        choose_lines(case.q, case.k, plan, alpha=0.6, given=(None,))
+
+
+@pytest.mark.parametrize("width", [1, 8, 13])
+def test_lines_are_packed_into_bits(width: int) -> None:
+    lines = Lines(torch.rand(3, width) < 0.5, torch.rand(3, width) < 0.5)
+    bits = lines.packed()
+    assert bits.shape == (2, 3, -(-width // 8))
+    assert all(map(torch.equal, Lines.unpacked(bits, width), lines))
+    longer = Lines.unpacked(bits, width + 9)
+    assert torch.equal(longer.slash[:, :width], lines.slash)
+    assert not longer.slash[:, width:].any()
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.955, 1.0])
@@ -72,7 +110,7 @@ def test_greedy_blocks_are_those_of_the_loop(alpha: float) -> None:
 
 def lines(case: Case, alpha: float) -> torch.Tensor:
     plan = LinePlan.of(case.batch, case.q.shape[1], observe=8, segment=64)
-    return choose_lines(case.q, case.k, plan, alpha=alpha)
+    return choose_lines(case.q, case.k, plan, alpha=alpha).mask
 
 
 def blocks(case: Case, alpha: float) -> torch.Tensor:

@@ -18,7 +18,7 @@ from sglang_ext.state import current
 from tests.unit.documents.test_exact_only import engine, heads_pool, started
 
 SOURCE = Path(stages.__file__).parent
-OUTSIDE_HOOKS = {"release", "save", "ended"}  # called by the tree: see `TreeObserver`
+OUTSIDE_HOOKS = {"release", "lines", "save", "ended"}  # called by the tree: see `TreeObserver`
 AT_START = {"_around_capture", "_around_pool", "_after_cell_size"}  # where an error must end the process
 REFUSES = {"_around_weights"}  # holds nothing and serves no request
 WITHIN_FORWARD = {"_after_token_ids", "_around_mask_memory"}  # called by SGLang's forward pass, a stage
@@ -50,7 +50,9 @@ def test_every_hook_names_its_stages() -> None:
 
 def test_what_the_tree_calls_is_a_stage() -> None:
     told = {name for name, _ in inspect.getmembers(TreeObserver, inspect.isfunction) if name[0] != "_"}
-    assert told - {"is_composed", "in_session"} == {"before_release", "on_document", "on_finished"}
+    assert told - {"is_composed", "in_session"} == {
+        *("before_release", "on_document", "on_finished", "on_cached", "on_evicted")
+    }
     text = (SOURCE / "context" / "scheduler" / "runtime.py").read_text()
     assert all(f'stages.run("{name}"' in text for name in OUTSIDE_HOOKS)
 

@@ -10,6 +10,7 @@ from ragserve_kernels.prefill_lists.best_blocks import choose_blocks, greedy_blo
 from ragserve_kernels.prefill_lists.block_scores import block_lse
 from ragserve_kernels.prefill_lists.lines import (
     SEGMENT,
+    LineChoice,
     LinePlan,
     Lines,
     LineShape,
@@ -20,6 +21,7 @@ from ragserve_kernels.prefill_lists.naive import greedy_blocks_naive, greedy_lin
 
 __all__ = [
     "SEGMENT",
+    "LineChoice",
     "LinePlan",
     "LineShape",
     "Lines",

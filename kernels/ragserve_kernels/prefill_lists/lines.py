@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from ragserve_kernels.prefill_lists.block_scores import block_lse, held_from
 from ragserve_kernels.sparse_prefill import PrefillBatch
@@ -18,12 +19,45 @@ _CELLS = 2**24  # (head, query, key block) at once: 64 MB of float32
 
 
 class Lines(NamedTuple):
-    """Which lines are chosen: bool ``[segments, heads, key blocks]`` each. Vertical line j is key block j,
-    slash line o the blocks o before that of the query.
+    """Which lines are chosen: bool ``[segments, heads, key blocks]`` each, or without segments. Vertical line
+    j is key block j, slash line o the blocks o before that of the query.
     """
 
     vertical: torch.Tensor
     slash: torch.Tensor
+
+    def resized(self, width: int) -> Lines:
+        """Return the lines of so many key blocks: none of the ones more, without the ones too many."""
+        more = max(0, width - self.vertical.shape[-1])
+        return Lines(*(pad(kind[..., :width], (0, more)) for kind in self))
+
+    def packed(self) -> torch.Tensor:
+        """Return the lines as bits: uint8 ``[2, ..., ceil(key blocks / 8)]``; see :meth:`unpacked`."""
+        bits = torch.stack(tuple(self)).to(torch.uint8)
+        bits = pad(bits, (0, -bits.shape[-1] % 8)).unflatten(-1, (-1, 8))
+        return (bits << _places(bits)).sum(-1, dtype=torch.uint8)
+
+    @classmethod
+    def unpacked(cls, bits: torch.Tensor, width: int) -> Lines:
+        """Return the lines of so many key blocks that :meth:`packed` has made ``bits`` of."""
+        kinds = ((bits[..., None] >> _places(bits)) & 1).bool().flatten(-2)
+        return cls(*kinds).resized(width)
+
+
+class LineChoice(NamedTuple):
+    """What :func:`choose_lines` has chosen.
+
+    Attributes:
+        mask: bool ``[query blocks, query_heads, key blocks]``: what is attended to.
+        last: of each request, the lines of its last segments in the batch, of two at most, together: bool
+            ``[query_heads, key blocks]`` each; None without new tokens.
+        counts: int64 ``[requests, 2]``: lines taken, summed over segments and heads: of those that were
+            given, and others.
+    """
+
+    mask: torch.Tensor
+    last: tuple[Lines | None, ...]
+    counts: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +146,9 @@ def choose_lines(
     plan: LinePlan,
     *,
     alpha: float,
+    given: Sequence[Lines | None] = (),
     scale: float | None = None,
-) -> torch.Tensor:
+) -> LineChoice:
     """Choose key blocks by lines that hold ``alpha`` of the sampled queries' attention, per head.
 
     Each segment of ``segment`` positions samples ``observe`` queries at even distances, its last one among
@@ -125,11 +160,12 @@ def choose_lines(
         k: ``[pool slots, kv_heads, head_dim]``, with the new tokens.
         plan: of the batch. Its ``block_k`` divides ``block_q``, which divides ``segment``.
         alpha: the share, above 0 and up to 1.
+        given: of each request, the lines of an earlier turn: bool ``[query_heads, key blocks]`` each, of any
+            number of key blocks; None or nothing for a request without. They are taken before others.
         scale: of the scores; default 1 / sqrt(head_dim).
 
     Returns:
-        bool ``[query blocks, query_heads, key blocks]``; the first key block and the query block's own ones
-        are always chosen.
+        The choice. The first key block and the query block's own ones are always chosen.
 
     Raises:
         ValueError, TypeError: sizes, shapes, dtypes or devices that do not fit.
@@ -137,28 +173,39 @@ def choose_lines(
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha {alpha} must be above 0 and up to 1.")
     batch = plan.batch
+    given = given or (None,) * len(batch.new)
+    if len(given) != len(batch.new):
+        raise ValueError(f"lines of {len(given)} requests are given; the batch has {len(batch.new)}.")
     longest = max((a + b for a, b in zip(batch.prefix, batch.new, strict=True)), default=0)
     width = -(-longest // batch.block_k)
     mask = torch.zeros(batch.query_blocks, q.shape[1], width, dtype=torch.bool, device=q.device)
+    last: list[Lines | None] = [None] * len(batch.new)
+    counts = torch.zeros(len(batch.new), 2, dtype=torch.int64, device=q.device)
     for group in plan.groups:
         lse = block_lse(q, k, batch, group.request, group.positions.flatten(), scale=scale)
         mass = (lse - lse.logsumexp(-1, keepdim=True)).exp()
         mass = mass.unflatten(1, group.positions.shape).transpose(0, 1)  # [segments, heads, n, key blocks]
-        lines = greedy_lines(mass * group.weight[:, None, :, None], group.shape, alpha)
+        before = given[group.request]
+        before = None if before is None else before.resized(mass.shape[-1])
+        lines = greedy_lines(mass * group.weight[:, None, :, None], group.shape, alpha, before)
         mask[group.blocks, :, : mass.shape[-1]] = group.crossed(lines)
-    return mask
+        last[group.request] = Lines(*(kind[-2:].any(0) for kind in lines))
+        counts[group.request] += _counted(lines, before)
+    return LineChoice(mask, tuple(last), counts)
 
 
-def greedy_lines(mass: torch.Tensor, shape: LineShape, alpha: float) -> Lines:
+def greedy_lines(mass: torch.Tensor, shape: LineShape, alpha: float, given: Lines | None = None) -> Lines:
     """Take lines by weight per length until what they cross holds ``alpha`` of the weight, per head; all
     lines for 1.
 
-    The first vertical and the first slash line come before all others. A cell that two lines cross counts
-    once in what is held, and in the weights of both.
+    The first vertical and the first slash line come before all others, then those ``given``: others are
+    added only where all of these hold less than ``alpha``. A cell that two lines cross counts once in what is
+    held, and in the weights of both.
 
     Args:
         mass: float32 ``[segments, heads, n, key blocks]``: attention of the sampled queries, 0 beyond them.
         shape: what the lines cross.
+        given: bool ``[heads, key blocks]`` each: lines of an earlier turn.
     """
     width = mass.shape[-1]
     back = shape.own[:, None, :, None] - torch.arange(width, device=mass.device)  # of cell j, and of slash o
@@ -173,6 +220,11 @@ def greedy_lines(mass: torch.Tensor, shape: LineShape, alpha: float) -> Lines:
     )
     density[..., [0, width]] = torch.inf
     order = density.argsort(dim=-1, descending=True, stable=True)
+    if given is not None:
+        tier = torch.cat(tuple(given), -1).to(torch.uint8)
+        tier[..., [0, width]] = 2
+        of_order = tier.expand_as(density).gather(-1, order)
+        order = order.gather(-1, of_order.argsort(dim=-1, descending=True, stable=True))
     rank = torch.empty_like(order).scatter_(
         -1, order, torch.arange(2 * width, device=mass.device).expand_as(order)
     )
@@ -184,6 +236,19 @@ def greedy_lines(mass: torch.Tensor, shape: LineShape, alpha: float) -> Lines:
     wanted = held_from(mass.sum((2, 3))[..., None], alpha)
     count = ((gained.cumsum(-1) < wanted).sum(-1, keepdim=True) + 1).clamp_min(2)
     return Lines(vertical < count, slash < count)
+
+
+def _counted(lines: Lines, given: Lines | None) -> torch.Tensor:
+    """Return how many of the lines were given and how many were not, int64 ``[2]``."""
+    taken = torch.stack(tuple(lines))  # [2, segments, heads, key blocks]
+    if given is None:
+        return torch.stack((taken.new_zeros((), dtype=torch.int64), taken.sum()))
+    reused = (taken & torch.stack(tuple(given))[:, None]).sum()
+    return torch.stack((reused, taken.sum() - reused))
+
+
+def _places(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)
 
 
 def _segments(batch: PrefillBatch, request: int, segment: int, at_once: int) -> Iterator[range]:

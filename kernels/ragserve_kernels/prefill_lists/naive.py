@@ -7,7 +7,9 @@ import torch
 from ragserve_kernels.prefill_lists.lines import Lines, LineShape
 
 
-def greedy_lines_naive(mass: torch.Tensor, shape: LineShape, alpha: float) -> Lines:
+def greedy_lines_naive(
+    mass: torch.Tensor, shape: LineShape, alpha: float, given: Lines | None = None
+) -> Lines:
     """See :func:`ragserve_kernels.prefill_lists.greedy_lines`."""
     segments, heads, _, width = mass.shape
     chosen = torch.zeros(2, segments, heads, width, dtype=torch.bool)
@@ -24,6 +26,8 @@ def greedy_lines_naive(mass: torch.Tensor, shape: LineShape, alpha: float) -> Li
                 weights[1][own[i] - j] += weight
             lines = [(kind, place) for kind in (0, 1) for place in range(width)]
             lines.sort(key=lambda line: -weights[line[0]][line[1]] / max(1, lengths[line[0]][line[1]]))
+            if given is not None:
+                lines.sort(key=lambda line: not given[line[0]][head, line[1]])
             lines = [(0, 0), (1, 0), *[line for line in lines if line not in ((0, 0), (1, 0))]]
             total, held = sum(cells.values()), 0.0
             for taken, (kind, place) in enumerate(lines):

@@ -182,6 +182,16 @@ class ContextRuntime:
         """A request has ended and its slots are free or in the tree."""
         stages.run("ended", stages.nobody, self.documents.request_ended)
 
+    def on_cached(self, req: Any, node: Any) -> None:
+        """The KV of a request's whole pages is in the tree; it ends in this node."""
+        if self._attention is not None and getattr(req, "ragserve_prefill", None) is not None:
+            stages.run("lines", stages.nobody, self._attention.on_cached, req, node)
+
+    def on_evicted(self, node: Any) -> None:
+        """A node has left the tree."""
+        if self._attention is not None:
+            stages.run("lines", stages.nobody, self._attention.on_evicted, node)
+
     # order
 
     def sweep(self) -> None:

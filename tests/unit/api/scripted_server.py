@@ -35,6 +35,7 @@ from ragserve_index.types import NewChunk, NewDocument
 from sglang_ext.protocol import PrefillReport
 
 DIM = 64
+_PREFILLED = PrefillReport("lines", 0.9, 40, 0.25, 3.5, 1.0)
 _ALIKE = base64.b64encode(np.log(np.full(4, 0.25)).astype("<f4").tobytes()).decode()  # a distribution
 
 
@@ -105,7 +106,9 @@ class ScriptedEngine:
                     self.finish_reason if last else None,
                     distributions=[_ALIKE] * request.distributions if last else (),
                     output_ids=tuple(range(len(deltas))) if last else (),
-                    prefill=PrefillReport("lines", 0.9, 40, 0.25) if last and request.prefill else None,
+                    prefill=PrefillReport("lines", 0.9, 40, 0.25, 3.5, 1.0)
+                    if last and request.prefill
+                    else None,
                 )
                 await asyncio.sleep(0)
                 while not self.hold.is_set():

@@ -31,7 +31,7 @@ def test_sparse_prefill_is_for_exact_strategies_of_engines_that_have_it(
     assert live.engine.requests == []
     options, said = (
         {"mode": "lines", "alpha": 0.9},
-        {"mode": "lines", "alpha": 0.9, "tokens": 40, "share": 0.25},
+        {"mode": "lines", "alpha": 0.9, "tokens": 40, "share": 0.25, "reused_lines": 3.5, "new_lines": 1.0},
     )
     assert ask(**options).json()["prefill"] == said
     assert live.engine.requests[-1].prefill == options

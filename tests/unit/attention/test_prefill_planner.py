@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from sglang_ext.attention.config import AttentionConfig
-from sglang_ext.attention.prefill_planner import PrefillPlanner
+from sglang_ext.attention.kept_lines import KeptLines
+from sglang_ext.attention.prefill_planner import Computed, PrefillPlanner
 from sglang_ext.documents.device import DeviceDocuments
 from sglang_ext.prefill_options import PrefillOptions, exact_key
 from sglang_ext.protocol import PREFILL_FIELD, PlanError, PrefillReport, prefix_key
@@ -25,7 +26,10 @@ def planner(options: PrefillOptions = SPARSE, **config: Any) -> PrefillPlanner:
 def request(plan: PrefillPlanner, tokens: int = 101, key: str = "namespace:a", **options: Any) -> Any:
     custom = {PREFILL_FIELD: json.dumps(options)} if options else None
     req = SimpleNamespace(
-        sampling_params=SimpleNamespace(custom_params=custom), extra_key=key, origin_input_ids=[1] * tokens
+        sampling_params=SimpleNamespace(custom_params=custom),
+        extra_key=key,
+        origin_input_ids=[1] * tokens,
+        last_node=None,
     )
     plan.admit(req)
     return req
@@ -99,9 +103,9 @@ def test_an_extend_is_planned_and_counted_by_request() -> None:
     assert [(row.row, row.prefix, row.new) for row in rows] == [(0, 0, 50), (1, 128, 172), (2, 200, 1)]
     assert [row.state is not None for row in rows] == [False, True, False]
     assert plan.finished(sparse) is None, "nothing was prefilled"
-    plan.count(rows, torch.tensor([30.0]), [40.0])
-    plan.count(rows, torch.tensor([10.0]), [60.0])
-    assert plan.finished(sparse) == PrefillReport("lines", 0.955, 344, 0.4)
+    plan.count(rows, Computed(torch.tensor([[30.0, 2.0, 10.0]]), (40.0,), (4.0,), (None,)))
+    plan.count(rows, Computed(torch.tensor([[10.0, 4.0, 14.0]]), (60.0,), (8.0,), (None,)))
+    assert plan.finished(sparse) == PrefillReport("lines", 0.955, 344, 0.4, 0.5, 2.0)
     assert plan.finished(dense) is None
 
 
@@ -119,3 +123,52 @@ def test_what_is_removed_from_a_namespace_goes_from_its_sparse_kv_too() -> None:
     documents.remove([], "a")
     assert {prefix_key("a"), SPARSE.sparse_key(prefix_key("a")), running.extra_key} == set(removed)
     assert running.ragserve_private
+
+
+def node(number: int, parent: Any = None) -> Any:
+    return SimpleNamespace(id=number, parent=parent)
+
+
+def test_a_later_turn_gets_the_lines_of_the_turn_before() -> None:
+    plan = planner()
+    root = node(0)
+    cached = node(1, root)
+    first = request(plan, 200)
+    rows = plan.plan([first], [(0, 0, 128)])
+    assert not rows[0].ends_prompt
+    plan.count(rows, Computed(torch.zeros(1, 3), (1.0,), (1.0,), (None,)))
+    plan.cached(first, cached)
+    assert len(plan.kept) == 0, "its prompt goes on"
+    rows = plan.plan([first], [(0, 128, 200)])
+    assert rows[0].ends_prompt
+    lines = torch.ones(4, 2, 3, 2, dtype=torch.uint8)
+    plan.count(rows, Computed(torch.zeros(1, 3), (1.0,), (1.0,), (lines,)))
+    plan.cached(first, cached)
+    later, other, blocks = request(plan, 300), request(plan, 300), request(plan, 300, mode="blocks")
+    later.last_node = blocks.last_node = node(2, cached)
+    other.last_node = root
+    spans = [(0, 192, 300), (1, 0, 300), (2, 192, 300)]
+    assert [row.state.given is lines for row in plan.plan([later, other, blocks], spans)] == [
+        *(True, False, False)
+    ]
+
+
+def test_kept_lines_are_bounded_and_go_with_their_node() -> None:
+    kept, root = KeptLines(limit=100), node(0)
+    lines = [torch.zeros(1, 2, 2, 10, dtype=torch.uint8) for _ in range(4)]  # 40 bytes each
+    nodes = [node(i + 1, root) for i in range(3)]
+    kept.keep(root, lines[0])
+    assert len(kept) == 0, "nothing of the prompt is cached"
+    kept.keep(nodes[0], lines[0])
+    kept.keep(nodes[1], lines[1])
+    assert kept.of(node(9, nodes[0])) is lines[0]
+    kept.keep(nodes[2], lines[2])
+    assert (len(kept), kept.bytes) == (2, 80)
+    assert kept.of(nodes[1]) is None, "not used for longest"
+    kept.keep(nodes[2], lines[3])
+    assert kept.of(nodes[2]) is lines[3]
+    kept.forget(nodes[2])
+    kept.forget(nodes[2])
+    assert (len(kept), kept.bytes, kept.of(nodes[2])) == (1, 40, None)
+    kept.keep(nodes[2], torch.zeros(1, 2, 2, 30, dtype=torch.uint8))
+    assert (len(kept), kept.bytes) == (1, 40), "more than all may take is not kept"

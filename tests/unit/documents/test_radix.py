@@ -117,12 +117,16 @@ def test_only_ordinary_requests_enter_the_tree(tree: Any, kind: str) -> None:
         free=lambda freed_slots: freed.extend(freed_slots.tolist()),
         free_segments=lambda segments: freed.extend(slot for part, _ in segments for slot in part.tolist()),
     )
+    cached: list[Any] = []
+    evicted: list[Any] = []
     tree.observer = SimpleNamespace(
         is_composed=lambda req: kind == "composed",
         in_session=lambda req: False,
         before_release=lambda req, tokens: None,
         on_document=lambda req, slots: None,
         on_finished=lambda: None,
+        on_cached=lambda req, node: cached.append((req, node)),
+        on_evicted=evicted.append,
     )
     request = SimpleNamespace(
         origin_input_ids=array("q", range(100, 106)),
@@ -142,6 +146,13 @@ def test_only_ordinary_requests_enter_the_tree(tree: Any, kind: str) -> None:
     tree.cache_finished_req(request, kv_len_to_handle=8)
     assert tree.total_size() == (8 if kind == "ordinary" else 0)
     assert sorted(freed) == ([] if kind == "ordinary" else list(range(8)))
+    tree.reset()
+    if kind == "ordinary":
+        ((told, node),) = cached
+        assert told is request
+        assert (len(node.key), node.parent.parent, evicted) == (8, None, [node])
+    else:
+        assert cached == evicted == []
 
 
 @pytest.mark.parametrize("ends", ["well", "aborted", "taken back"])
@@ -158,6 +169,7 @@ def test_a_turn_of_a_session_goes_on_from_the_slots_of_the_one_before(tree: Any,
         before_release=lambda req, tokens: None,
         on_document=lambda req, slots: pytest.fail("a turn is no document"),
         on_finished=lambda: None,
+        on_cached=lambda req, node: None,
     )
     key, ids = "session:n:s:composed", array("q", range(100, 124))
 
