@@ -3,6 +3,7 @@ the product. Nothing here is run: that needs Docker."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -16,12 +17,16 @@ import pytest
 import yaml
 
 from ragserve.config import Settings
+from sglang_ext.documents.remote.remote_options import mooncake_options
 from tests.conftest import REPO
 
 DEPLOY = REPO / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+PODS = ("StatefulSet", "Deployment")
 COMPOSE = ("compose.yaml", "compose.cuda.yaml", "compose.router.yaml", "compose.mooncake.yaml")
 WORKERS = "RAGSERVE_WORKERS"
+COMPONENT = "app.kubernetes.io/component"
+ALIVE = {"router": "/liveness", "master": "/metrics"}
 LINTERS = {
     "Dockerfile": ("hadolint", "--no-color"),
     "compose": ("check-jsonschema", "--builtin-schema", "vendor.compose-spec"),
@@ -75,16 +80,34 @@ def compose(name: str = "compose.yaml") -> dict[str, Any]:
     return found
 
 
+def running() -> list[dict[str, Any]]:
+    """The objects that run pods."""
+    return [each for kind in PODS for each in of_kind(kind)]
+
+
+def options_of(name: str) -> dict[str, str]:
+    """The environment variables of a ConfigMap."""
+    (found,) = [each["data"] for each in of_kind("ConfigMap") if each["metadata"]["name"] == name]
+    return dict(found)
+
+
 def containers() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    for each in of_kind("StatefulSet"):
+    for each in running():
         spec = each["spec"]["template"]["spec"]
         for container in spec["containers"]:
             yield spec, container
 
 
+def container_of(name: str) -> dict[str, Any]:
+    (found,) = [each for each in running() if each["metadata"]["name"] == name]
+    (container,) = found["spec"]["template"]["spec"]["containers"]
+    return dict(container)
+
+
 def test_environment_variables_are_settings() -> None:
-    used = {variable["name"] for _, container in containers() for variable in container["env"]}
-    for file in ("compose.yaml", "compose.router.yaml"):
+    used = {variable["name"] for _, container in containers() for variable in container.get("env", ())}
+    used |= {name for each in of_kind("ConfigMap") for name in each["data"]}
+    for file in ("compose.yaml", "compose.router.yaml", "compose.mooncake.yaml"):
         used |= {name for service in compose(file).values() for name in service.get("environment", ())}
     used |= set(re.findall(r"RAGSERVE_\w+", (DEPLOY / "Dockerfile").read_text(encoding="utf-8")))
     ours = {name for name in used if name.startswith("RAGSERVE_")}
@@ -101,29 +124,83 @@ def test_fronts_name_the_workers_that_there_are() -> None:
     assert routed["router"]["command"][-len(workers) :] == [f"http://{name}:30000" for name in workers]
     assert routed["ragserve"]["environment"]["RAGSERVE_ROUTER_URL"] == "http://router:30000"
     (stateful,) = [each for each in of_kind("StatefulSet") if each["metadata"]["name"] == "ragserve-worker"]
-    variables = [variable for _, container in containers() for variable in container["env"]]
+    variables = [variable for _, container in containers() for variable in container.get("env", ())]
     (named,) = [variable["value"] for variable in variables if variable["name"] == WORKERS]
     service, replicas = stateful["spec"]["serviceName"], range(stateful["spec"]["replicas"])
-    assert named.split(",") == [f"http://ragserve-worker-{i}.{service}:30000" for i in replicas]
+    pods = [f"http://ragserve-worker-{i}.{service}:30000" for i in replicas]
+    assert named.split(",") == pods
+    assert container_of("ragserve-router")["args"][-len(pods) :] == pods
+    assert options_of("ragserve-front") == {"RAGSERVE_ROUTER_URL": "http://ragserve-router:30000"}
+
+
+def test_router_and_shared_store_are_those_of_the_compose_files(tmp_path: Path) -> None:
+    def general(arguments: list[str]) -> list[str]:
+        return [each.replace("${", "$(").replace("}", ")") for each in arguments if "://" not in each]
+
+    router = compose("compose.router.yaml")["router"]["command"]
+    assert general(container_of("ragserve-router")["args"]) == general(router)
+    store = compose("compose.mooncake.yaml")
+    master = container_of("ragserve-mooncake")
+    assert (master["command"], master["args"]) == (
+        store["mooncake"]["entrypoint"],
+        store["mooncake"]["command"],
+    )
+    options = options_of("ragserve-worker")
+    named = {name: value.replace("ragserve-mooncake:", "mooncake:") for name, value in options.items()}
+    assert named == store["worker-1"]["environment"]
+    arguments = json.loads(options["RAGSERVE_KV_STORAGE_ARGS"])
+    settings = Settings(
+        data_dir=tmp_path, kv_storage=options["RAGSERVE_KV_STORAGE"], kv_storage_args=arguments
+    )
+    assert settings.shared_store
+    assert mooncake_options(arguments)["master_server_address"].split(":")[0] in {
+        each["metadata"]["name"] for each in of_kind("Service")
+    }
+
+
+def test_optional_parts_reach_the_pods_that_they_are_for() -> None:
+    for name, stateful in (("ragserve-front", "ragserve"), ("ragserve-worker", "ragserve-worker")):
+        assert options_of(name)
+        assert container_of(stateful)["envFrom"] == [{"configMapRef": {"name": name, "optional": True}}]
+    admitted = {
+        (
+            policy["spec"]["podSelector"]["matchLabels"][COMPONENT],
+            peer["podSelector"]["matchLabels"][COMPONENT],
+        )
+        for policy in of_kind("NetworkPolicy")
+        for rule in policy["spec"]["ingress"]
+        for peer in rule["from"]
+    }
+    assert admitted == {
+        ("worker", "front"),
+        ("worker", "router"),
+        ("worker", "worker"),
+        ("router", "front"),
+        ("mooncake", "worker"),
+    }
 
 
 def test_selectors_select_pods_that_there_are() -> None:
-    pods = [each["spec"]["template"]["metadata"]["labels"] for each in of_kind("StatefulSet")]
+    pods = [each["spec"]["template"]["metadata"]["labels"] for each in running()]
     selectors = [each["spec"]["selector"] for each in of_kind("Service")]
-    for kind in ("StatefulSet", "PodDisruptionBudget"):
+    for kind in (*PODS, "PodDisruptionBudget"):
         selectors += [each["spec"]["selector"]["matchLabels"] for each in of_kind(kind)]
     selectors += [each["spec"]["podSelector"]["matchLabels"] for each in of_kind("NetworkPolicy")]
-    assert len(selectors) == 7
+    assert len(selectors) == 15
     for selector in selectors:
         assert sum(selector.items() <= labels.items() for labels in pods) == 1, selector
 
 
 def test_probes_and_graceful_ends() -> None:
-    assert len(list(containers())) == 2
+    assert len(list(containers())) == 4
     for spec, container in containers():
-        assert container["livenessProbe"]["httpGet"]["path"] == "/health"
-        assert container["startupProbe"]["httpGet"]["path"] == "/health"
-        assert ":30000/ready" in container["readinessProbe"]["exec"]["command"][-1]
+        name = container["name"]
+        for probe in ("livenessProbe", "startupProbe"):
+            assert container[probe]["httpGet"]["path"] == ALIVE.get(name, "/health")
+        if name not in ALIVE:
+            assert ":30000/ready" in container["readinessProbe"]["exec"]["command"][-1]
+        if name == "master":  # nobody waits for its answers: workers go on without it
+            continue
         waits = re.findall(r"seq (\d+)|^(\d+)$", container["lifecycle"]["preStop"]["exec"]["command"][-1])
         (before,) = [int(a or b) for a, b in waits]
         # uvicorn's ten seconds for running answers, and as many for saving
