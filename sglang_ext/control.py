@@ -57,18 +57,24 @@ def answer(runtime: Any, body: dict[str, Any]) -> Answer:
     return {"success": True, "response": [found], "error": ""}
 
 
-def _over_ranks(name: str, values: list[Any], *, add: bool = False) -> Any:
-    """Put the ranks' figures of one name together.
+def _over_ranks(name: str, values: list[Any], *, add: bool = False, store: bool = False) -> Any:
+    """Put the ranks' figures of one name together, ``store``: of the store that engines share.
 
     Every rank has its heads of every document. So bytes, pages and faults are sums, a document is in a tier
-    if all ranks have it there, and the rest, as numbers of documents, is the first rank's.
+    if all ranks have it there, and the rest, as numbers of documents, is the first rank's. In a shared folder
+    every rank counts the bytes of all.
     """
     first = values[0]
     if any(isinstance(value, dict) for value in values):
         names = {key: None for value in values for key in value or ()}  # in order
         inside = name in ("faults", "moved_bytes")
         return {
-            key: _over_ranks(key, [value[key] for value in values if key in (value or ())], add=inside)
+            key: _over_ranks(
+                key,
+                [value[key] for value in values if key in (value or ())],
+                add=inside,
+                store=name == "remote",
+            )
             for key in names
         }
     if name == "bad":
@@ -79,6 +85,10 @@ def _over_ranks(name: str, values: list[Any], *, add: bool = False) -> Any:
         return [min(own, key=_LOWEST.index) for own in zip(*values, strict=True)]
     if name == "scanned":
         return all(values)
+    if name == "away":
+        return any(values)
+    if store and name in ("bytes", "budget_bytes"):
+        return max(values)
     if add or name.endswith("bytes") or name in ("pages", "dropped_writes"):
         return None if first is None else sum(values)
     return first

@@ -58,6 +58,20 @@ def test_a_document_is_where_all_ranks_have_it() -> None:
     assert asked({**ours, "budget_bytes": None}, {**ours, "budget_bytes": None})["budget_bytes"] is None
 
 
+def test_a_shared_folder_is_counted_once() -> None:
+    """Every rank counts the bytes of all engines and ranks, each at its own time."""
+    mine = {"away": False, "bytes": 90, "budget_bytes": 1000, "queued_bytes": 5, "stored": 3}
+    theirs = {"away": True, "bytes": 100, "budget_bytes": 1000, "queued_bytes": 6, "stored": 3}
+    found = asked({"where": (True, "disk"), "remote": mine}, {"where": (True, "disk"), "remote": theirs})
+    assert found["remote"] == {
+        "away": True,
+        "bytes": 100,
+        "budget_bytes": 1000,
+        "queued_bytes": 11,
+        "stored": 3,
+    }
+
+
 def test_an_operation_that_one_rank_fails_alone_ends_the_server() -> None:
     """The others wait for it in a collective of the operation, not in that of the answer."""
 

@@ -24,7 +24,8 @@ class DocumentValues:
         block: int,
         prefill_ms: tuple[float, float, float] = DEFAULT_PREFILL_MS,
     ) -> None:
-        """``threshold`` in milliseconds per MiB; 0 lets everything in, retrieved or not."""
+        """``threshold`` in milliseconds per MiB; 0 lets everything in, retrieved or not. ``page_bytes``: of
+        ``block`` tokens, over all tensor-parallel ranks."""
         self._threshold = threshold
         self._page_bytes = page_bytes
         self._block = block

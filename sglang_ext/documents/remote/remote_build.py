@@ -26,7 +26,8 @@ def remote_tier(config: RemoteConfig, tiers: Tiers) -> RemoteTier:
         disk=tiers.disk,
         faults=tiers.faults,
         metrics=tiers.metrics,
-        values=DocumentValues(config.min_value, layout.page_bytes, layout.block, prefill_ms),
+        # a rank stores its heads of a document: all ranks together store these bytes
+        values=DocumentValues(config.min_value, layout.page_bytes * layout.world, layout.block, prefill_ms),
         deletions=Deletions(config.journal),
         queue_bytes=config.queue_bytes,
         retry_s=config.retry_s,

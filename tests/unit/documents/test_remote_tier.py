@@ -49,6 +49,8 @@ def engine(
     host_pages: int = 1000,
     disk: bool = True,
     away: bool = False,
+    rank: int = 0,
+    world: int = 1,
 ) -> Iterator[TierStore]:
     """A store with host and disk of its own and one that engines share, which answers, or is ``away``."""
     shared = tmp / "shared"
@@ -65,6 +67,8 @@ def engine(
         disk=DiskConfig(tmp / name, LARGE, queue_bytes=LARGE) if disk else None,
         remote=remote,
         pin=False,
+        rank=rank,
+        world=world,
     )
     try:
         until(lambda: away or not tiers.stat()["remote"]["away"])
@@ -147,6 +151,37 @@ def test_engines_share_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert third.where(documents[0].key, "default")[1] == "disk", "what came whole stays nearer"
     with engine(tmp_path, "d", fingerprint="model-b") as stranger:
         assert found(stranger, documents[0]) == "absent"
+
+
+def test_each_rank_has_its_own_pages_of_a_document(tmp_path: Path) -> None:
+    heads = [Sample(1, 40) for _ in range(2)]
+    heads[1].k, heads[1].v = -heads[1].k, -heads[1].v
+    # 40 tokens at 0.05 ms in 10 pages of 512 bytes a rank: 205 ms per MiB of both for each retrieval
+    with (
+        engine(tmp_path, "a0", rank=0, world=2, min_value=400.0) as first,
+        engine(tmp_path, "a1", rank=1, world=2, min_value=400.0) as second,
+    ):
+        for store, own in zip((first, second), heads, strict=True):
+            own.put(store)
+            flushed(store)
+            store.retrieved([own.key], "default")
+            flushed(store)
+            assert store.stat()["remote"]["stored"] == 0, "as much a MiB as in one process"
+            store.retrieved([own.key], "default")
+            flushed(store)
+            assert store.stat()["remote"]["stored"] == 1
+    with (
+        engine(tmp_path, "b0", rank=0, world=2) as first,
+        engine(tmp_path, "b1", rank=1, world=2) as second,
+        engine(tmp_path, "c") as alone,
+    ):
+        for store, own in zip((first, second), heads, strict=True):
+            assert found(store, own) == "remote"
+            assert own.load_and_check(store)
+        assert found(alone, heads[0]) == "absent", "an engine of another tp_size"
+        for store, own in zip((first, second), heads, strict=True):
+            assert removed(store, own) == {"removed": 1}
+    assert not list((tmp_path / "shared").rglob("*.pages"))
 
 
 def test_other_namespaces_cannot_name_a_document(tmp_path: Path) -> None:
