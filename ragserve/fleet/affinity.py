@@ -2,10 +2,10 @@
 
 Documents have owners by rendezvous hashing (Thaler and Ravishankar, 1998): worker w owns document d if
 ``mix(d ^ seed(w))`` is the highest of all workers. A worker that joins or leaves moves only the documents
-that it gets or had. Owners warm documents. A worker also holds what it has answered from (`Holders`), so
-documents that are retrieved together gather on one worker. Tokens that wait to be computed there count
-against it. Load is bounded (Mirrokni et al., 2018): no worker gets a request while it runs more than
-``BOUND`` times the mean.
+that it gets or had. Owners warm documents. A document that workers have answered from is held by these
+(`Holders`) and no longer by its owner, so documents that are retrieved together gather on one worker. Tokens
+that wait to be computed there count against it. Load is bounded (Mirrokni et al., 2018): no worker gets a
+request while it runs more than ``BOUND`` times the mean.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def tokens_held(
     Args:
         documents: (64-bit hash, tokens) of each document.
         workers: Their names.
-        holders: What workers have beside the documents that they own.
+        holders: What workers have answered from; a document that is not there is its owner's.
         held: Further tokens of the request that a worker holds, such as a session's."""
     hashes = [document for document, _ in documents]
     owned = owners(hashes, workers).tolist() if documents else []
@@ -78,7 +78,7 @@ def tokens_held(
     tokens = [0] * len(workers)
     for (document, size), owner in zip(documents, owned, strict=True):
         there = {numbers[name] for name in (holders.of(document) if holders else ()) if name in numbers}
-        for number in there | {owner}:
+        for number in there or {owner}:
             tokens[number] += size
     for name, size in (held or {}).items():
         if name in numbers:

@@ -84,6 +84,19 @@ def test_documents_that_are_asked_for_together_gather_on_one_worker() -> None:
     assert np.mean(found[False]) == 0
 
 
+def test_who_has_answered_counts_in_place_of_the_owner() -> None:
+    """The owner's copy is the older one, and may be gone."""
+    there, document = names(2), int(DOCUMENTS[0])
+    owner = int(owners([document], there)[0])
+    holders = Holders()
+    assert tokens_held([(document, 5)], there, holders=holders)[owner] == 5
+    holders.note(there[1 - owner], [document])
+    assert tokens_held([(document, 5)], there, holders=holders)[owner] == 0
+    assert tokens_held([(document, 5)], there, holders=holders)[1 - owner] == 5
+    holders.note(there[owner], [document])
+    assert tokens_held([(document, 5)], there, holders=holders) == [5, 5]
+
+
 def test_holders_are_remembered_in_bounded_space() -> None:
     holders = Holders(most=3)
     for number in range(COPIES + 2):
