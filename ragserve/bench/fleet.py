@@ -2,7 +2,8 @@
 
 Workers have three tiers of documents, least recently used first out, and compute one prompt at a time.
 Requests come at random (Poisson). What a token costs in each tier is taken from the measurements in
-`examples/results`. Every policy gets the same requests at the same times."""
+`examples/results`. Every policy gets the same requests at the same times. With a shared store, a document
+that its worker does not have is looked for there, and put there once it is worth it."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,17 @@ from ragserve.bench import fleet_replay
 from ragserve.files import bundled
 from ragserve.fleet.affinity import Holders, owners, ranked
 from ragserve.measuring.report import percentile, write
+from sglang_ext.documents.remote.document_values import DocumentValues
 
 COSTS_FROM = "examples/results/h200-context-fa2.json"
+STORE_COSTS_FROM, STORE = "examples/results/shared-store.json", "mooncake"
 DOCUMENT_TOKENS = 512
 DOCUMENT_BYTES = DOCUMENT_TOKENS * 131_072  # KV of Llama-3.1-8B in bfloat16
 TIERS = ("device", "host", "disk")
+REMOTE = "remote"  # the shared store
+STORE_CAPACITY = 262_144  # documents of the shared store: 16 TiB
+STORE_VALUE = 1.0  # the default of `kv_shared_value`
+BIG, OURS = "one big worker", "holders, less waiting (ours)"
 CAPACITY = {"device": 1_400, "host": 4_096, "disk": 65_536}
 """Documents of a worker's tiers: a pool of 746,597 slots, 256 GiB and 4 TiB."""
 
@@ -39,6 +47,7 @@ PASSAGES = 5
 HEAD, HEAD_DRAWN = 0.03, 0.74
 """That share of draws leaves 60 % of the retrievals, because a request's documents differ."""
 
+_BLOCK_TOKENS = 16  # of a page
 _BLOCK = 2**21  # document-worker pairs at a time
 
 
@@ -52,8 +61,8 @@ class TokenCosts:
 
     @classmethod
     def measured(cls) -> TokenCosts:
-        """Read the costs of 8,192 tokens of documents of 512, on one H200. Raises KeyError if they are not in
-        the file."""
+        """Read the costs of 8,192 tokens of documents of 512, on one H200, and of reading a Mooncake Store.
+        Raises KeyError if they are not in the files."""
         rows = json.loads(bundled(COSTS_FROM).read_text(encoding="utf-8"))["rows"]
         found = {
             (row["strategy"], row["tier"]): row
@@ -67,7 +76,45 @@ class TokenCosts:
         ]
         host = (found[whole, "host"]["ttft ms"] - device) / 8192
         absent = found["full", None]["ttft ms"] / 8192
-        return cls(device, {"device": 0.0, "host": host, "disk": min(disk, absent), "absent": absent})
+        reads = json.loads(bundled(STORE_COSTS_FROM).read_text(encoding="utf-8"))["rows"]
+        (read,) = [row["read CPU ms"] for row in reads if row["store"] == STORE]
+        remote = read / DOCUMENT_TOKENS
+        tokens = {"host": host, "disk": min(disk, absent), REMOTE: min(remote, absent), "absent": absent}
+        return cls(device, {"device": 0.0} | tokens)
+
+
+class SimulatedStore:
+    """What workers share, the documents read least recently out first. A worker puts a document there that is
+    worth it by its own retrievals, as `DocumentValues` counts them."""
+
+    def __init__(self, costs: TokenCosts, value: float, capacity: int = STORE_CAPACITY) -> None:
+        """``value``: as `kv_shared_value`. ``capacity`` in documents."""
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._value, self._capacity = value, capacity
+        self._prefill_ms = (0.0, costs.per_token["absent"], 0.0)
+        self._by_worker: dict[SimulatedWorker, DocumentValues] = {}
+        self.stored = 0  # documents
+
+    def has(self, document: int) -> bool:
+        """Whether a document is there, which counts as a read."""
+        if document not in self._kept:
+            return False
+        self._kept.move_to_end(document)
+        return True
+
+    def retrieved(self, worker: SimulatedWorker, document: int) -> None:
+        """Count a retrieval of a worker that has the document."""
+        page_bytes = _BLOCK_TOKENS * DOCUMENT_BYTES // DOCUMENT_TOKENS
+        values = self._by_worker.setdefault(
+            worker, DocumentValues(self._value, page_bytes, _BLOCK_TOKENS, self._prefill_ms)
+        )
+        values.note(str(document))
+        if document in self._kept or not values.admits(str(document), DOCUMENT_TOKENS):
+            return
+        self._kept[document] = None
+        self.stored += 1
+        if len(self._kept) > self._capacity:
+            self._kept.popitem(last=False)
 
 
 @dataclass(eq=False)
@@ -82,10 +129,14 @@ class SimulatedWorker:
         default_factory=lambda: {tier: OrderedDict() for tier in TIERS}
     )
 
-    def fetch(self, document: int, scale: int = 1) -> str:
-        """The tier that has a document, which then is in all of them; ``scale``: workers of this size in
-        one."""
+    def fetch(self, document: int, scale: int = 1, store: SimulatedStore | None = None) -> str:
+        """The tier that has a document, which then is in all of the worker's; ``scale``: workers of this size
+        in one."""
         found = next((tier for tier in TIERS if document in self.tiers[tier]), "absent")
+        if store is not None:
+            if found == "absent" and store.has(document):
+                found = REMOTE
+            store.retrieved(self, document)
         for tier in TIERS:
             kept = self.tiers[tier]
             kept[document] = None
@@ -148,15 +199,16 @@ def cache_aware(threshold: float = 0.3, apart: int = 64, times: float = 1.5) -> 
 
 
 def affinity(owner_of: dict[int, int], *, holders: bool, waits: bool) -> Policy:
-    """As `ragserve.fleet.affinity`: the worker that owns most of the documents, or has answered from them
-    with ``holders``, within the bound on load; with ``waits``, less the tokens that wait there."""
+    """As `ragserve.fleet.affinity`: the worker that owns most of the documents, within the bound on load;
+    with ``holders``, those that have answered from a document count in place of its owner; with ``waits``,
+    less the tokens that wait there."""
     known = Holders()
 
     def choose(documents: Sequence[int], workers: list[SimulatedWorker]) -> tuple[int, int]:
         tokens = [0] * len(workers)
         for document in documents:
             there = {int(name) for name in known.of(document)} if holders else set()
-            for number in there | {owner_of[document]}:
+            for number in there or {owner_of[document]}:
                 tokens[number] += DOCUMENT_TOKENS
         waiting = [worker.waiting if waits else 0 for worker in workers]
         best = ranked(tokens, [worker.in_flight for worker in workers], waiting)[0]
@@ -181,7 +233,8 @@ def owner_table(requests: Sequence[Sequence[int]], count: int) -> dict[int, int]
 class Outcome:
     """Figures of the second half of the requests, when the caches have filled."""
 
-    tiers: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*TIERS, "absent"), 0))
+    tiers: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*TIERS, REMOTE, "absent"), 0))
+    stored: int = 0
     first_token_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
 
@@ -190,15 +243,21 @@ class Outcome:
         moved = (self.tiers["host"] + self.tiers["disk"]) * DOCUMENT_BYTES
         computed = self.tiers["absent"] * DOCUMENT_BYTES
         mean = sum(self.busy_s) / len(self.busy_s)
+        store = {
+            "MB from the store a request": round(self.tiers[REMOTE] * DOCUMENT_BYTES / requests / 1e6, 1),
+            "MB to the store a request": round(self.stored * DOCUMENT_BYTES / requests / 1e6, 1),
+        }
         return {
-            **{f"{tier} %": round(100 * self.tiers[tier] / tokens, 1) for tier in TIERS},
+            **{f"{tier} %": round(100 * self.tiers[tier] / tokens, 1) for tier in (*TIERS, REMOTE)},
             "found %": round(100 * (1 - self.tiers["absent"] / tokens), 1),
+            "device + host %": round(100 * (self.tiers["device"] + self.tiers["host"]) / tokens, 1),
             "first token ms p50": round(1e3 * percentile(self.first_token_s, 50), 1),
             "first token ms p99": round(1e3 * percentile(self.first_token_s, 99), 1),
             "busiest / mean": round(max(self.busy_s) / mean, 2),
             "GPU ms a request": round(1e3 * sum(self.busy_s) / requests, 1),
             "MB loaded a request": round(moved / requests / 1e6, 1),
             "MB computed a request": round(computed / requests / 1e6, 1),
+            **store,
         }
 
 
@@ -209,8 +268,10 @@ def simulate(
     costs: TokenCosts,
     seed: int,
     scale: int = 1,
+    store: SimulatedStore | None = None,
 ) -> Outcome:
-    """Send the requests to ``count`` workers. ``scale``: how many each of them stands for."""
+    """Send the requests to ``count`` workers. ``scale``: how many each of them stands for. ``store``: what
+    they share."""
     draw = random.Random(seed)
     workers = [SimulatedWorker() for _ in range(count)]
     ending: list[tuple[float, int, int, int]] = []  # when, whose, requests and tokens less
@@ -224,9 +285,11 @@ def simulate(
             _, ended, fewer, computed = heapq.heappop(ending)
             workers[ended].in_flight -= fewer
             workers[ended].waiting -= computed
+        if store is not None and number == len(requests) // 2:
+            outcome.stored = -store.stored
         chosen, tokens = policy(documents, workers)
         worker = workers[chosen]
-        tiers = [worker.fetch(document, scale) for document in documents]
+        tiers = [worker.fetch(document, scale, store) for document in documents]
         took = (costs.base + sum(DOCUMENT_TOKENS * costs.per_token[tier] for tier in tiers)) / 1e3 / scale
         worker.free_at = max(worker.free_at, now) + took
         worker.in_flight += 1
@@ -239,6 +302,7 @@ def simulate(
             for tier in tiers:
                 outcome.tiers[tier] += 1
     outcome.busy_s = [worker.busy_s * scale for worker in workers]
+    outcome.stored += 0 if store is None else store.stored
     return outcome
 
 
@@ -292,13 +356,16 @@ def run(
     quick: bool = False,
     simulate_only: bool = False,
     sizes: Sequence[int] = (),
+    shared: bool = False,
     seed: int = 0,
     **replay: Any,
 ) -> dict[str, Any]:
     """Simulate all policies at every size if ``simulate_only``, else replay traces over real workers:
     ``replay`` are further arguments of `ragserve.bench.fleet_replay.run`."""
     if not simulate_only:
-        return fleet_replay.run(out_dir, quick=quick, sizes=sizes or fleet_replay.SIZES, **replay)
+        return fleet_replay.run(
+            out_dir, quick=quick, sizes=sizes or fleet_replay.SIZES, shared=shared, **replay
+        )
     sizes = sizes or (8, 64, 512)
     costs = TokenCosts.measured()
     documents = 20_000 if quick else DOCUMENTS
@@ -308,18 +375,22 @@ def run(
         requests = list(skewed_requests(number, documents, seed))
         head = head_share(requests, documents)
         table = owner_table(requests, count)
-        policies: dict[str, tuple[Policy, int, int]] = {
-            "one big worker": (lambda documents, workers: (0, 0), 1, count),
-            "random": (random_policy(seed), count, 1),
-            "round robin": (round_robin(), count, 1),
-            "cache_aware": (cache_aware(), count, 1),
-            "owner": (affinity(table, holders=False, waits=False), count, 1),
-            "holders": (affinity(table, holders=True, waits=False), count, 1),
-            "holders, less waiting (ours)": (affinity(table, holders=True, waits=True), count, 1),
+        policies: dict[str, tuple[Callable[[], Policy], int, int]] = {
+            BIG: (lambda: lambda documents, workers: (0, 0), 1, count),
+            "random": (partial(random_policy, seed), count, 1),
+            "round robin": (round_robin, count, 1),
+            "cache_aware": (cache_aware, count, 1),
+            "owner": (partial(affinity, table, holders=False, waits=False), count, 1),
+            "holders": (partial(affinity, table, holders=True, waits=False), count, 1),
+            OURS: (partial(affinity, table, holders=True, waits=True), count, 1),
         }
-        for name, (policy, workers, scale) in policies.items():
-            outcome = simulate(requests, workers, policy, costs, seed, scale)
-            rows.append({"workers": count, "policy": name} | outcome.row(number // 2))
+        runs = [(name, STORE_VALUE) for name in policies] + [(name, 0.0) for name in (BIG, OURS) if shared]
+        for name, value in runs:
+            policy, workers, scale = policies[name]
+            store = SimulatedStore(costs, value) if shared else None
+            outcome = simulate(requests, workers, policy(), costs, seed, scale, store)
+            stored = {"store value": value} if shared else {}
+            rows.append({"workers": count, "policy": name} | stored | outcome.row(number // 2))
     workload = {
         "documents": documents,
         "tokens of a document": DOCUMENT_TOKENS,
@@ -329,12 +400,16 @@ def run(
         f"{TOPICAL:.0%} of a request's are of one topic of {TOPIC}",
         "tiers of a worker": {tier: f"{CAPACITY[tier]:,} documents" for tier in TIERS},
         "costs, ms": {"a request": costs.base} | {k: round(v, 5) for k, v in costs.per_token.items()},
-        "costs from": COSTS_FROM,
+        "costs from": f"{COSTS_FROM}, {STORE_COSTS_FROM}",
+        "shared store": "none",
         "seed": seed,
     }
+    if shared:
+        workload["shared store"] = f"{STORE_CAPACITY:,} documents, of the value given and more"
     note = (
         "Simulated, not measured. One big worker has the memory and the speed of all. cache_aware compares "
         "prefixes of tokens, as SGLang's router does with its defaults."
     )
-    out = None if out_dir is None else out_dir / "fleet-simulated.json"
-    return write("fleet-simulated", workload, rows, out=out, note=note)
+    name = "fleet-simulated-shared" if shared else "fleet-simulated"
+    out = None if out_dir is None else out_dir / f"{name}.json"
+    return write(name, workload, rows, out=out, note=note)

@@ -5,12 +5,16 @@ Workers are `ragserve serve --worker` on this machine, each on one core with bud
 is the server in front. Every policy begins with empty caches and gets the same queries in the same order,
 `PER_WORKER` for each worker at a time; the second half counts. Rivals: one worker of the same size, for the
 throughput, and one with the cores and the memory of all, for what is found. `OURS` over one worker shows what
-the choosing itself costs."""
+the choosing itself costs.
+
+With ``shared`` the workers share a folder that has room for all documents, and these are warmed before every
+policy as the product warms what it ingests: by their owners, until the disks are full."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import tempfile
@@ -24,27 +28,29 @@ import httpx
 from pydantic import SecretStr
 
 from ragserve.bench import model_shapes
-from ragserve.bench.retrieval_trace import SEED, Trace, TraceQuery, read_trace, require
+from ragserve.bench.retrieval_trace import SEED, Trace, TraceQuery, read_trace, require, warm_missing
 from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.engine.base import Engine, GenerateRequest, Sampling
 from ragserve.engine.ports import LOOPBACK, hold_port, port_of
-from ragserve.errors import RagserveError, Unavailable
+from ragserve.errors import InvalidRequest, RagserveError, Unavailable
 from ragserve.fleet.fleet_engine import FleetEngine
 from ragserve.fleet.request_parts import documents_of
 from ragserve.fleet.routing_key import ASK, MARK, ROUTING_KEY, WORKER
 from ragserve.fleet.worker_engine import WorkerEngine
-from ragserve.measuring.engine_run import TIERS, first_token
-from ragserve.measuring.report import GrowingReport, percentile
+from ragserve.measuring.engine_run import REMOTE, TIERS, first_token
+from ragserve.measuring.report import GrowingReport, percentile, read_report
 from ragserve.measuring.running_router import is_installed, running_router
 from ragserve.measuring.server import RunningServer, running_server
 
 SIZES = (1, 2, 4)
 DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.1, 0.1, 0.3  # of the documents' KV, each worker's
+_STORED = 1.1  # bytes of a document's file to those of its KV, at most
 PER_WORKER = 2  # queries in flight
 NEW_TOKENS = 8
 NAMESPACE = "fleet"
 KEY = "bench-fleet"
 ONE, BIG, CACHE_AWARE, OURS = "one worker", "one big worker", "cache_aware", "ours"
+POLICIES = ("random", "round robin", CACHE_AWARE, OURS)
 
 Asked = Callable[[GenerateRequest], Awaitable[tuple[list[str], Engine]]]
 """The fastest tier of each of a request's documents at the worker that gets it, and the engine to send it to
@@ -58,14 +64,22 @@ def run(
     traces: Sequence[Path] = (),
     n_queries: int = 120,
     sizes: Sequence[int] = SIZES,
+    shared: bool = False,
+    only: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Measure a row per trace, number of workers and policy. Raises InvalidRequest without a trace."""
+    """Measure a row per trace, number of workers and policy (``only`` these, if given). Rows of the same
+    workload that are not measured again stay in the file. Raises InvalidRequest without a trace, and for a
+    policy that there is not."""
     require(traces, "fleet")
+    if unknown := sorted(set(only) - {ONE, BIG, *POLICIES}):
+        raise InvalidRequest(
+            f"There is no policy {unknown[0]!r}.", hint=f"One of: {', '.join((ONE, *POLICIES, BIG))}."
+        )
     n_queries, sizes = (min(n_queries, 24), sizes[:2]) if quick else (n_queries, sizes)
     traced = [read_trace(path, n_queries, DEFAULT_MODEL) for path in traces]
-    out = out_dir / "fleet-replay.json" if out_dir else None
-    report = GrowingReport("fleet-replay", out, note=_NOTE)
-    report.workload = {
+    name = "fleet-replay-shared" if shared else "fleet-replay"
+    out = out_dir / f"{name}.json" if out_dir else None
+    workload = {
         "model": "ragserve-tiny",
         "strategy": "concat",
         "queries": f"{n_queries}, drawn with seed {SEED}; the second half counts",
@@ -73,66 +87,92 @@ def run(
         "budgets of a worker, of the documents' KV": (
             f"device {DEVICE_SHARE:.0%}, host {HOST_SHARE:.0%}, disk {DISK_SHARE:.0%}"
         ),
-        **{f"documents of {trace.name}": f"{len(trace.unique)}, {trace.tokens:,} tokens" for trace in traced},
+        "shared store": "a folder for all documents" if shared else "none",
+        "documents at first": "on their owners' disks, as far as there is room" if shared else "nowhere",
     }
+    before, earlier = read_report(out)
+    earlier = earlier if before.items() >= workload.items() else []
+    report = GrowingReport(
+        name,
+        out,
+        note=_NOTE,
+        key=("trace", "workers", "policy"),
+        earlier=earlier,
+        order=lambda row: (row["trace"], row["workers"]),
+    )
+    sizes_of = {f"documents of {t.name}": f"{len(t.unique)}, {t.tokens:,} tokens" for t in traced}
+    report.workload = before | sizes_of if earlier else workload | sizes_of
     for trace in traced:
-        for row in measured(trace, sorted(set(sizes))):
+        one = next((row for row in earlier if (row["trace"], row["policy"]) == (trace.name, ONE)), None)
+        for row in measured(trace, sorted(set(sizes)), only or (ONE, *policies(), BIG), shared, one):
             report.add(row)
     return report.show()
 
 
 _NOTE = (
-    "Found: per cent of the documents asked for, by the fastest tier of the answering worker that had the "
-    "whole document on arrival. Each worker has one core; more workers than cores share them. times one "
-    "worker: queries/s over those of one worker; per core: that times workers over cores in use, which is "
-    "what a core for each worker would give if nothing else held them back. cache_aware: SGLang's router smg "
-    "is asked for each request's worker, with its tokens; the request then goes there directly. First "
-    "tokens: from the sending to the worker."
+    "Found: per cent of the documents asked for, by the fastest tier that the answering worker had the whole "
+    "document in on arrival; remote: the shared store. Each worker has one core; more workers than cores "
+    "share them. times one worker: queries/s over those of one worker. CPU ms a query: of the workers' "
+    "processes. times one worker, a core each: CPU time of one worker for the queries over that of the "
+    "busiest worker, which is what a core for each worker would give if nothing else held them back. "
+    "cache_aware: SGLang's router smg is asked for each request's worker, with its tokens; the request then "
+    "goes there directly. First tokens: from the sending to the worker."
 )
 
 
-def measured(trace: Trace, sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The rows of a trace."""
+def measured(
+    trace: Trace, sizes: Sequence[int], only: Collection[str], shared: bool, one: Mapping[str, Any] | None
+) -> Iterator[dict[str, Any]]:
+    """The rows of a trace by the policies ``only``. ``one``: an earlier row of one worker."""
     cores = len(os.sched_getaffinity(0))
-    one: float | None = None
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragserve-fleet-")))
         small = [
-            stack.enter_context(_worker(trace, folder / f"small-{n}", 1, {n % cores}))
-            for n in range(max(sizes))
+            stack.enter_context(_worker(trace, folder / f"small-{n}", 1, {n % cores}, shared))
+            for n in range(max(sizes) if set(only) != {BIG} else 0)
         ]
         for size in sizes:
-            urls = [worker.url for worker in small[:size]]
             for policy in (ONE, OURS) if size == 1 else policies():
-                row = _row(trace, folder, urls, policy)
-                one = row["queries/s"] if policy == ONE else one
-                yield (
-                    {"trace": trace.name, "workers": size, "policy": policy}
-                    | row
-                    | _times(row, one, size, cores)
-                )
-            if size > 1:
-                with _worker(trace, folder / f"big-{size}", size, set(range(min(size, cores)))) as big:
-                    row = _row(trace, folder, [big.url], BIG, at_once=PER_WORKER * size)
+                if policy in only:
+                    row = _row(trace, folder, small[:size], policy, shared)
+                    one = row if policy == ONE else one
+                    times = {} if one is None else _times(row, one, size)
+                    yield {"trace": trace.name, "workers": size, "policy": policy} | row | times
+            if size > 1 and BIG in only:
+                with _worker(
+                    trace, folder / f"big-{size}", size, set(range(min(size, cores))), shared
+                ) as big:
+                    row = _row(trace, folder, [big], BIG, shared, at_once=PER_WORKER * size)
                 yield {"trace": trace.name, "workers": size, "policy": BIG} | row
 
 
 def policies() -> tuple[str, ...]:
     """Ways to choose among several workers; `CACHE_AWARE` where its router is installed."""
-    return ("random", "round robin", *((CACHE_AWARE,) if is_installed() else ()), OURS)
+    return tuple(policy for policy in POLICIES if policy != CACHE_AWARE or is_installed())
 
 
-def _times(row: Mapping[str, Any], one: float | None, size: int, cores: int) -> dict[str, Any]:
-    if one is None:
-        return {}
-    times = row["queries/s"] / one
-    return {"times one worker": round(times, 2), "per core": round(times * size / min(size, cores), 2)}
+def _times(row: Mapping[str, Any], one: Mapping[str, Any], size: int) -> dict[str, Any]:
+    busiest = row["CPU ms a query"] * row["busiest / mean"] / size
+    return {
+        "times one worker": round(row["queries/s"] / one["queries/s"], 2),
+        "times one worker, a core each": round(one["CPU ms a query"] / busiest, 2),
+    }
 
 
 @contextlib.contextmanager
-def _worker(trace: Trace, folder: Path, scale: int, cores: Collection[int]) -> Iterator[RunningServer]:
-    """Start a worker that has ``scale`` times the budgets, on the cores of these numbers of ours."""
-    kv_bytes = scale * trace.tokens * model_shapes.kv_bytes_per_token("embedded")
+def _worker(
+    trace: Trace, folder: Path, scale: int, cores: Collection[int], shared: bool
+) -> Iterator[RunningServer]:
+    """Start a worker that has ``scale`` times the budgets, on the cores of these numbers of ours; ``shared``:
+    with a store for all documents, beside its own folder."""
+    all_bytes = trace.tokens * model_shapes.kv_bytes_per_token("embedded")
+    kv_bytes = scale * all_bytes
+    store: dict[str, Any] = {}
+    if shared:
+        mount = folder.parent / "shared"
+        mount.mkdir(exist_ok=True)
+        options = {"folder": str(mount), "bytes": int(_STORED * all_bytes)}
+        store = {"kv_storage": "shared", "kv_storage_args": json.dumps(options)}
     longest = max(len(query.ids) for query in trace.queries)
     ours = os.sched_getaffinity(0)
     numbers = sorted(ours)
@@ -151,6 +191,8 @@ def _worker(trace: Trace, folder: Path, scale: int, cores: Collection[int]) -> I
                     ),
                     kv_host_bytes=int(kv_bytes * HOST_SHARE),
                     kv_disk_bytes=int(kv_bytes * DISK_SHARE),
+                    kv_analysis="lazy",  # nothing of `concat` needs one
+                    **store,
                 )
             )
         finally:
@@ -159,15 +201,22 @@ def _worker(trace: Trace, folder: Path, scale: int, cores: Collection[int]) -> I
 
 
 def _row(
-    trace: Trace, folder: Path, urls: Sequence[str], policy: str, at_once: int | None = None
+    trace: Trace,
+    folder: Path,
+    workers: Sequence[RunningServer],
+    policy: str,
+    warm: bool,
+    at_once: int | None = None,
 ) -> dict[str, Any]:
-    """Run one policy over workers, from empty caches."""
+    """Run one policy over workers."""
+    urls = [worker.url for worker in workers]
     settings = load(
         data_dir=folder / "front",
         workers=",".join(urls),
         engine_api_key=SecretStr(KEY),
         log_level="warning",
     )
+    at_once = at_once or PER_WORKER * len(urls)
     with contextlib.ExitStack() as stack:
         router = ""
         if policy == CACHE_AWARE:
@@ -177,19 +226,40 @@ def _row(
                 running_router(urls, folder / "router.log", KEY, port=port, policy="cache_aware")
             )
             router = f"http://{LOOPBACK}:{port}"
-        return asyncio.run(replayed(trace, settings, urls, policy, router, at_once or PER_WORKER * len(urls)))
+        return asyncio.run(
+            replayed(
+                trace,
+                settings,
+                urls,
+                policy,
+                router,
+                at_once,
+                warm=warm,
+                cpu=[worker.cpu_seconds for worker in workers],
+            )
+        )
 
 
 async def replayed(
-    trace: Trace, settings: Settings, urls: Sequence[str], policy: str, router: str, at_once: int
+    trace: Trace,
+    settings: Settings,
+    urls: Sequence[str],
+    policy: str,
+    router: str,
+    at_once: int,
+    *,
+    warm: bool = False,
+    cpu: Sequence[Callable[[], float]] = (),
 ) -> dict[str, Any]:
     """Replay a trace over the workers at ``urls``, ``at_once`` queries at a time, from empty caches.
 
     Args:
         policy: ``random``, ``round robin``, `CACHE_AWARE` by ``router``, `OURS`, or any other for one worker.
+        warm: Warm the documents first, each on its owner, until the disks are full.
+        cpu: The seconds of CPU time that each worker has used so far.
 
     Returns:
-        What the second half of the queries has found, waited for, and the queries a second.
+        What the second half of the queries has found, waited for and cost, and the queries a second.
 
     Raises:
         RagserveError: A query was not answered by composing, or a worker does not answer."""
@@ -199,10 +269,13 @@ async def replayed(
             stack.push_async_callback(engine.close)
             await engine.start()
             await engine.control("clear")
-        if policy == OURS:
-            fleet = FleetEngine(settings, urls)
-            stack.push_async_callback(fleet.close)
+        fleet = FleetEngine(settings, urls)
+        stack.push_async_callback(fleet.close)
+        if warm or policy == OURS:
             await fleet.start()
+        if warm:
+            await _warm(fleet, trace)
+        if policy == OURS:
             asked = _by_fleet(fleet)
         elif policy == CACHE_AWARE:
             assert settings.engine_api_key is not None
@@ -211,20 +284,40 @@ async def replayed(
             asked = _by(engines, _router_choice(client, router, engines))
         else:
             asked = _by(engines, _plain_choice(policy, len(engines)))
-        return await _replay(trace, asked, at_once)
+        return await _replay(trace, asked, at_once, cpu)
 
 
-async def _replay(trace: Trace, asked: Asked, at_once: int) -> dict[str, Any]:
+async def _warm(fleet: FleetEngine, trace: Trace) -> None:
+    """Compute the system text and the documents, in an order of their own, but no more than the disks hold
+    without evicting, as a warm-up of what was ingested does."""
+    room = await fleet.where(NAMESPACE, [])
+    first = trace.queries[0]
+    needed, size = [first.ids[: first.spans[0].end]], 0
+    documents = list(trace.unique.values())
+    random.Random(SEED).shuffle(documents)  # those of the first queries are no more likely to be there
+    for document in documents:
+        own = room.bytes_of(len(document))
+        if room.budget_bytes is None or size + own <= room.budget_bytes:
+            needed.append(document)
+            size += own
+    await warm_missing(fleet, NAMESPACE, needed)
+    await fleet.control("flush")
+
+
+async def _replay(
+    trace: Trace, asked: Asked, at_once: int, cpu: Sequence[Callable[[], float]]
+) -> dict[str, Any]:
     found: Counter[str] = Counter()
     first_ms: list[float] = []
     half, began = len(trace.queries) // 2, 0.0
+    used: list[float] = []
     waiting = asyncio.Semaphore(at_once)
 
     async def one(number: int, query: TraceQuery) -> None:
-        nonlocal began
+        nonlocal began, used
         async with waiting:
             if number == half:
-                began = time.perf_counter()
+                began, used = time.perf_counter(), [seconds() for seconds in cpu]
             sampling = Sampling(max_new_tokens=NEW_TOKENS)
             request = query.request(f"fleet-{number}", NAMESPACE, "concat", {}, sampling)
             tiers, engine = await asked(request)
@@ -237,13 +330,20 @@ async def _replay(trace: Trace, asked: Asked, at_once: int) -> dict[str, Any]:
 
     await asyncio.gather(*(one(number, query) for number, query in enumerate(trace.queries)))
     seconds = time.perf_counter() - began
-    shares = {f"{tier} %": round(100 * found[tier] / found.total(), 1) for tier in (*TIERS, "absent")}
-    return {
+    spent = [after() - before for after, before in zip(cpu, used, strict=True)]
+    tiers = (*TIERS, REMOTE, "absent")
+    shares = {f"{tier} %": round(100 * found[tier] / found.total(), 1) for tier in tiers}
+    row = {
+        "found %": round(100 * (1 - found["absent"] / found.total()), 1),
         "device + host %": round(100 * (found["device"] + found["host"]) / found.total(), 1),
         **shares,
         **{f"first token ms p{q}": round(percentile(first_ms, q), 1) for q in (50, 99)},
         "queries/s": round(len(first_ms) / seconds, 2),
     }
+    if spent:
+        row["CPU ms a query"] = round(1e3 * sum(spent) / len(first_ms), 1)
+        row["busiest / mean"] = round(max(spent) * len(spent) / sum(spent), 2)
+    return row
 
 
 def _by_fleet(fleet: FleetEngine) -> Asked:

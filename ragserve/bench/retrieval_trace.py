@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.engine.document_cache import CachingEngine
 from ragserve.engine.local import LocalEngine
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.measuring.engine_run import in_tier
@@ -132,7 +133,7 @@ async def cache_in(engine: LocalEngine, namespace: str, trace: Trace, tier: str)
         raise RagserveError(f"after warming, documents are on {dict(where)}, not all on {tier}")
 
 
-async def warm_missing(engine: LocalEngine, namespace: str, needed: Sequence[list[int]]) -> None:
+async def warm_missing(engine: CachingEngine, namespace: str, needed: Sequence[list[int]]) -> None:
     """Compute and analyse the documents, token ids, that are in no tier."""
     for at in range(0, len(needed), _GROUP):
         group = needed[at : at + _GROUP]

@@ -87,7 +87,10 @@ def bench(
     ] = None,
     part: Annotated[
         list[str] | None,
-        typer.Option(help="kernels-*: measure only this part; repeatable. The file's other rows are kept."),
+        typer.Option(
+            help="kernels-*: measure only this part; fleet: replay only by this policy; repeatable. The "
+            "file's other rows are kept."
+        ),
     ] = None,
     model: Annotated[
         str, typer.Option(help="kernels-decode: the model whose queries and keys are measured.")
@@ -131,6 +134,10 @@ def bench(
         list[int] | None,
         typer.Option(min=1, help="fleet: number of workers, simulated or real (1, 2 and 4); repeatable."),
     ] = None,
+    shared: Annotated[
+        bool,
+        typer.Option("--shared", help="fleet: with a store of documents' KV that the workers share."),
+    ] = False,
     index_types: Annotated[
         str, typer.Option(help="retrieval: index types to compare, separated by commas.")
     ] = "flat",
@@ -141,9 +148,10 @@ def bench(
         raise InvalidRequest(
             f"Unknown index type {unknown[0]!r}.", hint=f"Choose from {', '.join(get_args(IndexType))}."
         )
-    if part and name not in _KERNELS:
+    if part and name not in (*_KERNELS, Name.FLEET):
         raise InvalidRequest(
-            "--part selects parts of one kernel benchmark.", hint="Name kernels-compose or kernels-decode."
+            "--part selects parts of one kernel benchmark, or policies of a fleet.",
+            hint="Name kernels-compose, kernels-decode or fleet.",
         )
     given: dict[str, dict[str, Any]] = {
         "retrieval": {"data": data, "index_types": types},
@@ -156,7 +164,14 @@ def bench(
         "kernels-compose": {"parts": part},
         "kernels-decode": {"parts": part, "model": model, "data": data},
         "replay": {"traces": data, "n_queries": queries, "shares": share},
-        "fleet": {"simulate_only": simulate, "sizes": workers, "traces": data, "n_queries": queries},
+        "fleet": {
+            "simulate_only": simulate,
+            "sizes": workers,
+            "shared": shared,
+            "traces": data,
+            "n_queries": queries,
+            "only": part,
+        },
         "load": {"traces": data, "n_queries": queries, "passages": (passages,), "strategies": strategies},
     }
     chosen = list(_KERNELS) if name is Name.KERNELS else [name]

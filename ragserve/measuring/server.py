@@ -51,6 +51,14 @@ class RunningServer:
         parent = psutil.Process(self.process.pid)
         return sum(p.memory_info().rss for p in [parent, *parent.children(recursive=True)])
 
+    def cpu_seconds(self) -> float:
+        """CPU time of all its processes so far, user and system. Processes that have ended do not count."""
+        import psutil
+
+        parent = psutil.Process(self.process.pid)
+        times = [p.cpu_times() for p in [parent, *parent.children(recursive=True)]]
+        return float(sum(each.user + each.system for each in times))
+
 
 @contextlib.contextmanager
 def running_server(

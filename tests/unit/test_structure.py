@@ -38,6 +38,7 @@ HEAVY = (
 )
 PLAIN_DATA = (
     "sglang_ext.cache_scope",
+    "sglang_ext.documents.remote.document_values",
     "sglang_ext.prefill_options",
     "sglang_ext.protocol",
     "sglang_ext.request_options",
