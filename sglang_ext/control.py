@@ -282,6 +282,14 @@ def _score(runtime: Any, body: dict[str, Any]) -> Answer:
     return found
 
 
+def _attend(runtime: Any, body: dict[str, Any]) -> Answer:
+    """What a question attends to in the turns of a session, see `session_attention`."""
+    if runtime.composition is None:
+        raise PlanError(runtime.unsupported)
+    found: Answer = runtime.composition.attend(body)
+    return found
+
+
 def _fault(runtime: Any, body: dict[str, Any]) -> Answer:
     """Make a stage fail once, on one ``rank`` or all of them, where the server allows it; without a stage,
     withdraw what was not reached."""
@@ -293,6 +301,7 @@ def _fault(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 _operations: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
+    "attend": _attend,
     "info": _info,
     "prefix": _prefix,
     "probe": _probe,

@@ -345,6 +345,8 @@ class Answerer:
     ) -> LaidOutTurn:
         """Lay out the prompt, and number the passages. Raises DocumentsTooLong and PromptTooLong."""
         later = turn if turn is not None and not turn.is_first else None
+        if later is not None:
+            await later.attend(query.question, found)
         info = self._engine.info  # a session's KV stays on the device
         room = info.prompt_room(query.request.decode) if turn is None else info.max_prompt_tokens
         prompt = await self._prompt(query, found, later, room)

@@ -20,6 +20,7 @@ from ragserve.answering.past_turns import PastTurn, SessionKv, ids_of
 from ragserve.answering.prompt import Message, Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.query import Query
 from ragserve.answering.results import EarlierTurn, RetrievedPassage, SessionUse
+from ragserve.answering.turn_candidates import TurnCandidates
 from ragserve.answering.turn_compression import TurnCompressor
 from ragserve.engine.base import Engine, GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import CachingEngine
@@ -49,6 +50,7 @@ class Dialogue:
     created_at: float = field(default_factory=time.time)
     used_at: float = field(default_factory=time.time)
     past: list[PastTurn] = field(default_factory=list)
+    prompts: list[tuple[PastTurn, ...]] = field(default_factory=list)  # see `turn_attention.AskedPrompts`
     messages: list[Message] = field(default_factory=list)
     turns: int = 0
     system: str | None = None
@@ -75,7 +77,7 @@ class Dialogue:
     def end(self, reason: str) -> None:
         """Forget all texts; the next request is told the reason."""
         self.outdated = reason
-        self.past, self.messages = [], []
+        self.past, self.prompts, self.messages = [], [], []
 
 
 class NextTurn:
@@ -90,6 +92,7 @@ class NextTurn:
     ) -> None:
         self._dialogue = dialogue
         self._compressor = compressor
+        self._candidates: TurnCandidates | None = None
         self._expires_s = expires_s
         self._is_kept = is_kept
         self._budget = dialogue.budget
@@ -143,6 +146,14 @@ class NextTurn:
             request = replace(request, strategy=dialogue.spec.name, options=dialogue.spec.options)
         return replace(query, request=request, history=tuple(dialogue.messages), system=dialogue.system)
 
+    async def attend(self, question: str, found: Sequence[RetrievedPassage]) -> None:
+        """Find out what the question attends to in turns that have to be compressed, before `prompt`."""
+        if not self.may_shorten:
+            return
+        texts = {(passage.title, passage.text) for passage in found}
+        key, prompts = self._dialogue.key, self._dialogue.prompts
+        self._candidates = await self._compressor.attended(self._past, question, texts, key, prompts)
+
     def prompt(
         self, prompts: PromptBuilder, query: Query, found: Sequence[RetrievedPassage], room: int
     ) -> Prompt:
@@ -169,7 +180,12 @@ class NextTurn:
     def _shorten(self, question: str, found: Sequence[RetrievedPassage]) -> None:
         texts = {(passage.title, passage.text) for passage in found}
         shortened = self._compressor.shorten(
-            self._past, question, self._budget, system=self._dialogue.system, found=texts
+            self._past,
+            question,
+            self._budget,
+            system=self._dialogue.system,
+            found=texts,
+            candidates=self._candidates,
         )
         self._past, self._left = shortened.turns, shortened.report
         self._set_before(shortened.passages, shortened.whole)
@@ -250,9 +266,9 @@ class NextTurn:
         behind = sum(len(turn.ids) for turn in self._past)
         turn = PastTurn.of(prompt, ids, behind=behind, unregistered=asked.unregistered)
         history = query.history if self.is_first else ()
-        dialogue.past.append(
-            replace(turn, passages=tuple(self._added), question=query.question, history=history)
-        )
+        turn = replace(turn, passages=tuple(self._added), question=query.question, history=history)
+        dialogue.past.append(turn)
+        dialogue.prompts.append((*self._past, turn))
         dialogue.budget = self._budget
         dialogue.messages += [Message("user", query.question), Message("assistant", text)]
         dialogue.turns += 1

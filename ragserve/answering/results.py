@@ -129,12 +129,25 @@ class DecodeUse(Result):
     )
 
 
+TurnRule = Literal["words", "attention", "mixed"]
+
+
 class EarlierTurn(Result):
     """What a prompt has of an earlier turn of its session, the turn's passages included."""
 
     turn: int = Field(description="Its number, from 1.")
     tokens: int = Field(description="Tokens of the turn, without the system text.")
     tokens_kept: int = Field(description="Of these, tokens that are in the prompt.")
+    rule: TurnRule | None = Field(
+        default=None,
+        description="What its sentences were chosen by: `words`; `attention` and words; or `mixed`, words "
+        "alone where the engine no longer had their KV. Null where none was chosen.",
+    )
+    tokens_by_signal: dict[str, int] | None = Field(
+        default=None,
+        description="Tokens of the sentences that stay, by the signal that speaks most for each: `words`, "
+        "`attention`, `feedback` (what the best ones lead to), or `room` where none does.",
+    )
     reason: str = Field(description="Why so many.")
 
 

@@ -1,12 +1,14 @@
 """Compress the earlier turns of a session: of their passages, questions and answers the sentences stay that
 suit the new question, within a budget of tokens.
 
-The choice is that of `samkv` by words (docs/composed-contexts.md, `selection=sentences`). Each passage, and
-each question with its answer, is a document to it. What stays is laid out as a new text: the passages, then
-the questions with their answers, then the last turn as it was."""
+The choice is that of `samkv` (docs/composed-contexts.md, `selection=sentences`): by words, and by attention
+where the engine holds the turns' keys (`turn_attention`). Each passage, and each question with its answer, is
+a document to it. What stays is laid out as a new text: the passages, then the questions with their answers,
+then the last turn as it was."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -15,10 +17,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ragserve.answering.past_turns import PastTurn
-from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument, Segment
+from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.results import EarlierTurn, RetrievedPassage
+from ragserve.answering.turn_attention import AskedPrompts, TurnAttention
+from ragserve.answering.turn_candidates import TurnCandidates, TurnSentence, TurnSource
 from sglang_ext.protocol import Span
-from sglang_ext.request_options import SamKvOptions
 
 if TYPE_CHECKING:
     from ragserve.engine.sentence_choice import SentenceChooser
@@ -28,6 +31,7 @@ _WITHIN = "the earlier turns are within the budget"
 _BEST = "its best sentences for this question stay"
 _WHOLE = "all of its sentences are among the best for this question"
 _NONE = "none of its sentences is among the best for this question"
+_ROOM = "room"  # no signal speaks for the sentence, and there was room
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,33 +45,6 @@ class ShortenedDialogue:
     report: list[EarlierTurn]
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A passage, or a question with its answer. ``turn``: counted from 0. ``head``: token ids of the title or
-    question, ``body``: of the text or answer. ``extra``: tokens that it takes beside its sentences."""
-
-    turn: int
-    head: Sequence[int]
-    body: Sequence[int]
-    extra: int
-    passage: RetrievedPassage | None = None
-    question: str = ""
-
-    def ids_of(self, sentence: _Sentence) -> Sequence[int]:
-        """Token ids of one of its sentences."""
-        return self.body[sentence.start : sentence.end]
-
-
-@dataclass(frozen=True, slots=True)
-class _Sentence:
-    """``body[start:end]`` of the source with this number."""
-
-    source: int
-    start: int
-    end: int
-    score: float
-
-
 @dataclass(slots=True)
 class _Layout:
     """The turns of a compressed dialogue, with the tokens of each earlier one that are left in it."""
@@ -79,8 +56,10 @@ class _Layout:
 class TurnCompressor:
     """Compresses dialogues of one prompt builder. Thread-safe; loads torch when it is first needed."""
 
-    def __init__(self, builder: PromptBuilder) -> None:
+    def __init__(self, builder: PromptBuilder, attention: TurnAttention | None = None) -> None:
+        """``attention``: without it, words decide alone."""
         self._builder = builder
+        self._attention = attention
         self._lock = threading.Lock()
 
     def shorten(
@@ -91,6 +70,7 @@ class TurnCompressor:
         *,
         system: str | None = None,
         found: Collection[tuple[str, str]] = (),
+        candidates: TurnCandidates | None = None,
     ) -> ShortenedDialogue:
         """Shorten all turns but the last to at most ``budget`` tokens for a question; they stay as they are
         where they take no more. The system text does not count.
@@ -99,7 +79,9 @@ class TurnCompressor:
             turns: The dialogue, one turn at least.
             system: The dialogue's own system text, if it has one.
             found: Title and text of the passages that were found for the question. They come with it, so
-                earlier turns lose them."""
+                earlier turns lose them.
+            candidates: Those of `candidates` for the same dialogue, question and passages, where they have
+                attention."""
         sizes = [len(turn.ids) - (0 if number else turn.spans[0].end) for number, turn in enumerate(turns)]
         taken = sum(sizes[:-1])
         if taken <= budget:
@@ -110,9 +92,9 @@ class TurnCompressor:
             passages = [passage for turn in turns for passage in turn.passages]
             return ShortenedDialogue(tuple(turns), passages, len(passages), report)
         last = turns[-1]
-        known = {*found, *((passage.title, passage.text) for passage in last.passages)}
-        sources = list(self._sources(turns[:-1], known))
-        chosen = _within(self._scored(sources, question), sources, budget)
+        candidates = self.candidates(turns, question, found) if candidates is None else candidates
+        sources = candidates.sources
+        chosen = _within(candidates.scored(), sources, budget)
         layout = self._laid_out(turns, sources, chosen, system)
         while sum(layout.tokens.values()) > budget:  # sentences by themselves may take fewer tokens
             chosen.pop()
@@ -125,8 +107,31 @@ class TurnCompressor:
             layout.turns,
             [*passages, *last.passages],
             len(last.passages),
-            list(_report(turns, sizes, sources, chosen, layout.tokens)),
+            list(_report(turns, sizes, candidates, chosen, layout.tokens)),
         )
+
+    def candidates(
+        self, turns: Sequence[PastTurn], question: str, found: Collection[tuple[str, str]] = ()
+    ) -> TurnCandidates:
+        """What may stay of the turns before the last one, for a question; arguments as in `shorten`."""
+        known = {*found, *((passage.title, passage.text) for passage in turns[-1].passages)}
+        with self._lock:
+            chooser = self._chooser
+        return TurnCandidates.of(self._builder, chooser, turns[:-1], question, known)
+
+    async def attended(
+        self,
+        turns: Sequence[PastTurn],
+        question: str,
+        found: Collection[tuple[str, str]],
+        key: str,
+        prompts: AskedPrompts,
+    ) -> TurnCandidates:
+        """`candidates`, with attention where the session with this ``key`` holds the KV of ``prompts``."""
+        candidates = await asyncio.to_thread(self.candidates, turns, question, found)
+        if self._attention is None:
+            return candidates
+        return await self._attention.of(candidates, question, key, prompts)
 
     @cached_property
     def _chooser(self) -> SentenceChooser:
@@ -134,61 +139,18 @@ class TurnCompressor:
 
         return SentenceChooser(self._builder.tokenizer)
 
-    def _sources(self, turns: Sequence[PastTurn], known: set[tuple[str, str]]) -> Iterator[_Source]:
-        """The passages of the turns, each once and without those that are ``known``, then their questions
-        with the answers."""
-        builder = self._builder
-        seen = set(known)
-        for number, turn in enumerate(turns):
-            for passage in turn.passages:
-                if (key := (passage.title, passage.text)) in seen:
-                    continue
-                seen.add(key)
-                head, body = builder.plain_ids(f"{passage.title}\n"), builder.plain_ids(passage.text)
-                yield _Source(number, head, body, len(builder.document_ids(passage.title, "")), passage)
-        for number, turn in enumerate(turns):
-            for asked, answer in _exchanges(turn, builder):
-                prompt = builder.follow_up([], asked, (), max_prompt_tokens=sys.maxsize)
-                head = builder.plain_ids(f"{asked}\n")
-                yield _Source(number, head, answer, len(prompt.input_ids), question=asked)
-
-    def _scored(self, sources: Sequence[_Source], question: str) -> list[_Sentence]:
-        """The sentences of the sources, the best first; of equal ones the newest."""
-        ids: list[int] = []
-        segments = [Segment("system", 0, 0)]
-        for source in sources:
-            segments.append(Segment("document", len(ids), len(ids) + len(source.head) + len(source.body)))
-            ids += [*source.head, *source.body]
-        if not ids:
-            return []
-        ids += self._builder.question_ids(question)
-        prompt = Prompt(ids, tuple(segments), len(sources), 0, 0)
-        with self._lock:
-            chooser = self._chooser
-        found = chooser.sentences(prompt).scored(SamKvOptions())
-        chooser.forget()
-        sentences = [
-            _Sentence(
-                number, max(0, start - len(sources[number].head)), end - len(sources[number].head), score
-            )
-            for number, own in enumerate(found)
-            for start, end, score in own
-            if end > len(sources[number].head)
-        ]
-        return sorted(sentences, key=lambda each: (-each.score, -sources[each.source].turn))
-
     def _laid_out(
         self,
         turns: Sequence[PastTurn],
-        sources: Sequence[_Source],
-        chosen: Sequence[_Sentence],
+        sources: Sequence[TurnSource],
+        chosen: Sequence[TurnSentence],
         system: str | None,
     ) -> _Layout:
-        kept: dict[int, list[_Sentence]] = {}
+        kept: dict[int, list[TurnSentence]] = {}
         for sentence in sorted(chosen, key=lambda each: (each.source, each.start)):
             kept.setdefault(sentence.source, []).append(sentence)
-        documents: list[tuple[_Source, PromptDocument]] = []
-        asked: list[tuple[_Source, list[int]]] = []
+        documents: list[tuple[TurnSource, PromptDocument]] = []
+        asked: list[tuple[TurnSource, list[int]]] = []
         for number, sentences in kept.items():
             source = sources[number]
             if source.passage is None:
@@ -198,7 +160,7 @@ class TurnCompressor:
                 documents.append((source, PromptDocument("", source.passage.title, text)))
         return _LayingOut(self._builder, turns, system).run(documents, asked)
 
-    def _text(self, source: _Source, passage: RetrievedPassage, kept: Sequence[_Sentence]) -> str:
+    def _text(self, source: TurnSource, passage: RetrievedPassage, kept: Sequence[TurnSentence]) -> str:
         """The ``kept`` sentences of a passage, in their order."""
         runs: list[list[int]] = []
         for previous, sentence in zip([None, *kept], kept, strict=False):
@@ -234,8 +196,8 @@ class _LayingOut:
 
     def run(
         self,
-        documents: Sequence[tuple[_Source, PromptDocument]],
-        asked: Sequence[tuple[_Source, list[int]]],
+        documents: Sequence[tuple[TurnSource, PromptDocument]],
+        asked: Sequence[tuple[TurnSource, list[int]]],
     ) -> _Layout:
         """``documents``: of earlier turns; ``asked``: their questions, with the token ids left of the
         answers."""
@@ -252,8 +214,8 @@ class _LayingOut:
 
     def _behind_questions(
         self,
-        documents: Sequence[tuple[_Source, PromptDocument]],
-        asked: Sequence[tuple[_Source, list[int]]],
+        documents: Sequence[tuple[TurnSource, PromptDocument]],
+        asked: Sequence[tuple[TurnSource, list[int]]],
     ) -> _Layout:
         (first, answer), *rest = asked
         begun = self._begun(first.question, [text for _, text in documents])
@@ -287,18 +249,20 @@ class _LayingOut:
         return replace(found, passages=last.passages, question=last.question)
 
 
-def _count(layout: _Layout, documents: Sequence[tuple[_Source, PromptDocument]], prompt: Prompt) -> None:
+def _count(layout: _Layout, documents: Sequence[tuple[TurnSource, PromptDocument]], prompt: Prompt) -> None:
     for (source, _), segment in zip(documents, prompt.segments[1:], strict=False):
         _add(layout, source, segment.end - segment.start)
 
 
-def _add(layout: _Layout, source: _Source, tokens: int) -> None:
+def _add(layout: _Layout, source: TurnSource, tokens: int) -> None:
     layout.tokens[source.turn] = layout.tokens.get(source.turn, 0) + tokens
 
 
-def _within(sentences: Sequence[_Sentence], sources: Sequence[_Source], budget: int) -> list[_Sentence]:
+def _within(
+    sentences: Sequence[TurnSentence], sources: Sequence[TurnSource], budget: int
+) -> list[TurnSentence]:
     """Take whole sentences in their order, each that fits into what is left of the budget."""
-    chosen: list[_Sentence] = []
+    chosen: list[TurnSentence] = []
     begun: set[int] = set()
     for sentence in sentences:
         cost = sentence.end - sentence.start
@@ -310,40 +274,33 @@ def _within(sentences: Sequence[_Sentence], sources: Sequence[_Source], budget: 
     return chosen
 
 
-def _exchanges(turn: PastTurn, builder: PromptBuilder) -> Iterator[tuple[str, Sequence[int]]]:
-    """The turn's questions, those of its history first, each with the token ids of its answer. Neighbouring
-    messages of one role are one."""
-    asked: list[str] = []
-    said: list[str] = []
-    for message in turn.history:
-        if message.role == "assistant":
-            said.append(message.content)
-            continue
-        if said:
-            yield "\n\n".join(asked), builder.plain_ids("\n\n".join(said))
-            asked, said = [], []
-        asked.append(message.content)
-    if said:
-        yield "\n\n".join(asked), builder.plain_ids("\n\n".join(said))
-        asked = []
-    yield "\n\n".join([*asked, turn.question]), turn.answer
-
-
 def _report(
     turns: Sequence[PastTurn],
     sizes: Sequence[int],
-    sources: Sequence[_Source],
-    chosen: Sequence[_Sentence],
+    candidates: TurnCandidates,
+    chosen: Sequence[TurnSentence],
     tokens: dict[int, int],
 ) -> Iterator[EarlierTurn]:
+    sources = candidates.sources
     for number, size in enumerate(sizes[:-1]):
         own = {n for n, source in enumerate(sources) if source.turn == number}
-        held = sum(each.end - each.start for each in chosen if each.source in own)
+        stay = [each for each in chosen if each.source in own]
+        held = sum(each.end - each.start for each in stay)
         reason = _NONE if not held else _BEST
         if held == sum(len(sources[n].body) for n in own) and held:
             reason = _WHOLE
         there = sum(sources[n].passage is not None for n in own)
         if away := len(turns[number].passages) - there:
             reason += f"; {away} of its passages stand elsewhere in the prompt"
-        yield EarlierTurn(turn=number + 1, tokens=size, tokens_kept=tokens.get(number, 0), reason=reason)
+        by_signal: dict[str, int] = {}
+        for each in stay:
+            by_signal[each.signal or _ROOM] = by_signal.get(each.signal or _ROOM, 0) + each.end - each.start
+        yield EarlierTurn(
+            turn=number + 1,
+            tokens=size,
+            tokens_kept=tokens.get(number, 0),
+            tokens_by_signal=dict(sorted(by_signal.items())),
+            rule=candidates.rule(own),
+            reason=reason,
+        )
     yield EarlierTurn(turn=len(turns), tokens=sizes[-1], tokens_kept=sizes[-1], reason=_LAST)

@@ -19,6 +19,7 @@ from ragserve.answering.in_flight import Idleness, QueryLimiter
 from ragserve.answering.key_reranker import make_rerankers
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.answering.query_log import QueryLog
+from ragserve.answering.turn_attention import TurnAttention
 from ragserve.answering.turn_compression import TurnCompressor
 from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import Settings
@@ -141,7 +142,7 @@ async def open_services(
             store,
             ttl_s=settings.session_ttl_s,
             most=settings.max_sessions,
-            compressor=TurnCompressor(prompts),
+            compressor=TurnCompressor(prompts, TurnAttention(engine, prompts)),
             budget=settings.session_budget,
         )
         await stack.enter_async_context(dialogues.running())

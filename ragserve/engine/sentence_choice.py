@@ -16,21 +16,6 @@ if TYPE_CHECKING:
     from sglang_ext.context.selection.signals import Evidence
 
 
-_UNREAD = (  # tensors of an analysis that only signal `attention` and recomputation read
-    "mean_k",
-    "mean_k_scale",
-    "local_q",
-    "local_q_scale",
-    "token",
-    "attention",
-    "exponent",
-    "sensitivity",
-    "heads",
-    "token_k",
-    "token_k_scale",
-)
-
-
 class PromptSentences:
     """A prompt's sentences, whose signals are computed once."""
 
@@ -47,18 +32,43 @@ class PromptSentences:
         counts = [max(1, round(share * len(sentence))) for share in shares]
         return [(first + take_best(score, sentence, count)).tolist() for count in counts]
 
+    def bounds(self) -> list[list[tuple[int, int]]]:
+        """For each document its sentences in order: the first token, counted in the document, and the one
+        behind the last."""
+        found = []
+        for analysis in self._evidence.analyses:
+            starts = [0, *(analysis.begins[1:].nonzero()[:, 0] + 1).tolist(), analysis.n_tokens]
+            found.append(list(pairwise(starts)))
+        return found
+
     def scored(self, options: SamKvOptions) -> list[list[tuple[int, int, float]]]:
-        """For each document its sentences in order: the first token, counted in the document, the one behind
-        the last, and the score by which `samkv` would keep it, higher is better."""
+        """`bounds` with the score by which `samkv` would keep a sentence, higher is better."""
         from sglang_ext.context.selection.choose_sentences import score_sentences
 
-        evidence = replace(self._evidence, options=options)
-        scores = iter(score_sentences(evidence).tolist())
-        found = []
-        for analysis in evidence.analyses:
-            starts = [0, *(analysis.begins[1:].nonzero()[:, 0] + 1).tolist(), analysis.n_tokens]
-            found.append([(start, end, next(scores)) for start, end in pairwise(starts)])
-        return found
+        scores = iter(score_sentences(replace(self._evidence, options=options)).tolist())
+        return [[(start, end, next(scores)) for start, end in own] for own in self.bounds()]
+
+    def leading(self, options: SamKvOptions) -> list[str]:
+        """For each sentence the signal that adds most to its score; "" where none adds anything."""
+        import torch
+
+        from sglang_ext.context.selection.signals import contributions
+
+        found = contributions(replace(self._evidence, options=options))
+        largest, at = torch.stack(list(found.values())).max(0)
+        names = list(found)
+        return [names[n] if value > 0 else "" for n, value in zip(at.tolist(), largest.tolist(), strict=True)]
+
+    def attended(self, values: Sequence[float | None]) -> PromptSentences:
+        """These sentences with the values of signal `attention`. Where one is None, there are no keys, and
+        words speak in its place."""
+        import torch
+
+        known = self._evidence.known
+        words = known["words"].tolist()
+        own = [word if value is None else value for value, word in zip(values, words, strict=True)]
+        evidence = replace(self._evidence, known={**known, "attention": torch.tensor(own)})
+        return PromptSentences(self._prompt, evidence)
 
     def runs(self, options: SamKvOptions, shares: Sequence[float]) -> list[list[list[int]]]:
         """Token ids of the kept runs at each of the ``shares``, each as long as neighbours are kept within a
@@ -134,16 +144,12 @@ class SentenceChooser:
 
     def _analysis(self, ids: Sequence[int]) -> Analysis:
         """An analysis of which only the sentences are true."""
-        import torch
-
         from sglang_ext.analysis.document_analysis import Analysis
 
         key = tuple(ids)
         found = self._analyses.get(key)
         if found is None:
-            rest: dict[str, Any] = dict.fromkeys(_UNREAD, torch.empty(0))
-            begins = self._texts.begins(ids)
-            found = self._analyses[key] = Analysis(len(ids), 64, 1, begins=begins, **rest)
+            found = self._analyses[key] = Analysis.of_sentences(self._texts.begins(ids), 64)
         return found
 
     def forget(self) -> None:

@@ -28,9 +28,9 @@ NOTE = (
 DOCUMENTS_FIRST = "prefix, documents first"
 
 
-def within_label(label: str, tokens: int) -> str:
+def within_label(label: str, tokens: int, *, by_words: bool = False) -> str:
     """The name of a strategy whose turns before the last one are compressed to so many tokens."""
-    return f"{label}, earlier in {tokens}"
+    return f"{label}, earlier in {tokens}{' by words' if by_words else ''}"
 
 
 @dataclass(frozen=True, slots=True)

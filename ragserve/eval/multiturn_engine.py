@@ -11,7 +11,8 @@ from typing import Any
 
 from ragserve.answering.past_turns import PastTurn, SessionKv, ids_of
 from ragserve.answering.prompt import Message, Prompt, PromptBuilder, PromptDocument
-from ragserve.answering.results import RetrievedPassage
+from ragserve.answering.results import EarlierTurn, RetrievedPassage
+from ragserve.answering.turn_attention import TurnAttention
 from ragserve.answering.turn_compression import TurnCompressor
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
 from ragserve.errors import RagserveError
@@ -32,8 +33,11 @@ NOTE = (
     "as_full: percent of the turns that would be answered as by full; f1: of what would be answered; "
     "in_prompt: percent of the turns whose prompt has an answer's words. ttft: "
     "milliseconds, documents on the device. held, computed: tokens of earlier turns found under the "
-    "session's key, and computed again. earlier in N: turns before the last one compressed to N tokens, "
-    "compared with full over all of them. prefix, N by: decode steps read N tokens in each KV head, of pages "
+    "session's key, and computed again. earlier in N: turns before the last one compressed to N tokens, by "
+    "words and attention, or by words alone; compared with full over all of them. kept: tokens left of each "
+    "of these turns. signals: tokens of their sentences by the signal that speaks most for each. attended: "
+    "percent of these turns whose sentences were scored by attention. prefix, N by: decode steps read N "
+    "tokens in each KV head, of pages "
     "chosen as named; read: percent of the context's pages. "
     "documents first: no session; all documents so far, the newest in front, then the history."
 )
@@ -60,9 +64,15 @@ async def led_along(
     lines: list[Line] = []
     others = [_Side(spec.label, spec) for spec in specs if spec.label != FULL.label]
     others += [
-        replace(side, label=within_label(side.label, tokens), session_budget=tokens)
+        replace(
+            side,
+            label=within_label(side.label, tokens, by_words=by_words),
+            session_budget=tokens,
+            by_words=by_words,
+        )
         for side in others
         for tokens in session_budgets
+        for by_words in (False, True)
     ]
     others += [_Side(label, _EXACT, decode) for label, decode in page_rivals(budget).items()]
     for number, dialogue in enumerate(dialogues):
@@ -81,12 +91,14 @@ async def led_along(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """A strategy, how it decodes if not densely, and the most tokens of the turns before the last one."""
+    """A strategy, how it decodes if not densely, the most tokens of the turns before the last one, and
+    whether words alone choose these."""
 
     label: str
     spec: StrategySpec
     decode: Mapping[str, Any] = field(default_factory=dict)
     session_budget: int = 0
+    by_words: bool = False
 
 
 class _Talk:
@@ -106,7 +118,9 @@ class _Talk:
         self._name = name
         self._answers: Sequence[str] = ()
         self._past: list[PastTurn] = []
-        self._compressor = TurnCompressor(builder)
+        self._prompts: dict[str, list[tuple[PastTurn, ...]]] = {side.label: [] for side in sides}
+        self._compressor = TurnCompressor(builder, TurnAttention(engine, builder))
+        self._pasts: dict[str, tuple[PastTurn, ...]] = {}  # as the sides' prompts of this turn have it
         self._history: list[Message] = []
         self._documents: list[PromptDocument] = []
 
@@ -128,18 +142,21 @@ class _Talk:
         lines.append(self._line(DOCUMENTS_FIRST, first, rival, rival.text, None))
         text = reference.timed.text
         answer = self._builder.answer_ids(reference.ids, text)
-        self._past.append(self._answered(prompt, asked, new, answer))
+        behind = len(ids_of(self._past))
+        self._past.append(answered_turn(prompt, answer, asked, turn.documents, behind=behind))
+        for label, past in self._pasts.items():
+            self._prompts[label].append((*past, self._past[-1]))
         self._history += [Message("user", asked), Message("assistant", text.strip())]
         return lines
 
     async def _along(
         self, side: _Side, asked: str, new: Sequence[PromptDocument], reference: ReferenceAnswer
     ) -> Line:
-        past: Sequence[PastTurn] = self._past
-        if past and side.session_budget:
-            past = self._compressor.shorten(past, asked, side.session_budget).turns
+        key = session_key(NAMESPACE, f"{self._name}-{side.label}")
+        past, earlier = await self._shortened(side, asked, key)
+        self._pasts[side.label] = past
         prompt = self._prompt(past, asked, new)
-        kv = SessionKv(past, session_key(NAMESPACE, f"{self._name}-{side.label}"))
+        kv = SessionKv(past, key)
         request = kv.request(replace(self._request(prompt, side.spec), decode=side.decode))
         if side.spec.name not in EXACT_STRATEGIES:
             documents = prompt.spans[1:] if past else prompt.spans
@@ -148,22 +165,26 @@ class _Talk:
         text = reference.timed.text
         if not close.same_answer:  # its own; the next turn goes on from the other one all the same
             text = (await first_token(self._engine, request)).text
-        return self._line(side.label, prompt, timed, text, close)
+        return self._line(side.label, prompt, timed, text, close) | kept_of(earlier)
+
+    async def _shortened(
+        self, side: _Side, asked: str, key: str
+    ) -> tuple[tuple[PastTurn, ...], list[EarlierTurn]]:
+        """The dialogue as a side's next prompt has it, and what is left of its turns before the last one."""
+        past = tuple(self._past)
+        if not (past and side.session_budget):
+            return past, []
+        candidates = None
+        if not side.by_words:
+            prompts = self._prompts[side.label]
+            candidates = await self._compressor.attended(past, asked, (), key, prompts)
+        found = self._compressor.shorten(past, asked, side.session_budget, candidates=candidates)
+        return found.turns, found.report[:-1]
 
     def _prompt(self, past: Sequence[PastTurn], asked: str, documents: Sequence[PromptDocument]) -> Prompt:
         if not past:
             return self._builder.build(asked, documents, max_prompt_tokens=self._room)
         return self._builder.follow_up(ids_of(past), asked, documents, max_prompt_tokens=self._room)
-
-    def _answered(
-        self, prompt: Prompt, asked: str, documents: Sequence[PromptDocument], answer: Sequence[int]
-    ) -> PastTurn:
-        passages = tuple(
-            RetrievedPassage(index=number, title=each.title, text=each.text)
-            for number, each in enumerate(documents[: prompt.documents_kept], 1)
-        )
-        behind = sum(len(turn.ids) for turn in self._past)
-        return replace(PastTurn.of(prompt, answer, behind=behind), passages=passages, question=asked)
 
     def _request(self, prompt: Prompt, spec: StrategySpec) -> GenerateRequest:
         sampling = replace(self._sampling, stop=prompt.stop)
@@ -196,6 +217,39 @@ class _Talk:
         }
 
 
+def answered_turn(
+    prompt: Prompt,
+    answer: Sequence[int],
+    asked: str,
+    documents: Sequence[GivenPassage],
+    *,
+    behind: int,
+) -> PastTurn:
+    """The turn of a prompt whose question brought ``documents``; ``answer`` and ``behind`` as in
+    `PastTurn.of`."""
+    passages = tuple(
+        RetrievedPassage(index=number, title=each.title, text=each.text)
+        for number, each in enumerate(documents[: prompt.documents_kept], 1)
+    )
+    return replace(PastTurn.of(prompt, answer, behind=behind), passages=passages, question=asked)
+
+
+def kept_of(earlier: Sequence[EarlierTurn]) -> Line:
+    """The figures of a compressed prompt's turns before the last one; nothing without any."""
+    if not earlier:
+        return {}
+    signals: dict[str, int] = {}
+    for turn in earlier:
+        for name, tokens in (turn.tokens_by_signal or {}).items():
+            signals[name] = signals.get(name, 0) + tokens
+    chosen = [turn.rule for turn in earlier if turn.rule is not None]
+    return {
+        "kept": [turn.tokens_kept for turn in earlier],
+        "signals": signals,
+        "attended": [rule == "attention" for rule in chosen],
+    }
+
+
 def by_turn(lines: Sequence[Line]) -> list[Line]:
     """Average the lines of each strategy and turn, strategies in order of first appearance."""
     found: list[Line] = []
@@ -222,9 +276,24 @@ def by_turn(lines: Sequence[Line]) -> list[Line]:
                         for name in ("ttft_ms", "prompt_tokens", "held", "computed", "recomputed")
                     },
                     "fallbacks": sum(line["fallback"] is not None for line in own),
+                    **earlier_of([line for line in own if "kept" in line]),
                 }
             )
     return found
+
+
+def earlier_of(lines: Sequence[Line]) -> Line:
+    """Means of `kept_of`, written out; "" where nothing was compressed."""
+    if not lines:
+        return {"kept": "", "signals": "", "attended": None}
+    kept = [_mean(column) for column in zip(*(line["kept"] for line in lines), strict=True)]
+    names = sorted({name for line in lines for name in line["signals"]})
+    signals = {name: _mean([line["signals"].get(name, 0) for line in lines]) for name in names}
+    return {
+        "kept": " + ".join(f"{tokens:.0f}" for tokens in kept),
+        "signals": ", ".join(f"{name} {tokens:.0f}" for name, tokens in signals.items()),
+        "attended": _percent([flag for line in lines for flag in line["attended"]]),
+    }
 
 
 def _laid_out(documents: Sequence[GivenPassage]) -> list[PromptDocument]:

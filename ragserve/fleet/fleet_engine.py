@@ -361,6 +361,8 @@ class FleetEngine:
             return {}
         if operation == "score":
             return await self._score(**arguments)
+        if operation == "attend" and (link := self._link_of(str(arguments["key"]))) is not None:
+            return await link.engine.control(operation, **arguments)
         if operation not in _EVERYWHERE:
             return await self.least_loaded().engine.control(operation, **arguments)
         links = self._serving()
@@ -368,6 +370,11 @@ class FleetEngine:
         if not found:
             raise self._nobody()
         return merged(list(found.values()), [link.url for link in found])
+
+    def _link_of(self, session: str) -> WorkerLink | None:
+        """The worker that answered the session's last turn, while it serves."""
+        last = self._sessions.get(session)
+        return next((link for link in self._serving() if link.id == last), None)
 
     async def _score(
         self, namespace: str, documents: Sequence[Sequence[int]], **question: Any

@@ -85,6 +85,14 @@ class Analysis:
     token_k_scale: torch.Tensor
     basis: str = ""
 
+    @classmethod
+    def of_sentences(cls, begins: torch.Tensor, block: int, **known: torch.Tensor) -> Analysis:
+        """An analysis of which only the sentences, u8 [tokens], and the ``known`` tensors are true; the
+        others are empty."""
+        names = [each.name for each in fields(cls) if each.type == "torch.Tensor"]
+        tensors = dict.fromkeys(names, torch.empty(0)) | known | {"begins": begins}
+        return cls(len(begins), block, 1, **tensors)
+
     @property
     def layers(self) -> int:
         return int(self.mean_k.shape[0])

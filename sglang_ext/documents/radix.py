@@ -143,17 +143,21 @@ class DocumentRadixCache(RadixCache):
         """Number of leading ``ids`` cached under this key. SGLang's own lookup would split nodes and refresh
         their LRU time.
         """
-        key, node, found = RadixKey(ids, extra_key=extra_key), self.root_node, 0
+        return sum(map(len, self.leading(ids, extra_key)))
+
+    def leading(self, ids: array[int], extra_key: str) -> list[torch.Tensor]:
+        """Slots of the leading ``ids`` cached under this key, int64 in parts; as `peek`, changes nothing."""
+        key, node, parts = RadixKey(ids, extra_key=extra_key), self.root_node, []
         while len(key):
             child = node.children.get(key.child_key(self.page_size))
             if child is None:
                 break
             length = child.key.match(key, page_size=self.page_size)
-            found += length
+            parts.append(child.value[:length])
             if length < len(child.key):
                 break
             key, node = key[length:], child
-        return found
+        return parts
 
     def document(self, ids: array[int], extra_key: str) -> tuple[list[torch.Tensor], TreeNode] | None:
         """Slots of a document, int64 in parts, and its last node; None unless all of it is cached, in whole

@@ -141,18 +141,21 @@ def test_a_turn_reads_its_new_documents_from_the_cache(stress_server: Server) ->
 
 
 def test_a_shortened_dialogue_is_computed_as_the_text_that_it_is(stress_server: Server) -> None:
-    """Exact strategies and everything recomputed say the same over it, with and without its KV."""
+    """Exact strategies and everything recomputed say the same over it, with and without its KV. Without it,
+    words choose what stays; with it, so does attention."""
     answers, budget = {}, 40
     for name, fields in {"full": {"strategy": "full"}, "prefix": {"strategy": "prefix"}, "all": ALL}.items():
         talk = Talk(stress_server, f"sessions-short-{name}", **fields, session_budget=budget)
         talk.turn(0)
         talk.turn(1)
+        talk.forget()
         answers[name] = talk.turn(2)
         talk.end()
     full = answers["full"]
     first, last = full["session"]["earlier"]
     assert first["tokens"] > budget >= first["tokens_kept"] > 0
     assert last["tokens_kept"] == last["tokens"]
+    assert first["rule"] == "words"
     for name, got in answers.items():
         assert got["answer"] == full["answer"], name
         assert got["session"]["earlier"] == full["session"]["earlier"]
@@ -162,8 +165,10 @@ def test_a_shortened_dialogue_is_computed_as_the_text_that_it_is(stress_server: 
     talk = Talk(stress_server, "sessions-short-reuse", **SENTENCES, session_budget=budget)
     for number in range(len(TURNS)):
         short = talk.turn(number)
-    assert short["session"]["earlier"] == full["session"]["earlier"]
-    assert short["session"]["tokens_held"] > first["tokens_kept"]
+    held = short["session"]["earlier"][0]
+    assert (held["rule"], held["tokens"]) == ("attention", first["tokens"])
+    assert budget >= held["tokens_kept"] > 0
+    assert short["session"]["tokens_held"] > held["tokens_kept"]
     assert short["context"]["notes"] == []
     talk.end()
     settled(stress_server)

@@ -27,6 +27,7 @@ from sglang_ext.context.scheduler.model_check import check_composition
 from sglang_ext.context.scheduler.query_pass import QueryPass
 from sglang_ext.context.scheduler.release_queue import ReleaseQueue
 from sglang_ext.context.scheduler.selection_stage import SelectionStage
+from sglang_ext.context.scheduler.session_attention import SessionAttention
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
 from sglang_ext.context.selection.base import keeps_all
 from sglang_ext.context.selection.choose import Selector
@@ -129,6 +130,9 @@ class Composition:
             possible=self.composer.fused_question.possible,
         )
         self._scorer = DocumentScorer(model_runner, rotation, self.stage, ranks)
+        self._turns = SessionAttention(
+            model_runner, tree, rotation=rotation, analyser=analyser, selector=selector, ranks=ranks
+        )
         self._engine = recall_probe.ProbeEngine(
             model_runner, rotation, analyser, selector, self.stage.analyse, self._shape
         )
@@ -287,6 +291,11 @@ class Composition:
         """Score documents for a question by their analyses, see `document_scorer`. Raises PlanError."""
         with stages.together(), forward_stream(self._engine.model_runner):
             return self._scorer.answer(body, fingerprint)
+
+    def attend(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What a question attends to in the turns of a session, see `session_attention`. Raises PlanError."""
+        with stages.together(), forward_stream(self._engine.model_runner):
+            return self._turns.answer(body)
 
     def _unlock(self, contexts: Sequence[ComposedContext], loading: torch.cuda.Stream | None = None) -> None:
         """Unlock device documents now, because later writes to their slots are behind us on the stream, and

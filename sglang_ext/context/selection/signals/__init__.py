@@ -12,7 +12,7 @@ from sglang_ext.context.selection.signals.sentence import sentence
 from sglang_ext.context.selection.signals.words import words
 from sglang_ext.request_options import SamKvExperiment
 
-__all__ = ["SIGNALS", "Evidence", "fused"]
+__all__ = ["SIGNALS", "Evidence", "contributions", "fused"]
 
 SIGNALS: dict[str, Signal] = {
     "attention": attention,
@@ -39,15 +39,32 @@ def weights(tuned: SamKvExperiment, *, retrieved: bool) -> dict[str, float]:
 def fused(evidence: Evidence) -> torch.Tensor:
     """f32 [sentences]: the weighted mean of the signals that the request has, and `feedback` from it; zeros
     without any."""
-    total, found = torch.zeros(evidence.sentences), 0.0
+    total, _, added = _summed(evidence)
+    return total if added is None else total + added
+
+
+def contributions(evidence: Evidence) -> dict[str, torch.Tensor]:
+    """What each signal adds to `fused`, f32 [sentences] by name; `feedback` last, where it has a weight."""
+    _, parts, added = _summed(evidence)
+    return parts if added is None else parts | {"feedback": added}
+
+
+def _summed(evidence: Evidence) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]:
+    """The mean of the first step's signals, each one's part of it, and what `feedback` adds."""
+    scores = {}
     retrieved = evidence.scores is not None
     for name, weight in weights(evidence.options.experimental, retrieved=retrieved).items():
         score = _signal(evidence, name) if weight else None
         if score is not None:
-            total, found = total + weight * score, found + weight
+            scores[name] = (weight, weight * score)
+    found = sum(weight for weight, _ in scores.values())
+    total = torch.zeros(evidence.sentences)
+    for _, score in scores.values():
+        total = total + score
     total = total / found if found else total
+    parts = {name: score / found for name, (_, score) in scores.items()}
     follow = evidence.options.experimental.feedback_weight
-    return total + follow * feedback(evidence, total) if follow else total
+    return total, parts, follow * feedback(evidence, total) if follow else None
 
 
 def _signal(evidence: Evidence, name: str) -> torch.Tensor | None:
