@@ -49,11 +49,13 @@ class Message:
 class ChatLayout:
     """Lays out a prompt for one tokenizer, as pieces and token ids.
 
-    ``special_tokens`` matches the texts of its special tokens; None if it has none."""
+    ``special_tokens`` matches the texts of its special tokens; None if it has none. ``special_ids``: their
+    texts by id."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._specials = _special_tokens(tokenizer)
+        self.special_ids = {token: text for text, token in self._specials.items()}
         names = sorted(self._specials, key=len, reverse=True)
         self.special_tokens = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
         self.stop: tuple[str, ...] = ()

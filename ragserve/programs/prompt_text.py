@@ -23,7 +23,7 @@ class PromptText:
     def __init__(self, tokenizer: Any, max_prompt_tokens: int, system: str | None = None) -> None:
         self._tokenizer = tokenizer
         self._layout = ChatLayout(tokenizer)
-        self._builder = PromptBuilder(tokenizer, system)
+        self.builder = PromptBuilder(tokenizer, system)
         self._max_prompt_tokens = max_prompt_tokens
         self._system = system
         # SGLang tokenises with the tokenizer's own additions: a BOS token must not be written twice.
@@ -54,7 +54,7 @@ class PromptText:
 
         Raises ``PromptTooLong`` if not even the system text does."""
         laid_out = [PromptDocument("", title, text) for title, text in documents]
-        return self._builder.build(
+        return self.builder.build(
             "", laid_out, max_prompt_tokens=self._max_prompt_tokens - reserve
         ).documents_kept
 
@@ -94,6 +94,20 @@ class PromptText:
             )
         added = [piece for document in documents for piece in self._layout.document(*document)]
         return self._text([*parts[0], *added, *parts[1]])
+
+    def written(self, ids: Sequence[int]) -> str:
+        """Text of a prompt's token ids from its beginning on; what is no special token stays plain."""
+        text, run = "", list[int]()
+        for token in [*ids, None]:
+            special = None if token is None else self._layout.special_ids.get(token)
+            if token is None or special is not None:
+                plain = self._tokenizer.decode(
+                    run, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+                text, run = text + self._harmless(str(plain)) + (special or ""), []
+            else:
+                run.append(token)
+        return text.removeprefix(self._written_by_tokenizer)
 
     def answer_start(self) -> str:
         """Text that the template writes directly before an answer: nothing, or a space."""

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ragserve.answering.results import RetrievedPassage
+from ragserve.answering.results import EarlierTurn, RetrievedPassage
 from ragserve.client import Client, SearchArguments, Turn
 from ragserve.errors import InvalidRequest
+from ragserve.programs.said_turns import SaidTurns
 
 if TYPE_CHECKING:
     from ragserve.programs.prompt_text import PromptText
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Passages in a state, in prompt order, numbered by ``index`` from 1; ``dropped`` ones did not fit."""
+    """Passages in a state, in prompt order, numbered by ``index`` from 1; ``dropped`` ones did not fit.
+    ``earlier``: what is left of each turn before the question, where it had a budget."""
 
     passages: tuple[RetrievedPassage, ...]
     dropped: tuple[RetrievedPassage, ...] = ()
+    earlier: tuple[EarlierTurn, ...] = ()
 
     def cited(self, answer: str) -> list[RetrievedPassage]:
         """Passages that an answer rests on, by the server's rule: markers ``[n]``, else quotes, else all."""
@@ -121,7 +124,9 @@ class Rag:
         layout = self._layout()
         numbered = [_passage(passage, index) for index, passage in enumerate(passages, 1)]
         kept = layout.fitting([(p.title, p.text) for p in numbered], reserve)
-        s += layout.start() + "".join(layout.document(p.title, p.text) for p in numbered[:kept])
+        text = layout.start() + "".join(layout.document(p.title, p.text) for p in numbered[:kept])
+        s += text
+        SaidTurns().begun(text, numbered[:kept]).keep(s)
         return Context(tuple(numbered[:kept]), tuple(numbered[kept:]))
 
     def answer(
@@ -131,7 +136,9 @@ class Rag:
 
         ``options`` are those of ``sgl.gen``. Read the answer with `read`, or as ``s[name]``, which keeps the
         leading space of many models."""
-        self._generate(s, self._layout().question(question), name, max_tokens, options)
+        text = self._layout().question(question)
+        self._generate(s, text, name, max_tokens, options)
+        SaidTurns.of(s).asked(text, question, name, ()).keep(s)
 
     def follow_up(
         self,
@@ -141,6 +148,7 @@ class Rag:
         passages: Iterable[RetrievedPassage | tuple[str, str]] = (),
         *,
         context: Context | None = None,
+        session_budget: int | None = None,
         reserve: int = 256,
         max_tokens: int = 64,
         **options: Any,
@@ -150,16 +158,31 @@ class Rag:
         The state is the session: all of it is found in the prefix cache. ``passages``, as `retrieve` finds
         them for the question, join those of ``context``, what `context`, `insert` or the last follow-up has
         returned: what is there already is not added twice, and the last ones are dropped as by `insert`.
-        Returns the context with all passages in the state, numbered on."""
+        Returns the context with all passages in the state, numbered on.
+
+        With ``session_budget`` the turns before the last one take at most so many tokens, as in a session
+        of the server: their sentences that suit the question by words stay, chosen from all that the state
+        has ever held, and the context says how much (``earlier``); 0 brings everything back. The state
+        then waits for its last answer, and its text is replaced. Raises ``InvalidRequest`` for a state that
+        holds other text than this class writes."""
         layout, before = self._layout(), () if context is None else context.passages
-        known = {(passage.title, passage.text) for passage in before}
         asked = [_passage(passage, 0) for passage in passages]
+        said, whole, earlier = SaidTurns.of(s), before, ()
+        if session_budget is not None:
+            found = [(passage.title, passage.text) for passage in asked]
+            said, shortened = said.shorten(s, layout, question, session_budget, found)
+            before = tuple(_passage(passage, n) for n, passage in enumerate(shortened.passages, 1))
+            whole = before[len(before) - shortened.whole :]
+            earlier = tuple(shortened.report) if session_budget else ()
+        known = {(passage.title, passage.text) for passage in whole}
         new = [passage for passage in asked if (passage.title, passage.text) not in known]
         added = [_passage(passage, index) for index, passage in enumerate(new, len(before) + 1)]
         texts = [(passage.title, passage.text) for passage in added]
         kept = layout.fitting_behind(s.text(), question, texts, reserve) if added else 0
-        self._generate(s, layout.follow_up(question, texts[:kept]), name, max_tokens, options)
-        return Context((*before, *added[:kept]), tuple(added[kept:]))
+        text = layout.follow_up(question, texts[:kept])
+        self._generate(s, text, name, max_tokens, options)
+        said.asked(text, question, name, added[:kept]).keep(s)
+        return Context((*before, *added[:kept]), tuple(added[kept:]), earlier)
 
     def choose(self, s: Any, question: str, choices: Sequence[str], name: str = "choice") -> None:
         """Append the question and, as variable ``name``, the likeliest of ``choices`` (``sgl.select``)."""
@@ -169,10 +192,12 @@ class Rag:
 
         layout = self._layout()
         start, end = layout.answer_start(), layout.answer_end()
-        s += layout.question(question)
+        text = layout.question(question)
+        s += text
         s += sgl.select(
             name, choices=[start + choice + end for choice in choices], choices_method=whole_answer(end)
         )
+        SaidTurns.of(s).asked(text, question, name, ()).keep(s)
 
     @staticmethod
     def read(s: Any, name: str) -> str:
