@@ -88,7 +88,7 @@ class Chooser:
         nothing is verified or measured, or the engine cannot be asked; and where the prompt is hosted because
         the KV pool cannot take it."""
         if len(prompt.input_ids) > self._engine.info.max_prompt_tokens:
-            return StrategyChoice(_EXACT, "the prompt is larger than the KV pool, where documents are repaired")
+            return StrategyChoice(_EXACT, "the prompt is larger than the KV pool: it is prefilled")
         found = self.candidates(namespace) if candidates is None else candidates
         if found.costs is None or not isinstance(self._engine, CachingEngine):
             return StrategyChoice(_EXACT, found.reason)

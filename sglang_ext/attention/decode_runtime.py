@@ -297,7 +297,7 @@ class DecodeRuntime:
         if self._hosted is None:
             return None
         segments = None if self._requests is None else self._requests.segments
-        return {**self._hosted.describe(), "prefilling": 0 if segments is None else segments.running}
+        return {**self._hosted.describe(), "prefilling": None if segments is None else segments.running}
 
     def check_integrity(self, tree: Any) -> None:
         """Compare the statistics of pages with their keys, in the prefix cache and in decoding requests.
