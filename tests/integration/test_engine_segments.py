@@ -92,7 +92,8 @@ def decoding(client: httpx.Client, ids: list[int]) -> Iterator[None]:
     sampling = {"temperature": 0, "max_new_tokens": 490, "ignore_eos": True}
     body = {"input_ids": ids, "stream": True, "sampling_params": sampling}
     with client.stream("POST", "/generate", json=body, timeout=300) as stream:
-        assert next(stream.iter_lines()).startswith("data: {")
+        lines = stream.iter_lines()  # the stream ends with it
+        assert next(lines).startswith("data: {")
         yield
 
 
