@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, get_args
@@ -277,7 +277,7 @@ async def compare_all(
     strategy is ``decided``, which is called after each question and gives those to compare no further.
     Questions are asked ``at_once``, the first `ALONE` usable ones one at a time. Return whether all have been
     asked."""
-    left = chain(questions, chunks)
+    left: Iterator[DrawnQuestion | Chunk] = chain(questions, chunks)
     finished = False
 
     def may_go_on() -> bool:

@@ -73,7 +73,7 @@ def verdict(label: str, rows: Rows, *, project: bool = True, ended: bool = True)
         return Verdict(label, "verified", "", figures, median)
     failing = figures.failed or figures.fallbacks > MAX_FALLBACKS * figures.n
     bad = failing or not _means_pass(figures)
-    refused = bad and figures.n >= _ENOUGH and (failing or ended)
+    refused = bad and figures.n >= _ENOUGH and ended
     if refused or (figures.n >= _FEWEST and _shown_beyond(rows)):
         return Verdict(label, "refused", why, figures, median)
     return Verdict(label, "undecided", why, figures, median, None if bad or not project else needed(rows))

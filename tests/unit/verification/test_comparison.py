@@ -16,7 +16,7 @@ from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, Generat
 from ragserve.errors import EngineError
 from ragserve.measuring.rows import Key, Row
 from ragserve.strategy_spec import parse
-from ragserve.verification.comparison import TRIED, Comparison, TunedQueries, compare_all
+from ragserve.verification.comparison import ALONE, TRIED, Comparison, TunedQueries, compare_all
 from ragserve.verification.questions import WRITE, DrawnQuestion
 from ragserve_index.types import Chunk, Hit
 from sglang_ext.protocol import ContextReport
@@ -208,3 +208,47 @@ def test_what_is_settled_asks_the_engine_nothing_again(builder: PromptBuilder) -
     speaker = Speaker(builder, writes=True)
     assert compared(builder, speaker, CHUNKS[3:6], "concat", known=known) == ([], True)
     assert speaker.asked == []
+
+
+class Busy(Speaker):
+    """Counts the questions that it is asked at once: requests under `full` and the strategies."""
+
+    def __init__(self, builder: PromptBuilder) -> None:
+        super().__init__(builder, writes=True)
+        self.running = 0
+        self.at_once: list[int] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        self.running += 1
+        self.at_once.append(self.running)
+        await asyncio.sleep(0)
+        async for chunk in super().generate(request):
+            yield chunk
+        self.running -= 1
+
+
+def test_several_questions_are_asked_at_once_after_a_few_alone(builder: PromptBuilder) -> None:
+    busy = Busy(builder)
+    questions = tuple(DrawnQuestion(f"g{n}", "given", f"Who built number {n} of them?") for n in range(40))
+    rows, finished = compared(builder, busy, [], "concat", questions=questions, at_once=4)
+    assert finished
+    assert set(busy.at_once[: 2 * ALONE]) == {1}
+    assert max(busy.at_once) == 4
+    assert len(rows) == 80
+    timed = [row for row in rows if row["ttft_ms"] is not None]
+    assert len(timed) == 2 * ALONE, "only those that were asked alone have times"
+
+
+def test_what_is_decided_is_compared_no_further(builder: PromptBuilder) -> None:
+    questions = tuple(DrawnQuestion(f"g{n}", "given", f"Who built number {n} of them?") for n in range(40))
+    asked = 0
+
+    def decided() -> set[str]:
+        nonlocal asked
+        asked += 1
+        return {"epic"} if asked < 10 else {"epic", "concat"} if asked > 20 else set()
+
+    limits: dict[str, Any] = {"questions": questions, "decided": decided}
+    rows, finished = compared(builder, Speaker(builder, writes=True), [], "concat,epic", **limits)
+    assert not finished
+    assert [row["strategy"] for row in rows] == ["full", "concat"] * 20
