@@ -9,27 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ragserve.commands.options import ENGINE_SETTINGS, say, with_settings
+from ragserve.commands.options import DECODE_SETTINGS, ENGINE_SETTINGS, say, with_settings
 from ragserve.config import Settings
 
 if TYPE_CHECKING:
     from ragserve.engine.local import LocalEngine
-    from ragserve.profiles.decode import Point
+    from ragserve.profiles.decode import DecodeProfile
 
-SETTINGS = (
-    "model",
-    "data_dir",
-    *ENGINE_SETTINGS,
-    "decode_mode",
-    "decode_budget",
-    "decode_reuse",
-    "decode_scores",
-    "decode_threshold",
-    "decode_page_size",
-    "decode_logical_page",
-    "decode_ranking",
-    "decode_bound",
-)
+SETTINGS = ("model", "data_dir", *ENGINE_SETTINGS, *DECODE_SETTINGS)
 
 
 def register(app: typer.Typer) -> None:
@@ -54,17 +41,16 @@ def calibrate_decode(
     `ragserve serve --sparse-attention on` keeps requests dense up to the length found, unless
     --decode-dense-below is given. Stop a server on the same machine first: it would disturb the
     measurement."""
-    from ragserve.calibration.decode import measure
+    from ragserve.calibration.decode import find_and_save
     from ragserve.engine.offline import run_once
-    from ragserve.measuring.report import measured_on
-    from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, crossover, options_of
+    from ragserve.profiles.decode import FILE_NAME, options_of
 
-    options = options_of(settings)
-    place = settings.data_dir / FILE_NAME
+    options_of(settings)  # refuse dense decoding before an engine is started
 
-    async def work(engine: LocalEngine) -> tuple[str, list[Point]]:
-        points = await measure(engine, options, batch=batch, max_tokens=max_tokens, tokens=tokens, report=say)
-        return engine.info.fingerprint, points
+    async def work(engine: LocalEngine) -> DecodeProfile:
+        return await find_and_save(
+            settings, engine, batch=batch, max_tokens=max_tokens, tokens=tokens, report=say
+        )
 
     with tempfile.TemporaryDirectory(prefix="ragserve-calibrate-") as folder:
         own = {
@@ -73,14 +59,11 @@ def calibrate_decode(
             "sparse_attention": "on",
             "decode_dense_below": 0,
         }
-        fingerprint, points = run_once(settings.model_copy(update=own), work)
-    where = measured_on(settings.model)
-    found = DecodeProfile(crossover(points), options, batch, tuple(points), **where)
-    DECODE.save(place, fingerprint, found)
-    longest = points[-1]
+        found = run_once(settings.model_copy(update=own), work)
+    longest = found.points[-1]
     faster = longest.dense_ms / longest.sparse_ms
     typer.echo(
         f"dense up to {found.dense_below} tokens; "
         f"at {longest.tokens} tokens a sparse step is {faster:.2f} times as fast"
     )
-    typer.echo(f"written: {place}")
+    typer.echo(f"written: {settings.data_dir / FILE_NAME}")

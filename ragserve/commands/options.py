@@ -51,6 +51,20 @@ ENGINE_SETTINGS = (
 )
 
 
+# what the cost of a sparse decode step depends on
+DECODE_SETTINGS = (
+    "decode_mode",
+    "decode_budget",
+    "decode_reuse",
+    "decode_scores",
+    "decode_threshold",
+    "decode_page_size",
+    "decode_logical_page",
+    "decode_ranking",
+    "decode_bound",
+)
+
+
 def with_settings(
     command: Callable[..., Any], names: Iterable[str] | None = None, *, make: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:

@@ -7,14 +7,14 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from ragserve.commands.options import ENGINE_SETTINGS, Namespace, with_settings
+from ragserve.commands.options import DECODE_SETTINGS, ENGINE_SETTINGS, Namespace, with_settings
 from ragserve.config import Settings, StrategyName
 from ragserve.strategy_spec import CANDIDATES
 from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS
 
 SETTINGS = (
     *("model", "data_dir", "registry_url", "embedder", "embed_device", "top_k", "retrieval", "system_prompt"),
-    *("kv_disk_bytes", *ENGINE_SETTINGS),
+    *("kv_disk_bytes", *ENGINE_SETTINGS, "sparse_attention", *DECODE_SETTINGS),
 )
 
 _KINDS = {
@@ -67,8 +67,9 @@ def tune(
 
     Asks questions about a namespace as /rag/query does, lets full prefill answer, and leads each strategy
     along that answer: how far are its distributions from those of full prefill, token by token? Writes the
-    gate's record and the cost profile that strategy auto needs, and samkv's profile where there is none. Stop
-    a server on the same machine first: it would disturb the measurement."""
+    gate's record and the cost profile that strategy auto needs, and samkv's profile where there is none and,
+    with --sparse-attention on, from which length sparse decoding pays. Stop a server on the same machine
+    first: it would disturb the measurement."""
     from ragserve.eval.console import progress
     from ragserve.retrieval.document_store import open_store
     from ragserve.strategy_spec import parse
@@ -101,6 +102,8 @@ def _print(result: dict[str, Any], namespace: str, minutes: float, most: int) ->
 
     counts = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in result["questions"].items()) or "none"
     typer.echo(f"{namespace}: of {result['tried']} questions tried: {counts}; {result['costs']}")
+    if result["decode"]:
+        typer.echo(result["decode"])
     table = Table(
         caption="KL in nats and agreement in percent, a token of full's answers; <= and >=: at 95 %; "
         "ms: until the first token; again: recomputed"

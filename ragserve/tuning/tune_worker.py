@@ -1,7 +1,8 @@
 """The engine of `ragserve tune`, in its own process: ``python -m ragserve.tuning.tune_worker JOB.json``.
 
-It looks for samkv's profile where there is none, compares strategies, writes the gate's record and the cost
-profile, and leaves its progress, and its result or why it failed, in the job's folder."""
+It looks for samkv's profile where there is none, compares strategies, writes the gate's record, the cost
+profile and, with ``sparse_attention``, the decode profile, and leaves its progress, and its result or why it
+failed, in the job's folder."""
 
 from __future__ import annotations
 
@@ -144,12 +145,14 @@ async def _tune(
     found = verdicts([spec.label for spec in specs], comparison.rows)
     record_verdicts(settings, engine.info, queries, found)
     priced = await _costs(settings, engine, comparison, report, time_left=lambda: time.time() < job.until)
+    decode = await _decode(settings, engine, comparison, report, time_left=lambda: time.time() < job.until)
     result = {
         "verdicts": [asdict(one) | {"line": one.line} for one in found],
         "questions": comparison.kinds,
         "tried": sum("usable" in row for row in comparison.rows),
         "finished": finished,
         "costs": priced,
+        "decode": decode,
         "model": engine.info.model,
     }
     write_json(Path(job.folder) / RESULT, result)
@@ -181,14 +184,51 @@ async def _costs(
         return "the costs of all verified strategies are known"
     if not time_left():
         return "no time was left to measure costs: run ragserve calibrate --part costs"
-    longest = max((row.get("prompt_tokens", 0) for row in comparison.rows), default=0)
-    schedule = CostSchedule(max_tokens=max(2 * longest, 1024), repeats=1)
+    schedule = CostSchedule(max_tokens=max(2 * _longest(comparison), 1024), repeats=1)
     specs = [spec for label in verified for spec in parse(label)]
     samples = await measure(
         engine, specs, schedule, lambda line: report(f"costs: {line}", comparison.compared)
     )
     COSTS.save(place, info.fingerprint, fit(samples, **measured_on(settings.model)))
     return f"costs of {len(verified)} verified strategies were measured"
+
+
+async def _decode(
+    settings: Settings,
+    engine: LocalEngine,
+    comparison: Comparison,
+    report: Callable[..., None],
+    *,
+    time_left: Callable[[], bool],
+) -> str | None:
+    """Find from which length sparse decoding pays, unless that is known, and say what came of it; None where
+    the engine decodes densely."""
+    from ragserve.calibration.decode import enough, find_and_save
+    from ragserve.profiles.decode import DECODE, options_of
+    from ragserve.profiles.decode import FILE_NAME as DECODE_FILE
+
+    if not engine.info.sparse_decode or settings.decode_mode == "dense":
+        return None
+    found = DECODE.load(settings.data_dir / DECODE_FILE, engine.info.fingerprint)
+    if found is None or found.options != options_of(settings):
+        if not time_left():
+            return "no time was left for sparse decoding: run ragserve calibrate-decode"
+        try:
+            found = await find_and_save(
+                settings,
+                engine,
+                max_tokens=enough(settings, _longest(comparison)),
+                report=lambda line: report(f"decoding: {line}", comparison.compared),
+                time_left=time_left,
+            )
+        except InvalidRequest as error:
+            return f"from which length sparse decoding pays is unknown: {error.message} {error.hint}"
+    return f"requests decode densely up to {found.dense_below} tokens"
+
+
+def _longest(comparison: Comparison) -> int:
+    """Tokens of the longest prompt that was compared."""
+    return max((row.get("prompt_tokens", 0) for row in comparison.rows), default=0)
 
 
 def main(job: TuneJob) -> int:

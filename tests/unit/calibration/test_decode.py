@@ -6,12 +6,13 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ragserve.calibration.decode import lengths, measure
+from ragserve.calibration.decode import enough, find_and_save, lengths, measure
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.engine.server_args import server_args
@@ -94,6 +95,22 @@ def test_steps_are_timed_over_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [point.sparse_ms for point in found] == pytest.approx([3.0] * 4)
     assert 2048 < crossover(found) < 4096
     assert len(lines) == machine.forgotten == 4
+
+
+def test_the_profile_is_saved_and_ends_with_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine: Any = Machine()
+    monkeypatch.setattr(
+        "ragserve.calibration.decode.decode_step",
+        lambda *a, **k: decode_step(*a, **k, clock=lambda: machine.now),
+    )
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), decode_budget=512)
+    assert (enough(settings, 100), enough(settings, 5000)) == (2048, 10_000)
+    save = partial(find_and_save, settings, machine, tokens=12, max_tokens=6000, report=lambda line: None)
+    found = asyncio.run(save(time_left=lambda: False))
+    assert [point.tokens for point in found.points] == [1024, 2048], "two lengths show a crossover"
+    assert DECODE.load(tmp_path / FILE_NAME, machine.info.fingerprint) == found
+    assert (found.options, found.dense_below) == (OPTIONS, 2048)
+    assert [point.tokens for point in asyncio.run(save()).points] == [1024, 2048, 4096, 6000]
 
 
 def test_requests_that_decode_one_after_another_are_not_timed() -> None:
