@@ -89,7 +89,7 @@ def run(
             headers["Authorization"] = f"Bearer {key}"
         http = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=300))
         api = stack.enter_context(Client(url, api_key=key))
-        namespace = stack.enter_context(_corpus(http, api, quick=quick))
+        namespace = stack.enter_context(example_corpus(api, 8 if quick else None))
         questions = _questions(http, api, namespace, quick=quick)
         for question in questions:
             _sample(http, question, ours_first=True)
@@ -127,9 +127,10 @@ def run(
 
 
 @contextlib.contextmanager
-def _corpus(http: httpx.Client, api: Client, *, quick: bool) -> Iterator[str]:
-    """Ingest the example corpus into a new namespace, dropped at the end of the block."""
-    files = sorted(path for path in CORPUS.glob("*") if path.is_file())[: 8 if quick else None]
+def example_corpus(api: Client, most: int | None) -> Iterator[str]:
+    """Ingest the example corpus, or ``most`` of its files, into a new namespace, dropped at the end of the
+    block."""
+    files = sorted(path for path in CORPUS.glob("*") if path.is_file())[:most]
     if not files:
         raise InvalidRequest(
             f"There is no example corpus at {CORPUS}.", hint="Run from a checkout of the repository."
@@ -148,11 +149,7 @@ def _questions(http: httpx.Client, api: Client, namespace: str, *, quick: bool) 
     """Make questions over every document, with the prompts that the server builds for them."""
     info = api.info()
     prompts = PromptBuilder.load(info.tokenizer, info.system_prompt)
-    sources = [document.source for document in api.documents(namespace)]
-    subjects = [Path(source).stem.replace("-", " ").title() for source in sources]
-    texts = [
-        template.format(subject) for template in _TEMPLATES[: 1 if quick else None] for subject in subjects
-    ]
+    texts = example_questions(api, namespace, 1 if quick else None)
     texts = texts[:: -(-len(texts) // _QUESTIONS)]
     questions = []
     for text in texts:
@@ -170,6 +167,13 @@ def _questions(http: httpx.Client, api: Client, namespace: str, *, quick: bool) 
         plain = {"input_ids": prompt.input_ids, "sampling_params": sampling}
         questions.append(BenchQuestion({**body, "max_new_tokens": _MAX_NEW_TOKENS}, plain))
     return questions
+
+
+def example_questions(api: Client, namespace: str, kinds: int | None = None) -> list[str]:
+    """Questions about every document of `example_corpus`, of ``kinds`` kinds each."""
+    sources = [document.source for document in api.documents(namespace)]
+    subjects = [Path(source).stem.replace("-", " ").title() for source in sources]
+    return [template.format(subject) for template in _TEMPLATES[:kinds] for subject in subjects]
 
 
 def _sample(http: httpx.Client, question: BenchQuestion, *, ours_first: bool) -> OverheadSample:

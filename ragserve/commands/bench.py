@@ -28,6 +28,7 @@ class Name(enum.StrEnum):
     SELECTION = "selection"
     INGEST = "ingest"
     API = "api"
+    VERIFY_SHARE = "verify-share"
     CONTEXT = "context"
     REPLAY = "replay"
     LOAD = "load"
@@ -39,7 +40,7 @@ class Name(enum.StrEnum):
 
 
 _KERNELS = (Name.KERNELS_COMPOSE, Name.KERNELS_DECODE)  # both halves of `kernels`; only these have parts
-# `all` leaves them out: kernels measure nothing without a GPU, and the others need data of their own.
+# `all` leaves them out: kernels measure nothing without a GPU, the others need data or a verified strategy.
 _BY_NAME_ONLY = (
     Name.ALL,
     Name.KERNELS,
@@ -52,6 +53,7 @@ _BY_NAME_ONLY = (
     Name.REPLAY,
     Name.LOAD,
     Name.FLEET,
+    Name.VERIFY_SHARE,
     *_KERNELS,
 )
 
@@ -96,7 +98,10 @@ def bench(
         str, typer.Option(help="kernels-decode: the model whose queries and keys are measured.")
     ] = DEFAULT_MODEL,
     queries: Annotated[
-        int, typer.Option(min=1, help="replay, load, fleet: queries drawn from the trace.")
+        int,
+        typer.Option(
+            min=1, help="replay, load, fleet: queries drawn from the trace. verify-share: arrivals."
+        ),
     ] = 120,
     questions: Annotated[
         int,
@@ -124,7 +129,8 @@ def bench(
     strategies: Annotated[
         str | None,
         typer.Option(
-            help="load: strategies to compare, written as for `ragserve eval`; full first, as the reference."
+            help="load: strategies to compare, written as for `ragserve eval`; full first, as the reference. "
+            "verify-share: the verified strategy that answers."
         ),
     ] = None,
     simulate: Annotated[
@@ -172,6 +178,7 @@ def bench(
             "n_queries": queries,
             "only": part,
         },
+        "verify-share": {"n_queries": queries, "strategies": strategies},
         "load": {"traces": data, "n_queries": queries, "passages": (passages,), "strategies": strategies},
     }
     chosen = list(_KERNELS) if name is Name.KERNELS else [name]

@@ -66,14 +66,15 @@ class AnswerWatch:
         self._share = share
         self._draw = draw
         self._waiting: deque[WaitingAnswer] = deque()
+        self._comparing = 0
         for namespace, own in record.entries().items():
             for label, found in own.items():
                 _show(namespace, label, found)
 
     @property
     def waiting(self) -> int:
-        """Answers that were drawn and not compared yet."""
-        return len(self._waiting)
+        """Answers that were drawn and not compared yet, the one that is being compared among them."""
+        return len(self._waiting) + self._comparing
 
     def answered(self, request: GenerateRequest, ids: Sequence[int], version: int | None) -> None:
         """Note an answer; an `OnComposed` of the answerer."""
@@ -90,7 +91,13 @@ class AnswerWatch:
         return self._next() if self._waiting else None
 
     async def _next(self) -> None:
-        answer = self._waiting.popleft()
+        self._comparing += 1
+        try:
+            await self._compare(self._waiting.popleft())
+        finally:
+            self._comparing -= 1
+
+    async def _compare(self, answer: WaitingAnswer) -> None:
         namespace = answer.request.namespace
         try:
             async with asyncio.timeout(_LIMIT_S):
