@@ -12,7 +12,7 @@ from sglang_ext.request_options import PlanError, RequestOptions, checked
 
 PrefillMode = Literal["dense", "lines", "blocks"]
 MAX_OBSERVE = 256  # sampled queries of 1,024
-DENSE_BELOW = 49_152  # not calibrated: below it attention is the smaller part of a prefill
+DENSE_BELOW = 49_152  # where nothing is calibrated: below it attention is the smaller part of a prefill
 _MARK = "|prefill="  # in no namespace's name, session's id or document's key
 
 

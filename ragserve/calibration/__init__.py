@@ -1,1 +1,1 @@
-"""Measurements that write the profiles: costs, decode crossover, SamKV's profile, streaming heads."""
+"""Measurements that write the profiles: costs, decode and prefill crossovers, samkv, streaming heads."""

@@ -1,5 +1,5 @@
-"""`ragserve calibrate`: find a model's samkv profile, and fit the cost model that strategy ``auto`` chooses
-by."""
+"""`ragserve calibrate`: find a model's samkv profile, fit the cost model that strategy ``auto`` chooses by,
+and find the prompt length from which sparse prefill is faster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 SETTINGS = (
     *("model", "data_dir", "embedder", "embed_device", "system_prompt", "kv_disk_bytes"),
     *ENGINE_SETTINGS,
+    *("sparse_attention", "prefill_mode", "prefill_alpha", "prefill_observe"),
 )
 
 
@@ -33,6 +34,7 @@ class Part(StrEnum):
     all = "all"
     samkv = "samkv"
     costs = "costs"
+    prefill = "prefill"
 
 
 def register(app: typer.Typer) -> None:
@@ -45,7 +47,8 @@ def calibrate(
         Part,
         typer.Option(
             help="samkv: find the model's profile anew. costs: fit the cost model. all: find the profile if "
-            "there is none, then fit the costs."
+            "there is none, then fit the costs. prefill: find the prompt length from which sparse prefill is "
+            "faster than dense."
         ),
     ] = Part.all,
     strategies: Annotated[
@@ -54,11 +57,13 @@ def calibrate(
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=64, help="costs: longest prompt in tokens. Default: what the engine takes."),
+        typer.Option(
+            min=64, help="costs, prefill: longest prompt in tokens. Default: what the engine takes."
+        ),
     ] = None,
     document_tokens: Annotated[int, typer.Option(min=16, help="costs: tokens of each document.")] = 256,
     repeats: Annotated[
-        int, typer.Option(min=1, help="costs: measurements of each case, after one warm-up.")
+        int, typer.Option(min=1, help="costs, prefill: measurements of each case, after one warm-up.")
     ] = 3,
     sets: Annotated[int, typer.Option(min=1, help="samkv: sets of documents to ask about.")] = 4,
     questions: Annotated[
@@ -77,8 +82,9 @@ def calibrate(
     """Find how a model is served best on this machine, and write it where `serve` reads it.
 
     The samkv profile (stable layers and retrieval heads) belongs to the model and is written beside it. The
-    costs (time to the first token of every strategy) belong to this machine and are written to the data
-    folder. Stop a server on the same machine first: it would disturb the measurement."""
+    costs (time to the first token of every strategy) and the length from which prefill is sparse belong to
+    this machine and are written to the data folder. Stop a server on the same machine first: it would
+    disturb the measurement."""
     from ragserve.engine.offline import run_once
     from ragserve.measuring.costs import CostSchedule
     from ragserve.profiles.samkv import FILE_NAME
@@ -93,6 +99,9 @@ def calibrate(
     passages = _passages(settings, namespace) if namespace else []
 
     async def work(engine: LocalEngine) -> None:
+        if part == Part.prefill:
+            await _prefill(settings, engine, max_tokens, repeats)
+            return
         new_profile = part == Part.samkv or (
             part == Part.all and not engine.info.samkv and not engine.info.only_exact
         )
@@ -105,7 +114,10 @@ def calibrate(
         # A temporary cache folder: a running server may own that of the data folder.
         if (settings.data_dir / FILE_NAME).exists():
             shutil.copy(settings.data_dir / FILE_NAME, folder)
-        run_once(settings.model_copy(update={"data_dir": Path(folder)}), work)
+        own: dict[str, Any] = {"data_dir": Path(folder)}
+        if part == Part.prefill:
+            own |= {"sparse_attention": "on", "decode_mode": "dense"}
+        run_once(settings.model_copy(update=own), work)
 
 
 def _passages(settings: Settings, namespace: str) -> list[NamespacePassage]:
@@ -173,4 +185,24 @@ async def _costs(
                 f"{label}, {tokens} tokens on the device: {composed:.0f} ms; "
                 f"exact prefill: {costs.exact_ms(tokens):.0f} ms"
             )
+    typer.echo(f"written: {place}")
+
+
+async def _prefill(settings: Settings, engine: LocalEngine, max_tokens: int | None, repeats: int) -> None:
+    """Measure dense and sparse prefill by length, and write the length from which sparse is on."""
+    from ragserve.answering.prompt import PromptBuilder
+    from ragserve.calibration.prefill_times import measure
+    from ragserve.measuring.report import measured_on
+    from ragserve.profiles.prefill_crossover import FILE_NAME, PREFILL, PrefillProfile, on_from, options_of
+
+    options = options_of(settings)
+    builder = PromptBuilder.load(engine.info.tokenizer)
+    points = await measure(engine, builder, options, max_tokens=max_tokens, repeats=repeats, report=say)
+    found = PrefillProfile(on_from(points), options, tuple(points), **measured_on(settings.model))
+    place = settings.data_dir / FILE_NAME
+    PREFILL.save(place, engine.info.fingerprint, found)
+    if found.dense_below is None:
+        typer.echo(f"sparse prefill stays off: it does not gain at {points[-1].tokens} tokens")
+    else:
+        typer.echo(f"dense up to {found.dense_below} tokens")
     typer.echo(f"written: {place}")

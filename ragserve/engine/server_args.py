@@ -12,7 +12,7 @@ from typing import Any
 from ragserve import logs, tracing
 from ragserve.config import Settings
 from ragserve.engine import shared_store
-from sglang_ext.prefill_options import PrefillOptions
+from sglang_ext.prefill_options import DENSE_BELOW, PrefillOptions
 from sglang_ext.protocol import (
     ATTENTION_CONFIG_VARIABLE,
     CACHE_BACKEND,
@@ -176,7 +176,7 @@ def _attention_config(settings: Settings) -> dict[str, Any]:
             mode=settings.prefill_mode,
             alpha=settings.prefill_alpha,
             observe=settings.prefill_observe,
-            dense_below=settings.prefill_dense_below,
+            dense_below=_prefill_dense_below(settings),
         ).model_dump(),
         "logical_page": settings.decode_logical_page,
         "max_budget": max(settings.decode_max_budget, settings.decode_budget),
@@ -214,6 +214,36 @@ def _dense_below(settings: Settings) -> int:
         found.options,
     )
     return default
+
+
+def _prefill_dense_below(settings: Settings) -> int:
+    """Resolve `dense_below` of prefill: the setting, else the calibration for this model with the same
+    options, else the protocol's default."""
+    if settings.prefill_dense_below is not None:
+        return settings.prefill_dense_below
+    from ragserve.profiles.prefill_crossover import FILE_NAME, PREFILL, options_of
+    from sglang_ext.documents.fingerprint import model_fingerprint
+
+    found = PREFILL.load(
+        settings.data_dir / FILE_NAME, model_fingerprint(settings.model, options=settings.engine_args)
+    )
+    if found is None:
+        return DENSE_BELOW
+    is_sparse = settings.prefill_mode != "dense"
+    if options_of(settings) != found.options:
+        if is_sparse:
+            log.warning(
+                "prefill was calibrated with %s: run ragserve calibrate --part prefill for these settings",
+                found.options,
+            )
+        return DENSE_BELOW
+    if found.dense_below is None and is_sparse:
+        log.warning(
+            "sparse prefill is off: it was slower at the longest prompt measured, %d tokens; give "
+            "--prefill-dense-below to have it all the same",
+            found.points[-1].tokens,
+        )
+    return found.default
 
 
 def _default_cpu_tokens(settings: Settings, itemsize: int) -> int:

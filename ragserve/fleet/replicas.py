@@ -24,6 +24,7 @@ from ragserve.config import Settings
 from ragserve.engine.ports import LOOPBACK, hold_port, port_of
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.decode import FILE_NAME as DECODE_FILE
+from ragserve.profiles.prefill_crossover import FILE_NAME as PREFILL_FILE
 from ragserve.profiles.samkv import FILE_NAME as SAMKV_FILE
 
 log = logging.getLogger(__name__)
@@ -177,7 +178,7 @@ def _gpus() -> int:
 def _share_profiles(data_dir: Path, folder: Path) -> None:
     """Let a worker read the profiles that were measured for the server's data folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (SAMKV_FILE, DECODE_FILE):
+    for name in (SAMKV_FILE, DECODE_FILE, PREFILL_FILE):
         link = folder / name
         if not link.is_symlink() and not link.exists():
             link.symlink_to(Path(os.path.relpath(data_dir / name, folder)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from sglang_ext.prefill_options import DENSE_BELOW, MAX_OBSERVE, PrefillMode
+from sglang_ext.prefill_options import MAX_OBSERVE, PrefillMode
 
 
 class PrefillSettings(BaseModel):
@@ -25,8 +25,9 @@ class PrefillSettings(BaseModel):
     prefill_observe: int = Field(
         64, ge=1, le=MAX_OBSERVE, description="lines: queries sampled of every 1,024."
     )
-    prefill_dense_below: int = Field(
-        DENSE_BELOW,
+    prefill_dense_below: int | None = Field(
+        None,
         ge=0,
-        description="Prompt length, in tokens, up to which prefill is dense. The default is not calibrated.",
+        description="Prompt length, in tokens, up to which prefill is dense. Default: the result of "
+        "calibrate --part prefill, else 49,152.",
     )
