@@ -1,0 +1,85 @@
+"""Attention mass that the blocks of a sparse prefill hold, measured in transformers over exact keys."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ragserve_kernels.prefill_lists import LinePlan, block_lse, choose_blocks, choose_lines
+from ragserve_kernels.sparse_prefill import PrefillBatch, all_blocks, mask_of
+from sglang_ext.attention.config import AttentionConfig
+from sglang_ext.attention.sparse_prefill import BLOCK_K, BLOCK_Q
+from sglang_ext.prefill_options import PrefillOptions
+
+_NAME = "ragserve_prefill_mass"
+_PAGE = 64
+
+
+class PrefillMass:
+    """A model with dense attention that notes, by mode, how many blocks the mode takes and what share of the
+    attention of random queries they hold, in every layer and query head."""
+
+    def __init__(self, model: Path, modes: Sequence[PrefillOptions], *, queries: int = 128) -> None:
+        """``queries``: drawn of each prompt."""
+        from transformers import AttentionInterface, AutoModelForCausalLM
+
+        AttentionInterface.register(_NAME, self._attend)
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._model.set_attn_implementation(_NAME)
+        self._modes, self._queries = tuple(modes), queries
+        self._drawn = torch.empty(0, dtype=torch.int32)
+        self._found: list[torch.Tensor] = []  # [2, modes, heads] of each layer
+
+    def of(self, ids: list[int], seed: int) -> torch.Tensor:
+        """Return of a prompt the share of the attention that each mode's blocks hold, and the share of the
+        blocks of dense attention that they are: ``[2, modes, layers, heads]``."""
+        draw = random.Random(seed)
+        self._drawn = torch.tensor(
+            sorted(draw.sample(range(len(ids)), min(self._queries, len(ids)))), dtype=torch.int32
+        )
+        self._found = []
+        with torch.inference_mode():
+            self._model.model(torch.tensor([ids]), use_cache=False)
+        return torch.stack(self._found, 2)
+
+    def _attend(
+        self,
+        module: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *_: Any,
+        scaling: float,
+        **__: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """q [1, heads, tokens, head_dim]; k, v [1, kv_heads, tokens, head_dim]."""
+        tokens, config = q.shape[2], AttentionConfig()
+        pages = -(-tokens // _PAGE)
+        table = torch.arange(pages, dtype=torch.int32)[None]
+        batch = PrefillBatch.of(table, _PAGE, [0], [tokens], block_q=BLOCK_Q, block_k=BLOCK_K)
+        rows = q[0].transpose(0, 1).contiguous()
+        pool = torch.zeros(pages * _PAGE, k.shape[1], k.shape[3])
+        pool[:tokens] = k[0].transpose(0, 1)
+        share = block_lse(rows, pool, batch, 0, self._drawn, scale=scaling).softmax(-1)
+        possible = float(mask_of(all_blocks(batch, 1), -(-tokens // BLOCK_K)).sum())
+        held, taken = [], []
+        for mode in self._modes:
+            if mode.mode == "lines":
+                plan = LinePlan.of(batch, q.shape[1], observe=mode.observe)
+                mask = choose_lines(rows, pool, plan, alpha=mode.alpha, scale=scaling).mask
+            else:
+                sink, local = -(-config.sink_tokens // BLOCK_K), -(-config.local_tokens // BLOCK_K)
+                mask = choose_blocks(
+                    rows, pool, batch, alpha=mode.alpha, sink=sink, local=local, scale=scaling
+                )
+            seen = mask[self._drawn.long() // BLOCK_Q].transpose(0, 1)  # [heads, queries, key blocks]
+            held.append((share * seen).sum(-1).mean(-1))
+            taken.append(mask.sum((0, 2)) / possible)
+        self._found.append(torch.stack((torch.stack(held), torch.stack(taken))))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
