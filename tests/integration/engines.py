@@ -43,7 +43,7 @@ _FAULTS = {
 @dataclass
 class Server:
     """A running server and its client. ``model``: the model's folder; ``storage``: the folder of its slow
-    disk."""
+    disk, or of the store that it shares."""
 
     running: RunningServer
     client: httpx.Client
@@ -105,11 +105,14 @@ def locked(folder: Path) -> Iterator[Server]:
 @contextlib.contextmanager
 def parallel(folder: Path) -> Iterator[Server]:
     """Two tensor-parallel processes of two KV heads each, multi-head attention and llama3-scaled rotary
-    positions. Half of the KV heads stream. Pages of 16; prefill chunks of 256 that carry decode rows along.
+    positions. Half of the KV heads stream. Pages of 16; prefill chunks of 256 that carry decode rows along. A
+    shared folder, which gets what a test puts there.
     """
     model = random_llama(folder / "llama3-mha", head_dim=64, rope=LLAMA3)  # sparse decoding needs 64
     heads = folder / "heads.json"
     save_pattern(heads, GATES, share=0.5, model="llama3-mha")
+    storage = folder / "shared"
+    storage.mkdir()
     flags = SPARSE | {
         "decode_page_size": PARALLEL_PAGE,
         "decode_logical_page": PARALLEL_LOGICAL,
@@ -121,12 +124,15 @@ def parallel(folder: Path) -> Iterator[Server]:
         "kv_hosted_bytes": 2**25,
         "max_total_tokens": 8192,  # twelve requests at once, or a composed context and its documents
         "engine_args": json.dumps({"chunked_prefill_size": 256, "enable_mixed_chunk": True}),
+        "kv_storage": "shared",
+        "kv_storage_args": json.dumps({"folder": str(storage)}),
+        "kv_shared_value": 1e9,
     }
     env = {
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * RANKS),  # SGLang wants a NUMA node for each otherwise
         **_FAULTS,
     }
-    with started(folder / "data", model=model, env=env, **flags) as server:
+    with started(folder / "data", storage=storage, model=model, env=env, **flags) as server:
         yield server
 
 

@@ -21,6 +21,7 @@ from tests.integration.context_client import (
     composed,
     generate,
     metrics,
+    missing_of,
     plan_of,
     report,
     result,
@@ -159,6 +160,49 @@ def test_budgets_and_figures_are_of_all_processes(
     assert figures["disk"]["documents"] == len(files(parallel_server, 0))
     assert figures["disk"]["budget_bytes"] == 16 * 2**30
     assert 511 * 2**20 < figures["host"]["capacity_bytes"] <= 512 * 2**20
+
+
+def test_both_processes_use_the_shared_store(
+    parallel_server: Server, client: Any, reference: Reference
+) -> None:
+    """Each stores and loads its own heads; what one of them has lost there is computed again."""
+    storage, namespace, want = parallel_server.storage, "shared", reference.composed(IDS, SPANS, NEW)
+    assert storage is not None
+
+    def stored(rank: int) -> list[Path]:
+        return sorted(storage.glob(f"*/rank-{rank}-of-{RANKS}/{namespace}/*.pages"))
+
+    def control(operation: str, **arguments: Any) -> dict[str, Any]:
+        while True:
+            body = {"op": operation, "keys": keys, "namespace": namespace, **arguments}
+            answer = client.post("/dumper/ragserve", json=body)
+            assert answer.status_code == httpx.codes.OK, answer.text
+            found = dict(answer.json()[0])
+            if "pending" not in found:
+                return found
+            arguments["pending"] = found["pending"]
+
+    def only_in_the_store() -> None:
+        control("evict", tiers=["device", "host", "disk"])
+        below = control("where", tokens=[0] * len(keys))["below"]
+        assert below == ["remote"] * len(SPANS)
+
+    assert_same(result(composed(client, IDS, SPANS, namespace=namespace)), want)
+    settled(client)
+    keys = [path.stem for path in files(parallel_server, 0) if path.parent.name == namespace]
+    only_in_the_store()
+    assert [len(stored(rank)) for rank in range(RANKS)] == [len(SPANS)] * RANKS
+    answer = composed(client, IDS, SPANS, namespace=namespace)
+    assert set(report(answer)["by_tier"]) == {"remote"}
+    assert_same(result(answer), want)
+    only_in_the_store()
+    lost = stored(1)[0]
+    lost.unlink()
+    assert len(missing_of(generate(client, IDS, plan_of(SPANS, namespace=namespace)))) == 1
+    assert_same(result(composed(client, IDS, SPANS, namespace=namespace)), want)
+    assert client.get("/rag/cache").json()["remote"]["budget_bytes"] == 64 * 2**30
+    assert "unconfirmed" not in control("remove")
+    assert [stored(rank) for rank in range(RANKS)] == [[], []]
 
 
 def test_a_failure_of_the_second_process_is_reported(parallel_server: Server, client: Any) -> None:
