@@ -1,20 +1,21 @@
 """How much of a dialogue's earlier turns may be left out, by the rule that chooses what stays?
 
     python examples/earlier_turns.py OUT.json SET.jsonl.gz... [--dialogues N] [--turns N] [--ahead N]
-        [--budgets N,N,...] [--model MODEL]
+        [--budgets N,N,...] [--documents N] [--model MODEL]
 
-Dialogues of consecutive questions of a set, whose documents come ``--ahead`` turns before their question, are
-led along by `prefix` over the whole dialogue. The last question is then asked over all of it (`everything`),
-and over dialogues whose turns before the last one are compressed for it to so many tokens: by `words`, and as
-sessions do it (`samkv`: words, and attention to the KV that the session holds). Rows give the F1 of the
-answer, how often the prompt has the answer's words, and the tokens kept of each earlier turn. Runs on a
-CPU."""
+Dialogues of consecutive questions of a set, whose documents come ``--ahead`` turns before their question (of
+each question ``--documents`` in a row, the last one that holds the answer at their end), are led along by
+`prefix` over the whole dialogue. The last question is then asked over all of it (`everything`), and over
+dialogues whose turns before the last one are compressed for it to so many tokens: by `words`, and as sessions
+do it (`samkv`: words, and attention to the KV that the session holds). Rows give the F1 of the answer, how
+often the prompt has the answer's words, and the tokens kept of each earlier turn. Runs on a CPU."""
 
 from __future__ import annotations
 
 import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,8 @@ from ragserve.config import DEFAULT_MODEL, Settings
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.local import LocalEngine
 from ragserve.engine.offline import run_once
-from ragserve.eval.data import set_name
-from ragserve.eval.dialogue_sets import load_dialogues
-from ragserve.eval.multiturn import DialogueTurn
+from ragserve.eval.data import Question, load, set_name
+from ragserve.eval.multiturn import DialogueTurn, brought_ahead
 from ragserve.eval.multiturn_engine import answered_turn, earlier_of, kept_of
 from ragserve.measuring import report
 from ragserve.measuring.engine_run import first_token
@@ -106,6 +106,15 @@ class Dialogue:
         return last.last.output_ids, last.text
 
 
+def fewer(question: Question, count: int | None) -> Question:
+    """The question with so many documents in a row, up to the last one that holds the answer."""
+    documents = question.documents
+    if count is None or not question.gold:
+        return question
+    end = max(count, 1 + max(documents.index(each) for each in question.gold))
+    return replace(question, documents=documents[end - count : end])
+
+
 def rows_of(name: str, lines: Sequence[Line]) -> Iterator[Line]:
     """Means over the dialogues of a set, by rule and budget."""
     for rule, budget in dict.fromkeys((line["rule"], line["budget"]) for line in lines):
@@ -126,15 +135,26 @@ def main() -> None:
     options.add_argument("--turns", type=int, default=4)
     options.add_argument("--ahead", type=int, default=2)
     options.add_argument("--budgets", default="100,250,500", help="tokens of the turns before the last one")
+    options.add_argument("--documents", type=int, help="of each question, so many; all by default")
     options.add_argument("--model", default=DEFAULT_MODEL)
     given = options.parse_args()
     budgets = [int(budget) for budget in given.budgets.split(",")]
-    # every second dialogue of a set has its documents ahead of their questions
+    groups = {path: load(path, given.dialogues * given.turns) for path in given.sets}
     made = {
-        path: load_dialogues(path, given.turns, 2 * given.dialogues * given.turns, ahead=given.ahead)[1::2]
-        for path in given.sets
+        path: [
+            brought_ahead(
+                [fewer(one, given.documents) for one in questions[at : at + given.turns]], given.ahead
+            )
+            for at in range(0, len(questions), given.turns)
+        ]
+        for path, questions in groups.items()
     }
-    workload = {"model": Path(given.model).name, "turns": given.turns, "ahead": given.ahead}
+    workload = {
+        "model": Path(given.model).name,
+        "turns": given.turns,
+        "ahead": given.ahead,
+        "documents": given.documents,
+    }
 
     async def work(engine: LocalEngine) -> None:
         builder, rows = PromptBuilder.load(engine.info.tokenizer), []

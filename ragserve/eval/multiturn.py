@@ -90,15 +90,18 @@ def dialogues_of(questions: Sequence[Question], turns: int, ahead: int = 1) -> l
 
 def alternating(groups: Sequence[Sequence[Question]], ahead: int = 1) -> list[list[DialogueTurn]]:
     """Make a dialogue of each group: documents come with their own question, or ``ahead`` turns before it."""
-    return [_ahead(group, ahead) if number % 2 else _here(group) for number, group in enumerate(groups)]
+    return [
+        brought_ahead(group, ahead) if number % 2 else _here(group) for number, group in enumerate(groups)
+    ]
 
 
 def _here(group: Sequence[Question]) -> list[DialogueTurn]:
     return [DialogueTurn(question, question.documents, "here") for question in group]
 
 
-def _ahead(group: Sequence[Question], turns: int) -> list[DialogueTurn]:
-    """Turn t brings the documents of question t + ``turns``, the first turn those of all before as well."""
+def brought_ahead(group: Sequence[Question], turns: int) -> list[DialogueTurn]:
+    """A dialogue of these questions: turn t brings the documents of question t + ``turns``, the first turn
+    those of all before as well."""
     first = tuple(document for question in group[: turns + 1] for document in question.documents)
     brought = [first, *(question.documents for question in group[turns + 1 :])]
     brought += [()] * (len(group) - len(brought))
