@@ -16,6 +16,7 @@ from ragserve.engine.document_cache import CachingEngine
 from ragserve.errors import RagserveError
 
 log = logging.getLogger(__name__)
+_MAX_TOKENS = 131_072  # of the prompts that are asked about: bounds the message to the engine
 
 AskedPrompts = Sequence[Sequence[PastTurn]]
 """For each turn of a session the dialogue as its prompt had it, and the turn itself with its answer."""
@@ -57,14 +58,15 @@ def _request(
     """Token ids of the prompts, the last one last; the parts as `attend` takes them; and of each the number
     of its source, and how many of its sentences stand before the source's body."""
     longest = _longest(prompts)
-    used = sorted({longest[source.turn + 1] for source in candidates.sources} | {len(prompts) - 1})
+    numbers = {longest[source.turn + 1] for source in candidates.sources} | {len(prompts) - 1}
+    used = _newest(sorted(numbers), prompts)
     parts: list[list[Any]] = []
     places: list[tuple[int, int]] = []
     for number, (source, begins) in enumerate(zip(candidates.sources, candidates.begins(), strict=True)):
         # the next prompt has all of a turn; its own ends before the last token of the answer
         before, turn = prompts[source.turn + 1][:-2], prompts[source.turn + 1][-2]
         place = source.place(turn)
-        if place is None or not begins:
+        if place is None or not begins or longest[source.turn + 1] not in used:
             continue
         (span, at), start = place, sum(len(each.ids) for each in before)
         body = [at + begin for begin in begins]
@@ -78,6 +80,18 @@ def _request(
         )
         places.append((number, int(at > 0)))
     return [ids_of(prompts[number]) for number in used], parts, places
+
+
+def _newest(numbers: Sequence[int], prompts: AskedPrompts) -> list[int]:
+    """The last of these prompts that have `_MAX_TOKENS` together, the very last one in any case."""
+    kept: list[int] = []
+    left = _MAX_TOKENS
+    for number in reversed(numbers):
+        left -= sum(len(turn.ids) for turn in prompts[number])
+        if kept and left < 0:
+            break
+        kept.insert(0, number)
+    return kept
 
 
 def _longest(prompts: AskedPrompts) -> list[int]:

@@ -148,6 +148,18 @@ def test_a_part_without_kv_is_chosen_by_words(builder: PromptBuilder, engine: En
     assert "Seals sleep on the rocks." in said(builder, found.turns)
 
 
+def test_of_a_dialogue_that_is_too_long_the_oldest_prompts_are_left_out(
+    builder: PromptBuilder, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    past = spoken(builder, (*TALK, ([], "Thanks?", " Fine.")))
+    short = TurnCompressor(builder).shorten(past[:2], "Is there bread?", 30).turns
+    prompts = [(past[0],), (past[0], past[1]), (*short, past[2]), (*short, past[2], past[3])]
+    monkeypatch.setattr("ragserve.answering.turn_attention._MAX_TOKENS", len(ids_of(prompts[3])) + 1)
+    found = shortened(engine, builder, past, prompts)
+    assert [len(asked["prompts"]) for asked in engine.asked] == [1]
+    assert [one.rule for one in found.report] == ["words", "attention", "attention", None]
+
+
 @pytest.mark.parametrize("why", ["fails", "exact only", "elsewhere"])
 def test_without_an_engine_that_can_tell_words_decide(
     builder: PromptBuilder, engine: Engine, why: str
