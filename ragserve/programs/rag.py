@@ -167,7 +167,8 @@ class Rag:
         holds other text than this class writes."""
         layout, before = self._layout(), () if context is None else context.passages
         asked = [_passage(passage, 0) for passage in passages]
-        said, whole, earlier = SaidTurns.of(s), before, ()
+        said, whole = SaidTurns.of(s), before
+        earlier: tuple[EarlierTurn, ...] = ()
         if session_budget is not None:
             found = [(passage.title, passage.text) for passage in asked]
             said, shortened = said.shorten(s, layout, question, session_budget, found)

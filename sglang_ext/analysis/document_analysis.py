@@ -90,7 +90,7 @@ class Analysis:
         """An analysis of which only the sentences, u8 [tokens], and the ``known`` tensors are true; the
         others are empty."""
         names = [each.name for each in fields(cls) if each.type == "torch.Tensor"]
-        tensors = dict.fromkeys(names, torch.empty(0)) | known | {"begins": begins}
+        tensors: dict[str, Any] = {**dict.fromkeys(names, torch.empty(0)), **known, "begins": begins}
         return cls(len(begins), block, 1, **tensors)
 
     @property
