@@ -133,8 +133,16 @@ def load_halves(
     BITS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    host=None,
+    HOST_PAGE: tl.constexpr = 0,
 ):
-    """Return both halves, [N, H] each, of the rows at ``i_slot``: values, or codes where quantised."""
+    """Return both halves, [N, H] each, of the rows at ``i_slot``: values, or codes where quantised.
+
+    With ``HOST_PAGE``, negative slots are rows of pages of ``host``, whose rows lie one behind the other: the
+    place ``-1 - page`` of a page table gives slots ``-(page + 1) * HOST_PAGE + offset``."""
+    m_there = m_slot
+    if HOST_PAGE > 0:
+        m_there = m_slot & (i_slot >= 0)
     p_half = rows.p + i_slot[:, None] * rows.stride + tl.arange(0, HALF)[None, :]
     if BITS == 4:
         # [N, H], two codes a byte
@@ -153,8 +161,16 @@ def load_halves(
             b_high = ((b_codes >> 4).to(tl.float32) - 8.0).to(DTYPE)
     else:
         # [N, H] each
-        b_low = tl.load(p_half, mask=m_slot[:, None], other=0)
-        b_high = tl.load(p_half + HALF, mask=m_slot[:, None], other=0)
+        b_low = tl.load(p_half, mask=m_there[:, None], other=0)
+        b_high = tl.load(p_half + HALF, mask=m_there[:, None], other=0)
+        if HOST_PAGE > 0:
+            i_back = -1 - i_slot  # never negative where it counts: page * HOST_PAGE + (last offset - offset)
+            i_row = HOST_PAGE - 1 - i_back % HOST_PAGE
+            p_host = host.p + (i_back // HOST_PAGE * host.stride + i_row * (2 * HALF))[:, None]
+            p_host += tl.arange(0, HALF)[None, :]
+            m_host = (i_slot < 0)[:, None]
+            b_low = tl.where(m_host, tl.load(p_host, mask=m_host & m_slot[:, None], other=0), b_low)
+            b_high = tl.where(m_host, tl.load(p_host + HALF, mask=m_host & m_slot[:, None], other=0), b_high)
         # exact, bfloat16 holds 8 bits; by way of float32, as the interpreter cannot make bfloat16 from
         # integers
         if BITS == 8:
@@ -206,14 +222,19 @@ def attend_tile(
     HALF: tl.constexpr,
     BITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    host_k=None,
+    host_v=None,
+    HOST_PAGE: tl.constexpr = 0,
 ):
     """Fold one tile of a :class:`KVRows` into the softmax; return its scores [M, N] and the new softmax.
+
+    ``host_k``, ``host_v``, ``HOST_PAGE``: see `load_halves`.
 
     Quantised K: q . (s c + z) = s (q . c) + z sum(q). Quantised V: sum p (s c + z) = (p s) . c + sum(p z),
     with the last term kept in ``b_zero``."""
     b_low, b_high, b_acc_zero, b_max, b_sum = softmax
     DTYPE: tl.constexpr = query.b_low.dtype
-    b_k_low, b_k_high = load_halves(kv.k, i_slot, m_slot, HALF, BITS, DTYPE, PRECISION)
+    b_k_low, b_k_high = load_halves(kv.k, i_slot, m_slot, HALF, BITS, DTYPE, PRECISION, host_k, HOST_PAGE)
     b_s = tl.zeros([query.b_low.shape[0], m_slot.shape[0]], tl.float32)
     b_s = dot(query.b_low, tl.trans(b_k_low), b_s, PRECISION)
     b_s = dot(query.b_high, tl.trans(b_k_high), b_s, PRECISION)
@@ -233,7 +254,7 @@ def attend_tile(
         b_p = b_p * b_v_scale[None, :]
     # quantised with float16 queries: a weight times a scale can leave float16's range
     WEIGHTS: tl.constexpr = tl.bfloat16 if BITS > 0 and DTYPE == tl.float16 else DTYPE  # noqa: SIM300
-    b_v_low, b_v_high = load_halves(kv.v, i_slot, m_slot, HALF, BITS, WEIGHTS, PRECISION)
+    b_v_low, b_v_high = load_halves(kv.v, i_slot, m_slot, HALF, BITS, WEIGHTS, PRECISION, host_v, HOST_PAGE)
     b_low = dot(b_p.to(WEIGHTS), b_v_low, b_low * b_decay[:, None], PRECISION)
     b_high = dot(b_p.to(WEIGHTS), b_v_high, b_high * b_decay[:, None], PRECISION)
     return b_s, Softmax(b_low, b_high, b_acc_zero, b_new, b_sum)

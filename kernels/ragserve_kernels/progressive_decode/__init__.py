@@ -12,9 +12,9 @@ import torch
 from ragserve_kernels.dispatch import check, use_triton
 from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection, check_attention, check_selection
 from ragserve_kernels.progressive_decode import naive
-from ragserve_kernels.progressive_decode.types import Progressive, Rounds
+from ragserve_kernels.progressive_decode.types import PagePlaces, Progressive, Rounds
 
-__all__ = ["Progressive", "Rounds", "progressive_decode"]
+__all__ = ["PagePlaces", "Progressive", "Rounds", "progressive_decode"]
 
 
 def progressive_decode(
@@ -27,6 +27,7 @@ def progressive_decode(
     bound: Literal["lowest", "round"] = "lowest",
     rounds: Rounds = Rounds(),
     scale: float | None = None,
+    places: PagePlaces | None = None,
 ) -> Progressive:
     """Attend one decode step over ranked blocks, in rounds that stop by themselves on the device.
 
@@ -44,6 +45,9 @@ def progressive_decode(
             latest round's blocks, which one block ranked too high cannot pull down.
         rounds: their sizes, and how many of the first blocks are forced.
         scale: of the scores; default 1 / sqrt(head_dim).
+        places: where the pages are that are not in the pool as ``batch`` says; a block is a page then, and K
+            and V are plain. Pages on the host are read by the programs that attend to them: those of other
+            heads, whose pages are in the pool, run beside them.
 
     Raises:
         ValueError, TypeError: shapes, sizes, dtypes or devices that do not fit.
@@ -56,6 +60,8 @@ def progressive_decode(
         raise ValueError(f"threshold is {threshold}; expected a share in (0, 1].")
     if bound not in ("lowest", "round"):
         raise ValueError(f"bound is {bound!r}; expected 'lowest' or 'round'.")
+    if places is not None:
+        _check_places(places, q, kv, batch, bits)
     scale = 1.0 / math.sqrt(q.shape[2]) if scale is None else scale
     capacity = ranking.blocks.shape[2]
     if not batch.size or not capacity:
@@ -63,14 +69,38 @@ def progressive_decode(
             torch.zeros_like(q),
             torch.zeros_like(ranking.counts),
             torch.ones(q.shape[:2], dtype=torch.float32, device=q.device),
+            None if places is None else torch.zeros_like(ranking.counts),
         )
     ends = rounds.ends(capacity, batch.block_size)
     if use_triton(q):
         from ragserve_kernels.progressive_decode import triton as kernels
 
         return kernels.progressive_decode(
-            q, kv, batch, ranking, threshold, ends, forced=rounds.forced, bound=bound, scale=scale, bits=bits
+            *(q, kv, batch, ranking, threshold, ends, places),
+            forced=rounds.forced,
+            bound=bound,
+            scale=scale,
+            bits=bits,
         )
     return naive.progressive_decode(
-        q, kv, batch, ranking, threshold, ends, forced=rounds.forced, bound=bound, scale=scale
+        q, kv, batch, ranking, threshold, ends, places, forced=rounds.forced, bound=bound, scale=scale
     )
+
+
+def _check_places(places: PagePlaces, q: torch.Tensor, kv: KVPair, batch: PagedBatch, bits: int) -> None:
+    if bits:
+        raise ValueError(f"k and v have {bits} bits; host pages need plain ones.")
+    if batch.block_size != batch.page_size:
+        raise ValueError(f"Blocks of {batch.block_size} tokens are not pages of {batch.page_size}.")
+    kv_heads, head_dim = kv[0].shape[1:]
+    check("places", places.places, torch.int32, (batch.size, kv_heads, None), like=q)
+    if places.places.stride(2) != 1:
+        raise ValueError("places must be contiguous in its last dimension.")
+    host = places.host
+    check("host", host, q.dtype, (None, 2, None, kv_heads, batch.page_size, head_dim), dense=True)
+    if host.is_cuda:
+        raise TypeError(f"host is on {host.device}; expected host memory.")
+    if q.is_cuda and not host.is_pinned():
+        raise ValueError("host is not pinned, so the GPU cannot read it; allocate it with pin_memory=True.")
+    if not 0 <= places.layer < host.shape[2]:
+        raise ValueError(f"layer is {places.layer}; host has {host.shape[2]} layers.")

@@ -7,7 +7,7 @@ import math
 import torch
 
 from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection
-from ragserve_kernels.progressive_decode.types import Progressive
+from ragserve_kernels.progressive_decode.types import PagePlaces, Progressive
 from ragserve_kernels.sparse_decode.naive import block_tokens, gather
 
 
@@ -38,6 +38,22 @@ def weight_estimate(logs: torch.Tensor, forced: int, left: int, since: int | Non
     return torch.sigmoid(torch.logsumexp(logs, -1) - each - math.log(left))
 
 
+def gather_placed(kv: KVPair, head: int, tokens: torch.Tensor, row: int, places: PagePlaces) -> KVPair:
+    """Return one head's K and V, float64 [tokens, head_dim], of the tokens of request ``row``."""
+    page = places.host.shape[4]
+    found = places.places[row, head, tokens // page].long().cpu()
+    there, within = found >= 0, tokens % page
+    halves = []
+    for half, cache in enumerate(kv):
+        values = torch.empty(len(tokens), cache.shape[2], dtype=torch.float64)
+        slots = (found * page + within)[there].to(cache.device)
+        values[there] = cache[slots, head].double().cpu()  # type: ignore[index]
+        hosted = places.host[-1 - found[~there], half, places.layer, head, within[~there]]
+        values[~there] = hosted.double()
+        halves.append(values.to(cache.device))
+    return halves[0], halves[1]
+
+
 def progressive_decode(
     q: torch.Tensor,
     kv: KVPair,
@@ -45,6 +61,7 @@ def progressive_decode(
     ranking: PageSelection,
     threshold: float | torch.Tensor,
     ends: list[int],
+    places: PagePlaces | None,
     *,
     forced: int,
     bound: str,
@@ -56,6 +73,7 @@ def progressive_decode(
     out = torch.zeros_like(q)
     used = torch.zeros(batch.size, kv_heads, dtype=torch.int32, device=q.device)
     weight = torch.ones(q.shape[:2], dtype=torch.float32, device=q.device)
+    from_host = None if places is None else torch.zeros_like(used)
     for b in range(batch.size):
         seq_len, pages = int(batch.seq_lens[b]), batch.page_table[b]
         enough = float(threshold[b]) if isinstance(threshold, torch.Tensor) else threshold
@@ -66,7 +84,10 @@ def progressive_decode(
             rows = slice(h * group, (h + 1) * group)
             blocks = ranking.blocks[b, h, :total].long().cpu()
             tokens = block_tokens(blocks, batch.block_size, seq_len)
-            k, v = (gather(cache, h, tokens, pages, batch.page_size) for cache in kv)
+            if places is None:
+                k, v = (gather(cache, h, tokens, pages, batch.page_size) for cache in kv)
+            else:
+                k, v = gather_placed(kv, h, tokens, b, places)
             scores = q[b, rows].double() @ k.T * scale
             logs = block_logs(scores, blocks, batch.block_size, seq_len)
             for start, end in zip([0, *ends], ends, strict=False):
@@ -78,5 +99,7 @@ def progressive_decode(
             kept = len(block_tokens(blocks[:n], batch.block_size, seq_len))
             out[b, rows] = (torch.softmax(scores[:, :kept], -1) @ v[:kept]).to(q.dtype)
             used[b, h] = n
+            if places is not None and from_host is not None:
+                from_host[b, h] = (places.places[b, h, blocks[:n]] < 0).sum()
             weight[b, rows] = estimate.float()
-    return Progressive(out, used, weight)
+    return Progressive(out, used, weight, from_host)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["MAX_TILE", "Progressive", "Rounds"]
+__all__ = ["MAX_TILE", "PagePlaces", "Progressive", "Rounds"]
 
 MAX_TILE = 64
 """Tokens of the largest tile. Rounds end at whole tiles: blocks smaller than a tile are read together."""
@@ -23,6 +23,25 @@ class Progressive(NamedTuple):
     """int32 [batch, kv_heads]: ranked blocks attended to."""
     weight: torch.Tensor
     """float32 [batch, heads]: the estimated share of the attention weight in them; 1 if they are all."""
+    from_host: torch.Tensor | None = None
+    """int32 [batch, kv_heads]: how many of the blocks were read from host pages; None without
+    :class:`PagePlaces`."""
+
+
+class PagePlaces(NamedTuple):
+    """Where each KV head has the pages of a request: in the pool, or in host memory.
+
+    It takes the place of ``PagedBatch.page_table`` for pages that are not in the pool, or in other pages of
+    it for every head."""
+
+    places: torch.Tensor
+    """int32 [batch, kv_heads, n], last dimension contiguous, n at least the pages of the longest request: a
+    page of the pool, or ``-1 - page`` for a page of ``host``."""
+    host: torch.Tensor
+    """[pages, 2 (K, V), layers, kv_heads, page, head_dim] in host memory, contiguous, pinned if the pool is
+    on a GPU; q's dtype."""
+    layer: int
+    """Of ``host``, the layer that attends."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,169 @@
+"""progressive_decode over pages that each KV head has elsewhere: in other pages of the pool, or on the
+host.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ragserve_kernels.dispatch import forced_naive
+from ragserve_kernels.paged import PageSelection
+from ragserve_kernels.progressive_decode import PagePlaces, Rounds, progressive_decode
+from tests.kernels.paged import Batch, make_batch
+from tests.kernels.reference import assert_close
+from tests.kernels.test_progressive_decode import ranked
+
+GPU = torch.cuda.is_available()
+LAYERS, LAYER = 3, 1
+
+
+def moved(batch: Batch, share: float) -> tuple[Batch, PagePlaces]:
+    """Move a ``share`` of each head's pages to the host and the others to new pages of the pool.
+
+    What is left behind, columns of nobody and host pages of nobody are NaN; entries past a request's pages
+    are junk."""
+    device, page = batch.q.device, batch.page_size
+    heads, dim = batch.k.shape[1:]
+    counts = [-(-n // page) for n in batch.seq_lens.tolist()]
+    total = sum(counts) + 3
+    pool = [torch.full((2 * total * page, heads, dim), math.nan, dtype=batch.q.dtype) for _ in range(2)]
+    host = torch.full((total, 2, LAYERS, heads, page, dim), math.nan, dtype=batch.q.dtype)
+    places = torch.full((len(counts), heads, max(1, *counts) + 1), 2**30, dtype=torch.int32)
+    before = [batch.k.cpu(), batch.v.cpu()]
+    for head in range(heads):
+        columns, hosts = torch.randperm(2 * total).tolist(), torch.randperm(total).tolist()
+        for row, count in enumerate(counts):
+            for number in range(count):
+                source = int(batch.page_table[row, number]) * page
+                is_hosted = float(torch.rand(())) < share
+                target = hosts.pop() if is_hosted else columns.pop()
+                places[row, head, number] = -1 - target if is_hosted else target
+                for half in range(2):
+                    values = before[half][source : source + page, head]
+                    if is_hosted:
+                        host[target, half, LAYER, head] = values
+                    else:
+                        pool[half][target * page : (target + 1) * page, head] = values
+    k, v = (each.to(device) for each in pool)
+    pinned = host.pin_memory() if device.type == "cuda" else host
+    return replace(batch, k=k, v=v), PagePlaces(places.to(device), pinned, LAYER)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "dtype"),
+    [(16, 64, torch.float32), (64, 128, torch.bfloat16)],
+    ids=["16-64-float32", "64-128-bfloat16"],
+)
+def test_it_attends_as_if_all_pages_were_in_the_pool(
+    device: torch.device, page_size: int, head_dim: int, dtype: torch.dtype, share: float
+) -> None:
+    lens = [9001, 0, 130, 64] if GPU else [171, 0, 66]
+    batch = make_batch(
+        lens, device=device, page_size=page_size, head_dim=head_dim, heads=6, dtype=dtype, peak=6.0
+    )
+    ranking, options = ranked(batch), {"threshold": 0.6, "rounds": Rounds(2, 1.5), "bound": "round"}
+    want = progressive_decode(*batch.inputs(), ranking, **options)
+    assert want.from_host is None
+    there, places = moved(batch, share)
+    for naive in (False, True):
+        with forced_naive(naive):
+            got = progressive_decode(*there.inputs(), ranking, **options, places=places)
+        assert_close(got.out, want.out, dtype)
+        assert torch.equal(got.blocks_used, want.blocks_used)
+        assert got.from_host is not None
+        for row in range(len(lens)):
+            for head in range(2):
+                read = ranking.blocks[row, head, : int(got.blocks_used[row, head])].long()
+                hosted = int((places.places[row, head][read] < 0).sum())
+                assert int(got.from_host[row, head]) == hosted
+    assert (want.blocks_used < ranking.counts).any(), "the threshold stops some heads early"
+
+
+def test_threshold_one_reads_every_page_wherever_it_is(device: torch.device) -> None:
+    batch = make_batch([130, 47], device=device, peak=2.0)
+    ranking = ranked(batch)
+    there, places = moved(batch, 0.7)
+    got = progressive_decode(*there.inputs(), ranking, threshold=1.0, places=places)
+    for row in range(2):
+        for head in range(2):
+            tokens = torch.arange(int(batch.seq_lens[row]))
+            want = batch.attend(row, head, tokens)[0]
+            assert_close(got.out[row, 2 * head : 2 * head + 2], want, torch.float32)
+    assert torch.equal(got.blocks_used, ranking.counts)
+
+
+def test_pages_after_the_stop_are_not_read(device: torch.device) -> None:
+    batch = make_batch([1600], device=device, kv_heads=1, heads=2, peak=12.0)
+    ranking, options = ranked(batch), {"threshold": 0.6, "rounds": Rounds(8, 1.0)}
+    there, places = moved(batch, 0.5)
+    first = progressive_decode(*there.inputs(), ranking, **options, places=places)
+    used = int(first.blocks_used[0, 0])
+    assert used < 100, "a peaked head stops early"
+    for place in places.places[0, 0][ranking.blocks[0, 0, used:100].long()].tolist():
+        if place < 0:
+            places.host[-1 - place] = math.nan
+        else:
+            there.k[place * 16 : place * 16 + 16] = there.v[place * 16 : place * 16 + 16] = math.nan
+    again = progressive_decode(*there.inputs(), ranking, **options, places=places)
+    assert torch.equal(again.out, first.out)
+
+
+def test_an_empty_batch_and_wrong_arguments(device: torch.device) -> None:
+    batch = make_batch([40], device=device)
+    ranking = ranked(batch)
+    there, places = moved(batch, 0.5)
+
+    def call(places: PagePlaces, block_size: int = 0, ranking: PageSelection = ranking) -> None:
+        progressive_decode(there.q, there.kv, there.paged(block_size), ranking, places=places)
+
+    with pytest.raises(ValueError, match="not pages"):
+        call(places, 4)
+    with pytest.raises(ValueError, match="layer is 3; host has 3 layers"):
+        call(places._replace(layer=3))
+    with pytest.raises(TypeError, match="places has dtype"):
+        call(places._replace(places=places.places.long()))
+    with pytest.raises(ValueError, match="host"):
+        call(places._replace(host=places.host[:, :, :, :, :8]))
+    few = make_batch([40], device=device, bits=8)
+    with pytest.raises(ValueError, match="8 bits"):
+        progressive_decode(*few.inputs(), ranking, places=places)
+    none = there.paged()
+    none = replace(none, page_table=none.page_table[:0], seq_lens=none.seq_lens[:0])
+    nothing = PageSelection(ranking.blocks[:0], ranking.counts[:0])
+    got = progressive_decode(
+        there.q[:0], there.kv, none, nothing, places=places._replace(places=places.places[:0])
+    )
+    assert got.from_host is not None
+    assert got.from_host.shape == (0, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_a_captured_graph_reads_where_the_pages_are_now() -> None:
+    device = torch.device("cuda")
+    shape = {"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64, "dtype": torch.bfloat16}
+    batch = make_batch([9000, 3000], device=device, peak=4.0, **shape)
+    ranking = ranked(batch)
+    options = {"threshold": 0.9, "rounds": Rounds(8)}
+    there, places = moved(batch, 0.5)
+    progressive_decode(*there.inputs(), ranking, **options, places=places)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = progressive_decode(*there.inputs(), ranking, **options, places=places)
+    for share in (0.0, 1.0, 0.3):
+        other, now = moved(batch, share)
+        there.k.copy_(other.k)
+        there.v.copy_(other.v)
+        places.host.copy_(now.host)
+        places.places.copy_(now.places)
+        got.out.fill_(torch.nan)
+        graph.replay()
+        want = progressive_decode(*other.inputs(), ranking, **options, places=now)
+        assert torch.equal(got.out, want.out)
+        assert torch.equal(got.from_host, want.from_host)
