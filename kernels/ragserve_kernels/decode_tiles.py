@@ -140,10 +140,12 @@ def load_halves(
 
     With ``HOST_PAGE``, negative slots are rows of pages of ``host``, whose rows lie one behind the other: the
     place ``-1 - page`` of a page table gives slots ``-(page + 1) * HOST_PAGE + offset``."""
-    m_there = m_slot
+    p_row = rows.p + i_slot * rows.stride
     if HOST_PAGE > 0:
-        m_there = m_slot & (i_slot >= 0)
-    p_half = rows.p + i_slot[:, None] * rows.stride + tl.arange(0, HALF)[None, :]
+        i_back = -1 - i_slot  # never negative on the host: page * HOST_PAGE + (last offset - offset)
+        o_row = i_back // HOST_PAGE * host.stride + (HOST_PAGE - 1 - i_back % HOST_PAGE) * (2 * HALF)
+        p_row = tl.where(i_slot < 0, host.p + o_row, p_row)
+    p_half = p_row[:, None] + tl.arange(0, HALF)[None, :]
     if BITS == 4:
         # [N, H], two codes a byte
         b_codes = tl.load(p_half, mask=m_slot[:, None], other=0)
@@ -161,16 +163,8 @@ def load_halves(
             b_high = ((b_codes >> 4).to(tl.float32) - 8.0).to(DTYPE)
     else:
         # [N, H] each
-        b_low = tl.load(p_half, mask=m_there[:, None], other=0)
-        b_high = tl.load(p_half + HALF, mask=m_there[:, None], other=0)
-        if HOST_PAGE > 0:
-            i_back = -1 - i_slot  # never negative where it counts: page * HOST_PAGE + (last offset - offset)
-            i_row = HOST_PAGE - 1 - i_back % HOST_PAGE
-            p_host = host.p + (i_back // HOST_PAGE * host.stride + i_row * (2 * HALF))[:, None]
-            p_host += tl.arange(0, HALF)[None, :]
-            m_host = (i_slot < 0)[:, None]
-            b_low = tl.where(m_host, tl.load(p_host, mask=m_host & m_slot[:, None], other=0), b_low)
-            b_high = tl.where(m_host, tl.load(p_host + HALF, mask=m_host & m_slot[:, None], other=0), b_high)
+        b_low = tl.load(p_half, mask=m_slot[:, None], other=0)
+        b_high = tl.load(p_half + HALF, mask=m_slot[:, None], other=0)
         # exact, bfloat16 holds 8 bits; by way of float32, as the interpreter cannot make bfloat16 from
         # integers
         if BITS == 8:
