@@ -163,7 +163,8 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
         "Applies to every sparse request.",
     )
     decode_hosted: Literal["off", "on", "auto"] = Field(
-        "off", description="hierarchical: keep prompts' KV on the host; auto: where others wait for room."
+        "off",
+        description="Keep prompts' KV on the host, in sparse modes; auto: where others wait for room.",
     )
     kv_hosted_bytes: int = Field(
         0, ge=0, description="Host memory of all ranks for the KV of hosted requests, bytes."

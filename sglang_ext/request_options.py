@@ -345,8 +345,12 @@ class DecodeOptions(RequestOptions):
         description="`dense`: attend to all pages; `hierarchical`: to the best within `budget`; "
         "`progressive`: to the best until `threshold` is reached.",
     )
-    budget: int = Field(default=2048, ge=1, description="hierarchical: tokens a step reads for a KV head.")
-    reuse: int = Field(default=16, ge=1, description="hierarchical: steps that share one choice of pages.")
+    budget: int = Field(
+        default=2048,
+        ge=1,
+        description="hierarchical: tokens a step reads for a KV head; progressive, hosted: of a choice.",
+    )
+    reuse: int = Field(default=16, ge=1, description="Steps that share one choice of pages.")
     observe: Observer = Field(
         default="window",
         description="hierarchical: what chooses pages: the mean of a `window` of queries, the `last` query, "
@@ -367,21 +371,29 @@ class DecodeOptions(RequestOptions):
         default=False, description="Heads of the server's pattern file attend to the first and latest tokens."
     )
     hosted: bool | Literal["auto"] = Field(
-        default=False, description="hierarchical: the prompt's KV is on the host; `auto`: once others wait."
+        default=False,
+        description="hierarchical, progressive: the prompt's KV is on the host; `auto`: once others wait.",
     )
     columns: int = Field(
         default=0, ge=0, le=16, description="hosted: device pages per page of a choice; 0: a working set's."
     )
     lag: int = Field(
-        default=0, ge=0, le=MAX_LAG, description="hierarchical: steps until a choice is used; hosted: 0 is 2."
+        default=0, ge=0, le=MAX_LAG, description="Steps until a choice of pages is used; hosted: 0 is 2."
     )
 
     @property
     def lag_steps(self) -> int:
-        """``lag``, or the default one of hosted requests; 0 in modes that know none."""
-        if self.mode != "hierarchical":
+        """``lag``, or the default one of hosted requests; 0 where no choice serves later steps.
+
+        A progressive request chooses only what its columns are to hold."""
+        if self.mode == "dense" or (self.mode == "progressive" and not self.hosted):
             return 0
         return self.lag or (HOSTED_LAG if self.hosted else 0)
+
+    @property
+    def chooses_by_window(self) -> bool:
+        """Return True if the mean of a window of queries chooses pages."""
+        return self.mode == "hierarchical" and self.observe == "window"
 
     def updated(self, changes: Mapping[str, Any]) -> DecodeOptions:
         """These options with some replaced. Raises PlanError for unknown names and bad values."""
@@ -397,8 +409,14 @@ class DecodeOptions(RequestOptions):
             raise PlanError("decode options must be a JSON object")
         options = self.updated(changes)
         for name in ("hosted", "lag", "observe", "window", "scores"):
-            if changes.get(name) and options.mode != "hierarchical":
-                raise PlanError(f"{name} is for mode 'hierarchical', and this request's is {options.mode!r}")
+            modes = ["hierarchical", *(["progressive"] if name in ("hosted", "lag") else [])]
+            if changes.get(name) and options.mode not in modes:
+                known = " or ".join(repr(mode) for mode in modes)
+                raise PlanError(f"{name} is for mode {known}, and this request's is {options.mode!r}")
+        if changes.get("lag") and options.mode == "progressive" and not options.hosted:
+            raise PlanError(
+                "lag is of hosted requests in mode 'progressive': ask with hosted=true, or without lag"
+            )
         return options
 
 

@@ -15,11 +15,11 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from ragserve_kernels.page_select import KeySummary, page_select
 from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection
-from ragserve_kernels.progressive_decode import progressive_decode
 from ragserve_kernels.sparse_decode import HeadKinds, sparse_decode
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.decode_state import DecodeState
 from sglang_ext.attention.page_stats import PageStatistics
+from sglang_ext.attention.progressive_attention import ProgressiveAttention
 from sglang_ext.attention.prompt_queries import PromptQueries
 from sglang_ext.attention.quantized_pool import QuantizedKVPool
 from sglang_ext.attention.sparse_prefill import SparsePrefill
@@ -37,8 +37,14 @@ class SparseDecodeBackend(AttentionBackend):
     """Wraps the backend that SGLang would have used. One per scheduler process; scheduler thread only."""
 
     def __init__(
-        self, wrapped: Any, runner: Any, config: AttentionConfig, statistics: PageStatistics
+        self,
+        wrapped: Any,
+        runner: Any,
+        config: AttentionConfig,
+        statistics: PageStatistics,
+        host: torch.Tensor | None = None,
     ) -> None:
+        """``host``: host pages of requests, as `ProgressiveAttention.host`."""
         super().__init__()
         self.wrapped = wrapped
         for name in (
@@ -84,7 +90,9 @@ class SparseDecodeBackend(AttentionBackend):
             head_dim=pool.head_dim,
             dtype=pool.dtype,
             lags=config.hosted_bytes > 0,
+            pool_pages=statistics.tables.k_center.shape[1] - statistics.tables.more,
         )
+        self.progressive = ProgressiveAttention(config, statistics, host)
         self.hosted_statistics: torch.Tensor | None = (
             None  # int32 [requests, pages]: see `StepTables.set_lengths`
         )
@@ -168,6 +176,25 @@ class SparseDecodeBackend(AttentionBackend):
         """Return what a row of the step just launched reads or has chosen: see `StepTables.taken`."""
         return self._tables_for(len(self._step.rows)).taken(row, wanted=wanted)
 
+    def place_columns(self, row: int, held: PageSelection, named: PageSelection) -> None:
+        """Let a progressive row of the step at hand find pages in columns: see `StepTables.place_columns`."""
+        self._tables_for(len(self._step.rows)).place_columns(row, held, named)
+
+    def listed(self, row: int) -> PageSelection:
+        """Return the pages for columns of a progressive row of the step just launched: see `listed`."""
+        step_row = self._step.rows[row]
+        most = self.most_listed(step_row.state.options, step_row.tokens)
+        return self._tables_for(len(self._step.rows)).listed(row, most)
+
+    def most_listed(self, options: DecodeOptions, tokens: int) -> int:
+        """Return how many pages a choice for columns may list: those of the budget, or all there are."""
+        return min(self._limit(options), -(-tokens // self._shape.page_size))
+
+    @property
+    def capacity(self) -> int:
+        """Pages of the widest choice."""
+        return self._shape.capacity
+
     def observed(self, row: int) -> torch.Tensor:
         """Return a copy of what a row of the latest decode step is to choose pages by.
 
@@ -178,11 +205,12 @@ class SparseDecodeBackend(AttentionBackend):
             return self._tables.queries[:, row].clone()
 
     def progressive_use(self, n: int) -> torch.Tensor:
-        """Return what the rows of the step just launched read by threshold, float [2, n] on the device.
+        """Return what the rows of the step just launched read by threshold, float [3, n] on the device.
 
-        Pages and weight, means over heads."""
+        Pages and weight, means over heads, and the pages of KV heads that were read from the host."""
         rows = self._tables_for(n).rows(n)
-        return torch.stack((rows.used.float().mean((0, 2)), rows.weight.mean((0, 2))))
+        reads = rows.from_host.sum((0, 2)).float()
+        return torch.stack((rows.used.float().mean((0, 2)), rows.weight.mean((0, 2)), reads))
 
     def _is_wrapped(self, decode: bool) -> bool:
         """Return True if the wrapped backend runs this pass.
@@ -201,7 +229,7 @@ class SparseDecodeBackend(AttentionBackend):
                 larger.set_rows(self._step.rows, tuple(range(len(self._step.rows))))
                 larger.set_active(self._step)
                 larger.set_shares(self._step.shares)
-                larger.set_lagged(self._step.lagged)
+                larger.set_lagged(self._step)
             self._eager = larger
         return self._eager
 
@@ -272,8 +300,11 @@ class SparseDecodeBackend(AttentionBackend):
         if not self._is_wrapped(decode=True):
             self._tables = self._tables_for(n)
             longest = None if lens_cpu is None else int(lens_cpu[:n].max())
-            hosted = self.hosted_statistics if any(self._step.lagged) else None
+            placed = any(row.progressive and row.lag for row in self._step.rows)
+            hosted = self.hosted_statistics if placed or any(self._step.lagged) else None
             self._tables.set_lengths(self._table, rows, lens, longest, hosted)
+            if placed:
+                self._tables.find_columns(n)
 
     def _sparse_extend(
         self,
@@ -403,18 +434,17 @@ class SparseDecodeBackend(AttentionBackend):
         self, out: torch.Tensor, rows: TableRows, q: torch.Tensor, kv: KVPair, layer: int, scale: float
     ) -> None:
         """Add the progressive heads to ``out``, where they are zero: their rows have no chosen pages."""
-        tables = self._statistics.tables
-        keys = tables.centers(layer) if self._config.ranking == "center" else tables.bounds(layer)
-        ranking = page_select(q, rows.ranked, keys)
-        part = progressive_decode(
-            q,
-            kv,
-            rows.ranked,
-            ranking._replace(counts=ranking.counts * rows.by_rank[layer]),
+        ranking, part = self.progressive.attend(
+            *(q, kv, rows.ranked, rows.ranked_scored, layer),
             threshold=rows.thresholds,
-            bound=self._config.bound,
             scale=scale,
+            is_ranked=rows.by_rank[layer],
+            places=None if self.progressive.host is None else rows.places_of(layer),
         )
         rows.used[layer].copy_(part.blocks_used)
         rows.weight[layer].copy_(part.weight)
+        if part.from_host is not None:
+            rows.from_host[layer].copy_(part.from_host)
+            # rows that choose by bounds at the end of the step overwrite it
+            rows.wanted[layer].copy_(ranking.blocks[..., : self._shape.capacity])
         out += part.out

@@ -35,7 +35,7 @@ class _Pending:
     """
 
     event: Any
-    use: torch.Tensor  # float [2, rows]: pages, weight
+    use: torch.Tensor  # float [3, rows]: pages, weight, pages read from the host
     rows: tuple[Row, ...]
 
 
@@ -387,9 +387,11 @@ class DecodeRuntime:
     def _collect(self) -> None:
         while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):
             arrived = self._pending.popleft()
-            for row, pages, weight in zip(arrived.rows, *arrived.use.tolist(), strict=True):
+            for row, pages, weight, reads in zip(arrived.rows, *arrived.use.tolist(), strict=True):
                 if not row.progressive:
                     continue
+                if self._hosted is not None:
+                    self._hosted.count_reads(row.state.hosted_counts, int(reads))
                 streaming = self.backend.streaming_share if row.streaming else 0.0
                 row.state.pages += pages
                 if streaming < 1:  # streaming heads estimate nothing and count as 1

@@ -32,7 +32,8 @@ def with_sparse_decode(make: Callable[[Any], Any], config: AttentionConfig) -> C
         hosted_pages = 0 if pages is None else pages.capacity
         pool = runner.token_to_kv_pool
         statistics = PageStatistics(pool, table, page, config.logical_page, hosted_pages)
-        backend = SparseDecodeBackend(wrapped, runner, config, statistics)
+        host = None if pages is None else pages.pool
+        backend = SparseDecodeBackend(wrapped, runner, config, statistics, host)
         hosted = None if pages is None else HostedRows(pool, table, page, pages, statistics.tables)
         current.attention = DecodeRuntime(config, planner, statistics, backend, hosted, runner)
         return backend

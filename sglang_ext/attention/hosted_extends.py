@@ -14,6 +14,7 @@ from sglang_ext.attention.backend import SparseDecodeBackend
 from sglang_ext.attention.decode_state import DecodeState
 from sglang_ext.attention.lagged_choices import KeptChoice, LaggedChoices
 from sglang_ext.attention.page_stats import PageStatistics
+from sglang_ext.attention.progressive_attention import ProgressiveToken
 from sglang_ext.attention.prompt_queries import PromptMean
 from sglang_ext.attention.step_planner import StepPlanner
 from sglang_ext.attention.streamed_attention import StreamedTokens
@@ -68,7 +69,7 @@ class _Extended:
     row: HostedRow | None
     tokens: int
     last: int
-    part: SparseToken | StreamedTokens | None = None
+    part: SparseToken | ProgressiveToken | StreamedTokens | None = None
     chooses: Literal["no", "next", "later"] = "no"
     observes: bool = False
     asked: PromptMean | None = None
@@ -116,7 +117,7 @@ class HostedExtends:
         return tuple((each, each.last, 1) for each in self._extended if each.is_asked)
 
     @property
-    def parts(self) -> tuple[SparseToken | StreamedTokens, ...]:
+    def parts(self) -> tuple[SparseToken | ProgressiveToken | StreamedTokens, ...]:
         """What attends apart in this pass."""
         return tuple(each.part for each in self._extended if each.part is not None)
 
@@ -147,10 +148,24 @@ class HostedExtends:
         if swapped:
             kept.swap(reads=True)
         self._lagged.read_again(row, kept)
-        selection = self._backend.widened(kept.current, state)
-        each.part = SparseToken(each.last, self._pages(each, scored=False), selection)
+        if state.options.mode == "progressive":
+            each.part = self._progressive(each, row)
+        else:
+            selection = self._backend.widened(kept.current, state)
+            each.part = SparseToken(each.last, self._pages(each, scored=False), selection)
         each.chooses = "later" if chooses else "no"
-        each.observes = is_new and state.options.observe == "window"
+        each.observes = is_new and state.options.chooses_by_window
+
+    def _progressive(self, each: _Extended, row: HostedRow) -> ProgressiveToken:
+        # it ranks the pages that are back on the device, too, and they are where they were not before
+        back = each.req.req_pool_idx, row.pages * self._page + 1, each.tokens - 1
+        self._statistics.after_extend([back])
+        batch, scored = self._pages(each, scored=False), self._pages(each, scored=True)
+        places = batch.page_table.clone()
+        places[0, : row.pages] = -1 - row.host
+        heads = places[:, None].expand(-1, self._hosted.kv.kv_heads, -1)
+        attention, threshold = self._backend.progressive, each.state.options.threshold
+        return ProgressiveToken(each.last, attention, batch, scored, heads, threshold)
 
     def _question(self, each: _Extended, row: HostedRow, count: int) -> None:
         """Let what follows the prompt's host pages, or a part of it, attend to them."""
@@ -204,6 +219,9 @@ class HostedExtends:
             self._lagged.read_again(each.row, each.state.kept)
 
     def _choice(self, each: _Extended) -> PageSelection:
+        if isinstance(each.part, ProgressiveToken):
+            most = self._backend.most_listed(each.state.options, each.tokens)
+            return each.part.listed(most, self._backend.capacity)
         by = each.asked
         if each.state.options.observe != "last" and each.state.asked is not None:
             by = each.state.asked

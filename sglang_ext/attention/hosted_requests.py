@@ -50,7 +50,7 @@ class HostedRequests:
         elif row is not None:
             tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
             state.prefix = self._prefixes.retract(row, tokens)
-            if state.prefix is not None and state.options.observe == "window" and place >= 0:
+            if state.prefix is not None and state.options.chooses_by_window and place >= 0:
                 state.asked = PromptMean(self._backend.observed(place), state.observed)
         req.ragserve_on_host = state.prefix is not None
 

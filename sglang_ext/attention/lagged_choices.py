@@ -55,7 +55,10 @@ class LaggedChoices:
             if step.swapped[i]:
                 hosted = row.state.hosted
                 kept.swap(reads=hosted is None or self._hosted.arrive(hosted, kept.pending))
-            elif step.kept[i] >= 0:
+            elif step.kept[i] >= 0 or (row.progressive and not step.changed):
+                continue
+            if row.progressive:
+                self._backend.place_columns(i, kept.current, kept.named)
                 continue
             self._backend.place(i, kept.current, row.state.newest if row.state.widened else None)
 
@@ -65,11 +68,11 @@ class LaggedChoices:
         for i, row in enumerate(step.rows):
             if not row.lag:
                 continue
-            if step.active[i]:
-                chosen = self._backend.taken(i, wanted=False)
+            if step.active[i] or (row.progressive and row.state.kept is None):
+                chosen = self._chosen(i, row, wanted=False)
                 row.state.kept = KeptChoice(chosen, chosen)
             if step.lagged[i] and row.state.kept is not None:
-                self.chosen(row.state, self._backend.taken(i, wanted=True))
+                self.chosen(row.state, self._chosen(i, row, wanted=True))
             elif row.state.hosted is None and may_be_hosted(row, reqs[i], short=self._short):
                 options = row.state.options
                 row.state.hosted = self._hosted.begin(
@@ -80,6 +83,12 @@ class LaggedChoices:
                     row.state.hosted_counts,
                 )
         self._hosted.copy()
+
+    def _chosen(self, i: int, row: Row, *, wanted: bool) -> PageSelection:
+        """Return what a row of the step just launched has chosen: at once, or for after its lag.
+
+        A progressive row has ranked its pages in the step itself."""
+        return self._backend.listed(i) if row.progressive else self._backend.taken(i, wanted=wanted)
 
     def chosen(self, state: DecodeState, named: PageSelection) -> None:
         """Let a request read a choice after its lag, and load what that takes meanwhile."""

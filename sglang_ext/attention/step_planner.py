@@ -83,7 +83,9 @@ class StepPlanner:
 
     A row with a lag chooses by the last query of its prompt, then at the ends of steps, by its own clock:
     what it reads does not depend on its batch. If its prompt was short, or is a session's, it begins in its
-    first step. An interval is short enough that at most one page begins while a choice serves.
+    first step. An interval is short enough that at most one page begins while a choice serves. A progressive
+    row that is hosted chooses like this what its columns are to hold; it attends to what it ranks highest,
+    wherever that is.
 
     Pages are chosen by the last query, or by the running mean of a window of decoded ones, 16 steps after the
     first choice at the latest (LoopServe 5.2), or by queries of the prompt's end for the whole answer."""
@@ -117,7 +119,7 @@ class StepPlanner:
             PlanError: a budget smaller than the pages that are always read or wider than the tables, or
                 streaming heads without a pattern.
         """
-        if options.mode == "hierarchical":
+        if options.mode == "hierarchical" or options.lag_steps:
             smallest = FORCED_PAGES * self._page
             if options.budget < smallest:
                 raise PlanError(
@@ -130,7 +132,8 @@ class StepPlanner:
                 )
         if options.mode == "hierarchical" and options.scores == "exact" and self._config.kv_bits != 16:
             raise PlanError("exact scores need plain keys: ask for scores=bound, or start it with kv_bits=16")
-        if options.lag_steps and (options.observe == "recent" or options.scores == "exact"):
+        by_keys = options.observe == "recent" or options.scores == "exact"
+        if options.mode == "hierarchical" and options.lag_steps and by_keys:
             raise PlanError(
                 "hosted or lagging decoding chooses by bounds, for the keys may be on the host: ask for "
                 "scores=bound and another observe than recent"
@@ -142,7 +145,7 @@ class StepPlanner:
                 "hosted or lagging decoding: this server keeps no KV of requests on the host: start it with "
                 "kv_hosted_bytes"
             )
-        if options.hosted and options.streaming and options.mode == "hierarchical":
+        if options.hosted and options.streaming and options.lag_steps:
             raise PlanError(
                 "hosted decoding with streaming heads, whose pages are not on the device: ask for "
                 "streaming=false"
@@ -176,7 +179,8 @@ class StepPlanner:
             for row, chosen in zip(rows, active, strict=True)
         )
         for row, chosen, new in zip(rows, active, opened, strict=True):
-            if chosen:
+            is_first = row.progressive and row.lag and not row.state.chosen_at
+            if chosen or is_first:
                 self._choose(row, row.tokens)
             elif new:
                 row.state.newest, row.state.widened = self._newest(row), True

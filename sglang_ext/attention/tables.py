@@ -10,6 +10,7 @@ import torch
 from ragserve_kernels.paged import PagedBatch, PageSelection
 from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING
 from sglang_ext.attention.decode_state import Row
+from sglang_ext.attention.progressive_attention import listed
 from sglang_ext.attention.step_planner import Step
 
 
@@ -18,7 +19,8 @@ class TableShape:
     """Sizes of one rank's tables.
 
     ``pages``: of the longest request. ``capacity``: pages of the largest budget, and one that may join
-    them. ``lags``: rows may choose pages for later steps than the next."""
+    them. ``lags``: rows may choose pages for later steps than the next. ``pool_pages``: of the pool;
+    statistics of host page p are those of page ``pool_pages + p``."""
 
     layers: int
     heads: int
@@ -29,6 +31,7 @@ class TableShape:
     head_dim: int
     dtype: torch.dtype
     lags: bool = False
+    pool_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,19 @@ class TableRows:
     wanted: torch.Tensor
     wanted_counts: torch.Tensor
     lagged: torch.Tensor
+    ranked_scored: PagedBatch  # those of `ranked`, likewise
+    from_host: torch.Tensor
+    shared_places: torch.Tensor
+    places: torch.Tensor
+    named: torch.Tensor
+    held: torch.Tensor
+
+    def places_of(self, layer: int) -> torch.Tensor:
+        """Return where each KV head has its pages in a layer, int32 [n, kv_heads, pages + 1], as
+        `PagePlaces`: in columns that have been placed, else where `StepTables.set_lengths` says. It lies
+        where that of the layer before did."""
+        self.places.copy_(self.shared_places[:, None].expand_as(self.places))
+        return self.places.scatter_(2, self.named[layer], self.held[layer])
 
     def wanted_selection(self, layers: int | slice) -> PageSelection:
         """Return the pages chosen for steps after a lag."""
@@ -98,6 +114,13 @@ class StepTables:
         self._lagged_rows: tuple[bool, ...] = ()
         self.used = zeros(layers, size, kv_heads)
         self.weight = zeros(layers, size, shape.heads, dtype=torch.float32)
+        self.from_host = zeros(layers, size, kv_heads)  # pages of progressive heads read from the host
+        # progressive rows: where pages are that no column of a head has, the columns that a layer's heads
+        # have (pages of the pool), and the request's pages in them; the page behind the last is none
+        self.shared_places = zeros(lagging, shape.pages + 1)
+        self.places = zeros(lagging, kv_heads, shape.pages + 1)
+        self.held = zeros(layers, lagging, kv_heads, shape.capacity)
+        self.named = torch.full_like(self.held, shape.pages, dtype=torch.int64)
         self._rows = zeros(4, size)
         self._moves = zeros(2, size)
         self._limits: tuple[int, ...] = ()  # pages of each row's budget
@@ -113,15 +136,19 @@ class StepTables:
         if n not in self._views:
             by_layer = (
                 *("index", "counts", "kinds", "by_rank", "queries", "used", "weight"),
-                *("wanted", "wanted_counts"),
+                *("wanted", "wanted_counts", "from_host", "held", "named"),
             )
-            by_row = ("budgets", "active", "exact", "shares", "thresholds", "lagged")
+            by_row = (
+                *("budgets", "active", "exact", "shares", "thresholds", "lagged"),
+                *("shared_places", "places"),
+            )
             self._views[n] = TableRows(
                 PagedBatch(self.pages[:n], self.lens[:n], self._shape.page_size),
                 PagedBatch(self.pages[:n], self.ranked_lens[:n], self._shape.page_size),
                 **{name: getattr(self, name)[:, :n] for name in by_layer},
                 **{name: getattr(self, name)[:n] for name in by_row},
                 scored=PagedBatch(self.scored_pages[:n], self.lens[:n], self._shape.page_size),
+                ranked_scored=PagedBatch(self.scored_pages[:n], self.ranked_lens[:n], self._shape.page_size),
             )
         return self._views[n]
 
@@ -129,10 +156,11 @@ class StepTables:
         """Set what a step needs but for lengths and pages, which :meth:`set_lengths` sets."""
         if step.changed:
             self.set_rows(step.rows, step.kept)
+            self.named.fill_(self._shape.pages)
         self.open_pages({i: row.state.newest for i, row in enumerate(step.rows) if step.opened[i]})
         self.set_active(step)
         self.set_shares(step.shares)
-        self.set_lagged(step.lagged)
+        self.set_lagged(step)
 
     def set_rows(self, rows: tuple[Row, ...], kept: tuple[int, ...] = ()) -> None:
         """Set the rows' kinds and limits, for other requests or other ones of them sparse.
@@ -182,9 +210,12 @@ class StepTables:
             self._copy(values, self.shares)
             self._shares = shares
 
-    def set_lagged(self, lagged: tuple[bool, ...]) -> None:
-        """Set which rows choose pages at the end of this step, for steps after a lag."""
-        if self._shape.lags and lagged != self._lagged_rows:
+    def set_lagged(self, step: Step) -> None:
+        """Set which rows choose pages by bounds at the end of this step, for steps after a lag."""
+        if not self._shape.lags:
+            return
+        lagged = tuple(now and row.hierarchical for row, now in zip(step.rows, step.lagged, strict=True))
+        if lagged != self._lagged_rows:
             self._copy_flags(lagged, self.lagged)
             self._lagged_rows = lagged
 
@@ -198,6 +229,25 @@ class StepTables:
         if opened is not None:
             self.open_pages({row: opened})
 
+    def place_columns(self, row: int, held: PageSelection, named: PageSelection) -> None:
+        """Let a progressive row find pages in columns from this step on; others are where they were.
+
+        ``held``: places in the row's page table, ``named``: the pages there; both in all layers, with the
+        same counts."""
+        is_none = torch.arange(self._shape.capacity, device=named.blocks.device) >= named.counts[..., None]
+        self.index[:, row].copy_(held.blocks)
+        self.named[:, row].copy_(named.blocks.masked_fill(is_none, self._shape.pages))
+
+    def find_columns(self, n: int) -> None:
+        """Find the pages of the pool that are the columns of the first ``n`` rows; after `set_lengths`."""
+        places = self.index[:, :n].clamp(0, self._shape.pages - 1).long()
+        pages = self.pages[None, :n, None].expand(*places.shape[:3], self._shape.pages)
+        self.held[:, :n] = pages.gather(3, places)
+
+    def listed(self, row: int, most: int) -> PageSelection:
+        """Return the pages for columns of a progressive row, by its latest step: see `listed`."""
+        return listed(self.wanted[:, row], self.used[:, row], most)
+
     def taken(self, row: int, *, wanted: bool) -> PageSelection:
         """Return a copy of what a row reads, or of what it has chosen for later steps."""
         if wanted:
@@ -206,7 +256,7 @@ class StepTables:
 
     def adopt(self, other: StepTables) -> None:
         """Take over the pages of smaller tables, and the queries that choose; rows keep their places."""
-        for name in ("index", "counts", "queries"):
+        for name in ("index", "counts", "queries", *(("named",) if self._shape.lags else ())):
             getattr(self, name)[:, : other.size].copy_(getattr(other, name))
 
     def open_pages(self, pages: dict[int, int]) -> None:
@@ -232,7 +282,7 @@ class StepTables:
             lens: ``[n]``: tokens of each request.
             longest: of the lengths, if the host knows it.
             hosted_statistics: int32 ``[requests, pages]``: where statistics of hosted pages lie; -1: with the
-                page itself. None: no row chooses with a lag in this step.
+                page itself. None: no row has a prompt on the host whose statistics or pages this step reads.
         """
         n, page = len(rows), self._shape.page_size
         self.lens[:n].copy_(lens)
@@ -241,10 +291,15 @@ class StepTables:
         first_slots = req_to_token[:, : width * page : page].index_select(0, rows)
         pages = first_slots // page
         self.pages[:n, : first_slots.shape[1]].copy_(pages)
+        if not self._shape.lags:
+            return
+        scored = places = pages
         if hosted_statistics is not None:
             hosted = hosted_statistics[:, :width].index_select(0, rows)
             scored = torch.where(hosted < 0, pages, hosted)
-            self.scored_pages[:n, : first_slots.shape[1]].copy_(scored)
+            places = torch.where(hosted < 0, pages, self._shape.pool_pages - 1 - hosted)
+        self.scored_pages[:n, : first_slots.shape[1]].copy_(scored)
+        self.shared_places[:n, : first_slots.shape[1]].copy_(places)
 
     def _set_recent(self, row: int, newest: int) -> None:
         """Let a row read its first page and the newest ones, as many as its budget has."""

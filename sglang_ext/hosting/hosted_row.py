@@ -19,6 +19,7 @@ class HostedCounts:
     hosted_steps: int = 0
     hits: int = 0
     misses: int = 0
+    host_reads: int = 0
     loaded_bytes: int = 0
     columns: int = 0
     working_set: float = 0.0

@@ -192,6 +192,12 @@ class HostedRows:
             column_pages[loads.targets.clamp_min(0).long()],
         )
 
+    def count_reads(self, counts: HostedCounts, pages: int) -> None:
+        """Count pages of KV heads that a step of a request has read from the host itself."""
+        counts.host_reads += pages
+        counts.loaded_bytes += pages * self.head_bytes
+        self.bounds.link.loaded(pages * self.head_bytes, 0, None)
+
     def arrive(self, row: HostedRow, choice: PageSelection) -> bool:
         """Let the step that reads a choice follow its loads.
 

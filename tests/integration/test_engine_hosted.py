@@ -205,10 +205,10 @@ def test_a_full_link_lets_requests_stay_on_the_device_and_is_shown(parallel_serv
     ("decode", "reason"),
     [
         (HOSTED | {"streaming": True}, "with streaming heads"),
-        ({"mode": "progressive", "hosted": True}, "hosted is for mode 'hierarchical'"),
+        ({"mode": "dense", "hosted": True}, "hosted is for mode 'hierarchical' or 'progressive'"),
         (HOSTED | {"lag": 8}, "option lag of sparse decoding is 8"),
     ],
-    ids=["streaming", "progressive", "lag"],
+    ids=["streaming", "dense", "lag"],
 )
 def test_what_cannot_be_hosted_is_refused_with_a_reason(
     parallel_server: Server, decode: dict[str, Any], reason: str

@@ -111,6 +111,33 @@ def test_a_request_with_a_lag_chooses_by_the_last_query_of_its_prompt() -> None:
     assert run(plan, [req], [103]).lagged == (True,), "its clock runs from there on"
 
 
+def test_a_hosted_progressive_row_chooses_for_its_columns_by_its_own_clock() -> None:
+    plan = planner()
+    req = request(plan, mode="progressive", hosted=True, reuse=5)
+    state = req.ragserve_decode
+    steps = [run(plan, [req], [101 + i]) for i in range(40)]
+    assert (state.first_tokens, state.options.lag_steps) == (101, 2)
+    assert all(step.variant is Variant.PROGRESSIVE for step in steps)
+    assert not any(step.active[0] or step.opened[0] for step in steps), "it reads what it ranks"
+    made = [i for i, step in enumerate(steps) if step.lagged[0]]
+    assert made == list(range(5, 40, 5))
+    assert [i for i, step in enumerate(steps) if step.swapped[0]] == [i + 3 for i in made if i + 3 < 40]
+
+
+def test_progressive_rows_without_a_host_have_no_lag() -> None:
+    plan = planner()
+    options = DecodeOptions(mode="progressive", lag=3)
+    assert options.lag_steps == 0
+    with pytest.raises(PlanError, match="lag is of hosted requests in mode 'progressive'"):
+        request(plan, mode="progressive")
+    with pytest.raises(PlanError, match="the first and the newest page alone take 32"):
+        request(plan, mode="progressive", hosted=True, budget=16)
+    exact = planner(options={"scores": "exact"})
+    assert request(exact, mode="progressive", hosted=True).ragserve_decode.options.hosted, (
+        "its scores are bounds"
+    )
+
+
 def test_hosted_requests_have_a_lag_and_need_memory_on_the_host() -> None:
     assert request(planner(), lag=0, hosted=True).ragserve_decode.options.lag_steps == 2
     assert DecodeOptions(mode="dense", hosted=True).lag_steps == 0, "a server's default says nothing of it"
@@ -118,7 +145,9 @@ def test_hosted_requests_have_a_lag_and_need_memory_on_the_host() -> None:
     for options in ({}, {"lag": 0, "hosted": True}):
         with pytest.raises(PlanError, match="kv_hosted_bytes"):
             request(without, **options)
-    with pytest.raises(PlanError, match="lag is for mode 'hierarchical', and this request's is 'dense'"):
+    with pytest.raises(
+        PlanError, match="lag is for mode 'hierarchical' or 'progressive', and this request's"
+    ):
         request(planner(), mode="dense")
 
 
@@ -151,8 +180,14 @@ class Backend:
     def place(self, row: int, selection: PageSelection, opened: int | None) -> None:
         self.placed.append((row, int(selection.counts), opened))
 
+    def place_columns(self, row: int, held: PageSelection, named: PageSelection) -> None:
+        self.placed.append((row, int(held.counts), int(named.counts)))
+
     def taken(self, row: int, *, wanted: bool) -> PageSelection:
         return PageSelection(torch.zeros(1), torch.tensor(self.made))
+
+    def listed(self, row: int) -> PageSelection:
+        return self.taken(row, wanted=True)
 
 
 def test_tables_that_forgot_a_choice_get_it_again_with_the_page_that_began() -> None:
@@ -180,6 +215,28 @@ def test_tables_that_forgot_a_choice_get_it_again_with_the_page_that_began() -> 
     for tokens in range(114, 118):
         assert step([b, a], [50, tokens]) == []
     assert step([b, a], [50, 118]) == [(1, 115, None)], "chosen at 115, with the page that began at 113"
+
+
+def test_columns_of_progressive_rows_are_placed_when_they_or_the_batch_change() -> None:
+    plan, backend = planner(), Backend()
+    hosted: Any = SimpleNamespace(statistics_of=None, copy=lambda: None, begin_step=lambda now: None)
+    lagged = LaggedChoices(backend, hosted, PAGE)  # type: ignore[arg-type]
+    a, b = request(plan, mode="progressive", hosted="auto", reuse=4), request(plan, mode="dense", lag=0)
+
+    def step(reqs: list[Any], lengths: list[int]) -> list[tuple[int, int, int | None]]:
+        backend.placed.clear()
+        planned = plan.step(reqs, lengths)
+        lagged.before(planned)
+        backend.made = lengths[-1]
+        lagged.after(planned, reqs)
+        plan.after(planned)
+        return list(backend.placed)
+
+    assert step([a], [109]) == [], "nothing is chosen before it has attended"
+    assert step([a], [110]) == []
+    assert step([b, a], [50, 111]) == [(1, 109, 109)]
+    assert [step([b, a], [50, tokens]) for tokens in range(112, 116)] == [[]] * 4
+    assert step([b, a], [50, 116]) == [(1, 113, 113)], "what was chosen at 113, after its lag"
 
 
 @pytest.mark.parametrize("decode", [True, False], ids=["decode", "extend"])

@@ -257,7 +257,7 @@ def test_what_was_read_is_accounted_and_reported() -> None:
     by_budget = request(runtime, "a")
     by_threshold = request(runtime, "b", '{"mode": "progressive"}')
     dense = request(runtime, "c", '{"mode": "dense"}')
-    backend.use = torch.tensor([[0.0, 5.0, 0.0], [1.0, 0.9, 1.0]])
+    backend.use = torch.tensor([[0.0, 5.0, 0.0], [1.0, 0.9, 1.0], [0.0, 0.0, 0.0]])
     for length in (160, 161):
         runtime.before_forward(batch([by_budget, by_threshold, dense], [length, 80, 32]))
         runtime.after_forward()

@@ -1,0 +1,127 @@
+"""Progressive decoding over hosted pages on the real engine: as requests whose KV is on the device.
+
+What is attended to does not depend on where a page is, so neither columns, lag nor batch change an answer."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sglang_ext.protocol import ContextPlan, Span
+from tests.integration import context_client
+from tests.integration.context_client import result
+from tests.integration.engines import PARALLEL_PAGE, Server
+from tests.integration.prompts import some_ids
+from tests.integration.test_engine_hosted import assert_same, generate, held, idle, report, verify
+
+RESIDENT = {"mode": "progressive", "threshold": 0.6, "streaming": False}
+HOSTED = RESIDENT | {"hosted": True, "budget": 64, "reuse": 4}
+
+
+def test_hosted_is_resident_whatever_the_columns_hold_and_threshold_one_is_dense(
+    parallel_server: Server,
+) -> None:
+    """With one column for each page of a choice; on two ranks."""
+    client, ids, n_new = parallel_server.client, some_ids(500, 3), 34
+    resident = generate(client, ids, n_new, **RESIDENT)
+    hosted = generate(client, ids, n_new, **HOSTED | {"columns": 1})
+    assert_same(result(hosted), result(resident))
+    said = report(hosted)
+    assert said.hosted_steps > 20, "it left the device after its first choices"
+    assert said.columns == 64 // PARALLEL_PAGE
+    assert said.hits + said.misses > 0
+    assert said.misses > 0
+    assert said.host_reads > 0, "columns hold less than a step attends to"
+    assert said.loaded_bytes == (said.misses + said.host_reads) * 2 * PARALLEL_PAGE * 64 * 4
+    assert said.weight is not None
+    assert said.weight > 0.6
+    assert (said.pages, said.weight) == (report(resident).pages, report(resident).weight)
+    assert said.pages < said.pages_held, "the threshold is met before all pages are read"
+    verify(client)
+    all_pages = generate(client, ids, n_new, **HOSTED | {"threshold": 1.0, "reuse": 1})
+    assert_same(result(all_pages), result(generate(client, ids, n_new, mode="dense")))
+    assert report(all_pages).hosted_steps > 20
+    assert report(all_pages).host_reads > said.host_reads
+    verify(client)
+
+
+def test_hosted_rows_of_both_modes_in_one_batch(parallel_server: Server) -> None:
+    """Two of them share a prefix, and the others have their prompt on the device."""
+    client, shared = parallel_server.client, some_ids(400, 5)
+    lagging = {"mode": "hierarchical", "budget": 64, "reuse": 4, "lag": 2, "streaming": False}
+    jobs = [
+        (shared + some_ids(60, 80), 26, HOSTED),
+        (shared + some_ids(90, 81), 34, HOSTED | {"threshold": 0.9, "lag": 4, "reuse": 1}),
+        (shared + some_ids(40, 82), 30, lagging | {"hosted": True}),
+    ]
+    alone = [
+        generate(client, jobs[0][0], jobs[0][1], **RESIDENT),
+        generate(client, jobs[1][0], jobs[1][1], **RESIDENT | {"threshold": 0.9}),
+        generate(client, jobs[2][0], jobs[2][1], **lagging),
+    ]
+    beside = [RESIDENT, {"mode": "dense"}, {"mode": "progressive", "threshold": 0.8, "streaming": True}]
+    with ThreadPoolExecutor(6) as pool:
+        crowd = [pool.submit(generate, client, ids, n_new, **decode) for ids, n_new, decode in jobs]
+        others = [pool.submit(generate, client, shared, 30, **decode) for decode in beside]
+        while not all(each.done() for each in (*crowd, *others)):
+            verify(client)
+            time.sleep(0.2)
+        for each in others:
+            each.result()
+    for got, want in zip(crowd, alone, strict=True):
+        assert_same(result(got.result()), result(want))
+        assert report(got.result()).hosted_steps > 0
+    verify(client)
+
+
+def test_a_composed_context_is_hosted_from_the_start(parallel_server: Server) -> None:
+    spans = [(0, 230), (230, 480)]
+    ids, n_new = some_ids(500, 46), 16
+    plan = ContextPlan("compose", "hosted-progressive", "concat", tuple(Span(a, b) for a, b in spans), {})
+    client = parallel_server.client
+    for start, end in spans:
+        context_client.generate(client, ids[start:end], ContextPlan("document", "hosted-progressive"), 1)
+    hosted = generate(client, ids, n_new, plan, **HOSTED)
+    assert_same(result(hosted), result(generate(client, ids, n_new, plan, **RESIDENT)))
+    assert report(hosted).hosted_steps == report(hosted).steps == n_new - 1
+    verify(client)
+
+
+def test_a_request_that_is_taken_back_goes_on_as_if_it_had_not_been(stress_server: Server) -> None:
+    """Its next token attends in an extend, to pages on the host."""
+    client, n_new = stress_server.client, 24
+    decode = HOSTED | {"budget": 48, "reuse": 1, "lag": 1}
+    prompts = [some_ids(300 + 35 * i, 620 + i) for i in range(3)]
+    alone = [generate(client, ids, n_new, **decode) for ids in prompts]
+    assert all(report(answer).resumed == 0 for answer in alone)
+    compared, deadline = 0, time.monotonic() + 240
+    while not compared and time.monotonic() < deadline:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            crowd = list(pool.map(lambda ids: generate(client, ids, n_new, **decode), prompts))
+        for got, want in zip(crowd, alone, strict=True):
+            said = report(got)
+            if said.resumed and said.resumed + said.steps == n_new - 1:  # never prefilled again
+                assert_same(result(got), result(want))
+                compared += 1
+    assert compared
+    verify(client)
+    assert (idle(client)["used"], held(client)["retracted"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("decode", "reason"),
+    [
+        (HOSTED | {"streaming": True}, "with streaming heads"),
+        (HOSTED | {"budget": 16}, "the first and the newest page alone take 32"),
+        (RESIDENT | {"lag": 2}, "lag is of hosted requests in mode 'progressive'"),
+        (HOSTED | {"observe": "prompt"}, "observe is for mode 'hierarchical'"),
+    ],
+    ids=["streaming", "budget", "lag", "observe"],
+)
+def test_what_does_not_fit_together_is_refused_with_a_reason(
+    parallel_server: Server, decode: dict[str, object], reason: str
+) -> None:
+    answer = context_client.generate(parallel_server.client, [5] * 40, n_new=2, decode=decode)
+    assert reason in answer["error"]["message"]

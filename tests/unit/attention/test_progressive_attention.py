@@ -1,0 +1,167 @@
+"""Progressive attention to a request whose prompt is on the host: what is read where, and what is chosen for
+columns."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ragserve_kernels.dispatch import forced_naive
+from ragserve_kernels.kv import KVLayers
+from ragserve_kernels.paged import PagedBatch, PageSelection
+from sglang_ext.attention.config import AttentionConfig
+from sglang_ext.attention.progressive_attention import LISTED, ProgressiveAttention, ProgressiveToken
+from sglang_ext.attention.tables import StepTables, TableShape
+from sglang_ext.hosting.hosted_row import HostedRow
+from tests.unit.hosting.hosted_bench import DIM, HEADS, LAYERS, LIMIT, POOL, PROMPT, TAIL, Bench, drawn
+
+CAPACITY = LIMIT + 2
+SCALE = DIM**-0.5
+
+
+def attention(bench: Bench, **config: Any) -> ProgressiveAttention:
+    statistics: Any = SimpleNamespace(tables=bench.statistics)
+    return ProgressiveAttention(AttentionConfig(**config), statistics, bench.pages.pool)
+
+
+def length(bench: Bench) -> int:
+    return (PROMPT + TAIL) * bench.page - 5
+
+
+def tables(bench: Bench) -> StepTables:
+    """Two rows, of which the second one is the bench's request, and progressive."""
+    shape = TableShape(
+        layers=LAYERS,
+        heads=2 * HEADS,
+        kv_heads=HEADS,
+        pages=bench.table.shape[1] // bench.page,
+        capacity=CAPACITY,
+        page_size=bench.page,
+        head_dim=DIM,
+        dtype=torch.float32,
+        lags=True,
+        pool_pages=POOL,
+    )
+    made = StepTables(2, shape, torch.device("cpu"), None)
+    made.progressive[1] = 1
+    return made
+
+
+def set_lengths(made: StepTables, bench: Bench, statistics: torch.Tensor | None) -> None:
+    lens = torch.tensor([1, length(bench)])
+    made.set_lengths(bench.table, torch.tensor([0, 1]), lens, length(bench), statistics)
+    made.find_columns(2)
+
+
+def attend(
+    made: StepTables, bench: Bench, kv: KVLayers, q: torch.Tensor, threshold: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return outputs [layers, heads, head_dim], pages used and pages read from the host [layers, kv_heads]
+    of the bench's request."""
+    by, rows, outs = attention(bench), made.rows(2), []
+    for layer in range(LAYERS):
+        with forced_naive():
+            _, part = by.attend(
+                *(q[layer], (kv.k[layer], kv.v[layer]), rows.ranked, rows.ranked_scored, layer),
+                threshold=threshold,
+                scale=SCALE,
+                places=rows.places_of(layer),
+            )
+        assert part.from_host is not None
+        outs.append((part.out[1], part.blocks_used[1], part.from_host[1]))
+    out, used, reads = (torch.stack(each) for each in zip(*outs, strict=True))
+    return out, used, reads
+
+
+def spoilt(bench: Bench, row: HostedRow, named: PageSelection, placed: PageSelection) -> KVLayers:
+    """Return the pool with NaN but for columns of a choice and the tail, and spoil host pages of columns."""
+    pool = bench.poisoned(placed)
+    tail = bench.table[1, PROMPT * bench.page : (PROMPT + TAIL) * bench.page].long()
+    for layer in range(LAYERS):
+        for half in ("k", "v"):
+            getattr(pool, half)[layer][tail] = getattr(bench.kv, half)[layer][tail]
+        for head in range(HEADS):
+            blocks = named.blocks[layer, head, : int(named.counts[layer, head])].long()
+            bench.pages.pool[row.host[blocks[blocks < PROMPT]].long(), :, layer, head] = torch.nan
+    return pool
+
+
+@pytest.mark.parametrize("threshold", [0.4, 1.0])
+@pytest.mark.parametrize(("page", "columns"), [(16, 2), (64, 1)], ids=["16", "64"])
+def test_it_reads_columns_of_the_choice_and_host_pages_and_nothing_else(
+    page: int, columns: int, threshold: float
+) -> None:
+    bench = Bench(page=page, columns=columns)
+    resident = tables(bench)
+    set_lengths(resident, bench, None)
+    q = 2 * torch.randn(LAYERS, 2, 2 * HEADS, DIM)
+    want, used, none = attend(resident, bench, bench.original, q, threshold)
+    assert not none.any()
+    choice = drawn()
+    row, placed = bench.moved(choice)
+    made = tables(bench)
+    made.place_columns(1, placed, choice)
+    set_lengths(made, bench, bench.rows.statistics_of)
+    pool = spoilt(bench, row, choice, placed)
+    got, pages, reads = attend(made, bench, pool, q, threshold)
+    assert torch.equal(got, want)
+    assert torch.equal(pages, used)
+    hosted = (choice.blocks[..., :LIMIT] < PROMPT).sum(-1)
+    if threshold == 1.0:
+        assert torch.equal(reads, PROMPT - hosted)
+    else:
+        assert (reads < PROMPT - hosted).any()
+        assert reads.any()
+
+
+def test_without_columns_all_of_the_prompt_is_read_from_the_host() -> None:
+    bench = Bench()
+    bench.moved(drawn())
+    made = tables(bench)
+    set_lengths(made, bench, bench.rows.statistics_of)
+    q = torch.randn(LAYERS, 2, 2 * HEADS, DIM)
+    _, used, reads = attend(made, bench, bench.kv, q, 1.0)
+    assert (used == PROMPT + TAIL).all()
+    assert (reads == PROMPT).all()
+
+
+def test_a_token_that_was_taken_back_attends_as_its_step_and_chooses_by_it() -> None:
+    bench = Bench()
+    before = tables(bench)
+    set_lengths(before, bench, None)
+    q = 3 * torch.randn(LAYERS, 2, 2 * HEADS, DIM)
+    want, used, _ = attend(before, bench, bench.original, q, 0.4)
+    row, _ = bench.moved(drawn())
+    pages = (bench.table[1, :: bench.page] // bench.page).int()[None]
+    lens = torch.tensor([length(bench)], dtype=torch.int32)
+    scored, places = pages.clone(), pages.clone()
+    scored[0, :PROMPT], places[0, :PROMPT] = POOL + row.host, -1 - row.host
+    token = ProgressiveToken(
+        *(1, attention(bench), PagedBatch(pages, lens, bench.page), PagedBatch(scored, lens, bench.page)),
+        *(places[:, None].expand(-1, HEADS, -1), 0.4),
+    )
+    for layer in range(LAYERS):
+        out = torch.zeros(2, 2 * HEADS, DIM)
+        with forced_naive():
+            token.attend(q[layer], out, (bench.kv.k[layer], bench.kv.v[layer]), layer, SCALE)
+        assert torch.equal(out[1], want[layer])
+        assert not out[0].any()
+    assert token.layers == LAYERS
+    chosen = token.listed(5, CAPACITY)
+    assert torch.equal(chosen.counts, (LISTED * used).clamp(max=5))
+    assert (chosen.blocks[..., :2] == torch.tensor([0, PROMPT + TAIL - 1])).all(), "forced pages come first"
+
+
+def test_a_step_lists_the_pages_it_attended_to_for_columns() -> None:
+    bench = Bench()
+    made = tables(bench)
+    made.used[:, 1] = torch.tensor([[1, 2], [3, 9]])
+    made.wanted[:, 1] = torch.arange(CAPACITY, dtype=torch.int32)
+    chosen = made.listed(1, LIMIT)
+    assert chosen.counts.tolist() == [[2, 4], [4, 4]]
+    assert chosen.blocks.shape == (LAYERS, HEADS, CAPACITY)
+    made.wanted.zero_()
+    assert chosen.blocks.any(), "a copy: the next step writes there"
