@@ -38,7 +38,9 @@ def weight_estimate(logs: torch.Tensor, forced: int, left: int, since: int | Non
     return torch.sigmoid(torch.logsumexp(logs, -1) - each - math.log(left))
 
 
-def gather_placed(kv: KVPair, head: int, tokens: torch.Tensor, row: int, places: PagePlaces) -> KVPair:
+def gather_placed(
+    kv: KVPair, head: int, tokens: torch.Tensor, row: int, places: PagePlaces
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one head's K and V, float64 [tokens, head_dim], of the tokens of request ``row``."""
     page = places.host.shape[4]
     found = places.places[row, head, tokens // page].long().cpu()

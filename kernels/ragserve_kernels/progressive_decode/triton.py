@@ -328,7 +328,8 @@ def progressive_decode(
     table, table_strides = batch.page_table, (batch.page_table.stride(0), 0)
     host_k, host_v, from_host = cache.k, cache.v, None
     if places is not None:
-        table, table_strides = places.places, places.places.stride()[:2]
+        table = places.places
+        table_strides = table.stride(0), table.stride(1)
         host_k, host_v = (rows_of(places.host[:, half, places.layer]) for half in range(2))
         from_host = torch.empty_like(used)
     # a fill, not a copy from the host: a CUDA graph can capture it
