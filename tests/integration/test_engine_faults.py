@@ -62,6 +62,12 @@ def hosted(bench: Bench) -> dict[str, Any]:
     return generate(bench.client, bench.ids, n_new=16, decode={"mode": "hierarchical", **options})
 
 
+def segmented(bench: Bench) -> dict[str, Any]:
+    """A prompt larger than the pool."""
+    options = {"mode": "hierarchical", "budget": 64, "dense_below": 0, "hosted": True}
+    return generate(bench.client, (bench.ids * 100)[:6200], n_new=2, decode=options)
+
+
 def selecting(bench: Bench) -> dict[str, Any]:
     return bench.ask("samkv", selection="shared")
 
@@ -96,6 +102,7 @@ REQUESTS: dict[str, Ask] = {
     "grammar": lambda bench: bench.sampling(regex="No[.] [0-9]{4}"),
     "extended": Bench.ask,
     "document": Bench.document,
+    "segments": segmented,
     "hosting": hosted,
     "sparse prefill": lambda bench: bench.sampling(custom_params={PREFILL_FIELD: LINES}),
     "statistics": sparse,
