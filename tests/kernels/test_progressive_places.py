@@ -56,7 +56,6 @@ def moved(batch: Batch, share: float) -> tuple[Batch, PagePlaces]:
 @pytest.mark.parametrize(
     ("share", "page_size", "head_dim", "dtype"),
     [
-        (0.0, 16, 64, torch.float32),
         (0.5, 16, 64, torch.float32),
         (0.5, 64, 128, torch.bfloat16),
         (1.0, 16, 64, torch.float32),
