@@ -301,10 +301,9 @@ def _dtype(weights: Any, kv: str) -> str:
 def _hosted_tokens(decode: dict[str, Any] | None) -> int:
     """Tokens of hosted prompts that the engine has host memory for; 0 where it prefills none that the KV pool
     cannot take."""
-    hosted = None if decode is None else decode["hosted"]
-    if hosted is None or hosted["prefilling"] is None:
+    if decode is None or decode["hosted"] is None or decode["hosted"]["prefilling"] is None:
         return 0
-    return int(hosted["pages"] * decode["page_size"])
+    return int(decode["hosted"]["pages"] * decode["page_size"])
 
 
 def _manager() -> Any:
