@@ -200,7 +200,10 @@ def test_auto_chooses_by_what_the_run_measured(composed_ms: float, chosen: str) 
         ("samkv:keep=0.15", 672),
     ]
     engine = Caching()
-    engine.info = SimpleNamespace(device="cpu", fingerprint="f", strategies=("full", "prefix", "samkv"))
+    strategies = ("full", "prefix", "samkv")
+    engine.info = SimpleNamespace(
+        device="cpu", fingerprint="f", strategies=strategies, max_prompt_tokens=2**20
+    )
     request = GenerateRequest("r", [1] * 96, "n", spans=(Span(0, 32), Span(32, 96)))
     with auto.chooser(engine, samples) as chooser:
         assert asyncio.run(chooser.choose(auto.prompt_of(request, [1] * 32), "n")).spec.name == chosen

@@ -9,11 +9,13 @@ import pytest
 
 from ragserve.bench import verify_share
 from ragserve.profiles.gate import FILE_NAME, Entry, Figures, record
+from tests.conftest import EXHAUSTIVE
 from tests.unit.api.scripted_server import serving
 
 GOOD = Figures(n=500, f1=99.0, f1_vs_full=0.0, kl=0.01, kept=100.0, recomputed=10.0)
 
 
+@pytest.mark.skipif(not EXHAUSTIVE, reason="two servers, 14 s: in the exhaustive form")
 def test_the_same_arrivals_are_asked_of_both_servers(
     tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ class Running:
 @pytest.fixture
 def tree() -> Any:
     tree = tree_of(1)
-    tree.freed = []
+    tree.freed, tree.observer = [], SimpleNamespace(on_evicted=lambda node: None)
     tree.token_to_kv_pool_allocator = SimpleNamespace(free=lambda slots: tree.freed.extend(slots.tolist()))
     for number, key in enumerate((OURS, COMPOSED, THEIRS, prefix_key("acme"))):
         insert(tree, array("q", range(8)), torch.arange(8) + 8 * number, key=key)
