@@ -3,6 +3,7 @@ torch or SGLang."""
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -29,6 +30,17 @@ def checked(model: type[OptionsT], given: Mapping[str, Any], owner: str) -> Opti
         return model.model_validate(given)
     except ValidationError as error:
         raise PlanError("; ".join(_sentences(error, model, given, owner))) from None
+
+
+def given_in(text: str, what: str) -> dict[str, Any]:
+    """Fields of a request's JSON text. ``what``: decode or prefill. Raises PlanError."""
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{what} options are not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise PlanError(f"{what} options must be a JSON object")
+    return given
 
 
 def option_names(model: type[RequestOptions]) -> list[str]:

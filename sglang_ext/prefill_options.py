@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from sglang_ext.request_options import PlanError, RequestOptions, checked
+from sglang_ext.option_checks import PlanError, RequestOptions, checked, given_in
 
 PrefillMode = Literal["dense", "lines", "blocks"]
 MAX_OBSERVE = 256  # sampled queries of 1,024
@@ -52,12 +51,7 @@ class PrefillOptions(RequestOptions):
 
     def from_request(self, text: str) -> PrefillOptions:
         """These options, the server's, with those of a request's JSON text. Raises PlanError."""
-        try:
-            changes = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"prefill options are not JSON: {error}") from None
-        if not isinstance(changes, dict):
-            raise PlanError("prefill options must be a JSON object")
+        changes = given_in(text, "prefill")
         options = self.updated(changes)
         if "observe" in changes and options.mode != "lines":
             raise PlanError(f"observe is for mode 'lines', and this request's is {options.mode!r}")

@@ -5,7 +5,6 @@ also come from a client of SGLang's ``/generate``."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -13,7 +12,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from sglang_ext.option_checks import PlanError as PlanError
 from sglang_ext.option_checks import RequestOptions as RequestOptions
-from sglang_ext.option_checks import checked
+from sglang_ext.option_checks import checked, given_in
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Weight = Annotated[float, Field(ge=0, le=1)]
@@ -401,12 +400,7 @@ class DecodeOptions(RequestOptions):
 
     def from_request(self, text: str) -> DecodeOptions:
         """These options, the server's, with those of a request's JSON text. Raises PlanError."""
-        try:
-            changes = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"decode options are not JSON: {error}") from None
-        if not isinstance(changes, dict):
-            raise PlanError("decode options must be a JSON object")
+        changes = given_in(text, "decode")
         options = self.updated(changes)
         for name in ("hosted", "lag", "observe", "window", "scores"):
             modes = ["hierarchical", *(["progressive"] if name in ("hosted", "lag") else [])]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 
 from sglang_ext.protocol import DECODE_FIELD, ContextPlan, DecodeReport
 from tests.integration import context_client
+from tests.integration.context_client import result
 from tests.integration.reference import Generated
 
 
@@ -44,3 +46,23 @@ def verify(client: Any) -> None:
     """Check host pages, columns and the statistics of all pages, also of those that are cached."""
     answer = client.post("/rag/cache/verify")
     assert answer.status_code == 200, answer.text
+
+
+def assert_goes_on(client: httpx.Client, prompts: list[list[int]], decode: dict[str, Any]) -> None:
+    """Requests that are taken back in a crowd answer from their host pages as alone, where none is taken
+    back. One that is before its first decode step is prefilled anew, so ask until another one is."""
+    n_new = 24
+    alone = [generate(client, ids, n_new, **decode) for ids in prompts]
+    assert all(report(answer).resumed == 0 for answer in alone)
+    compared, deadline = 0, time.monotonic() + 240
+    while not compared and time.monotonic() < deadline:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            crowd = list(pool.map(lambda ids: generate(client, ids, n_new, **decode), prompts))
+        for got, want in zip(crowd, alone, strict=True):
+            said = report(got)
+            if said.resumed and said.resumed + said.steps == n_new - 1:  # never prefilled again
+                assert_same(result(got), result(want))
+                compared += 1
+    assert compared
+    verify(client)
+    assert (idle(client)["used"], held(client)["retracted"]) == (0, 0)

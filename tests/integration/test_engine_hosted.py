@@ -22,7 +22,7 @@ from tests.conftest import EXHAUSTIVE
 from tests.integration import context_client
 from tests.integration.context_client import result
 from tests.integration.engines import PARALLEL_LOGICAL, PARALLEL_PAGE, Server
-from tests.integration.hosted_client import assert_same, generate, held, idle, report, verify
+from tests.integration.hosted_client import assert_goes_on, assert_same, generate, held, idle, report, verify
 from tests.integration.prompts import some_ids
 from tests.integration.reference import Generated, Reference
 from tests.integration.sparse_reference import SparseReference
@@ -278,24 +278,8 @@ def test_a_context_that_fails_or_is_left_on_its_way_to_the_host_leaves_nothing(s
 
 
 def test_a_hosted_request_that_is_taken_back_goes_on_as_if_it_had_not_been(stress_server: Server) -> None:
-    """Alone a request is never taken back. One that is before its first decode step is prefilled anew."""
-    client, n_new = stress_server.client, 24
     decode = {"mode": "hierarchical", "budget": 64, "reuse": 4, "lag": 2, "hosted": True}
-    prompts = [some_ids(300 + 35 * i, 600 + i) for i in range(3)]
-    alone = [generate(client, ids, n_new, **decode) for ids in prompts]
-    assert all(report(answer).resumed == 0 for answer in alone)
-    compared, deadline = 0, time.monotonic() + 240
-    while not compared and time.monotonic() < deadline:
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            crowd = list(pool.map(lambda ids: generate(client, ids, n_new, **decode), prompts))
-        for got, want in zip(crowd, alone, strict=True):
-            said = report(got)
-            if said.resumed and said.resumed + said.steps == n_new - 1:  # never prefilled again
-                assert_same(result(got), result(want))
-                compared += 1
-    assert compared
-    verify(client)
-    assert (held(client)["used"], held(client)["retracted"]) == (0, 0)
+    assert_goes_on(stress_server.client, [some_ids(300 + 35 * i, 600 + i) for i in range(3)], decode)
 
 
 def test_retraction_eviction_and_leavers_lose_no_slot_and_no_page(stress_server: Server) -> None:

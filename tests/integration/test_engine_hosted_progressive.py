@@ -13,8 +13,8 @@ from sglang_ext.protocol import ContextPlan, Span
 from tests.integration import context_client
 from tests.integration.context_client import result
 from tests.integration.engines import PARALLEL_PAGE, Server
+from tests.integration.hosted_client import assert_goes_on, assert_same, generate, report, verify
 from tests.integration.prompts import some_ids
-from tests.integration.test_engine_hosted import assert_same, generate, held, idle, report, verify
 
 RESIDENT = {"mode": "progressive", "threshold": 0.6, "streaming": False}
 HOSTED = RESIDENT | {"hosted": True, "budget": 64, "reuse": 4}
@@ -91,23 +91,8 @@ def test_a_composed_context_is_hosted_from_the_start(parallel_server: Server) ->
 
 def test_a_request_that_is_taken_back_goes_on_as_if_it_had_not_been(stress_server: Server) -> None:
     """Its next token attends in an extend, to pages on the host."""
-    client, n_new = stress_server.client, 24
     decode = HOSTED | {"budget": 48, "reuse": 1, "lag": 1}
-    prompts = [some_ids(300 + 35 * i, 620 + i) for i in range(3)]
-    alone = [generate(client, ids, n_new, **decode) for ids in prompts]
-    assert all(report(answer).resumed == 0 for answer in alone)
-    compared, deadline = 0, time.monotonic() + 240
-    while not compared and time.monotonic() < deadline:
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            crowd = list(pool.map(lambda ids: generate(client, ids, n_new, **decode), prompts))
-        for got, want in zip(crowd, alone, strict=True):
-            said = report(got)
-            if said.resumed and said.resumed + said.steps == n_new - 1:  # never prefilled again
-                assert_same(result(got), result(want))
-                compared += 1
-    assert compared
-    verify(client)
-    assert (idle(client)["used"], held(client)["retracted"]) == (0, 0)
+    assert_goes_on(stress_server.client, [some_ids(300 + 35 * i, 620 + i) for i in range(3)], decode)
 
 
 @pytest.mark.parametrize(
