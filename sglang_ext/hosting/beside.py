@@ -20,8 +20,8 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
-        in_step = os.environ.get(COPIES_VARIABLE) == "in-step"
-        self._stream = None if self._device is None or in_step else torch.cuda.Stream(device)
+        self._in_step = os.environ.get(COPIES_VARIABLE) == "in-step"
+        self._stream = None if self._device is None else torch.cuda.Stream(device)
 
     @contextmanager
     def behind(self, *used: torch.Tensor) -> Iterator[None]:
@@ -29,11 +29,14 @@ class CopyStream:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
         for tensor in used:
             tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             yield
+        if self._in_step:
+            current.wait_stream(self._stream)
 
     def event(self) -> Any:
         """Return an event after the copies so far, within `behind`, which knows its time; None on a CPU."""
