@@ -1,20 +1,28 @@
 """Tokens a second and requests held at once with equal device memory: plain SGLang, sparse decoding with its
 KV on the device, hosted, and naive offloading.
 
-    python examples/gpu_hosted.py OUT [SIDE ...] [--context TOKENS] [--answer TOKENS] [--requests N]
-        [--kv-gb GB] [--host-gb GB] [--budget TOKENS] [--lag STEPS] [--columns N] [--attention NAME]
-        [--embedded]
+    python examples/gpu_hosted.py OUT [SIDE ...] [--points POINT,...] [--kv-gb GB] [--host-gb GB]
+        [--budget TOKENS] [--lag STEPS] [--columns N] [--attention NAME] [--embedded]
 
-SIDE: plain, resident, hosted, naive (all by default), each an engine of its own, one after another. Naive:
-columns of two pages for each of a choice, chosen anew in every second step, and steps wait for loads. All
-requests arrive at once, with contexts of random tokens that nobody has sent before, and wait in SGLang's
-queue until the pool has room. ``--kv-gb``: device memory of the KV pool and of all page statistics together;
-``--host-gb``: pinned memory of the hosted side. Llama-3.1-8B shape with random weights, so nothing is said on
-quality.
+SIDE: plain, resident, hosted, naive, each an engine of its own; default: all but naive. Their engines start
+at the same time and measure one after another. Naive: columns of two pages for each of a choice, chosen anew
+in every second step, and steps wait for loads; it pins as much host memory as hosted, so start it by itself
+where there is no room for both.
 
-OUT gets hosted-SIDE.json after each side and h200-hosted.json with all of them. ``tokens/s`` is over the
-time in which as many requests decoded at once as ever did, ``in all`` over the whole run, prefills included;
-``step ms`` is a token of one of those requests.
+POINT, default all:
+  32k     18 prompts of 32,768 tokens and answers of 1,024, all at once; they wait until the pool has room
+  fits    3 of 32,768 and answers of 512: they fit on the device. Hosted is asked for as `auto`
+  100k    4 of 100,000 and answers of 512
+  beside  one prompt of 120,000 tokens, sent while 4 requests of 8,192 decode. On the hosted side it is larger
+          than the room in the pool and is prefilled layer by layer; on the others in chunks
+Contexts are random tokens that nobody has sent before. ``--kv-gb``: device memory of the KV pool and of all
+page statistics together; ``--host-gb``: pinned memory of the hosted side. Llama-3.1-8B shape with random
+weights, so nothing is said on quality.
+
+OUT gets hosted-SIDE.json after each side, and h200-hosted.json of all that are there. ``tokens/s`` is over
+the time in which as many requests decoded at once as ever did, ``in all`` over the whole run, prefills
+included; ``step ms`` is a token of one of those requests. ``gap``: milliseconds between two chunks of those
+that decode while the prompt of `beside` is prefilled.
 ``--embedded``: the small model and small sizes, to try the script without a GPU."""
 
 from __future__ import annotations
@@ -28,6 +36,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +46,46 @@ from fan_out import engine_args
 
 from ragserve.bench import model_shapes
 from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.engine.local import LocalEngine
 from ragserve.files import write_json
 from ragserve.measuring import report
 from ragserve.measuring.engine_run import TimedAnswer, first_token, random_tokens
 from sglang_ext.hosting.beside import COPIES_VARIABLE
 
 SIDES = ("plain", "resident", "hosted", "naive")
+TOGETHER = ("plain", "resident", "hosted")
 HOSTED = ("hosted", "naive")
 LOGICAL = 16
+START_S = 420.0  # to wait for an engine's start
 NOTE = (
     "tokens/s and step ms: over the time in which as many requests decoded at once as ever did. tokens/s in "
     "all: over the whole run, prefills included. plain: SGLang's own attention over the whole KV."
 )
+
+
+@dataclass(frozen=True)
+class Point:
+    """``beside``: tokens of a prompt that comes while the requests decode; 0: none comes."""
+
+    requests: int
+    context: int
+    answer: int
+    beside: int = 0
+    hosted: bool | str = True
+
+
+POINTS = {
+    "32k": Point(18, 32_768, 1024),
+    "fits": Point(3, 32_768, 512, hosted="auto"),
+    "100k": Point(4, 100_000, 512),
+    "beside": Point(4, 8192, 6000, beside=120_000),
+}
+EMBEDDED = {  # a pool of 4,000 tokens, less what columns' statistics take
+    "32k": Point(6, 1200, 48),
+    "fits": Point(2, 1200, 32, hosted="auto"),
+    "100k": Point(2, 3000, 32),
+    "beside": Point(2, 300, 96, beside=3900),
+}
 
 
 def statistics_share(page: int) -> float:
@@ -63,19 +102,16 @@ def settings_of(side: str, given: argparse.Namespace) -> dict[str, Any]:
     if side != "plain":
         room /= 1 + share
     tokens = int(room / token) // given.page * given.page
-    if tokens < given.context + given.answer:
-        raise SystemExit(
-            f"{side}: a pool of {tokens} tokens holds no prompt: more --kv-gb, or less --host-gb"
-        )
     flags: dict[str, Any] = {"max_total_tokens": tokens, "kv_disk_bytes": 0, "kv_host_bytes": 2**24}
-    flags["engine_args"] = engine_args(given.attention) | {"max_running_requests": given.requests}
+    most = max(point.requests for point in given.sizes.values())
+    flags["engine_args"] = engine_args(given.attention) | {"max_running_requests": most}
     if side != "plain":
         flags |= {"sparse_attention": "on", "decode_page_size": given.page, "decode_logical_page": LOGICAL}
         flags |= {"decode_budget": given.budget, "decode_dense_below": 0}
     if side in HOSTED:
         flags |= {"decode_hosted": "on", "kv_hosted_bytes": int(host)}
     if not given.embedded:
-        sizes = sorted({1, 2, 4, *range(8, given.requests + 1, 8), given.requests})
+        sizes = sorted({1, 2, 4, *range(8, most + 1, 8), most})
         flags["engine_args"] |= {"disable_prefill_cuda_graph": True, "cuda_graph_bs_decode": sizes}
     return flags
 
@@ -107,57 +143,121 @@ async def watch(engine: Any, seen: list[dict[str, Any]]) -> None:
         await asyncio.sleep(1)
 
 
-def measure(side: str, given: argparse.Namespace) -> dict[str, Any]:
-    draw = random.Random(5)
-    contexts = [random_tokens(draw, given.context) for _ in range(given.requests)]
-    found: dict[str, Any] = {"side": side, "settings": settings_of(side, given)}
-    options: dict[str, Any] | None = None
-    if side != "plain":
-        options = {"mode": "hierarchical", "budget": given.budget}
+def decode_options(side: str, given: argparse.Namespace, hosted: bool | str) -> dict[str, Any] | None:
+    if side == "plain":
+        return None
+    options: dict[str, Any] = {"mode": "hierarchical", "budget": given.budget}
     if side == "hosted":
-        options = {**(options or {}), "hosted": True, "lag": given.lag, "columns": given.columns}
+        options |= {"hosted": hosted, "lag": given.lag, "columns": given.columns}
     if side == "naive":
-        options = {**(options or {}), "hosted": True, "lag": 1, "columns": 2, "reuse": 1}
+        options |= {"hosted": True, "lag": 1, "columns": 2, "reuse": 1}
+    return options
+
+
+def measure(side: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Start the side's engine, wait for leave to measure, and measure every point."""
+    found: dict[str, Any] = {"side": side, "settings": settings_of(side, given)}
+    if side == "naive":
         os.environ[COPIES_VARIABLE] = "in-step"
 
-    async def work(engine: Any) -> None:
-        sampling = Sampling(max_new_tokens=given.answer, ignore_eos=True)
-        short = [GenerateRequest("warm", ids[:64], "warm", "prefix", sampling) for ids in contexts[:2]]
-        await asyncio.gather(*(first_token(engine, request) for request in short))
-        requests = [
-            GenerateRequest("hosted", ids, "bench", "prefix", sampling, decode=options) for ids in contexts
+    async def work(engine: LocalEngine) -> None:
+        warm = [
+            request_of("warm", random_tokens(random.Random(7), 64), 16, decode_options(side, given, True))
+            for _ in range(2)
         ]
-        started = time.perf_counter()
-        seen: list[dict[str, Any]] = []
-        watching = asyncio.create_task(watch(engine, seen)) if side in HOSTED else None
-        answers = await asyncio.gather(*(first_token(engine, request) for request in requests))
-        ended = time.perf_counter()
-        if watching is not None:
-            watching.cancel()
-            found["hosting, by second"] = seen
-        held, since, until = overlap([(each.chunks[0][0], each.chunks[-1][0]) for each in answers])
-        made = sum(tokens_between(each, since, until) for each in answers)
-        decode = [each.last.decode for each in answers if each.last.decode is not None]
-        found["held"] = held
-        found["tokens a second"] = round(made / (until - since), 1) if until > since else None
-        found["step ms"] = round(1e3 * held * (until - since) / made, 3) if made else None
-        found["tokens a second in all"] = round(given.requests * given.answer / (ended - started), 1)
-        found["seconds"] = round(ended - started, 2)
-        found["first token s"] = sorted(round(each.chunks[0][0] - started, 2) for each in answers)
-        if decode:
-            found["hosted share of steps"] = sum(d.hosted_steps for d in decode) / sum(
-                d.steps for d in decode
-            )
-            found["hits"], found["misses"] = sum(d.hits for d in decode), sum(d.misses for d in decode)
-            found["working sets, pages"] = sorted(round(d.working_set, 1) for d in decode)
-            found["columns, pages"] = sorted(d.columns for d in decode)
-            found["loaded GB"] = round(sum(d.loaded_bytes for d in decode) / 1e9, 3)
-            await engine.control("check")
-            found["columns and statistics checked"] = True
+        await asyncio.gather(*(first_token(engine, each) for each in warm))
+        (given.out / f"ready-{side}").touch()
+        while not (given.out / f"go-{side}").exists():  # noqa: ASYNC110 - made by another process
+            await asyncio.sleep(0.2)
         found["environment"] = report.environment()
         found["engine"] = {"device": engine.info.device, "attention": engine.info.attention_backend}
+        found["points"] = {}
+        for name, point in given.sizes.items():
+            found["points"][name] = await measure_point(engine, side, name, point, given)
+            print(side, name, {k: v for k, v in found["points"][name].items() if k != SECONDS}, flush=True)
+            write_json(given.out / f"hosted-{side}.json", found)
+        if side in HOSTED:
+            await engine.control("check")
+            found["columns and statistics checked"] = True
 
     model_shapes.run_engine(given.shape, work, **found["settings"])
+    return found
+
+
+SECONDS = "hosting, by second"
+COUNTS = ("segmented tokens", "hits", "misses", "loaded GB")
+
+
+def request_of(id: str, ids: list[int], answer: int, options: dict[str, Any] | None) -> GenerateRequest:
+    sampling = Sampling(max_new_tokens=answer, ignore_eos=True)
+    return GenerateRequest(id, ids, "bench", "prefix", sampling, decode=options)
+
+
+async def measure_point(
+    engine: LocalEngine, side: str, name: str, point: Point, given: argparse.Namespace
+) -> dict[str, Any]:
+    draw = random.Random(f"{name} of {given.shape}")
+    options = decode_options(side, given, point.hosted)
+    requests = [
+        request_of(name, random_tokens(draw, point.context), point.answer, options)
+        for _ in range(point.requests)
+    ]
+    found: dict[str, Any] = {}
+    seen: list[dict[str, Any]] = []
+    watching = asyncio.create_task(watch(engine, seen)) if side in HOSTED else None
+    started = time.perf_counter()
+    sent = [asyncio.create_task(first_token(engine, request)) for request in requests]
+    if point.beside:
+        await asyncio.sleep(given.settle)  # until all of them decode
+        late = await first_token(engine, request_of("late", random_tokens(draw, point.beside), 16, options))
+        found["late first token ms"] = round(late.ttft_ms, 1)
+        if late.last.decode is not None:
+            found["late segmented tokens"] = late.last.decode.segmented_tokens
+    answers = await asyncio.gather(*sent)
+    ended = time.perf_counter()
+    if watching is not None:
+        watching.cancel()
+        found[SECONDS] = seen
+    if point.beside:
+        found |= gaps(answers, late)
+    held, since, until = overlap([(each.chunks[0][0], each.chunks[-1][0]) for each in answers])
+    made = sum(tokens_between(each, since, until) for each in answers)
+    found["held"] = held
+    found["tokens a second"] = round(made / (until - since), 1) if until > since else None
+    found["step ms"] = round(1e3 * held * (until - since) / made, 3) if made else None
+    found["tokens a second in all"] = round(point.requests * point.answer / (ended - started), 1)
+    found["seconds"] = round(ended - started, 2)
+    found["first token s"] = sorted(round(each.chunks[0][0] - started, 2) for each in answers)
+    decode = [each.last.decode for each in answers if each.last.decode is not None]
+    if decode:
+        found["hosted share of steps"] = sum(d.hosted_steps for d in decode) / sum(d.steps for d in decode)
+        found["segmented tokens"] = sum(d.segmented_tokens for d in decode)
+        found["hits"], found["misses"] = sum(d.hits for d in decode), sum(d.misses for d in decode)
+        found["working sets, pages"] = sorted(round(d.working_set, 1) for d in decode)
+        found["columns, pages"] = sorted(d.columns for d in decode)
+        found["loaded GB"] = round(sum(d.loaded_bytes for d in decode) / 1e9, 3)
+    return found
+
+
+def gaps(answers: list[TimedAnswer], late: TimedAnswer) -> dict[str, float]:
+    """Milliseconds between chunks of those who decode, while the late prompt is prefilled and before that."""
+    found: dict[str, float] = {}
+    spans = {
+        "alone": (max(each.chunks[0][0] for each in answers), late.started),
+        "beside": (late.started, late.chunks[0][0]),
+    }
+    for name, (since, until) in spans.items():  # gaps that begin in it
+        waits = sorted(
+            1e3 * (after - before)
+            for each in answers
+            for (before, _), (after, _) in pairwise(each.chunks)
+            if since <= before < until
+        )
+        found[f"steps {name}"] = len(waits)
+        if waits:
+            found[f"gap ms {name}, p50"] = round(statistics.median(waits), 2)
+            found[f"gap ms {name}, p99"] = round(waits[int(0.99 * (len(waits) - 1))], 2)
+            found[f"gap ms {name}, longest"] = round(waits[-1], 2)
     return found
 
 
@@ -167,9 +267,7 @@ def main() -> None:
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("sides", nargs="*", default=[], help=f"of {', '.join(SIDES)}; default all")
-    parser.add_argument("--context", type=int, default=32_768)
-    parser.add_argument("--answer", type=int, default=1024)
-    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--points", default=",".join(POINTS), help="default: all")
     parser.add_argument("--kv-gb", type=float, default=24.0)
     parser.add_argument("--host-gb", type=float, default=90.0)
     parser.add_argument("--budget", type=int, default=2048)
@@ -178,58 +276,90 @@ def main() -> None:
     parser.add_argument("--attention", help="SGLang's attention backend; default: its own choice")
     parser.add_argument("--page", type=int, default=64)
     parser.add_argument("--embedded", action="store_true")
+    parser.add_argument("--side-process", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.shape = "embedded" if given.embedded else "llama-3.1-8b"
+    known = EMBEDDED if given.embedded else POINTS
+    given.settle = 6.0
     if given.embedded:
         token = model_shapes.kv_bytes_per_token(given.shape)
-        given.context, given.answer, given.requests, given.budget, given.page = 1200, 48, 6, 128, 16
+        given.budget, given.page, given.settle = 128, 16, 1.5
         given.kv_gb, given.host_gb = 4000 * token / 1e9, 9000 * token / 1e9
-    sides = given.sides or list(SIDES)
-    if unknown := set(sides) - set(SIDES):
-        parser.error(f"no side {', '.join(sorted(unknown))}: one of {', '.join(SIDES)}")
+    sides, points = given.sides or list(TOGETHER), given.points.split(",")
+    if unknown := (set(sides) - set(SIDES)) | (set(points) - set(known)):
+        parser.error(
+            f"unknown: {', '.join(sorted(unknown))}; sides are {', '.join(SIDES)}, points {', '.join(known)}"
+        )
+    given.sizes = {name: known[name] for name in points}
     given.out.mkdir(parents=True, exist_ok=True)
-    if len(sides) == 1:
-        found = measure(sides[0], given)
-        print(found, flush=True)
-        write_json(given.out / f"hosted-{sides[0]}.json", found)
+    if given.side_process:
+        write_json(given.out / f"hosted-{sides[0]}.json", measure(sides[0], given))
         return
-    options = [each for each in sys.argv[2:] if each not in SIDES]
-    for side in sides:  # a process has one engine
-        subprocess.run([sys.executable, __file__, str(given.out), side, *options], check=True)
-    found = [json.loads((given.out / f"hosted-{side}.json").read_text()) for side in sides]
+    run_sides(sides, given)
+    found = [json.loads(path.read_text()) for path in map(file_of(given.out), SIDES) if path.exists()]
     workload = {
         "model": f"{given.shape}, random weights",
         "attention": found[0]["engine"]["attention"],
-        "requests, all at once": given.requests,
-        "context tokens": given.context,
-        "answer tokens": given.answer,
-        "KV and statistics on the device, GB": given.kv_gb,
-        "pinned host memory, GB": given.host_gb,
+        "points, requests x context tokens, answer tokens": {
+            name: f"{point.requests} x {point.context:,}, {point.answer}" for name, point in known.items()
+        },
+        "KV and statistics on the device, GB": round(given.kv_gb, 3),
+        "pinned host memory, GB": round(given.host_gb, 3),
         "budget": given.budget,
         "lag": given.lag,
         "columns": given.columns or "as they take",
     }
     ran_on = found[0]["environment"]
-    rows = [row_of(each) for each in found]
+    rows = [row_of(each, name) for name in known for each in found if name in each["points"]]
     report.write("hosted", workload, rows, out=given.out / "h200-hosted.json", note=NOTE, ran_on=ran_on)
 
 
-def row_of(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a side's figures as a row of the report."""
-    waits = found["first token s"]
+def file_of(out: Path) -> Callable[[str], Path]:
+    return lambda side: out / f"hosted-{side}.json"
+
+
+def run_sides(sides: list[str], given: argparse.Namespace) -> None:
+    """Start all engines at once, a process each; when all of them have started, let one after another
+    measure. One that fails is reported, and the others go on."""
+    options = [each for each in sys.argv[2:] if each not in SIDES]
+    for each in given.out.glob("*-*"):
+        if each.name.startswith(("ready-", "go-")):
+            each.unlink()
+    processes = {
+        side: subprocess.Popen([sys.executable, __file__, str(given.out), side, "--side-process", *options])
+        for side in sides
+    }
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and not all(
+        (given.out / f"ready-{side}").exists() or process.poll() is not None
+        for side, process in processes.items()
+    ):
+        time.sleep(0.2)
+    for side, process in processes.items():
+        (given.out / f"go-{side}").touch()
+        if process.wait():
+            print(f"{side}: failed with {process.returncode}", flush=True)
+
+
+def row_of(found: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a side's figures at a point as a row of the report."""
+    at = found["points"][name]
+    waits = at["first token s"]
     hosted = found["side"] in HOSTED
-    share = found.get("hosted share of steps")
+    share = at.get("hosted share of steps")
     return {
+        "point": name,
         "side": found["side"],
-        "held at once": found["held"],
-        "tokens/s": found["tokens a second"],
-        "step ms": found["step ms"],
-        "tokens/s in all": found["tokens a second in all"],
-        "seconds in all": found["seconds"],
+        "held at once": at["held"],
+        "tokens/s": at["tokens a second"],
+        "step ms": at["step ms"],
+        "tokens/s in all": at["tokens a second in all"],
+        "seconds in all": at["seconds"],
         "first token s, p50": statistics.median(waits),
         "last": waits[-1],
         "hosted share of steps": round(share, 3) if hosted and share is not None else None,
-        **{name: found.get(name) if hosted else None for name in ("hits", "misses", "loaded GB")},
+        **{key: at.get(key) if hosted else None for key in COUNTS},
+        **{key: value for key, value in at.items() if key.startswith(("late ", "gap "))},
         "KV slots": found["settings"]["max_total_tokens"],
     }
 
