@@ -19,7 +19,8 @@ Contexts are random tokens that nobody has sent before. ``--kv-gb``: device memo
 page statistics together; ``--host-gb``: pinned memory of the hosted side. Llama-3.1-8B shape with random
 weights, so nothing is said on quality.
 
-OUT gets hosted-SIDE.json after each side, and h200-hosted.json of all that are there. ``tokens/s`` is over
+OUT gets hosted-SIDE.json after each point, and h200-hosted.json of all that are there, those of earlier runs
+included. ``tokens/s`` is over
 the time in which as many requests decoded at once as ever did, ``in all`` over the whole run, prefills
 included; ``step ms`` is a token of one of those requests. ``gap``: milliseconds between two chunks of those
 that decode while the prompt of `beside` is prefilled.
@@ -36,7 +37,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -171,9 +171,12 @@ def measure(side: str, given: argparse.Namespace) -> dict[str, Any]:
             await asyncio.sleep(0.2)
         found["environment"] = report.environment()
         found["engine"] = {"device": engine.info.device, "attention": engine.info.attention_backend}
-        found["points"] = {}
+        earlier = given.out / f"hosted-{side}.json"
+        found["points"] = json.loads(earlier.read_text())["points"] if earlier.exists() else {}
         for name, point in given.sizes.items():
-            found["points"][name] = await measure_point(engine, side, name, point, given)
+            measured = await measure_point(engine, side, name, point, given)
+            measured["KV slots"] = found["settings"]["max_total_tokens"]
+            found["points"][name] = measured
             print(side, name, {k: v for k, v in found["points"][name].items() if k != SECONDS}, flush=True)
             write_json(given.out / f"hosted-{side}.json", found)
         if side in HOSTED:
@@ -296,7 +299,8 @@ def main() -> None:
         write_json(given.out / f"hosted-{sides[0]}.json", measure(sides[0], given))
         return
     run_sides(sides, given)
-    found = [json.loads(path.read_text()) for path in map(file_of(given.out), SIDES) if path.exists()]
+    written = [given.out / f"hosted-{side}.json" for side in SIDES]
+    found = [json.loads(path.read_text()) for path in written if path.exists()]
     workload = {
         "model": f"{given.shape}, random weights",
         "attention": found[0]["engine"]["attention"],
@@ -314,17 +318,12 @@ def main() -> None:
     report.write("hosted", workload, rows, out=given.out / "h200-hosted.json", note=NOTE, ran_on=ran_on)
 
 
-def file_of(out: Path) -> Callable[[str], Path]:
-    return lambda side: out / f"hosted-{side}.json"
-
-
 def run_sides(sides: list[str], given: argparse.Namespace) -> None:
     """Start all engines at once, a process each; when all of them have started, let one after another
     measure. One that fails is reported, and the others go on."""
     options = [each for each in sys.argv[2:] if each not in SIDES]
-    for each in given.out.glob("*-*"):
-        if each.name.startswith(("ready-", "go-")):
-            each.unlink()
+    for each in (*given.out.glob("ready-*"), *given.out.glob("go-*")):
+        each.unlink()
     processes = {
         side: subprocess.Popen([sys.executable, __file__, str(given.out), side, "--side-process", *options])
         for side in sides
@@ -360,7 +359,7 @@ def row_of(found: dict[str, Any], name: str) -> dict[str, Any]:
         "hosted share of steps": round(share, 3) if hosted and share is not None else None,
         **{key: at.get(key) if hosted else None for key in COUNTS},
         **{key: value for key, value in at.items() if key.startswith(("late ", "gap "))},
-        "KV slots": found["settings"]["max_total_tokens"],
+        "KV slots": at["KV slots"],
     }
 
 
