@@ -48,10 +48,9 @@ SMALL = ((2600, 1), (2600, 2))
 def child(backend: str, out: Path, given: argparse.Namespace) -> None:
     path = out / f"decode-{backend}.json"
     points = SHORT if given.short else AGAINST_BUDGET if given.against_budget else POINTS
-    if given.embedded:
-        points = SMALL
+    points = given.points or (SMALL if given.embedded else points)
     shape = "embedded" if given.embedded else "llama-3.1-8b"
-    limits: dict[str, Any] = {"threshold": given.threshold, "until": given.until}
+    limits: dict[str, Any] = {"threshold": given.threshold, "until": given.until, "tp_size": given.tp}
     if given.against_budget:
         limits["modes"] = OURS[:2]
     if given.observers:
@@ -63,6 +62,9 @@ def parent(out: Path, given: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     extra = ["--embedded"] * given.embedded + ["--short"] * given.short + ["--threshold"] * given.threshold
     extra += ["--against-budget"] * given.against_budget + ["--observers"] * given.observers
+    extra += ["--tp", str(given.tp)]
+    if given.points:
+        extra += ["--points", ",".join(f"{context}x{batch}" for context, batch in given.points)]
     if given.minutes is not None:
         extra += ["--until", str(time.time() + 60 * given.minutes)]
     start = [sys.executable, __file__, str(out)]
@@ -99,6 +101,12 @@ def merge(out: Path) -> None:
         print(row)
 
 
+def points_of(text: str) -> list[tuple[int, int]]:
+    """Context tokens and requests of each point, as of "32768x16,100000x4"."""
+    pairs = [each.split("x") for each in text.split(",")]
+    return [(int(context), int(batch)) for context, batch in pairs]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
@@ -112,6 +120,8 @@ def main() -> int:
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--against-budget", action="store_true")
     parser.add_argument("--observers", action="store_true")
+    parser.add_argument("--points", type=points_of, help="TOKENSxREQUESTS,... instead")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of an engine")
     parser.add_argument("--embedded", action="store_true")
     parser.add_argument("--child", action="store_true")
     given = parser.parse_args()

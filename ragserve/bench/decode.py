@@ -16,8 +16,9 @@ from ragserve.bench import model_shapes
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import EngineError
 from ragserve.measuring.engine_run import DECODE_TOKENS, decode_step, first_token, prefill, random_tokens
+from ragserve.measuring.report import environment
 
-COPY_BANDWIDTH = 4.29e12  # bytes a second of a device copy on an H200, for the bound
+COPY_BANDWIDTH = {"H200": 4.29e12, "H100": 3.0e12}  # bytes a second of a device copy, for the bound
 _WARM_TOKENS = 32  # generated before the measurement, to warm up a mode
 _LOGICAL = 16
 
@@ -85,6 +86,7 @@ def run(
     threshold: bool = False,
     until: float | None = None,
     modes: Sequence[DecodeMode] | None = None,
+    tp_size: int = 1,
 ) -> dict[str, Any]:
     """Measure a row for each point and mode, in the points' order by length.
 
@@ -95,6 +97,7 @@ def run(
         threshold: Measure progressive decoding as well.
         modes: Of an engine with sparse decoding, instead of OURS.
         until: Seconds since the epoch: points that would begin later are ``left out``.
+        tp_size: GPUs of the engine.
 
     Raises:
         EngineError: The engine's own check failed.
@@ -105,8 +108,8 @@ def run(
     lengths = list(dict.fromkeys(length for length, _ in points))
     batches = sorted({batch for _, batch in points})
     largest = max(length * batch for length, batch in points)
-    report: dict[str, Any] = {"backend": backend, "shape": shape, "rows": []}
-    flags: dict[str, Any] = {"kv_disk_bytes": 0, "kv_host_bytes": 2**28}
+    report: dict[str, Any] = {"backend": backend, "shape": shape, "tp_size": tp_size, "rows": []}
+    flags: dict[str, Any] = {"kv_disk_bytes": 0, "kv_host_bytes": 2**28, "tp_size": tp_size}
     flags["engine_args"] = {"sampling_backend": "pytorch", "max_running_requests": max(batches)}
     if chosen.sparse:
         flags |= {"sparse_attention": "on", "decode_mode": "dense", "decode_logical_page": _LOGICAL}
@@ -124,6 +127,7 @@ def run(
 
     async def work(engine: Any) -> None:
         info = engine.info
+        report["gpu"] = environment()["gpu"]
         report["start s"] = round(time.perf_counter() - started, 1)
         report["engine"] = {
             "device": info.device,
@@ -187,10 +191,11 @@ async def _measure(
                     "share read": round(last.share, 4),
                     "weight": last.weight,
                 }
-            if shape != "embedded":
-                bound = _bound_seconds(
-                    shape, length, batch, mode, None if last is None else last.share, backend.bits
-                )
+            speed = next((v for name, v in COPY_BANDWIDTH.items() if name in str(report["gpu"])), None)
+            if shape != "embedded" and speed:
+                share = None if last is None else last.share
+                moved = _least_bytes(shape, length, batch, mode, share, backend.bits)
+                bound = moved / report["tp_size"] / speed
                 row |= {"bound ms": round(bound * 1e3, 3), "of bound": round(bound / seconds, 3)}
             report["rows"].append(row)
             print(row, flush=True)
@@ -215,11 +220,11 @@ async def _agreement(engine: Any, ids: list[int]) -> dict[str, Any]:
     return {"characters in common": same, "of": max(map(len, texts))}
 
 
-def _bound_seconds(
+def _least_bytes(
     shape: str, length: int, batch: int, mode: DecodeMode, share: float | None, bits: int
 ) -> float:
-    """Lower bound of a step's time: each byte of the weights, of the KV read and of the page statistics (once
-    per ``reuse`` steps) moved once at copy bandwidth."""
+    """What a step has to read: each byte of the weights, of the KV that it attends to, and of the page
+    statistics (once per ``reuse`` steps)."""
     c = model_shapes.SHAPES[shape]
     kv_width = c["num_key_value_heads"] * c["head_dim"]
     layer = (
@@ -234,4 +239,4 @@ def _bound_seconds(
     kv = batch * (length + DECODE_TOKENS / 2) * token * stored * (1.0 if share is None else share)
     sparse = mode.options.get("mode") in ("hierarchical", "progressive")
     statistics = batch * length / _LOGICAL * token / mode.options.get("reuse", 1) if sparse else 0.0
-    return float((weights + kv + statistics) / COPY_BANDWIDTH)
+    return float(weights + kv + statistics)
