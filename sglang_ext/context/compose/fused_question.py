@@ -26,6 +26,9 @@ from sglang_ext.ranks import Ranks
 # of the heads. For 5,120 the pass takes two thirds of SGLang's extend (H200, 8B model, one GPU); more was not
 # measured.
 SLOTS = 8192
+# Most bytes of one layer that are on their way to the device while one GPU's graph may wait for all layers:
+# 10 MB take 0.2 ms, and launching one layer of SGLang's extend takes the host as long, or longer.
+SHORT_LOAD = 10 * 2**20
 WITHOUT = (  # server settings that rule the fused pass out
     "speculative_algorithm",
     "enable_dp_attention",
@@ -46,6 +49,8 @@ class FusedQuestion:
         self._runner = model_runner
         self._graphs = graphs
         self._world = Ranks(model_runner.tp_group).world
+        keys = model_runner.token_to_kv_pool.get_key_buffer(0)
+        self._slot_bytes = 2 * keys[0].numel() * keys.itemsize  # K and V of one layer
         self.possible = _ends_plainly(model_runner) and _attends_plainly(model_runner)
         self._hidden: torch.Tensor | None = None
 
@@ -76,9 +81,10 @@ class FusedQuestion:
             return None
         recomputes = any(job is not None for job in jobs)
         # A pass of questions alone pays by graph only. A graph waits for all layers, while SGLang's extend
-        # would run beside their loading. With several ranks its collectives take longer to launch than the
-        # ranks' shares of so few slots take to load.
-        waits = loading and self._world == 1
+        # would run beside their loading: that is for long loads. With several ranks its collectives take
+        # longer to launch than the ranks' shares of so few slots take to load.
+        loads = sum(context.slots for context in contexts) * self._slot_bytes
+        waits = loading and self._world == 1 and loads > SHORT_LOAD
         short = all(context.slots <= SLOTS * self._world for context in contexts)
         if not recomputes and (self._graphs is None or waits or not short):
             return None

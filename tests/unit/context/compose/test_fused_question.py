@@ -166,20 +166,23 @@ def test_only_whole_questions_without_answers_are_in_the_pass(cut: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("why", ["", "loading", "slots", "rows"])
+@pytest.mark.parametrize("why", ["", "short load", "loading", "slots", "rows"])
 def test_questions_alone_go_by_graph_only_where_that_pays(
     why: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks launch collectives besides, so for them a graph pays while KV is loading, too."""
+    """Ranks launch collectives besides, so for them a graph pays while much KV is loading, too."""
     runner, case = runner_of(SLOTS), Case([{}, {}], 3)
     if ranks > 1:
         runner.tp_group = SimpleNamespace(world_size=ranks, rank_in_group=0)
     most = max(c.slots for c in case.contexts)
     monkeypatch.setattr(fused_question, "SLOTS", -(-most // ranks) - (why == "slots"))
+    keys = runner.token_to_kv_pool.get_key_buffer(0)
+    loads = sum(c.slots for c in case.contexts) * 2 * keys[0].numel() * keys.itemsize
+    monkeypatch.setattr(fused_question, "SHORT_LOAD", loads - (why == "loading"))
     rows = sum(c.question_tokens for c in case.contexts)
     passes = fused_question.FusedQuestion(runner, Graphs(runner, rows - 1 if why == "rows" else rows))  # type: ignore[arg-type]
-    passed = passes.run(case.contexts, case.rows, [None, None], loading=why == "loading")
-    assert (passed is not None) == (not why or (why, ranks) == ("loading", 2))
+    passed = passes.run(case.contexts, case.rows, [None, None], loading="load" in why)
+    assert (passed is not None) == (why in ("", "short load") or (why, ranks) == ("loading", 2))
 
 
 @pytest.mark.parametrize("why", ["enable_lora", "split", "lm_head", "window", "cap", "dtype"])
