@@ -129,7 +129,10 @@ def test_a_question_over_more_text_than_the_pool_holds_is_answered_hosted(stress
     assert hosted.status_code == httpx.codes.OK, hosted.text
     answer = hosted.json()
     assert answer["usage"]["prompt"] > pool
-    assert answer["decode"]["steps"] == answer["decode"]["sparse_steps"] > 0
+    said = answer["decode"]
+    assert said["steps"] == said["sparse_steps"] == said["hosted_steps"] > 0
+    assert said["segmented_tokens"] > pool
+    assert said["columns"] > 0
     chosen = client.post("/rag/query", json=body | {"decode": HOSTED, "strategy": "auto"}).json()
     assert chosen["answer"] == answer["answer"]
     assert "larger than the KV pool" in chosen["context"]["choice"]

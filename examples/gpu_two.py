@@ -1,0 +1,89 @@
+"""One and two GPUs of one host beside each other: first tokens of composed contexts, and decode steps.
+
+    export RAGSERVE_ATTENTION=flashinfer
+    context='--part speed --lengths 8192,32768,102400 --document-tokens 1024 --tiers device,host
+        --strategies full,concat,samkv --without "all kept,sentences 5"
+        --engine {"cuda_graph_max_bs_decode":8,"cuda_graph_max_bs_prefill":512}'
+    for tp in 1 2; do
+        python examples/gpu_context.py OUT/context-$tp $context --tp $tp
+        python examples/gpu_decode.py OUT/decode-$tp ragserve --points 32768x8,100000x2 --tp $tp
+    done
+    python examples/gpu_two.py OUT h100-two-gpus.json
+
+The last joins what the others have written. All runs must be of one machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ragserve.measuring import report
+
+GPUS = (1, 2)
+NOTE = (
+    "Milliseconds: until the first token (medians), or of a decode step. share: two GPUs' over one's. "
+    "full: SGLang's prefill, its fastest chunking was not looked for. Random weights."
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, help="OUT, with context-1, context-2, decode-1 and decode-2")
+    parser.add_argument("out", type=Path)
+    given = parser.parse_args()
+    first = {n: json.loads((given.runs / f"context-{n}/context-llama-3.1-8b.json").read_text()) for n in GPUS}
+    steps = {n: json.loads((given.runs / f"decode-{n}/decode.json").read_text()) for n in GPUS}
+    machines = {(ran["environment"]["gpu"], ran["environment"]["cpu"]) for ran in first.values()}
+    if len(machines) > 1:
+        parser.error(f"runs of several machines: {machines}")
+    rows = [*first_tokens(first), *decode_steps(steps)]
+    workload = {
+        key: value
+        for key, value in first[2]["workload"].items()
+        if key in ("model", "attention", "system tokens", "question tokens")
+    }
+    report.write("two GPUs", workload, rows, out=given.out, note=NOTE, ran_on=first[2]["environment"])
+
+
+def first_tokens(runs: dict[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    by_case: dict[tuple[Any, ...], dict[int, float]] = {}
+    for gpus, run in runs.items():
+        for row in run["rows"]:
+            if row.get("ttft ms") is not None:
+                case = (row["context tokens"], row["strategy"], row["tier"] or "")
+                by_case.setdefault(case, {})[gpus] = row["ttft ms"]
+    for (tokens, strategy, tier), ms in sorted(by_case.items()):
+        if len(ms) == len(GPUS):
+            yield row_of("first token", tokens, f"{strategy}, {tier}" if tier else strategy, ms)
+
+
+def decode_steps(runs: dict[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    by_case: dict[tuple[Any, ...], dict[int, float]] = {}
+    for gpus, run in runs.items():
+        for row in run["rows"]:
+            case = (row["context"], row["batch"], row["mode"])
+            by_case.setdefault(case, {})[gpus] = row["ms a step"]
+    for (tokens, batch, mode), ms in by_case.items():
+        if len(ms) == len(GPUS):
+            yield row_of(f"step of {batch}", tokens, mode, ms)
+
+
+def row_of(what: str, tokens: int, how: str, ms: dict[int, float]) -> dict[str, Any]:
+    one, two = (ms[gpus] for gpus in GPUS)
+    return {
+        "what": what,
+        "context tokens": tokens,
+        "how": how,
+        "one GPU ms": one,
+        "two GPUs ms": two,
+        "share": round(two / one, 2),
+    }
+
+
+if __name__ == "__main__":
+    main()
