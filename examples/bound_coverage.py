@@ -2,9 +2,9 @@
 
     python examples/bound_coverage.py examples/results/bound-coverage.json
 
-Draws losses of whole answers (the share of tokens without agreement) whose mean is exactly the limit, 2 %,
-from distributions of different skew, and looks after every question from the 20th to the 400th, as an idle
-server and a run of `ragserve tune` that is continued do. A bound of 95 % that is valid at all times errs in
+Draws losses of whole answers (the regret a token) whose mean is exactly the limit, 2 %, from distributions of
+different skew, and looks after every question from the 20th to the 400th, as an idle server and a run of
+`ragserve tune` that is continued do. A bound of 95 % that is valid at all times errs in
 at most 5 % of the comparisons. Then the same for strategies that lose little or nothing: after how many
 questions they are verified. Needs no model; takes seconds."""
 

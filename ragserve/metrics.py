@@ -65,7 +65,9 @@ class Metrics:
 
         self.use_compared = in_use("compared", "Answered requests that were compared with full prefill.")
         self.use_kl = in_use("kl_nats", "Mean KL a token of the latest of these answers.")
-        self.use_agreement = in_use("agreement_percent", "Tokens of them that full finds likeliest, too.")
+        self.use_regret = in_use(
+            "regret_percent", "By how much less likely full finds their tokens, the mean."
+        )
         self.use_taken_out = in_use("taken_out", "1: strategy auto does not take it in this namespace.")
         self.job_seconds = Histogram(
             "ragserve_ingest_job_seconds", "Seconds per ingestion job.", buckets=(*_SECONDS, 300, 1800)

@@ -314,9 +314,9 @@ INFO: dict[str, Any] = {
                 "kl": 0.0021,
                 "kl_at_least": 0.0009,
                 "kl_at_most": 0.0034,
-                "agreement": 99.6,
-                "agreement_at_least": 97.2,
-                "agreement_at_most": 99.9,
+                "regret": 0.12,
+                "regret_at_least": 0.02,
+                "regret_at_most": 1.9,
                 "taken_out": False,
             }
         ],

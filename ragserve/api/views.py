@@ -185,7 +185,7 @@ class Info(BaseModel):
     index: dict[str, Any]
     warming: dict[str, int] = Field(description="Warm-ups that are queued or running, and their documents.")
     verification: dict[str, Any] = Field(
-        description="What answers in use showed of composed strategies (`in_use`: KL in nats, agreement "
+        description="What answers in use showed of composed strategies (`in_use`: KL in nats, regret "
         "in percent a token, `at_least` and `at_most` at 95 %), answers `waiting` to be compared, and "
         "`idle_tuning`."
     )

@@ -105,17 +105,18 @@ def _print(result: dict[str, Any], namespace: str, minutes: float, most: int) ->
     if result["decode"]:
         typer.echo(result["decode"])
     table = Table(
-        caption="KL in nats and agreement in percent, a token of full's answers; <= and >=: at 95 %; "
+        caption="a token of full's answers: KL in nats, regret and agreement in percent; <=: at 95 %; "
         "ms: until the first token; again: recomputed"
     )
-    for column in ("strategy", "KL", "agreement", "ms", "kept %", "again %", "verdict"):
+    for column in ("strategy", "KL", "regret", "agreement", "ms", "kept %", "again %", "verdict"):
         table.add_column(column, overflow="fold", min_width=9 if column == "verdict" else None)
     for one in result["verdicts"]:
         figures = one["figures"]
         table.add_row(
             one["label"],
-            _with_bound(figures["answer_kl"], "<=", figures["answer_kl_bound"], ".4f"),
-            _with_bound(figures["answer_agrees"], ">=", figures["answer_agrees_bound"], ".1f"),
+            _with_bound(figures["answer_kl"], figures["answer_kl_bound"], ".4f"),
+            _with_bound(figures["answer_regret"], figures["answer_regret_bound"], ".2f"),
+            "" if figures["answer_agrees"] is None else f"{figures['answer_agrees']:.1f}",
             "" if one["ttft_ms"] is None else f"{one['ttft_ms']:.0f}",
             "" if figures["kept"] is None else f"{figures['kept']:.0f}",
             "" if figures["recomputed"] is None else f"{figures['recomputed']:.0f}",
@@ -151,5 +152,5 @@ def more(result: dict[str, Any], minutes: float, most: int) -> str | None:
     )
 
 
-def _with_bound(mean: float | None, sign: str, bound: float | None, shape: str) -> str:
-    return "" if mean is None or bound is None else f"{mean:{shape}} {sign} {bound:{shape}}"
+def _with_bound(mean: float | None, bound: float | None, shape: str) -> str:
+    return "" if mean is None or bound is None else f"{mean:{shape}} <= {bound:{shape}}"

@@ -126,7 +126,7 @@ class _Asking:
         if spec.label == FULL.label:
             self._reference = await answer_of(self._engine, request)
             tokens = len(self._reference.ids)
-            same = Closeness((0.0,) * tokens, (True,) * tokens)
+            same = Closeness.none(tokens)
             return self._measured(spec, self._reference.timed, self._reference.timed.text, same)
         if self._reference is None:  # `full` failed
             answer = await first_token(self._engine, request)
@@ -147,6 +147,7 @@ class _Asking:
             "agrees": None if close is None else close.agrees[0],
             "answer_kl": None if close is None else _shown(close.mean_kl),
             "answer_agrees": None if close is None else round(close.agreement, 4),
+            "answer_regret": None if close is None else _shown(close.mean_regret),
             "answer_tokens": None if close is None else len(close.kl),
             "ttft_ms": round(answer.ttft_ms, 3),
             "prompt_tokens": len(self._prompt.input_ids),

@@ -131,7 +131,7 @@ class _Talk:
         prompt = self._prompt(self._past, asked, new)
         request = self._request(prompt, FULL)
         reference = await answer_of(self._engine, request)
-        same = Closeness((0.0,) * len(reference.ids), (True,) * len(reference.ids))
+        same = Closeness.none(len(reference.ids))
         lines = [self._line(FULL.label, prompt, reference.timed, reference.timed.text, same)]
         lines += [await self._along(side, asked, new, reference) for side in self._sides]
         self._documents = [*new, *self._documents]

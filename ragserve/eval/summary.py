@@ -19,15 +19,16 @@ NOTE = (
     "em, f1: percent, SQuAD's normalisation; f1_vs_full: points above full on the same questions, +- its "
     "standard error. kl: KL(full || strategy) of the first answer token in nats over the whole vocabulary, "
     "mean and median; agrees: percent with the same most likely token. answer_kl, answer_agrees: the same a "
-    "token, over the whole answer of full along which the strategy is led. ..._bound: 95 % confidence bound "
-    "on the side of the loss, f1_loss in points below full. kept, recomputed: percent of the document "
-    "tokens. ttft: milliseconds, documents on the device."
+    "token, over the whole answer of full along which the strategy is led; answer_regret: by how many "
+    "percent full finds the strategy's most likely token less likely than its own. ..._bound: 95 % "
+    "confidence bound on the side of the loss, f1_loss in points below full. kept, recomputed: percent of "
+    "the document tokens. ttft: milliseconds, documents on the device."
 )
 
 # columns of the file only
 UNPRINTED = (
     *("kl_p50", "agrees", "prompt_tokens", "documents_dropped", "fallbacks"),
-    *("f1_loss_bound", "answer_kl", "answer_agrees"),
+    *("f1_loss_bound", "answer_kl", "answer_agrees", "answer_regret"),
 )
 
 

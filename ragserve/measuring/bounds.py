@@ -105,17 +105,25 @@ def _mean_and_error(values: Sequence[float], sign: int, confidence: float = CONF
 
 
 def answer_figures(rows: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Means and bounds over the whole answers of rows that have ``answer_kl`` and ``answer_agrees`` (a
-    share), in nats and percent, as the gate has them. The bound of the agreement is valid at all times; that
-    of KL, which has no largest value, is for a sample whose size was chosen before."""
-    pairs = [(row["answer_kl"], row["answer_agrees"]) for row in rows if row.get("answer_kl") is not None]
-    if not pairs:
-        names = ("answer_kl", "answer_kl_bound", "answer_agrees", "answer_agrees_bound")
+    """Means and bounds over the whole answers of rows that have ``answer_kl``, ``answer_agrees`` and
+    ``answer_regret`` (shares), in nats and percent, as the gate has them. The bound of the regret is valid at
+    all times; that of KL, which has no largest value, is for a sample whose size was chosen before."""
+    compared = [row for row in rows if row.get("answer_kl") is not None]
+    if not compared:
+        names = ("answer_kl", "answer_kl_bound", "answer_agrees", "answer_regret", "answer_regret_bound")
         return dict.fromkeys(names)
-    kls, lost = [kl for kl, _ in pairs], [1 - agrees for _, agrees in pairs]
+    kls, regrets = [row["answer_kl"] for row in compared], [regret_of(row) for row in compared]
     return {
         "answer_kl": float(f"{math.fsum(kls) / len(kls):.3g}"),
         "answer_kl_bound": float(f"{upper_bound(kls, max(kls)):.3g}"),
-        "answer_agrees": round(100 * (1 - math.fsum(lost) / len(lost)), 2),
-        "answer_agrees_bound": round(100 * (1 - upper_bound_at_all_times(lost)), 2),
+        "answer_agrees": round(100 * math.fsum(row["answer_agrees"] for row in compared) / len(compared), 2),
+        "answer_regret": float(f"{100 * math.fsum(regrets) / len(regrets):.3g}"),
+        "answer_regret_bound": round(100 * upper_bound_at_all_times(regrets), 2),
     }
+
+
+def regret_of(row: Mapping[str, Any]) -> float:
+    """A row's regret. Rows from before it was measured have the share of tokens without agreement, of which
+    none has a larger regret than 1."""
+    regret = row.get("answer_regret")
+    return float(1 - row["answer_agrees"] if regret is None else regret)

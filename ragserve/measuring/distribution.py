@@ -33,11 +33,19 @@ class ReferenceAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Closeness:
-    """The difference at each token of an answer: KL(reference || other) in nats, and whether both have the
-    same most likely token."""
+    """The difference at each token of an answer: KL(reference || other) in nats, whether both have the same
+    most likely token, and the regret, 0 to 1: by how much less likely the reference finds the other's most
+    likely token than its own. Where they agree it is 0, and where the reference itself is undecided between
+    the two, it is small."""
 
     kl: tuple[float, ...]
     agrees: tuple[bool, ...]
+    regret: tuple[float, ...]
+
+    @classmethod
+    def none(cls, tokens: int) -> Closeness:
+        """Of an answer beside itself."""
+        return cls((0.0,) * tokens, (True,) * tokens, (0.0,) * tokens)
 
     @property
     def mean_kl(self) -> float:
@@ -48,6 +56,11 @@ class Closeness:
     def agreement(self) -> float:
         """Share of the tokens."""
         return sum(self.agrees) / len(self.agrees)
+
+    @property
+    def mean_regret(self) -> float:
+        """Share of the probability, a token."""
+        return sum(self.regret) / len(self.regret)
 
     @property
     def same_answer(self) -> bool:
@@ -84,12 +97,13 @@ async def forced_along(
 
     Raises EngineError if the engine fails, or sends too few distributions."""
     led = await given_answer(engine, request, reference.ids)
-    kls, agrees = [], []
+    kls, agrees, regrets = [], [], []
     for one, other in zip(reference.distributions, led.distributions, strict=True):
         mine, its = decode(one), decode(other)  # one at a time: a vocabulary is large
         kls.append(kl(mine, its))
         agrees.append(bool(mine.argmax() == its.argmax()))
-    return Closeness(tuple(kls), tuple(agrees)), led.timed
+        regrets.append(regret(mine, its))
+    return Closeness(tuple(kls), tuple(agrees), tuple(regrets)), led.timed
 
 
 def checked(distributions: Sequence[str], count: int) -> Sequence[str]:
@@ -107,6 +121,14 @@ def decode(text: str) -> NDArray[np.float64]:
     import numpy as np
 
     return np.frombuffer(base64.b64decode(text), dtype="<f4").astype(np.float64)
+
+
+def regret(full: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """The probability of full's most likely token less that of the other's, both by ``full``; 0 to 1, from
+    log-probabilities [vocabulary]."""
+    import numpy as np
+
+    return float(np.exp(full.max()) - np.exp(full[other.argmax()]))
 
 
 def kl(full: NDArray[np.float64], other: NDArray[np.float64]) -> float:

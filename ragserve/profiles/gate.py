@@ -34,10 +34,10 @@ MIN_QUESTIONS = 100  # per set with labels: with fewer, two points of F1 are noi
 MAX_F1_LOSS = 2.0  # points below full
 # percent; if full itself scores less, F1 is inconclusive and only the distributions of such a set count
 MIN_FULL_F1 = 20.0
-# Sufficient by themselves, and all there is without labels: KL in nats a token and the percentage of tokens
-# that both contexts find most likely, over whole answers of full prefill.
+# Sufficient by themselves, and all there is without labels, a token over whole answers of full prefill: KL in
+# nats, and by how many percent full finds the strategy's most likely token less likely than its own.
 MAX_ANSWER_KL = 0.01
-MIN_AGREEMENT = 98.0
+MAX_REGRET = 2.0
 MAX_KL = 0.02  # nats at the first token, mean over a set: instead of both in records of version 1
 MAX_FALLBACKS = 0.01  # share of answers given by another strategy
 _NAMESPACE = "namespace "  # begins the name of a namespace's own questions among the sets
@@ -53,8 +53,8 @@ def set_of(namespace: str) -> str:
 class Figures:
     """Figures of one question set: F1 in percent, its difference from full in points (both None without
     labels), KL of the first token in nats, tokens kept and recomputed in percent of the document tokens, KL
-    and agreement over whole answers. A ``_bound`` is the 95 % confidence bound on the side of the larger
-    loss, None in records of version 1; ``f1_loss_bound`` in points below full."""
+    in nats, agreement and regret in percent over whole answers. A ``_bound`` is the 95 % confidence bound on
+    the side of the larger loss, None in records of version 1; ``f1_loss_bound`` in points below full."""
 
     n: int
     f1: float | None
@@ -68,7 +68,9 @@ class Figures:
     answer_kl: float | None = None
     answer_kl_bound: float | None = None
     answer_agrees: float | None = None
-    answer_agrees_bound: float | None = None
+    answer_agrees_bound: float | None = None  # of records before the regret was measured
+    answer_regret: float | None = None
+    answer_regret_bound: float | None = None
 
     @property
     def full_f1(self) -> float | None:
@@ -83,9 +85,16 @@ class Figures:
     @property
     def close(self) -> bool:
         """The distributions are so close that F1 need not be."""
-        if self.answer_kl_bound is None or self.answer_agrees_bound is None:
+        if self.answer_kl_bound is None or self.most_regret is None:
             return self.kl is not None and self.kl <= MAX_KL
-        return self.answer_kl_bound <= MAX_ANSWER_KL and self.answer_agrees_bound >= MIN_AGREEMENT
+        return self.answer_kl_bound <= MAX_ANSWER_KL and self.most_regret <= MAX_REGRET
+
+    @property
+    def most_regret(self) -> float | None:
+        """The bound of the regret, or of the tokens without agreement, which is no smaller."""
+        if self.answer_regret_bound is not None or self.answer_agrees_bound is None:
+            return self.answer_regret_bound
+        return 100 - self.answer_agrees_bound
 
     @property
     def conclusive(self) -> bool:
@@ -114,12 +123,12 @@ class Figures:
     @property
     def distance(self) -> str:
         """The distance of the distributions, beside its limits, in words."""
-        if self.answer_kl_bound is None or self.answer_agrees_bound is None:
+        if self.answer_kl_bound is None or self.most_regret is None:
             return "KL unknown" if self.kl is None else f"KL {self.kl:.3g}, above {MAX_KL}"
+        regret = "" if self.answer_regret is None else f"{self.answer_regret:.2g} %, "
         return (
             f"KL a token is {self.answer_kl or 0.0:.3g}, at 95 % at most {self.answer_kl_bound:.3g} (limit "
-            f"{MAX_ANSWER_KL}), agreement {self.answer_agrees or 0.0:.1f} %, at least "
-            f"{self.answer_agrees_bound:.1f} (limit {MIN_AGREEMENT:.0f})"
+            f"{MAX_ANSWER_KL}), regret {regret}at most {self.most_regret:.1f} % (limit {MAX_REGRET:.0f})"
         )
 
 

@@ -2,9 +2,9 @@
 prefill, kept in the data folder.
 
 The estimate is of the latest answers that an idle server compared. A strategy is taken out of ``auto`` where
-they show, at 95 %, that its loss is above the gate's limit without labels: the *lower* bound of KL above
-`MAX_ANSWER_KL`, or the upper one of agreement below `MIN_AGREEMENT`. The gate's own bounds are on the other
-side; a few answers never come under them, however good the strategy is."""
+they show, at 95 %, that its loss is above the gate's limits without labels: the *lower* bound of KL above
+`MAX_ANSWER_KL`, or that of the regret above `MAX_REGRET`. The gate's own bounds are on the other side; a few
+answers never come under them, however good the strategy is."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ragserve.errors import InvalidRequest
-from ragserve.measuring.bounds import answer_figures, lower_bound
+from ragserve.measuring.bounds import lower_bound, upper_bound, upper_bound_at_all_times
 from ragserve.profiles.file import ProfileFile
-from ragserve.profiles.gate import MAX_ANSWER_KL, MIN_AGREEMENT
+from ragserve.profiles.gate import MAX_ANSWER_KL, MAX_REGRET
 
 log = logging.getLogger(__name__)
 FILE_NAME = "ragserve-in-use.json"
@@ -27,8 +28,8 @@ LATEST = 256  # answers of a strategy and namespace that count
 
 @dataclass(frozen=True, slots=True)
 class InUse:
-    """``kls``: nats a token; ``lost``: share of tokens without agreement; of the latest `LATEST` answers of
-    ``compared``. ``engine``: precision and samkv profile of the engine. ``out``: taken out of ``auto``."""
+    """``kls``: nats a token; ``lost``: the regret, a share; of the latest `LATEST` answers of ``compared``.
+    ``engine``: precision and samkv profile of the engine. ``out``: taken out of ``auto``."""
 
     engine: str
     kls: tuple[float, ...] = ()
@@ -36,27 +37,26 @@ class InUse:
     compared: int = 0
     out: bool = False
 
-    def with_answer(self, kl: float, lost: float) -> InUse:
+    def with_answer(self, kl: float, regret: float) -> InUse:
         """Add an answer. What was taken out once stays out."""
-        kls, losses = (*self.kls, round(kl, 6))[-LATEST:], (*self.lost, round(lost, 4))[-LATEST:]
-        beyond = lower_bound(kls) > MAX_ANSWER_KL or 100 * (1 - lower_bound(losses)) < MIN_AGREEMENT
-        return InUse(self.engine, kls, losses, self.compared + 1, self.out or beyond)
+        kls, regrets = (*self.kls, round(kl, 6))[-LATEST:], (*self.lost, round(regret, 6))[-LATEST:]
+        beyond = lower_bound(kls) > MAX_ANSWER_KL or 100 * lower_bound(regrets) > MAX_REGRET
+        return InUse(self.engine, kls, regrets, self.compared + 1, self.out or beyond)
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Means and both bounds, in nats and percent a token, as `/info` shows them."""
-        rows = [{"answer_kl": a, "answer_agrees": 1 - b} for a, b in zip(self.kls, self.lost, strict=True)]
-        found = answer_figures(rows)
-        return {
-            "compared": self.compared,
-            "kl": found["answer_kl"],
-            "kl_at_least": float(f"{lower_bound(self.kls):.3g}"),
-            "kl_at_most": found["answer_kl_bound"],
-            "agreement": found["answer_agrees"],
-            "agreement_at_least": found["answer_agrees_bound"],
-            "agreement_at_most": round(100 * (1 - lower_bound(self.lost)), 2),
-            "taken_out": self.out,
+        """Means and both bounds over at least one answer, in nats and percent a token, as `/info` shows
+        them."""
+        found = {
+            "kl": fmean(self.kls),
+            "kl_at_least": lower_bound(self.kls),
+            "kl_at_most": upper_bound(self.kls, max(self.kls)),
+            "regret": 100 * fmean(self.lost),
+            "regret_at_least": 100 * lower_bound(self.lost),
+            "regret_at_most": 100 * upper_bound_at_all_times(self.lost),
         }
+        shown = {name: float(f"{value:.3g}") for name, value in found.items()}
+        return {"compared": self.compared, **shown, "taken_out": self.out}
 
 
 class InUseRecord:
@@ -93,7 +93,7 @@ class InUseRecord:
         """The strategies that ``auto`` does not take in a namespace."""
         return {label for label, one in self.entries().get(namespace, {}).items() if one.out}
 
-    def add(self, namespace: str, label: str, kl: float, lost: float, *, existing: Container[str]) -> InUse:
+    def add(self, namespace: str, label: str, kl: float, regret: float, *, existing: Container[str]) -> InUse:
         """Add an answer and return the estimate; durable. Drops namespaces that are not ``existing``."""
         new = InUse(self._engine)
 
@@ -102,7 +102,7 @@ class InUseRecord:
             spaces = {name: own for name, own in known.items() if name in existing}
             own = spaces.pop(namespace, {})
             before = InUse(**own[label]) if label in own else new
-            new = (before if before.engine == self._engine else new).with_answer(kl, lost)
+            new = (before if before.engine == self._engine else new).with_answer(kl, regret)
             own[label] = _FILE.dump({"": {label: new}})[""][label]
             return spaces | {namespace: own}  # the latest is the last
 

@@ -110,7 +110,7 @@ class AnswerWatch:
             log.info("An answer of strategy %s could not be compared: %r", answer.label, error)
             return
         if close is not None:
-            figures = close.mean_kl, 1 - close.agreement
+            figures = close.mean_kl, close.mean_regret
             add = asyncio.to_thread(self._record.add, namespace, answer.label, *figures, existing=versions)
             try:
                 found = await asyncio.shield(add)  # counted once
@@ -147,7 +147,7 @@ def _show(namespace: str, label: str, found: InUse) -> None:
     figures, recorded = found.figures, metrics()
     recorded.use_compared.labels(namespace, label).set(figures["compared"])
     recorded.use_kl.labels(namespace, label).set(figures["kl"])
-    recorded.use_agreement.labels(namespace, label).set(figures["agreement"])
+    recorded.use_regret.labels(namespace, label).set(figures["regret"])
     recorded.use_taken_out.labels(namespace, label).set(found.out)
 
 
@@ -156,9 +156,9 @@ def _report(namespace: str, label: str, found: InUse) -> None:
     log.log(
         logging.WARNING if found.out else logging.INFO,
         "Strategy %s in namespace %s over %d answers in use: KL a token %.3g (at 95 %% %.3g to %.3g), "
-        "agreement %.1f %% (%.1f to %.1f)%s",
+        "regret %.2g %% (%.2g to %.2g)%s",
         *(label, namespace, figures["compared"]),
         *(figures["kl"], figures["kl_at_least"], figures["kl_at_most"]),
-        *(figures["agreement"], figures["agreement_at_least"], figures["agreement_at_most"]),
+        *(figures["regret"], figures["regret_at_least"], figures["regret_at_most"]),
         f": out of auto there until ragserve tune --namespace {namespace} has run" if found.out else "",
     )

@@ -191,6 +191,7 @@ class Comparison:
                 kl=close.kl[0],
                 answer_kl=close.mean_kl,
                 answer_agrees=close.agreement,
+                answer_regret=close.mean_regret,
                 answer_tokens=len(close.kl),
                 ttft_ms=round(timed.ttft_ms, 3) if alone else None,
                 error=None,

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo
-from ragserve.measuring.bounds import above_at_all_times, answer_figures
+from ragserve.measuring.bounds import above_at_all_times, answer_figures, regret_of
 from ragserve.measuring.report import environment, measured_on, percentile
 from ragserve.profiles import gate, in_use
-from ragserve.profiles.gate import MAX_ANSWER_KL, MAX_FALLBACKS, MIN_AGREEMENT, Figures
+from ragserve.profiles.gate import MAX_ANSWER_KL, MAX_FALLBACKS, MAX_REGRET, Figures
 from ragserve.verification.comparison import TunedQueries
 
 FOLDER = "tune"  # in the data folder: rows of all runs
@@ -139,13 +139,13 @@ def needed(rows: Rows) -> int | None:
 
 def _shown_beyond(rows: Rows) -> bool:
     answered = [row for row in rows if not row["error"]]
-    kls, lost = [row["answer_kl"] for row in answered], [1 - row["answer_agrees"] for row in answered]
-    return above_at_all_times(kls, MAX_ANSWER_KL) or above_at_all_times(lost, 1 - MIN_AGREEMENT / 100)
+    kls, regrets = [row["answer_kl"] for row in answered], [regret_of(row) for row in answered]
+    return above_at_all_times(kls, MAX_ANSWER_KL) or above_at_all_times(regrets, MAX_REGRET / 100)
 
 
 def _means_pass(figures: Figures) -> bool:
     close = figures.answer_kl is not None and figures.answer_kl <= MAX_ANSWER_KL
-    return close and figures.answer_agrees is not None and figures.answer_agrees >= MIN_AGREEMENT
+    return close and figures.answer_regret is not None and figures.answer_regret <= MAX_REGRET
 
 
 def _percent(rows: Rows, name: str, tokens: int) -> float | None:

@@ -114,6 +114,7 @@ def test_each_strategy_is_scored_on_the_same_prompt_and_compared_with_full() -> 
     assert (epic["em"], epic["f1"], epic["agrees"]) == (0.0, pytest.approx(2 / 3, abs=1e-4), False)
     assert epic["kl"] == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(0.5), rel=1e-3)
     assert (epic["answer_kl"], epic["answer_agrees"], epic["answer_tokens"]) == (epic["kl"], 0.0, 1)
+    assert epic["answer_regret"] == pytest.approx(0.25)
     assert full["recomputed"] == full["kept"] == full["document_tokens"] > 0
     assert (epic["kept"], epic["recomputed"]) == (epic["document_tokens"] // 2, 3)
     assert (epic["fallback"], random["fallback"]) == (None, "no room")
@@ -135,7 +136,7 @@ def test_a_strategy_that_agrees_at_every_token_is_not_asked_twice() -> None:
         ("full", []),
         ("random", [7]),
     ]
-    assert (random["answer"], random["answer_agrees"], random["answer_kl"]) == (full["answer"], 1.0, 0.0)
+    assert (random["answer"], random["answer_agrees"], random["answer_regret"]) == (full["answer"], 1.0, 0.0)
 
 
 def test_a_failure_is_a_row_and_the_others_go_on() -> None:
@@ -175,7 +176,8 @@ def test_averages_by_hand() -> None:
     [led] = summarise([row("1", "epic", 1.0, answer_kl=0.5, answer_agrees=0.75)] * 400)
     assert (led["answer_kl"], led["answer_agrees"]) == (0.5, 75.0)
     assert 0.5 <= led["answer_kl_bound"] < 0.51
-    assert 74.0 < led["answer_agrees_bound"] < 75.0
+    assert led["answer_regret"] == 25.0
+    assert 25.0 < led["answer_regret_bound"] < 26.0
 
 
 def test_rows_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:

@@ -72,8 +72,9 @@ UNLABELLED = Figures(
     recomputed=10.0,
     answer_kl=0.004,
     answer_kl_bound=0.008,
-    answer_agrees=99.5,
-    answer_agrees_bound=98.4,
+    answer_agrees=97.0,
+    answer_regret=0.5,
+    answer_regret_bound=1.6,
 )
 
 
@@ -83,7 +84,9 @@ UNLABELLED = Figures(
         ({}, None),
         ({"n": 40}, None),
         ({"answer_kl_bound": 0.0101}, "at most 0.0101 (limit 0.01)"),
-        ({"answer_agrees_bound": 97.9}, "at least 97.9 (limit 98)"),
+        ({"answer_regret_bound": 2.1}, "regret 0.5 %, at most 2.1 % (limit 2)"),
+        ({"answer_regret_bound": None, "answer_agrees_bound": 98.4}, None),  # an earlier record
+        ({"answer_regret_bound": None, "answer_regret": None, "answer_agrees_bound": 97.9}, "at most 2.1 %"),
         ({"answer_kl_bound": None, "kl": 0.5}, "KL 0.5, above"),
         ({"failed": 1}, "1 failed"),
     ],
@@ -98,8 +101,8 @@ def test_what_figures_without_labels_verify(changed: dict[str, Any], why: str | 
     [
         ({"f1_vs_full": -1.0, "f1_loss_bound": 1.9}, None),
         ({"f1_vs_full": -1.0, "f1_loss_bound": 2.1}, "1.0 points below full, at 95 % at most 2.1"),
-        ({"f1_loss_bound": 9.0, "answer_kl_bound": 0.001, "answer_agrees_bound": 99.0}, None),
-        ({"f1_loss_bound": 9.0, "kl": 0.001, "answer_kl_bound": 0.1, "answer_agrees_bound": 99.0}, "9.0"),
+        ({"f1_loss_bound": 9.0, "answer_kl_bound": 0.001, "answer_regret_bound": 1.0}, None),
+        ({"f1_loss_bound": 9.0, "kl": 0.001, "answer_kl_bound": 0.1, "answer_regret_bound": 1.0}, "9.0"),
     ],
 )
 def test_the_bound_decides_where_there_is_one(changed: dict[str, Any], why: str | None) -> None:

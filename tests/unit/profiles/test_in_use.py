@@ -27,7 +27,7 @@ def test_good_answers_never_take_a_strategy_out() -> None:
     assert not estimate(*[(0.0, 0.0)] * 50, (2.0, 1.0)).out, "one that is lost among many"
 
 
-@pytest.mark.parametrize("answer", [(0.2, 0.0), (0.0, 0.5)], ids=["kl", "agreement"])
+@pytest.mark.parametrize("answer", [(0.2, 0.0), (0.0, 0.5)], ids=["kl", "regret"])
 def test_one_bad_answer_takes_nothing_out_and_a_handful_does(answer: tuple[float, float]) -> None:
     assert not estimate(answer).out
     found = estimate(*[answer] * 6)
@@ -38,11 +38,11 @@ def test_one_bad_answer_takes_nothing_out_and_a_handful_does(answer: tuple[float
 def test_figures_by_hand() -> None:
     # 0.1, 0.3 and the one that loses nothing: mean 0.1333, standard error 0.0882; t of 2 degrees is 2.92
     found = estimate((0.1, 0.0), (0.3, 0.25)).figures
-    assert (found["compared"], found["kl"], found["agreement"]) == (2, 0.2, 87.5)
+    assert (found["compared"], found["kl"], found["regret"]) == (2, 0.2, 12.5)
     assert found["kl_at_least"] == 0.0
     many = estimate(*[(0.1, 0.0), (0.3, 0.25)] * 40).figures
     assert 0.15 < many["kl_at_least"] < 0.2 < many["kl_at_most"] < 0.25
-    assert many["agreement_at_least"] < 87.5 < many["agreement_at_most"]
+    assert many["regret_at_least"] < 12.5 < many["regret_at_most"]
 
 
 def test_only_the_latest_answers_count() -> None:

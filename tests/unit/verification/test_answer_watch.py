@@ -80,7 +80,7 @@ def test_both_contexts_are_led_along_the_answer_that_was_given(watched: Watched)
         assert (each.input_ids, each.distributions) == (REQUEST.input_ids, MAX_TOKENS)
         assert (each.sampling.temperature, each.sampling.stop) == (0.0, ())
     found = watched.record.entries()["notes"]["concat"].figures
-    assert (found["compared"], found["kl"], found["agreement"]) == (1, 0.0, 100.0)
+    assert (found["compared"], found["kl"], found["regret"]) == (1, 0.0, 0.0)
     assert not watched.limiter.queries
 
 

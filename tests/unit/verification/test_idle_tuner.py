@@ -103,7 +103,7 @@ def tuned(store: IndexStore, tmp_path: Path, builder: PromptBuilder) -> Tuned:
 @pytest.fixture
 def _few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let fifteen good answers verify."""
-    monkeypatch.setattr(gates, "MIN_AGREEMENT", 80.0)
+    monkeypatch.setattr(gates, "MAX_REGRET", 20.0)
 
 
 @pytest.mark.usefixtures("_few_questions")

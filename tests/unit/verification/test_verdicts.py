@@ -40,6 +40,21 @@ def test_few_good_answers_leave_it_open_and_say_how_many_it_takes() -> None:
     assert needed([row(kl=1.0)] * 70) is None
 
 
+def test_what_full_itself_is_undecided_about_is_hardly_a_loss() -> None:
+    """In one answer of ten a token of four differs, which full finds 1 % less likely than its own."""
+    tied = row(0.001, 0.75, answer_regret=0.0025)
+    found = verdict("concat", ([row()] * 9 + [tied]) * 16)
+    assert found is not None
+    assert (found.decision, found.figures.answer_agrees, found.figures.answer_regret) == (
+        "verified",
+        97.5,
+        0.025,
+    )
+    sure = verdict("concat", ([row()] * 9 + [row(0.001, 0.75)]) * 16)
+    assert sure is not None
+    assert sure.decision == "refused", "without a regret each token that differs counts whole"
+
+
 def test_answers_that_differ_refuse() -> None:
     found = verdict("concat", [*[row()] * 90, *[row(1.0, 0.5)] * 10])
     assert found is not None
