@@ -13,7 +13,7 @@ from sglang_ext.context.selection.queries import (
     block_products,
     document_queries,
 )
-from sglang_ext.context.selection.sentences import SINKS, max_per_sentence
+from sglang_ext.context.selection.sentences import SINKS
 from sglang_ext.context.selection.signals.base import Evidence, scaled
 
 
@@ -41,8 +41,7 @@ def attention(evidence: Evidence) -> torch.Tensor | None:
         products = block_products(queries, evidence.analyses, blocks, fold=False)
         share = evidence.highest(block_attention(products, blocks))
         token = share[len(share) // 2 :].sum(0).flatten().cpu()[blocks.token_block]
-    best = max_per_sentence(token, evidence.sentence)
-    return scaled(best) ** options.experimental.attention_power
+    return scaled(evidence.sentences.best(token)) ** options.experimental.attention_power
 
 
 def head_attention(queries: torch.Tensor, analyses: Sequence[Analysis]) -> torch.Tensor:
