@@ -115,9 +115,8 @@ def terms_of(text: str) -> Iterator[int]:
     """The words of a text; in scripts without spaces characters, and pairs of neighbouring ones. Hashed."""
     found = words_of(text)
     yield from map(hash, found)
-    for pair in pairwise(found):
-        if all(map(_CHARACTER.fullmatch, pair)):
-            yield hash(pair)
+    if not text.isascii():
+        yield from (hash(pair) for pair in pairwise(found) if all(map(_CHARACTER.fullmatch, pair)))
 
 
 def words_of(text: str) -> list[str]:
