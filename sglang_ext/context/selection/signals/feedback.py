@@ -19,7 +19,7 @@ _BEST, _BEST_NAMING = 5, 8
 
 
 def feedback(evidence: Evidence, score: torch.Tensor) -> torch.Tensor:
-    """f32 [S], from 0 to 2, by the fused ``score`` f32 [sentences] of the other signals: the sum of
+    """f32 [S], from 0 to 2, by the fused ``score`` f32 [S] of the other signals: the sum of
 
         max over the `_BEST` sentences B of other documents of
             score(B) / max score * sum of log(sentences / sentences with t) over B's words t in the sentence
@@ -33,7 +33,7 @@ def feedback(evidence: Evidence, score: torch.Tensor) -> torch.Tensor:
     best = list(zip(scaled(score)[order].tolist(), sentences.document[order].tolist(), strict=True))
     theirs = [terms.of(sentence) for sentence in order]
     new = [term for term in dict.fromkeys(chain.from_iterable(theirs[:_BEST])) if term not in asked]
-    rare = {
+    found = {
         term: (held, math.log(len(sentences) / len(held)))
         for term, held in zip(new, terms.holding(new), strict=True)
     }
@@ -41,19 +41,21 @@ def feedback(evidence: Evidence, score: torch.Tensor) -> torch.Tensor:
     for (weight, document), own in zip(best[:_BEST], theirs, strict=False):
         shared = np.zeros_like(words)
         for term in own:
-            if term in rare:
-                held, idf = rare[term]
+            if term in found:
+                held, idf = found[term]
                 shared[held] += idf
         shared[sentences.document == document] = 0
         words = np.maximum(words, weight * shared)
     named = np.zeros(len(terms.titles), dtype=np.float32)
-    sets = [frozenset(own) for own in theirs]
+    held_by = [frozenset(own) for own in theirs]
     for number, title in enumerate(terms.titles):
         if not title <= asked:
-            naming = [
-                w
-                for (w, document), own in zip(best, sets, strict=True)
-                if document != number and title <= own
-            ]
-            named[number] = max(naming, default=0.0)
+            named[number] = max(
+                (
+                    weight
+                    for (weight, document), own in zip(best, held_by, strict=True)
+                    if document != number and title <= own
+                ),
+                default=0.0,
+            )
     return scaled(torch.from_numpy(words)) + evidence.spread(torch.from_numpy(named))

@@ -30,7 +30,7 @@ _BUCKETS = 2**16  # of terms by their last bits: few of a context share one with
 
 @dataclass(frozen=True, eq=False)
 class DocumentTerms:
-    """The terms of a document, hashed, and its sentences that hold them, counted from 0.
+    """The terms of a document, as hashes of this process, and its sentences that hold them, counted from 0.
 
     ``terms`` int64 [T], as they first appear. ``counts`` int64 [T]: sentences that hold each. ``held`` int32
     [sum of counts]: these sentences, ascending for each term. ``title``: terms of the first sentence, without
