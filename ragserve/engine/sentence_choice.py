@@ -28,9 +28,9 @@ class PromptSentences:
         from sglang_ext.context.selection.sentences import take_best
 
         evidence = replace(self._evidence, options=options)
-        score, sentence, first = score_sentences(evidence), evidence.sentence, self._prompt.spans[1].start
-        counts = [max(1, round(share * len(sentence))) for share in shares]
-        return [(first + take_best(score, sentence, count)).tolist() for count in counts]
+        score, sentences, first = score_sentences(evidence), evidence.sentences, self._prompt.spans[1].start
+        counts = [max(1, round(share * sentences.tokens)) for share in shares]
+        return [(first + take_best(score, sentences, count)).tolist() for count in counts]
 
     def bounds(self) -> list[list[tuple[int, int]]]:
         """For each document its sentences in order: the first token, counted in the document, and the one
@@ -115,19 +115,17 @@ class SentenceChooser:
 
         from sglang_ext.context.rope import Rotation
         from sglang_ext.context.selection.blocks import Blocks
-        from sglang_ext.context.selection.sentences import number_sentences
+        from sglang_ext.context.selection.sentences import Sentences
         from sglang_ext.context.selection.signals import SIGNALS, Evidence
 
         spans = prompt.spans[1:]
         ids = torch.tensor(prompt.input_ids)
         analyses = [self._analysis(prompt.input_ids[span.start : span.end]) for span in spans]
-        sentence, first = number_sentences(analyses)
         evidence = Evidence(
             SamKvOptions(),
             Blocks.build(spans, [64] * len(spans), initial=0, local=0),
             analyses,
-            sentence,
-            first,
+            Sentences.of(analyses),
             ids[spans[0].start : spans[-1].end],
             ids[spans[-1].end :],
             self._texts,

@@ -13,6 +13,7 @@ VERSION = 1  # of what the stored values mean, beside their names and shapes; ra
 _SIGMAS = 3.0  # PauTa criterion
 _BOUND = 0.03  # most of a document's KV that its mean keys may take
 _LARGEST_BLOCK = 64
+_TERM_BYTES = 8  # a token, of English text (`sglang_ext.context.selection.signals.terms`)
 _CODES = {torch.int8: "i1", torch.uint8: "u1", torch.float16: "f2", torch.float32: "f4"}
 _DTYPES = {code: np.dtype(code) for code in _CODES.values()}  # numpy's names
 
@@ -103,7 +104,9 @@ class Analysis:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors().values())
+        """Bytes of memory, with those of the document's terms, which the selection makes when it needs
+        them."""
+        return _TERM_BYTES * self.n_tokens + sum(tensor.nbytes for tensor in self._tensors().values())
 
     def placed(self, device: torch.device) -> Analysis:
         """Copy it with the tensors that selection multiplies on the device."""

@@ -19,11 +19,11 @@ from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.analysis.stability import outlying
 from sglang_ext.context.rope import Rotation
-from sglang_ext.context.selection import sentences
 from sglang_ext.context.selection.base import ModelShape, PartialSelection
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.samkv import stable_layers
+from sglang_ext.context.selection.sentences import SINKS, Sentences, take_best
 from sglang_ext.context.selection.signals.attention import attention
 from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.protocol import ContextPlan, PlanError, RetrievalScores, Span
@@ -214,22 +214,20 @@ class RecallProbe:
     def _by_head(self, number: int) -> torch.Tensor:
         """f32 [layers, kv_heads of all ranks]: recall by each head's keys alone."""
         first = self._spans[0].end
-        sentence, starts = sentences.number_sentences(self._analyses)
-        parked = torch.zeros(len(sentence), dtype=torch.bool)
-        for offset in range(sentences.SINKS):
-            parked[(starts + offset).clamp(max=len(sentence) - 1)] = True
+        whole = Sentences.of(self._analyses)
+        tokens = whole.tokens
+        parked = torch.zeros(tokens, dtype=torch.bool)
+        for offset in range(SINKS):
+            parked[(whole.first + offset).clip(max=tokens - 1)] = True
         query = self._queries(self._partial({"selection": "sentences", "min_tokens": 0}))[number]["last"]
-        budget = max(1, round(_HEADS_KEEP * len(sentence)))
+        budget = max(1, round(_HEADS_KEEP * tokens))
         found = []
         for layer, (keys, _) in enumerate(self._kv):
             own = keys[first:].float()
             by_group = query[layer].unflatten(0, (own.shape[1], -1))  # [kv_heads, group, head_dim]
             logits = torch.einsum("hgd,nhd->hgn", by_group, own) / own.shape[-1] ** 0.5
             share = logits.masked_fill(parked.to(self._device), -1e9).softmax(-1).amax(1).cpu()
-            kept = [
-                first + sentences.take_best(sentences.max_per_sentence(head, sentence), sentence, budget)
-                for head in share
-            ]
+            kept = [first + take_best(whole.best(head), whole, budget) for head in share]
             found.append(torch.tensor([self._recall(part, number) for part in kept]))
         return self._engine.analyser.gather_heads(torch.stack(found).to(self._device)).cpu()
 

@@ -156,7 +156,7 @@ class SessionAttention:
             torch.empty(0, dtype=torch.int64),
         )
         shares = attention(evidence)
-        return torch.zeros(evidence.sentences) if shares is None else shares
+        return torch.zeros(len(evidence.sentences)) if shares is None else shares
 
     def _analysis(self, part: TurnPart, slots: torch.Tensor) -> Analysis:
         """What the signal reads of a part: its sentences, and its keys rotated to a position of their own."""

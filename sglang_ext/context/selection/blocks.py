@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -13,20 +14,18 @@ from sglang_ext.protocol import Span
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Tables over D documents of at most M blocks each, int64 on the CPU; positions refer to the full prompt.
+    """Tables over D documents of at most M blocks each and N tokens together, int64 on the CPU; positions
+    refer to the full prompt.
 
     ``first``: position of the first document token. ``size`` [D]: tokens of a whole block. ``start`` and
     ``length`` [D, M]: of each block, length 0 where a document has fewer. ``middle`` bool [D, M]: neither
-    initial nor local. ``token_block`` [N]: block d * M + m of each of the N document tokens;
-    ``token_offset`` [N]: its place in the block."""
+    initial nor local."""
 
     first: int
     size: torch.Tensor
     start: torch.Tensor
     length: torch.Tensor
     middle: torch.Tensor
-    token_block: torch.Tensor
-    token_offset: torch.Tensor
 
     @classmethod
     def build(cls, documents: Sequence[Span], sizes: Sequence[int], *, initial: int, local: int) -> Blocks:
@@ -40,18 +39,7 @@ class Blocks:
         within = number * size[:, None]
         length = (lengths[:, None] - within).clamp(min=0).minimum(size[:, None])
         middle = (number >= initial) & (number < count[:, None] - local)
-        document = torch.repeat_interleave(torch.arange(len(sizes)), lengths)
-        inside = torch.arange(int(lengths.sum())) + documents[0].start - begin[document]
-        token_block = document * number.shape[1] + inside // size[document]
-        return cls(
-            documents[0].start,
-            size,
-            begin[:, None] + within,
-            length,
-            middle,
-            token_block,
-            inside % size[document],
-        )
+        return cls(documents[0].start, size, begin[:, None] + within, length, middle)
 
     @property
     def documents(self) -> int:
@@ -60,7 +48,18 @@ class Blocks:
     @property
     def tokens(self) -> int:
         """N: document tokens."""
-        return len(self.token_block)
+        return int(self.length.sum())
+
+    @cached_property
+    def token_block(self) -> torch.Tensor:
+        """[N]: block d * M + m of each document token."""
+        return torch.repeat_interleave(self.length.flatten())
+
+    @cached_property
+    def token_offset(self) -> torch.Tensor:
+        """[N]: the place of each document token in its block."""
+        length = self.length.flatten()
+        return torch.arange(self.tokens) - (length.cumsum(0) - length)[self.token_block]
 
     def fixed(self) -> torch.Tensor:
         """Positions of the tokens in initial and local blocks, ascending."""

@@ -12,7 +12,7 @@ from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection import samkv
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.choose_sentences import choose_sentences
-from sglang_ext.context.selection.sentences import number_sentences
+from sglang_ext.context.selection.sentences import Sentences
 from sglang_ext.context.selection.signals import Evidence
 from sglang_ext.context.selection.signals.document import document_prior
 from sglang_ext.context.selection.strategies import PartialSelection
@@ -75,14 +75,12 @@ class Selector:
         ids: torch.Tensor,
     ) -> Evidence:
         """What the signals read; arguments as in `select`."""
-        sentence, first = number_sentences(analyses)
         start = plan.question_start
         return Evidence(
             options,
             blocks,
             analyses,
-            sentence,
-            first,
+            Sentences.of(analyses),
             ids[blocks.first : start],
             ids[start:],
             self._analyser.texts,

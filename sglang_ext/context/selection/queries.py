@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
+from sglang_ext.context.buffers import upload
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.request_options import SamKvOptions
@@ -26,18 +27,24 @@ def document_queries(
     question_start: int,
     rotation: Rotation,
     reduce: Callable[[torch.Tensor], torch.Tensor],
+    heads: Sequence[tuple[int, int]] | None = None,
 ) -> torch.Tensor:
     """Each document's query, f32 [layers, D, heads, head_dim], rotated to where the document's keys are
-    stored."""
+    stored. With ``heads``, pairs of a layer and a KV head: the query groups of these, [found, D, group,
+    head_dim]."""
     shifts = blocks.start[:, 0]
     if options.score_positions == "adjacent":  # every document right before the question
         shifts = question_start - blocks.length.sum(1)
-    shifts = shifts.to(query.device)
     queries = (
         personalised(query, analyses, shifts, rotation, reduce)
         if options.personalised
         else query[:, None].expand(-1, len(shifts), -1, -1)
     )
+    if heads is not None:
+        group = queries.shape[2] // analyses[0].mean_k.shape[2]
+        none = queries.new_empty(0, len(shifts), group, queries.shape[3])
+        own = [queries[None, layer, :, head * group : (head + 1) * group] for layer, head in heads]
+        queries = torch.cat([none, *own])
     return moved(queries, -shifts, rotation)
 
 
@@ -67,9 +74,10 @@ def personalised(
 
 
 def moved(queries: torch.Tensor, shifts: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """[layers, D, heads, head_dim] rotated by each document's shift."""
-    flat = queries.flatten(0, 1)
-    return rotation.rotate(flat, shifts.repeat(queries.shape[0])).view_as(queries)
+    """[layers, D, heads, head_dim] rotated by each document's shift, int64 [D] on the host."""
+    angles = (upload(each.numpy(), queries.device) for each in rotation.angles(shifts))
+    cos, sin = (each.repeat(len(queries), 1) for each in angles)
+    return rotation.turn(queries.flatten(0, 1), cos, sin).view_as(queries)
 
 
 def block_products(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,11 +16,11 @@ import numpy.typing as npt
 import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
-from sglang_ext.context.selection.sentences import SINKS, number_sentences
+from sglang_ext.context.buffers import Ints
+from sglang_ext.context.selection.sentences import SINKS, Sentences
 from sglang_ext.protocol import ContextPlan
 from sglang_ext.request_options import ComposedOptions, PlanError, SamKvOptions
 
-Ints = npt.NDArray[np.int64]
 _SHARE = 0.15
 _SENTENCES_SHARE = 0.1  # more gained nothing on any set measured
 # Of chosen sentences most matter: 0.66 is a tenth of all document tokens where 15 % are kept.
@@ -121,35 +122,39 @@ class Kept:
         """Position of the first document token."""
         return self.plan.spans[0].end
 
-    def weight(self) -> torch.Tensor:
-        """f32 [document tokens]: share of the layers that keep each token."""
+    @cached_property
+    def live(self) -> tuple[Ints, npt.NDArray[np.float32]]:
+        """The document tokens that at least one layer keeps, counted from `first`, ascending, and the share
+        of the layers that keep each."""
         rows = np.atleast_2d(self.kept.numpy())
         inside = rows[rows >= self.first] - self.first
-        counts = np.bincount(inside, minlength=self.plan.question_start - self.first)
-        return torch.from_numpy(counts.astype(np.float32) / np.float32(len(rows)))
+        if len(rows) == 1:
+            return inside, np.ones(len(inside), dtype=np.float32)
+        counts = np.bincount(inside)
+        live = np.flatnonzero(counts)
+        return live, counts[live].astype(np.float32) / np.float32(len(rows))
 
     @property
     def tokens(self) -> int:
         """Document tokens kept in a layer, the mean of the layers."""
-        return round(float(self.weight().sum()))
+        return round(float(self.live[1].sum()))
 
     def best(self, score: torch.Tensor, rule: Rule) -> torch.Tensor:
         """As many of the kept document tokens as the rule takes, with the highest ``score`` [document tokens]
         times weight: positions, ascending."""
-        weight = self.weight()
-        candidates = weight.nonzero()[:, 0]
+        live, weight = (torch.from_numpy(part) for part in self.live)
         least, count = rule.bounds(self.tokens)
-        values, order = (score * weight)[candidates].sort(dim=0, descending=True, stable=True)
+        values, order = (score[live] * weight).sort(dim=0, descending=True, stable=True)
         if rule.top_p is not None:
             count = min(count, max(least, _holding(values.numpy(), rule.top_p)))
-        return self.first + candidates[order[:count]].sort().values
+        return self.first + live[order[:count]].sort().values
 
     def without_choice(self, rule: Rule) -> torch.Tensor | None:
         """The choice that does not depend on a score: no token if no document token is kept, all if the rule
         takes them in any case, else None."""
-        candidates = np.flatnonzero(self.weight().numpy())
-        covered = rule.bounds(self.tokens)[0] >= len(candidates)
-        return torch.from_numpy(self.first + candidates) if covered else None
+        live, _ = self.live
+        covered = rule.bounds(self.tokens)[0] >= len(live)
+        return torch.from_numpy(self.first + live) if covered else None
 
     def among(self, positions: torch.Tensor) -> torch.Tensor:
         """The positions that at least one layer keeps."""
@@ -177,7 +182,7 @@ def _ceiling(options: ComposedOptions) -> float:
     return _CHOSEN_SENTENCES_SHARE if chosen else _SENTENCES_SHARE
 
 
-def _holding(weights: npt.NDArray[np.float32], p: float) -> int:
+def _holding(weights: npt.NDArray[np.floating[Any]], p: float) -> int:
     """How many of the first ``weights``, none negative, hold the part ``p`` of their sum; none if it is 0."""
     held = np.cumsum(weights, dtype=np.float64)
     if not len(held) or held[-1] <= 0:
@@ -239,41 +244,40 @@ def _sentences(kept: Kept, rule: Rule) -> torch.Tensor:
 
     With `top_p` the share is that of the fewest best sentences, each of which weighs its tokens times its
     score, that hold it, together with those first tokens."""
-    weight = kept.weight().numpy()
-    live = weight > 0
-    numbers, starts = number_sentences(kept.analyses)
-    sentence, start = numbers.numpy(), starts.numpy()  # [N] sentence of each token; [D] first token
-    lengths = np.diff(start, append=len(live))
-    begin = np.flatnonzero(np.diff(sentence, prepend=-1))  # first token of each sentence
-    attention = np.zeros_like(weight) if kept.attention is None else kept.attention.numpy() * live
-    for sink in range(SINKS):
-        attention[start[sink < lengths] + sink] = 0.0
+    live, weight = kept.live
+    whole = Sentences.of(kept.analyses)
+    number = whole.number[live]
+    begin = np.flatnonzero(np.diff(number, prepend=-1))  # in ``live``, of each sentence that it has
+    sentence = number[begin]
+    tokens = np.diff(begin, append=len(live))
+    document = whole.document[sentence]
+    offset = live - np.repeat(whole.first[document], tokens)  # in the document
+    attention = np.zeros_like(weight) if kept.attention is None else kept.attention.numpy()[live]
+    attention[offset < SINKS] = 0.0
     relevance = np.maximum.reduceat(attention, begin)
-    opening = sentence[start]
-    relevance[opening] = np.maximum(relevance[opening], _OPENING * np.maximum.reduceat(attention, start))
-    sensitivity = torch.cat([analysis.sensitivity for analysis in kept.analyses]).numpy() * weight
-    tokens = np.add.reduceat(live, begin, dtype=np.int64)
-    score = np.add.reduceat(sensitivity, begin) / np.maximum(tokens, 1)
+    leading = np.flatnonzero(np.diff(document, prepend=-1))  # each document's first sentence that is kept
+    highest = np.maximum.reduceat(relevance, leading)
+    opens = sentence[leading] == whole.opening[document[leading]]
+    opening = leading[opens]
+    relevance[opening] = np.maximum(relevance[opening], _OPENING * highest[opens])
+    sensitivity = torch.cat([analysis.sensitivity for analysis in kept.analyses]).numpy()[live] * weight
+    score = np.add.reduceat(sensitivity, begin) / tokens
     if (relevance > 0).any():
         score *= relevance
     least, budget = rule.bounds(kept.tokens)
-    first = np.zeros_like(live)
-    for offset in range(min(rule.first, budget // len(lengths))):
-        first[start[offset < lengths] + offset] = True
-    first &= live
+    first = offset < min(rule.first, budget // len(kept.analyses))
     order = np.argsort(-score, kind="stable")
     if rule.top_p is not None:
         holds = np.zeros(len(order), dtype=bool)
         holds[order[: _holding((tokens * score)[order], rule.top_p)]] = True
-        budget = min(budget, max(least, int((first | (live & holds[sentence])).sum())))
-    rest = live & ~first
-    tokens = np.add.reduceat(rest, begin, dtype=np.int64)
-    quota = np.zeros_like(tokens)
-    before = np.cumsum(tokens[order]) - tokens[order]
-    quota[order] = np.clip(budget - int(first.sum()) - before, 0, tokens[order])
-    nth = np.cumsum(rest) - 1
-    nth -= (np.cumsum(tokens) - tokens)[sentence]  # among the remaining tokens of its sentence
-    return torch.from_numpy(kept.first + np.flatnonzero(first | (rest & (nth < quota[sentence]))))
+        budget = min(budget, max(least, int((first | np.repeat(holds, tokens)).sum())))
+    left = tokens - np.add.reduceat(first, begin, dtype=np.int64)
+    quota = np.zeros_like(left)
+    before = np.cumsum(left[order]) - left[order]
+    quota[order] = np.clip(budget - int(first.sum()) - before, 0, left[order])
+    nth = np.cumsum(~first) - 1
+    nth -= np.repeat(np.cumsum(left) - left, tokens)  # among the remaining tokens of its sentence
+    return torch.from_numpy(kept.first + live[first | (nth < np.repeat(quota, tokens))])
 
 
 def _outliers(kept: Kept, rule: Rule) -> torch.Tensor:

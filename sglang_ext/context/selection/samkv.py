@@ -49,7 +49,8 @@ def select_by_samkv(plan: ContextPlan, options: SamKvOptions, shape: ModelShape)
         if options.by_sentence and tokens == blocks.tokens:
             blocks, tokens = None, 0
         else:
-            kept = torch.cat((torch.arange(plan.spans[0].end), blocks.fixed()))
+            kept = torch.arange(plan.spans[0].end)
+            kept = kept if options.by_sentence else torch.cat((kept, blocks.fixed()))
     return PartialSelection(
         plan,
         kept,

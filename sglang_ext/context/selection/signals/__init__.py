@@ -37,32 +37,31 @@ def weights(tuned: SamKvExperiment, *, retrieved: bool) -> dict[str, float]:
 
 
 def fused(evidence: Evidence) -> torch.Tensor:
-    """f32 [sentences]: the weighted mean of the signals that the request has, and `feedback` from it; zeros
+    """f32 [S]: the weighted mean of the signals that the request has, and `feedback` from it; zeros
     without any."""
     total, _, added = _summed(evidence)
     return total if added is None else total + added
 
 
 def contributions(evidence: Evidence) -> dict[str, torch.Tensor]:
-    """What each signal adds to `fused`, f32 [sentences] by name; `feedback` last, where it has a weight."""
+    """What each signal adds to `fused`, f32 [S] by name; `feedback` last, where it has a weight."""
     _, parts, added = _summed(evidence)
     return parts if added is None else parts | {"feedback": added}
 
 
 def _summed(evidence: Evidence) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]:
     """The mean of the first step's signals, each one's part of it, and what `feedback` adds."""
-    scores = {}
     retrieved = evidence.scores is not None
-    for name, weight in weights(evidence.options.experimental, retrieved=retrieved).items():
-        score = _signal(evidence, name) if weight else None
-        if score is not None:
-            scores[name] = (weight, weight * score)
-    found = sum(weight for weight, _ in scores.values())
-    total = torch.zeros(evidence.sentences)
-    for _, score in scores.values():
-        total = total + score
+    wanted = weights(evidence.options.experimental, retrieved=retrieved)
+    # `attention` comes first: the device is at work on it while the host makes the others
+    scores = {name: _signal(evidence, name) for name, weight in wanted.items() if weight}
+    parts = {name: wanted[name] * score.cpu() for name, score in scores.items() if score is not None}
+    found = sum(wanted[name] for name in parts)
+    total = torch.zeros(len(evidence.sentences))
+    for part in parts.values():
+        total = total + part
     total = total / found if found else total
-    parts = {name: score / found for name, (_, score) in scores.items()}
+    parts = {name: part / found for name, part in parts.items()}
     follow = evidence.options.experimental.feedback_weight
     return total, parts, follow * feedback(evidence, total) if follow else None
 

@@ -12,7 +12,8 @@ from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.blocks import Blocks
-from sglang_ext.context.selection.signals.terms import Term, index_of, terms_of
+from sglang_ext.context.selection.sentences import Sentences
+from sglang_ext.context.selection.signals.terms import ContextTerms, terms_in, terms_of
 from sglang_ext.protocol import RetrievalScores
 from sglang_ext.request_options import SamKvOptions
 
@@ -26,10 +27,9 @@ def same(part: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """What is known of a request when the sentences of its D documents, of N tokens together, are scored.
+    """What is known of a request when the S sentences of its D documents, of N tokens together, are scored.
 
-    ``analyses``: one a document. ``sentence`` int64 [N] and ``first`` int64 [D]: see
-    `sentences.number_sentences`. ``ids`` int64 [N]: the documents' token ids; ``question`` int64: the
+    ``analyses``: one a document. ``ids`` int64 [N]: the documents' token ids; ``question`` int64: the
     question's. ``texts``: reads token ids. ``query`` f32 [layers, heads, head_dim]: the question's,
     rotated to its position; None if no signal needs it. ``scores``: the retriever's, if the plan has them.
     ``reduce`` sums over ranks, ``highest`` takes the maximum. ``known``: signals, by name, that
@@ -38,8 +38,7 @@ class Evidence:
     options: SamKvOptions
     blocks: Blocks
     analyses: Sequence[Analysis]
-    sentence: torch.Tensor
-    first: torch.Tensor
+    sentences: Sentences
     ids: torch.Tensor
     question: torch.Tensor
     texts: Texts
@@ -51,46 +50,28 @@ class Evidence:
     highest: Callable[[torch.Tensor], torch.Tensor] = same
     known: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    @property
-    def sentences(self) -> int:
-        """Number of sentences."""
-        return int(self.sentence[-1]) + 1
-
     @cached_property
-    def asked(self) -> dict[Term, None]:
+    def asked(self) -> list[int]:
         """The question's terms, in their order: sums over them are the same on every rank."""
         [question] = self.texts.read([self.question.tolist()])
-        return dict.fromkeys(terms_of(question))
+        return list(dict.fromkeys(terms_of(question)))
 
     @cached_property
-    def openings(self) -> list[int]:
-        """The number of each document's first sentence."""
-        numbers: list[int] = self.sentence[self.first].tolist()
-        return numbers
-
-    @cached_property
-    def held(self) -> list[Mapping[Term, Sequence[int]]]:
-        """`index_of` each document, whose sentences it counts from 0."""
-        return [
-            index_of(analysis, self.ids[start : start + analysis.n_tokens].tolist(), self.texts)
-            for analysis, start in zip(self.analyses, self.first.tolist(), strict=True)
-        ]
-
-    def holding(self, term: Term) -> list[int]:
-        """The numbers of the sentences that hold a term."""
-        documents = zip(self.openings, self.held, strict=True)
-        return [first + own for first, index in documents for own in index.get(term, ())]
+    def terms(self) -> ContextTerms:
+        """The documents' terms."""
+        lengths = [analysis.n_tokens for analysis in self.analyses]
+        parts = zip(self.analyses, self.ids.split(lengths), strict=True)
+        return ContextTerms([terms_in(analysis, ids, self.texts) for analysis, ids in parts], self.sentences)
 
     def spread(self, by_document: torch.Tensor) -> torch.Tensor:
-        """f32 [sentences]: each sentence with the value of its document, ``by_document`` f32 [D]."""
-        opening = torch.zeros(self.sentences, dtype=torch.int64)
-        opening[self.sentence[self.first]] = 1
-        return by_document[opening.cumsum(0) - 1]
+        """f32 [S]: each sentence with the value of its document, ``by_document`` f32 [D]."""
+        return by_document[self.sentences.document]
 
 
 Signal = Callable[[Evidence], torch.Tensor | None]
-"""Returns f32 [sentences] on the CPU, from 0 to 1, higher for sentences that are more likely to be needed;
-None where the request lacks what it reads. Every rank returns the same."""
+"""Returns f32 [S], from 0 to 1, higher for sentences that are more likely to be needed; None where the
+request lacks what it reads. Every rank returns the same. A signal that is computed on the model's device
+returns it there, so that the host need not wait for it."""
 
 
 def scaled(score: torch.Tensor) -> torch.Tensor:

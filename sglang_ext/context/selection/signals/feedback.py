@@ -7,20 +7,19 @@ of the question."""
 from __future__ import annotations
 
 import math
-import re
+from itertools import chain
 
+import numpy as np
 import torch
 
 from sglang_ext.context.selection.signals.base import Evidence, scaled
-from sglang_ext.context.selection.signals.terms import Term, terms_of
 
 # sentences to follow, chosen on questions of SQuAD and MuSiQue
 _BEST, _BEST_NAMING = 5, 8
-_ASIDE = re.compile(r"\(.*?\)")  # in a title: "Sing (film)" is called Sing
 
 
 def feedback(evidence: Evidence, score: torch.Tensor) -> torch.Tensor:
-    """f32 [sentences], from 0 to 2, by the fused ``score`` f32 [sentences] of the other signals: the sum of
+    """f32 [S], from 0 to 2, by the fused ``score`` f32 [S] of the other signals: the sum of
 
         max over the `_BEST` sentences B of other documents of
             score(B) / max score * sum of log(sentences / sentences with t) over B's words t in the sentence
@@ -29,40 +28,34 @@ def feedback(evidence: Evidence, score: torch.Tensor) -> torch.Tensor:
 
     the first without the question's words and over its largest value, the second where a title has others.
     A document's title is its first sentence."""
-    asked = evidence.asked
-    document: list[int] = evidence.spread(torch.arange(len(evidence.first))).tolist()
-    own = torch.tensor(document)
-    order: list[int] = score.argsort(descending=True, stable=True).tolist()
-    weight = (score / score.max().clamp(min=1e-9)).tolist()
-    best = {sentence: _terms_in(evidence, sentence, document[sentence]) for sentence in order[:_BEST_NAMING]}
-    words = torch.zeros(evidence.sentences)
-    for sentence in order[:_BEST]:
-        shared = torch.zeros(evidence.sentences)
-        for term in best[sentence]:
-            if term not in asked:
-                where = evidence.holding(term)
-                shared[where] += math.log(evidence.sentences / len(where))
-        shared[own == document[sentence]] = 0
-        words = words.maximum(weight[sentence] * shared)
-    named = torch.zeros(len(evidence.first))
-    for number, title in enumerate(_titles(evidence)):
-        naming = [
-            weight[sentence]
-            for sentence, terms in best.items()
-            if document[sentence] != number and title - asked.keys() and title <= terms.keys()
-        ]
-        named[number] = max(naming, default=0.0)
-    return scaled(words) + evidence.spread(named)
-
-
-def _terms_in(evidence: Evidence, sentence: int, document: int) -> dict[Term, None]:
-    """The terms of a sentence, in the order of its document's index."""
-    number = sentence - evidence.openings[document]
-    return {term: None for term, held in evidence.held[document].items() if number in held}
-
-
-def _titles(evidence: Evidence) -> list[set[Term]]:
-    """The terms of each document's title."""
-    ends = torch.searchsorted(evidence.sentence, evidence.sentence[evidence.first] + 1).tolist()
-    runs = [evidence.ids[a:b].tolist() for a, b in zip(evidence.first.tolist(), ends, strict=True)]
-    return [set(terms_of(_ASIDE.sub("", text))) for text in evidence.texts.read(runs)]
+    sentences, terms, asked = evidence.sentences, evidence.terms, frozenset(evidence.asked)
+    order: list[int] = score.argsort(descending=True, stable=True)[:_BEST_NAMING].tolist()
+    best = list(zip(scaled(score)[order].tolist(), sentences.document[order].tolist(), strict=True))
+    theirs = [terms.of(sentence) for sentence in order]
+    new = [term for term in dict.fromkeys(chain.from_iterable(theirs[:_BEST])) if term not in asked]
+    found = {
+        term: (held, math.log(len(sentences) / len(held)))
+        for term, held in zip(new, terms.holding(new), strict=True)
+    }
+    words = np.zeros(len(sentences), dtype=np.float32)
+    for (weight, document), own in zip(best[:_BEST], theirs, strict=False):
+        shared = np.zeros_like(words)
+        for term in own:
+            if term in found:
+                held, idf = found[term]
+                shared[held] += idf
+        shared[sentences.document == document] = 0
+        words = np.maximum(words, weight * shared)
+    named = np.zeros(len(terms.titles), dtype=np.float32)
+    held_by = [frozenset(own) for own in theirs]
+    for number, title in enumerate(terms.titles):
+        if not title <= asked:
+            named[number] = max(
+                (
+                    weight
+                    for (weight, document), own in zip(best, held_by, strict=True)
+                    if document != number and title <= own
+                ),
+                default=0.0,
+            )
+    return scaled(torch.from_numpy(words)) + evidence.spread(torch.from_numpy(named))

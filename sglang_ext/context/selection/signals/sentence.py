@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
+import numpy as np
 import torch
 
-from sglang_ext.context.selection.sentences import max_per_sentence
 from sglang_ext.context.selection.signals.base import Evidence, calibrated
 
 
@@ -12,18 +14,18 @@ def sentence(evidence: Evidence) -> torch.Tensor | None:
     """Calibrated cosines of the sentences.
 
     Ingestion cuts characters and the engine tokens, so their sentences may differ: one of the engine's has
-    the highest score of its tokens. A document without scores counts as the lowest that has one."""
-    scores = evidence.scores
-    known = [score for one in scores.sentences for _, score in one] if scores else []
-    if scores is None or not known:
+    the highest score of its tokens. A document without scores counts as the lowest that has one, and so do
+    tokens before its first."""
+    given = () if evidence.scores is None else evidence.scores.sentences
+    pairs = list(chain.from_iterable(given))
+    if not pairs:
         return None
-    token = torch.full((len(evidence.sentence),), min(known))
-    documents = zip(evidence.first.tolist(), evidence.analyses, scores.sentences, strict=True)
-    for start, analysis, pairs in documents:
-        if not pairs:
-            continue
-        places, cosines = zip(*pairs, strict=True)
-        lengths = torch.tensor([*places, analysis.n_tokens]).diff()
-        own = torch.repeat_interleave(torch.tensor(cosines), lengths)
-        token[start + places[0] : start + analysis.n_tokens] = own
-    return calibrated(max_per_sentence(token, evidence.sentence))
+    places, cosines = (np.array(values) for values in zip(*pairs, strict=True))
+    sentences = evidence.sentences
+    counts = np.array([len(own) for own in given])
+    begin = places + np.repeat(sentences.first, counts)
+    documents = counts.cumsum() - counts  # the number of each one's first pair
+    begin = np.insert(begin, documents, sentences.first)
+    cosines = np.insert(cosines, documents, cosines.min())
+    token = np.repeat(cosines.astype(np.float32), np.diff(begin, append=sentences.tokens))
+    return calibrated(sentences.best(torch.from_numpy(token)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal
 
 import pytest
@@ -17,6 +18,7 @@ from sglang_ext.context.selection import sentences
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.choose_sentences import choose_sentences
+from sglang_ext.context.selection.sentences import Sentences
 from sglang_ext.context.selection.signals import Evidence
 from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.protocol import ContextPlan
@@ -92,14 +94,12 @@ def test_the_best_sentences_are_kept(
         ),
     )
     tables = Blocks.build(plan.spans[1:], blocks, initial=0, local=0)
-    sentence, first = sentences.number_sentences(analyses)
     found = choose_sentences(
         Evidence(
             options,
             tables,
             analyses,
-            sentence,
-            first,
+            Sentences.of(analyses),
             ids,
             question,
             Texts.drawn(40),
@@ -185,31 +185,60 @@ def personal(
     return q + total / others if others else q
 
 
+def sentences_of(*documents: list[int]) -> Sentences:
+    """Sentences of so many tokens each."""
+    begins = [torch.zeros(sum(lengths), dtype=torch.uint8) for lengths in documents]
+    for own, lengths in zip(begins, documents, strict=True):
+        own[list(accumulate(lengths[:-1]))] = 1  # a document's first token begins one, marked or not
+    return Sentences.of([Analysis.of_sentences(own, 8) for own in begins])
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=4),
+    st.data(),
+)
+def test_sentences_know_their_places(documents: list[list[int]], data: st.DataObject) -> None:
+    found = sentences_of(*documents)
+    lengths = [length for document in documents for length in document]
+    assert len(found) == len(lengths)
+    assert found.length.tolist() == lengths
+    assert found.tokens == sum(lengths)
+    assert found.counts.tolist() == [len(document) for document in documents]
+    assert found.document.tolist() == [n for n, document in enumerate(documents) for _ in document]
+    assert found.number.tolist() == [n for n, length in enumerate(lengths) for _ in range(length)]
+    assert found.begin[found.opening].tolist() == found.first.tolist()
+    # as many tokens as there is room for, sentence after sentence, the better ones first
+    score = data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
+    budget = data.draw(st.integers(1, found.tokens + 3))
+    ranked = sorted(range(found.tokens), key=lambda token: (-score[found.number[token]], token))
+    taken = sentences.take_best(torch.tensor(score).float(), found, budget)
+    assert taken.tolist() == sorted(ranked[:budget])
+    token = torch.tensor(
+        data.draw(st.lists(st.floats(0, 1, width=32), min_size=found.tokens, max_size=found.tokens))
+    )
+    assert found.best(token).tolist() == [float(token[found.number == n].max()) for n in range(len(found))]
+
+
 def test_the_last_sentence_is_cut_and_equal_ones_stand_in_order() -> None:
-    sentence = torch.tensor([0, 0, 1, 1, 1, 2, 2, 3])
-    assert sentences.take_best(torch.tensor([1.0, 2.0, 0.5, 0.5]), sentence, 4).tolist() == [0, 2, 3, 4]
-    assert sentences.take_best(torch.tensor([0.0, 2.0, 0.5, 0.5]), sentence, 6).tolist() == [2, 3, 4, 5, 6, 7]
-    assert sentences.take_best(torch.zeros(4), sentence, 99).tolist() == list(range(8))
+    given = sentences_of([2, 3], [2, 1])
+    assert sentences.take_best(torch.tensor([1.0, 2.0, 0.5, 0.5]), given, 4).tolist() == [0, 2, 3, 4]
+    assert sentences.take_best(torch.tensor([0.0, 2.0, 0.5, 0.5]), given, 6).tolist() == [2, 3, 4, 5, 6, 7]
+    assert sentences.take_best(torch.zeros(4), given, 99).tolist() == list(range(8))
 
 
 def test_a_document_s_opening_counts_with_the_best_sentence_of_it_and_of_the_next() -> None:
-    sentence, first = (
-        torch.tensor([0, 1, 1, 2, 3, 3, 4]),
-        torch.tensor([0, 3, 4]),
-    )  # documents of sentences 0 and 1, 2, 3 and 4
+    given = sentences_of([1, 2], [1], [2, 1])
     score = torch.tensor([0.1, 0.8, 0.3, 0.9, 0.2])
-    assert sentences.lift_titles(score, sentence, first, 0.5).tolist() == pytest.approx(
-        [0.4, 0.8, 0.45, 0.9, 0.2]
-    )
-    assert torch.equal(sentences.lift_titles(score, sentence, first, 0.0), score)
+    assert sentences.lift_titles(score, given, 0.5).tolist() == pytest.approx([0.4, 0.8, 0.45, 0.9, 0.2])
+    assert torch.equal(sentences.lift_titles(score, given, 0.0), score)
 
 
 def test_a_sentence_pays_for_its_length_and_one_of_few_tokens_counts_as_one_of_eight() -> None:
-    sentence = torch.repeat_interleave(torch.arange(3), torch.tensor([2, 8, 32]))
-    assert sentences.penalize_length(torch.tensor([1.0, 1.0, 2.0]), sentence, 0.5).tolist() == pytest.approx(
+    given = sentences_of([2, 8, 32])
+    assert sentences.penalize_length(torch.tensor([1.0, 1.0, 2.0]), given, 0.5).tolist() == pytest.approx(
         [8**-0.5, 8**-0.5, 8**-0.5]
     )
-    assert sentences.penalize_length(torch.tensor([1.0, 2.0, 3.0]), sentence, 0.0).tolist() == [1.0, 2.0, 3.0]
+    assert sentences.penalize_length(torch.tensor([1.0, 2.0, 3.0]), given, 0.0).tolist() == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -273,13 +302,13 @@ def test_words_alone_need_no_query() -> None:
 
 
 def test_the_fewest_best_sentences_that_hold_a_share_of_the_weight() -> None:
-    sentence = torch.repeat_interleave(torch.arange(4), torch.tensor([10, 20, 10, 5]))
+    given = sentences_of([10, 20, 10, 5])
     score = torch.tensor([0.1, 0.2, 1.0, 0.0])
     # weights: tokens times the score's square: 0.1, 0.8, 10, 0 of 10.9
-    assert sentences.tokens_of_weight(score, sentence, 0.9) == 10
-    assert sentences.tokens_of_weight(score, sentence, 0.95) == 30
-    assert sentences.tokens_of_weight(score, sentence, 1.0) == 40
-    assert sentences.tokens_of_weight(torch.zeros(4), sentence, 0.5) == 10
+    assert sentences.tokens_of_weight(score, given, 0.9) == 10
+    assert sentences.tokens_of_weight(score, given, 0.95) == 30
+    assert sentences.tokens_of_weight(score, given, 1.0) == 40
+    assert sentences.tokens_of_weight(torch.zeros(4), given, 0.5) == 10
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.selection.blocks import Blocks
-from sglang_ext.context.selection.sentences import number_sentences
+from sglang_ext.context.selection.sentences import Sentences
 from sglang_ext.context.selection.signals import Evidence
 from sglang_ext.protocol import RetrievalScores, Span
 from sglang_ext.request_options import SamKvOptions
@@ -40,14 +40,12 @@ def evidence_of(
             at += len(text)
         analyses.append(analysis)
         lengths.append(lengths[-1] + analysis.n_tokens)
-    sentence, first = number_sentences(analyses)
     blocks = Blocks.build([Span(a, b) for a, b in pairwise(lengths)], [8] * len(analyses), initial=0, local=0)
     return Evidence(
         SamKvOptions(**options),
         blocks,
         analyses,
-        sentence,
-        first,
+        Sentences.of(analyses),
         torch.tensor([ord(c) for document in documents for text in document for c in text]),
         torch.tensor([ord(c) for c in question], dtype=torch.int64),
         Texts([], torch.zeros(1, dtype=torch.bool), characters),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_ext.context.selection.signals import SIGNALS, Evidence, fused
 from sglang_ext.context.selection.signals.base import TEMPERATURE
@@ -47,6 +50,39 @@ def test_a_sentence_has_the_highest_cosine_of_its_tokens(
     found = SIGNALS["sentence"](evidence((None, None, None), given))
     assert found is not None
     assert found.tolist() == pytest.approx([weight(c, max(cosines)) for c in cosines], rel=1e-4)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(1, 9), min_size=1, max_size=4),  # lengths of the engine's sentences
+            st.dictionaries(st.integers(0, 30), st.floats(-1, 1, width=32)),  # scores by first token
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_the_sentences_of_ingestion_and_of_the_engine_meet_at_their_tokens(
+    documents: list[tuple[list[int], dict[int, float]]],
+) -> None:
+    pairs = [sorted((t, c) for t, c in own.items() if t < sum(lengths)) for lengths, own in documents]
+    texts = [["x" * length for length in lengths] for lengths, _ in documents]
+    found = SIGNALS["sentence"](
+        evidence_of(texts, "?", RetrievalScores((None,) * len(documents), tuple(map(tuple, pairs))))
+    )
+    known = [cosine for own in pairs for _, cosine in own]
+    if not known:
+        assert found is None
+        return
+    highest = []
+    for (lengths, _), own in zip(documents, pairs, strict=True):
+        token = [min(known)] * sum(lengths)
+        for start, cosine in own:
+            token[start:] = [cosine] * (sum(lengths) - start)
+        ends = list(accumulate(lengths))
+        highest += [max(token[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
+    assert found is not None
+    assert found.tolist() == pytest.approx([weight(c, max(highest)) for c in highest], rel=1e-4, abs=1e-30)
 
 
 def test_what_a_request_lacks_takes_no_part() -> None:
