@@ -105,6 +105,7 @@ def _info(runtime: Any, body: dict[str, Any]) -> Answer:
     return {
         "decode": None if sparse is None else sparse.describe(),
         "fingerprint": runtime.fingerprint,
+        "page_bits": runtime.tiers.shape.bits,
         "prefill_kernels": current.prefill_kernels,
         "recompute_graphs": 0 if composition is None else len(composition.composer.graphs or ()),
         "samkv": runtime.profile.digest,

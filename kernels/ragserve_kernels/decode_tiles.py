@@ -18,6 +18,7 @@ import triton.language as tl
 from ragserve_kernels.dot import dot
 from ragserve_kernels.kv import HeadRows
 from ragserve_kernels.paged import KVRows
+from ragserve_kernels.quantize_kv.pairs import scale_and_zero
 
 FULL: tl.constexpr = tl.constexpr(0)
 SELECTED: tl.constexpr = tl.constexpr(1)
@@ -177,10 +178,7 @@ def load_halves(
 def load_params(params, i_slot, m_slot):
     """Return scale and zero point, float32 [N] each: a float16 pair in a 4-byte word."""
     # [N]
-    b_word = tl.load(params.p + i_slot * params.stride, mask=m_slot, other=0)
-    b_scale = (b_word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
-    b_zero = (b_word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return b_scale.to(tl.float32), b_zero.to(tl.float32)
+    return scale_and_zero(tl.load(params.p + i_slot * params.stride, mask=m_slot, other=0))
 
 
 @triton.jit

@@ -130,6 +130,7 @@ class EngineInfo:
     hosted: bool = False  # requests are hosted unless their decode options say otherwise
     hosted_tokens: int = 0  # of prompts, which host memory holds; 0: no request can be hosted
     dtype: str = ""  # "bfloat16", or "bfloat16, KV fp8_e5m2" if weights and KV differ; empty if unknown
+    page_bits: int = 16  # of documents' KV below the device; 16: as the KV pool has it
     samkv: str = ""  # digest of the samkv profile (`ragserve.profiles.samkv`); empty without one
     start_s: float | None = None  # seconds from the start to readiness; None for an engine elsewhere
     warm_up_s: float | None = None  # of these, the requests that compile and load kernels

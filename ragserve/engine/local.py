@@ -88,6 +88,7 @@ class LocalEngine(ControlledCache):
             hosted=decode is not None and bool(decode["default"]["hosted"]),
             hosted_tokens=_hosted_tokens(decode),
             dtype=_dtype(manager.model_config.dtype, args.kv_cache_dtype),
+            page_bits=cache["page_bits"],
             samkv=cache["samkv"],
         )
         first = GenerateRequest(

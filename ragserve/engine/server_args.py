@@ -139,6 +139,7 @@ def _kv_config(settings: Settings) -> dict[str, Any]:
     config: dict[str, Any] = {
         "host_bytes": settings.kv_host_bytes,
         "disk_bytes": settings.kv_disk_bytes,
+        "page_bits": settings.kv_page_bits,
         "analysis": settings.kv_analysis,
         "analysis_bytes": settings.kv_analysis_bytes,
         "block_tokens": settings.kv_block_tokens,

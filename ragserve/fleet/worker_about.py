@@ -20,6 +20,7 @@ _COMPARED = {
     "fingerprint": "weights",
     "dtype": "dtype",
     "samkv": "samkv profile",
+    "page_bits": "kv_page_bits",
     "strategies": "strategies",
     "sparse_decode": "sparse decoding",
     "sparse_prefill": "sparse prefill",

@@ -22,6 +22,11 @@ def conflict(settings: Any) -> str | None:
             f"kv_bits={settings.kv_bits}: only sparse decoding's backend reads such a pool: set "
             "--sparse-attention on"
         )
+    if settings.kv_page_bits != 16 and settings.kv_storage == "aibrix":
+        return (
+            f"kv_page_bits={settings.kv_page_bits}: aibrix lays pages out by the model's shape and dtype: "
+            "leave kv_page_bits out, or set another --kv-storage"
+        )
     if settings.kv_hosted_bytes and (settings.sparse_attention == "off" or settings.kv_bits != 16):
         return (
             f"kv_hosted_bytes={settings.kv_hosted_bytes}: hosted requests need 16 bits and chosen pages: "

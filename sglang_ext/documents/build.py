@@ -41,7 +41,8 @@ def create_cache(context: Any) -> Any:
     )
     tree: Any
     if (reason := why_no_documents(context)) is None:
-        shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, BLOCK)
+        bits = int(config.get("page_bits", 16))
+        shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, BLOCK, bits)
         tiers = TierStore(
             shape,
             fingerprint=fingerprint,

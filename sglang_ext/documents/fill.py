@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from sglang_ext.documents.page_files import runs
+from sglang_ext.documents.stored_pages import StoredPages
 from sglang_ext.documents.types import KvShape
 
-COPY_BYTES = 64 * 2**20  # pages put together at a time, on the device of the KV
+COPY_BYTES = 64 * 2**20  # values of pages put together at a time, on the device of the KV
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +57,15 @@ class DocumentKv:
     def pages(self, shape: KvShape, blocks: Sequence[int]) -> torch.Tensor:
         """Gather these blocks into new pages on the device, zero behind the document's end.
 
-        Beside the pages it takes memory for one layer of them only.
+        Beside the pages it takes memory for one layer of them, and for all of their values if they are
+        quantised.
         """
         n, size = len(self.slots), shape.block
         parts = [
             self.slots[blocks[first] * size : (blocks[first] + count) * size] for first, count in runs(blocks)
         ]
         slots = torch.cat(parts)
-        pages = torch.zeros((len(blocks), *shape.page_shape), dtype=shape.dtype, device=self.slots.device)
+        pages = torch.zeros((len(blocks), *shape.block_shape), dtype=shape.dtype, device=self.slots.device)
         padding = len(blocks) * size - len(slots)  # only the document's last block is not full
         slots = torch.cat((slots, slots[-1:].expand(padding)))
         for half, layers in enumerate((self.k, self.v)):
@@ -72,17 +74,17 @@ class DocumentKv:
                 pages[:, half, layer] = rows.transpose(1, 2)
         if padding:
             pages[blocks.index(n // size), ..., size - padding :, :] = 0
-        return pages
+        return StoredPages.of(pages, shape).pool
 
 
 def fill_pages(
     pool: torch.Tensor, shape: KvShape, blocks: Sequence[int], pages: Sequence[int], kv: DocumentKv
 ) -> None:
-    """Copy these blocks of a document, ascending, into pool pages, ``COPY_BYTES`` at a time.
+    """Copy these blocks of a document, ascending, into pool pages, ``COPY_BYTES`` of values at a time.
 
     From a CUDA device the copies are only enqueued on the current stream.
     """
-    step = max(1, COPY_BYTES // shape.page_bytes)
+    step = max(1, COPY_BYTES // shape.value_bytes)
     for at in range(0, len(blocks), step):
         staged = kv.pages(shape, blocks[at : at + step])
         numbers = pages[at : at + step]

@@ -55,7 +55,7 @@ class HostPoolView:
         self.page_size = shape.block
         self.page_num = len(host.pool)
         self.size = self.page_num * shape.block
-        self.dtype = shape.dtype
+        self.dtype = shape.page_dtype
         self.device = "cpu"
         self.pin_memory = False
         self.layer_num, self.head_num, self.head_dim = shape.layers, shape.kv_heads, shape.head_dim

@@ -83,7 +83,7 @@ class HostTier:
         self.pending_removal: dict[str, HostEntry] = {}  # removed documents whose pages are still in use
         self._free = list(range(self.capacity - 1, -1, -1))
         self._moving: set[int] = set()  # pages of loads in progress
-        self.pool = torch.empty((self.capacity + scratch_pages, *shape.page_shape), dtype=shape.dtype)
+        self.pool = shape.empty_pages(self.capacity + scratch_pages)
         self.scratch = list(range(self.capacity, self.capacity + scratch_pages))
         self._registered = pin and self.pool.numel() > 0
         if self._registered:

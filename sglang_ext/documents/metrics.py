@@ -32,6 +32,11 @@ class KvMetrics:
         self.bytes = Gauge(
             "ragserve_kv_bytes", "Bytes of documents in a tier.", ["tier"], multiprocess_mode="livesum"
         )
+        self.page_bits = Gauge(
+            "ragserve_kv_page_bits",
+            "Bits per value of documents below the device; 16: as the KV pool has them.",
+            multiprocess_mode="livemax",
+        )
         self.moved = Counter(
             "ragserve_kv_moved_bytes",
             "Bytes moved: to_host, to_disk, from_disk, to_remote, from_remote.",

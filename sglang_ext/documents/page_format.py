@@ -1,4 +1,4 @@
-"""Page format, version 3: a document's record, and the CRCs of its pages. Imports neither torch nor SGLang,
+"""Page format, version 4: a document's record, and the CRCs of its pages. Imports neither torch nor SGLang,
 because the CLI reads it too.
 
 A document file consists of its record, padded to 4,096 bytes, its pages, ``page_bytes`` each, and an optional
@@ -20,7 +20,8 @@ import numpy as np
 from sglang_ext.protocol import NAMESPACE
 
 MAGIC = b"RSKVDOC\0"
-VERSION = 3
+VERSION = 4
+_READ = (3, VERSION)  # the same records; version 3 had no pages of 8 bits
 ALIGN = 4096
 _FIXED = struct.Struct("<8sIIII32s32sIIIIIIIIQHHII")
 FIXED_BYTES = _FIXED.size
@@ -190,8 +191,8 @@ def record_length(fixed: bytes) -> int:
     magic, version, total = _FIXED.unpack(fixed[:FIXED_BYTES])[:3]
     if magic != MAGIC:
         raise PageError("magic", "not a document file of this project")
-    if version != VERSION:
-        raise PageError("version", f"format version {version}, this program reads {VERSION}")
+    if version not in _READ:
+        raise PageError("version", f"format version {version}, this program reads {_READ[0]} to {VERSION}")
     if total % ALIGN or not FIXED_BYTES <= total <= MAX_RECORD_BYTES:
         raise PageError("record", f"an impossible record length of {total} bytes")
     return int(total)
@@ -216,7 +217,7 @@ def decode(data: bytes, *, layout: PageLayout | None, key: str | None = None) ->
         if fingerprint != digest(layout.fingerprint):
             raise PageError("fingerprint", "pages of another model, tokenizer or dtype")
         if (*shape, dtype_code, page_bytes) != astuple(layout)[1:]:
-            raise PageError("shape", "pages of another shape or tensor-parallel rank")
+            raise PageError("shape", "pages of another shape, number of bits or tensor-parallel rank")
     at = FIXED_BYTES + 4 * (n_pages + n_tokens)
     if at + name_bytes + key_bytes > total or n_tokens < 1 or block < 1 or n_pages != -(-n_tokens // block):
         raise PageError("record", "the record's counts do not agree")

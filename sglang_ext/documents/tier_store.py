@@ -23,6 +23,7 @@ from sglang_ext.documents.page_format import digest, token_array
 from sglang_ext.documents.promote import Promoter
 from sglang_ext.documents.remote.remote_build import remote_tier
 from sglang_ext.documents.removal import Removal
+from sglang_ext.documents.stored_pages import StoredPages
 from sglang_ext.documents.summaries import Summaries, SummaryTicket
 from sglang_ext.documents.tiers import Tiers
 from sglang_ext.documents.types import (
@@ -70,6 +71,7 @@ class TierStore:
         self.fingerprint = fingerprint
         metrics = kv_metrics()
         metrics.own = int(rank == 0)
+        metrics.page_bits.set(shape.bits)
         layout = shape.layout(fingerprint, rank, world)
         faults = Faults(lambda reason: metrics.faults.labels(reason).inc())
         scratch = _SCRATCH_PAGES if disk is not None and by_pool_index(disk) else 0
@@ -94,9 +96,9 @@ class TierStore:
         self._tiers.io.write(self._tiers.scan)  # before any other write, which then knows what is there
 
     @property
-    def pool(self) -> torch.Tensor:
-        """[pages, 2 (K, V), layers, kv_heads, block, head_dim], the same memory for the store's life."""
-        return self._tiers.host.pool
+    def pages(self) -> StoredPages:
+        """The host tier's pages, the same memory for the store's life."""
+        return StoredPages(self._tiers.host.pool, self.shape)
 
     @property
     def metrics(self) -> KvMetrics:

@@ -20,6 +20,8 @@ import torch
 from sglang_ext.documents.page_format import PageLayout, valid_key, valid_namespace
 
 DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+_CODES_8 = 4  # dtype code of pages of 8 bits
+PAGE_BITS = (16, 8)
 OWN_BACKEND = "file"
 SGLANG_FILE = "sglang-file"  # SGLang's own backend called `file`, which checks nothing
 
@@ -34,13 +36,16 @@ class StoreInUse(RuntimeError):
 
 @dataclass(frozen=True)
 class KvShape:
-    """Shape of one rank's KV: ``kv_heads`` of this rank, ``block`` tokens per page. Raises ValueError."""
+    """Shape of one rank's KV: ``kv_heads`` of this rank, ``block`` tokens per page. Raises ValueError.
+
+    ``bits``: 16 stores the values as they are, in their ``dtype``; 8 stores codes, see `StoredPages`."""
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     block: int = 16
+    bits: int = 16
 
     def __post_init__(self) -> None:
         if min(self.layers, self.kv_heads, self.head_dim, self.block) < 1:
@@ -49,15 +54,42 @@ class KvShape:
             raise ValueError(
                 f"KV of {self.dtype} cannot be kept: supported are float32, float16 and bfloat16"
             )
+        if self.bits not in PAGE_BITS or (self.bits == 8 and self.head_dim % 4):
+            raise ValueError(f"pages have 16 bits, or 8 with heads of a multiple of 4: {self}")
 
     @property
-    def page_shape(self) -> tuple[int, int, int, int, int]:
-        """[2 (K, V), layers, kv_heads, block, head_dim]; one head's block of one layer is contiguous."""
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        """Values of a page: [2 (K, V), layers, kv_heads, block, head_dim]; one head's block of one layer is
+        contiguous."""
         return (2, self.layers, self.kv_heads, self.block, self.head_dim)
 
     @property
+    def page_rows(self) -> int:
+        """Rows of ``head_dim`` values in a page."""
+        return 2 * self.layers * self.kv_heads * self.block
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a page's values in ``dtype``."""
+        return self.page_rows * self.head_dim * self.dtype.itemsize
+
+    @property
     def page_bytes(self) -> int:
-        return self.layers * 2 * self.kv_heads * self.block * self.head_dim * self.dtype.itemsize
+        """Bytes of a page: its values, or a code for each and 4 bytes for each row."""
+        return self.value_bytes if self.bits != 8 else self.page_rows * (self.head_dim + 4)
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """Shape of a page in a pool of ``page_dtype``."""
+        return self.block_shape if self.bits != 8 else (self.page_bytes,)
+
+    @property
+    def page_dtype(self) -> torch.dtype:
+        return self.dtype if self.bits != 8 else torch.uint8
+
+    def empty_pages(self, count: int, device: torch.device | None = None) -> torch.Tensor:
+        """Return uninitialised memory for so many pages, [count, *page_shape]."""
+        return torch.empty((count, *self.page_shape), dtype=self.page_dtype, device=device)
 
     def blocks(self, n_tokens: int) -> int:
         """Number of pages of a document of ``n_tokens``; the last one is padded with zeros."""
@@ -66,7 +98,8 @@ class KvShape:
     def layout(self, fingerprint: str, rank: int, world: int) -> PageLayout:
         """Layout that a record must have for this rank to use its pages."""
         sizes = (self.layers, self.kv_heads, self.head_dim, self.block)
-        return PageLayout(fingerprint, rank, world, *sizes, DTYPE_CODES[self.dtype], self.page_bytes)
+        code = DTYPE_CODES[self.dtype] if self.bits != 8 else _CODES_8
+        return PageLayout(fingerprint, rank, world, *sizes, code, self.page_bytes)
 
 
 @dataclass(frozen=True)

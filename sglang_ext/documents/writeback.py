@@ -95,7 +95,7 @@ class WriteBack:
         if self.queued_bytes + size > self._limit:
             tiers.counts["dropped_writes"] += 1
             return
-        staged = torch.empty((len(blocks), *tiers.shape.page_shape), dtype=tiers.shape.dtype)
+        staged = tiers.shape.empty_pages(len(blocks))
         fill_pages(staged, tiers.shape, blocks, blocks, kv)
         if kv.is_cuda:
             torch.cuda.current_stream(kv.slots.device).synchronize()

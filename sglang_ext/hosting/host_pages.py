@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from sglang_ext.documents.host import pin_pool
 from sglang_ext.documents.types import IntegrityError, KvShape
 
@@ -16,7 +14,7 @@ class HostPages:
     def __init__(self, shape: KvShape, budget_bytes: int, *, pin: bool) -> None:
         self.shape = shape
         self.capacity = budget_bytes // shape.page_bytes
-        self.pool = torch.empty((self.capacity, *shape.page_shape), dtype=shape.dtype)
+        self.pool = shape.empty_pages(self.capacity)
         self._free = list(range(self.capacity - 1, -1, -1))
         self._owned: dict[int, list[int]] = {}  # by owner
         if pin and self.capacity:

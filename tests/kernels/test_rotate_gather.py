@@ -5,7 +5,7 @@ the float64 truth.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 
 from ragserve_kernels.dispatch import forced_naive
 from ragserve_kernels.kv import KVLayers
+from ragserve_kernels.quantize_kv.naive import quantize
 from ragserve_kernels.rotate_gather import DeviceSource, HostSource, rotate_gather, rotate_gather_naive
 from tests.kernels.reference import TOLERANCE, assert_close, poisoned, relative_error
 
 GPU = torch.cuda.is_available()
+KINDS: dict[str, dict[str, bool]] = {
+    "device": {},
+    "host": {"host": True},
+    "codes": {"host": True, "codes": True},
+}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ids = {"ids": lambda value: str(value).removeprefix("torch.")}
 
@@ -48,6 +54,7 @@ def make(
     lengths: list[int],
     *,
     host: bool = False,
+    codes: bool = False,
     layers: int = 2,
     kv_heads: int = 2,
     head_dim: int = 64,
@@ -96,11 +103,17 @@ def make(
         capacity = torch.tensor([-(-n // block) * block for n in lengths], dtype=torch.int64)
         sizes = capacity * layers * kv_heads * head_dim
         base = 16 + sizes.cumsum(0) - sizes
-        arenas = [
-            torch.randn(16 + int(sizes.sum()), dtype=dtype, pin_memory=device.type == "cuda") for _ in "kv"
-        ]
+        arenas = [torch.randn(16 + int(sizes.sum()), dtype=dtype) for _ in "kv"]
+        pairs = None
+        if codes:
+            rows = [(int(a) // 4, int(a), int(n) // head_dim) for a, n in zip(base, sizes, strict=True)]
+            quantised = [_quantised(arena, rows, head_dim) for arena in arenas]
+            arenas, pairs = [each[0] for each in quantised], (quantised[0][1], quantised[1][1])
+        if device.type == "cuda":
+            arenas = [arena.pin_memory() for arena in arenas]
+            pairs = None if pairs is None else (pairs[0].pin_memory(), pairs[1].pin_memory())
         source = HostSource(
-            arenas[0], arenas[1], base.to(device), capacity.to(device), layers, kv_heads, head_dim
+            arenas[0], arenas[1], base.to(device), capacity.to(device), layers, kv_heads, head_dim, pairs
         )
         return Case(source, *common)
     pages = [-(-n // page) for n in lengths]
@@ -116,6 +129,21 @@ def make(
     return Case(
         DeviceSource(kv, torch.cat(slot_lists).to(device=device, dtype=index), start.to(device)), *common
     )
+
+
+def _quantised(
+    arena: torch.Tensor, documents: list[tuple[int, int, int]], head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, and words of scale and zero point, of documents (first word, first element, rows); nothing else
+    is to be read: infinite scales stand there.
+    """
+    codes = torch.full((len(arena),), 99, dtype=torch.int8)
+    words = torch.full((len(arena) // 4 + 1, 2), torch.inf, dtype=torch.float16)
+    for word, first, count in documents:
+        own = slice(first, first + count * head_dim)
+        found, words[word : word + count] = quantize(arena[own].view(count, head_dim) * 3 + 1, 8)
+        codes[own] = found.flatten().to(torch.int8)
+    return codes, words.view(torch.int32).flatten()
 
 
 def check(case: Case, **options: int) -> KVLayers:
@@ -138,14 +166,15 @@ def check(case: Case, **options: int) -> KVLayers:
             g, w = g.cpu(), w.cpu()
             assert_close(g[written], w[written], case.dtype, f"{name} of layer {layer}")
             assert torch.isnan(g[~written]).all(), "a slot that is not the request's was written"
-        assert torch.equal(got.v[layer].cpu()[written], want.v[layer].cpu()[written]), "V is a copy"
+        if case.source.pairs is None:
+            assert torch.equal(got.v[layer].cpu()[written], want.v[layer].cpu()[written]), "V is a copy"
     return got
 
 
-@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, **ids)
-def test_documents_against_truth(device: torch.device, dtype: torch.dtype, host: bool) -> None:
-    check(make(device, [63, 1, 32], host=host, dtype=dtype))
+def test_documents_against_truth(device: torch.device, dtype: torch.dtype, kind: str) -> None:
+    check(make(device, [63, 1, 32], dtype=dtype, **KINDS[kind]))
 
 
 @pytest.mark.parametrize("page", [1, 16, 32, 64, 128])
@@ -158,11 +187,12 @@ def test_page_sizes(device: torch.device, page: int) -> None:
     [(3, 64, 64), (1, 128, 128), (4, 64, 32), (2, 128, 96), (1, 256, 64)],
     ids=lambda v: str(v),
 )
-@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_heads_and_partial_rotation(
-    device: torch.device, kv_heads: int, head_dim: int, rotary: int, host: bool
+    device: torch.device, kv_heads: int, head_dim: int, rotary: int, kind: str
 ) -> None:
-    check(make(device, [20, 17], kv_heads=kv_heads, head_dim=head_dim, rotary=rotary, host=host, layers=1))
+    heads = {"kv_heads": kv_heads, "head_dim": head_dim, "rotary": rotary}
+    check(make(device, [20, 17], layers=1, **heads, **KINDS[kind]))
 
 
 @pytest.mark.parametrize("block", [1, 8, 64])
@@ -199,6 +229,38 @@ def test_fewer_programs_than_runs(device: torch.device) -> None:
     check(make(device, [40, 23]), programs=3)
     check(make(device, [40, 23], host=True), programs=1)
     check(make(device, [40], host=True, kv_heads=4, layers=1), programs=4)
+    check(make(device, [111], host=True, codes=True, kv_heads=4), programs=1)
+    check(make(device, [63, 9], host=True, codes=True, kv_heads=3), programs=2)
+
+
+@pytest.mark.parametrize("triton", [True, False], ids=["kernel", "plain"])
+def test_codes_are_off_by_half_a_step_whatever_the_shift(device: torch.device, triton: bool) -> None:
+    """Against the values that were quantised, in float64: half of a row's range / 255, and K turned by an
+    angle moves both halves of a pair by at most that.
+    """
+    case = make(device, [63], host=True, layers=1, kv_heads=3, head_dim=128, keep=1.0, shifts=[131_072])
+    plain = case.source
+    assert isinstance(plain, HostSource)
+    rows = [(int(plain.base[0]) // 4, int(plain.base[0]), 64 * 3)]
+    k, v = (_quantised((arena.cpu() - 1) / 3, rows, 128) for arena in (plain.k, plain.v))
+    pinned = (lambda each: each.pin_memory()) if device.type == "cuda" else (lambda each: each)
+    case.source = HostSource(
+        *(pinned(k[0]), pinned(v[0]), plain.base, plain.capacity, 1, 3, 128, (pinned(k[1]), pinned(v[1])))
+    )
+    with forced_naive(not triton):
+        got = check(case)
+    want = case.pool()
+    rotate_gather_naive(plain, want, case.moves, case.slots, case.shift, case.inv_freq)
+    read, slots = torch.zeros(63, dtype=torch.long, device=device), case.slots.long()
+    for values, true, source in zip(
+        (got.k[0], got.v[0]),
+        (want.k[0], want.v[0]),
+        plain.read(0, read, torch.arange(63, device=device)),
+        strict=True,
+    ):
+        step = (source.amax(-1) - source.amin(-1)) / 255
+        error = (values - true)[slots].cpu().abs().amax(-1)
+        assert (error <= 2**0.5 * 0.52 * step).all()
 
 
 def test_nothing_to_move(device: torch.device) -> None:
@@ -212,6 +274,7 @@ def test_nothing_to_move(device: torch.device) -> None:
 def test_forced_naive_gives_the_same(device: torch.device) -> None:
     with forced_naive():
         check(make(device, [33], host=True))
+        check(make(device, [33], host=True, codes=True))
 
 
 @settings(
@@ -221,7 +284,7 @@ def test_forced_naive_gives_the_same(device: torch.device) -> None:
 )
 @given(
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=3),
-    host=st.booleans(),
+    kind=st.sampled_from(sorted(KINDS)),
     block=st.sampled_from([1, 4, 16, 31]),
     kv_heads=st.integers(1, 3),
     dtype=st.sampled_from(DTYPES),
@@ -230,7 +293,7 @@ def test_forced_naive_gives_the_same(device: torch.device) -> None:
 def test_any_shape(
     device: torch.device,
     lengths: list[int],
-    host: bool,
+    kind: str,
     block: int,
     kv_heads: int,
     dtype: torch.dtype,
@@ -238,7 +301,7 @@ def test_any_shape(
 ) -> None:
     torch.manual_seed(seed)
     lengths = [min(n, 20) for n in lengths] if block == 1 else lengths
-    check(make(device, lengths, host=host, block=block, kv_heads=kv_heads, dtype=dtype, layers=1))
+    check(make(device, lengths, block=block, kv_heads=kv_heads, dtype=dtype, layers=1, **KINDS[kind]))
 
 
 def test_bad_arguments(device: torch.device) -> None:
@@ -252,7 +315,15 @@ def test_bad_arguments(device: torch.device) -> None:
         "shift": case.shift,
         "inv_freq": case.inv_freq,
     }
+    coded = make(device, [20], host=True, codes=True)
+    with pytest.raises(TypeError, match=r"HostSource\.k has dtype torch\.int8"):
+        replace(coded.source, pairs=None)
     for change, error, message in [
+        (
+            {"dst": make(device, [20], layers=1).pool(), "source": coded.source},
+            ValueError,
+            "The source holds",
+        ),
         ({"moves": case.moves[:1]}, ValueError, "moves has shape"),
         ({"moves": case.moves.long()}, TypeError, "moves has dtype"),
         ({"shift": case.shift.repeat(2)}, ValueError, "shift has shape"),
@@ -270,22 +341,12 @@ def test_bad_arguments(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, **ids)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_large(device: torch.device, head_dim: int, dtype: torch.dtype, host: bool) -> None:
-    check(
-        make(
-            device,
-            [2000, 111, 1, 63],
-            host=host,
-            layers=4,
-            kv_heads=8,
-            head_dim=head_dim,
-            dtype=dtype,
-            page=64,
-        )
-    )
+def test_large(device: torch.device, head_dim: int, dtype: torch.dtype, kind: str) -> None:
+    sizes = {"layers": 4, "kv_heads": 8, "head_dim": head_dim, "page": 64}
+    check(make(device, [2000, 111, 1, 63], dtype=dtype, **sizes, **KINDS[kind]))
 
 
 @pytest.mark.gpu
@@ -312,9 +373,9 @@ def test_addresses_beyond_32_bits(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
-def test_captured_graph_serves_other_moves(device: torch.device, host: bool) -> None:
-    first = make(device, [64, 48], host=host, keep=0.5)
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_graph_serves_other_moves(device: torch.device, kind: str) -> None:
+    first = make(device, [64, 48], keep=0.5, **KINDS[kind])
     pool = first.pool()
     args = (first.source, pool, first.moves, first.slots, first.shift, first.inv_freq)
     rotate_gather(*args, block_tokens=16)

@@ -46,5 +46,10 @@ def dequantize_kv(cache: QuantizedKV, slots: torch.Tensor | None = None) -> torc
     )
     if cache.bits == 4:
         codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
+    return dequantize(codes, params)
+
+
+def dequantize(codes: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+    """Return the values, float32 [..., head_dim], of ``codes`` [..., head_dim] with ``params`` [..., 2]."""
     scale, zero = params.float().unbind(-1)
     return codes.float() * scale[..., None] + zero[..., None]

@@ -27,7 +27,7 @@ def rotate_gather(
 
     Args:
         source: where the documents' KV lies: slots of a device pool, or host memory that the kernel reads
-            over the link.
+            over the link. 8-bit codes become values of the dtype of ``dst``, in float32 until then.
         dst: the pool written to. Its slots must not overlap the source's, unless a token moves onto itself.
         moves: int32 ``[layers, n, 4]``: (document, first token in the document, tokens, position in ``slots``
             of the first token), each a run of at most ``block_tokens`` tokens; per layer its own list. A
@@ -48,7 +48,8 @@ def rotate_gather(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit.
     """
-    if source.layout != dst.layout:
+    compared = 4 if source.pairs is None else 3  # codes become values of any dtype
+    if source.layout[:compared] != dst.layout[:compared]:
         held, wanted = ("{} layers of {} x {} {}".format(*each.layout) for each in (source, dst))
         raise ValueError(f"The source holds {held}; dst holds {wanted}.")
     check_head_dim(dst.head_dim)

@@ -32,8 +32,8 @@ def rotate_gather_naive(
         target = slots[used[run, 3] + within].long()
         k, v = source.read(layer, document, token)
         k, v = k.to(dst.device), v.to(dst.device)
-        dst.k[layer][target] = rotate(k, shift[document], inv_freq, precision=precision)
-        dst.v[layer][target] = v
+        dst.k[layer][target] = rotate(k, shift[document], inv_freq, precision=precision).to(dst.dtype)
+        dst.v[layer][target] = v.to(dst.dtype)
 
 
 def rotate(

@@ -34,16 +34,12 @@ class Composer:
     attention wait for the device.
     """
 
-    def __init__(
-        self, model_runner: Any, rotation: Rotation, tiers: Any, block: int, ranks: Ranks | None = None
-    ) -> None:
-        """Compiles kernels and captures graphs; ``block``: tokens of a host page. ``ranks``: those that vote,
-        if there are several.
-        """
+    def __init__(self, model_runner: Any, rotation: Rotation, tiers: Any, ranks: Ranks | None = None) -> None:
+        """Compiles kernels and captures graphs. ``ranks``: those that vote, if there are several."""
         self._runner = model_runner
         self._device = torch.device(model_runner.device)
         self._ranks = ranks or Ranks()
-        self.gather = Gather(model_runner.token_to_kv_pool, rotation, tiers.pool, block)
+        self.gather = Gather(model_runner.token_to_kv_pool, rotation, tiers.pages)
         self.gather.warm()
         self.graphs = capture_graphs(model_runner, self._ranks)
         self.fused_question = FusedQuestion(model_runner, self.graphs)

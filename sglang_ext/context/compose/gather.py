@@ -24,6 +24,7 @@ from ragserve_kernels.kv import HEAD_DIMS, KVLayers
 from sglang_ext.context.buffers import PADDING_SLOT, Buffers, Ints, upload
 from sglang_ext.context.compose.layer_transfer import LayerLoads
 from sglang_ext.context.rope import Rotation
+from sglang_ext.documents.stored_pages import StoredPages
 
 _SHIFT = 4  # column of runs
 _LAYERS_AT_ONCE = 4  # per launch from host: with 32 layers, work on the first begins after an eighth of them
@@ -63,17 +64,16 @@ class Gather:
         self,
         pool: Any,
         rotation: Rotation,
-        host: torch.Tensor,
-        block: int,
+        host: StoredPages,
         layers_at_once: int = _LAYERS_AT_ONCE,
     ) -> None:
-        """``pool``: SGLang's MHATokenToKVPool. ``host``: [pages, 2, layers, kv_heads, block, head_dim],
-        pinned if the pool is on CUDA. ``layers_at_once``: layers per launch from host.
+        """``pool``: SGLang's MHATokenToKVPool. ``host``: pinned if the pool is on CUDA. ``layers_at_once``:
+        layers per launch from host.
         """
         self._pool = pool
         self._rotation = rotation
         self._host = host
-        self._block = block
+        self._block = host.shape.block
         self._layers = pool.layer_num
         first = pool.get_key_buffer(0)
         self._device = first.device
@@ -101,9 +101,8 @@ class Gather:
             return
         first = np.zeros(1, dtype=np.int64)
         slot = torch.full((1,), PADDING_SLOT, dtype=torch.int64, device=self._device)
-        self._host[
-            :1
-        ].zero_()  # the slot must stay finite: some attention kernels read it and multiply by zero
+        # the slot must stay finite: some attention kernels read it and multiply by zero
+        self._host.pool[:1].zero_()
         for source in (slot, first) if len(self._host) else (slot,):
             self([Filling(first, slot, first, first, [source])])
         self.finish()
@@ -182,7 +181,7 @@ class Gather:
             np.column_stack((row[:, 0], row[:, 1] % self._block, row[:, 2:])) for row in _numbered(rows)
         ]
         if self._kv is not None:
-            first_element = of_run * (2 * (self._host[0].numel() // 2))
+            first_element = of_run * self._host.stride
             if target.k is not self._pool.k_buffer:
                 self._load(first_element, numbered, own_shifts, slots, [(0, self._target(target))])
                 return
@@ -194,8 +193,7 @@ class Gather:
         def read(
             layer: int, document: torch.Tensor, token: torch.Tensor
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            page, token = page_of[document.cpu()], token.cpu()
-            k, v = (self._host[:, half, layer][page, :, token] for half in (0, 1))
+            k, v = self._host.read(layer, page_of[document.cpu()], token.cpu())
             return k.to(self._device), v.to(self._device)
 
         self._by_torch(read, numbered, own_shifts, slots, target)
@@ -209,18 +207,16 @@ class Gather:
         parts: Sequence[tuple[int, KVLayers]],
         loads: LayerLoads | None = None,
     ) -> None:
-        """Launch each part of the layers from host. ``base``: element of the arena at which a run's page
+        """Launch each part of the layers from host. ``base``: element of the arenas at which a run's page
         begins.
         """
-        arena, half = self._host.view(-1), self._host[0].numel() // 2
         moves, shift = self._moves(rows), upload(shifts, self._device)
-        per_layer = half // self._layers
-        bases = upload(base + np.array([[at * per_layer] for at, _ in parts]), self._device)
-        capacity = torch.full_like(bases[0], self._block)
-        for own, (at, into) in zip(bases, parts, strict=True):
-            source = op.HostSource(
-                arena, arena[half:], own, capacity, into.layers, into.kv_heads, into.head_dim
-            )
+        begin = upload(base, self._device)
+        capacity = torch.full_like(begin, self._block)
+        for at, into in parts:
+            k, v, pairs = self._host.arenas(at)
+            sizes = into.layers, into.kv_heads, into.head_dim
+            source = op.HostSource(k, v, begin, capacity, *sizes, pairs)
             self._gather(source, into, moves[at : at + into.layers], slots, shift)
             if loads is not None:
                 loads.launched(at + into.layers)
@@ -260,8 +256,8 @@ class Gather:
                 )
                 places, turn = slots[place], (cos[document], sin[document])
             k, v = read(layer, document, token)
-            target.k[layer][places] = self._rotation.turn(k, *turn)
-            target.v[layer][places] = v
+            target.k[layer][places] = self._rotation.turn(k, *turn).to(target.k[layer].dtype)
+            target.v[layer][places] = v.to(target.v[layer].dtype)
 
 
 def needed_blocks(kept: Ints, starts: Ints, ends: Ints, block: int) -> list[Ints]:

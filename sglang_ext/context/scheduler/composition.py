@@ -91,7 +91,7 @@ class Composition:
         check_pool(pool)
         check_layers(model_runner.model)
         rotation = rotation_of(model_runner.model)
-        self.composer = Composer(model_runner, rotation, tiers, block, ranks)
+        self.composer = Composer(model_runner, rotation, tiers, ranks)
         check_composition(model_runner, self.composer.gather, tree.token_to_kv_pool_allocator)
         self.releases = ReleaseQueue()
         self._counts = ranks.rank == 0  # the others serve the same requests

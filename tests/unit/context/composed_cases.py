@@ -17,17 +17,21 @@ from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.strategies import partial_selection
+from sglang_ext.documents.stored_pages import StoredPages
+from sglang_ext.documents.types import KvShape
 from sglang_ext.protocol import ContextPlan, Span
 from sglang_ext.ranks import Ranks
 from tests.unit.context.small_model import DIM, KV_HEADS, LAYERS, VOCABULARY
 
 SLOTS, SYSTEM = 600, 3
+NO_PAGES = StoredPages(
+    torch.empty(0, 2, LAYERS, KV_HEADS, 16, DIM), KvShape(LAYERS, KV_HEADS, DIM, torch.float32)
+)
 ROTATION = Rotation(torch.linspace(1, 0.1, DIM // 2), DIM, neox=True)
 
 
 def composer_of(runner: Any, graphs: Any = None, ranks: Ranks | None = None) -> Composer:
-    tiers = SimpleNamespace(pool=torch.empty(0, 2, LAYERS, KV_HEADS, 16, DIM))
-    composer = Composer(runner, ROTATION, tiers, 16, ranks)
+    composer = Composer(runner, ROTATION, SimpleNamespace(pages=NO_PAGES), ranks)
     composer.graphs, composer.fused_question = graphs, fused_question.FusedQuestion(runner, graphs)
     return composer
 

@@ -97,15 +97,23 @@ class Sample:
         return resident
 
     def assert_pages(self, store: TierStore, blocks: Sequence[int] | None = None) -> None:
-        """These blocks are on host, bit for bit what was put, and zero behind the document's end."""
+        """These blocks are on host, bit for bit what was put, and zero behind the document's end. Of 8 bits,
+        within half a step and a little of it.
+        """
         blocks = range(self.blocks) if blocks is None else blocks
         block = self.shape.block
         for index, page in zip(blocks, pages_of(store, self.key, blocks), strict=True):
             n = min(block, self.meta.n_tokens - index * block)
+            where = torch.full((block,), page), torch.arange(block)
+            read = [store.pages.read(layer, *where) for layer in range(self.shape.layers)]
             for half, source in enumerate((self.k, self.v)):
-                stored = store.pool[page][half].transpose(1, 2)  # [layers, block, kv_heads, head_dim]
-                expected = source[:, index * block : index * block + n]
-                assert torch.equal(stored[:, :n].view(torch.uint8), expected.contiguous().view(torch.uint8))
+                stored = torch.stack([layer[half] for layer in read])  # [layers, block, kv_heads, head_dim]
+                expected = source[:, index * block : index * block + n].contiguous()
+                if self.shape.bits == 8:
+                    steps = (expected.float().amax(-1) - expected.float().amin(-1)) / 255
+                    assert ((stored[:, :n] - expected).abs().amax(-1) <= 0.52 * steps).all()
+                else:
+                    assert torch.equal(stored[:, :n].view(torch.uint8), expected.view(torch.uint8))
                 assert not stored[:, n:].any()
 
     def load_and_check(self, store: TierStore, blocks: Sequence[int] | None = None) -> bool:

@@ -39,7 +39,7 @@ def test_kv_from_the_device_survives_all_tiers(tmp_path: Path) -> None:
         assert document.load_and_check(store)
         store.pin(document.key)
         pages = pages_of(store, document.key, range(document.blocks))
-        assert torch.equal(store.pool[pages].cuda().cpu(), store.pool[pages])
+        assert torch.equal(store.pages.pool[pages].cuda().cpu(), store.pages.pool[pages])
         store.unpin(document.key)
     store.close()
 
@@ -62,5 +62,5 @@ def test_pages_are_not_reused_before_the_device_has_filled_them(tmp_path: Path) 
 def test_the_pool_is_pinned_and_let_go(tmp_path: Path) -> None:
     for _ in range(2):  # the second start would fail on memory that is still registered
         store = _store(tmp_path, 50)
-        assert store.pool.is_pinned()
+        assert store.pages.pool.is_pinned()
         store.close()

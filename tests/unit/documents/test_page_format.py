@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from array import array
 from dataclasses import replace
 
@@ -105,6 +107,15 @@ def test_another_document_and_another_version_are_told_apart() -> None:
     with pytest.raises(PageError) as caught:
         page_format.decode(bytes(data), layout=LAYOUT, key=KEY)
     assert caught.value.reason == "version"
+
+
+def test_records_of_version_3_are_read() -> None:
+    """They differ in nothing but the number."""
+    data = bytearray(_encode([1, 2, 3]))
+    data[8] = 3
+    data[16:20] = bytes(4)
+    struct.pack_into("<I", data, 16, zlib.crc32(data))
+    assert list(page_format.decode(bytes(data), layout=LAYOUT, key=KEY).token_ids) == [1, 2, 3]
 
 
 def test_a_page_in_anothers_place_fails_its_check() -> None:

@@ -11,7 +11,7 @@ import torch
 from sglang_ext.documents import page_format
 from sglang_ext.documents.disk import FileTier
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.documents.types import DiskConfig, DocumentMeta, KvShape, StoreInUse
+from sglang_ext.documents.types import PAGE_BITS, DiskConfig, DocumentMeta, KvShape, StoreInUse
 from tests.unit.documents.document_samples import (
     FINGERPRINT,
     SHAPE,
@@ -29,8 +29,11 @@ FILE_4 = page_format.ALIGN + 4 * PAGE  # a document of 4 pages
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("n_tokens", [1, 3, 4, 5, 63, 64, 300])
-def test_kv_survives_the_way_through_all_tiers(tmp_path: Path, dtype: torch.dtype, n_tokens: int) -> None:
-    shape = KvShape(3, 2, 8, dtype, 16)
+@pytest.mark.parametrize("bits", PAGE_BITS)
+def test_kv_survives_the_way_through_all_tiers(
+    tmp_path: Path, dtype: torch.dtype, n_tokens: int, bits: int
+) -> None:
+    shape = KvShape(3, 2, 8, dtype, 16, bits)
     document = Sample(1, n_tokens, shape=shape)
     with opened(tmp_path, shape=shape) as store:
         document.put(store)
@@ -44,6 +47,45 @@ def test_kv_survives_the_way_through_all_tiers(tmp_path: Path, dtype: torch.dtyp
         assert resident.on_disk
         assert not resident.blocks_on_host.any()
         assert document.load_and_check(store)
+
+
+@pytest.mark.parametrize(("before", "after"), [(16, 8), (8, 16)])
+def test_pages_of_other_bits_are_a_counted_miss(tmp_path: Path, before: int, after: int) -> None:
+    def sample(bits: int) -> Sample:
+        return Sample(1, 40, shape=KvShape(3, 2, 8, torch.float16, 16, bits))
+
+    with opened(tmp_path, shape=sample(before).shape) as store:
+        sample(before).put(store)
+        flushed(store)
+    document = sample(after)
+    with opened(tmp_path, shape=document.shape) as store:
+        assert document.found(store) is None
+        assert store.stat()["faults"] == {"shape": 1}
+        document.put(store)
+        flushed(store)
+    with opened(tmp_path, shape=document.shape) as store:
+        assert document.load_and_check(store)
+        assert store.stat()["faults"] == {}
+
+
+def test_budgets_hold_twice_as_many_documents_of_8_bits(tmp_path: Path) -> None:
+    shapes = [KvShape(2, 2, 64, torch.bfloat16, 16, bits) for bits in PAGE_BITS]
+    held = []
+    for shape in shapes:
+        budget = 20 * shapes[0].page_bytes
+        disk = DiskConfig(tmp_path / str(shape.bits), budget)
+        store = TierStore(shape, fingerprint=FINGERPRINT, host_bytes=budget, disk=disk, pin=False)
+        for number in range(40):
+            Sample(number, 16, shape=shape).put(store)
+        flushed(store)
+        figures = store.stat()
+        assert figures["host"]["bytes"] <= budget
+        assert figures["disk"]["bytes"] <= budget
+        assert bytes_under(tmp_path / str(shape.bits)) == figures["disk"]["bytes"]
+        held.append((figures["host"]["documents"], figures["disk"]["documents"]))
+        store.close()
+    assert held[0] == (20, 16), "16,384 bytes a page, and 4,096 for a record"
+    assert held[1] == (37, 25), "68 bytes for 128 a row"
 
 
 def test_only_the_named_documents_leave_host_memory(tmp_path: Path) -> None:
@@ -171,6 +213,9 @@ def test_what_is_malformed_is_refused() -> None:
         DocumentMeta("ab", "default", [1], 2, FINGERPRINT)
     with pytest.raises(ValueError, match="float64"):
         KvShape(1, 1, 1, torch.float64)
+    for head_dim, bits in ((8, 4), (6, 8)):
+        with pytest.raises(ValueError, match="16 bits, or 8"):
+            KvShape(1, 1, head_dim, torch.float16, bits=bits)
     with pytest.raises(ValueError, match="folder"):
         DiskConfig(None)
 

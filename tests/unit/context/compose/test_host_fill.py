@@ -11,7 +11,7 @@ import torch
 from sglang_ext.context.compose.composer import filling_of
 from sglang_ext.context.compose.gather import Gather
 from sglang_ext.context.compose.host_fill import gather_to_host
-from tests.unit.context.composed_cases import ROTATION, SLOTS, Case
+from tests.unit.context.composed_cases import NO_PAGES, ROTATION, SLOTS, Case
 from tests.unit.context.small_model import DIM, KV_HEADS, LAYERS
 
 PAGE = 16
@@ -43,7 +43,7 @@ def test_pieces_are_the_whole(seed: int, piece: int) -> None:
         get_key_buffer=k.__getitem__,
         get_value_buffer=v.__getitem__,
     )
-    gather = Gather(pool, ROTATION, torch.empty(0, 2, LAYERS, KV_HEADS, PAGE, DIM), PAGE)
+    gather = Gather(pool, ROTATION, NO_PAGES)
     case = Case([{}], seed)
     context, row = case.contexts[0], case.rows[0][: case.contexts[0].slots]
     filling = filling_of(context, row)

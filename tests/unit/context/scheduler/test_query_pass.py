@@ -21,6 +21,7 @@ from sglang_ext.context.scheduler.query_pass import QueryPass
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.protocol import ContextPlan, Span
+from tests.unit.context.composed_cases import NO_PAGES
 from tests.unit.context.small_model import DIM, HEADS, KV_HEADS, LAYERS, runner_of
 
 SLOTS, QUESTION = 200, 3
@@ -47,7 +48,7 @@ class Allocator:
 def test_where_the_pool_is_full_the_pass_runs_beside_it(ask: str) -> None:
     runner = runner_of(SLOTS)
     rotation = Rotation(torch.rand(DIM // 2), DIM, neox=True)
-    gather = Gather(runner.token_to_kv_pool, rotation, torch.empty(0, 2, LAYERS, KV_HEADS, 16, DIM), 16)
+    gather = Gather(runner.token_to_kv_pool, rotation, NO_PAGES)
     composer: Any = SimpleNamespace(gather=gather, graphs=None)
     contexts = []
     for length in (20, 33):
