@@ -31,7 +31,7 @@ def builder() -> PromptBuilder:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """`ragserve serve` with its defaults and the embedded model. Use a namespace of your own."""
-    with engines.started(tmp_path_factory.mktemp("server") / "data") as server:
+    with engines.default(tmp_path_factory.mktemp("server")) as server:
         yield server
 
 

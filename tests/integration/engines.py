@@ -34,10 +34,8 @@ STORAGE = {
     "class_name": "SlowStorage",
 }
 SPARSE: dict[str, Any] = {"sparse_attention": "on", "decode_mode": "dense", "decode_dense_below": 0}
-_FAULTS = {
-    "DUMPER_SERVER_PORT": "reuse",  # the control operations, over HTTP
-    "RAGSERVE_FAULTS": "1",  # a test may make a stage of the scheduler fail
-}
+_DUMPER = {"DUMPER_SERVER_PORT": "reuse"}  # the control operations, over HTTP
+_FAULTS = {**_DUMPER, "RAGSERVE_FAULTS": "1"}  # a test may make a stage of the scheduler fail
 
 
 @dataclass
@@ -68,6 +66,14 @@ class Server:
                 return job
             assert time.monotonic() < deadline, job
             time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def default(folder: Path) -> Iterator[Server]:
+    """The defaults and the embedded model, with control routes, by which commands that start an engine of
+    their own are given this one (`served_engine`)."""
+    with started(folder / "data", control_routes=True, env=_DUMPER) as server:
+        yield server
 
 
 @contextlib.contextmanager

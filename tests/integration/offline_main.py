@@ -8,8 +8,8 @@ import fcntl
 import json
 import socket
 import struct
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -36,22 +36,11 @@ def main(work: Path, model: str) -> None:
 
     loopback_up()
     must_be_cut_off()
-    (work / "a.txt").write_text("The lighthouse of Orrin was built in 1871 by Mara Tell.")
-    data = work / "data"
-    command = [
-        sys.executable,
-        "-m",
-        "ragserve.cli",
-        "ingest",
-        str(work / "a.txt"),
-        "--namespace",
-        "n",
-        "--data-dir",
-        str(data),
-        "--json",
-    ]
-    ingested = subprocess.run([*command, "--model", model], check=True, capture_output=True, text=True)
-    with running_server(data_dir=data, model=model) as server, server.client() as client:
+    upload = [("files", ("a.txt", "The lighthouse of Orrin was built in 1871 by Mara Tell."))]
+    with running_server(data_dir=work / "data", model=model) as server, server.client() as client:
+        job = client.post("/rag/ingest", files=upload, data={"namespace": "n"}).headers["location"]
+        while (state := client.get(job).json()["state"]) not in ("done", "failed"):
+            time.sleep(0.05)
         question = {"query": "Who built the lighthouse?", "namespace": "n", "max_new_tokens": 8}
         answer = client.post("/rag/query", json=question)
         full = client.post("/rag/query", json=question | {"strategy": "full"})
@@ -64,7 +53,7 @@ def main(work: Path, model: str) -> None:
         server.process.kill()
         _, left = psutil.wait_procs(engine, timeout=120)
     out = {
-        "ingested": json.loads(ingested.stdout),
+        "ingested": state,
         "status": answer.status_code,
         "answer": answer.json(),
         "info": info,

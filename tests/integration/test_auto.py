@@ -1,4 +1,4 @@
-"""`ragserve calibrate` on the real engine, and strategy auto on the real server."""
+"""`ragserve calibrate` and strategy auto on the real engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ragserve.commands import calibrate as command_module
+from ragserve.config import Settings
 from ragserve.profiles.costs import COSTS, Costs
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.gate import FILE_NAME as GATE_FILE
@@ -15,37 +21,48 @@ from ragserve.profiles.gate import Entry, Figures, record
 from ragserve.profiles.samkv import FILE_NAME as SAMKV_FILE
 from ragserve.profiles.samkv import SAMKV
 from sglang_ext.documents.fingerprint import model_fingerprint
-from tests.conftest import MODEL
+from tests.conftest import EXHAUSTIVE, MODEL
+from tests.integration.served_engine import on
 
 GOOD = Figures(n=500, f1=99.0, f1_vs_full=0.0, kl=0.01, kept=100.0, recomputed=10.0)
 
 
-def test_calibrate_measures_every_tier_and_leaves_both_profiles(tmp_path: Path) -> None:
+def calibrate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """Run the command on the shared engine, in this process; in the exhaustive form as a process that starts
+    its own. Return what it says."""
+    arguments = ("calibrate", *arguments, "--context-length", "2048")
+    if EXHAUSTIVE:
+        command = [sys.executable, "-m", "ragserve.cli", *arguments]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout + done.stderr
+    server = request.getfixturevalue("server")
+
+    def run_once(settings: Settings, work: Any) -> Any:
+        return on(server, work, settings.context_length)
+
+    monkeypatch.setattr("ragserve.engine.offline.run_once", run_once)
+    app = typer.Typer()
+    command_module.register(app)
+    app.command("other")(lambda: None)  # a Typer app with one command takes no command name
+    ran = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert ran.exit_code == 0, ran.output
+    return ran.output
+
+
+def test_calibrate_measures_every_tier_and_leaves_both_profiles(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tmp_path / "model"
     model.mkdir()
     for file in MODEL.iterdir():
         if file.name != SAMKV_FILE:
             (model / file.name).symlink_to(file.resolve())
-    command = [
-        sys.executable,
-        "-m",
-        "ragserve.cli",
-        "calibrate",
-        "--data-dir",
-        str(tmp_path),
-        "--strategies",
-        "epic:first=8",
-    ]
-    command += ["--model", str(model), "--sets", "1", "--questions", "1"]
-    done = subprocess.run(
-        [*command, "--max-tokens", "1000", "--repeats", "1", "--context-length", "2048"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "do not all fit" not in done.stderr
+    own = ("--data-dir", str(tmp_path), "--model", str(model))
+    schedule = ("--sets", "1", "--questions", "1", "--max-tokens", "500", "--repeats", "1")
+    said = calibrate(request, monkeypatch, *own, *schedule, "--strategies", "epic:first=8")
+    assert "do not all fit" not in said
     costs = COSTS.load(tmp_path / COSTS_FILE, model_fingerprint(str(MODEL), ""))
     assert costs is not None
     assert set(costs.composed) == {"epic:first=8"}

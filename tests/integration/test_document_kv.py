@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from ragserve.commands import ingest as ingest_command
 from tests.integration.engines import Server
 
 TEXT = "The observatory of {} was founded in 1902 by Ada Brandt. It has a telescope of 40 inches. "
@@ -219,9 +222,13 @@ def test_warmed_documents_are_found_by_their_first_query_and_counted_by_tier(ser
 def test_what_another_process_ingests_is_warmed_in_the_background(server: Any, tmp_path: Path) -> None:
     space = "background"
     (tmp_path / "sule.txt").write_text(TEXT.format("Sule"))
-    command = [sys.executable, "-m", "ragserve.cli", "ingest", str(tmp_path / "sule.txt"), "--json"]
-    command += ["--namespace", space, "--data-dir", str(server.data_dir)]
-    done = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    app = typer.Typer()
+    ingest_command.register(app)
+    app.command("other")(lambda: None)  # a Typer app with one command takes no command name
+    command = ["ingest", str(tmp_path / "sule.txt"), "--json", "--namespace", space]
+    ran = CliRunner().invoke(app, [*command, "--data-dir", str(server.data_dir)])  # not the server's process
+    assert ran.exit_code == 0, ran.output
+    done = json.loads(ran.stdout)
     assert (done["files"]["indexed"], done["warm_job"]) == (1, None), "it does not wait for the server"
     eventually(server, space, (2, 2))
     assert ask(server, space)["context"]["tokens_kept"] > 0

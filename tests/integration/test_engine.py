@@ -64,20 +64,20 @@ def test_full_recomputes_and_equals_prefix_token_for_token(server: Any) -> None:
         assert full["context"]["tokens_recomputed"] == full["context"]["tokens_kept"]
 
 
-def test_namespaces_share_no_cached_tokens(server: Any) -> None:
+def test_namespaces_share_no_cached_tokens(quick_server: Any) -> None:
     row = rows("crossdoc")[0]
-    ask(server.client, row, namespace="tenant-a")
-    assert ask(server.client, row, namespace="tenant-b")["usage"]["cached"] == 0
-    assert ask(server.client, row, namespace="tenant-a")["usage"]["cached"] > 0
+    ask(quick_server.client, row, namespace="tenant-a")
+    assert ask(quick_server.client, row, namespace="tenant-b")["usage"]["cached"] == 0
+    assert ask(quick_server.client, row, namespace="tenant-a")["usage"]["cached"] > 0
 
 
-def test_product_equals_plain_sglang_on_the_same_ids(server: Any, builder: PromptBuilder) -> None:
+def test_product_equals_plain_sglang_on_the_same_ids(quick_server: Any, builder: PromptBuilder) -> None:
     row = rows("onehop")[5]
     ids, _ = built(builder, row["question"], row["docs"])
-    plain = server.client.post(
+    plain = quick_server.client.post(
         "/generate", json={"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": 24}}
     ).json()
-    ours = ask(server.client, row)
+    ours = ask(quick_server.client, row)
     assert plain["text"].strip() == ours["answer"].strip()
     assert plain["meta_info"]["prompt_tokens"] == ours["usage"]["prompt"]
     assert plain["meta_info"]["completion_tokens"] == ours["usage"]["completion"]
@@ -100,8 +100,8 @@ def test_sglang_routes_stay_reachable(server: Any) -> None:
     assert "ragserve_queries" in metrics
 
 
-def test_the_engine_reports_its_timings(server: Any) -> None:
-    timings = ask(server.client, rows("onehop")[6], strategy="full")["timings"]
+def test_the_engine_reports_its_timings(quick_server: Any) -> None:
+    timings = ask(quick_server.client, rows("onehop")[6], strategy="full")["timings"]
     assert timings["queue_ms"] > 0, "SGLang measures the queue on every request"
     assert 0 < timings["prefill_ms"] <= timings["ttft_ms"] <= timings["total_ms"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ from typer.testing import CliRunner, Result
 
 from ragserve.commands import evaluate
 from ragserve.errors import InvalidRequest, Unavailable
+from ragserve.eval import engine_worker
+from tests.conftest import EXHAUSTIVE
 from tests.integration.prompts import QUESTIONS
+from tests.integration.served_engine import on
 
 
 def run_eval(*arguments: str) -> Result:
@@ -78,9 +83,26 @@ def test_retrieved_says_where_answers_are_lost(server: Any, tmp_path: Path) -> N
     assert not [name for name in names if name.startswith("eval-")]
 
 
+@pytest.fixture
+def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the worker of an evaluation run in this process, on the shared engine. In the exhaustive form it is
+    a process that starts its own."""
+    if EXHAUSTIVE:
+        return
+    server = request.getfixturevalue("server")
+
+    def spawn(command: Sequence[str], *_: Any) -> subprocess.Popen[bytes]:
+        engine_worker.run(json.loads(Path(command[-1]).read_text()))
+        return subprocess.Popen(["true"], start_new_session=True)
+
+    monkeypatch.setattr("ragserve.eval.parallel.spawn", spawn)
+    monkeypatch.setattr("ragserve.engine.offline.run_once", lambda _settings, work: on(server, work))
+
+
+@pytest.mark.usefixtures("worker")
 def test_strategies_are_compared_with_full_prefill_and_a_run_goes_on(tmp_path: Path) -> None:
-    """Start an engine: the first token's distribution shows that recomputing everything equals full prefill
-    and that plain reuse does not."""
+    """The first token's distribution shows that recomputing everything equals full prefill and that plain
+    reuse does not."""
     report, records, work = tmp_path / "report.json", tmp_path / "records.jsonl", tmp_path / "work"
     data = ",".join(str(QUESTIONS / f"{name}_8.jsonl") for name in ("onehop", "crossdoc"))
     arguments = (
@@ -117,7 +139,7 @@ def test_strategies_are_compared_with_full_prefill_and_a_run_goes_on(tmp_path: P
     assert found["crossdoc_8", "concat"]["kl"] > 1e-3, "what its documents say about each other is lost"
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     assert len(lines) == 8
-    # What is known is not asked again: no engine starts.
+    # What is known is not asked again: no worker starts.
     log = (work / "worker-0.log").stat().st_mtime_ns
     again = run_eval(*arguments, "--strategies", "concat:recompute=all,full")
     assert again.exit_code == 0, again.output

@@ -1,4 +1,4 @@
-"""Fifty clients on the real server, half of which leave: the others are answered, and nothing leaks."""
+"""Fifty clients on the real engine, half of which leave: the others are answered, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import pytest
+
+from tests.integration.engines import Server
 
 CLIENTS = 50
 TEXT = (
     "The lighthouse of Skerryvore was built by Alan Stevenson between 1838 and 1844, "
     "on a reef far out in the Atlantic. "
 )
+
+
+@pytest.fixture(scope="module")
+def server(quick_server: Server) -> Server:
+    """None of these answers need be right."""
+    return quick_server
 
 
 def body(client: int, stream: bool) -> dict[str, Any]:

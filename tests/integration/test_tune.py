@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from ragserve.answering.prompt import PromptBuilder
-from ragserve.config import Settings
 from ragserve.engine.base import GenerateRequest, Sampling
-from ragserve.engine.remote import RemoteEngine
-from ragserve.engine.stream import document_payload, new_rid
 from ragserve.measuring.distribution import answer_of, decode, forced_along, given_answer
 from ragserve.measuring.engine_run import first_token
 from ragserve.retrieval.embedder import Embedder
@@ -30,31 +25,10 @@ from tests.integration.context_client import composed
 from tests.integration.engines import Server
 from tests.integration.prompts import prompt, rows
 from tests.integration.reference import Reference
+from tests.integration.served_engine import ServedEngine, on
 
-T = TypeVar("T")
 NAMESPACE = "tune-led"
 TOLERANCE = 2e-3  # of float32 log-probabilities, the unlikeliest tokens' included
-
-
-class ServedEngine(RemoteEngine):
-    """The engine of a server, by SGLang's own route."""
-
-    async def warm(self, request: GenerateRequest) -> None:
-        for span in request.spans:
-            fields = document_payload(request, span, new_rid("document"), analyse=True) | {"stream": False}
-            (await self._client.post("/generate", json=fields)).raise_for_status()
-
-
-def on(server: Server, work: Callable[[ServedEngine], Awaitable[T]]) -> T:
-    async def run() -> T:
-        engine = ServedEngine(Settings(engine_url=server.url))
-        await engine.start()
-        try:
-            return await work(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(run())
 
 
 def request(case: Any, strategy: str, tokens: int = 8, **options: Any) -> GenerateRequest:

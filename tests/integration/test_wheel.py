@@ -150,7 +150,7 @@ def test_a_wheel_serves_without_checkout_and_network(
     done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     out = json.loads(done.stdout)
-    assert out["status"] == 200
+    assert (out["ingested"], out["status"]) == ("done", 200)
     assert out["info"]["model"] == str(other_model)
     assert out["answer"]["usage"]["completion"] > 0
     assert out["answer"]["usage"]["prompt"] > 60, "our system text, the document and the question in ChatML"
