@@ -104,6 +104,7 @@ def test_numbers_to_choose_from_are_given_as_text(monkeypatch: pytest.MonkeyPatc
         ["kv_block_tokens", "kv_bits", "sparse_attention"],
     )
     assert command(kv_block_tokens="32", kv_bits="8", sparse_attention="on") == (32, 8)
+    assert with_settings(lambda settings: settings.kv_page_bits, ["kv_page_bits"])(kv_page_bits="8") == 8
     monkeypatch.setenv("RAGSERVE_KV_BLOCK_TOKENS", "16")
     assert command(kv_block_tokens=None, kv_bits=None, sparse_attention=None) == (16, 16)
     for wrong in ("7", "many"):
