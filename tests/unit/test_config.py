@@ -52,6 +52,12 @@ def test_hosted_requests_need_what_they_read() -> None:
             load(**wrong)
 
 
+def test_a_storage_that_needs_pages_of_the_models_shape_has_16_bits() -> None:
+    with pytest.raises(ValueError, match="aibrix lays pages out"):
+        Settings(kv_page_bits=8, kv_storage="aibrix")
+    assert Settings(kv_page_bits=8, kv_storage="hf3fs").kv_page_bits == 8
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
