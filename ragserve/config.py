@@ -197,8 +197,8 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
     kv_page_bits: Annotated[Literal[16, 8], BeforeValidator(int)] = Field(
         16,
         description="Bits per value of documents' KV below the device. 16: as the KV pool has it. 8: about "
-        "half the bytes on host, disk, shared store and link, at an error of at most 1/510 of each head's "
-        "range. What is stored with other bits is computed again.",
+        "half the bytes on host, disk, shared store and link, at an error of 1/510 of each head's range. "
+        "What is stored with other bits is computed again.",
     )
     kv_storage: str = Field(
         "file",

@@ -21,7 +21,9 @@ from sglang_ext.protocol import NAMESPACE
 
 MAGIC = b"RSKVDOC\0"
 VERSION = 4
-_READ = (3, VERSION)  # the same records; version 3 had no pages of 8 bits
+OLDEST = 3
+"""The oldest version that is read: the same records, without pages of 8 bits. It names the place in a shared
+store, where a removal has to find what other engines have stored, whatever their bits."""
 ALIGN = 4096
 _FIXED = struct.Struct("<8sIIII32s32sIIIIIIIIQHHII")
 FIXED_BYTES = _FIXED.size
@@ -191,8 +193,8 @@ def record_length(fixed: bytes) -> int:
     magic, version, total = _FIXED.unpack(fixed[:FIXED_BYTES])[:3]
     if magic != MAGIC:
         raise PageError("magic", "not a document file of this project")
-    if version not in _READ:
-        raise PageError("version", f"format version {version}, this program reads {_READ[0]} to {VERSION}")
+    if not OLDEST <= version <= VERSION:
+        raise PageError("version", f"format version {version}, this program reads {OLDEST} to {VERSION}")
     if total % ALIGN or not FIXED_BYTES <= total <= MAX_RECORD_BYTES:
         raise PageError("record", f"an impossible record length of {total} bytes")
     return int(total)

@@ -83,7 +83,9 @@ class TierStore:
             tier = FileTier(disk, layout, faults)
             index = DiskIndex(disk.budget_bytes)
         elif disk is not None:
-            tier = BackendTier(disk, layout, faults, host, model_name=digest(fingerprint).hex()[:16])
+            # a place for each size of values: some backends keep the first of a key, whatever its size
+            model = fingerprint if shape.bits == 16 else f"{fingerprint}|{shape.bits} bits"
+            tier = BackendTier(disk, layout, faults, host, model_name=digest(model).hex()[:16])
         index.complete = not isinstance(tier, FileTier)
         self._tiers = Tiers(shape, layout, host, index, tier, faults, metrics)
         self._tiers.remote = None if remote is None else remote_tier(remote, self._tiers)

@@ -112,7 +112,7 @@ def locked(folder: Path) -> Iterator[Server]:
 def parallel(folder: Path) -> Iterator[Server]:
     """Two tensor-parallel processes of two KV heads each, multi-head attention and llama3-scaled rotary
     positions. Half of the KV heads stream. Pages of 16; prefill chunks of 256 that carry decode rows along. A
-    shared folder, which gets what a test puts there.
+    shared folder, which gets what a test puts there. Below the device documents' pages have 8 bits.
     """
     model = random_llama(folder / "llama3-mha", head_dim=64, rope=LLAMA3)  # sparse decoding needs 64
     heads = folder / "heads.json"
@@ -133,6 +133,7 @@ def parallel(folder: Path) -> Iterator[Server]:
         "kv_storage": "shared",
         "kv_storage_args": json.dumps({"folder": str(storage)}),
         "kv_shared_value": 1e9,
+        "kv_page_bits": 8,
     }
     env = {
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * RANKS),  # SGLang wants a NUMA node for each otherwise

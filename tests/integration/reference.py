@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ragserve_kernels.quantize_kv.naive import dequantize, quantize
 from sglang_ext.analysis.texts import unrelated_contexts
 from tests.sentences import chosen, sentences_of
 
@@ -21,21 +22,25 @@ class Generated:
 
 
 class Reference:
-    """A Hugging Face model in float32."""
+    """A Hugging Face model in float32; ``page_bits``: of the documents' KV before it is moved."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, page_bits: int = 16) -> None:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="sdpa"
         ).eval()
+        self.page_bits = page_bits
         self.layers = self.model.config.num_hidden_layers
 
     @torch.no_grad()
     def alone(self, ids: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Prefill a text from position 0. K and V of each layer, [1, kv_heads, n, head_dim]."""
         cache = self.model(torch.tensor([ids]), use_cache=True).past_key_values
-        return [(layer.keys, layer.values) for layer in cache.layers]
+        return [(self._stored(layer.keys), self._stored(layer.values)) for layer in cache.layers]
+
+    def _stored(self, values: torch.Tensor) -> torch.Tensor:
+        return dequantize(*quantize(values, 8)) if self.page_bits == 8 else values
 
     def moved(self, k: torch.Tensor, shift: int) -> torch.Tensor:
         """Rotate K by ``shift`` more positions."""

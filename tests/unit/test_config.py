@@ -52,6 +52,12 @@ def test_hosted_requests_need_what_they_read() -> None:
             load(**wrong)
 
 
+def test_a_storage_that_needs_pages_of_the_models_shape_has_16_bits() -> None:
+    with pytest.raises(ValueError, match="aibrix lays pages out"):
+        Settings(kv_page_bits=8, kv_storage="aibrix")
+    assert Settings(kv_page_bits=8, kv_storage="hf3fs").kv_page_bits == 8
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -104,6 +110,7 @@ def test_numbers_to_choose_from_are_given_as_text(monkeypatch: pytest.MonkeyPatc
         ["kv_block_tokens", "kv_bits", "sparse_attention"],
     )
     assert command(kv_block_tokens="32", kv_bits="8", sparse_attention="on") == (32, 8)
+    assert with_settings(lambda settings: settings.kv_page_bits, ["kv_page_bits"])(kv_page_bits="8") == 8
     monkeypatch.setenv("RAGSERVE_KV_BLOCK_TOKENS", "16")
     assert command(kv_block_tokens=None, kv_bits=None, sparse_attention=None) == (16, 16)
     for wrong in ("7", "many"):

@@ -13,8 +13,9 @@ from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, LAYERS, Row, agree
 BLOCK = 16  # tokens
 
 
-def compose_case(tokens: int, documents: int, host: bool) -> tuple[Any, ...]:
-    """A request that keeps ``tokens`` of documents four times as long, other blocks in every layer."""
+def compose_case(tokens: int, documents: int, host: bool, codes: bool = False) -> tuple[Any, ...]:
+    """A request that keeps ``tokens`` of documents four times as long, other blocks in every layer;
+    ``codes``: of 8 bits, on the host."""
     import torch
 
     from ragserve_kernels.kv import KVLayers
@@ -27,11 +28,16 @@ def compose_case(tokens: int, documents: int, host: bool) -> tuple[Any, ...]:
     if host:
         each = LAYERS * KV_HEADS * length * HEAD_DIM
         base = torch.arange(documents, device="cuda") * each
-        arenas = [torch.empty(documents * each, dtype=torch.bfloat16, pin_memory=True) for _ in "kv"]
-        for arena in arenas:
-            arena.copy_(normal(*arena.shape))
+        dtype = torch.int8 if codes else torch.bfloat16
+        arenas = [torch.empty(documents * each, dtype=dtype, pin_memory=True) for _ in "kv"]
+        pairs = None
+        if codes:
+            pairs = (_quantised(arenas[0], documents), _quantised(arenas[1], documents))
+        else:
+            for arena in arenas:
+                arena.copy_(normal(*arena.shape))
         lengths = torch.full((documents,), length, device="cuda")
-        source = HostSource(arenas[0], arenas[1], base, lengths, LAYERS, KV_HEADS, HEAD_DIM)
+        source = HostSource(arenas[0], arenas[1], base, lengths, LAYERS, KV_HEADS, HEAD_DIM, pairs)
     else:
         pools = [normal(LAYERS, documents * length, KV_HEADS, HEAD_DIM) for _ in "kv"]
         pages = torch.randperm(documents * length // 16, device="cuda")  # page size 16
@@ -49,6 +55,23 @@ def compose_case(tokens: int, documents: int, host: bool) -> tuple[Any, ...]:
     shift = torch.arange(documents, device="cuda") * length + 100
     inv_freq = 500000.0 ** (-torch.arange(0, HEAD_DIM, 2, device="cuda", dtype=torch.float64) / HEAD_DIM)
     return source, dst, moves.int().cuda(), slots, shift, inv_freq.float()
+
+
+def _quantised(arena: Any, documents: int) -> Any:
+    """Fill an arena with codes of 8 bits; return their scales and zero points as `HostSource` wants them."""
+    import torch
+
+    from ragserve_kernels.quantize_kv import QuantizedKV, quantize_kv
+
+    each = len(arena) // documents
+    rows = each // HEAD_DIM
+    words = torch.zeros(documents * each // 4 + rows, dtype=torch.int32, pin_memory=True)
+    into = QuantizedKV.empty(rows, 1, HEAD_DIM, bits=8, device="cuda")
+    for document in range(documents):
+        quantize_kv(normal(rows, 1, HEAD_DIM), torch.arange(rows, device="cuda"), into)
+        arena[document * each : (document + 1) * each].copy_(into.codes.flatten())
+        words[document * each // 4 :][:rows].copy_(into.params.view(torch.int32).flatten())
+    return words
 
 
 def _per_layer_torch(
@@ -84,19 +107,21 @@ def rotate_gather_rows(ceiling: dict[str, float], quick: bool) -> Iterator[Row]:
     from ragserve_kernels.rotate_gather import rotate_gather_naive
     from ragserve_kernels.rotate_gather.triton import rotate_gather_triton
 
-    token_bytes = 2 * LAYERS * KV_HEADS * HEAD_DIM * 2  # K and V
-    for host in (False, True):
+    for name, host, codes in (("device", False, False), ("host", True, False), ("host, 8 bits", True, True)):
+        row_bytes = HEAD_DIM + 4 if codes else 2 * HEAD_DIM
+        token_bytes = 2 * LAYERS * KV_HEADS * row_bytes  # K and V
         for tokens in (2048,) if quick else (512, 2048, 8192):
-            args = compose_case(tokens, 8, host)
+            args = compose_case(tokens, 8, host, codes)
             dst = args[1]
             truth = KVLayers(*([torch.empty_like(layer) for layer in side] for side in (dst.k, dst.v)))
             rotate_gather_triton(*args, tile_tokens=BLOCK)
             if tokens <= 2048:  # the plain reference reads host memory element by element
                 rotate_gather_naive(args[0], truth, *args[2:], precision=torch.float32)
                 agree(torch.stack(list(dst.k)), torch.stack(list(truth.k)), "rotate_gather K")
-                agree(torch.stack(list(dst.v)), torch.stack(list(truth.v)), "rotate_gather V", 1e-12)
+                values = torch.stack(list(dst.v)), torch.stack(list(truth.v))
+                agree(*values, "rotate_gather V", *(() if codes else (1e-12,)))
             del truth
-            case = f"{'host' if host else 'device'}, {tokens} tokens, blocks of 16"
+            case = f"{name}, {tokens} tokens, blocks of 16"
             gb, limit = tokens * token_bytes / 1e9, ceiling["link_up_gb_per_s"]
             if not host:
                 gb, limit = 2 * gb, ceiling["copy_gb_per_s"]

@@ -38,7 +38,7 @@ class FolderBackend(RemoteBackend):
         self._layout = layout
         self._budget = budget_bytes
         model = page_format.digest(layout.fingerprint).hex()[:32]
-        self._root = folder / f"v{page_format.VERSION}-{model}"
+        self._root = folder / f"v{page_format.OLDEST}-{model}"
         self._files = DocumentFiles(self._root, rank=layout.rank, world=layout.world, writer=uuid.uuid4().hex)
         self._lock = threading.Lock()
         self._used = 0  # of all engines and models, as far as this one knows

@@ -33,7 +33,7 @@ class MooncakeBackend(RemoteBackend):
         """``options``: see `mooncake_options`. Raises ValueError for wrong ones."""
         model = page_format.digest(layout.fingerprint).hex()[:32]
         self._layout = layout
-        self._prefix = f"ragserve/v{page_format.VERSION}/{model}/{layout.rank}-{layout.world}"
+        self._prefix = f"ragserve/v{page_format.OLDEST}/{model}/{layout.rank}-{layout.world}"
         self._client = MooncakeClient(options, layout.page_bytes)
 
     def find(self, key: str, namespace: str) -> Record | None:

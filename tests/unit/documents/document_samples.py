@@ -98,7 +98,7 @@ class Sample:
 
     def assert_pages(self, store: TierStore, blocks: Sequence[int] | None = None) -> None:
         """These blocks are on host, bit for bit what was put, and zero behind the document's end. Of 8 bits,
-        within half a step and a little of it.
+        within half a step, and float16's rounding of the row's scale and middle.
         """
         blocks = range(self.blocks) if blocks is None else blocks
         block = self.shape.block
@@ -111,7 +111,8 @@ class Sample:
                 expected = source[:, index * block : index * block + n].contiguous()
                 if self.shape.bits == 8:
                     steps = (expected.float().amax(-1) - expected.float().amin(-1)) / 255
-                    assert ((stored[:, :n] - expected).abs().amax(-1) <= 0.52 * steps).all()
+                    rounding = expected.float().abs().amax(-1) * 2**-11
+                    assert ((stored[:, :n] - expected).abs().amax(-1) <= 0.52 * steps + rounding).all()
                 else:
                     assert torch.equal(stored[:, :n].view(torch.uint8), expected.view(torch.uint8))
                 assert not stored[:, n:].any()

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.documents.types import DiskConfig
+from sglang_ext.documents.types import PAGE_BITS, DiskConfig, KvShape
 from tests.unit.documents.document_samples import FINGERPRINT, LARGE, SHAPE, Sample, flushed, look_up
 
 
@@ -37,23 +38,27 @@ def _dynamic(name: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def _open(config: dict[str, Any], host_pages: int = 100, fingerprint: str = FINGERPRINT) -> TierStore:
+def _open(
+    config: dict[str, Any], host_pages: int = 100, fingerprint: str = FINGERPRINT, shape: KvShape = SHAPE
+) -> TierStore:
     disk = DiskConfig(queue_bytes=LARGE, **config)
     return TierStore(
-        SHAPE, fingerprint=fingerprint, host_bytes=host_pages * SHAPE.page_bytes, disk=disk, pin=False
+        shape, fingerprint=fingerprint, host_bytes=host_pages * shape.page_bytes, disk=disk, pin=False
     )
 
 
-def test_documents_survive_restarts_and_removal_means_removal(config: dict[str, Any]) -> None:
-    documents = [Sample(i, n, namespace=f"space-{i % 2}") for i, n in enumerate((1, 18, 64, 300))]
-    store = _open(config)
+@pytest.mark.parametrize("bits", PAGE_BITS)
+def test_documents_survive_restarts_and_removal_means_removal(config: dict[str, Any], bits: int) -> None:
+    shape, sizes = replace(SHAPE, bits=bits), (1, 18, 64, 300)
+    documents = [Sample(i, n, namespace=f"space-{i % 2}", shape=shape) for i, n in enumerate(sizes)]
+    store = _open(config, shape=shape)
     for document in documents:
         document.put(store)
     flushed(store)
     assert store.stat()["faults"] == {}
     assert store.verify().documents == 4
     store.close()
-    store = _open(config)
+    store = _open(config, shape=shape)
     for document in documents:
         resident = document.resident(store)
         assert resident.on_disk
@@ -64,11 +69,11 @@ def test_documents_survive_restarts_and_removal_means_removal(config: dict[str, 
     assert store.remove(documents[1].key)
     assert store.remove_namespace("space-0") == 2
     store.close()
-    store = _open(config)
+    store = _open(config, shape=shape)
     assert [document.found(store) is not None for document in documents] == [False, False, False, True]
     store.clear()
     store.close()
-    store = _open(config)
+    store = _open(config, shape=shape)
     assert documents[3].found(store) is None
     store.check_integrity()
     store.close()

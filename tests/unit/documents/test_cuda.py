@@ -4,28 +4,31 @@ them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.documents.types import DiskConfig, KvShape
+from sglang_ext.documents.types import PAGE_BITS, DiskConfig, KvShape
 from tests.unit.documents.document_samples import FINGERPRINT, Sample, flushed, pages_of
 
 pytestmark = pytest.mark.gpu
 SHAPE = KvShape(32, 8, 128, torch.bfloat16, 16)  # Llama-3.1-8B
 
 
-def _store(folder: Path, pages: int) -> TierStore:
+def _store(folder: Path, pages: int, shape: KvShape = SHAPE) -> TierStore:
     return TierStore(
-        SHAPE, fingerprint=FINGERPRINT, host_bytes=pages * SHAPE.page_bytes, disk=DiskConfig(folder), pin=True
+        shape, fingerprint=FINGERPRINT, host_bytes=pages * shape.page_bytes, disk=DiskConfig(folder), pin=True
     )
 
 
-def test_kv_from_the_device_survives_all_tiers(tmp_path: Path) -> None:
-    documents = [Sample(i, n, shape=SHAPE) for i, n in enumerate((1, 16, 300, 777))]
-    store = _store(tmp_path, 200)
+@pytest.mark.parametrize("bits", PAGE_BITS)
+def test_kv_from_the_device_survives_all_tiers(tmp_path: Path, bits: int) -> None:
+    shape = replace(SHAPE, bits=bits)
+    documents = [Sample(i, n, shape=shape) for i, n in enumerate((1, 16, 300, 777))]
+    store = _store(tmp_path, 200, shape)
     for document in documents:
         k, v = document.k.cuda(), document.v.cuda()
         store.put(document.meta, k, v)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from sglang_ext.context.scheduler.runtime import ContextRuntime
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
 from sglang_ext.documents import fill
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.documents.types import KvShape
+from sglang_ext.documents.types import PAGE_BITS, KvShape
 from tests.unit.documents.document_samples import FINGERPRINT, Sample, flushed, opened
 
 SHAPE = KvShape(layers=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16, block=16)  # pages of 8 KiB
@@ -74,17 +75,19 @@ def saved(store: TierStore, document: Sample) -> int:
 
 @pytest.mark.parametrize("host_pages", [1000, 10], ids=["to host", "aside, to disk only"])
 @pytest.mark.parametrize("n_tokens", [1, 16, 511, 5000])
+@pytest.mark.parametrize("bits", PAGE_BITS)
 def test_no_temporary_is_larger_than_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_tokens: int, host_pages: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n_tokens: int, host_pages: int, bits: int
 ) -> None:
-    monkeypatch.setattr(fill, "COPY_BYTES", bound := 8 * SHAPE.page_bytes)
-    document = Sample(3, n_tokens, shape=SHAPE)
-    staged = document.blocks * SHAPE.page_bytes  # the write queue's copy of what has no room on host
-    with opened(tmp_path, shape=SHAPE, host_pages=host_pages) as store:
+    shape = replace(SHAPE, bits=bits)
+    monkeypatch.setattr(fill, "COPY_BYTES", bound := 8 * shape.value_bytes)
+    document = Sample(3, n_tokens, shape=shape)
+    staged = document.blocks * shape.page_bytes  # the write queue's copy of what has no room on host
+    with opened(tmp_path, shape=shape, host_pages=host_pages) as store:
         largest = saved(store, document)
         assert largest <= (bound if document.blocks <= host_pages else max(bound, staged))
         flushed(store)
-    with opened(tmp_path, shape=SHAPE) as store:
+    with opened(tmp_path, shape=shape) as store:
         assert document.load_and_check(store)
 
 

@@ -136,6 +136,6 @@ def test_a_client_process_that_dies_is_started_again(master: Master) -> None:
 
 def _prefix(store: TierStore) -> str:
     layout: PageLayout = store._tiers.layout
-    from sglang_ext.documents.page_format import VERSION, digest
+    from sglang_ext.documents.page_format import OLDEST, digest
 
-    return f"ragserve/v{VERSION}/{digest(layout.fingerprint).hex()[:32]}/0-1"
+    return f"ragserve/v{OLDEST}/{digest(layout.fingerprint).hex()[:32]}/0-1"
