@@ -113,7 +113,7 @@ _NOTE = (
     "Found: per cent of the documents asked for, by the fastest tier that the answering worker had the whole "
     "document in on arrival; remote: the shared store. Each worker has one core; more workers than cores "
     "share them. times one worker: queries/s over those of one worker. CPU ms a query: of the workers' "
-    "processes. times one worker, a core each: CPU time of one worker for the queries over that of the "
+    "processes. times one worker by CPU: CPU time of one worker for the queries over that of the "
     "busiest worker, which is what a core for each worker would give if nothing else held them back. "
     "cache_aware: SGLang's router smg is asked for each request's worker, with its tokens; the request then "
     "goes there directly. First tokens: from the sending to the worker."
@@ -155,7 +155,7 @@ def _times(row: Mapping[str, Any], one: Mapping[str, Any], size: int) -> dict[st
     busiest = row["CPU ms a query"] * row["busiest / mean"] / size
     return {
         "times one worker": round(row["queries/s"] / one["queries/s"], 2),
-        "times one worker, a core each": round(one["CPU ms a query"] / busiest, 2),
+        "times one worker by CPU": round(one["CPU ms a query"] / busiest, 2),
     }
 
 
