@@ -27,7 +27,7 @@ def test_answers_are_compared_when_no_request_is_being_answered(tmp_path: Path, 
         eventually(lambda: bool(shown()), "the answer is compared")
         (found,) = shown()
         assert (found["namespace"], found["strategy"], found["compared"]) == ("docs", "epic:first=8", 1)
-        assert (found["kl"], found["agreement"], found["taken_out"]) == (0.0, 100.0, False)
+        assert (found["kl"], found["regret"], found["taken_out"]) == (0.0, 0.0, False)
         compared = [request for request in live.engine.requests if request.forced]
         assert [request.strategy for request in compared] == ["full", "epic"], "exact answers are not"
         metrics = client.get("/metrics").text

@@ -134,12 +134,14 @@ def test_a_record_of_version_1_keeps_its_rule(tmp_path: Path) -> None:
 
 
 def test_the_embedded_model_brings_a_verified_strategy_and_one_that_fell_short() -> None:
-    bundled = Gate([DEFAULT_RECORD], BUNDLED, model="ragserve-tiny", dtype="float32")
-    assert bundled.verified() == ["concat:recompute=sentences,share=0.3"]
+    bundled, fine, coarse = (
+        Gate([DEFAULT_RECORD], BUNDLED, model="ragserve-tiny", dtype=dtype)
+        for dtype in ("bfloat16", "float32", "bfloat16, KV fp8_e5m2")
+    )
+    assert bundled.verified() == fine.verified() == ["concat:recompute=sentences,share=0.3"]
     with pytest.raises(InvalidRequest, match=r"fell short \(crossdoc"):
         bundled.check("concat:recompute=sentences,share=0.1")
-    coarser = Gate([DEFAULT_RECORD], BUNDLED, model="ragserve-tiny", dtype="bfloat16")
-    assert not coarser.verified(), "it was measured in float32"
+    assert not coarse.verified(), "it was measured in bfloat16"
 
 
 def test_figures_of_other_sets_stay_where_they_are_asked_to(tmp_path: Path) -> None:
