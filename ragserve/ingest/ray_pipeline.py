@@ -34,6 +34,7 @@ from ragserve_index.types import JobItem, NewDocument
 LOCAL = "local"
 _FILES = 16  # of a batch
 _CPUS_PER_PARSER = 8  # embedding a file takes about ten times as long as parsing it
+_PARSER_CPUS = 0.1  # that a parser asks of Ray: it waits most of the time, and every CPU is to embed
 
 
 class RayPipeline(WritingPipeline):
@@ -90,7 +91,7 @@ class RayPipeline(WritingPipeline):
         cpus, gpus = int(resources.get("CPU", 1)), int(resources.get("GPU", 0))
         on_gpus = gpus if self._embedder_options["device"] != "cpu" else 0
         parsers = max(1, cpus // _CPUS_PER_PARSER)
-        embedders = on_gpus or max(1, cpus - parsers)
+        embedders = on_gpus or cpus
         context = data.DataContext.get_current()
         context.enable_progress_bars = False
         blocks = -(-len(planned) // _FILES)
@@ -99,15 +100,15 @@ class RayPipeline(WritingPipeline):
             ParseStage,
             fn_constructor_args=(dict(self._parser_options),),
             batch_size=_FILES,
-            compute=data.ActorPoolStrategy(min_size=1, max_size=parsers),
-            num_cpus=1,
+            compute=data.ActorPoolStrategy(size=min(parsers, blocks)),
+            num_cpus=_PARSER_CPUS,
         )
         return parsed.map_batches(
             EmbedStage,
             fn_constructor_args=(dict(self._embedder_options), self._sentence_bytes),
             batch_size=_FILES,
-            compute=data.ActorPoolStrategy(min_size=1, max_size=embedders),
-            **({"num_gpus": 1} if on_gpus else {"num_cpus": 1}),
+            compute=data.ActorPoolStrategy(size=min(embedders, blocks)),
+            **({"num_gpus": 1} if on_gpus else {"num_cpus": 1 - _PARSER_CPUS}),
         )
 
     def _interrupt(self) -> None:
