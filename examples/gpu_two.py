@@ -1,11 +1,11 @@
 """One and two GPUs of one host beside each other: first tokens of composed contexts, and decode steps.
 
     export RAGSERVE_ATTENTION=flashinfer
-    context='--part speed --lengths 8192,32768,102400 --document-tokens 1024 --tiers device,host
-        --strategies full,concat,samkv --without "all kept,sentences 5"
-        --engine {"cuda_graph_max_bs_decode":8,"cuda_graph_max_bs_prefill":512}'
     for tp in 1 2; do
-        python examples/gpu_context.py OUT/context-$tp $context --tp $tp
+        python examples/gpu_context.py OUT/context-$tp --part speed --tp $tp --lengths 8192,32768,102400 \\
+            --document-tokens 1024 --tiers device,host --strategies full,concat,samkv \\
+            --without "all kept,sentences 5" \\
+            --engine '{"cuda_graph_max_bs_decode": 8, "cuda_graph_max_bs_prefill": 512}'
         python examples/gpu_decode.py OUT/decode-$tp ragserve --points 32768x8,100000x2 --tp $tp
     done
     python examples/gpu_two.py OUT h100-two-gpus.json
@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ragserve.measuring import report
 
 GPUS = (1, 2)
+Runs = dict[int, dict[str, Any]]
 NOTE = (
     "Milliseconds: until the first token (medians), or of a decode step. share: two GPUs' over one's. "
     "full: SGLang's prefill, its fastest chunking was not looked for. Random weights."
@@ -50,31 +51,25 @@ def main() -> None:
     report.write("two GPUs", workload, rows, out=given.out, note=NOTE, ran_on=first[2]["environment"])
 
 
-def first_tokens(runs: dict[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    by_case: dict[tuple[Any, ...], dict[int, float]] = {}
-    for gpus, run in runs.items():
-        for row in run["rows"]:
-            if row.get("ttft ms") is not None:
-                case = (row["context tokens"], row["strategy"], row["tier"] or "")
-                by_case.setdefault(case, {})[gpus] = row["ttft ms"]
-    for (tokens, strategy, tier), ms in sorted(by_case.items()):
-        if len(ms) == len(GPUS):
-            yield row_of("first token", tokens, f"{strategy}, {tier}" if tier else strategy, ms)
+def first_tokens(runs: Runs) -> Iterator[dict[str, Any]]:
+    for (tokens, strategy, tier), *ms in both(runs, ("context tokens", "strategy", "tier"), "ttft ms"):
+        yield row_of("first token", tokens, f"{strategy}, {tier}" if tier else strategy, *ms)
 
 
-def decode_steps(runs: dict[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    by_case: dict[tuple[Any, ...], dict[int, float]] = {}
-    for gpus, run in runs.items():
-        for row in run["rows"]:
-            case = (row["context"], row["batch"], row["mode"])
-            by_case.setdefault(case, {})[gpus] = row["ms a step"]
-    for (tokens, batch, mode), ms in by_case.items():
-        if len(ms) == len(GPUS):
-            yield row_of(f"step of {batch}", tokens, mode, ms)
+def decode_steps(runs: Runs) -> Iterator[dict[str, Any]]:
+    for (tokens, batch, mode), *ms in both(runs, ("context", "batch", "mode"), "ms a step"):
+        yield row_of(f"step of {batch}", tokens, mode, *ms)
 
 
-def row_of(what: str, tokens: int, how: str, ms: dict[int, float]) -> dict[str, Any]:
-    one, two = (ms[gpus] for gpus in GPUS)
+def both(runs: Runs, case: Sequence[str], figure: str) -> Iterator[tuple[tuple[Any, ...], float, float]]:
+    """The cases that both have measured, and the figure of each."""
+    one, two = ({tuple(row[name] for name in case): row.get(figure) for row in runs[n]["rows"]} for n in GPUS)
+    for key, ms in one.items():
+        if ms is not None and two.get(key) is not None:
+            yield key, ms, two[key]
+
+
+def row_of(what: str, tokens: int, how: str, one: float, two: float) -> dict[str, Any]:
     return {
         "what": what,
         "context tokens": tokens,

@@ -36,7 +36,7 @@ from sglang_ext.protocol import EXACT_STRATEGIES
 
 OUT = Path(__file__).parent / "results" / "page-bits.json"
 BITS = (16, 8)
-STRATEGIES = ("full", "concat", "concat:recompute=sentences,share=0.3", "samkv")
+STRATEGIES = parse("full,concat,concat:recompute=sentences,share=0.3,samkv")
 NOTE = (
     "F1 in percent. KL in nats and agreement in percent with `full` of the same engine: of the first token, "
     "and of all tokens of its answer. same: answers equal to those of 16 bits, percent."
@@ -92,7 +92,6 @@ def asked(options: argparse.Namespace) -> None:
     settings = Settings(**given | json.loads(options.set))
     sets = [find(name, options.data) for name in options.sets]
     questions = interleaved({set_name(path): load(path, options.limit) for path in sets})
-    specs = [spec for text in STRATEGIES for spec in parse(text)]
     end = time.monotonic() + options.seconds
     open_questions = (each for each in questions if time.monotonic() < end)
     finished = {key for key, row in read(folder).items() if not row.get("error")}
@@ -105,7 +104,7 @@ def asked(options: argparse.Namespace) -> None:
                 FromHost(engine),
                 builder,
                 open_questions,
-                specs,
+                STRATEGIES,
                 ask,
                 finished=finished,
                 write=add,
@@ -133,7 +132,7 @@ def report(options: argparse.Namespace, folders: dict[int, Path]) -> None:
     common = rows[16].keys() & rows[8].keys()
     shown: list[dict[str, Any]] = []
     for name in options.sets:
-        for spec in (spec for text in STRATEGIES for spec in parse(text)):
+        for spec in STRATEGIES:
             for bits in BITS:
                 own = [key for key in common if (key[0], key[2]) == (name, spec.label)]
                 pairs = [(rows[bits][key], rows[16][key]) for key in own]

@@ -2,7 +2,7 @@
 
     python examples/verdicts_beside_f1.py OUT.json EVAL.json [EVAL.json ...]
 
-All evaluations must be of one model, precision and machine. A set that several of them have is taken from the
+All evaluations must be of one model and precision. A set that several of them have is taken from the
 first. So few questions decide nothing by their bounds, so the means are held against the gate's limits."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     found = [json.loads(path.read_text()) for path in given.evaluations]
     first = found[0]
     if any(each["workload"][name] != first["workload"][name] for each in found for name in SAME):
-        parser.error("the evaluations are not of one model, precision and machine")
+        parser.error("the evaluations are not of one model and precision")
     rows, taken = [], set[str]()
     for each in found:
         sets = {row["set"] for row in each["rows"]} - taken

@@ -318,7 +318,7 @@ class SparseDecodeBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Run one layer of an extend with sparse prefill: q [tokens, heads * head_dim]."""
-        if kwargs:
+        if kwargs:  # a refusal by design: only a pass shows what a model's layers ask for
             raise NotImplementedError(
                 f"layer {layer.layer_id} attends with {', '.join(sorted(kwargs))}, and sparse prefill knows "
                 "plain attention only: leave prefill out"
