@@ -217,6 +217,25 @@ def _where(runtime: Any, body: dict[str, Any]) -> Answer:
     }
 
 
+def _held(runtime: Any, body: dict[str, Any]) -> Answer:
+    """The documents of all tiers by the first 16 digits of their keys, with about how many tokens they have,
+    least recently used first and those in memory last, at most ``most``; how many of them are in memory (host
+    or device), and the tokens that memory and disk have room for. ``scanned``: whether all that were on disk
+    at the start are known."""
+    device = runtime.documents.document_tokens()
+    below = runtime.tiers.held()
+    memory = {key: below["host"][key] for key in below["host"] if key not in device} | device
+    disk = {key: tokens for key, tokens in below["disk"].items() if key not in memory}
+    documents = [[key[:16], tokens] for key, tokens in (disk | memory).items()][-int(body["most"]) :]
+    return {
+        "documents": documents,
+        "in_memory": min(len(memory), len(documents)),
+        "memory_tokens": runtime.tree.token_to_kv_pool_allocator.size + below["host_room"],
+        "disk_tokens": below["disk_room"],
+        "scanned": below["scanned"],
+    }
+
+
 def _clear(runtime: Any, body: dict[str, Any]) -> Answer:
     runtime.sweep()
     return _deleted(runtime, body, None, None, lambda: runtime.documents.clear() or {})
@@ -311,6 +330,7 @@ _operations: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "stat": _stat,
     "verify": _verify,
     "where": _where,
+    "held": _held,
     "remove": _remove,
     "remove_namespace": _remove_namespace,
     "remove_session": _remove_session,

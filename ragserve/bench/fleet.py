@@ -199,21 +199,32 @@ def cache_aware(threshold: float = 0.3, apart: int = 64, times: float = 1.5) -> 
 
 
 def affinity(owner_of: dict[int, int], *, holders: bool, waits: bool) -> Policy:
-    """As `ragserve.fleet.affinity`: the worker that owns most of the documents, within the bound on load;
-    with ``holders``, those that have answered from a document count in place of its owner; with ``waits``,
-    less the tokens that wait there."""
+    """As `ragserve.fleet.affinity`, within the bound on load: with ``holders`` the worker that holds most of
+    the documents, else the one that owns most; with ``waits``, less for the tokens that wait there."""
     known = Holders()
+    fresh = {
+        "documents": [],
+        "in_memory": 0,
+        "memory_tokens": (CAPACITY["device"] + CAPACITY["host"]) * DOCUMENT_TOKENS,
+        "disk_tokens": CAPACITY["disk"] * DOCUMENT_TOKENS,
+    }
+    size = BASE_TOKENS + PASSAGES * DOCUMENT_TOKENS
 
     def choose(documents: Sequence[int], workers: list[SimulatedWorker]) -> tuple[int, int]:
-        tokens = [0] * len(workers)
+        if not known.workers:
+            for number in range(len(workers)):
+                known.begin(str(number), fresh)
+        tokens = [0.0] * len(workers)
         for document in documents:
-            there = {int(name) for name in known.of(document)} if holders else set()
-            for number in there or {owner_of[document]}:
-                tokens[number] += DOCUMENT_TOKENS
+            there = {owner_of[document]: 1.0}
+            if holders:
+                there = {int(name): value for name, value in known.of(document).items()}
+            for number, value in there.items():
+                tokens[number] += value * DOCUMENT_TOKENS
         waiting = [worker.waiting if waits else 0 for worker in workers]
-        best = ranked(tokens, [worker.in_flight for worker in workers], waiting)[0]
-        known.note(str(best), documents)
-        return best, BASE_TOKENS + len(documents) * DOCUMENT_TOKENS - tokens[best]
+        best = ranked(tokens, [worker.in_flight for worker in workers], waiting, size)[0]
+        known.note(str(best), [(document, DOCUMENT_TOKENS) for document in documents])
+        return best, size - int(tokens[best])
 
     return choose
 

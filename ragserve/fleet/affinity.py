@@ -1,11 +1,12 @@
-"""Which worker answers a request: the one that holds most of its document tokens, unless it is overloaded.
+"""Which worker answers a request: the one that holds most of its document tokens, unless others wait there.
 
-Documents have owners by rendezvous hashing (Thaler and Ravishankar, 1998): worker w owns document d if
-``mix(d ^ seed(w))`` is the highest of all workers. A worker that joins or leaves moves only the documents
-that it gets or had. Owners warm documents. A document that workers have answered from is held by these
-(`Holders`) and no longer by its owner, so documents that are retrieved together gather on one worker. Tokens
-that wait to be computed there count against it. Load is bounded (Mirrokni et al., 2018): no worker gets a
-request while it runs more than ``BOUND`` times the mean.
+The server follows what each worker holds (`Holders`): what it had when it was reached, what it has warmed and
+what it has answered from, least recently used first out, as workers evict. So documents that are retrieved
+together gather on one worker. Documents have owners by rendezvous hashing (Thaler and Ravishankar, 1998):
+worker w owns document d if ``mix(d ^ seed(w))`` is the highest of all workers. A worker that joins or leaves
+moves only the documents that it gets or had. Owners warm documents, and decide where workers hold equally
+much. Tokens that wait to be computed count against a worker. Load is bounded (Mirrokni et al., 2018): no
+worker gets a request while it runs more than ``BOUND`` times the mean.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-BOUND = 1.25
-HELD = 250_000  # documents whose holders are remembered, about 50 MB
-COPIES = 8  # holders of a document that are remembered
-WAITING = 0.5
-"""Tokens found that a token in front of the request is worth. Simulated, the first token comes soonest with
-it; with 0 up to a seventh more is found, and p99 of the first token is 1.7 to 2.7 times as long.
+BOUND = 2.0
+HELD = 250_000  # documents that all workers are known to hold, about 50 MB
+WAITING = 0.1
+"""Weight of the tokens that wait at a worker, relative to the request's own: one request like it ahead costs
+a tenth of its tokens, two cost four tenths. With more, first tokens come sooner and less is found.
 """
+BELOW = 0.5  # value of a token on disk: it saves the prefill, not the read
+_OWNED = 1e-3  # of a token: decides between workers that hold equally much
 
 _Words = NDArray[np.uint64]
 
@@ -36,26 +40,83 @@ def owners(documents: Sequence[int] | _Words, workers: Sequence[str]) -> NDArray
     return np.argmax(_mix(hashes[:, None] ^ _seeds(tuple(workers))[None, :]), axis=1)
 
 
+@dataclass
+class _Shelf:
+    """What a worker holds, least recently used first: tokens by document."""
+
+    room: float = math.inf  # tokens in memory
+    below_room: float = math.inf
+    memory: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    below: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    tokens: int = 0  # in memory
+    below_tokens: int = 0
+
+
 class Holders:
-    """The workers that have answered from each document, of the ``most`` last used ones."""
+    """The documents that workers hold, in memory (device and host) or below (disk), at most ``most`` in
+    all."""
 
     def __init__(self, most: int = HELD) -> None:
         self._most = most
-        self._by_document: OrderedDict[int, tuple[str, ...]] = OrderedDict()
+        self._shelves: dict[str, _Shelf] = {}
+        self._by_document: dict[int, dict[str, float]] = {}
 
-    def note(self, worker: str, documents: Iterable[int]) -> None:
-        """Note that a worker has these documents now."""
-        for document in documents:
-            known = self._by_document.get(document, ())
-            if worker not in known:
-                self._by_document[document] = (*known, worker)[-COPIES:]
-            self._by_document.move_to_end(document)
-        while len(self._by_document) > self._most:
-            self._by_document.popitem(last=False)
+    def begin(self, worker: str, held: Mapping[str, Any]) -> None:
+        """Replace what is known of a worker by its own account (``held`` of `sglang_ext.control`)."""
+        for document in self._shelf_documents(worker):
+            self._forget(worker, document)
+        shelf = _Shelf(held["memory_tokens"], held["disk_tokens"] or math.inf)
+        self._shelves[worker] = shelf
+        documents = [(document_hash(key), tokens) for key, tokens in held["documents"]]
+        in_memory = len(documents) - held["in_memory"]
+        for document, tokens in documents[:in_memory]:
+            self._lower(worker, shelf, document, tokens)
+        self.note(worker, documents[in_memory:])
 
-    def of(self, document: int) -> tuple[str, ...]:
-        """The workers that have a document, the latest last."""
-        return self._by_document.get(document, ())
+    def note(self, worker: str, documents: Iterable[tuple[int, int]]) -> None:
+        """Note that a worker has these documents in memory now: their 64-bit hashes, and tokens."""
+        shelf = self._shelves.setdefault(worker, _Shelf())
+        for document, tokens in documents:
+            shelf.tokens += tokens - shelf.memory.pop(document, 0)
+            shelf.below_tokens -= shelf.below.pop(document, 0)
+            shelf.memory[document] = tokens
+            self._by_document.setdefault(document, {})[worker] = 1.0
+        while shelf.tokens > shelf.room:
+            document, tokens = shelf.memory.popitem(last=False)
+            shelf.tokens -= tokens
+            self._lower(worker, shelf, document, tokens)
+        while len(shelf.memory) + len(shelf.below) > max(1, self._most // len(self._shelves)):
+            self._forget(worker, next(iter(shelf.below or shelf.memory)))
+
+    @property
+    def workers(self) -> list[str]:
+        """Those of which something is known."""
+        return list(self._shelves)
+
+    def of(self, document: int) -> Mapping[str, float]:
+        """The workers that hold a document, and what a token of it there is worth."""
+        return self._by_document.get(document, {})
+
+    def _shelf_documents(self, worker: str) -> list[int]:
+        shelf = self._shelves.get(worker, _Shelf())
+        return [*shelf.memory, *shelf.below]
+
+    def _lower(self, worker: str, shelf: _Shelf, document: int, tokens: int) -> None:
+        """A document leaves memory, and the oldest ones the disk."""
+        shelf.below[document] = tokens
+        shelf.below_tokens += tokens
+        self._by_document.setdefault(document, {})[worker] = BELOW
+        while shelf.below_tokens > shelf.below_room:
+            self._forget(worker, next(iter(shelf.below)))
+
+    def _forget(self, worker: str, document: int) -> None:
+        shelf = self._shelves[worker]
+        shelf.tokens -= shelf.memory.pop(document, 0)
+        shelf.below_tokens -= shelf.below.pop(document, 0)
+        holders = self._by_document[document]
+        del holders[worker]
+        if not holders:
+            del self._by_document[document]
 
 
 def tokens_held(
@@ -64,22 +125,22 @@ def tokens_held(
     *,
     holders: Holders | None = None,
     held: Mapping[str, int] | None = None,
-) -> list[int]:
-    """Return how many tokens of a request each worker holds.
+) -> list[float]:
+    """Return how many tokens of a request each worker holds, those on disk at `BELOW`.
 
     Args:
         documents: (64-bit hash, tokens) of each document.
         workers: Their names.
-        holders: What workers have answered from; a document that is not there is its owner's.
+        holders: What workers hold.
         held: Further tokens of the request that a worker holds, such as a session's."""
-    hashes = [document for document, _ in documents]
-    owned = owners(hashes, workers).tolist() if documents else []
+    owned = owners([document for document, _ in documents], workers).tolist() if documents else []
     numbers = {name: number for number, name in enumerate(workers)}
-    tokens = [0] * len(workers)
+    tokens = [0.0] * len(workers)
     for (document, size), owner in zip(documents, owned, strict=True):
-        there = {numbers[name] for name in (holders.of(document) if holders else ()) if name in numbers}
-        for number in there or {owner}:
-            tokens[number] += size
+        tokens[owner] += _OWNED * size
+        for name, value in holders.of(document).items() if holders else ():
+            if name in numbers:
+                tokens[numbers[name]] += value * size
     for name, size in (held or {}).items():
         if name in numbers:
             tokens[numbers[name]] += size
@@ -87,20 +148,26 @@ def tokens_held(
 
 
 def ranked(
-    tokens: Sequence[int], loads: Sequence[int], waiting: Sequence[float], bound: float = BOUND
+    tokens: Sequence[float],
+    loads: Sequence[int],
+    waiting: Sequence[float],
+    size: int,
+    bound: float = BOUND,
 ) -> list[int]:
     """Return the numbers of workers, the best first: those with room by the tokens that need not be computed,
-    less those that wait to be, then the others by load.
+    less ``WAITING * excess**2 / size``, where the excess is of tokens that wait there over those of the
+    worker with fewest; then the others by load.
 
     Args:
         tokens: Tokens of the request that each holds.
         loads: Requests that each is running.
         waiting: Tokens that each has yet to compute before it begins.
+        size: Tokens of the request.
         bound: A worker has room until it runs this many times the mean, the new request counted."""
-    room = capacity(loads, bound)
+    room, least = capacity(loads, bound), min(waiting, default=0)
 
     def order(worker: int) -> tuple[float, ...]:
-        gain = tokens[worker] - WAITING * waiting[worker]
+        gain = tokens[worker] - WAITING * (waiting[worker] - least) ** 2 / max(1, size)
         if loads[worker] < room:
             return (0, -gain, loads[worker], worker)
         return (1, loads[worker], -gain, worker)

@@ -21,7 +21,6 @@ from ragserve.fleet.request_parts import PREFIX_TOKENS, documents_of, part
 from ragserve.fleet.router import Router
 from ragserve.fleet.unconfirmed import Unconfirmed
 from ragserve.fleet.worker_about import WorkerAbout, differences
-from ragserve.fleet.worker_engine import WorkerEngine
 from ragserve.fleet.worker_link import PROBE_S, WorkerLink, checked, is_loss
 from ragserve.metrics import metrics
 from sglang_ext.protocol import document_key
@@ -65,12 +64,14 @@ class FleetEngine:
         addresses = checked(urls)
         router = settings.router_url
         self._router = None if router is None else Router(settings, router, len(addresses))
-        self._links = [WorkerLink(settings, url, self._unconfirmed, self._router) for url in addresses]
+        self._holders = Holders()
+        self._links = [
+            WorkerLink(settings, url, self._unconfirmed, self._holders, self._router) for url in addresses
+        ]
         self._info: EngineInfo | None = None
         self._reference: WorkerAbout | None = None
         self._watchers: list[asyncio.Task[None]] = []
         self._sessions: OrderedDict[str, str] = OrderedDict()  # worker of each session's last turn
-        self._holders = Holders()
 
     # --- start and state
 
@@ -216,22 +217,24 @@ class FleetEngine:
         held = {}
         if request.session is not None and (last := self._sessions.get(request.session.key)):
             held[last] = max(1, request.session.held)
-        link, found = self._choose(documents, held, tried)
-        return link, max(_LEAST_TOKENS, len(request.input_ids) - found)
+        link, found = self._choose(documents, len(request.input_ids), held, tried)
+        return link, max(_LEAST_TOKENS, len(request.input_ids) - int(found))
 
     def _choose(
         self,
         documents: Hashed,
+        size: int,
         held: dict[str, int] | None = None,
         tried: Collection[WorkerLink] = (),
-    ) -> tuple[WorkerLink, int]:
-        """The worker for a request of these documents, and how many of their tokens it holds. Raises
-        Unavailable without one."""
+    ) -> tuple[WorkerLink, float]:
+        """The worker for a request of these documents and ``size`` tokens, and how many of them it holds.
+        Raises Unavailable without one."""
         links = [link for link in self._serving() if link not in tried]
         if not links:
             raise self._nobody()
         tokens = tokens_held(documents, [link.id for link in links], holders=self._holders, held=held)
-        order = ranked(tokens, [link.in_flight for link in links], [link.waiting for link in links])
+        loads, waiting = [link.in_flight for link in links], [link.waiting for link in links]
+        order = ranked(tokens, loads, waiting, max(_LEAST_TOKENS, size))
         return links[order[0]], tokens[order[0]]
 
     def _hashed(self, namespace: str, documents: Sequence[Sequence[int]]) -> Hashed:
@@ -255,7 +258,7 @@ class FleetEngine:
 
     def _note(self, request: GenerateRequest, documents: Hashed, worker: str) -> None:
         """Remember what a worker has now."""
-        self._holders.note(worker, [document for document, _ in documents])
+        self._holders.note(worker, documents)
         if request.session is None:
             return
         session = request.session.key
@@ -266,7 +269,7 @@ class FleetEngine:
 
     def answering(self, namespace: str, documents: Sequence[Sequence[int]]) -> CachingEngine:
         """See `ManyEngines`. Raises Unavailable without a worker."""
-        return self._choose(self._hashed(namespace, documents))[0].engine
+        return self._choose(self._hashed(namespace, documents), sum(map(len, documents)))[0].engine
 
     def measured(self) -> CachingEngine:
         """See `ManyEngines`: one worker at a time, another one when it is gone."""
@@ -296,9 +299,9 @@ class FleetEngine:
         self,
         namespace: str,
         documents: Sequence[Sequence[int]],
-        ask: Callable[[WorkerEngine, list[int]], Awaitable[T]],
+        ask: Callable[[WorkerLink, list[int]], Awaitable[T]],
     ) -> list[tuple[list[int], T]]:
-        """Call ``ask(engine, places)`` for the documents of each owner. When one is lost, its documents have
+        """Call ``ask(worker, places)`` for the documents of each owner. When one is lost, its documents have
         other owners, which are asked. Raises Unavailable without a worker, and what ``ask`` raises."""
         found: list[tuple[list[int], T]] = []
         left = list(range(len(documents)))
@@ -307,7 +310,7 @@ class FleetEngine:
                 (link, [left[i] for i in places])
                 for link, places in self._by_owner(namespace, [documents[i] for i in left]).items()
             ]
-            got = await self._each([link for link, _ in parts], [ask(link.engine, at) for link, at in parts])
+            got = await self._each([link for link, _ in parts], [ask(link, at) for link, at in parts])
             found += [(at, got[link]) for link, at in parts if link in got]
             left = [place for link, at in parts if link not in got for place in at]
             if not left and found:
@@ -328,17 +331,22 @@ class FleetEngine:
     async def warm(self, request: GenerateRequest) -> None:
         """See `CachingEngine`: each document by its owner."""
         documents = [request.input_ids[span.start : span.end] for span in request.spans]
-        if documents:
-            await self._at_owners(
-                request.namespace, documents, lambda engine, places: engine.warm(part(request, places))
-            )
+        if not documents:
+            return
+        hashed = [(document_hash(self._key(request.namespace, ids)), len(ids)) for ids in documents]
+
+        async def warm(link: WorkerLink, places: list[int]) -> None:
+            await link.engine.warm(part(request, places))
+            self._holders.note(link.id, [hashed[place] for place in places])
+
+        await self._at_owners(request.namespace, documents, warm)
 
     async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
         """See `CachingEngine`: each document at its owner."""
         found = await self._at_owners(
             namespace,
             documents,
-            lambda engine, places: engine.where(namespace, [documents[i] for i in places]),
+            lambda link, places: link.engine.where(namespace, [documents[i] for i in places]),
         )
         return whereabouts(found, len(documents))
 
@@ -381,11 +389,10 @@ class FleetEngine:
     ) -> dict[str, Any]:
         """Score documents by their owners: a score rests on the question and one document."""
 
-        async def scores(engine: WorkerEngine, places: list[int]) -> list[float | None]:
+        async def scores(link: WorkerLink, places: list[int]) -> list[float | None]:
             own = [documents[i] for i in places]
-            return list(
-                (await engine.control("score", namespace=namespace, documents=own, **question))["scores"]
-            )
+            answer = await link.engine.control("score", namespace=namespace, documents=own, **question)
+            return list(answer["scores"])
 
         return {"scores": in_order(await self._at_owners(namespace, documents, scores), len(documents))}
 
@@ -397,6 +404,9 @@ class FleetEngine:
         if deletion["op"] == "remove_session":
             self._sessions.pop(str(deletion["key"]), None)
         await asyncio.gather(*(link.confirm(deletion) for link in asked))
+        if deletion["op"] in ("clear", "remove_namespace"):
+            for link in self._links:
+                link.list_again()
         await self._unconfirmed.save()
 
     async def close(self) -> None:

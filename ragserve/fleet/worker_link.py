@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ragserve.config import Settings
 from ragserve.engine.remote import LOST
 from ragserve.errors import InvalidRequest, RagserveError
+from ragserve.fleet.affinity import HELD, Holders
 from ragserve.fleet.router import ROUTER_LOST, Router
 from ragserve.fleet.unconfirmed import Deletion, Unconfirmed
 from ragserve.fleet.worker_about import WorkerAbout
@@ -33,8 +34,14 @@ class WorkerLink:
     does not answer. ``refused`` serves something else than the others."""
 
     def __init__(
-        self, settings: Settings, url: str, unconfirmed: Unconfirmed, router: Router | None = None
+        self,
+        settings: Settings,
+        url: str,
+        unconfirmed: Unconfirmed,
+        holders: Holders,
+        router: Router | None = None,
     ) -> None:
+        """``holders`` gets what the worker holds whenever it has been started."""
         self.engine = WorkerEngine(settings, url, router)
         self.url = self.engine.url
         self.about: WorkerAbout | None = None
@@ -43,6 +50,8 @@ class WorkerLink:
         self.in_flight = 0
         self.waiting = 0  # tokens that its requests have to compute before their first ones
         self._unconfirmed = unconfirmed
+        self._holders = holders
+        self._listed = ""  # the process whose documents are known
         self._answers = False
         self._state: State = "lost"
         self._confirming = asyncio.Lock()
@@ -122,7 +131,25 @@ class WorkerLink:
         self._answers = True
         if not self.refusal:
             await self._confirm_all(about.id)
+            await self._list_documents(about)
         self.note()
+
+    def list_again(self) -> None:
+        """Ask at the next probe what the worker holds."""
+        self._listed = ""
+
+    async def _list_documents(self, about: WorkerAbout) -> None:
+        """Ask a worker that has been started what it holds, until it knows all of its disk."""
+        if self._listed == about.boot:
+            return
+        try:
+            held = await self.engine.control("held", most=HELD)
+        except RagserveError as error:
+            log.warning("Worker %s does not say what it holds, will ask again: %s", self.url, error)
+            return
+        self._holders.begin(about.id, held)
+        if held["scanned"]:
+            self._listed = about.boot
 
     async def confirm(self, deletion: Deletion) -> bool:
         """Have a deletion carried out. False, and the worker is fenced off, if that is not sure."""

@@ -175,6 +175,26 @@ class TierStore:
                 return on_host, "remote"
             return on_host, "host" if on_host else "absent"
 
+    def held(self) -> dict[str, Any]:
+        """Tokens of the documents on host and on disk by key, least recently used first; the tokens that both
+        have room for (None: no limit); whether the scan of the disk has ended."""
+        with self._tiers.open() as tiers:
+            pages = self.shape.page_bytes
+            budget = tiers.index.budget
+            return {
+                "host": {
+                    key: len(entry.token_ids)
+                    for key, entry in tiers.host.entries.items()
+                    if not entry.missing()
+                },
+                "disk": {
+                    key: entry.size // pages * self.shape.block for key, entry in tiers.index.entries.items()
+                },
+                "host_room": tiers.host.limit * self.shape.block,
+                "disk_room": None if budget is None else budget // pages * self.shape.block,
+                "scanned": tiers.index.complete,
+            }
+
     def room(self) -> dict[str, Any]:
         """Figures by which a warm-up paces itself: the lowest tier, its budget, the write queue in page
         bytes, and faults so far.

@@ -75,8 +75,20 @@ def test_every_strategy_answers_as_in_one_process(quick_server: Server, front: S
     assert far["usage"]["prompt"] == near["usage"]["prompt"]
 
 
-def test_documents_are_warmed_found_and_deleted_on_the_worker(front: Server) -> None:
+def test_documents_are_warmed_found_and_deleted_on_the_worker(front: Server, worker: RunningServer) -> None:
     space = "fleet"
+
+    def listed() -> dict[str, int]:
+        with worker.client() as client:
+            body = {"operation": "held", "arguments": {"most": 1000}}
+            answer = client.post("/worker/control", json=body).json()
+        assert answer["scanned"]
+        assert answer["memory_tokens"] > answer["in_memory"]
+        documents: list[tuple[str, int]] = answer["documents"]
+        assert answer["in_memory"] <= len(documents)
+        return dict(documents)
+
+    others = listed()
 
     def held() -> int:
         cache = front.client.get("/rag/cache").json()
@@ -88,6 +100,7 @@ def test_documents_are_warmed_found_and_deleted_on_the_worker(front: Server) -> 
     assert (job["state"], job["counts"]["warmed"]) == ("done", 3)
     before = held()
     assert before == 4, "the documents and the system text"
+    assert len(listed().keys() - others.keys()) in (3, 4), "the system text is another namespace's, too"
     body = {"query": "Who founded the observatory of B?", "namespace": space, "strategy": "concat"}
     answer = asked(front, body | {"strategy_options": {"force": True}, "max_new_tokens": 4, "k": 3})
     assert sum(answer["context"]["tokens_by_tier"].values()) == answer["context"]["tokens_kept"]
@@ -96,6 +109,7 @@ def test_documents_are_warmed_found_and_deleted_on_the_worker(front: Server) -> 
     assert held() == before - 1, "gone when the answer comes"
     front.client.delete(f"/rag/namespaces/{space}").raise_for_status()
     assert held() == 0
+    assert listed().keys() == others.keys()
 
 
 def test_a_stream_and_sglangs_own_routes(front: Server) -> None:

@@ -50,6 +50,7 @@ class Ledger:
     keys: list[str | None] = field(default_factory=list)  # routing keys of requests
     aborted: list[str] = field(default_factory=list)
     operations: list[str] = field(default_factory=list)
+    memory_tokens: int = 4096
     deaf: bool = False  # its control operations fail
     tokens: list[int] | None = None  # of every text
     before_first: threading.Event = field(default_factory=threading.Event)  # cleared: no token comes
@@ -111,6 +112,14 @@ class LedgerEngine:
                 "block": 16,
                 "page_bytes": PAGE,
                 "faults": {"crc": 1},
+            }
+        if operation == "held":
+            return {
+                "documents": [[key[:16], n] for key, n in ledger.documents.items()],
+                "in_memory": 0,
+                "memory_tokens": ledger.memory_tokens,
+                "disk_tokens": None,
+                "scanned": True,
             }
         if operation == "prefix":
             return {"tokens": len(ledger.answered)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import numpy as np
 import pytest
 
 from ragserve.fleet.affinity import (
+    BELOW,
     BOUND,
-    COPIES,
     Holders,
     capacity,
     document_hash,
@@ -51,19 +54,36 @@ def test_owners_do_not_depend_on_the_order_of_workers() -> None:
 
 def test_the_worker_with_most_tokens_comes_first() -> None:
     hashes = [int(each) for each in DOCUMENTS[:6]]
-    own = owners(hashes, names(3)).tolist()
-    documents = [(each, 10 if owner == own[0] else 1) for each, owner in zip(hashes, own, strict=True)]
-    none = [0, 0, 0]
-    assert ranked(tokens_held(documents, names(3)), none, none)[0] == own[0]
-    other = (own[0] + 1) % 3
-    held = {names(3)[other]: 10_000, "a worker that is gone": 10**9}
-    order = ranked(tokens_held(documents, names(3), held=held), none, none)
-    assert order[:2] == [other, own[0]], "a session's tokens count, too"
+    there, none = names(3), [0, 0, 0]
+    holders = Holders()
+    holders.note(there[2], [(each, 10) for each in hashes[:4]])
+    holders.note(there[0], [(each, 10) for each in hashes[3:]])
+    documents = [(each, 10) for each in hashes]
+    tokens = tokens_held(documents, there, holders=holders)
+    assert [round(each) for each in tokens] == [30, 0, 40]
+    assert ranked(tokens, none, none, 60) == [2, 0, 1]
+    held = {there[1]: 10_000, "a worker that is gone": 10**9}
+    order = ranked(tokens_held(documents, there, holders=holders, held=held), none, none, 60)
+    assert order == [1, 2, 0], "a session's tokens count, too"
+
+
+def test_documents_that_nobody_holds_go_to_their_owner() -> None:
+    there, none = names(3), [0, 0, 0]
+    document = int(DOCUMENTS[0])
+    owner = int(owners([document], there)[0])
+    assert ranked(tokens_held([(document, 9)], there), none, none, 9)[0] == owner
+    holders = Holders()
+    holders.note(there[(owner + 1) % 3], [(document, 9)])
+    assert ranked(tokens_held([(document, 9)], there, holders=holders), none, none, 9)[0] != owner
 
 
 def test_a_queue_outweighs_what_is_held() -> None:
-    assert ranked([1000, 400], [1, 0], [1100, 0])[0] == 0
-    assert ranked([1000, 400], [1, 0], [1300, 0])[0] == 1
+    def best(waiting: list[float]) -> int:
+        return ranked([1000, 400], [1, 1], waiting, 1000)[0]
+
+    assert best([2400, 0]) == 0, "600 tokens more are held there"
+    assert best([2500, 0]) == 1, "1,000 tokens times 2.5 squared, a tenth of it"
+    assert best([7500, 5100]) == 0, "only the difference counts"
 
 
 def test_documents_that_are_asked_for_together_gather_on_one_worker() -> None:
@@ -71,41 +91,86 @@ def test_documents_that_are_asked_for_together_gather_on_one_worker() -> None:
     there, loads = names(8), [0] * 8
     topic = [(int(each), 10) for each in DOCUMENTS[:24]]
     draw = np.random.default_rng(1)
-    found: dict[bool, list[float]] = {True: [], False: []}
-    for remembers in found:
-        holders = Holders()
-        for _ in range(60):
-            asked = [topic[i] for i in draw.choice(len(topic), 5, replace=False)]
-            best = ranked(tokens_held(asked, there, holders=holders), loads, loads)[0]
-            found[remembers].append(sum(there[best] in holders.of(document) for document, _ in asked) / 5)
-            if remembers:
-                holders.note(there[best], [document for document, _ in asked])
-    assert np.mean(found[True][30:]) > 0.9
-    assert np.mean(found[False]) == 0
+    holders, found = Holders(), []
+    for _ in range(60):
+        asked = [topic[i] for i in draw.choice(len(topic), 5, replace=False)]
+        best = ranked(tokens_held(asked, there, holders=holders), loads, loads, 50)[0]
+        found.append(sum(there[best] in holders.of(document) for document, _ in asked) / 5)
+        holders.note(there[best], asked)
+    assert np.mean(found[30:]) > 0.9
 
 
-def test_who_has_answered_counts_in_place_of_the_owner() -> None:
-    """The owner's copy is the older one, and may be gone."""
-    there, document = names(2), int(DOCUMENTS[0])
-    owner = int(owners([document], there)[0])
+def account(
+    documents: list[tuple[int, int]], in_memory: int, memory: int, disk: int | None
+) -> dict[str, Any]:
+    return {
+        "documents": [[f"{document:016x}", tokens] for document, tokens in documents],
+        "in_memory": in_memory,
+        "memory_tokens": memory,
+        "disk_tokens": disk,
+    }
+
+
+def test_a_worker_s_account_replaces_what_was_known() -> None:
     holders = Holders()
-    assert tokens_held([(document, 5)], there, holders=holders)[owner] == 5
-    holders.note(there[1 - owner], [document])
-    assert tokens_held([(document, 5)], there, holders=holders)[owner] == 0
-    assert tokens_held([(document, 5)], there, holders=holders)[1 - owner] == 5
-    holders.note(there[owner], [document])
-    assert tokens_held([(document, 5)], there, holders=holders) == [5, 5]
+    holders.note("w", [(1, 10), (2, 10)])
+    holders.begin("w", account([(3, 10), (4, 10), (5, 10)], 1, 100, None))
+    assert [dict(holders.of(each)) for each in range(1, 6)] == [{}, {}, {"w": BELOW}, {"w": BELOW}, {"w": 1}]
+    holders.begin("w", account([], 0, 100, None))
+    assert not any(holders.of(each) for each in range(1, 6))
+
+
+def test_documents_sink_to_the_disk_and_leave_it_in_the_order_of_use() -> None:
+    holders = Holders()
+    holders.begin("w", account([], 0, 25, 20))
+    for document in (1, 2, 1, 3, 4):
+        holders.note("w", [(document, 10)])
+    # memory has room for two documents, the disk for two more
+    assert [holders.of(each).get("w") for each in (1, 2, 3, 4)] == [BELOW, BELOW, 1.0, 1.0]
+    holders.note("w", [(5, 10)])
+    assert [holders.of(each).get("w") for each in (2, 1, 3, 4, 5)] == [None, BELOW, BELOW, 1.0, 1.0]
+    holders.note("w", [(1, 10)])
+    assert [holders.of(each).get("w") for each in (1, 3, 4, 5)] == [1.0, BELOW, BELOW, 1.0], "used again"
+    holders.note("w", [(9, 1000)])
+    assert not any(holders.of(each) for each in (1, 3, 4, 5, 9)), "what is larger than all has pushed all out"
+
+
+def test_holders_follow_a_plain_reference_through_random_use() -> None:
+    draw = random.Random(3)
+    sizes = [draw.randint(1, 40) for _ in range(60)]
+    rooms = {"a": (200, 300), "b": (90, None)}
+    holders, memory, below = Holders(), {w: [] for w in rooms}, {w: [] for w in rooms}
+    for worker, (room, disk) in rooms.items():
+        holders.begin(worker, account([], 0, room, disk))
+    for _ in range(3_000):
+        worker = draw.choice("ab")
+        used = draw.sample(range(60), draw.randint(1, 4))
+        holders.note(worker, [(document, sizes[document]) for document in used])
+        for document in used:
+            for shelf in (memory[worker], below[worker]):
+                if document in shelf:
+                    shelf.remove(document)
+            memory[worker].append(document)
+        room, disk = rooms[worker]
+        while sum(sizes[each] for each in memory[worker]) > room:
+            below[worker].append(memory[worker].pop(0))
+        while disk is not None and sum(sizes[each] for each in below[worker]) > disk:
+            below[worker].pop(0)
+        for document in range(60):
+            want = {w: 1.0 for w in rooms if document in memory[w]}
+            want |= {w: BELOW for w in rooms if document in below[w]}
+            assert dict(holders.of(document)) == want
 
 
 def test_holders_are_remembered_in_bounded_space() -> None:
-    holders = Holders(most=3)
-    for number in range(COPIES + 2):
-        holders.note(f"w{number}", [1])
-    assert len(holders.of(1)) == COPIES
-    assert holders.of(1)[-1] == f"w{COPIES + 1}"
-    holders.note("w", [2, 3, 1, 4])
-    assert [bool(holders.of(each)) for each in (1, 2, 3, 4)] == [True, False, True, True], "the oldest goes"
-    assert sum(tokens_held([(1, 5)], ["x", "y"], holders=holders)) == 5, "workers that are gone do not count"
+    holders = Holders(most=6)
+    holders.note("w", [(each, 5) for each in (1, 2, 3, 4)])
+    holders.note("v", [(each, 5) for each in (1, 2, 3, 4)])
+    holders.note("w", [(5, 5)])
+    held = ["".join(sorted(holders.of(each))) for each in (1, 2, 3, 4, 5)]
+    assert held == ["", "v", "vw", "vw", "w"], "three of each, and the oldest go"
+    tokens = tokens_held([(5, 5)], ["x", "y"], holders=holders)
+    assert max(tokens) < 1, "workers that are gone do not count"
 
 
 def test_no_worker_gets_more_than_its_bound() -> None:
@@ -113,16 +178,16 @@ def test_no_worker_gets_more_than_its_bound() -> None:
     loads = [0] * 8
     for _ in range(800):
         room = capacity(loads)
-        first = ranked([100, 50, 0, 0, 0, 0, 0, 0], loads, [0] * 8)[0]
+        first = ranked([100, 50, 0, 0, 0, 0, 0, 0], loads, [0] * 8, 100)[0]
         assert loads[first] < room
         loads[first] += 1
     assert max(loads) <= int(BOUND * 100) + 1
-    assert loads[0] == max(loads), "the owner takes what it may"
+    assert loads[0] == max(loads), "the holder takes what it may"
     assert loads[1] > max(loads[2:])
 
 
-def test_one_request_at_a_time_always_goes_to_the_owner() -> None:
-    assert ranked([0, 7, 3], [0, 0, 0], [0, 0, 0])[0] == 1
+def test_one_request_at_a_time_always_goes_to_the_holder() -> None:
+    assert ranked([0, 7, 3], [0, 0, 0], [0, 0, 0], 10)[0] == 1
     assert capacity([0, 0, 0]) == 1
     assert capacity([]) == 2
 

@@ -95,6 +95,35 @@ def test_a_request_goes_where_its_documents_are(two: list[FakeWorker]) -> None:
     assert min(with_answers(two)) >= 2, "and both answer"
 
 
+def test_another_server_in_front_knows_what_the_workers_hold(two: list[FakeWorker]) -> None:
+    """Requests for documents of both owners gather on one worker, and stay there after a restart."""
+
+    async def first(engine: FleetEngine) -> None:
+        await text_of(engine, request(*range(1, 9)))
+
+    async def second(engine: FleetEngine) -> None:
+        for number in range(1, 9):
+            await text_of(engine, request(number))
+
+    on(two, first)
+    (there,) = [number for number, count in enumerate(with_answers(two)) if count]
+    on(two, second)
+    assert with_answers(two)[there] == 9
+    assert with_answers(two)[1 - there] == 0
+
+
+def test_what_was_deleted_whole_is_no_longer_counted_as_held(two: list[FakeWorker]) -> None:
+    async def work(engine: FleetEngine) -> None:
+        await text_of(engine, request(*range(1, 9)))
+        await engine.forget("n", None)
+        until = asyncio.get_running_loop().time() + 60
+        while len({owner(engine, two, number).url for number in range(1, 9)}) < 2:
+            assert asyncio.get_running_loop().time() < until, "they have two owners again"
+            await asyncio.sleep(0.05)
+
+    on(two, work)
+
+
 def test_a_session_goes_on_where_its_last_turn_was(two: list[FakeWorker]) -> None:
     async def work(engine: FleetEngine) -> None:
         def turn(*numbers: int, held: int) -> GenerateRequest:
