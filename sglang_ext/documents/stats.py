@@ -1,4 +1,4 @@
-"""Figures about the tiers, for `TierStore.stat`."""
+"""Figures about the tiers, for `TierStore`. All functions require the store's lock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_ext.documents.writeback import WriteBack
 
 
 def stat(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str, Any]:
-    """See ``TierStore.stat``. Requires the store's lock."""
+    """See ``TierStore.stat``."""
     host, index, page_bytes = tiers.host, tiers.index, tiers.shape.page_bytes
     everyone = host.all_entries()
     metadata = sum(entry.metadata_bytes for entry in everyone)
@@ -72,6 +72,35 @@ def stat(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str
             "waiting_documents": writes.waiting,
         }
     return figures
+
+
+def held(tiers: Tiers) -> dict[str, Any]:
+    """Tokens of the documents on host and on disk by key, least recently used first; the tokens that both
+    have room for (None: no limit); whether the scan of the disk has ended."""
+    pages, block, budget = tiers.shape.page_bytes, tiers.shape.block, tiers.index.budget
+    host = tiers.host.entries.items()
+    return {
+        "host": {key: len(entry.token_ids) for key, entry in host if not entry.missing()},
+        "disk": {key: entry.size // pages * block for key, entry in tiers.index.entries.items()},
+        "host_room": tiers.host.limit * block,
+        "disk_room": None if budget is None else budget // pages * block,
+        "scanned": tiers.index.complete,
+    }
+
+
+def room(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str, Any]:
+    """Figures by which a warm-up paces itself: the lowest tier, its budget, the write queue in page bytes,
+    and faults so far."""
+    disk = config is not None
+    return {
+        "lasting": "disk" if disk else "host",
+        "budget_bytes": tiers.index.budget if disk else tiers.host.limit * tiers.shape.page_bytes,
+        "write_room_bytes": writes.room(),
+        "queued_bytes": writes.queued_bytes,
+        "block": tiers.shape.block,
+        "page_bytes": tiers.shape.page_bytes,
+        "faults": dict(tiers.faults.counts),
+    }
 
 
 def _share(metadata: int, pages: int) -> float:

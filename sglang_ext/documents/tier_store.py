@@ -176,40 +176,14 @@ class TierStore:
             return on_host, "host" if on_host else "absent"
 
     def held(self) -> dict[str, Any]:
-        """Tokens of the documents on host and on disk by key, least recently used first; the tokens that both
-        have room for (None: no limit); whether the scan of the disk has ended."""
+        """See `stats.held`."""
         with self._tiers.open() as tiers:
-            pages = self.shape.page_bytes
-            budget = tiers.index.budget
-            return {
-                "host": {
-                    key: len(entry.token_ids)
-                    for key, entry in tiers.host.entries.items()
-                    if not entry.missing()
-                },
-                "disk": {
-                    key: entry.size // pages * self.shape.block for key, entry in tiers.index.entries.items()
-                },
-                "host_room": tiers.host.limit * self.shape.block,
-                "disk_room": None if budget is None else budget // pages * self.shape.block,
-                "scanned": tiers.index.complete,
-            }
+            return stats.held(tiers)
 
     def room(self) -> dict[str, Any]:
-        """Figures by which a warm-up paces itself: the lowest tier, its budget, the write queue in page
-        bytes, and faults so far.
-        """
+        """See `stats.room`."""
         with self._tiers.open() as tiers:
-            disk = self._disk_config is not None
-            return {
-                "lasting": "disk" if disk else "host",
-                "budget_bytes": tiers.index.budget if disk else tiers.host.limit * self.shape.page_bytes,
-                "write_room_bytes": self._writes.room(),
-                "queued_bytes": self._writes.queued_bytes,
-                "block": self.shape.block,
-                "page_bytes": self.shape.page_bytes,
-                "faults": dict(tiers.faults.counts),
-            }
+            return stats.room(tiers, self._writes, self._disk_config)
 
     # filling
 
