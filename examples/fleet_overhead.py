@@ -1,7 +1,7 @@
 """What a fleet costs a request: the same queries to a server with an engine of its own, and to a server in
 front of one worker, in turns.
 
-    python examples/fleet_overhead.py [OUT.json] [--queries 200]
+    python examples/fleet_overhead.py [OUT.json] [--queries 500]
 
 Both have the embedded model and the example corpus. Prompts are in the prefix cache of both, and answers are
 one token long, so that little is measured but the way to the engine and back."""
@@ -39,7 +39,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, nargs="?")
-    parser.add_argument("--queries", type=int, default=200)
+    parser.add_argument("--queries", type=int, default=500)
     given = parser.parse_args()
     with contextlib.ExitStack() as stack:
         alone = stack.enter_context(running_server(**OPTIONS))

@@ -11,7 +11,7 @@ import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import AfterValidator, BaseModel, ConfigDict
-from starlette.types import Receive
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragserve.api.errors import UnsupportedMediaType
 from ragserve.errors import InvalidRequest
@@ -103,3 +103,24 @@ class JsonRoute(APIRoute):
             return await handler(request)
 
         return parsed
+
+
+class Replayed(Response):
+    """Another app's answer to a request whose body has been read."""
+
+    def __init__(self, app: ASGIApp, body: bytes) -> None:
+        super().__init__()
+        self._app = app
+        self._replayed = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = False
+
+        async def receive_again() -> Message:
+            nonlocal given
+            if given:
+                return await receive()  # only a disconnect can follow
+            given = True
+            return {"type": "http.request", "body": self._replayed, "more_body": False}
+
+        await self._app(scope, receive_again, send)

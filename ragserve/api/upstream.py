@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragserve.api.access import Access, Need
-from ragserve.api.body import parse_json
+from ragserve.api.body import Replayed, parse_json
 from ragserve.errors import EngineError, Forbidden, InvalidRequest, NotFound
 from sglang_ext.cache_scope import CacheScope
 from sglang_ext.token_meter import metered
@@ -161,7 +161,7 @@ class Upstream:
                 hint="The server's --control-routes true also aborts by prefix, or all.",
                 param="rid",
             )
-        await _Replayed(self._forward, body)(scope, receive, send)
+        await Replayed(self._forward, body)(scope, receive, send)
 
     async def knows(self, model: str) -> bool:
         """Return whether the other app serves a model of this name, or an adapter of one (``model:adapter``).
@@ -175,7 +175,7 @@ class Upstream:
 
     def replay(self, body: bytes) -> Response:
         """Answer with the other app, replaying a body that our route has already read."""
-        return _Replayed(self, body)
+        return Replayed(self, body)
 
     async def models(self) -> list[dict[str, Any]]:
         """Read the other app's ``/v1/models``. Raises EngineError if it has none."""
@@ -198,22 +198,3 @@ def _need(path: str) -> Need | None:
         return None
     below = (need for prefix, need in _SERVED_BELOW.items() if path.startswith(prefix))
     return SERVED.get(path) or next(below, None)
-
-
-class _Replayed(Response):
-    def __init__(self, app: ASGIApp, body: bytes) -> None:
-        super().__init__()
-        self._app = app
-        self._replayed = body
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = False
-
-        async def receive_again() -> Message:
-            nonlocal given
-            if given:
-                return await receive()  # only a disconnect can follow
-            given = True
-            return {"type": "http.request", "body": self._replayed, "more_body": False}
-
-        await self._app(scope, receive_again, send)

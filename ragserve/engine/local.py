@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from ragserve.engine.document_cache import ControlledCache
 from ragserve.engine.ports import hold_port, port_of
 from ragserve.engine.prefill import Documents
 from ragserve.engine.server_args import server_args
-from ragserve.engine.stream import StreamReader, timed_out
+from ragserve.engine.stream import DocumentsMissing, StreamReader, timed_out
 from ragserve.engine.warm_up import NAMESPACE, warm_up
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
 from sglang_ext.protocol import CONTROL_METHOD, EXACT_STRATEGIES
@@ -173,7 +174,19 @@ class LocalEngine(ControlledCache):
         return dict(replies[0].response[0])
 
     async def _run(self, fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
-        """Run one request.
+        """Run one request."""
+        reader = StreamReader(prompt_tokens)
+        try:
+            async with aclosing(self.outputs(fields)) as outputs:
+                async for out in outputs:
+                    yield reader.read(out)
+        except (RagserveError, DocumentsMissing):
+            raise
+        except Exception as error:
+            raise _translate(error) from error
+
+    async def outputs(self, fields: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Run one request, and stream what SGLang's TokenizerManager answers. Raises what that raises.
 
         A separate task reads its stream to the end, so that an abort leaves none behind."""
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -193,7 +206,6 @@ class LocalEngine(ControlledCache):
                 outputs.put_nowait(error)
 
         self._start_pump(pump())
-        reader = StreamReader(prompt_tokens)
         finished = False
         deadline = asyncio.get_running_loop().time() + self._settings.engine_timeout_s
         try:
@@ -203,9 +215,9 @@ class LocalEngine(ControlledCache):
                     out = await outputs.get()
                 if isinstance(out, Exception):
                     finished = True
-                    raise _translate(out) from out
+                    raise out
                 finished = bool(out.get("meta_info", {}).get("finish_reason"))
-                yield reader.read(out)
+                yield out
         except TimeoutError:
             raise timed_out(self._settings.engine_timeout_s) from None
         finally:

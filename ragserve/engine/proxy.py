@@ -78,7 +78,7 @@ class ReverseProxy:
             await JSONResponse(failure.body(), failure.status)(scope, receive, send)
             return
         streaming = asyncio.current_task()
-        watcher = asyncio.create_task(_cancel_on_disconnect(receive, streaming))
+        watcher = asyncio.create_task(cancel_on_disconnect(receive, streaming))
         try:
             kept = [(k.lower(), v) for k, v in response.headers.raw if k.lower() not in _HOP_BY_HOP]
             await send({"type": "http.response.start", "status": response.status_code, "headers": kept})
@@ -100,7 +100,7 @@ async def _body(receive: Receive) -> AsyncIterator[bytes]:
             return
 
 
-async def _cancel_on_disconnect(receive: Receive, task: asyncio.Task[Any] | None) -> None:
+async def cancel_on_disconnect(receive: Receive, task: asyncio.Task[Any] | None) -> None:
     """Cancel the task when the client leaves, so that the engine aborts. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         continue

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, suppress
+from http import HTTPStatus
 from typing import Any
 
-import httpx
+import aiohttp
+import orjson
 
 from ragserve import tracing
 from ragserve.config import Settings
@@ -22,7 +23,12 @@ _PROBE = "The lighthouse of Skerryvore was built in 1844, of 4,308 tons of grani
 LOST = "engine_lost"
 """Code of the errors of a connection that ended before its answer."""
 
+FAILURES = (aiohttp.ClientError, TimeoutError, ValueError)
+"""What a request raises that gets no answer, or one that cannot be read."""
+
+_CONNECT_S = 10.0
 _IDLE_S = 2.0  # a connection is kept open; servers close theirs after five seconds
+_END_S = 1.0  # for a stream's end after its last output
 
 
 class RemoteEngine:
@@ -33,19 +39,9 @@ class RemoteEngine:
             raise InvalidRequest("No engine address given.", hint="Set --engine-url.")
         self._settings = settings
         self._url = settings.engine_url.rstrip("/")
-        headers = (
-            {"Authorization": f"Bearer {settings.engine_api_key.get_secret_value()}"}
-            if settings.engine_api_key
-            else {}
-        )
-        self._client = httpx.AsyncClient(
-            base_url=self._url,
-            headers=headers,
-            timeout=httpx.Timeout(settings.engine_timeout_s, connect=10),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_IDLE_S),
-        )
+        self._session: aiohttp.ClientSession | None = None
         self._info: EngineInfo | None = None
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._last: set[asyncio.Task[None]] = set()  # what is left to do for requests that have ended
 
     async def start(self) -> EngineInfo:
         """Read model and limits from the server. Raises Unavailable if it does not answer."""
@@ -69,14 +65,14 @@ class RemoteEngine:
 
     async def _get(self, path: str) -> dict[str, Any]:
         try:
-            response = await self._client.get(path, timeout=10)
-            response.raise_for_status()
-            body = response.json()
+            async with self._request("GET", path, timeout_s=10) as response:
+                response.raise_for_status()
+                body = await response.json(content_type=None)
             if not isinstance(body, dict):
                 raise ValueError("the answer is not a JSON object")
-        except (httpx.HTTPError, ValueError) as error:
+        except FAILURES as error:
             raise Unavailable(
-                f"The engine at {self._url} does not answer {path} as SGLang does: {error}.",
+                f"The engine at {self._url} does not answer {path} as SGLang does: {error!r}.",
                 hint="Check --engine-url and --engine-api-key, and that SGLang is running there.",
                 code="engine_unreachable",
             ) from error
@@ -93,9 +89,9 @@ class RemoteEngine:
         name = self._settings.tokenizer or self.info.tokenizer
         try:
             body = {"prompt": _PROBE, "add_special_tokens": False}
-            response = await self._client.post("/tokenize", json=body, timeout=10)
-            theirs = response.json()["tokens"] if response.is_success else None
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            async with self._request("POST", "/tokenize", body, timeout_s=10) as response:
+                theirs = (await response.json(content_type=None))["tokens"] if response.ok else None
+        except (*FAILURES, KeyError, TypeError):
             theirs = None
         if theirs is None:
             log.info("the engine does not tell its tokens: %s is taken for its tokenizer", name)
@@ -109,10 +105,10 @@ class RemoteEngine:
 
     async def ready(self) -> bool:
         try:
-            response = await self._client.get("/health", timeout=5)
-        except httpx.HTTPError:
+            async with self._request("GET", "/health", timeout_s=5) as response:
+                return response.status == HTTPStatus.OK and self._info is not None
+        except FAILURES:
             return False
-        return response.status_code == httpx.codes.OK and self._info is not None
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """See the protocol. Leaving early closes the connection and asks the server to abort."""
@@ -135,30 +131,35 @@ class RemoteEngine:
         further ``headers``: of another way to it."""
         rids = fields["rid"] if isinstance(fields["rid"], list) else [fields["rid"]]
         ended = 0
-        deadline = asyncio.get_running_loop().time() + self._settings.engine_timeout_s
+        timeout_s = self._settings.engine_timeout_s
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        sent = tracing.headers() | dict(headers or {})
         try:
             async with AsyncExitStack() as stack:
                 # Timeouts are never around the yield: there they would cancel our reader.
                 async with asyncio.timeout_at(deadline):
-                    sent = tracing.headers() | dict(headers or {})
                     response = await stack.enter_async_context(
-                        self._client.stream("POST", url, json=fields, headers=sent)
+                        self._request("POST", url, fields, headers=sent)
                     )
-                    if response.status_code != httpx.codes.OK:
+                    if response.status != HTTPStatus.OK:
                         ended = len(rids)
                     await self._admit(response)
-                async for line in _until(deadline, _lines(response.aiter_bytes())):
+                lines = _lines(response.content.iter_any())
+                async for line in _until(deadline, lines):
                     if not line.startswith(b"data:"):
                         continue
                     data = line[5:].strip()
                     if data == b"[DONE]":
                         break
-                    out = json.loads(data)
+                    out = orjson.loads(data)
                     if "error" in out:
                         ended = len(rids)
                     elif out.get("meta_info", {}).get("finish_reason"):
                         ended += 1
                     yield out
+                    if ended == len(rids):
+                        self._do_later(_read_to_end(lines, stack.pop_all()))
+                        return
                 if ended < len(rids):
                     ended = len(rids)
                     raise EngineError(
@@ -166,22 +167,41 @@ class RemoteEngine:
                         hint="See its log.",
                         code=LOST,
                     )
-        except TimeoutError:
-            raise timed_out(self._settings.engine_timeout_s) from None
-        except (httpx.HTTPError, ValueError) as error:  # ValueError: no JSON, or no UTF-8
+        except (aiohttp.ClientError, ValueError) as error:  # ValueError: no JSON, or no UTF-8
             raise Unavailable(
                 f"The engine at {self._url} broke off: {error!r}.", hint="Is it still running?", code=LOST
             ) from error
+        except TimeoutError:
+            raise timed_out(timeout_s) from None
         finally:
             if ended < len(rids):
                 for rid in rids:
-                    task = asyncio.create_task(self._abort(rid))
-                    self._aborts.add(task)
-                    task.add_done_callback(self._aborts.discard)
+                    self._do_later(self._abort(rid))
 
-    async def _admit(self, response: httpx.Response) -> None:
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Send a request to a path of the engine, or to another URL. ``timeout_s`` is for all of it, None for
+        no limit. Raises one of `FAILURES`."""
+        if self._session is None:
+            self._session = _session(self._settings)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
+        data = None if body is None else orjson.dumps(body)
+        kind = {} if body is None else {"content-type": "application/json"}
+        url = self._url + path if path.startswith("/") else path
+        return self._session.request(
+            method, url, data=data, headers=kind | dict(headers or {}), timeout=timeout, allow_redirects=False
+        )
+
+    async def _admit(self, response: aiohttp.ClientResponse) -> None:
         """Raise the error of an answer that is not 200."""
-        if response.status_code != httpx.codes.OK:
+        if response.status != HTTPStatus.OK:
             raise await refusal(response)
 
     async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
@@ -189,18 +209,34 @@ class RemoteEngine:
 
     async def _abort(self, rid: str) -> None:
         try:
-            await self._client.post("/abort_request", json={"rid": rid}, timeout=10)
-        except httpx.HTTPError as error:
+            async with self._request("POST", "/abort_request", {"rid": rid}, timeout_s=10):
+                pass
+        except FAILURES as error:
             log.warning("could not tell the engine to abort %s: %r", rid, error)
 
+    def _do_later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._last.add(task)
+        task.add_done_callback(self._last.discard)
+
     async def close(self) -> None:
-        if self._aborts:
-            await asyncio.wait(self._aborts, timeout=5)
-        await self._client.aclose()
+        if self._last:
+            await asyncio.wait(self._last, timeout=5)
+        if self._session is not None:
+            await self._session.close()
+
+
+def _session(settings: Settings) -> aiohttp.ClientSession:
+    key = settings.engine_api_key
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers={"Authorization": f"Bearer {key.get_secret_value()}"} if key else {},
+    )
 
 
 async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Split at line feeds only: httpx's lines end at U+2028 and its like, too, which JSON may contain."""
+    """Split at line feeds only: JSON may contain U+2028 and its like."""
     rest = b""
     async for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n")
@@ -220,15 +256,26 @@ async def _until(deadline: float, lines: AsyncIterator[bytes]) -> AsyncIterator[
         yield line
 
 
-async def refusal(response: httpx.Response) -> EngineError | InvalidRequest | TooManyRequests | Unavailable:
+async def _read_to_end(lines: AsyncIterator[bytes], response: AsyncExitStack) -> None:
+    """Read what follows the last output, which is not waited for: only then is the connection used again."""
+    async with response:
+        with suppress(*FAILURES):
+            async with asyncio.timeout(_END_S):
+                async for _ in lines:
+                    pass
+
+
+async def refusal(
+    response: aiohttp.ClientResponse,
+) -> EngineError | InvalidRequest | TooManyRequests | Unavailable:
     """Read an answer that is not 200, and return the error that it stands for."""
-    text = (await response.aread()).decode("utf-8", "replace")[:500]
-    if response.status_code == httpx.codes.BAD_REQUEST:
+    text = (await response.read()).decode("utf-8", "replace")[:500]
+    if response.status == HTTPStatus.BAD_REQUEST:
         return InvalidRequest(f"The engine refused the request: {text}")
-    if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+    if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         return EngineError("The engine refused our API key.", hint="Set --engine-api-key.")
-    if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
+    if response.status == HTTPStatus.TOO_MANY_REQUESTS:
         return TooManyRequests("The engine's queue is full.", hint="Retry in a moment.")
-    if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+    if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
         return Unavailable(f"The engine is not available: {text}", hint="Retry in a moment.")
-    return EngineError(f"The engine answered {response.status_code}: {text}")
+    return EngineError(f"The engine answered {response.status}: {text}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from ragserve.api.upstream import SERVED, Upstream
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo
 from ragserve.errors import Unavailable
+from ragserve.fleet.plain_generate import PlainGenerate
 from ragserve.fleet.routed_app import NamedAnswers, RoutedApp
 from ragserve.fleet.worker_about import WorkerAbout, identity
 from ragserve.tenants.audit_log import AuditLog
@@ -39,6 +40,8 @@ class ServedEngine(Protocol):
     async def ready(self) -> bool: ...
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]: ...
+
+    def outputs(self, fields: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]: ...
 
     async def close(self) -> None: ...
 
@@ -103,7 +106,7 @@ def create_worker_app(
     """Build the app. Every route but ``/health`` needs a key with all rights.
 
     ``upstream`` is SGLang's app, whose ``/generate`` runs plans as well as plain requests."""
-    gate = DrainableApp(upstream)
+    gate = DrainableApp(PlainGenerate(upstream, engine.outputs))
     boot = uuid.uuid4().hex
     known: dict[str, str] = {}
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import Any
 
-import httpx
+import aiohttp
 
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import ControlledCache
 from ragserve.engine.prefill import Documents
-from ragserve.engine.remote import LOST, RemoteEngine
+from ragserve.engine.remote import FAILURES, LOST, RemoteEngine
 from ragserve.engine.stream import StreamReader, new_rid
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
 from ragserve.fleet.router import MISDIRECTED, ROUTER_LOST, UNDELIVERED, UNTAKEN, Router
@@ -43,7 +44,7 @@ class WorkerEngine(ControlledCache, RemoteEngine):
     async def about(self) -> WorkerAbout:
         """Ask the worker for its account. Raises Unavailable if it does not answer, EngineError if it
         refuses our key or failed, and InvalidRequest if it is no worker of this version."""
-        body = await self._call("GET", "/worker", timeout=ABOUT_TIMEOUT_S)
+        body = await self._call("GET", "/worker", timeout_s=ABOUT_TIMEOUT_S)
         if problem := version_problem(str(body.get("ragserve"))):
             raise InvalidRequest(
                 f"The worker at {self.url} cannot be used: {problem}.", hint="Run one version everywhere."
@@ -64,7 +65,7 @@ class WorkerEngine(ControlledCache, RemoteEngine):
 
     async def left(self, probe: str) -> bool:
         """See `Routed`."""
-        body = await self._call("GET", f"/worker/probes/{probe}", timeout=_PROBE_TIMEOUT_S)
+        body = await self._call("GET", f"/worker/probes/{probe}", timeout_s=_PROBE_TIMEOUT_S)
         return body.get("left") is True
 
     async def ready(self) -> bool:
@@ -85,7 +86,7 @@ class WorkerEngine(ControlledCache, RemoteEngine):
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """See `CachingEngine`."""
         body = {"operation": operation, "arguments": arguments}
-        return await self._call("POST", "/worker/control", json=body)
+        return await self._call("POST", "/worker/control", body)
 
     async def _outputs(
         self, fields: dict[str, Any], url: str = "/generate", headers: Mapping[str, str] | None = None
@@ -137,34 +138,36 @@ class WorkerEngine(ControlledCache, RemoteEngine):
                 code=ROUTER_LOST,
             ) from error
 
-    async def _admit(self, response: httpx.Response) -> None:
+    async def _admit(self, response: aiohttp.ClientResponse) -> None:
         """See `RemoteEngine`. An answer without a worker's name is the router's own."""
-        if ROUTING_KEY in response.request.headers:
-            status, worker = response.status_code, response.headers.get(WORKER)
-            if status == httpx.codes.MISDIRECTED_REQUEST:
+        if ROUTING_KEY in response.request_info.headers:
+            status, worker = response.status, response.headers.get(WORKER)
+            if status == HTTPStatus.MISDIRECTED_REQUEST:
                 raise Unavailable("The router has moved the key.", code=MISDIRECTED)
-            if worker is None and status != httpx.codes.TOO_MANY_REQUESTS:
-                text = (await response.aread()).decode("utf-8", "replace")[:200]
-                wrong = (
-                    400 <= status < 500 and status != httpx.codes.NOT_FOUND
-                )  # such as a number out of range
+            if worker is None and status != HTTPStatus.TOO_MANY_REQUESTS:
+                text = (await response.read()).decode("utf-8", "replace")[:200]
+                # such as a number out of range
+                wrong = 400 <= status < 500 and status != HTTPStatus.NOT_FOUND
                 code = UNTAKEN if wrong else UNDELIVERED
                 raise Unavailable(f"The router answered {status} itself: {text}", code=code)
         await super()._admit(response)
 
-    async def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+    async def _call(
+        self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        timeout_s = timeout_s or self._settings.engine_timeout_s
         try:
-            response = await self._client.request(method, path, **options)
-            body = response.json()
-        except (httpx.HTTPError, ValueError) as error:
+            async with self._request(method, path, body, timeout_s=timeout_s) as response:
+                answer = await response.json(content_type=None)
+        except FAILURES as error:
             raise Unavailable(
                 f"The worker at {self.url} does not answer {path}: {error!r}.",
                 hint="Is it running?",
                 code=LOST,
             ) from error
-        if response.status_code == httpx.codes.OK and isinstance(body, dict):
-            return body
-        raise _failure(self.url, response.status_code, body)
+        if response.status == HTTPStatus.OK and isinstance(answer, dict):
+            return answer
+        raise _failure(self.url, response.status, answer)
 
     async def _run_together(self, requests: Sequence[dict[str, Any]]) -> None:
         """Run requests to their ends as one scheduler message, and so in one batch. Raises the first
@@ -186,16 +189,16 @@ def _failure(url: str, status: int, body: Any) -> RagserveError:
     error = body.get("error") if isinstance(body, dict) else None
     message = str(error.get("message", error) if isinstance(error, dict) else body)[:500]
     where = f"The worker at {url}"
-    if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         return EngineError(
             f"{where} refuses our key.",
             hint="Set --engine-api-key to the workers' --api-key.",
             code=REFUSES_KEY,
         )
-    if status == httpx.codes.NOT_FOUND:
+    if status == HTTPStatus.NOT_FOUND:
         return InvalidRequest(f"{where} is none: it has no /worker.", hint="Start `ragserve serve --worker`.")
-    if status == httpx.codes.BAD_REQUEST:
+    if status == HTTPStatus.BAD_REQUEST:
         return InvalidRequest(f"{where} refused the request: {message}")
-    if status == httpx.codes.SERVICE_UNAVAILABLE:
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
         return Unavailable(f"{where} is not available: {message}", hint="Retry in a moment.")
     return EngineError(f"{where} failed: {message}", hint="See its log.")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 
-import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.config import load
@@ -16,7 +16,7 @@ from ragserve.errors import InvalidRequest
 from tests.conftest import MODEL
 
 INFO = {"model_path": str(MODEL), "max_total_num_tokens": 1000}
-Answer = Callable[[str], httpx.Response]
+Answer = Callable[[str], web.Response]
 
 
 @pytest.fixture(scope="module")
@@ -25,31 +25,43 @@ def prompts() -> PromptBuilder:
 
 
 def check(prompts: PromptBuilder, tokenize: Answer) -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/tokenize":
-            return tokenize(json.loads(request.content)["prompt"])
-        return httpx.Response(200, json=INFO)
+    async def tokens(request: web.Request) -> web.Response:
+        return tokenize((await request.json())["prompt"])
+
+    async def info(_: web.Request) -> web.Response:
+        return web.json_response(INFO)
 
     async def run() -> None:
-        engine = RemoteEngine(load(engine_url="http://engine"))
-        engine._client = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://engine")
-        await engine.start()
-        await engine.check_tokenizer(prompts.plain_ids)
+        app = web.Application()
+        app.add_routes([web.post("/tokenize", tokens), web.get("/{_}", info)])
+        async with TestServer(app) as server:
+            engine = RemoteEngine(load(engine_url=str(server.make_url("/"))))
+            try:
+                await engine.start()
+                await engine.check_tokenizer(prompts.plain_ids)
+            finally:
+                await engine.close()
 
     asyncio.run(run())
 
 
 def test_the_engines_own_tokenizer_passes(prompts: PromptBuilder) -> None:
-    check(prompts, lambda text: httpx.Response(200, json={"tokens": prompts.plain_ids(text)}))
+    check(prompts, lambda text: web.json_response({"tokens": prompts.plain_ids(text)}))
 
 
 def test_another_tokenizer_is_refused(prompts: PromptBuilder) -> None:
     """Its ids may be none of the model's, which ends a plain SGLang."""
     with pytest.raises(InvalidRequest, match="--tokenizer") as refused:
-        check(prompts, lambda text: httpx.Response(200, json={"tokens": prompts.plain_ids(text)[1:]}))
+        check(prompts, lambda text: web.json_response({"tokens": prompts.plain_ids(text)[1:]}))
     assert refused.value.code == "other_tokenizer"
 
 
-@pytest.mark.parametrize("answer", [httpx.Response(404), httpx.Response(200, json=[]), httpx.Response(200)])
-def test_an_engine_that_does_not_tell_passes(prompts: PromptBuilder, answer: httpx.Response) -> None:
-    check(prompts, lambda text: answer)
+@pytest.mark.parametrize(
+    "answer",
+    [lambda: web.Response(status=404), lambda: web.json_response([]), web.Response],
+    ids=["not found", "a list", "nothing"],
+)
+def test_an_engine_that_does_not_tell_passes(
+    prompts: PromptBuilder, answer: Callable[[], web.Response]
+) -> None:
+    check(prompts, lambda text: answer())

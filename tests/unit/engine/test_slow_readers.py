@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from ragserve.api.sse import Pump
 from ragserve.config import load
@@ -41,23 +43,41 @@ class Manager:
         self.aborted.append(rid)
 
 
-def local(monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
+@asynccontextmanager
+async def local(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalEngine]:
     manager = Manager()
     monkeypatch.setattr("ragserve.engine.local._manager", lambda: manager)
-    return LocalEngine(load(engine_timeout_s=TIMEOUT_S))
+    yield LocalEngine(load(engine_timeout_s=TIMEOUT_S))
 
 
-def remote(monkeypatch: pytest.MonkeyPatch) -> RemoteEngine:
-    class Stream(httpx.AsyncByteStream):
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            for number in range(1, CHUNKS + 1):
-                yield f"data: {json.dumps(output(number))}\n\n".encode()
-            await asyncio.sleep(60)
+@asynccontextmanager
+async def remote(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RemoteEngine]:
+    async def pieces() -> AsyncIterator[bytes]:
+        for number in range(1, CHUNKS + 1):
+            yield f"data: {json.dumps(output(number))}\n\n".encode()
+        await asyncio.sleep(60)
 
-    engine = RemoteEngine(load(engine_url="http://engine", engine_timeout_s=TIMEOUT_S))
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Stream()))
-    engine._client = httpx.AsyncClient(transport=transport, base_url="http://engine")
-    return engine
+    async with streaming(pieces(), TIMEOUT_S) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def streaming(pieces: AsyncIterator[bytes], timeout_s: float) -> AsyncIterator[RemoteEngine]:
+    """An engine on a server that answers with ``pieces``."""
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        async for piece in pieces:
+            await answer.write(piece)
+        return answer
+
+    app = web.Application()
+    app.add_routes([web.post("/generate", generate), web.post("/abort_request", lambda _: web.Response())])
+    async with TestServer(app, shutdown_timeout=0) as server:
+        engine = RemoteEngine(load(engine_url=str(server.make_url("/")), engine_timeout_s=timeout_s))
+        yield engine
+        await engine.close()
 
 
 @pytest.mark.parametrize("make", [local, remote])
@@ -65,35 +85,34 @@ def test_a_full_queue_at_the_time_out_ends_the_stream(make: Any, monkeypatch: py
     """The time-out must not strike the task that waits for room in the queue: nobody would end the stream."""
 
     async def run() -> None:
-        engine = make(monkeypatch)
-        pump: Pump[Any] = Pump(engine.generate(GenerateRequest("query", [1], "n")))
-        await asyncio.sleep(3 * TIMEOUT_S)
-        for _ in range(CHUNKS):
-            assert await pump.next() is not None
-        with pytest.raises(EngineError, match="No answer within"):
-            await pump.next()
-        await pump.close()
+        async with make(monkeypatch) as engine:
+            pump: Pump[Any] = Pump(engine.generate(GenerateRequest("query", [1], "n")))
+            await asyncio.sleep(3 * TIMEOUT_S)
+            for _ in range(CHUNKS):
+                assert await pump.next() is not None
+            with pytest.raises(EngineError, match="No answer within"):
+                await pump.next()
+            await pump.close()
 
     asyncio.run(asyncio.wait_for(run(), 240))
 
 
-def test_a_line_separator_in_an_answer_cuts_no_event(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_separator_in_an_answer_cuts_no_event() -> None:
     """JSON may contain it as it is, and an engine whose JSON is not escaped sends it so."""
     text = "one\u2028two\x85three"
     meta = {"finish_reason": {"type": "stop"}, "completion_tokens": 3}
     event = json.dumps({"text": text, "meta_info": meta}, ensure_ascii=False).encode()
 
-    class Stream(httpx.AsyncByteStream):
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            sent = b"data: " + event + b"\n\ndata: [DONE]\n\n"
-            for at in range(0, len(sent), 5):  # cut anywhere, as a network does
-                yield sent[at : at + 5]
+    async def pieces() -> AsyncIterator[bytes]:
+        sent = b"data: " + event + b"\n\ndata: [DONE]\n\n"
+        for at in range(0, len(sent), 5):  # cut anywhere, as a network does
+            yield sent[at : at + 5]
 
     async def run() -> str:
-        engine = RemoteEngine(load(engine_url="http://engine"))
-        transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Stream()))
-        engine._client = httpx.AsyncClient(transport=transport, base_url="http://engine")
-        return "".join([chunk.text async for chunk in engine.generate(GenerateRequest("query", [1], "n"))])
+        async with streaming(pieces(), 60) as engine:
+            return "".join(
+                [chunk.text async for chunk in engine.generate(GenerateRequest("query", [1], "n"))]
+            )
 
     assert asyncio.run(asyncio.wait_for(run(), 240)) == text
 

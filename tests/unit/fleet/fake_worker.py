@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ragserve.config import Settings, load
 from ragserve.engine.base import Engine, EngineInfo, GenerateRequest
@@ -35,6 +38,7 @@ E = TypeVar("E", bound=Engine)
 KEY = "workers-key"
 PRINT = "fingerprint"
 PAGE = 100
+_KEY: ContextVar[str | None] = ContextVar("key", default=None)  # routing key of the request
 
 
 @dataclass
@@ -48,7 +52,10 @@ class Ledger:
     removed: list[dict[str, Any]] = field(default_factory=list)
     answered: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)  # routing keys of requests
+    peers: list[Any] = field(default_factory=list)  # addresses that requests came from
     aborted: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)  # requests whose reader left before their end
+    refusal: Exception | None = None  # of every request
     operations: list[str] = field(default_factory=list)
     memory_tokens: int = 4096
     deaf: bool = False  # its control operations fail
@@ -146,6 +153,16 @@ class LedgerEngine:
             return {}
         raise EngineError(f"no operation {operation!r}")
 
+    async def outputs(self, fields: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        ended = False
+        try:
+            async for out in _answer(self.ledger, fields):
+                ended = bool(out["meta_info"]["finish_reason"])
+                yield out
+        finally:
+            if not ended:
+                self.ledger.left.append(fields["rid"])
+
     def _has(self, namespace: str, ids: list[int]) -> bool:
         return document_key(namespace, PRINT, ids) in self.ledger.documents
 
@@ -163,7 +180,6 @@ def sglang_app(ledger: Ledger) -> Starlette:
     """Stands where SGLang's app does: plans, documents and plain requests by ``/generate``."""
 
     async def generate(request: Request) -> StreamingResponse:
-        ledger.keys.append(request.headers.get(ROUTING_KEY))
         return StreamingResponse(_stream(ledger, await request.json()), media_type="text/event-stream")
 
     async def abort(request: Request) -> JSONResponse:
@@ -203,7 +219,10 @@ async def _stream(ledger: Ledger, body: dict[str, Any]) -> AsyncIterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
-async def _answer(ledger: Ledger, row: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def _answer(ledger: Ledger, row: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    ledger.keys.append(_KEY.get())
+    if ledger.refusal is not None:
+        raise ledger.refusal
     ids, strategy = row["input_ids"], "exact"
     text = row["sampling_params"].get("custom_params", {}).get(PLAN_FIELD)
     meta: dict[str, Any] = {
@@ -238,16 +257,17 @@ async def _answer(ledger: Ledger, row: dict[str, Any]) -> AsyncIterator[dict[str
     whole = answer_to(ids, strategy)
     pieces = whole.split(" ")[1:]
     for place in range(1, len(pieces) + 1):
-        last = place == len(pieces)
-        yield {
+        if last := place == len(pieces):
+            ledger.answered.append(row)
+        out = {
             "text": " " + " ".join(pieces[:place]),
             "output_ids": list(range(place)),
             "meta_info": meta
             | {"completion_tokens": place, "finish_reason": {"type": "stop"} if last else None},
         }
+        yield out
         while not ledger.after_first.is_set():
             await asyncio.sleep(0.005)
-    ledger.answered.append(row)
 
 
 class KillableServer:
@@ -276,7 +296,7 @@ class KillableServer:
         server = self._server
         assert server is not None
         for connection in list(server.server_state.connections):
-            transport: Any = connection.transport  # type: ignore[union-attr]
+            transport: Any = connection.transport
             server.servers[0].get_loop().call_soon_threadsafe(transport.abort)
         self.stop()
 
@@ -306,7 +326,15 @@ class FakeWorker(KillableServer):
             yield
 
         engine = LedgerEngine(self.ledger, self._fields)
-        self.serve(create_worker_app(settings, engine, upstream=sglang, upstream_lifespan=nothing))
+        app = create_worker_app(settings, engine, upstream=sglang, upstream_lifespan=nothing)
+
+        async def noted(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and scope["path"] == "/generate":
+                _KEY.set(Headers(scope=scope).get(ROUTING_KEY))
+                self.ledger.peers.append(scope["client"])
+            await app(scope, receive, send)
+
+        self.serve(noted)
 
 
 def run_on(make: Callable[[], E], work: Callable[[E], Awaitable[T]]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +15,8 @@ from pydantic import SecretStr
 from ragserve.config import load
 from ragserve.engine.base import GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import CachingEngine
-from ragserve.errors import EngineError, Unavailable
+from ragserve.engine.stream import payload
+from ragserve.errors import EngineError, InvalidRequest, Unavailable
 from ragserve.fleet.worker_about import differences, identity
 from ragserve.fleet.worker_engine import WorkerEngine
 from sglang_ext.protocol import Span
@@ -93,6 +95,62 @@ def test_leaving_early_aborts(worker: FakeWorker) -> None:
     finally:
         worker.ledger.after_first.set()
     assert worker.ledger.aborted[-1].startswith("asked-")
+
+
+def test_a_reader_that_only_hangs_up_ends_its_request(worker: FakeWorker) -> None:
+    async def work(engine: WorkerEngine) -> None:
+        fields = payload(request("prefix"), "hangs-up")
+        async with engine._request("POST", "/generate", fields) as response:
+            await response.content.readline()
+            response.close()
+        async with asyncio.timeout(10):
+            while "hangs-up" not in worker.ledger.left:
+                await asyncio.sleep(0.01)
+
+    worker.ledger.after_first.clear()
+    try:
+        on(worker, work)
+    finally:
+        worker.ledger.after_first.set()
+
+
+def test_one_prompt_is_answered_as_by_sglangs_own_route(worker: FakeWorker) -> None:
+    fields = payload(request("prefix"), "asked-twice")
+    headers = {"Authorization": f"Bearer {KEY}"}
+    answers = [
+        httpx.post(f"{worker.url}/generate", headers=headers, json=fields | more)
+        for more in ({}, {"return_logprob": False})
+    ]
+    events = [[json.loads(line[6:]) for line in each.text.split("\n\n")[:-2]] for each in answers]
+    assert events[0] == events[1]
+    assert len(events[0]) == 4
+    assert [each.text.split("\n\n")[-2] for each in answers] == ["data: [DONE]"] * 2
+
+
+@pytest.mark.parametrize(
+    ("refusal", "expected"), [(ValueError("too long"), InvalidRequest), (RuntimeError("lost"), EngineError)]
+)
+def test_what_the_engine_raises_arrives(
+    worker: FakeWorker, refusal: Exception, expected: type[Exception]
+) -> None:
+    worker.ledger.refusal = refusal
+    try:
+        with pytest.raises(expected, match=str(refusal)):
+            on(worker, lambda engine: answered(engine, request("prefix")))
+    finally:
+        worker.ledger.refusal = None
+
+
+def test_requests_that_follow_each_other_share_a_connection(worker: FakeWorker) -> None:
+    async def work(engine: WorkerEngine) -> None:
+        for _ in range(3):
+            await answered(engine, request("prefix"))
+            await asyncio.sleep(0.05)
+
+    worker.ledger.peers.clear()
+    on(worker, work)
+    assert len(worker.ledger.peers) == 3
+    assert len(set(worker.ledger.peers)) == 1
 
 
 def test_a_control_operation_that_fails_says_why(worker: FakeWorker) -> None:
