@@ -45,7 +45,7 @@ class PlainGenerate:
             await self._app(scope, receive, send)
             return
         body = await Request(scope, receive).body()
-        fields = None if "traceparent" in Headers(scope=scope) else _fields(body)
+        fields = None if "traceparent" in Headers(scope=scope) else plain_fields(body)
         if fields is None:
             await Replayed(self._app, body)(scope, receive, send)
             return
@@ -78,8 +78,8 @@ class PlainGenerate:
             await send_output({"error": {"message": str(error), "code": code}}, last=True)
 
 
-def _fields(body: bytes) -> dict[str, Any] | None:
-    """The fields of a streamed request for one prompt of tokens; None for any other."""
+def plain_fields(body: bytes) -> dict[str, Any] | None:
+    """The fields of a streamed request for one answer to one prompt of tokens; None for any other."""
     with suppress(ValueError):
         fields = orjson.loads(body)
         if (
@@ -87,6 +87,8 @@ def _fields(body: bytes) -> dict[str, Any] | None:
             and fields.get("stream") is True
             and fields.keys() - {"stream", "extra_key"} == _TYPES.keys() - {"extra_key"}
             and all(isinstance(fields.get(name), types) for name, types in _TYPES.items())
+            and set(map(type, fields["input_ids"])) == {int}
+            and "n" not in fields["sampling_params"]
         ):
             return fields
     return None

@@ -17,6 +17,7 @@ from ragserve.engine.base import GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import CachingEngine
 from ragserve.engine.stream import payload
 from ragserve.errors import EngineError, InvalidRequest, Unavailable
+from ragserve.fleet.plain_generate import plain_fields
 from ragserve.fleet.worker_about import differences, identity
 from ragserve.fleet.worker_engine import WorkerEngine
 from sglang_ext.protocol import Span
@@ -112,6 +113,32 @@ def test_a_reader_that_only_hangs_up_ends_its_request(worker: FakeWorker) -> Non
         on(worker, work)
     finally:
         worker.ledger.after_first.set()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stream": False},
+        {"input_ids": [IDS]},
+        {"input_ids": [1, True]},
+        {"input_ids": []},
+        {"sampling_params": {"n": 2}},
+        {"rid": ["asked-once"]},
+        {"extra_key": 1},
+        {"return_logprob": True},
+    ],
+)
+def test_all_other_requests_are_sglangs(more: dict[str, Any]) -> None:
+    fields = payload(request("prefix"), "asked-once")
+    assert plain_fields(json.dumps(fields).encode()) == fields
+    assert plain_fields(json.dumps(fields | more).encode()) is None
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{", b'"x"', '{"rid": "\ud800"}'.encode("utf-8", "surrogatepass")]
+)
+def test_a_body_that_is_no_request_is_sglangs_to_refuse(body: bytes) -> None:
+    assert plain_fields(body) is None
 
 
 def test_one_prompt_is_answered_as_by_sglangs_own_route(worker: FakeWorker) -> None:
