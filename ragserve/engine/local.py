@@ -9,7 +9,6 @@ import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -177,7 +176,7 @@ class LocalEngine(ControlledCache):
         """Run one request."""
         reader = StreamReader(prompt_tokens)
         try:
-            async with aclosing(self.outputs(fields)) as outputs:
+            async with contextlib.aclosing(self.outputs(fields)) as outputs:
                 async for out in outputs:
                     yield reader.read(out)
         except (RagserveError, DocumentsMissing):

@@ -49,9 +49,9 @@ class ServedEngine(ControlledCache, RemoteEngine):
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         while True:
-            answer = await self._client.post("/dumper/ragserve", json={"op": operation, **arguments})
-            assert answer.is_success, answer.text
-            found = dict(answer.json()[0])
+            async with self._request("POST", "/dumper/ragserve", {"op": operation, **arguments}) as answer:
+                assert answer.ok, await answer.text()
+                found = dict((await answer.json())[0])
             if "pending" not in found:
                 return found
             arguments["pending"] = found["pending"]
@@ -63,10 +63,10 @@ def on(server: Server, work: Callable[[Any], Awaitable[T]], context_length: int 
 
     async def run() -> T:
         engine = ServedEngine(Settings(engine_url=server.url))
-        await engine.start()
-        if context_length is not None:
-            engine._info = replace(engine.info, context_length=context_length)
         try:
+            await engine.start()
+            if context_length is not None:
+                engine._info = replace(engine.info, context_length=context_length)
             return await work(engine)
         finally:
             await engine.close()
