@@ -126,8 +126,8 @@ async def open_services(
         stack.push_async_callback(asyncio.gather, embedder_loading, return_exceptions=True)
         store = await asyncio.to_thread(open_store, settings)
         stack.push_async_callback(asyncio.to_thread, store.close)
+        stack.push_async_callback(engine.close)  # a start that fails leaves connections open, too
         info = await engine.start()
-        stack.push_async_callback(engine.close)
         embedder = await embedder_loading
         # Only now: both import transformers, whose lazy modules are not thread-safe.
         prompts = await asyncio.to_thread(PromptBuilder.load, info.tokenizer, settings.system_prompt)

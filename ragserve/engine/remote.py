@@ -72,7 +72,7 @@ class RemoteEngine:
                 raise ValueError("the answer is not a JSON object")
         except FAILURES as error:
             raise Unavailable(
-                f"The engine at {self._url} does not answer {path} as SGLang does: {error!r}.",
+                f"The engine at {self._url} does not answer {path} as SGLang does: {told(error)}.",
                 hint="Check --engine-url and --engine-api-key, and that SGLang is running there.",
                 code="engine_unreachable",
             ) from error
@@ -169,7 +169,7 @@ class RemoteEngine:
                     )
         except (aiohttp.ClientError, ValueError) as error:  # ValueError: no JSON, or no UTF-8
             raise Unavailable(
-                f"The engine at {self._url} broke off: {error!r}.", hint="Is it still running?", code=LOST
+                f"The engine at {self._url} broke off: {told(error)}.", hint="Is it still running?", code=LOST
             ) from error
         except TimeoutError:
             raise timed_out(timeout_s) from None
@@ -212,7 +212,7 @@ class RemoteEngine:
             async with self._request("POST", "/abort_request", {"rid": rid}, timeout_s=10):
                 pass
         except FAILURES as error:
-            log.warning("could not tell the engine to abort %s: %r", rid, error)
+            log.warning("could not tell the engine to abort %s: %s", rid, told(error))
 
     def _do_later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -224,6 +224,11 @@ class RemoteEngine:
             await asyncio.wait(self._last, timeout=5)
         if self._session is not None:
             await self._session.close()
+
+
+def told(error: Exception) -> str:
+    """What one of `FAILURES` says, or its name: a TimeoutError says nothing."""
+    return str(error) or type(error).__name__
 
 
 def _session(settings: Settings) -> aiohttp.ClientSession:

@@ -13,7 +13,7 @@ from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import ControlledCache
 from ragserve.engine.prefill import Documents
-from ragserve.engine.remote import FAILURES, LOST, RemoteEngine
+from ragserve.engine.remote import FAILURES, LOST, RemoteEngine, told
 from ragserve.engine.stream import StreamReader, new_rid
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
 from ragserve.fleet.router import MISDIRECTED, ROUTER_LOST, UNDELIVERED, UNTAKEN, Router
@@ -161,7 +161,7 @@ class WorkerEngine(ControlledCache, RemoteEngine):
                 answer = await response.json(content_type=None)
         except FAILURES as error:
             raise Unavailable(
-                f"The worker at {self.url} does not answer {path}: {error!r}.",
+                f"The worker at {self.url} does not answer {path}: {told(error)}.",
                 hint="Is it running?",
                 code=LOST,
             ) from error
