@@ -10,6 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 import aiohttp
+import httpx
 import orjson
 
 from ragserve import tracing
@@ -234,7 +235,8 @@ def told(error: Exception) -> str:
 def _session(settings: Settings) -> aiohttp.ClientSession:
     key = settings.engine_api_key
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+        # httpx's certificates, as the proxy for SGLang's own routes and the router have them
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, ssl=httpx.create_ssl_context()),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers={"Authorization": f"Bearer {key.get_secret_value()}"} if key else {},
     )
