@@ -257,6 +257,7 @@ def speed(options: argparse.Namespace) -> bool:
         repeats=options.repeats,
         prefill_kernels=options.prefill,
         tp_size=options.tp,
+        kv_page_bits=options.page_bits,
         **({} if "disk" in tiers else {"kv_disk_bytes": 0}),
         **({"mem_fraction_static": 0.75} if options.attention != "torch_native" else {}),
         engine_args=engine_args(options.attention) | options.engine,
@@ -301,6 +302,7 @@ def main() -> int:
     parser.add_argument("--label", default="", help="of `speed`: added to the strategies' names")
     parser.add_argument("--repeats", type=int, default=5, help="of `speed`")
     parser.add_argument("--without", default="", help="of `speed`: cases whose names have one of these")
+    parser.add_argument("--page-bits", type=int, default=16, help="of `speed`: see kv_page_bits")
     parser.add_argument("--tp", type=int, default=1, help="of `speed`: GPUs of the engine")
     parser.add_argument("--answers-attention", default="triton")
     parser.add_argument(

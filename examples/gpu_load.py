@@ -57,6 +57,8 @@ def main() -> int:
     parser.add_argument(
         "--shape", default="llama-3.1-8b", help="or embedded: the small model, to try this without a GPU"
     )
+    parser.add_argument("--http", action="store_true", help="ask a worker over HTTP")
+    parser.add_argument("--page-bits", type=int, default=16, help="of host pages, see kv_page_bits")
     parser.add_argument("--engine", type=json.loads, default={}, help="further SGLang options, as JSON")
     options = parser.parse_args()
     started = time.monotonic()
@@ -77,7 +79,9 @@ def main() -> int:
             at_full=not options.skip_full_rate,
             seconds=options.seconds,
         ),
+        over_http=options.http,
         prefill_kernels=options.prefill,
+        kv_page_bits=options.page_bits,
         engine_args=gpu | options.engine,
         **settings,
     )

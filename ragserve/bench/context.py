@@ -183,10 +183,12 @@ async def _rows(
     """Measure exact strategies and documents on the device first, then tier by tier downwards, because
     measuring a tier evicts those above it."""
     request, draw = _request(length, size)
+    cached = False
     for tiers in (("", "device"), ("host",), ("disk",)):
         group = [(tier, case) for case in cases for tier in tiers if tier in case.tiers]
-        if tiers[-1] == "device" and any(tier or case.tiers != ("",) for tier, case in group):
+        if not cached and any(case.tiers != ("",) for _, case in group):
             await _cache(engine, request, draw)
+            cached = True
         found = await _in_turn(engine, request, group, draw, repeats)
         for (tier, case), (runs, error) in zip(group, found, strict=True):
             row: dict[str, Any] = dict(zip(_KEY, (length, size, case.name, tier or None), strict=True))

@@ -65,6 +65,7 @@ def run(
     strategies: str = STRATEGIES,
     shape: str = "embedded",
     effort: Effort | None = None,
+    over_http: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Measure a row per trace, number of passages and strategy; the JSON is rewritten after each.
@@ -72,6 +73,7 @@ def run(
     Args:
         passages: Passages of a query, see `retrieval_trace.read_trace`; 0: as many as the trace has.
         shape: `embedded` (the small model) or one of `model_shapes.SHAPES`, with random weights.
+        over_http: Ask a worker over HTTP in place of an engine in this process.
         settings: Settings of the engine.
 
     Raises:
@@ -95,6 +97,7 @@ def run(
     async def work(engine: Any) -> None:
         info = engine.info
         report.workload |= {
+            "asked": "over HTTP" if over_http else "in the process",
             "device": info.device,
             "attention": info.attention_backend,
             "KV slots": info.max_total_tokens,
@@ -104,7 +107,8 @@ def run(
             await _Load(engine, trace, effort, deadline, report).run(specs)
         await engine.control("check")
 
-    model_shapes.run_engine(shape, work, **tiers | settings)
+    run_with = model_shapes.run_worker if over_http else model_shapes.run_engine
+    run_with(shape, work, **tiers | settings)
     return report.show(_SHOWN)
 
 

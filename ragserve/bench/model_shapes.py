@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import secrets
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import SecretStr
+
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.local import LocalEngine
 from ragserve.engine.offline import run_once
 from ragserve.files import write_json
+from ragserve.fleet.worker_engine import WorkerEngine
+from ragserve.measuring.server import running_server
 
 T = TypeVar("T")
 _LLAMA = {
@@ -62,11 +68,36 @@ def kv_bytes_per_token(shape: str) -> int:
 def run_engine(shape: str, work: Callable[[LocalEngine], Awaitable[T]], **settings: Any) -> T:
     """Run ``work`` with an engine of one of SHAPES, or of `embedded`, on a data folder of its own."""
     with tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder:
-        settings = {"data_dir": Path(folder) / "data", **settings}
-        if shape != "embedded":
-            settings |= {"model": _dummy_model(shape, Path(folder)), "dtype": "bfloat16"}
-            settings["engine_args"] = {"load_format": "dummy", **settings.get("engine_args", {})}
-        return run_once(load(**settings), work)
+        return run_once(load(**_settings(shape, Path(folder), settings)), work)
+
+
+def run_worker(shape: str, work: Callable[[WorkerEngine], Awaitable[T]], **settings: Any) -> T:
+    """Run ``work`` as `run_engine` does, with the engine in a process of its own, `ragserve serve --worker`,
+    which is asked over HTTP."""
+    with tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder:
+        own = _settings(shape, Path(folder), settings)
+        flags = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in own.items()}
+        key = secrets.token_urlsafe()
+        front = load(data_dir=Path(folder) / "front", engine_api_key=SecretStr(key))
+
+        async def asked(url: str) -> T:
+            engine = WorkerEngine(front, url)
+            try:
+                await engine.start()
+                return await work(engine)
+            finally:
+                await engine.close()
+
+        with running_server(worker=True, api_key=key, log_level="warning", **flags) as server:
+            return asyncio.run(asked(server.url))
+
+
+def _settings(shape: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    settings = {"data_dir": folder / "data", **settings}
+    if shape == "embedded":
+        return settings
+    arguments = {"load_format": "dummy", **settings.get("engine_args", {})}
+    return settings | {"model": _dummy_model(shape, folder), "dtype": "bfloat16", "engine_args": arguments}
 
 
 def _dummy_model(shape: str, folder: Path) -> str:

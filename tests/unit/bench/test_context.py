@@ -104,6 +104,15 @@ def test_strategies_take_turns_and_start_in_turn_and_each_tier_comes_below_the_o
         assert row["fastest ms"] <= row["ttft ms"] <= row["slowest ms"]
 
 
+def test_documents_are_cached_where_no_case_reads_them_from_the_device_too() -> None:
+    cases = (ContextCase("all", "full"), ContextCase("more", "epic", {}, ("host",)))
+    found = rows(Engine(), {}, cases)
+    assert [(row["strategy"], row["tier"], row.get("error")) for row in found] == [
+        ("all", None, None),
+        ("more", "host", None),
+    ]
+
+
 def test_slow_cases_run_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "SLOW", ((-1.0, (1, 1)),))
     assert [row["runs"] for row in rows(Engine(), {})] == [1] * 5
