@@ -1,7 +1,7 @@
 """Stress of hosted requests beside decode graphs: random requests to one engine with little room.
 
-    python examples/gpu_hosted_stress.py OUT.json [--seconds 290] [--seed 1] [--retract-every 41]
-        [--compare 30] [--merge EARLIER.json] [--embedded]
+    python examples/gpu_hosted_stress.py OUT.json [--seconds 290] [--seed 1] [--page 64]
+        [--retract-every 41] [--compare 30] [--merge EARLIER.json] [--embedded]
 
 The small model in bfloat16, a KV pool of 6,144 tokens in pages of 64, host pages for five times as many.
 Rounds of up to 24 requests, at once or spread over seconds: hosted, `auto`, and on the device with the same
@@ -63,8 +63,10 @@ EVERYTHING = "all"
 class Sizes:
     """Of the engines: the pool that is stressed, and the dtype."""
 
-    def __init__(self, embedded: bool) -> None:
-        self.pool, self.page, self.longest = (2048, 16, 2900) if embedded else (6144, 64, 7900)
+    def __init__(self, given: argparse.Namespace) -> None:
+        embedded: bool = given.embedded
+        self.pool, self.longest = (2048, 2900) if embedded else (6144, 7900)
+        self.page: int = given.page or (16 if embedded else 64)
         self.answer = 72 if embedded else 160  # tokens, at most
         self.dtype, self.itemsize = ("float32", 4) if embedded else ("bfloat16", 2)
         self.rounding = FLOAT32 if embedded else BFLOAT16
@@ -104,7 +106,7 @@ class Stress:
     """The rounds, and what is counted in them."""
 
     def __init__(self, engine: Any, given: argparse.Namespace, folder: Path) -> None:
-        self.engine, self.given, self.sizes = engine, given, Sizes(given.embedded)
+        self.engine, self.given, self.sizes = engine, given, Sizes(given)
         self.progress = Progress(folder, "hosted", seed=given.seed, target=None, minutes=given.seconds / 60)
         builder = PromptBuilder.load(engine.info.tokenizer)
         sizes = self.sizes
@@ -258,7 +260,7 @@ class Stress:
         asked = job.decode.get("hosted", False)
         assert asked or not said.hosted_steps + said.misses + said.host_reads + said.segmented_tokens
         if len(job.ids) > self.sizes.pool:
-            assert bool(job.spans) or said.segmented_tokens > self.sizes.pool
+            assert bool(job.spans) or said.segmented_tokens >= self.sizes.pool
             assert not undisturbed or said.hosted_steps == said.steps
         if undisturbed:
             assert said.loaded_bytes == (said.misses + said.host_reads) * self.sizes.head_page
@@ -281,13 +283,13 @@ def stress(given: argparse.Namespace) -> None:
             run.save()
 
     with tempfile.TemporaryDirectory(prefix="ragserve-stress-") as data:
-        sizes = Sizes(given.embedded)
+        sizes = Sizes(given)
         run_once(load(data_dir=Path(data), **sizes.settings(sizes.pool, given)), work)
 
 
 def compare(given: argparse.Namespace) -> None:
     """Answer the samples on the device of an engine with room for all of them, and compare."""
-    sizes = Sizes(given.embedded)
+    sizes = Sizes(given)
     samples: dict[str, list[tuple[Job, Answer]]] = pickle.loads(samples_of(given).read_bytes())
     found: dict[str, Any] = {}
 
@@ -327,10 +329,10 @@ def samples_of(given: argparse.Namespace) -> Path:
 def rows_of(
     given: argparse.Namespace, found: dict[str, Any], compared: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    rows = []
+    rows, page = [], Sizes(given).page
     for kind in KINDS:
         counts: Counter[str] = Counter(found["kinds"].get(kind, {}))
-        rows.append(row_of(given.seed, kind, counts, compared.get(kind, {})))
+        rows.append(row_of(given.seed, page, kind, counts, compared.get(kind, {})))
     total: Counter[str] = Counter()
     for each in found["kinds"].values():
         total.update(each)
@@ -339,7 +341,7 @@ def rows_of(
         "same tokens": sum(each["same tokens"] for each in compared.values()),
         "apart": [difference for each in compared.values() for difference in each["apart"]],
     }
-    last = row_of(given.seed, EVERYTHING, total, everything)
+    last = row_of(given.seed, page, EVERYTHING, total, everything)
     names = ("seconds", "rounds", "checks", "violations", "first violations", "most at once", "troubles")
     return [*rows, last | {name: found[name] for name in names}]
 
@@ -355,6 +357,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=290.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--page", type=int, default=0, help="tokens; default 64")
     parser.add_argument("--retract-every", type=int, default=41, help="steps")
     parser.add_argument("--compare", type=int, default=30, help="answers of a kind, at most")
     parser.add_argument("--merge", type=Path, help="an earlier report, whose rows of other seeds stay")
@@ -387,7 +390,7 @@ def main() -> int:
             failed.append(f"{part} ended with {code}")
     for path in (samples_of(given), *(part_of(given, part) for part in PARTS)):
         path.unlink()
-    ran, compared, sizes = found["stress"], found["compare"], Sizes(given.embedded)
+    ran, compared, sizes = found["stress"], found["compare"], Sizes(given)
     wrong = failed + judge(compared, sizes.rounding, exact=given.embedded)
     ran["violations"] += len(wrong)
     ran["first violations"] = [*ran["first violations"], *wrong][:20]
@@ -399,8 +402,7 @@ def main() -> int:
         "model": f"ragserve-tiny, {sizes.dtype}",
         "attention": ran["engine"]["attention"],
         "KV slots": sizes.pool,
-        "page": sizes.page,
-        "host pages": 5 * sizes.pool // sizes.page,
+        "hosted tokens": 5 * sizes.pool,
         "longest prompt": sizes.longest,
         "requests at once": MOST,
         "forced retraction": f"every {given.retract_every} steps",

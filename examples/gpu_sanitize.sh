@@ -4,12 +4,12 @@
 #     examples/gpu_sanitize.sh OUT [SECONDS]
 #
 # memcheck over all of them, then racecheck and synccheck over those that use shared memory. OUT gets kernels_hosted_memcheck.txt, which says
-# what ran, on what, and what was found. SECONDS: of each tool, default 150; a tool that takes longer is ended and the file says so. Kernels
-# are compiled before, without the tool. Without PyTorch's caching allocator, every tensor is an allocation of its own.
+# what ran, on what, and what was found. SECONDS: of all tools, default 240, half of them memcheck's; a tool that takes longer than its part is
+# ended, and the file says so. Kernels are compiled before, without a tool. Without PyTorch's caching allocator, every tensor is an allocation of its own.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(mkdir -p "$1" && cd "$1" && pwd)/kernels_hosted_memcheck.txt
-limit=${2:-150}
+limit=${2:-240}
 export PYTHONPATH="$PWD:$PWD/kernels:$PWD/index${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
@@ -29,9 +29,9 @@ print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}, Triton {tri
 PY
 } | tee "$out"
 
-run() { # TOOL KERNEL...
-  local tool=$1 began=$SECONDS code
-  shift
+run() { # TOOL SECONDS KERNEL...
+  local tool=$1 limit=$2 began=$SECONDS code
+  shift 2
   printf '\ncompute-sanitizer --tool %s python -m tests.kernels.memcheck_hosted %s\n' "$tool" "$*" | tee -a "$out"
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "$limit" "$sanitizer" --tool "$tool" --error-exitcode 9 --print-limit 20 \
     "$python" -m tests.kernels.memcheck_hosted "$@" 2>&1 | tail -n 60 | tee -a "$out"
@@ -40,7 +40,7 @@ run() { # TOOL KERNEL...
   echo "$((SECONDS - began)) s" | tee -a "$out"
 }
 
-run memcheck
-run synccheck "${shared[@]}"
-run racecheck "${shared[@]}"
+run memcheck $((limit / 2))
+run synccheck $((limit / 4)) "${shared[@]}"
+run racecheck $((limit / 4)) "${shared[@]}"
 exit "$failed"

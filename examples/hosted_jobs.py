@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import statistics
 import time
@@ -227,18 +228,22 @@ def judge(compared: dict[str, Any], rounding: float, *, exact: bool) -> list[str
             wrong.append(f"{kind}: answers are {statistics.median(found['apart']):.3g} apart, median")
         if exact and (worst := max(found["apart"], default=0.0)) > far:
             wrong.append(f"{kind}: an answer is {worst:.3g} apart")
-    shares = {rival: sum(each > far for each in all) / max(1, len(all)) for rival, all in pooled.items()}
-    if shares[False] > shares[True] + 0.05:
-        wrong.append(
-            f"{shares[False]:.1%} of hosted answers are far apart, and {shares[True]:.1%} of the others"
-        )
+    counts = {rival: sum(each > far for each in all) for rival, all in pooled.items()}
+    n_hosted, n_rivals = len(pooled[False]), len(pooled[True])
+    if n_hosted and n_rivals:
+        share, rivals = counts[False] / n_hosted, counts[True] / n_rivals
+        mean = (counts[False] + counts[True]) / (n_hosted + n_rivals)
+        noise = math.sqrt(mean * (1 - mean) * (1 / n_hosted + 1 / n_rivals))
+        if share > rivals + 3 * noise + 0.01:
+            wrong.append(f"{share:.1%} of hosted answers are far apart, and {rivals:.1%} of the others")
     return wrong
 
 
-def row_of(seed: int, kind: str, counts: Counter[str], compared: dict[str, Any]) -> dict[str, Any]:
+def row_of(seed: int, page: int, kind: str, counts: Counter[str], compared: dict[str, Any]) -> dict[str, Any]:
     apart = compared.get("apart", [])
     return {
         "seed": seed,
+        "page": page,
         "kind": kind,
         **{name: counts[name] for name in ("requests", "answered", "left", "gone", "failed", "taken back")},
         "resumed": counts["resumed"],
