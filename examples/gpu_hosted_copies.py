@@ -10,7 +10,11 @@ rival is one copy of as many bytes between pinned memory and the device. Every f
 Beside decode: the same loads beside steps of ``--requests`` requests, whose attention is `sparse_decode` over
 columns and whose other work has the shape of Llama-3.1-8B, in a CUDA graph: without a pause, which is the
 worst case, and once a step, of as many pages as requests of 32k missed a step (`misses` of
-h200-hosted.json). A minute on an H200."""
+h200-hosted.json).
+
+Progressive: attention of a step of 8 requests, in all layers, to 64 pages a KV head, of which some are read
+from the host by the attention itself; beside the time that the link takes for them, and that of the step when
+all are on the device. A minute on an H200."""
 
 from __future__ import annotations
 
@@ -24,12 +28,13 @@ from typing import Any
 import torch
 
 from ragserve.bench.kernels.compose_beside import Decoding
-from ragserve.bench.kernels.timing import normal
+from ragserve.bench.kernels.timing import median_ms, normal
 from ragserve.bench.model_shapes import SHAPES
 from ragserve.measuring import report
 from ragserve_kernels.column_gather import column_gather
 from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.paged import PagedBatch, PageSelection
+from ragserve_kernels.progressive_decode import PagePlaces, progressive_decode
 from ragserve_kernels.sparse_decode import sparse_decode
 from sglang_ext.documents.fill import DocumentKv, fill_pages
 from sglang_ext.documents.types import KvShape
@@ -38,6 +43,8 @@ from sglang_ext.hosting.host_pages import HostPages
 PAGE, CHOSEN = 64, 32  # tokens; pages that a layer and KV head misses
 REPEATS = 5
 MISSED = 61  # pages of KV heads that a request of 32k loads a step: 1,119,914 of 18 answers of 1,024
+ATTENDED, REQUESTS = 64, 8  # pages of each head in a progressive step, and its requests
+SHARES = (0.0, 0.1, 0.5, 1.0)  # of them on the host
 PROGRAMS = (1, 2, 3, 4, 8, 32)
 
 
@@ -68,6 +75,56 @@ def decoding(requests: int, heads: int, dim: int) -> Decoding:
     return Decoding(
         requests, lambda layer, q: sparse_decode(q.contiguous(), pools[layer % 4], batch, selection=chosen)
     )
+
+
+def progressive(pages: HostPages, kv: KVLayers, share: float) -> Callable[[], torch.Tensor]:
+    """Return the attention of a progressive step, which reads ``share`` of its pages from the host and says
+    how many pages of KV heads those are."""
+    layers, heads, dim, _ = kv.layout
+    device, count = kv.device, kv.slots // PAGE
+    q = torch.randn(REQUESTS, 4 * heads, dim, device=device).to(kv.k[0].dtype)
+    table = torch.randint(count, (REQUESTS, ATTENDED), device=device, dtype=torch.int32)
+    batch = PagedBatch(table, torch.full_like(table[:, 0], ATTENDED * PAGE), PAGE, PAGE)
+    order = torch.argsort(torch.rand(REQUESTS, heads, ATTENDED, device=device), -1).to(torch.int32)
+    ranking = PageSelection(order.contiguous(), torch.full_like(order[..., 0], ATTENDED).contiguous())
+    places = torch.randint(count, (REQUESTS, heads, ATTENDED), device=device, dtype=torch.int32)
+    on_host = torch.argsort(torch.rand(places.shape, device=device), -1) < round(share * ATTENDED)
+    places = torch.where(on_host, -1 - places, places).contiguous()
+
+    def step() -> torch.Tensor:
+        read = [
+            progressive_decode(
+                q,
+                (kv.k[layer], kv.v[layer]),
+                batch,
+                ranking,
+                threshold=1.0,
+                places=PagePlaces(places, pages.pool, layer),
+            ).from_host
+            for layer in range(layers)
+        ]
+        return torch.stack([each for each in read if each is not None]).sum()
+
+    return step
+
+
+def progressive_rows(pages: HostPages, kv: KVLayers, head_page: int, link: float) -> list[dict[str, Any]]:
+    """Measure steps by the share on the host; ``head_page``: bytes, ``link``: GB/s to the device."""
+    rows: list[dict[str, Any]] = []
+    for share in SHARES:
+        step = progressive(pages, kv, share)
+        size, ms = int(step()) * head_page, round(median_ms(step), 3)
+        limit = max(size / link / 1e6, rows[0]["ms"] if rows else ms)
+        rows.append(
+            {
+                "copy": f"progressive step, {share:.0%} on the host",
+                "GB/s": round(size / ms / 1e6, 2),
+                "ms": ms,
+                "link ms": round(size / link / 1e6, 3),
+                "over the larger of link and device": round(ms / limit - 1, 3),
+            }
+        )
+    return rows
 
 
 def main() -> None:
@@ -122,10 +179,13 @@ def main() -> None:
         row["slowdown without a pause"] = found["decode_slowdown"]
         row["slowdown, a load a step"] = round(steps.alone_ms(each) / steps.alone_ms() - 1, 4)
         rows.append(row)
+    del steps
+    rows += progressive_rows(pages, kv, shape.page_bytes // (layers * heads), rows[1]["GB/s"])
     workload = {
         "model shape": given.shape,
         "page bytes": shape.page_bytes,
         "decode": f"{given.requests} requests, {CHOSEN} of {2 * CHOSEN} columns a head",
+        "progressive": f"{REQUESTS} requests, {ATTENDED} pages a head",
         "MB of a load without a pause": round(moved / 1e6, 1),
         "MB of a load a step": round(few_moved / 1e6, 1),
     }
