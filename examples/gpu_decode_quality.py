@@ -1,13 +1,15 @@
 """Answers of the small model with sparse decoding: exact match over budget and threshold, by kind of page.
 
     python examples/gpu_decode_quality.py OUT SET.jsonl.gz [SET ...] [--gpus N] [--rows N]
-        [--reuse | --observers]
+        [--reuse | --observers | --hosted]
 
 Sets are question sets (see ragserve/eval/data.py), LongEval lines, or key-value retrieval; prompts over 8,000
 tokens are left out. Each kind of page is an engine of its own, N at a time, each on its own GPU. OUT gets
 quality.json, and a file per kind of page before. Every prompt is prefilled once: modes differ in decode steps
 only. With streaming heads (of results/heads-embedded.json) budgets are tried with and without them.
-``--reuse``: only dense, and budgets by reuse interval; ``--observers``: dense, and what chooses pages.
+``--reuse``: only dense, and budgets by reuse interval; ``--observers``: dense, and what chooses pages;
+``--hosted``: dense, and budgets and thresholds with the KV on the device and, in a second engine whose pool
+holds few prompts, on the host, with the same lag; ``same answers`` counts those with the same text.
 Takes about 2 minutes per kind of page on an H200; also runs on a CPU. RAGSERVE_ATTENTION names SGLang's
 attention backend if its default is not installed."""
 
@@ -45,7 +47,10 @@ PAGES: dict[str, dict[str, Any]] = {
     **{f"64 of 16, {share} % streaming": {"streaming": share} for share in (25, 50, 75)},
     "64 by centre": {"decode_ranking": "center", "decode_bound": "lowest"},
 }
+ON_HOST = "64 of 16 on the host"
+ROOM = {ON_HOST: {"max_total_tokens": 3072, "kv_hosted_bytes": 2**30}, "64 of 16": {"kv_hosted_bytes": 2**24}}
 GATES = Path(__file__).parent / "results" / "heads-embedded.json"
+TEXTS = "answers"  # of a row, until they have been compared
 Asked = tuple[list[int], list[str], bool]  # prompt, answers, whether the answer must be exact
 DENSE: dict[str, Any] = {"mode": "dense"}
 
@@ -76,6 +81,9 @@ OBSERVERS = [
         for mode in budgets((512, 1024), (16,), observe=who, scores="exact")
     ),
 ]
+LAGGING = [*budgets((256, 512), (4,), lag=2), threshold(0.9)]
+HOSTED = [mode | {"hosted": True} for mode in LAGGING[:2]]
+HOSTED.append(LAGGING[2] | {"hosted": True, "budget": 512, "reuse": 4})
 FRESH = budgets((256, 512, 1024), (1, 16))
 STREAMING = [
     threshold(1.0, streaming=True),  # the other heads attend to everything
@@ -110,14 +118,14 @@ def prompts(path: Path, rows: int, builder: PromptBuilder) -> list[Asked]:
 
 async def ask(
     engine: Any, namespace: str, mode: dict[str, Any], places: asyncio.Semaphore, prompt: Asked
-) -> tuple[bool, Any]:
-    """Tell whether the answer is right, and what its decode steps read."""
+) -> tuple[bool, Any, str]:
+    """Tell whether the answer is right, what its decode steps read, and the answer."""
     ids, answers, exact = prompt
     async with places:
         request = GenerateRequest("q", ids, namespace, "prefix", Sampling(40), decode=mode)
         answer = await first_token(engine, request)
     right = exact_match(answer.text, answers) > 0 if exact else contains_answer(answer.text, answers)
-    return right, answer.last.decode
+    return right, answer.last.decode, answer.text
 
 
 async def measure(
@@ -130,7 +138,9 @@ async def measure(
     if "streaming" in name:
         modes = [DENSE, *STREAMING]
     if study:
-        modes = [DENSE, *(REUSE if study == "reuse" else OBSERVERS)]
+        modes = [DENSE, *{"reuse": REUSE, "observers": OBSERVERS, "hosted": LAGGING}[study]]
+    if name == ON_HOST:
+        modes = HOSTED
     for path in sets:
         asked = await asyncio.to_thread(prompts, path, rows, builder)
         if not asked:
@@ -139,16 +149,24 @@ async def measure(
         for mode in modes:
             places = asyncio.Semaphore(IN_FLIGHT)
             done = await asyncio.gather(*(ask(engine, path.name, mode, places, each) for each in asked))
-            read = [use for _, use in done if use is not None]
+            read = [use for _, use, _ in done if use is not None]
             row: dict[str, Any] = {"pages": name, "set": path.name.split(".")[0], **mode, "n": len(done)}
             row["prompt tokens"] = sum(len(ids) for ids, _, _ in asked) // len(asked)
-            row["right"] = round(100 * sum(bool(right) for right, _ in done) / len(done), 1)
+            row["right"] = round(100 * sum(bool(right) for right, _, _ in done) / len(done), 1)
             if read:
                 row["share read"] = round(sum(use.share for use in read) / len(read), 4)
                 weights = [use.weight for use in read if use.weight is not None]
                 row["weight"] = round(sum(weights) / len(weights), 4) if weights else None
+            if study == "hosted":
+                row[TEXTS] = [text for _, _, text in done]
+            if mode.get("hosted"):
+                steps, hosted = (sum(getattr(use, n) for use in read) for n in ("steps", "hosted_steps"))
+                row["hosted share of steps"] = round(hosted / max(1, steps), 3)
+                row["prompts prefilled by layers"] = sum(use.segmented_tokens > 0 for use in read)
+                row["misses"] = sum(use.misses for use in read)
+                row["host reads"] = sum(use.host_reads for use in read)
             report["rows"].append(row)
-            print(json.dumps(row), flush=True)
+            print(json.dumps({key: row[key] for key in row if key != TEXTS}), flush=True)
             write_json(out, report)
 
 
@@ -162,7 +180,7 @@ def child(name: str, out: Path, sets: list[Path], rows: int, study: str) -> None
         await engine.control("check")
         report["statistics checked"] = True
 
-    number = list(PAGES).index(name)
+    number = [*PAGES, ON_HOST].index(name)
     options: dict[str, Any] = {
         "sparse_attention": "on",
         "decode_mode": "dense",
@@ -171,7 +189,9 @@ def child(name: str, out: Path, sets: list[Path], rows: int, study: str) -> None
         "max_total_tokens": 2**18,
         "decode_page_size": 64,
         "decode_logical_page": 16,
-    } | PAGES[name]
+    } | PAGES.get(name, {})
+    if study == "hosted":
+        options |= ROOM[name]
     if (share := options.pop("streaming", None)) is not None:
         options["decode_heads"] = heads = out / f"heads-{share}.json"
         gates = torch.tensor(json.loads(GATES.read_text(encoding="utf-8"))["gates"])
@@ -186,6 +206,24 @@ def child(name: str, out: Path, sets: list[Path], rows: int, study: str) -> None
     write_json(path, report)
 
 
+def compare_answers(reports: list[dict[str, Any]]) -> None:
+    """Count the hosted answers that are those of the device, and leave the texts out."""
+    rows = [row for report in reports for row in report["rows"]]
+    device = {place(row): row[TEXTS] for row in rows if TEXTS in row and not row.get("hosted")}
+    for row in rows:
+        if TEXTS in row and row.get("hosted") and (texts := device.get(place(row))) is not None:
+            row["same answers"] = sum(a == b for a, b in zip(texts, row[TEXTS], strict=True))
+    for row in rows:
+        row.pop(TEXTS, None)
+        if "same answers" in row:
+            print(json.dumps(row), flush=True)
+
+
+def place(row: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("set", "mode", "threshold") if row["mode"] == "progressive" else ("set", "mode", "budget")
+    return tuple(row.get(name) for name in names)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
@@ -193,12 +231,12 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rows", type=int, default=100)
     studies = parser.add_mutually_exclusive_group()
-    for study in ("reuse", "observers"):
+    for study in ("reuse", "observers", "hosted"):
         studies.add_argument(f"--{study}", dest="study", action="store_const", const=study, default="")
-    parser.add_argument("--pages", choices=list(PAGES), action="append")
+    parser.add_argument("--pages", choices=[*PAGES, ON_HOST], action="append")
     parser.add_argument("--child", action="store_true")
     given = parser.parse_args()
-    names = given.pages or list(PAGES)
+    names = given.pages or list(ROOM if given.study == "hosted" else PAGES)
     if given.child:
         child(names[0], given.out, given.sets, given.rows, given.study)
         return 0
@@ -208,6 +246,8 @@ def main() -> int:
     failed = fan_out({name: [sys.executable, __file__, *same, "--pages", name] for name in names}, given.gpus)
     paths = sorted(given.out.glob("quality-*.json"))
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    if given.study == "hosted":
+        compare_answers(reports)
     write_json(given.out / "quality.json", reports)
     return len(failed)
 

@@ -1,30 +1,35 @@
 """Tokens a second and requests held at once with equal device memory: plain SGLang, sparse decoding with its
 KV on the device, hosted, and naive offloading.
 
-    python examples/gpu_hosted.py OUT [SIDE ...] [--points POINT,...] [--kv-gb GB] [--host-gb GB]
-        [--budget TOKENS] [--lag STEPS] [--columns N] [--attention NAME] [--embedded]
+    python examples/gpu_hosted.py OUT [SIDES ...] [--points POINT,...] [--kv-gb GB] [--host-gb GB]
+        [--hosted-kv-gb GB] [--inject TOKENS] [--budget TOKENS] [--lag STEPS] [--columns N]
+        [--attention NAME] [--embedded]
 
-SIDE: plain, resident, hosted, naive, each an engine of its own; default: all but naive. Their engines start
-at the same time and measure one after another. Naive: columns of two pages for each of a choice, chosen anew
-in every second step, and steps wait for loads; it pins as much host memory as hosted, so start it by itself
-where there is no room for both.
+SIDES: plain, resident, hosted, naive, each an engine of its own. Sides that are joined, such as
+plain+resident, start at the same time and measure one after another, which needs memory for all of them; the
+next SIDES start when they have ended. Default: plain+resident+hosted naive. Naive: columns of two pages for
+each of a choice, chosen anew in every second step, and steps wait for loads; it pins as much host memory as
+hosted.
 
-POINT, default all:
+POINT, default 32k,fits,100k,beside:
   32k     18 prompts of 32,768 tokens and answers of 1,024, all at once; they wait until the pool has room
   fits    3 of 32,768 and answers of 512: they fit on the device. Hosted is asked for as `auto`
   100k    4 of 100,000 and answers of 512
   beside  one prompt of 120,000 tokens, sent while 4 requests of 8,192 decode. On the hosted side it is larger
           than the room in the pool and is prefilled layer by layer; on the others in chunks
+  late    16 prompts of 32,768 tokens, one every 2.5 s, while 6 requests of 8,192 decode with their KV on the
+          device. ``--hosted-kv-gb 12.8 --host-gb 25`` leaves no room for them on the hosted side
+  full    as many of 32,768 with answers of 1,024 as the hosted side holds by ``--kv-gb`` and ``--host-gb``,
+          on the host and on the device: for a pool of all memory that there is
 Contexts are random tokens that nobody has sent before. ``--kv-gb``: device memory of the KV pool and of all
-page statistics together; ``--host-gb``: pinned memory of the hosted side. Llama-3.1-8B shape with random
-weights, so nothing is said on quality.
+page statistics together, ``--hosted-kv-gb``: on the hosted side, if that is to have less; ``--host-gb``:
+pinned memory of the hosted side. Llama-3.1-8B shape with random weights, so nothing is said on quality.
 
 OUT gets hosted-SIDE.json after each point, and h200-hosted.json of all that are there, those of earlier runs
-included. ``tokens/s`` is over
-the time in which as many requests decoded at once as ever did, ``in all`` over the whole run, prefills
-included; ``step ms`` is a token of one of those requests. ``gap``: milliseconds between two chunks of those
-that decode while the prompt of `beside` is prefilled.
-``--embedded``: the small model and small sizes, to try the script without a GPU."""
+included. ``tokens/s`` is over the time in which as many requests decoded at once as ever did, ``in all`` over
+the whole run, prefills included; ``step ms`` is a token of one of those requests. ``gap``: milliseconds
+between two chunks of those that decode, from the first prompt of `beside` or `late` to the last one's first
+token. ``--embedded``: the small model and small sizes, to try the script without a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +42,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -53,7 +58,9 @@ from ragserve.measuring.engine_run import TimedAnswer, first_token, random_token
 from sglang_ext.hosting.beside import COPIES_VARIABLE
 
 SIDES = ("plain", "resident", "hosted", "naive")
-TOGETHER = ("plain", "resident", "hosted")
+GROUPS = ("plain+resident+hosted", "naive")
+DEFAULT_POINTS = "32k,fits,100k,beside"
+FIRST_COLUMNS = 2  # per page of a choice
 HOSTED = ("hosted", "naive")
 LOGICAL = 16
 START_S = 420.0  # to wait for an engine's start
@@ -65,13 +72,21 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Point:
-    """``beside``: tokens of a prompt that comes while the requests decode; 0: none comes."""
+    """``requests``: 0: as many as the hosted side holds. ``beside``: tokens of ``late`` prompts that come
+    while the requests decode, one ``every`` so many seconds; 0: none comes. ``hosted``: of the requests,
+    the late ones are always hosted."""
 
     requests: int
     context: int
     answer: int
     beside: int = 0
+    late: int = 1
+    every: float = 0.0
     hosted: bool | str = True
+
+    @property
+    def at_once(self) -> int:
+        return self.requests + (self.late if self.beside else 0)
 
 
 POINTS = {
@@ -79,13 +94,29 @@ POINTS = {
     "fits": Point(3, 32_768, 512, hosted="auto"),
     "100k": Point(4, 100_000, 512),
     "beside": Point(4, 8192, 6000, beside=120_000),
+    "late": Point(6, 8192, 4000, beside=32_768, late=16, every=2.5, hosted=False),
+    "full": Point(0, 32_768, 1024),
 }
 EMBEDDED = {  # a pool of 4,000 tokens, less what columns' statistics take
     "32k": Point(6, 1200, 48),
     "fits": Point(2, 1200, 32, hosted="auto"),
     "100k": Point(2, 3000, 32),
     "beside": Point(2, 300, 96, beside=3900),
+    "late": Point(2, 600, 120, beside=2600, late=3, every=2.0, hosted=False),
+    "full": Point(0, 1200, 32),
 }
+
+
+def most_held(given: argparse.Namespace, point: Point) -> int:
+    """Return how many requests of a point the hosted side has room for: on the host as long as there are
+    pages, the others on the device."""
+    pages = -(-point.context // given.page)
+    page_bytes = given.page * model_shapes.kv_bytes_per_token(given.shape)
+    on_host = int(given.host_gb * 1e9 // page_bytes) // pages
+    slots = slots_of("hosted", given) - on_host * (FIRST_COLUMNS * given.budget + point.answer)
+    if slots < 0:
+        raise SystemExit("--kv-gb has no room for the columns of what --host-gb holds")
+    return on_host + slots // (point.context + point.answer)
 
 
 def statistics_share(page: int) -> float:
@@ -93,23 +124,29 @@ def statistics_share(page: int) -> float:
     return 1 / LOGICAL + 1 / (2 * page)
 
 
-def settings_of(side: str, given: argparse.Namespace) -> dict[str, Any]:
-    token = model_shapes.kv_bytes_per_token(given.shape)
-    share, host = statistics_share(given.page), given.host_gb * 1e9
+def slots_of(side: str, given: argparse.Namespace) -> int:
+    """Return the tokens of a side's KV pool."""
+    share = statistics_share(given.page)
     room = given.kv_gb * 1e9
     if side in HOSTED:
-        room -= share * host
+        room = (given.hosted_kv_gb or given.kv_gb) * 1e9 - share * given.host_gb * 1e9
     if side != "plain":
         room /= 1 + share
-    tokens = int(room / token) // given.page * given.page
+    return int(room / model_shapes.kv_bytes_per_token(given.shape)) // given.page * given.page
+
+
+def settings_of(side: str, given: argparse.Namespace) -> dict[str, Any]:
+    tokens = slots_of(side, given)
     flags: dict[str, Any] = {"max_total_tokens": tokens, "kv_disk_bytes": 0, "kv_host_bytes": 2**24}
-    most = max(point.requests for point in given.sizes.values())
+    most = max(point.at_once for point in given.sizes.values())
     flags["engine_args"] = engine_args(given.attention) | {"max_running_requests": most}
     if side != "plain":
         flags |= {"sparse_attention": "on", "decode_page_size": given.page, "decode_logical_page": LOGICAL}
         flags |= {"decode_budget": given.budget, "decode_dense_below": 0}
     if side in HOSTED:
-        flags |= {"decode_hosted": "on", "kv_hosted_bytes": int(host)}
+        flags |= {"decode_hosted": "on", "kv_hosted_bytes": int(given.host_gb * 1e9)}
+        if given.inject:
+            flags["max_inject_tokens"] = given.inject
     if not given.embedded:
         sizes = sorted({1, 2, 4, *range(8, most + 1, 8), most})
         flags["engine_args"] |= {"disable_prefill_cuda_graph": True, "cuda_graph_bs_decode": sizes}
@@ -147,9 +184,11 @@ def decode_options(side: str, given: argparse.Namespace, hosted: bool | str) -> 
     if side == "plain":
         return None
     options: dict[str, Any] = {"mode": "hierarchical", "budget": given.budget}
-    if side == "hosted":
+    if side in HOSTED and not hosted:
+        options |= {"hosted": False, "lag": given.lag}
+    elif side == "hosted":
         options |= {"hosted": hosted, "lag": given.lag, "columns": given.columns}
-    if side == "naive":
+    elif side == "naive":
         options |= {"hosted": True, "lag": 1, "columns": 2, "reuse": 1}
     return options
 
@@ -188,6 +227,7 @@ def measure(side: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 SECONDS = "hosting, by second"
+WAITS = "late first token ms"  # a list
 COUNTS = ("segmented tokens", "hits", "misses", "loaded GB")
 
 
@@ -210,12 +250,23 @@ async def measure_point(
     watching = asyncio.create_task(watch(engine, seen)) if side in HOSTED else None
     started = time.perf_counter()
     sent = [asyncio.create_task(first_token(engine, request)) for request in requests]
+    late: list[TimedAnswer] = []
     if point.beside:
         await asyncio.sleep(given.settle)  # until all of them decode
-        late = await first_token(engine, request_of("late", random_tokens(draw, point.beside), 16, options))
-        found["late first token ms"] = round(late.ttft_ms, 1)
-        if late.last.decode is not None:
-            found["late segmented tokens"] = late.last.decode.segmented_tokens
+        coming = decode_options(side, given, True)
+        prompts = [random_tokens(draw, point.beside) for _ in range(point.late)]
+        behind = []
+        for number, ids in enumerate(prompts):
+            await asyncio.sleep(point.every if number else 0)
+            behind.append(asyncio.create_task(first_token(engine, request_of("late", ids, 16, coming))))
+        late = await asyncio.gather(*behind)
+        waits = sorted(each.ttft_ms for each in late)
+        found["late first token ms, p50"] = round(statistics.median(waits), 1)
+        found["late first token ms, p99"] = round(report.percentile(waits, 99), 1)
+        found[WAITS] = [round(each.ttft_ms, 1) for each in late]
+        found["late segmented tokens"] = sum(
+            each.last.decode.segmented_tokens for each in late if each.last.decode is not None
+        )
     answers = await asyncio.gather(*sent)
     ended = time.perf_counter()
     if watching is not None:
@@ -242,12 +293,13 @@ async def measure_point(
     return found
 
 
-def gaps(answers: list[TimedAnswer], late: TimedAnswer) -> dict[str, float]:
-    """Milliseconds between chunks of those who decode, while the late prompt is prefilled and before that."""
+def gaps(answers: list[TimedAnswer], late: list[TimedAnswer]) -> dict[str, float]:
+    """Milliseconds between chunks of those who decode, while late prompts are prefilled and before that."""
     found: dict[str, float] = {}
+    first = min(each.started for each in late)
     spans = {
-        "alone": (max(each.chunks[0][0] for each in answers), late.started),
-        "beside": (late.started, late.chunks[0][0]),
+        "alone": (max(each.chunks[0][0] for each in answers), first),
+        "beside": (first, max(each.chunks[0][0] for each in late)),
     }
     for name, (since, until) in spans.items():  # gaps that begin in it
         waits = sorted(
@@ -269,9 +321,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("sides", nargs="*", default=[], help=f"of {', '.join(SIDES)}; default all")
-    parser.add_argument("--points", default=",".join(POINTS), help="default: all")
+    parser.add_argument("sides", nargs="*", default=[], help=f"default: {' '.join(GROUPS)}")
+    parser.add_argument("--points", default=DEFAULT_POINTS, help=f"default: {DEFAULT_POINTS}")
     parser.add_argument("--kv-gb", type=float, default=24.0)
+    parser.add_argument("--hosted-kv-gb", type=float, default=0.0, help="default: as --kv-gb")
+    parser.add_argument("--inject", type=int, default=0, help="max_inject_tokens; default: the server's")
     parser.add_argument("--host-gb", type=float, default=90.0)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--lag", type=int, default=2)
@@ -288,26 +342,36 @@ def main() -> None:
         token = model_shapes.kv_bytes_per_token(given.shape)
         given.budget, given.page, given.settle = 128, 16, 1.5
         given.kv_gb, given.host_gb = 4000 * token / 1e9, 9000 * token / 1e9
-    sides, points = given.sides or list(TOGETHER), given.points.split(",")
-    if unknown := (set(sides) - set(SIDES)) | (set(points) - set(known)):
+    groups = [each.split("+") for each in given.sides or GROUPS]
+    points = given.points.split(",")
+    if unknown := ({side for group in groups for side in group} - set(SIDES)) | (set(points) - set(known)):
         parser.error(
             f"unknown: {', '.join(sorted(unknown))}; sides are {', '.join(SIDES)}, points {', '.join(known)}"
         )
     given.sizes = {name: known[name] for name in points}
+    for name, point in given.sizes.items():
+        if not point.requests:
+            given.sizes[name] = replace(point, requests=most_held(given, point))
     given.out.mkdir(parents=True, exist_ok=True)
     if given.side_process:
-        write_json(given.out / f"hosted-{sides[0]}.json", measure(sides[0], given))
+        side = groups[0][0]
+        write_json(given.out / f"hosted-{side}.json", measure(side, given))
         return
-    run_sides(sides, given)
+    for group in groups:
+        run_sides(group, given)
     written = [given.out / f"hosted-{side}.json" for side in SIDES]
     found = [json.loads(path.read_text()) for path in written if path.exists()]
     workload = {
         "model": f"{given.shape}, random weights",
         "attention": found[0]["engine"]["attention"],
         "points, requests x context tokens, answer tokens": {
-            name: f"{point.requests} x {point.context:,}, {point.answer}" for name, point in known.items()
+            name: f"{point.requests} x {point.context:,}, {point.answer}"
+            for name, point in (known | given.sizes).items()
+            if any(name in each["points"] for each in found)
         },
         "KV and statistics on the device, GB": round(given.kv_gb, 3),
+        **({"the same, hosted side": given.hosted_kv_gb} if given.hosted_kv_gb else {}),
+        **({"max_inject_tokens": given.inject} if given.inject else {}),
         "pinned host memory, GB": round(given.host_gb, 3),
         "budget": given.budget,
         "lag": given.lag,
@@ -321,7 +385,7 @@ def main() -> None:
 def run_sides(sides: list[str], given: argparse.Namespace) -> None:
     """Start all engines at once, a process each; when all of them have started, let one after another
     measure. One that fails is reported, and the others go on."""
-    options = [each for each in sys.argv[2:] if each not in SIDES]
+    options = [each for each in sys.argv[2:] if each not in given.sides]
     for each in (*given.out.glob("ready-*"), *given.out.glob("go-*")):
         each.unlink()
     processes = {
@@ -358,7 +422,7 @@ def row_of(found: dict[str, Any], name: str) -> dict[str, Any]:
         "last": waits[-1],
         "hosted share of steps": round(share, 3) if hosted and share is not None else None,
         **{key: at.get(key) if hosted else None for key in COUNTS},
-        **{key: value for key, value in at.items() if key.startswith(("late ", "gap "))},
+        **{key: value for key, value in at.items() if key.startswith(("late ", "gap ")) and key != WAITS},
         "KV slots": at["KV slots"],
     }
 

@@ -1,31 +1,51 @@
-"""GB/s of the copies of hosted requests: pages to the host, and pages of KV heads back into columns.
+"""GB/s of the copies of hosted requests: pages to the host, and pages of KV heads back into columns; and what
+they cost decode steps.
 
-    python examples/gpu_hosted_copies.py OUT.json [--shape llama-3.1-8b] [--gb GB]
+    python examples/gpu_hosted_copies.py OUT.json [--shape llama-3.1-8b] [--gb GB] [--requests N]
 
 To the host: what `HostedRows.copy` launches, permuted on the device, with one copy for a run of host pages;
 as long runs and as single pages. Back: `column_gather` of random pages, by the number of its programs. The
-rival is one copy of as many bytes between pinned memory and the device. Every figure is the best of five."""
+rival is one copy of as many bytes between pinned memory and the device. Every figure is the best of five.
+
+Beside decode: the same loads beside steps of ``--requests`` requests, whose attention is `sparse_decode` over
+columns and whose other work has the shape of Llama-3.1-8B, in a CUDA graph: without a pause, which is the
+worst case, and once a step, of as many pages as requests of 32k missed a step (`misses` of
+h200-hosted.json).
+
+Progressive: attention of a step of 8 requests, in all layers, to 64 pages a KV head, of which some are read
+from the host by the attention itself; beside the time that the link takes for them, and that of the step when
+all are on the device. A minute on an H200."""
 
 from __future__ import annotations
 
 import argparse
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ragserve.bench.kernels.compose_beside import Decoding
+from ragserve.bench.kernels.timing import median_ms, normal
 from ragserve.bench.model_shapes import SHAPES
-from ragserve.files import write_json
+from ragserve.measuring import report
 from ragserve_kernels.column_gather import column_gather
 from ragserve_kernels.kv import KVLayers
+from ragserve_kernels.paged import PagedBatch, PageSelection
+from ragserve_kernels.progressive_decode import PagePlaces, progressive_decode
+from ragserve_kernels.sparse_decode import sparse_decode
 from sglang_ext.documents.fill import DocumentKv, fill_pages
 from sglang_ext.documents.types import KvShape
 from sglang_ext.hosting.host_pages import HostPages
 
 PAGE, CHOSEN = 64, 32  # tokens; pages that a layer and KV head misses
 REPEATS = 5
+MISSED = 61  # pages of KV heads that a request of 32k loads a step: 1,119,914 of 18 answers of 1,024
+ATTENDED, REQUESTS = 64, 8  # pages of each head in a progressive step, and its requests
+SHARES = (0.0, 0.1, 0.5, 1.0)  # of them on the host
+PROGRAMS = (1, 2, 3, 4, 8, 32)
 
 
 def gb_per_s(size: int, work: Callable[[], Any]) -> float:
@@ -41,11 +61,78 @@ def gb_per_s(size: int, work: Callable[[], Any]) -> float:
     return round(size / best / 1e9, 2)
 
 
+def decoding(requests: int, heads: int, dim: int) -> Decoding:
+    """Steps of ``requests`` that each read half of their columns, twice a choice."""
+    columns = 2 * CHOSEN
+    slots = requests * columns * PAGE
+    pools = [tuple(normal(slots, heads, dim) for _ in range(2)) for _ in range(4)]
+    table = torch.arange(requests * columns, dtype=torch.int32, device="cuda").view(requests, columns)
+    lengths = torch.full((requests,), columns * PAGE, dtype=torch.int32, device="cuda")
+    batch = PagedBatch(table, lengths, PAGE, PAGE)
+    order = torch.argsort(torch.rand(requests, heads, columns, device="cuda"), -1)
+    blocks = order[..., :CHOSEN].to(torch.int32).contiguous()
+    chosen = PageSelection(blocks, torch.full_like(blocks[..., 0], CHOSEN))
+    return Decoding(
+        requests, lambda layer, q: sparse_decode(q.contiguous(), pools[layer % 4], batch, selection=chosen)
+    )
+
+
+def progressive(pages: HostPages, kv: KVLayers, share: float) -> Callable[[], torch.Tensor]:
+    """Return the attention of a progressive step, which reads ``share`` of its pages from the host and says
+    how many pages of KV heads those are."""
+    layers, heads, dim, _ = kv.layout
+    device, count = kv.device, kv.slots // PAGE
+    q = torch.randn(REQUESTS, 4 * heads, dim, device=device).to(kv.k[0].dtype)
+    table = torch.randint(count, (REQUESTS, ATTENDED), device=device, dtype=torch.int32)
+    batch = PagedBatch(table, torch.full_like(table[:, 0], ATTENDED * PAGE), PAGE, PAGE)
+    order = torch.argsort(torch.rand(REQUESTS, heads, ATTENDED, device=device), -1).to(torch.int32)
+    ranking = PageSelection(order.contiguous(), torch.full_like(order[..., 0], ATTENDED).contiguous())
+    places = torch.randint(count, (REQUESTS, heads, ATTENDED), device=device, dtype=torch.int32)
+    on_host = torch.argsort(torch.rand(places.shape, device=device), -1) < round(share * ATTENDED)
+    places = torch.where(on_host, -1 - places, places).contiguous()
+
+    def step() -> torch.Tensor:
+        read = [
+            progressive_decode(
+                q,
+                (kv.k[layer], kv.v[layer]),
+                batch,
+                ranking,
+                threshold=1.0,
+                places=PagePlaces(places, pages.pool, layer),
+            ).from_host
+            for layer in range(layers)
+        ]
+        return torch.stack([each for each in read if each is not None]).sum()
+
+    return step
+
+
+def progressive_rows(pages: HostPages, kv: KVLayers, head_page: int, link: float) -> list[dict[str, Any]]:
+    """Measure steps by the share on the host; ``head_page``: bytes, ``link``: GB/s to the device."""
+    rows: list[dict[str, Any]] = []
+    for share in SHARES:
+        step = progressive(pages, kv, share)
+        size, ms = int(step()) * head_page, round(median_ms(step), 3)
+        limit = max(size / link / 1e6, rows[0]["ms"] if rows else ms)
+        rows.append(
+            {
+                "copy": f"progressive step, {share:.0%} on the host",
+                "GB/s": round(size / ms / 1e6, 2),
+                "ms": ms,
+                "link ms": round(size / link / 1e6, 3),
+                "over the larger of link and device": round(ms / limit - 1, 3),
+            }
+        )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--gb", type=float, default=2.0)
+    parser.add_argument("--requests", type=int, default=18)
     given = parser.parse_args()
     model = SHAPES[given.shape]
     layers, heads, dim = model["num_hidden_layers"], model["num_key_value_heads"], model["head_dim"]
@@ -61,26 +148,48 @@ def main() -> None:
     )
     source = DocumentKv(kv.k, kv.v, torch.arange(count * PAGE, device="cuda"))
     blocks, mixed = list(range(count)), random.Random(3).sample(range(count), count)
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "page bytes": shape.page_bytes}
     flat, there = pages.pool.view(-1), torch.empty(pages.pool.numel(), dtype=torch.bfloat16, device="cuda")
-    found["one copy"] = {
-        "to host": gb_per_s(size, lambda: flat.copy_(there, non_blocking=True)),
-        "to device": gb_per_s(size, lambda: there.copy_(flat, non_blocking=True)),
+    rows: list[dict[str, Any]] = [
+        {"copy": "one, to the host", "GB/s": gb_per_s(size, lambda: flat.copy_(there, non_blocking=True))},
+        {"copy": "one, to the device", "GB/s": gb_per_s(size, lambda: there.copy_(flat, non_blocking=True))},
+    ]
+    for name, numbers in (("in a row", blocks), ("scattered", mixed)):
+        rate = gb_per_s(size, lambda n=numbers: fill_pages(pages.pool, shape, blocks, n, source))
+        rows.append({"copy": f"pages to the host, {name}", "GB/s": rate})
+
+    def lists(chosen: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Random host pages for each layer and head, columns for them, and their bytes."""
+        order = torch.argsort(torch.rand(layers, heads, count, device="cuda"), -1)
+        source = order[..., :chosen].to(torch.int32).contiguous()
+        columns = torch.arange(chosen, device="cuda", dtype=torch.int32).expand_as(source).contiguous()
+        return source, columns, source.numel() * shape.page_bytes // (layers * heads)
+
+    wanted, target, moved = lists(CHOSEN)
+    few, few_targets, few_moved = lists(-(-MISSED * given.requests // (layers * heads)))
+    steps = decoding(given.requests, heads, dim)
+    for programs in PROGRAMS:
+        one, each = (
+            partial(column_gather, pages.pool, kv, *pair, programs=programs)
+            for pair in ((wanted, target), (few, few_targets))
+        )
+        row = {"copy": "pages of heads to columns", "programs": programs, "GB/s": gb_per_s(moved, one)}
+        found = steps.beside(one, moved / 1e9)
+        row["GB/s beside decode"] = round(moved / 1e6 / found["ms"], 1)
+        row["step ms alone"], row["beside"] = found["decode_alone_ms"], found["decode_beside_ms"]
+        row["slowdown without a pause"] = found["decode_slowdown"]
+        row["slowdown, a load a step"] = round(steps.alone_ms(each) / steps.alone_ms() - 1, 4)
+        rows.append(row)
+    del steps
+    rows += progressive_rows(pages, kv, shape.page_bytes // (layers * heads), rows[1]["GB/s"])
+    workload = {
+        "model shape": given.shape,
+        "page bytes": shape.page_bytes,
+        "decode": f"{given.requests} requests, {CHOSEN} of {2 * CHOSEN} columns a head",
+        "progressive": f"{REQUESTS} requests, {ATTENDED} pages a head",
+        "MB of a load without a pause": round(moved / 1e6, 1),
+        "MB of a load a step": round(few_moved / 1e6, 1),
     }
-    found["pages to host"] = {
-        name: gb_per_s(size, lambda n=numbers: fill_pages(pages.pool, shape, blocks, n, source))
-        for name, numbers in (("in a row", blocks), ("scattered", mixed))
-    }
-    wanted = torch.argsort(torch.rand(layers, heads, count, device="cuda"), -1)[..., :CHOSEN]
-    wanted = wanted.to(torch.int32).contiguous()
-    target = torch.arange(CHOSEN, device="cuda", dtype=torch.int32).expand_as(wanted).contiguous()
-    moved = wanted.numel() * shape.page_bytes // (layers * heads)
-    found["pages of heads to columns, by programs"] = {
-        str(n): gb_per_s(moved, lambda n=n: column_gather(pages.pool, kv, wanted, target, programs=n))
-        for n in (1, 2, 3, 4, 8, 32)
-    }
-    write_json(given.out, found)
-    print(found)
+    report.write("hosted-copies", workload, rows, out=given.out)
 
 
 if __name__ == "__main__":

@@ -140,6 +140,11 @@ class StepPlanner:
             )
         if options.streaming and self._config.heads is None:
             raise PlanError("streaming heads: this server was started without a pattern file of them")
+        if options.lag_steps and self._config.kv_bits != 16:
+            raise PlanError(
+                f"hosted or lagging decoding needs a KV pool of 16 bits, and this server's has "
+                f"{self._config.kv_bits}: start it with kv_bits=16 and kv_hosted_bytes"
+            )
         if options.lag_steps and not self._config.hosted_bytes:
             raise PlanError(
                 "hosted or lagging decoding: this server keeps no KV of requests on the host: start it with "

@@ -312,8 +312,12 @@ def test_retraction_eviction_and_leavers_lose_no_slot_and_no_page(stress_server:
     assert sum(report(answer).resumed for answer in got) > 0
     verify(client)
     metrics = client.get("/metrics").text
-    for counter in ('hosted_pages_total{kind="hit"', 'hosted_pages_total{kind="miss"', "resumed_total"):
+    counters = ('hosted_pages_total{kind="hit"', 'hosted_pages_total{kind="miss"', "loaded_bytes_total")
+    for counter in (*counters, "resumed_total"):
         counted = re.search(rf"^ragserve_decode_{counter}\S* (\S+)", metrics, re.MULTILINE)
         assert counted is not None, counter
         assert float(counted[1]) > 0
+    kinds = [f'requests{{kind="{kind}"' for kind in ("hosted", "copying", "resident")]
+    for gauge in (*kinds, 'hosted_columns{state="held"', 'hosted_columns{state="due"', "link_share"):
+        assert f"\nragserve_decode_{gauge}" in metrics, gauge
     assert stress_server.running.process.poll() is None

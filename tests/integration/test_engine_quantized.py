@@ -149,3 +149,8 @@ def test_keys_share_no_cached_prompts(locked_server: Any) -> None:
     assert cached(one, "namespace:tenant-one") > 0
     with Client(locked_server.url, api_key=one) as client, pytest.raises(Forbidden, match="'admin'"):
         client.call("GET", "/server_info")
+
+
+def test_a_pool_of_8_bits_hosts_no_requests_and_says_so(locked_server: Any) -> None:
+    answer = ask(locked_server.client, some_ids(80, 3), mode="hierarchical", hosted=True)
+    assert "needs a KV pool of 16 bits, and this server's has 8" in answer["error"]["message"]

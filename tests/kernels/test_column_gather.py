@@ -7,7 +7,10 @@ import torch
 
 from ragserve_kernels.column_gather import column_gather, column_gather_naive
 from ragserve_kernels.kv import KVLayers
-from tests.kernels.reference import poisoned
+from ragserve_kernels.paged import PagedBatch, PageSelection
+from ragserve_kernels.sparse_decode import sparse_decode
+from tests.kernels.paged import make_batch, random_index
+from tests.kernels.reference import assert_close, poisoned
 
 GPU = torch.cuda.is_available()
 
@@ -68,3 +71,37 @@ def test_arguments_are_checked(device: torch.device) -> None:
         column_gather(host, dst, source, target[..., :1])
     with pytest.raises(ValueError, match="programs is 0"):
         column_gather(host, dst, source, target, programs=0)
+
+
+@pytest.mark.parametrize(
+    ("page", "dtype"), [(16, torch.float32), (64, torch.bfloat16)], ids=["16", "64, bfloat16"]
+)
+def test_decode_reads_columns_as_the_pages_that_they_hold(
+    device: torch.device, page: int, dtype: torch.dtype
+) -> None:
+    """Each head's chosen pages come from the host into columns of its own; the rest of the pool is NaN."""
+    lens, spare = [5 * page, 2 * page], 2  # entries that name no page
+    batch = make_batch(lens, device=device, page_size=page, dtype=dtype)
+    chosen = random_index(batch, page, 0.5)
+    want = sparse_decode(*batch.inputs(), selection=chosen)
+    pages = len(batch.k) // page
+    host = torch.stack([each.view(pages, page, 2, 64) for each in (batch.k, batch.v)], 1).cpu()
+    host = host.permute(0, 1, 3, 2, 4)[:, :, None].contiguous()  # [pages, 2, 1 layer, heads, page, 64]
+    there = KVLayers(*([poisoned(2 * pages * page, 2, 64, dtype=dtype, device=device)] for _ in range(2)))
+    n = chosen.blocks.shape[2] + spare
+    source = torch.full((1, 2, len(lens) * n), -1, dtype=torch.int32)
+    target = torch.stack([torch.randperm(2 * pages)[: len(lens) * n] for _ in range(2)])[None].int()
+    names = torch.full_like(chosen.blocks, 2**30)
+    table = torch.arange(2 * pages, dtype=torch.int32).expand(len(lens), -1).contiguous()
+    for row in range(len(lens)):
+        for head in range(2):
+            for i in range(int(chosen.counts[row, head])):
+                number = int(chosen.blocks[row, head, i])
+                source[0, head, row * n + i] = batch.page_table[row, number]
+                names[row, head, i] = target[0, head, row * n + i]
+    column_gather(host.pin_memory() if GPU else host, there, source.to(device), target.to(device))
+    whole = torch.full_like(batch.seq_lens, 2 * pages * page)
+    columns = PagedBatch(table.to(device), whole, page, page)
+    kv = there.k[0], there.v[0]
+    got = sparse_decode(batch.q, kv, columns, selection=PageSelection(names, chosen.counts))
+    assert_close(got, want, dtype)

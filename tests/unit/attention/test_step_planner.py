@@ -218,3 +218,12 @@ def test_configuration_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(ATTENTION_CONFIG_VARIABLE, json.dumps({"options": {"budget": 9000}}))
     with pytest.raises(ValueError, match="below the default"):
         from_environment()
+
+
+@pytest.mark.parametrize("options", [{"hosted": True}, {"hosted": "auto"}, {"lag": 2}], ids=str)
+def test_a_lag_needs_a_pool_of_16_bits_and_host_pages(options: dict[str, Any]) -> None:
+    few = StepPlanner(AttentionConfig(kv_bits=8), 16, 8192)
+    with pytest.raises(PlanError, match="needs a KV pool of 16 bits, and this server's has 8"):
+        request(few, "a", mode="hierarchical", **options)
+    with pytest.raises(PlanError, match="keeps no KV of requests on the host"):
+        request(planner(), "a", mode="hierarchical", **options)

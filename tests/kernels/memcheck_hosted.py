@@ -1,0 +1,113 @@
+"""Every kernel that hosted requests use in one plain process, for compute-sanitizer; see memcheck.py.
+
+Small sizes, also on a GPU: racecheck is a hundred times slower than the kernels. Names of kernels as
+arguments: these alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from tests.kernels import test_column_gather as cg
+from tests.kernels import test_gather_h2d as gh
+from tests.kernels import test_page_select as ps
+from tests.kernels import test_page_stats as st
+from tests.kernels import test_prefix_rows_attention as pra
+from tests.kernels import test_progressive_places as pp
+from tests.kernels import test_scatter_d2h as sc
+from tests.kernels import test_sparse_decode as sd
+
+pp.GPU = False  # short requests
+
+
+def column_gather(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for page, n in ((16, 5), (16, 40), (128, 3)):
+            cg.test_pages_arrive_in_their_columns(device, page, n, dtype)
+
+
+def columns_and_sparse_decode(device: torch.device) -> None:
+    cg.test_decode_reads_columns_as_the_pages_that_they_hold(device, 16, torch.float32)
+    cg.test_decode_reads_columns_as_the_pages_that_they_hold(device, 64, torch.bfloat16)
+    sd.test_the_split_changes_nothing(device, 7)
+    sd.test_three_kinds_of_heads_in_one_launch(device, 20, 1)
+
+
+def gather_h2d(device: torch.device) -> None:
+    for tokens in (1, 16, 63):
+        gh.test_blocks_arrive_unchanged(device, 2, tokens, torch.bfloat16)
+    gh.test_any_number_of_programs(device, 3)
+
+
+def scatter_d2h(device: torch.device) -> None:
+    if device.type == "cuda":
+        for tokens in (1, 63, 111):
+            sc.test_saver_hides_behind_later_work(tokens)
+    else:
+        sc.test_bad_arguments()
+
+
+def progressive_decode_over_places(device: torch.device) -> None:
+    for share, page_size, head_dim, dtype in (
+        (0.5, 16, 64, torch.float32),
+        (0.5, 64, 128, torch.bfloat16),
+        (1.0, 16, 64, torch.float32),
+    ):
+        pp.test_it_attends_as_if_all_pages_were_in_the_pool(device, share, page_size, head_dim, dtype)
+    pp.test_threshold_one_reads_every_page_wherever_it_is(device)
+    pp.test_pages_after_the_stop_are_not_read(device)
+
+
+def prefix_rows_attention(device: torch.device) -> None:
+    pra.test_ragged_batch(device, torch.bfloat16)
+    pra.test_log_sum_exp_of_every_row(device, naive=False)
+    pra.test_keys_split_over_programs(device, 5)
+
+
+def page_stats(device: torch.device) -> None:
+    st.test_against_the_keys(device, torch.bfloat16, 64, 16)
+    st.test_statistics_kept_behind_those_of_the_pool(device)
+
+
+def page_select(device: torch.device) -> None:
+    ps.test_best_blocks(device, 128, 4, "minmax")
+    ps.test_best_blocks(device, None, 1, "center")
+    ps.test_layers_in_one_call_are_those_of_a_call_each(device, "minmax", naive=False)
+    ps.test_budgets_and_reuse_by_request(device, naive=False)
+
+
+KERNELS: tuple[Callable[[torch.device], None], ...] = (
+    column_gather,
+    columns_and_sparse_decode,
+    gather_h2d,
+    scatter_d2h,
+    progressive_decode_over_places,
+    prefix_rows_attention,
+    page_stats,
+    page_select,
+)
+
+
+def main(names: list[str]) -> None:
+    known = {each.__name__: each for each in KERNELS}
+    if unknown := set(names) - set(known):
+        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; known are {', '.join(known)}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(int(time.time()))
+    for name in names or known:
+        began = time.monotonic()
+        known[name](device)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        print(f"{name} done, {time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
