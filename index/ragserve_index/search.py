@@ -50,6 +50,10 @@ class Searcher:
         # namespace -> (commit mark, time of the check, index, version): right while the mark is the same
         self._located: dict[str, tuple[int, float, NamespaceIndex, int]] = {}
 
+    def forget(self, namespace: str) -> None:
+        """Let go of the index of a namespace that is gone: it takes memory, also on a GPU."""
+        self._located.pop(namespace, None)
+
     def search(self, namespace: str, queries: np.ndarray, k: int, filter: AnyFilter | None) -> SearchResult:
         """See :meth:`IndexStore.search`."""
         for _ in range(_TRIES):

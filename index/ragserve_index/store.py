@@ -152,6 +152,7 @@ class IndexStore:
             connection.execute("DELETE FROM namespaces WHERE id = ?", (ns.id,))
             connection.dialect.lexical.drop(connection, ns.id)
         self._pool.forget(ns.id)
+        self._searcher.forget(name)
         self._lexical.remove(ns.id)
         file_format.index_path(self._directory, ns.id).unlink(missing_ok=True)
         return ns.info()

@@ -141,7 +141,7 @@ def _compare(
     from ragserve_index import IndexStore
 
     started = time.perf_counter()
-    raw = _build_raw(index_type, vectors, np.arange(first, first + len(vectors)))
+    raw = build_raw(index_type, vectors, np.arange(first, first + len(vectors)))
     faiss.write_index(raw, str(raw_path))
     raw_build_s = time.perf_counter() - started
     del raw
@@ -150,7 +150,7 @@ def _compare(
         started = time.perf_counter()
         store.rebuild(_NAMESPACE, index_type=index_type)
         build_s = time.perf_counter() - started
-    raw, raw_rss, raw_open_s = _opened(lambda: _tuned(faiss.read_index(str(raw_path))))
+    raw, raw_rss, raw_open_s = _opened(lambda: tuned(faiss.read_index(str(raw_path))))
     store, rss, open_s = _opened(lambda: _open(data_dir, queries))
     with store:
         latency, recalls = _latency(store, raw, queries, truth, quick)
@@ -170,7 +170,7 @@ def _compare(
     }
 
 
-def _build_raw(index_type: str, vectors: Any, ids: Any) -> Any:
+def build_raw(index_type: str, vectors: Any, ids: Any) -> Any:
     """Build the index as FAISS documents it, with the parameters that ragserve_index uses at this size."""
     import faiss
     import numpy as np
@@ -199,7 +199,7 @@ def _build_raw(index_type: str, vectors: Any, ids: Any) -> Any:
     return index
 
 
-def _tuned(index: Any) -> Any:
+def tuned(index: Any) -> Any:
     """Set the search parameters, which a saved FAISS index does not keep."""
     import faiss
 
@@ -255,11 +255,11 @@ def _latency(
         asked = single * rounds
         same = store.faiss_index(_NAMESPACE)
         search_ids = partial(store.search_ids, _NAMESPACE, k=_K)
-        ids_ms, raw_ms = _alternate(search_ids, partial(same.search, k=_K), asked)
-        rows_ms, raw_again_ms = _alternate(
+        ids_ms, raw_ms = alternate(search_ids, partial(same.search, k=_K), asked)
+        rows_ms, raw_again_ms = alternate(
             partial(store.search, _NAMESPACE, k=_K), partial(same.search, k=_K), asked
         )
-        _, copy_ms = _alternate(search_ids, partial(raw.search, k=_K), asked)
+        _, copy_ms = alternate(search_ids, partial(raw.search, k=_K), asked)
         ours = [search_ids(query)[1][0] for query in single]
         theirs = [raw.search(query, _K)[1][0] for query in single]
     finally:
@@ -285,7 +285,7 @@ def _latency(
     return latency, {"recall@10": recall(ours), "raw recall@10": recall(theirs)}
 
 
-def _alternate(
+def alternate(
     ours: Callable[[Any], Any], rival: Callable[[Any], Any], queries: Sequence[Any]
 ) -> tuple[list[float], list[float]]:
     """Time each call in milliseconds; who goes first changes with every query."""

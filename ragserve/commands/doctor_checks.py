@@ -291,6 +291,8 @@ def _index_device(settings: Settings) -> Finding:
     found = f"faiss {faiss.__version__}, {'with' if gpu else 'without'} GPU support"
     if settings.index_device == "gpu" and not gpu:
         return "fail", found, "index_device gpu needs faiss-gpu: install it, or set --index-device cpu."
+    if settings.index_device == "gpu" and faiss.get_num_gpus() < 1:
+        return "fail", f"{found}, but it sees no GPU", "Check nvidia-smi, or set --index-device cpu."
     return "ok", found
 
 

@@ -19,7 +19,10 @@ from rich.table import Table
 from ragserve.errors import InvalidRequest
 from ragserve.files import write_json
 
-_PACKAGES = ("ragserve", "sglang", "torch", "transformers", "faiss-cpu", "sentence-transformers", "numpy")
+_PACKAGES = (
+    *("ragserve", "sglang", "torch", "transformers"),
+    *("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs", "sentence-transformers", "numpy"),
+)
 
 _LOG_COLUMNS = 200  # width of a table printed to a file
 

@@ -77,18 +77,22 @@ class Ivf(Structure):
         self.generation += 1
         return int(self.index.remove_ids(faiss.IDSelectorArray(ids)))  # the hashtable takes no other selector
 
+    def probes(self, k: int, candidates: int) -> int:
+        """Number of lists to probe for the k best of ``candidates`` vectors.
+
+        As many candidates as an unfiltered search would score, and enough for k: a selective filter probes
+        more lists, up to all."""
+        wanted = max(self._nprobe * self.count, self._nlist * k * self.CANDIDATES_PER_RESULT)
+        return min(self._nlist, math.ceil(wanted / max(1, candidates)))
+
     def search(self, queries: Floats, k: int, selection: IdSelection | None = None) -> Results:
         faiss = load_faiss()
-        nlist, nprobe = self._nlist, self._nprobe
-        candidates = self.count if selection is None else len(selection)
-        # As many candidates as an unfiltered search would score, and enough for k: a selective filter probes
-        # more lists, up to all.
-        wanted = max(nprobe * self.count, nlist * k * self.CANDIDATES_PER_RESULT) / max(1, candidates)
+        nlist = self._nlist
+        nprobe = self.probes(k, self.count if selection is None else len(selection))
         selector = None if selection is None else selection.selector()
-        if selection is None and wanted <= nprobe:
+        if selection is None and nprobe == self._nprobe:
             scores, ids = search_plain(self.index, queries, k)
         else:
-            nprobe = min(nlist, math.ceil(wanted))
             params = faiss.SearchParametersIVF(nprobe=nprobe, sel=selector)
             scores, ids = self.index.search(queries, k, params=params)
         if nprobe < nlist and (ids[:, -1] < 0).any():  # too few vectors in the probed lists: probe all

@@ -6,17 +6,21 @@ when a copy is made and asked, not CUDA. On a machine with faiss-gpu the same te
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import faiss
+import numpy as np
 import pytest
 
 from ragserve.errors import InvalidRequest, Unavailable
 from ragserve_index import IndexStore, Range, gpu
+from ragserve_index.structures.ivf import Ivf
 from tests.unit.index.index_samples import DIM, assert_clean, fill, item, texts, vectors_of
 
 QUERY = vectors_of("d3", 0, n=10)[4]
@@ -37,6 +41,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         StandardGpuResources=faiss.StandardGpuResources if real else object,
         get_num_gpus=lambda: 1,
         index_cpu_to_gpu=copy,
+        SearchParametersIVF=faiss.SearchParametersIVF,
     )
     monkeypatch.setattr(gpu, "load_faiss", lambda: stand_in)
     yield made
@@ -102,3 +107,60 @@ def test_threads_share_the_copy(tmp_path: Path, copies: list[Any]) -> None:
             found = list(threads.map(lambda i: texts(store, vectors_of(f"d{i}", 0, n=10)[1], 1), range(50)))
         assert found == [[f"d{i}#0.1"] for i in range(50)]
         assert len(copies) == 1
+
+
+def test_inverted_lists_are_probed_as_on_the_cpu(tmp_path: Path, copies: list[Any]) -> None:
+    n = Ivf.TRAIN_FROM
+    vectors = np.random.default_rng(0).standard_normal((n, DIM), dtype=np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    structure = Ivf.train(vectors[::2].copy(), n)
+    structure.add(np.arange(100, 100 + n), vectors)
+    mirror = gpu.GpuMirror()
+    for k in (10, 1000):  # the second probes all lists
+        scores, ids = mirror.search(structure, vectors[:20], k)
+        wanted, same = structure.search(vectors[:20], k)
+        np.testing.assert_allclose(scores, wanted, atol=1e-5)
+        assert (ids == same).mean() > 0.99  # but for ties
+    assert structure.probes(1000, n) > structure.probes(10, n)
+    assert len(copies) == 1
+
+
+def test_a_full_gpu_leaves_searches_to_the_cpu(
+    tmp_path: Path, copies: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand_in = gpu.load_faiss()
+    copy, calls = stand_in.index_cpu_to_gpu, []
+
+    def full(*given: Any) -> Any:
+        calls.append(given)
+        raise RuntimeError("StandardGpuResources: alloc fail")
+
+    with IndexStore(tmp_path, device="gpu") as store:
+        store.ensure_namespace("n", embedder="e", dim=DIM)
+        fill(store, 20)
+        monkeypatch.setattr(stand_in, "index_cpu_to_gpu", full)
+        for _ in range(3):
+            assert texts(store, QUERY, 1) == ["d3#0.4"]
+        assert len(calls) == 1
+        assert caplog.text.count("alloc fail") == 1
+        monkeypatch.setattr(stand_in, "index_cpu_to_gpu", copy)
+        store.replace_documents("n", [item("d4", 10, edition=1)])
+        assert texts(store, QUERY, 1) == ["d3#0.4"]
+        assert len(copies) == 1
+
+
+def test_the_copy_of_a_dropped_namespace_is_freed_by_the_next_search(
+    tmp_path: Path, copies: list[Any]
+) -> None:
+    with IndexStore(tmp_path, device="gpu") as store:
+        for name in ("one", "two"):
+            store.ensure_namespace(name, embedder="e", dim=DIM)
+            fill(store, 20, namespace=name)
+        assert texts(store, QUERY, 1, namespace="one") == ["d3#0.4"]
+        freed = ref(copies.pop())
+        store.drop_namespace("one")
+        gc.collect()
+        kept = freed() is not None  # not freed where it was dropped: another thread may search
+        assert kept
+        assert texts(store, QUERY, 1, namespace="two") == ["d3#0.4"]
+        assert freed() is None
