@@ -76,7 +76,7 @@ def run_worker(shape: str, work: Callable[[WorkerEngine], Awaitable[T]], **setti
     which is asked over HTTP."""
     with tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder:
         own = _settings(shape, Path(folder), settings)
-        flags = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in own.items()}
+        flags: dict[str, Any] = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in own.items()}
         key = secrets.token_urlsafe()
         front = load(data_dir=Path(folder) / "front", engine_api_key=SecretStr(key))
 

@@ -376,14 +376,14 @@ def test_every_call_gives_the_same_bits(bound: str) -> None:
     ranking, inputs = ranked(batch), batch.inputs()
     for threshold in (0.5, 0.8, 0.95):
         options = {"threshold": threshold, "bound": bound, "rounds": Rounds(8, 1.25)}
-        first = progressive_decode(*inputs, ranking, **options)
+        first = progressive_decode(*inputs, ranking, **options)[:3]
         wrong = torch.zeros(3, dtype=torch.int64, device=device)
         for _ in range(1000):
-            again = progressive_decode(*inputs, ranking, **options)
+            again = progressive_decode(*inputs, ranking, **options)[:3]
             wrong += torch.stack([(a != b).any() for a, b in zip(first, again, strict=True)])
         print(
             f"bound {bound}, threshold {threshold}: of 1000 calls, out, blocks used and weight differ in "
             f"{wrong.tolist()}"
         )
         assert not wrong.any()
-        assert torch.isfinite(first.out).all()
+        assert torch.isfinite(first[0]).all()
