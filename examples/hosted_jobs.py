@@ -79,14 +79,14 @@ class Answer:
     report: DecodeReport | None = None
     taken_back: int = 0
     error: str = ""
+    tokens: int = 0  # by SGLang's count; log-probabilities, and so ``ids``, may be fewer (`Stress.note`)
 
     def as_if_never_taken_back(self, job: Job) -> bool:
         """Whether it must be the answer of an undisturbed request: one that was prefilled again chooses its
         pages anew, which only modes that choose in every step do not notice."""
         if self.ended != "answered" or self.report is None:
             return self.ended == "answered" and job.decode["mode"] == "dense"
-        whole = self.report.steps + self.report.resumed == job.n_new - 1
-        return job.decode["mode"] != "hierarchical" or whole
+        return job.decode["mode"] != "hierarchical" or self.report.resumed == self.taken_back
 
 
 class Jobs:
@@ -213,6 +213,7 @@ async def _once(engine: Any, job: Job, fields: dict[str, Any]) -> Answer | None:
         [logprob for logprob, _, _ in pairs],
         DecodeReport.from_json(said[-1]) if said[-1] else None,
         meta.get("num_retractions", 0),
+        tokens=meta["completion_tokens"],
     )
 
 
@@ -247,6 +248,7 @@ def row_of(seed: int, page: int, kind: str, counts: Counter[str], compared: dict
         "kind": kind,
         **{name: counts[name] for name in ("requests", "answered", "left", "gone", "failed", "taken back")},
         "resumed": counts["resumed"],
+        "log-probability missing": counts["log-probability missing"],
         "hosted share of steps": round(counts["hosted_steps"] / max(1, counts["steps"]), 3),
         "segmented tokens": counts["segmented_tokens"],
         "composed on the host": counts["on the host from the start"],

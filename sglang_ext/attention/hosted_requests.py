@@ -113,6 +113,12 @@ class HostedRequests:
         state.prefix = self._prefixes.reserve(req, tokens, choice, options.columns, state.hosted_counts)
         return state.prefix is not None
 
+    def may_find_room(self, req: Any, tokens: int) -> bool:
+        """Whether others that are in no batch hold the host pages that a context of ``tokens`` tokens lacks:
+        they free them when they have run."""
+        fits = tokens // self._hosted.page_size <= self._hosted.pages.capacity
+        return bool(self._planner.state(req).options.hosted and fits and self._hosted.waiting)
+
     def compose(self, adder: Any, req: Any, add: Callable[[], Any]) -> tuple[Any, HostTarget | None]:
         """Admit a request with host pages from `reserve`; where that fails, they are free again.
 

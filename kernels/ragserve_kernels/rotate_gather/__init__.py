@@ -42,8 +42,8 @@ def rotate_gather(
             shifts lose nothing.
         block_tokens: the longest run in ``moves``; a longer one would be cut there.
         programs: of the launch, each looping over runs. Default: one per run from the device; 3 from the
-            host, which saturate the link. With 2 a concurrent decode step loses a third less time, and
-            loading is slower (README.md).
+            host, which saturate the link, 8 from codes there. With fewer a concurrent decode step loses less
+            time, and loading is slower (README.md).
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit.

@@ -19,6 +19,8 @@ from ragserve_kernels.rotate_gather.kv_sources import DeviceSource, HostSource
 _TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 # as fast as any number alone, and the most that slow a decode step beside it by less than 5 % (README.md)
 HOST_PROGRAMS = 3
+# from 8-bit codes, which take a program longer than the link: three would load half as fast (README.md)
+HOST_CODE_PROGRAMS = 8
 
 
 class Source(NamedTuple):
@@ -265,8 +267,9 @@ def rotate_gather_triton(
     heads, head_dim = dst.kv_heads, dst.head_dim
     rotary_half = inv_freq.shape[0]
     rest = head_dim - 2 * rotary_half
+    from_host = HOST_CODE_PROGRAMS if codes else HOST_PROGRAMS
     # rows (tokens x heads) that a program holds at once; fewer than tile_tokens count as that
-    tile_rows = (host_tile_bytes(programs or HOST_PROGRAMS) if host else 16 << 10) // row_bytes
+    tile_rows = (host_tile_bytes(programs or from_host) if host else 16 << 10) // row_bytes
     tile_heads = 1
     while heads % (tile_heads * 2) == 0 and tile_tokens * tile_heads * 2 <= tile_rows:
         tile_heads *= 2
@@ -274,7 +277,7 @@ def rotate_gather_triton(
     at_once = 2 if codes and 2 * tile_tokens * tile_heads <= tile_rows else 1
     items = moves.shape[0] * moves.shape[1] * (heads // tile_heads)
     if programs is None:
-        programs = HOST_PROGRAMS if host else items
+        programs = from_host if host else items
     rotate_gather_kernel[(min(programs, triton.cdiv(items, at_once)),)](
         moves,
         slots,

@@ -129,13 +129,18 @@ def beside_decode_rows(ceiling: dict[str, float], quick: bool) -> Iterator[Row]:
 
     decoding = Decoding(8, attend)
 
-    def measure(variant: str, load: Callable[[], object]) -> Row:
+    def measure(variant: str, load: Callable[[], object], gb: float = gb) -> Row:
         found = decoding.beside(load, gb)
         return bandwidth(CASE, variant, found.pop("ms"), gb, ceiling["link_up_gb_per_s"], **found)
 
     for programs in (4,) if quick else (4, 1, 2, 3, 6, 8, 32, 64):
         load = partial(rotate_gather_triton, *args, tile_tokens=BLOCK, programs=programs)
         yield measure(f"programs {programs}", load)
+    codes = compose_case(2048, 8, True, codes=True)
+    half = gb / 2 * (1 + 4 / HEAD_DIM)  # a scale and a zero point for each row of a head
+    for programs in () if quick else (3, 4, 6, 8, 12, 16):
+        load = partial(rotate_gather_triton, *codes, tile_tokens=BLOCK, programs=programs)
+        yield measure(f"8 bits, programs {programs}", load, half)
     host = torch.empty(round(gb * 1e9), dtype=torch.int8, pin_memory=True)
     copy = partial(torch.empty_like(host, device="cuda").copy_, host, non_blocking=True)
     yield measure("floor: one plain copy of as many bytes, by the copy engine", copy)

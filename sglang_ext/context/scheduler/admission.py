@@ -113,6 +113,8 @@ class Admission:
         if locks_device:  # its own documents are in its way: taken from host they hold no slots
             context.below_device = True
             return AddReqResult.CONTINUE
+        if self._waits_for_host(req, context):
+            return self._later(adder)
         # Nothing will ever free memory for it: an error is better than a queue that hangs.
         return self._end(
             req,
@@ -159,10 +161,20 @@ class Admission:
     def _goes_to_host(self, req: Any, context: ComposedContext, *, full: bool) -> bool:
         """True if host pages have been reserved for the context: one that keeps the same tokens in all layers
         and recomputes none, because a pass that recomputes reads all of it on the device."""
+        hosting = self._hosting(context)
+        return hosting is not None and bool(hosting.reserve(req, context.slots, full=full))
+
+    def _waits_for_host(self, req: Any, context: ComposedContext) -> bool:
+        """True if requests behind it in the queue will free the host pages that it lacks."""
+        hosting = self._hosting(context)
+        return hosting is not None and bool(hosting.may_find_room(req, context.slots))
+
+    def _hosting(self, context: ComposedContext) -> Any:
+        """What composes contexts on the host; None if it cannot take this one."""
         hosting = None if self._attention is None else self._attention.requests
-        if hosting is None or context.plan.session is not None or not context.selection.is_copied:
-            return False
-        return bool(hosting.reserve(req, context.slots, full=full))
+        if context.plan.session is not None or not context.selection.is_copied:
+            return None
+        return hosting
 
     def _add_on_host(self, adder: Any, req: Any, context: ComposedContext, add: Callable[[], Any]) -> Any:
         """Admit the request with columns, its context being written to host pages; `context.on_host` is None

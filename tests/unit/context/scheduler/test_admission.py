@@ -28,11 +28,15 @@ class Hosting:
     def __init__(self) -> None:
         self.wanted: bool | str = False
         self.asked: list[int] = []
+        self.held = False  # by others that are in no batch
         self.outcome: Any = None  # instead of SGLang's answer, and nothing is admitted
 
     def reserve(self, req: Any, tokens: int, *, full: bool) -> bool:
         self.asked.append(tokens)
         return self.wanted is True or (self.wanted == "auto" and full)
+
+    def may_find_room(self, req: Any, tokens: int) -> bool:
+        return self.held
 
     def compose(self, adder: Any, req: Any, add: Any) -> tuple[Any, Any]:
         return (add(), "target") if self.outcome is None else (self.outcome, None)
@@ -180,6 +184,17 @@ def test_without_room_it_waits_for_others_then_leaves_the_device_then_ends() -> 
     assert engine.context.below_device, "its own documents are in its way"
     assert engine.req.to_finish is None
     engine.resolve = lambda context: []  # type: ignore[method-assign]
+    assert engine.admit() == "added"
+    assert "more than the pool can give" in engine.req.to_finish.message
+
+
+def test_it_waits_for_host_pages_of_requests_that_were_taken_back() -> None:
+    engine = Engine(free=4)
+    engine.resolve = lambda context: []  # type: ignore[method-assign]
+    engine.hosting.held = True
+    assert engine.admit() == "CONTINUE"
+    assert engine.req.to_finish is None
+    engine.hosting.held = False
     assert engine.admit() == "added"
     assert "more than the pool can give" in engine.req.to_finish.message
 
