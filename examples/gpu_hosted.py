@@ -261,8 +261,8 @@ async def measure_point(
             behind.append(asyncio.create_task(first_token(engine, request_of("late", ids, 16, coming))))
         late = await asyncio.gather(*behind)
         waits = sorted(each.ttft_ms for each in late)
-        found["late first token ms, p50"] = round(statistics.median(waits), 1)
-        found["late first token ms, p99"] = round(report.percentile(waits, 99), 1)
+        found["late first token ms p50"] = round(statistics.median(waits), 1)
+        found["late first token ms p99"] = round(report.percentile(waits, 99), 1)
         found[WAITS] = [round(each.ttft_ms, 1) for each in late]
         found["late segmented tokens"] = sum(
             each.last.decode.segmented_tokens for each in late if each.last.decode is not None
@@ -310,9 +310,9 @@ def gaps(answers: list[TimedAnswer], late: list[TimedAnswer]) -> dict[str, float
         )
         found[f"steps {name}"] = len(waits)
         if waits:
-            found[f"gap ms {name}, p50"] = round(statistics.median(waits), 2)
-            found[f"gap ms {name}, p99"] = round(waits[int(0.99 * (len(waits) - 1))], 2)
-            found[f"gap ms {name}, longest"] = round(waits[-1], 2)
+            found[f"gap ms {name} p50"] = round(statistics.median(waits), 2)
+            found[f"gap ms {name} p99"] = round(waits[int(0.99 * (len(waits) - 1))], 2)
+            found[f"gap ms {name} longest"] = round(waits[-1], 2)
     return found
 
 
@@ -418,7 +418,7 @@ def row_of(found: dict[str, Any], name: str) -> dict[str, Any]:
         "step ms": at["step ms"],
         "tokens/s in all": at["tokens a second in all"],
         "seconds in all": at["seconds"],
-        "first token s, p50": statistics.median(waits),
+        "first token s p50": statistics.median(waits),
         "last": waits[-1],
         "hosted share of steps": round(share, 3) if hosted and share is not None else None,
         **{key: at.get(key) if hosted else None for key in COUNTS},
