@@ -6,13 +6,25 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+from ragserve.engine.base import EngineInfo
 
 
 def engine_args(attention: str | None) -> dict[str, Any]:
     """SGLang's options for an attention backend; None: SGLang's default, or what RAGSERVE_ATTENTION names."""
     attention = attention or os.environ.get("RAGSERVE_ATTENTION")
     return {"attention_backend": attention, "sampling_backend": "pytorch"} if attention else {}
+
+
+def described(info: EngineInfo) -> str:
+    """The engine for a report: its model without the folders above this project."""
+    root = f"{Path(__file__).parents[1]}/"
+    return str(
+        replace(info, model=info.model.removeprefix(root), tokenizer=info.tokenizer.removeprefix(root))
+    )
 
 
 def fan_out(commands: Mapping[str, Sequence[str]], gpus: int) -> list[str]:

@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fan_out import engine_args
+from fan_out import described, engine_args
 
 from ragserve.files import write_json
 
@@ -221,7 +221,7 @@ def answers(options: argparse.Namespace) -> bool:
     path = options.out / "context-answers.json"
 
     async def work(engine: Any) -> None:
-        found["engine"] = str(engine.info)
+        found["engine"] = described(engine.info)
         try:
             await check_answers(engine, found, options.questions)
         finally:

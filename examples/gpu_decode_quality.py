@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fan_out import engine_args, fan_out
+from fan_out import described, engine_args, fan_out
 
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.config import DEFAULT_MODEL, load
@@ -175,7 +175,7 @@ def child(name: str, out: Path, sets: list[Path], rows: int, study: str) -> None
     report: dict[str, Any] = {"pages": name, "rows": []}
 
     async def work(engine: Any) -> None:
-        report["engine"] = str(engine.info)
+        report["engine"] = described(engine.info)
         await measure(engine, name, sets, rows, study, report, path)
         await engine.control("check")
         report["statistics checked"] = True

@@ -232,7 +232,7 @@ class Stress:
         counts = self.counts[job.kind]
         counts.update({"requests": 1, answer.ended: 1, "taken back": answer.taken_back})
         counts["documents missing"] += missed
-        # SGLang's overlap scheduler may leave out that of a token of a request that it takes back
+        # seen with the overlap scheduler; why is not known
         lacking = len(answer.ids) < answer.tokens
         with self.progress.operation(job.kind):
             assert answer.ended != "failed", answer.error

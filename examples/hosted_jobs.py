@@ -79,7 +79,7 @@ class Answer:
     report: DecodeReport | None = None
     taken_back: int = 0
     error: str = ""
-    tokens: int = 0  # by SGLang's count; log-probabilities, and so ``ids``, may be fewer (`Stress.note`)
+    tokens: int = 0  # by SGLang's count; it may give one log-probability less, and so fewer ``ids``
 
     def as_if_never_taken_back(self, job: Job) -> bool:
         """Whether it must be the answer of an undisturbed request: one that was prefilled again chooses its

@@ -117,7 +117,8 @@ class HostedRequests:
         """Whether others that are in no batch hold the host pages that a context of ``tokens`` tokens lacks:
         they free them when they have run."""
         fits = tokens // self._hosted.page_size <= self._hosted.pages.capacity
-        return bool(self._planner.state(req).options.hosted and fits and self._hosted.waiting)
+        held = any(prefix.req is not req for prefix in self._hosted.waiting.values())
+        return bool(self._planner.state(req).options.hosted and fits and held)
 
     def compose(self, adder: Any, req: Any, add: Callable[[], Any]) -> tuple[Any, HostTarget | None]:
         """Admit a request with host pages from `reserve`; where that fails, they are free again.
