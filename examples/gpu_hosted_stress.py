@@ -1,7 +1,7 @@
 """Stress of hosted requests beside decode graphs: random requests to one engine with little room.
 
     python examples/gpu_hosted_stress.py OUT.json [--seconds 290] [--seed 1] [--page 64]
-        [--retract-every 41] [--compare 30] [--merge EARLIER.json] [--embedded]
+        [--retract-every 41] [--compare 30] [--tp 2] [--merge EARLIER.json] [--embedded]
 
 The small model in bfloat16, a KV pool of 6,144 tokens in pages of 64, host pages for five times as many.
 Rounds of up to 24 requests, at once or spread over seconds: hosted, `auto`, and on the device with the same
@@ -93,6 +93,7 @@ class Sizes:
             "max_running_requests": MOST,
             "chunked_prefill_size": self.pool // 8,
             "schedule_conservativeness": 0.3,  # it admits more than it will have room for
+            "tp_size": given.tp,
         }
         if not given.embedded:
             flags["engine_args"] |= {
@@ -334,10 +335,10 @@ def samples_of(given: argparse.Namespace) -> Path:
 def rows_of(
     given: argparse.Namespace, found: dict[str, Any], compared: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    rows, page = [], Sizes(given).page
+    rows, run = [], {"seed": given.seed, "GPUs": given.tp, "page": Sizes(given).page}
     for kind in KINDS:
         counts: Counter[str] = Counter(found["kinds"].get(kind, {}))
-        rows.append(row_of(given.seed, page, kind, counts, compared.get(kind, {})))
+        rows.append(run | row_of(kind, counts, compared.get(kind, {})))
     total: Counter[str] = Counter()
     for each in found["kinds"].values():
         total.update(each)
@@ -346,7 +347,7 @@ def rows_of(
         "same tokens": sum(each["same tokens"] for each in compared.values()),
         "apart": [difference for each in compared.values() for difference in each["apart"]],
     }
-    last = row_of(given.seed, page, EVERYTHING, total, everything)
+    last = run | row_of(EVERYTHING, total, everything)
     names = ("seconds", "rounds", "checks", "violations", "first violations", "most at once", "troubles")
     return [*rows, last | {name: found[name] for name in names}]
 
@@ -365,6 +366,7 @@ def main() -> int:
     parser.add_argument("--page", type=int, default=0, help="tokens; default 64")
     parser.add_argument("--retract-every", type=int, default=41, help="steps")
     parser.add_argument("--compare", type=int, default=30, help="answers of a kind, at most")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs (with --embedded: processes) of an engine")
     parser.add_argument("--merge", type=Path, help="an earlier report, whose rows of other seeds stay")
     parser.add_argument(
         "--attention", default=None, help="SGLang's attention backend; default: its own choice"

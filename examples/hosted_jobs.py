@@ -240,11 +240,9 @@ def judge(compared: dict[str, Any], rounding: float, *, exact: bool) -> list[str
     return wrong
 
 
-def row_of(seed: int, page: int, kind: str, counts: Counter[str], compared: dict[str, Any]) -> dict[str, Any]:
+def row_of(kind: str, counts: Counter[str], compared: dict[str, Any]) -> dict[str, Any]:
     apart = compared.get("apart", [])
     return {
-        "seed": seed,
-        "page": page,
         "kind": kind,
         **{name: counts[name] for name in ("requests", "answered", "left", "gone", "failed", "taken back")},
         "resumed": counts["resumed"],
