@@ -23,6 +23,15 @@ def limit_answer(req: Any, context_length: int) -> None:
         params.max_new_tokens = max(0, room)
 
 
+def tokens_to_come(req: Any, page_size: int) -> int:
+    """Return the slots, whole pages, that the chunks to come take of a request that is prefilled in chunks;
+    none for None."""
+    if req is None:
+        return 0
+    tokens = len(req.full_untruncated_fill_ids) - req.extend_range.end
+    return (-(-tokens // page_size) + 1) * page_size  # its last page may have room for none of them
+
+
 def end(req: Any, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
     """Finish the request with an error, as SGLang does for bad requests but without its log line: a miss is
     no error.

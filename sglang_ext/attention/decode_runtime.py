@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sglang_ext import sglang_requests
 from sglang_ext.attention.backend import SparseDecodeBackend
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.decode_state import DecodeState, Row
@@ -115,6 +116,8 @@ class DecodeRuntime:
         A decode row in a prefill batch would be dense: rows whose prompt is not there are not mixed."""
         if self._lagged is None:
             return
+        if self._hosted is not None and self._hosted.ready:
+            self._hosted.slots.promised = sglang_requests.tokens_to_come(scheduler.chunked_req, self._page)
         if self._requests is not None:
             queued = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
             if self._requests.before_schedule(queued):

@@ -15,7 +15,11 @@ from sglang_ext.hosting.hosted_row import HostedRow
 
 
 class ColumnSlots:
-    """Scheduler thread only, on the stream of SGLang's allocator."""
+    """Scheduler thread only, on the stream of SGLang's allocator.
+
+    Attributes:
+        promised: free slots that are left to a prompt that is prefilled in chunks. SGLang has counted all of
+            it when it admitted the request, takes slots for each chunk, and ends where it finds none."""
 
     def __init__(self, tree: Any, table: torch.Tensor, page_size: int, copies: CopyStream) -> None:
         """``tree``: SGLang's prefix cache. ``table``: the request table, int32 [requests, tokens]."""
@@ -23,12 +27,13 @@ class ColumnSlots:
         self._table = table
         self._page = page_size
         self._copies = copies
+        self.promised = 0
 
     def take(self, columns: int) -> torch.Tensor | None:
         """Return the slots of this many columns, int64, evicting from the prefix cache; None without room."""
         allocator, tokens = self._tree.token_to_kv_pool_allocator, columns * self._page
         short = tokens - allocator.available_size()
-        if short > self._tree.evictable_size():
+        if short + self.promised > self._tree.evictable_size():
             return None  # what others may find in the cache would go for nothing
         if short > 0:
             from sglang.srt.mem_cache.base_prefix_cache import EvictParams

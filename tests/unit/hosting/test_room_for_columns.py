@@ -1,9 +1,10 @@
-"""SGLang admits no prompt into the room that a hosted request's columns will take."""
+"""SGLang admits no prompt into the room that a hosted request's columns will take, nor do these take the room
+of a prompt that it has admitted and prefills in chunks."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +15,7 @@ from sglang_ext.attention.decode_state import DecodeState
 from sglang_ext.attention.step_planner import StepPlanner
 from sglang_ext.protocol import DecodeOptions
 from sglang_ext.state import current
+from tests.unit.hosting.hosted_bench import LIMIT, Bench
 
 PAGE = 16
 
@@ -73,3 +75,32 @@ def test_admission_counts_it_for_one_request_at_a_time(monkeypatch: pytest.Monke
             assert hooks._around_admission(add, adder, req) == "added"
         assert told.pop() == 7 + due, "nothing runs that would make room" if not running else ""
         assert adder.rem_total_token_offset == 107
+
+
+def test_columns_wait_for_the_chunks_of_a_prompt_that_is_admitted() -> None:
+    """SGLang ends where a chunk finds no room."""
+    bench = Bench(page=PAGE)
+    row = bench.copied()
+    config = AttentionConfig(hosted_bytes=1)
+    statistics: Any = SimpleNamespace(page_size=PAGE, bytes=0)
+    planner, backend = StepPlanner(config, PAGE, 8192), SimpleNamespace()
+    decoding = DecodeRuntime(config, planner, statistics, cast(Any, backend), bench.rows)
+    chunked = SimpleNamespace(full_untruncated_fill_ids=[0] * 240, extend_range=None)
+    scheduler = SimpleNamespace(chunked_req=chunked, is_mixed_chunk=False, max_running_requests=4)
+    scheduler.waiting_queue, scheduler.grammar_manager = [], SimpleNamespace(grammar_queue=[])
+    batch = SimpleNamespace(reqs=[], batch_is_full=False)
+    taken = bench.allocator.alloc(bench.allocator.available_size() - (2 * LIMIT + 10) * PAGE)
+    assert taken is not None
+
+    for end in range(0, 240, 48):
+        chunked.extend_range = SimpleNamespace(end=end)
+        rest = (240 - end) // PAGE
+        decoding.before_schedule(scheduler, batch)
+        assert (row.columns is None) == (rest >= 10), f"{rest} pages to come, 10 besides those for columns"
+        assert bench.allocator.available_size() >= rest * PAGE
+
+    scheduler.chunked_req = None
+    decoding.before_schedule(scheduler, batch)
+    assert row.columns is not None
+    bench.allocator.free(taken)
+    bench.ended(row)
