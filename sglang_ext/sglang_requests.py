@@ -23,7 +23,7 @@ def limit_answer(req: Any, context_length: int) -> None:
         params.max_new_tokens = max(0, room)
 
 
-def tokens_to_come(req: Any, page_size: int) -> int:
+def slots_to_come(req: Any, page_size: int) -> int:
     """Return the slots, whole pages, that the chunks to come take of a request that is prefilled in chunks;
     none for None."""
     if req is None:

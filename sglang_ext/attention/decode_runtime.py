@@ -117,7 +117,7 @@ class DecodeRuntime:
         if self._lagged is None:
             return
         if self._hosted is not None and self._hosted.ready:
-            self._hosted.slots.promised = sglang_requests.tokens_to_come(scheduler.chunked_req, self._page)
+            self._hosted.slots.promised = sglang_requests.slots_to_come(scheduler.chunked_req, self._page)
         if self._requests is not None:
             queued = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
             if self._requests.before_schedule(queued):
