@@ -3,7 +3,7 @@ KV on the device, hosted, and naive offloading.
 
     python examples/gpu_hosted.py OUT [SIDES ...] [--points POINT,...] [--kv-gb GB] [--host-gb GB]
         [--hosted-kv-gb GB] [--inject TOKENS] [--budget TOKENS] [--lag STEPS] [--columns N]
-        [--attention NAME] [--embedded]
+        [--attention NAME] [--merge EARLIER.json] [--embedded]
 
 SIDES: plain, resident, hosted, naive, each an engine of its own. Sides that are joined, such as
 plain+resident, start at the same time and measure one after another, which needs memory for all of them; the
@@ -26,10 +26,11 @@ page statistics together, ``--hosted-kv-gb``: on the hosted side, if that is to 
 pinned memory of the hosted side. Llama-3.1-8B shape with random weights, so nothing is said on quality.
 
 OUT gets hosted-SIDE.json after each point, and h200-hosted.json of all that are there, those of earlier runs
-included. ``tokens/s`` is over the time in which as many requests decoded at once as ever did, ``in all`` over
-the whole run, prefills included; ``step ms`` is a token of one of those requests. ``gap``: milliseconds
-between two chunks of those that decode, from the first prompt of `beside` or `late` to the last one's first
-token. ``--embedded``: the small model and small sizes, to try the script without a GPU."""
+included; ``--merge`` adds the rows of a report that none of them has. ``tokens/s`` is over the time in which
+as many requests decoded at once as ever did, ``in all`` over the whole run, prefills included; ``step ms`` is
+a token of one of those requests. ``gap``: milliseconds between two chunks of those that decode, from the
+first prompt of `beside` or `late` to the last one's first token. ``--embedded``: the small model and small
+sizes, to try the script without a GPU."""
 
 from __future__ import annotations
 
@@ -332,6 +333,9 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=0, help="per page of a choice; 0: as they take")
     parser.add_argument("--attention", help="SGLang's attention backend; default: its own choice")
     parser.add_argument("--page", type=int, default=64)
+    parser.add_argument(
+        "--merge", type=Path, help="a report of other sides or points, of a machine of this kind"
+    )
     parser.add_argument("--embedded", action="store_true")
     parser.add_argument("--side-process", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -379,6 +383,9 @@ def main() -> None:
     }
     ran_on = found[0]["environment"]
     rows = [row_of(each, name) for name in known for each in found if name in each["points"]]
+    measured = {(row["point"], row["side"]) for row in rows}
+    rows += [r for r in report.read_report(given.merge)[1] if (r["point"], r["side"]) not in measured]
+    rows.sort(key=lambda row: (list(known).index(row["point"]), SIDES.index(row["side"])))
     report.write("hosted", workload, rows, out=given.out / "h200-hosted.json", note=NOTE, ran_on=ran_on)
 
 

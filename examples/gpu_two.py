@@ -8,9 +8,10 @@
             --engine '{"cuda_graph_max_bs_decode": 8, "cuda_graph_max_bs_prefill": 512}'
         python examples/gpu_decode.py OUT/decode-$tp ragserve --points 32768x8,100000x2 --tp $tp
     done
-    python examples/gpu_two.py OUT h100-two-gpus.json
+    python examples/gpu_two.py OUT h100-two-gpus.json [--merge EARLIER.json]
 
-The last joins what the others have written. All runs must be of one machine."""
+The last joins what the others have written. All runs must be of one machine; where only the first tokens or
+only the decode steps were measured, `--merge` takes the others from an earlier report."""
 
 from __future__ import annotations
 
@@ -36,19 +37,32 @@ def main() -> None:
     )
     parser.add_argument("runs", type=Path, help="OUT, with context-1, context-2, decode-1 and decode-2")
     parser.add_argument("out", type=Path)
+    parser.add_argument("--merge", type=Path, help="an earlier report, whose rows stay unless measured now")
     given = parser.parse_args()
-    first = {n: json.loads((given.runs / f"context-{n}/context-llama-3.1-8b.json").read_text()) for n in GPUS}
-    steps = {n: json.loads((given.runs / f"decode-{n}/decode.json").read_text()) for n in GPUS}
-    machines = {(ran["environment"]["gpu"], ran["environment"]["cpu"]) for ran in first.values()}
-    if len(machines) > 1:
-        parser.error(f"runs of several machines: {machines}")
-    rows = [*first_tokens(first), *decode_steps(steps)]
+    first = read(given.runs, "context-{}/context-llama-3.1-8b.json")
+    steps = read(given.runs, "decode-{}/decode.json")
+    runs = first or steps
+    ran_on = [ran["environment"] for ran in (*first.values(), *steps.values())]
+    machines = {(each["gpu"], each["cpu"]) for each in ran_on}
+    if not runs or len(machines) > 1:
+        parser.error(f"runs of several machines: {machines}" if runs else f"no pair of runs in {given.runs}")
+    rows = [*(first_tokens(first) if first else ()), *(decode_steps(steps) if steps else ())]
+    measured = {row["what"] for row in rows}
+    rows += [row for row in report.read_report(given.merge)[1] if row["what"] not in measured]
     workload = {
         key: value
-        for key, value in first[2]["workload"].items()
+        for key, value in runs[2]["workload"].items()
         if key in ("model", "attention", "system tokens", "question tokens")
     }
-    report.write("two GPUs", workload, rows, out=given.out, note=NOTE, ran_on=first[2]["environment"])
+    report.write("two GPUs", workload, rows, out=given.out, note=NOTE, ran_on=runs[2]["environment"])
+
+
+def read(folder: Path, name: str) -> Runs:
+    """Return the reports of both runs; empty if one of them is missing."""
+    paths = {n: folder / name.format(n) for n in GPUS}
+    if not all(path.exists() for path in paths.values()):
+        return {}
+    return {n: json.loads(path.read_text()) for n, path in paths.items()}
 
 
 def first_tokens(runs: Runs) -> Iterator[dict[str, Any]]:
