@@ -220,8 +220,9 @@ def _where(runtime: Any, body: dict[str, Any]) -> Answer:
 def _held(runtime: Any, body: dict[str, Any]) -> Answer:
     """The documents of all tiers by the first 16 digits of their keys, with about how many tokens they have,
     least recently used first and those in memory last, at most ``most``; how many of them are in memory (host
-    or device), and the tokens that memory and disk have room for. ``scanned``: whether all that were on disk
-    at the start are known."""
+    or device), and the tokens of different documents that memory and disk have room for: what is computed is
+    put on device and host, so the larger has most of what the smaller has. ``scanned``: whether all that were
+    on disk at the start are known."""
     device = runtime.documents.document_tokens()
     below = runtime.tiers.held()
     memory = {key: below["host"][key] for key in below["host"] if key not in device} | device
@@ -230,7 +231,7 @@ def _held(runtime: Any, body: dict[str, Any]) -> Answer:
     return {
         "documents": documents,
         "in_memory": min(len(memory), len(documents)),
-        "memory_tokens": runtime.tree.token_to_kv_pool_allocator.size + below["host_room"],
+        "memory_tokens": max(runtime.tree.token_to_kv_pool_allocator.size, below["host_room"]),
         "disk_tokens": below["disk_room"],
         "scanned": below["scanned"],
     }

@@ -205,7 +205,7 @@ def affinity(owner_of: dict[int, int], *, holders: bool, waits: bool) -> Policy:
     fresh = {
         "documents": [],
         "in_memory": 0,
-        "memory_tokens": (CAPACITY["device"] + CAPACITY["host"]) * DOCUMENT_TOKENS,
+        "memory_tokens": max(CAPACITY["device"], CAPACITY["host"]) * DOCUMENT_TOKENS,
         "disk_tokens": CAPACITY["disk"] * DOCUMENT_TOKENS,
     }
     size = BASE_TOKENS + PASSAGES * DOCUMENT_TOKENS

@@ -17,12 +17,14 @@ from ragserve import tracing
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest
 from ragserve.engine.stream import StreamReader, new_rid, payload, timed_out
-from ragserve.errors import EngineError, InvalidRequest, TooManyRequests, Unavailable
+from ragserve.errors import EngineError, InvalidRequest, RagserveError, TooManyRequests, Unavailable
 
 log = logging.getLogger(__name__)
 _PROBE = "The lighthouse of Skerryvore was built in 1844, of 4,308 tons of granite, on a reef."
 LOST = "engine_lost"
 """Code of the errors of a connection that ended before its answer."""
+
+REFUSES_KEY = "engine_refuses_key"
 
 FAILURES = (aiohttp.ClientError, TimeoutError, ValueError)
 """What a request raises that gets no answer, or one that cannot be read."""
@@ -203,7 +205,8 @@ class RemoteEngine:
     async def _admit(self, response: aiohttp.ClientResponse) -> None:
         """Raise the error of an answer that is not 200."""
         if response.status != HTTPStatus.OK:
-            raise await refusal(response)
+            text = (await response.read()).decode("utf-8", "replace")
+            raise refusal(f"The engine at {self._url}", response.status, _parsed(text))
 
     async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
         """Do nothing: the engine holds exact prefixes only, found by their text alone and evicted by age."""
@@ -272,17 +275,33 @@ async def _read_to_end(lines: AsyncIterator[bytes], response: AsyncExitStack) ->
                     pass
 
 
-async def refusal(
-    response: aiohttp.ClientResponse,
-) -> EngineError | InvalidRequest | TooManyRequests | Unavailable:
-    """Read an answer that is not 200, and return the error that it stands for."""
-    text = (await response.read()).decode("utf-8", "replace")[:500]
-    if response.status == HTTPStatus.BAD_REQUEST:
-        return InvalidRequest(f"The engine refused the request: {text}")
-    if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        return EngineError("The engine refused our API key.", hint="Set --engine-api-key.")
-    if response.status == HTTPStatus.TOO_MANY_REQUESTS:
-        return TooManyRequests("The engine's queue is full.", hint="Retry in a moment.")
-    if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
-        return Unavailable(f"The engine is not available: {text}", hint="Retry in a moment.")
-    return EngineError(f"The engine answered {response.status}: {text}")
+def _parsed(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        return text
+
+
+def refusal(
+    who: str, status: int, body: Any, missing: str = "It does not answer as SGLang does."
+) -> RagserveError:
+    """Return the error that an answer other than 200 stands for.
+
+    Args:
+        who: The engine, as the error names it.
+        body: JSON, whose ``error`` says why if it has one, or text.
+        missing: What 404 says of the engine."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+    if status == HTTPStatus.BAD_REQUEST:
+        return InvalidRequest(f"{who} refused the request: {message}")
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        hint = "Set --engine-api-key to the API key of the engine or the workers."
+        return EngineError(f"{who} refuses our key.", hint=hint, code=REFUSES_KEY)
+    if status == HTTPStatus.NOT_FOUND:
+        return InvalidRequest(f"{who} answered 404. {missing}", hint="Check its address.")
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        return TooManyRequests(f"{who} has a full queue.", hint="Retry in a moment.")
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        return Unavailable(f"{who} is not available: {message}", hint="Retry in a moment.")
+    return EngineError(f"{who} answered {status}: {message}", hint="See its log.")

@@ -1,12 +1,12 @@
 """Which worker answers a request: the one that holds most of its document tokens, unless others wait there.
 
 The server follows what each worker holds (`Holders`): what it had when it was reached, what it has warmed and
-what it has answered from, least recently used first out, as workers evict. So documents that are retrieved
+what it was sent, least recently used first out, as workers evict. So documents that are retrieved
 together gather on one worker. Documents have owners by rendezvous hashing (Thaler and Ravishankar, 1998):
 worker w owns document d if ``mix(d ^ seed(w))`` is the highest of all workers. A worker that joins or leaves
 moves only the documents that it gets or had. Owners warm documents, and decide where workers hold equally
 much. Tokens that wait to be computed count against a worker. Load is bounded (Mirrokni et al., 2018): no
-worker gets a request while it runs more than ``BOUND`` times the mean.
+worker gets a request while it runs more than ``BOUND`` times the mean and ``SPARE``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 BOUND = 2.0
-HELD = 250_000  # documents that all workers are known to hold, about 50 MB
-WAITING = 0.1
-"""Weight of the tokens that wait at a worker, relative to the request's own: one request like it ahead costs
-a tenth of its tokens, two cost four tenths. With more, first tokens come sooner and less is found.
+SPARE = 4
+"""Requests that a worker may run beyond the bound: where workers run two each, twice the mean is one topic's
+chance, and each request turned away leaves a second copy of its documents.
 """
-BELOW = 0.5  # value of a token on disk: it saves the prefill, not the read
+HELD = 250_000  # documents that all workers are known to hold, about 50 MB
+WAITING = 0.3
+"""Weight of a token that waits at a worker beyond those of the worker with fewest, relative to one that is
+held, where nothing waits elsewhere. With more, first tokens come sooner and less is found.
+"""
+USUAL, MOST = 2.0, 2.0
+"""Weight of the mean of what waits, which counts up to ``MOST`` times the request: where all workers have a
+queue, one that is longer by a request stands out less. The limit keeps a queue from growing without end.
+"""
+BELOW = 0.6  # value of a token on disk: it saves the prefill, not the read
 _OWNED = 1e-3  # of a token: decides between workers that hold equally much
 
 _Words = NDArray[np.uint64]
@@ -155,19 +163,23 @@ def ranked(
     bound: float = BOUND,
 ) -> list[int]:
     """Return the numbers of workers, the best first: those with room by the tokens that need not be computed,
-    less ``WAITING * excess**2 / size``, where the excess is of tokens that wait there over those of the
-    worker with fewest; then the others by load.
+    less ``WAITING * excess * size / (size + USUAL * usual)``; then the others by load. The excess is that of
+    the tokens that wait there over those of the worker with fewest. ``usual`` is the mean of what waits at a
+    worker, at most ``MOST * size``.
 
     Args:
         tokens: Tokens of the request that each holds.
         loads: Requests that each is running.
         waiting: Tokens that each has yet to compute before it begins.
         size: Tokens of the request.
-        bound: A worker has room until it runs this many times the mean, the new request counted."""
-    room, least = capacity(loads, bound), min(waiting, default=0)
+        bound: A worker has room until it runs this many times the mean, the new request counted, and
+            `SPARE`."""
+    room, least, size = capacity(loads, bound), min(waiting, default=0), max(1, size)
+    usual = min(sum(waiting) / max(1, len(waiting)), MOST * size)
+    weight = WAITING * size / (size + USUAL * usual)
 
     def order(worker: int) -> tuple[float, ...]:
-        gain = tokens[worker] - WAITING * (waiting[worker] - least) ** 2 / max(1, size)
+        gain = tokens[worker] - weight * (waiting[worker] - least)
         if loads[worker] < room:
             return (0, -gain, loads[worker], worker)
         return (1, loads[worker], -gain, worker)
@@ -177,7 +189,7 @@ def ranked(
 
 def capacity(loads: Sequence[int], bound: float = BOUND) -> int:
     """Return how many requests a worker may run when one more is given out."""
-    return math.ceil(bound * (sum(loads) + 1) / max(1, len(loads)))
+    return math.ceil(bound * (sum(loads) + 1) / max(1, len(loads))) + SPARE
 
 
 def document_hash(key: str) -> int:

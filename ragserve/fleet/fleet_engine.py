@@ -183,13 +183,15 @@ class FleetEngine:
         while True:
             link, tokens = self._next_for(request, documents, tried)
             began = False
+            # before it is computed: requests that come meanwhile and share documents go there, too
+            self._holders.note(link.id, documents)
             try:
                 with link.busy(tokens) as computed:
                     async with aclosing(link.engine.generate(request)) as chunks:  # type: ignore[type-var]
                         async for chunk in chunks:
                             if not began:
                                 computed()
-                                self._note(request, documents, link.id)
+                                self._note(request, link.id)
                             began = True
                             yield chunk
                 return
@@ -256,9 +258,8 @@ class FleetEngine:
             f"No worker takes requests now ({states}).", hint="Retry in a moment.", code="no_worker"
         )
 
-    def _note(self, request: GenerateRequest, documents: Hashed, worker: str) -> None:
-        """Remember what a worker has now."""
-        self._holders.note(worker, documents)
+    def _note(self, request: GenerateRequest, worker: str) -> None:
+        """Remember which worker has a session now."""
         if request.session is None:
             return
         session = request.session.key

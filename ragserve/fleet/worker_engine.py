@@ -13,15 +13,15 @@ from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import ControlledCache
 from ragserve.engine.prefill import Documents
-from ragserve.engine.remote import FAILURES, LOST, RemoteEngine, told
+from ragserve.engine.remote import FAILURES, LOST, RemoteEngine, refusal, told
 from ragserve.engine.stream import StreamReader, new_rid
-from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
+from ragserve.errors import InvalidRequest, RagserveError, Unavailable
 from ragserve.fleet.router import MISDIRECTED, ROUTER_LOST, UNDELIVERED, UNTAKEN, Router
 from ragserve.fleet.routing_key import ROUTING_KEY, WORKER
 from ragserve.fleet.worker_about import WorkerAbout, version_problem
 
 ABOUT_TIMEOUT_S = 5.0
-REFUSES_KEY = "worker_refuses_key"
+NO_WORKER = "It has no /worker: start it with `ragserve serve --worker`."
 _WAYS = 3  # by the router that a request is sent before it goes to its worker directly
 _PROBE_TIMEOUT_S = 15.0
 
@@ -167,7 +167,7 @@ class WorkerEngine(ControlledCache, RemoteEngine):
             ) from error
         if response.status == HTTPStatus.OK and isinstance(answer, dict):
             return answer
-        raise _failure(self.url, response.status, answer)
+        raise refusal(f"The worker at {self.url}", response.status, answer, NO_WORKER)
 
     async def _run_together(self, requests: Sequence[dict[str, Any]]) -> None:
         """Run requests to their ends as one scheduler message, and so in one batch. Raises the first
@@ -182,23 +182,3 @@ class WorkerEngine(ControlledCache, RemoteEngine):
                     failures.append(error)
         if failures:
             raise failures[0]
-
-
-def _failure(url: str, status: int, body: Any) -> RagserveError:
-    """The error of an answer that is not 200."""
-    error = body.get("error") if isinstance(body, dict) else None
-    message = str(error.get("message", error) if isinstance(error, dict) else body)[:500]
-    where = f"The worker at {url}"
-    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
-        return EngineError(
-            f"{where} refuses our key.",
-            hint="Set --engine-api-key to the workers' --api-key.",
-            code=REFUSES_KEY,
-        )
-    if status == HTTPStatus.NOT_FOUND:
-        return InvalidRequest(f"{where} is none: it has no /worker.", hint="Start `ragserve serve --worker`.")
-    if status == HTTPStatus.BAD_REQUEST:
-        return InvalidRequest(f"{where} refused the request: {message}")
-    if status == HTTPStatus.SERVICE_UNAVAILABLE:
-        return Unavailable(f"{where} is not available: {message}", hint="Retry in a moment.")
-    return EngineError(f"{where} failed: {message}", hint="See its log.")

@@ -1,4 +1,4 @@
-"""Whether the tokenizer of a remote engine is the one that prompts are made with."""
+"""An engine elsewhere: whether its tokenizer is the one that prompts are made with, and what it refuses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from aiohttp.test_utils import TestServer
 
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.config import load
-from ragserve.engine.remote import RemoteEngine
-from ragserve.errors import InvalidRequest
+from ragserve.engine.base import GenerateRequest
+from ragserve.engine.remote import REFUSES_KEY, RemoteEngine, refusal
+from ragserve.errors import EngineError, InvalidRequest, RagserveError, TooManyRequests, Unavailable
 from tests.conftest import MODEL
 
 INFO = {"model_path": str(MODEL), "max_total_num_tokens": 1000}
@@ -65,3 +66,49 @@ def test_an_engine_that_does_not_tell_passes(
     prompts: PromptBuilder, answer: Callable[[], web.Response]
 ) -> None:
     check(prompts, lambda text: answer())
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, InvalidRequest),
+        (401, EngineError),
+        (403, EngineError),
+        (404, InvalidRequest),
+        (429, TooManyRequests),
+        (500, EngineError),
+        (503, Unavailable),
+    ],
+)
+@pytest.mark.parametrize("body", ["why", {"error": "why"}, {"error": {"message": "why"}}, ["why"]])
+def test_a_status_stands_for_one_error(status: int, kind: type[RagserveError], body: object) -> None:
+    error = refusal("The worker at X", status, body, "It has no /worker.")
+    assert type(error) is kind
+    assert str(error).startswith("The worker at X ")
+    assert (error.code == REFUSES_KEY) == (status in (401, 403)), "which asking another one would not change"
+    assert ("why" in str(error)) == (status in (400, 500, 503))
+    assert ("It has no /worker." in str(error)) == (status == 404)
+
+
+@pytest.mark.parametrize("answer", ["full", '{"error": {"message": "full"}}'])
+def test_a_refused_generation_raises_the_error_of_its_status(answer: str) -> None:
+    statuses = iter((400, 429, 503))
+
+    async def generate(_: web.Request) -> web.Response:
+        return web.Response(status=next(statuses), text=answer)
+
+    async def run() -> None:
+        app = web.Application()
+        app.add_routes([web.post("/generate", generate)])
+        async with TestServer(app) as server:
+            engine = RemoteEngine(load(engine_url=str(server.make_url("/"))))
+            try:
+                for kind in (InvalidRequest, TooManyRequests, Unavailable):
+                    with pytest.raises(kind) as raised:
+                        async for _ in engine.generate(GenerateRequest("r", [1, 2], "n", "full")):
+                            pass
+                    assert "{" not in str(raised.value), "the reason alone"
+            finally:
+                await engine.close()
+
+    asyncio.run(run())

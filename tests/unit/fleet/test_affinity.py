@@ -11,6 +11,7 @@ import pytest
 from ragserve.fleet.affinity import (
     BELOW,
     BOUND,
+    SPARE,
     Holders,
     capacity,
     document_hash,
@@ -78,12 +79,17 @@ def test_documents_that_nobody_holds_go_to_their_owner() -> None:
 
 
 def test_a_queue_outweighs_what_is_held() -> None:
-    def best(waiting: list[float]) -> int:
-        return ranked([1000, 400], [1, 1], waiting, 1000)[0]
+    def best(waiting: list[float], tokens: tuple[float, float] = (1000, 400)) -> int:
+        return ranked(tokens, [1, 1], waiting, 1000)[0]
 
-    assert best([2400, 0]) == 0, "600 tokens more are held there"
-    assert best([2500, 0]) == 1, "1,000 tokens times 2.5 squared, a tenth of it"
-    assert best([7500, 5100]) == 0, "only the difference counts"
+    # 0.3 times the excess, divided by 1 + 2 means, in requests of 1,000 tokens
+    assert best([1000, 0], (560, 400)) == 0, "one request ahead, half a one at the mean: 150 tokens"
+    assert best([1000, 0], (540, 400)) == 1
+    assert best([2000, 1000], (480, 400)) == 0, "one ahead where one and a half is usual: 75 tokens"
+    assert best([2000, 1000], (470, 400)) == 1
+    assert best([9900, 0]) == 0, "600 tokens more are held there, and 0.06 of what waits is 594"
+    assert best([10100, 0]) == 1, "no queue grows without end"
+    assert best([109900, 100000]) == 0, "only the difference counts"
 
 
 def test_documents_that_are_asked_for_together_gather_on_one_worker() -> None:
@@ -181,15 +187,23 @@ def test_no_worker_gets_more_than_its_bound() -> None:
         first = ranked([100, 50, 0, 0, 0, 0, 0, 0], loads, [0] * 8, 100)[0]
         assert loads[first] < room
         loads[first] += 1
-    assert max(loads) <= int(BOUND * 100) + 1
+    assert max(loads) <= int(BOUND * 100) + 1 + SPARE
     assert loads[0] == max(loads), "the holder takes what it may"
     assert loads[1] > max(loads[2:])
 
 
+def test_few_requests_are_not_bounded_by_chance() -> None:
+    """One request for each of four workers: all are about the same documents, and may go to one of them."""
+    loads = [0] * 4
+    for _ in range(4):
+        loads[ranked([7, 3, 0, 0], loads, [0] * 4, 10)[0]] += 1
+    assert loads == [4, 0, 0, 0]
+
+
 def test_one_request_at_a_time_always_goes_to_the_holder() -> None:
     assert ranked([0, 7, 3], [0, 0, 0], [0, 0, 0], 10)[0] == 1
-    assert capacity([0, 0, 0]) == 1
-    assert capacity([]) == 2
+    assert capacity([0, 0, 0]) == 1 + SPARE
+    assert capacity([]) == 2 + SPARE
 
 
 def test_a_hash_is_the_first_half_of_a_key() -> None:
