@@ -128,7 +128,10 @@ def test_a_cluster_makes_the_same_documents(
         assert made.check()[0].ok
 
 
-def test_without_ray(settings: Settings, store: IndexStore, tmp_path: Path) -> None:
+def test_without_ray(
+    settings: Settings, store: IndexStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # where it is installed, too
     (tmp_path / "a.md").write_text("A lamp.")
     ingestor = Ingestor(settings, store, lambda: pytest.fail("the cluster embeds"), ray="local")
     job = ingestor.submit_paths("n", [str(tmp_path / "a.md")], PathOptions())
