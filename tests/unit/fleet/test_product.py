@@ -21,24 +21,29 @@ def states(client: httpx.Client) -> list[str]:
     return [one["state"] for one in client.get("/info").json()["engine"]["workers"]]
 
 
+def ingested_and_cached(client: httpx.Client, made: list[FakeWorker], *names: str) -> dict[str, str]:
+    """Ingest a document of each name, and let every worker hold all of them. The documents' ids by name."""
+    texts = [{"name": name, "text": f"All about {name}."} for name in names]
+    job = client.post("/rag/ingest", json={"texts": texts}).headers["location"]
+    eventually(lambda: client.get(job).json()["state"] == "done", "ingestion")
+    prompts = PromptBuilder.load(str(MODEL))
+    documents = client.get("/rag/documents").json()["documents"]
+    for one in documents:
+        (chunk,) = client.get(f"/rag/documents/{one['doc_id']}/chunks").json()["chunks"]
+        ids = prompts.document_ids(one["title"], chunk["text"])
+        for each in made:
+            each.ledger.documents[document_key("default", PRINT, ids)] = len(ids)
+    return {one["source"]: one["doc_id"] for one in documents}
+
+
 def test_a_removed_document_is_gone_from_every_worker_or_its_worker_serves_nobody(
     client: httpx.Client, two: list[FakeWorker], tmp_path: Path
 ) -> None:
-    texts = [{"name": name, "text": f"All about {name}."} for name in ("eels", "owls")]
-    accepted = client.post("/rag/ingest", json={"texts": texts})
-    job = accepted.headers["location"]
-    eventually(lambda: client.get(job).json()["state"] == "done", "ingestion")
-    prompts = PromptBuilder.load(str(MODEL))
-    found = {one["source"]: one for one in client.get("/rag/documents").json()["documents"]}
-    for one in found.values():
-        (chunk,) = client.get(f"/rag/documents/{one['doc_id']}/chunks").json()["chunks"]
-        ids = prompts.document_ids(one["title"], chunk["text"])
-        for each in two:
-            each.ledger.documents[document_key("default", PRINT, ids)] = len(ids)
-    client.delete(f"/rag/documents/{found['eels']['doc_id']}").raise_for_status()
+    found = ingested_and_cached(client, two, "eels", "owls")
+    client.delete(f"/rag/documents/{found['eels']}").raise_for_status()
     assert [len(each.ledger.documents) for each in two] == [1, 1]
     two[0].ledger.deaf = True
-    client.delete(f"/rag/documents/{found['owls']['doc_id']}").raise_for_status()
+    client.delete(f"/rag/documents/{found['owls']}").raise_for_status()
     assert [len(each.ledger.documents) for each in two] == [1, 0]
     assert states(client) == ["fenced", "serving"]
     metrics = client.get("/metrics").text
@@ -47,6 +52,28 @@ def test_a_removed_document_is_gone_from_every_worker_or_its_worker_serves_nobod
         assert f'ragserve_worker_unconfirmed_deletions{{worker="{each.url}"}} {1 - number}.0' in metrics
     two[0].ledger.deaf = False
     eventually(lambda: states(client) == ["serving", "serving"], "the worker confirms")
+    assert [len(each.ledger.documents) for each in two] == [0, 0]
+
+
+def test_two_servers_in_front_of_the_same_workers_delete_for_each_other(
+    both_fronts: tuple[httpx.Client, httpx.Client], two: list[FakeWorker]
+) -> None:
+    one, other = both_fronts
+    found = ingested_and_cached(one, two, "eels", "owls")
+    body = {"query": "What swims?", "strategy": "prefix", "k": 2}
+    first = one.post("/rag/query", json=body).json()
+    assert other.post("/rag/query", json=body).json()["answer"] == first["answer"]
+    other.delete(f"/rag/documents/{found['eels']}").raise_for_status()
+    assert [len(each.ledger.documents) for each in two] == [1, 1]
+    two[0].ledger.deaf = True
+    one.delete(f"/rag/documents/{found['owls']}").raise_for_status()
+    assert [len(each.ledger.documents) for each in two] == [1, 0]
+    assert states(one) == ["fenced", "serving"]
+    eventually(lambda: states(other) == ["fenced", "serving"], "the other server hears of the removal")
+    assert [each.get("/rag/documents").json()["documents"] for each in both_fronts] == [[], []]
+    two[0].ledger.deaf = False
+    for each in both_fronts:
+        eventually(lambda front=each: states(front) == ["serving", "serving"], "the worker confirms")  # type: ignore[misc]
     assert [len(each.ledger.documents) for each in two] == [0, 0]
 
 
