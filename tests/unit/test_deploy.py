@@ -1,11 +1,13 @@
 """The files of deploy/: linted by hadolint, check-jsonschema and kubernetes-validate, and in agreement with
-the product. Nothing here is run: that needs Docker."""
+the product. Nothing here is run, which needs Docker, but the commands by which Kubernetes asks and drains a
+worker."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,12 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from ragserve.config import Settings
 from sglang_ext.documents.remote.remote_options import mooncake_options
 from tests.conftest import REPO
+from tests.unit.api.scripted_server import eventually
+from tests.unit.fleet.fake_worker import KEY, workers
 
 DEPLOY = REPO / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -207,6 +212,36 @@ def test_probes_and_graceful_ends() -> None:
         assert spec["terminationGracePeriodSeconds"] >= before + 20
     for name in ("ragserve", "worker-1", "worker-2"):
         assert compose()[name]["stop_grace_period"] == "60s"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the images have curl, this machine does not")
+def test_a_worker_s_commands_see_whether_it_is_ready_and_drain_it(tmp_path: Path) -> None:
+    container = container_of("ragserve-worker")
+
+    def started(hook: dict[str, Any]) -> subprocess.Popen[bytes]:
+        command = [each.replace("http://127.0.0.1:30000", worker.url) for each in hook["exec"]["command"]]
+        environment = {**os.environ, "RAGSERVE_API_KEY": KEY}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+
+    def ready() -> bool:
+        return started(container["readinessProbe"]).wait(60) == 0
+
+    with workers(tmp_path, 1) as (worker,):
+        assert ready()
+        worker.ledger.before_first.clear()
+        fields = {"rid": "r", "input_ids": [5, 6], "sampling_params": {}, "stream": True}
+        with (
+            httpx.Client(base_url=worker.url, headers={"Authorization": f"Bearer {KEY}"}) as client,
+            client.stream("POST", "/generate", json=fields, timeout=60) as answer,
+        ):
+            stopping = started(container["lifecycle"]["preStop"])
+            eventually(lambda: client.get("/worker").json()["draining"], "the drain")
+            assert not ready()
+            assert stopping.poll() is None, "a request is running"
+            worker.ledger.before_first.set()
+            assert answer.read().endswith(b"data: [DONE]\n\n")
+        assert stopping.wait(60) == 0
+        assert not ready()
 
 
 def test_versions_are_those_that_are_pinned() -> None:
