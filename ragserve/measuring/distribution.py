@@ -6,6 +6,7 @@ every token, and a difference at one token does not count again at those after i
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -97,13 +98,21 @@ async def forced_along(
 
     Raises EngineError if the engine fails, or sends too few distributions."""
     led = await given_answer(engine, request, reference.ids)
+    # In a thread: a server compares on the event loop that answers its users.
+    close = await asyncio.to_thread(closeness, reference.distributions, led.distributions)
+    return close, led.timed
+
+
+def closeness(reference: Sequence[str], others: Sequence[str]) -> Closeness:
+    """Compare distributions, as the engine sent them, token by token. Raises ValueError if one answer has
+    more of them."""
     kls, agrees, regrets = [], [], []
-    for one, other in zip(reference.distributions, led.distributions, strict=True):
+    for one, other in zip(reference, others, strict=True):
         mine, its = decode(one), decode(other)  # one at a time: a vocabulary is large
         kls.append(kl(mine, its))
         agrees.append(bool(mine.argmax() == its.argmax()))
         regrets.append(regret(mine, its))
-    return Closeness(tuple(kls), tuple(agrees), tuple(regrets)), led.timed
+    return Closeness(tuple(kls), tuple(agrees), tuple(regrets))
 
 
 def checked(distributions: Sequence[str], count: int) -> Sequence[str]:
