@@ -1,8 +1,9 @@
 """What verification in use costs those who ask: the same arrivals at a server that compares none of its
 answers with full prefill and at one that compares a share of them (``verify_share``).
 
-Both servers run, and are asked in turns, round by round. A round begins when no answer waits to be compared,
-so that neither server works during the other's round."""
+Both servers run, and are asked in turns, round by round: at a light load, which leaves time to compare every
+answer, and at a busy one, which leaves none. A round begins when no answer waits to be compared, so that
+neither server works during the other's round. Each arrival is a pair, one answer of either server."""
 
 from __future__ import annotations
 
@@ -31,29 +32,39 @@ STRATEGY = "concat:recompute=sentences,share=0.3"  # verified for the embedded m
 _FILES, _QUICK_FILES = 8, 2  # of the example corpus
 _K = 5
 _MAX_NEW_TOKENS = 16
-_ROUNDS = 3
-_TIMED = 5  # questions that the rate follows from
+_ROUNDS = 5
+_TIMED = 5  # questions that the rates follow from
+_BLOCK = 3  # consecutive arrivals, drawn together: they share a queue
+_DRAWS = 2000  # of the bootstrap
 _SETTLED_S = 600.0
 _POLL_S = 0.25
 _NOTE = (
     "The same Poisson arrivals at two servers that run side by side and are asked in turns, documents warm. "
-    "Times from the arrival on, as the client sees them; answers/s: from the first arrival to the last "
-    "answer. compared: answers that were compared with full prefill, of them `between arrivals` before the "
-    "last answer of their round. A server compares when it has had no request for a second, and stops when "
-    "one arrives: half of the mean gap is idle."
+    "Times from the arrival on, as the client sees them. delay: to the first token with verify_share less "
+    "that without, of the same arrival; the median, and its 95 % interval by a bootstrap over blocks of "
+    f"{_BLOCK} consecutive arrivals. compared: answers that were compared with full prefill before the last "
+    "answer of their round; those left over are compared between the rounds. light: an arrival leaves time "
+    "for its answer and twice for a comparison with the quiet second before it, in the mean; busy: half of "
+    "the time an answer is being given."
 )
 
 
-@dataclass
-class VerifiedLoad:
-    """What one server's rounds have shown, in seconds. ``between``: answers compared during the rounds."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A load and its arrivals a second."""
 
-    url: str
+    name: str
+    rate: float
+
+
+@dataclass
+class ServerRounds:
+    """What one server's rounds under one load have shown: seconds to the first token by round and number of
+    the arrival, failed ones left out, and answers compared during the rounds."""
+
     share: float
-    ttft_s: list[float] = field(default_factory=list)
-    whole_s: list[float] = field(default_factory=list)
-    lasted_s: float = 0.0
-    between: int = 0
+    ttft_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    compared: int = 0
     errors: list[str] = field(default_factory=list)
 
 
@@ -67,7 +78,7 @@ def run(
     **flags: Any,
 ) -> dict[str, Any]:
     """Measure two servers started for it with the settings ``flags``, or those at ``urls``, whose
-    ``verify_share`` are `SHARES`, on ``n_queries`` arrivals each.
+    ``verify_share`` are `SHARES`, on ``n_queries`` arrivals each, light and busy.
 
     Raises InvalidRequest if the strategy is not verified there, and RagserveError if a server compares
     nothing."""
@@ -80,26 +91,38 @@ def run(
                 stack.enter_context(running_server(warm_ingested=False, verify_share=share, **flags)).url
                 for share in SHARES
             ]
-        loads = [VerifiedLoad(url, share) for url, share in zip(urls, SHARES, strict=True)]
         spaces = []
-        for load in loads:
-            api = stack.enter_context(Client(load.url, api_key=key, no_store=True))
+        for url in urls:
+            api = stack.enter_context(Client(url, api_key=key, no_store=True))
             spaces.append(stack.enter_context(example_corpus(api, _QUICK_FILES if quick else _FILES)))
             questions = example_questions(api, spaces[-1])
-        measured = _Measured(loads, spaces, questions, spec, key)
-        rate, info = asyncio.run(measured.run(rounds, each))
+        measured = _Measured(urls, spaces, questions, spec, key)
+        rows, info = asyncio.run(measured.run(rounds, each))
     workload = {
         "model": Path(info["model"]).name,
         "device": info["device"],
         "strategy": spec.label,
         "k": _K,
         "max_new_tokens": _MAX_NEW_TOKENS,
-        "arrivals a second": round(rate, 3),
         "rounds": rounds,
         "drawn with seed": SEED,
     }
     out = out_dir / "verify-share.json" if out_dir else None
-    return report.write("verify-share", workload, measured.rows(), out=out, note=_NOTE)
+    return report.write("verify-share", workload, rows, out=out, note=_NOTE)
+
+
+def median_delay(pairs: Sequence[float], *, block: int = _BLOCK) -> tuple[float, float, float]:
+    """The median of differences, of which there must be some, and its 95 % interval: a moving-block
+    bootstrap over ``block`` consecutive ones, drawn with a fixed seed."""
+    import numpy as np
+
+    values = np.asarray(pairs, dtype=np.float64)
+    block = min(block, len(values))
+    generator = np.random.default_rng(SEED)
+    starts = generator.integers(len(values) - block + 1, size=(_DRAWS, -(-len(values) // block)))
+    drawn = (starts[:, :, None] + np.arange(block)).reshape(_DRAWS, -1)[:, : len(values)]
+    low, high = np.percentile(np.median(values[drawn], axis=1), [2.5, 97.5])
+    return float(np.median(values)), float(low), float(high)
 
 
 class _Measured:
@@ -107,67 +130,56 @@ class _Measured:
 
     def __init__(
         self,
-        loads: Sequence[VerifiedLoad],
+        urls: Sequence[str],
         spaces: Sequence[str],
         questions: Sequence[str],
         spec: StrategySpec,
         key: str | None,
     ) -> None:
-        self._loads, self._spaces, self._questions = loads, spaces, questions
+        self._urls, self._spaces, self._questions = urls, spaces, questions
         self._spec, self._key = spec, key
-        self._compared = [0] * len(loads)
 
-    async def run(self, rounds: int, each: int) -> tuple[float, dict[str, Any]]:
-        """Measure; return the arrivals a second, and the engine's description."""
+    async def run(self, rounds: int, each: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Measure; return a row of each load and the engine's description."""
         async with contextlib.AsyncExitStack() as stack:
             clients = [
-                await stack.enter_async_context(AsyncClient(load.url, api_key=self._key, no_store=True))
-                for load in self._loads
+                await stack.enter_async_context(AsyncClient(url, api_key=self._key, no_store=True))
+                for url in self._urls
             ]
-            took = []
-            for client, space in zip(clients, self._spaces, strict=True):
-                for question in self._questions[:each]:
-                    await self._ask(client, space, question)  # its documents are computed
-                await self._settled(client, space)
-                for question in self._questions[: min(each, _TIMED)]:
-                    took.append((await self._ask(client, space, question))[1])
-            rate = 0.5 / (statistics.median(took) + QUIET_S)
-            for number in range(rounds):
-                turns = list(zip(self._loads, clients, self._spaces, strict=True))
-                for load, client, space in turns[:: -1 if number % 2 else 1]:
-                    for other, its in zip(clients, self._spaces, strict=True):
-                        await self._settled(other, its)
-                    await self._round(load, client, space, rate, each, number)
-            self._compared = [
-                await self._settled(client, space)
-                for client, space in zip(clients, self._spaces, strict=True)
-            ]
-            info = (await clients[0].info()).engine
-        for load, compared in zip(self._loads, self._compared, strict=True):
-            if load.share and not compared:
-                raise RagserveError(f"The server with verify_share={load.share:g} compared no answer.")
-        return rate, info
+            servers = list(zip(SHARES, clients, self._spaces, strict=True))
+            rows = []
+            for load in await self._loads(servers, each):
+                found = [ServerRounds(share) for share in SHARES]
+                for number in range(rounds):
+                    turns = list(zip(found, servers, strict=True))
+                    for into, (_, client, space) in turns[:: -1 if number % 2 else 1]:
+                        await self._all_settled(servers)
+                        await self._round(into, client, space, load.rate, each, number)
+                rows.append(_row(load, *found))
+            for share, compared in zip(SHARES, await self._all_settled(servers), strict=True):
+                if share and not compared:
+                    raise RagserveError(f"The server with verify_share={share:g} compared no answer.")
+            return rows, (await clients[0].info()).engine
 
-    def rows(self) -> list[dict[str, Any]]:
-        """A row of each server."""
-        return [
-            {
-                "verify_share": load.share,
-                "answers": len(load.ttft_s),
-                "failed": len(load.errors),
-                "compared": compared,
-                "between arrivals": load.between,
-                "ttft ms p50": round(1e3 * report.percentile(load.ttft_s, 50), 1),
-                "ttft ms p99": round(1e3 * report.percentile(load.ttft_s, 99), 1),
-                "answer ms p50": round(1e3 * report.percentile(load.whole_s, 50), 1),
-                "answer ms p99": round(1e3 * report.percentile(load.whole_s, 99), 1),
-                "answers/s": round(len(load.ttft_s) / load.lasted_s, 3),
-            }
-            for load, compared in zip(self._loads, self._compared, strict=True)
-        ]
+    async def _loads(self, servers: Sequence[_Server], each: int) -> tuple[Load, Load]:
+        """Compute the documents, and find both loads' rates."""
+        answer, compare = [], []
+        for share, client, space in servers:
+            for question in self._questions[:each]:
+                await self._ask(client, space, question)  # its documents are computed
+            await self._settled(client, space)
+            for question in self._questions[: min(each, _TIMED)]:
+                answer.append((await self._ask(client, space, question))[1])
+                if share:
+                    started = time.perf_counter()
+                    await self._settled(client, space)
+                    compare.append(time.perf_counter() - started)  # the quiet second included
+        took = statistics.median(answer)
+        idle = max(QUIET_S, statistics.median(compare))
+        return Load("light", 1 / (took + 2 * idle)), Load("busy", 0.5 / took)
 
     async def _round(
-        self, load: VerifiedLoad, client: AsyncClient, space: str, rate: float, each: int, number: int
+        self, into: ServerRounds, client: AsyncClient, space: str, rate: float, each: int, number: int
     ) -> None:
         times = arrival_times(rate, 10 * each / rate, seed=SEED + number)[:each]
         before = (await self._state(client, space))[1]
@@ -178,16 +190,15 @@ class _Measured:
             await asyncio.sleep(max(0.0, started + at - clock()))
             question = self._questions[(number + index) % len(self._questions)]
             try:
-                ttft, whole = await self._ask(client, space, question, started + at)
+                into.ttft_s[number, index] = (await self._ask(client, space, question, started + at))[0]
             except RagserveError as error:
-                load.errors.append(str(error))
-                return
-            load.ttft_s.append(ttft)
-            load.whole_s.append(whole)
+                into.errors.append(str(error))
 
         await asyncio.gather(*(one(index, at) for index, at in enumerate(times)))
-        load.lasted_s += clock() - started - times[0]
-        load.between += (await self._state(client, space))[1] - before
+        into.compared += (await self._state(client, space))[1] - before
+
+    async def _all_settled(self, servers: Sequence[_Server]) -> list[int]:
+        return [await self._settled(client, space) for _, client, space in servers]
 
     async def _ask(
         self, client: AsyncClient, space: str, question: str, since: float | None = None
@@ -229,3 +240,31 @@ class _Measured:
                 )
             await asyncio.sleep(_POLL_S)
         return state[1]
+
+
+_Server = tuple[float, AsyncClient, str]
+"""``verify_share``, a client, and the namespace there."""
+
+
+def _row(load: Load, plain: ServerRounds, compared: ServerRounds) -> dict[str, Any]:
+    both = sorted(plain.ttft_s.keys() & compared.ttft_s.keys())
+    if not both:
+        raise RagserveError(
+            f"No arrival was answered by both servers: {(plain.errors + compared.errors)[:1]}"
+        )
+    delay, low, high = median_delay([compared.ttft_s[key] - plain.ttft_s[key] for key in both])
+    row: dict[str, Any] = {
+        "load": load.name,
+        "arrivals/s": round(load.rate, 3),
+        "pairs": len(both),
+        "failed": len(plain.errors) + len(compared.errors),
+        "compared": compared.compared,
+        "delay ms p50": round(1e3 * delay, 1),
+        "at least": round(1e3 * low, 1),
+        "at most": round(1e3 * high, 1),
+    }
+    for name, server in (("without", plain), ("with", compared)):
+        times = list(server.ttft_s.values())
+        row[f"{name}: ttft ms p50"] = round(1e3 * report.percentile(times, 50), 1)
+        row[f"{name}: ttft ms p99"] = round(1e3 * report.percentile(times, 99), 1)
+    return row

@@ -32,15 +32,24 @@ def test_the_same_arrivals_are_asked_of_both_servers(
         urls = (none.url, every.url)
         report = verify_share.run(tmp_path, quick=True, urls=urls, strategies="epic:first=8")
         assert json.loads((tmp_path / "verify-share.json").read_text()) == report
-        plain, compared = report["rows"]
-        assert (plain["verify_share"], plain["compared"], plain["between arrivals"]) == (0.0, 0, 0)
-        assert (compared["verify_share"], compared["compared"] > 0) == (1.0, True)
-        for row in (plain, compared):
-            assert (row["answers"], row["failed"]) == (6, 0)
-            assert 0 < row["ttft ms p50"] <= row["ttft ms p99"]
-            assert row["ttft ms p50"] <= row["answer ms p50"]
+        assert [row["load"] for row in report["rows"]] == ["light", "busy"]
+        for row in report["rows"]:
+            assert (row["pairs"], row["failed"]) == (6, 0)
+            assert row["at least"] <= row["delay ms p50"] <= row["at most"]
+            assert 0 < row["with: ttft ms p50"] <= row["with: ttft ms p99"]
+            assert 0 <= row["compared"] <= 6
         asked = [
             [each.input_ids for each in live.engine.requests if not each.forced] for live in (none, every)
         ]
         assert asked[0] == asked[1], "the same questions in the same order"
         assert none.services.store.namespaces() == [], "nothing is left"
+
+
+def test_the_interval_of_the_median_delay_holds_what_is_there_and_no_more() -> None:
+    steady = verify_share.median_delay([0.25] * 12)
+    assert steady == (0.25, 0.25, 0.25)
+    shifted, low, high = verify_share.median_delay([1.0 + (number % 5 - 2) / 10 for number in range(60)])
+    assert low <= shifted <= high
+    assert low > 0.85
+    assert high < 1.15
+    assert verify_share.median_delay([3.0]) == (3.0, 3.0, 3.0)
