@@ -1,11 +1,12 @@
-"""FlashInfer's FA2 and FA3 prefill kernels on a Hopper GPU: are they right, and how long does each take?
+"""FlashInfer's FA2 and FA3 and SGLang's FA4 on a Hopper GPU: are they right, and how long does each take?
 
     python examples/gpu_prefill_kernels.py OUT_FOLDER
 
 One layer with the heads of Llama-3.1-8B in bfloat16. Attention of new tokens to cached ones (paged KV) is
-compared with float32 attention and timed; attention of new tokens to each other (ragged KV) is timed. Writes
-OUT_FOLDER/h200-prefill-kernels.json. Takes about ten seconds, and three and a half minutes more where
-FlashInfer has to compile both kernels."""
+compared with float32 attention and timed; attention of new tokens to each other (ragged KV) is timed. FA4
+(SGLang's `--prefill-attention-backend fa4`) is timed where `nvidia-cutlass-dsl` and `quack-kernels` are
+installed, on KV in one piece: its pages have 128 tokens. Writes OUT_FOLDER/h200-prefill-kernels.json. Takes
+about ten seconds, and three and a half minutes more where FlashInfer has to compile both kernels."""
 
 from __future__ import annotations
 
@@ -22,6 +23,12 @@ from ragserve.bench.kernels.timing import event_ms
 from ragserve.measuring import report
 from sglang_ext.attention.flashinfer_prefill import PrefillKernels
 
+try:
+    from sglang.kernels.ops.attention.flash_attn.cute import flash_attn_func as fa4
+except ImportError as error:
+    print(f"FA4 is not measured: {error}", file=sys.stderr)
+    fa4 = None
+
 HEADS, KV_HEADS, DIM = 32, 8, 128
 KERNELS = ("fa2", "fa3")
 # new and cached tokens of each request of a batch
@@ -34,7 +41,7 @@ COMPARED = (
 TIMED = (
     *(([8192], [cached]) for cached in (8192, 24_576, 92_160)),
     ([32], [102_400]),
-    *(([new], [32_768]) for new in (256, 512, 640, 1024, 2048)),
+    *(([new], [32_768]) for new in (256, 320, 384, 448, 512, 640, 1024, 2048)),
     ([1024], [8192]),
     *(([new], [102_400]) for new in (512, 1024)),
     ([256] * 8, [5000] * 8),
@@ -43,8 +50,8 @@ TIMED = (
 RAGGED = (8192, 32_768, 102_400)
 NOTE = (
     "One layer, milliseconds, medians. error: relative, against float32 attention (norms); lse apart: the "
-    "kernels' largest difference of log-sum-exp. taken: what ragserve takes for such a batch; where nothing "
-    "is cached, the choice is FlashInfer's own."
+    "kernels' largest difference of log-sum-exp; fa4 apart: from FA2's result, relative. taken: what "
+    "ragserve takes for such a batch; where nothing is cached, the choice is FlashInfer's own."
 )
 
 
@@ -69,6 +76,23 @@ def planned(
 
 def attend(wrapper: Any, q: torch.Tensor, kv: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return wrapper.forward_return_lse(q, tuple(kv), causal=False, sm_scale=DIM**-0.5, logits_soft_cap=0.0)
+
+
+def attend_fa4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """SGLang's FA4: ``q`` [tokens, heads, dim], ``k`` and ``v`` in one piece, [tokens, KV heads, dim]."""
+    found = fa4(q[None], k[None], v[None], softmax_scale=DIM**-0.5, causal=causal)
+    return (found[0] if isinstance(found, tuple) else found)[0]
+
+
+def fa4_figures(right: torch.Tensor, *inputs: torch.Tensor, causal: bool, repeats: int) -> dict[str, float]:
+    """FA4's milliseconds and its relative distance from ``right``, [tokens, heads, dim]; {} without FA4."""
+    if fa4 is None:
+        return {}
+    apart = (attend_fa4(*inputs, causal).float() - right.float()).norm() / right.float().norm()
+    return {
+        "fa4 ms": event_ms(lambda: attend_fa4(*inputs, causal), repeats),
+        "fa4 apart": float(apart),
+    }
 
 
 def reference(
@@ -121,6 +145,10 @@ def timed(workspace: torch.Tensor, processors: int) -> Iterator[dict[str, Any]]:
         for kernel in KERNELS:
             wrapper = planned(workspace, kernel, new, cached, slots)
             row[f"{kernel} ms"] = event_ms(lambda w=wrapper, q=q, kv=kv: attend(w, q, kv), 5)
+        if len(new) == 1:
+            right = attend(planned(workspace, "fa2", new, cached, slots), q, kv)[0]
+            in_one_piece = [side[: sum(cached)] for side in kv]
+            row |= fa4_figures(right, q, *in_one_piece, causal=False, repeats=5)
         yield row
 
 
@@ -138,7 +166,8 @@ def ragged(workspace: torch.Tensor) -> Iterator[dict[str, Any]]:
                 row[f"{kernel} ms"] = event_ms(
                     lambda w=wrapper, q=q, k=k, v=v: w.forward(q, k, v, causal=True, sm_scale=DIM**-0.5), 3
                 )
-        yield row
+        right = wrapper.forward(q, k, v, causal=True, sm_scale=DIM**-0.5)
+        yield row | fa4_figures(right, q, k, v, causal=True, repeats=3)
 
 
 def main() -> int:
