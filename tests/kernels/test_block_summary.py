@@ -94,6 +94,11 @@ def test_block_sizes(device: torch.device, block_tokens: int | list[int]) -> Non
     check(*inputs(device, plan), plan)
 
 
+def test_more_blocks_than_one_tile(device: torch.device) -> None:
+    plan = BlockPlan.build([555, 9], block_tokens=2, query_stride=64, min_queries=2, device=device)
+    check(*inputs(device, plan, heads=(1, 1)), plan)
+
+
 @pytest.mark.parametrize("stride", [2, 3, 16])
 def test_sampled_queries(device: torch.device, stride: int) -> None:
     plan = BlockPlan.build([50, 7], block_tokens=8, query_stride=stride, min_queries=2, device=device)
@@ -230,6 +235,26 @@ def test_bad_arguments(device: torch.device) -> None:
 def test_large(device: torch.device, head_dim: int, dtype: torch.dtype, stride: int) -> None:
     plan = BlockPlan.build([2000, 111, 1, 63], query_stride=stride, device=device)
     check(*inputs(device, plan, heads=(8, 2), head_dim=head_dim, dtype=dtype), plan)
+
+
+@pytest.mark.gpu
+def test_documents_of_any_length_use_the_same_kernels(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
+    def summarise(lengths: list[int]) -> None:
+        plan = BlockPlan.build(lengths, device=device)
+        block_summary(*inputs(device, plan, dtype=torch.bfloat16), plan)
+
+    summarise([500])
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_cache_hook", lambda **given: compiled.append(str(given["repr"]))
+    )
+    for lengths in ([1], [16], [523, 80], [4096], [20_001]):
+        summarise(lengths)
+    assert not compiled
 
 
 @pytest.mark.gpu

@@ -24,6 +24,10 @@ from ragserve_kernels.dot import dot_precision
 from ragserve_kernels.kv import rows_of
 
 FIT_BLOCKS = 16  # chosen tokens per tile of the fit: the least that a matrix product takes
+# Tiles of the small kernels, the same for documents of any length: another size is another kernel to compile.
+MOST_BLOCK_TOKENS = 128  # of a block
+LOCAL_TOKENS = 32
+EXPONENT_BLOCKS = 256
 
 
 class SummaryTile(NamedTuple):
@@ -58,7 +62,6 @@ def block_summary_triton(
     tile = choose_tile(head_dim, group, q.dtype)
     rows = max(1, tile.rows // block_group)
     stride, sampled = plan.query_stride, plan.max_length // plan.query_stride
-    block_tokens = next_power_of_2(max(plan.block_tokens))
     float32 = partial(torch.empty, dtype=torch.float32, device=device)
 
     shape = {
@@ -72,14 +75,14 @@ def block_summary_triton(
     scale_2 = scale * 1.4426950408889634
     q_rows, k_rows = rows_of(q), rows_of(k)
     logs = float32(query_heads, tokens) if lse is None else lse
-    documents = DocumentRows(q_rows, k_rows, logs, plan.doc_start, tokens, scale_2)
+    documents = DocumentRows(q_rows, k_rows, logs, plan.doc_start, scale_2)
     if lse is None and sampled:
         lse_kernel[(kv_heads, plan.documents, triton.cdiv(sampled, rows))](
-            documents, B_ROWS=rows, B_KEYS=tile.keys, **shape, **tuning
+            documents, tokens, B_ROWS=rows, B_KEYS=tile.keys, **shape, **tuning
         )
     by_head = float32(kv_heads, tokens)
     received_kernel[(kv_heads, plan.documents, triton.cdiv(plan.max_length, tile.keys))](
-        documents, by_head, B_ROWS=rows, B_KEYS=tile.keys, **shape, **tuning
+        documents, tokens, by_head, B_ROWS=rows, B_KEYS=tile.keys, **shape, **tuning
     )
     mean_k, min_k, max_k = (float32(plan.blocks, kv_heads, head_dim) for _ in range(3))
     block_k_kernel[(plan.blocks,)](
@@ -100,7 +103,7 @@ def block_summary_triton(
         plan.doc_start,
         plan.local_start,
         HEAD_DIM=head_dim,
-        B_TOKENS=min(32, block_tokens),
+        B_TOKENS=LOCAL_TOKENS,
     )
     received = float32(tokens)
     token = torch.empty(plan.blocks, dtype=torch.int32, device=device)
@@ -118,13 +121,14 @@ def block_summary_triton(
         KV_HEADS=kv_heads,
         MIN_QUERIES=plan.min_queries,
         STRIDE=stride,
-        B_TOKENS=block_tokens,
+        B_TOKENS=MOST_BLOCK_TOKENS,
     )
     fit_rows = max(1, 64 // block_group) if q.dtype != torch.float32 else max(1, 16 // block_group)
     query_tiles = max(1, triton.cdiv(sampled, fit_rows))
     parts = float32(query_tiles, 5, plan.blocks)
     fit_kernel[(query_tiles, triton.cdiv(plan.max_blocks, FIT_BLOCKS), plan.documents)](
         documents,
+        tokens,
         token,
         attention,
         parts,
@@ -144,6 +148,6 @@ def block_summary_triton(
         outlier,
         plan.doc_block,
         plan.blocks,
-        B_BLOCKS=next_power_of_2(max(1, plan.max_blocks)),
+        B_BLOCKS=EXPONENT_BLOCKS,
     )
     return BlockSummary(mean_k, min_k, max_k, local_q, received, token, attention, exponent, outlier.bool())

@@ -22,13 +22,13 @@ class DocumentRows(NamedTuple):
     k: Any  # HeadRows of [T, Hkv, D]
     p_lse: Any  # float32 [Hq, T], natural; written at sampled queries
     p_start: Any  # int32 [documents + 1]: first token
-    n_all: Any  # T
     scale_2: Any
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_all"])
 def lse_kernel(
     documents,
+    n_all,
     GROUP: tl.constexpr,
     B_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -37,7 +37,7 @@ def lse_kernel(
     STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    q, k, p_lse, p_doc_start, n_all, scale_2 = documents
+    q, k, p_lse, p_doc_start, scale_2 = documents
     i_kv_head = tl.program_id(0)
     i_start = tl.load(p_doc_start + tl.program_id(1))
     n_tokens = tl.load(p_doc_start + tl.program_id(1) + 1) - i_start
@@ -79,9 +79,10 @@ def lse_kernel(
     tl.store(p_lse + i_head.to(tl.int64) * n_all + o_row, (b_max + tl.log2(b_sum)) / LOG2E, mask=m_q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_all"])
 def received_kernel(
     documents,
+    n_all,
     p_received,  # float32 [Hkv, T]: weights summed over the group and over strictly later sampled queries
     GROUP: tl.constexpr,
     B_GROUP: tl.constexpr,
@@ -91,7 +92,7 @@ def received_kernel(
     STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    q, k, p_lse, p_doc_start, n_all, scale_2 = documents
+    q, k, p_lse, p_doc_start, scale_2 = documents
     i_kv_head = tl.program_id(0)
     i_start = tl.load(p_doc_start + tl.program_id(1))
     n_tokens = tl.load(p_doc_start + tl.program_id(1) + 1) - i_start
@@ -197,7 +198,7 @@ def local_q_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_all"])
 def choose_kernel(
     p_by_head,  # float32 [Hkv, T]
     p_received,  # float32 [T]
@@ -235,9 +236,10 @@ def choose_kernel(
     tl.store(p_attention + i_block, tl.where(b_best >= 0, b_best, float("inf")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_all", "n_blocks"])
 def fit_kernel(
     documents,
+    n_all,
     p_token,
     p_attention,
     p_parts,  # float32 [query tiles, 5, B]: n, sum x, sum y, sum x x, sum x y of the centred logarithms
@@ -254,7 +256,7 @@ def fit_kernel(
     PRECISION: tl.constexpr,
 ):
     """Sum up the log-log fit of a tile of queries against the chosen tokens of ``B_BLOCKS`` blocks."""
-    q, k, p_lse, p_doc_start, n_all, scale_2 = documents
+    q, k, p_lse, p_doc_start, scale_2 = documents
     i_doc = tl.program_id(2)
     i_start = tl.load(p_doc_start + i_doc)
     n_tokens = tl.load(p_doc_start + i_doc + 1) - i_start
@@ -312,7 +314,7 @@ def fit_kernel(
     tl.store(p_parts + 4 * n_blocks, tl.sum(b_x * b_y, 0), mask=m_block)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_blocks"])
 def exponent_kernel(
     p_sums,  # float32 [5, B]
     p_token,
@@ -322,21 +324,36 @@ def exponent_kernel(
     n_blocks,
     B_BLOCKS: tl.constexpr,
 ):
-    """Slopes of one document, and the three-sigma rule on them."""
+    """Slopes of one document, and the three-sigma rule on them, ``B_BLOCKS`` blocks at a time."""
     i_first = tl.load(p_doc_block + tl.program_id(0))
     i_last = tl.load(p_doc_block + tl.program_id(0) + 1)
-    o_block = i_first + tl.arange(0, B_BLOCKS)
-    m_block = o_block < i_last
-    m_fit = m_block & (tl.load(p_token + o_block, mask=m_block, other=-1) >= 0)
-    b_n = tl.load(p_sums + o_block, mask=m_fit, other=1.0)
-    b_x = tl.load(p_sums + n_blocks + o_block, mask=m_fit, other=0.0)
-    b_y = tl.load(p_sums + 2 * n_blocks + o_block, mask=m_fit, other=0.0)
-    b_xx = tl.load(p_sums + 3 * n_blocks + o_block, mask=m_fit, other=1.0)
-    b_xy = tl.load(p_sums + 4 * n_blocks + o_block, mask=m_fit, other=0.0)
-    b_exponent = -(b_n * b_xy - b_x * b_y) / (b_n * b_xx - b_x * b_x)
-    tl.store(p_exponent + o_block, tl.where(m_fit, b_exponent, float("inf")), mask=m_block)
-    n_fit = tl.maximum(tl.sum(m_fit.to(tl.float32), 0), 1.0)
-    b_mean = tl.sum(tl.where(m_fit, b_exponent, 0.0), 0) / n_fit
-    b_off = tl.where(m_fit, b_exponent - b_mean, 0.0)
-    b_deviation = tl.sqrt(tl.sum(b_off * b_off, 0) / n_fit)
-    tl.store(p_outlier + o_block, (m_fit & (b_off < -3.0 * b_deviation)).to(tl.int8), mask=m_block)
+    b_n_fit = tl.zeros([B_BLOCKS], tl.float32)
+    b_sum = tl.zeros([B_BLOCKS], tl.float32)
+    for i_block in tl.range(i_first, i_last, B_BLOCKS):
+        o_block = i_block + tl.arange(0, B_BLOCKS)
+        m_block = o_block < i_last
+        m_fit = m_block & (tl.load(p_token + o_block, mask=m_block, other=-1) >= 0)
+        b_n = tl.load(p_sums + o_block, mask=m_fit, other=1.0)
+        b_x = tl.load(p_sums + n_blocks + o_block, mask=m_fit, other=0.0)
+        b_y = tl.load(p_sums + 2 * n_blocks + o_block, mask=m_fit, other=0.0)
+        b_xx = tl.load(p_sums + 3 * n_blocks + o_block, mask=m_fit, other=1.0)
+        b_xy = tl.load(p_sums + 4 * n_blocks + o_block, mask=m_fit, other=0.0)
+        b_exponent = -(b_n * b_xy - b_x * b_y) / (b_n * b_xx - b_x * b_x)
+        tl.store(p_exponent + o_block, tl.where(m_fit, b_exponent, float("inf")), mask=m_block)
+        b_n_fit += m_fit.to(tl.float32)
+        b_sum += tl.where(m_fit, b_exponent, 0.0)
+    n_fit = tl.maximum(tl.sum(b_n_fit, 0), 1.0)
+    b_mean = tl.sum(b_sum, 0) / n_fit
+    tl.debug_barrier()  # what this program has stored is read again
+    b_square = tl.zeros([B_BLOCKS], tl.float32)
+    for i_block in tl.range(i_first, i_last, B_BLOCKS):
+        o_block = i_block + tl.arange(0, B_BLOCKS)
+        b_exponent = tl.load(p_exponent + o_block, mask=o_block < i_last, other=float("inf"))
+        b_off = tl.where(b_exponent < float("inf"), b_exponent - b_mean, 0.0)
+        b_square += b_off * b_off
+    b_least = b_mean - 3.0 * tl.sqrt(tl.sum(b_square, 0) / n_fit)
+    for i_block in tl.range(i_first, i_last, B_BLOCKS):
+        o_block = i_block + tl.arange(0, B_BLOCKS)
+        m_block = o_block < i_last
+        b_exponent = tl.load(p_exponent + o_block, mask=m_block, other=float("inf"))
+        tl.store(p_outlier + o_block, (b_exponent < b_least).to(tl.int8), mask=m_block)
