@@ -4,8 +4,9 @@ they cost decode steps.
     python examples/gpu_hosted_copies.py OUT.json [--shape llama-3.1-8b] [--gb GB] [--requests N]
 
 To the host: what `HostedRows.copy` launches, permuted on the device, with one copy for a run of host pages;
-as long runs and as single pages. Back: `column_gather` of random pages, by the number of its programs. The
-rival is one copy of as many bytes between pinned memory and the device. Every figure is the best of five.
+as long runs and as single pages; and the same with the permutation and the copies in one stream. Back:
+`column_gather` of random pages, by the number of its programs. The rival is one copy of as many bytes between
+pinned memory and the device. Every figure is the best of five.
 
 Beside decode: the same loads beside steps of ``--requests`` requests, whose attention is `sparse_decode` over
 columns and whose other work has the shape of Llama-3.1-8B, in a CUDA graph: without a pause, which is the
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.paged import PagedBatch, PageSelection
 from ragserve_kernels.progressive_decode import PagePlaces, progressive_decode
 from ragserve_kernels.sparse_decode import sparse_decode
-from sglang_ext.documents.fill import DocumentKv, fill_pages
+from sglang_ext.documents.fill import COPY_BYTES, DocumentKv, fill_pages
 from sglang_ext.documents.types import KvShape
 from sglang_ext.hosting.host_pages import HostPages
 
@@ -59,6 +60,14 @@ def gb_per_s(size: int, work: Callable[[], Any]) -> float:
         torch.cuda.synchronize()
         best = min(best, begun.elapsed_time(ended) / 1e3)
     return round(size / best / 1e9, 2)
+
+
+def in_one_stream(pool: torch.Tensor, shape: KvShape, numbers: Sequence[int], source: DocumentKv) -> None:
+    """`fill_pages` in steps: only with several of them does it copy beside putting pages together."""
+    step = COPY_BYTES // shape.value_bytes
+    for at in range(0, len(numbers), step):
+        some = numbers[at : at + step]
+        fill_pages(pool, shape, range(at, at + len(some)), some, source)
 
 
 def decoding(requests: int, heads: int, dim: int) -> Decoding:
@@ -156,6 +165,8 @@ def main() -> None:
     for name, numbers in (("in a row", blocks), ("scattered", mixed)):
         rate = gb_per_s(size, lambda n=numbers: fill_pages(pages.pool, shape, blocks, n, source))
         rows.append({"copy": f"pages to the host, {name}", "GB/s": rate})
+        rate = gb_per_s(size, lambda n=numbers: in_one_stream(pages.pool, shape, n, source))
+        rows.append({"copy": f"pages to the host, {name}, in one stream", "GB/s": rate})
 
     def lists(chosen: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Random host pages for each layer and head, columns for them, and their bytes."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,7 @@ from sglang_ext.documents.stored_pages import StoredPages
 from sglang_ext.documents.types import KvShape
 
 COPY_BYTES = 64 * 2**20  # values of pages put together at a time, on the device of the KV
+STAGED = 2  # so many are there at once: one that is put together, and one that is copied
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +85,67 @@ def fill_pages(
 ) -> None:
     """Copy these blocks of a document, ascending, into pool pages, ``COPY_BYTES`` of values at a time.
 
-    From a CUDA device the copies are only enqueued on the current stream.
+    From a CUDA device the copies are only enqueued: what the current stream is given next waits for them.
+    Pages are put together there while those before them are copied on a stream of their own.
     """
     step = max(1, COPY_BYTES // shape.value_bytes)
-    for at in range(0, len(blocks), step):
-        staged = kv.pages(shape, blocks[at : at + step])
-        numbers = pages[at : at + step]
-        for first, count in runs(numbers):
-            target = pool[numbers[first] : numbers[first] + count]
-            target.copy_(staged[first : first + count], non_blocking=True)
+    steps = range(0, len(blocks), step)
+    with _copies_beside(kv.slots.device if kv.is_cuda and len(steps) > 1 else None) as copies:
+        for at in steps:
+            copies.make_room()
+            staged = kv.pages(shape, blocks[at : at + step])
+            numbers = pages[at : at + step]
+            with copies.of(staged):
+                for first, count in runs(numbers):
+                    target = pool[numbers[first] : numbers[first] + count]
+                    target.copy_(staged[first : first + count], non_blocking=True)
+
+
+class _Copies:
+    """Copies of staged pages, at once or in the order of the current stream."""
+
+    def make_room(self) -> None:
+        """Do what is needed before the next pages are staged."""
+
+    def of(self, staged: torch.Tensor) -> AbstractContextManager[None]:
+        """Copy from ``staged``, which the current stream makes."""
+        return nullcontext()
+
+    def join(self) -> None:
+        """Let the current stream wait for all copies."""
+
+
+class _CopiesBeside(_Copies):
+    """Copies on a stream beside the current one, which puts the next pages together meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._current = torch.cuda.current_stream(device)
+        self._under_way: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+
+    def make_room(self) -> None:
+        """Let the current stream wait until fewer than ``STAGED`` copies are under way: the memory of the
+        others' pages is its own again."""
+        if len(self._under_way) == STAGED:
+            self._current.wait_event(self._under_way.popleft()[1])
+
+    @contextmanager
+    def of(self, staged: torch.Tensor) -> Iterator[None]:
+        self._stream.wait_stream(self._current)
+        with torch.cuda.stream(self._stream):
+            yield
+        self._under_way.append((staged, self._stream.record_event()))
+
+    def join(self) -> None:
+        self._current.wait_stream(self._stream)
+
+
+@contextmanager
+def _copies_beside(device: torch.device | None) -> Iterator[_Copies]:
+    """Copies beside the current stream of ``device``, which waits for them at the end, whatever happens;
+    None: no stream of their own."""
+    copies = _Copies() if device is None else _CopiesBeside(device)
+    try:
+        yield copies
+    finally:
+        copies.join()

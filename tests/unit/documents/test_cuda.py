@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_ext.documents import fill
 from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import PAGE_BITS, DiskConfig, KvShape
 from tests.unit.documents.document_samples import FINGERPRINT, Sample, flushed, pages_of
@@ -44,6 +45,18 @@ def test_kv_from_the_device_survives_all_tiers(tmp_path: Path, bits: int) -> Non
         pages = pages_of(store, document.key, range(document.blocks))
         assert torch.equal(store.pages.pool[pages].cuda().cpu(), store.pages.pool[pages])
         store.unpin(document.key)
+    store.close()
+
+
+def test_more_pages_than_are_staged_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fill, "COPY_BYTES", 3 * SHAPE.value_bytes)
+    store = _store(tmp_path, 200)
+    for document in [Sample(i, n, shape=SHAPE) for i, n in enumerate((777, 95, 513))]:
+        k, v = document.k.cuda(), document.v.cuda()
+        store.put(document.meta, k, v)
+        k.zero_()
+        v.zero_()
+        document.assert_pages(store)
     store.close()
 
 
