@@ -16,7 +16,7 @@ from ragserve_kernels.dispatch import host_tile_bytes, next_power_of_2
 PROGRAMS = 4  # as fast as any number alone, and least in the way of what runs beside it
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_entries", "n_items"])
 def gather_h2d_kernel(
     p_host_0,  # int64 words [host blocks * WORDS]
     p_host_1,

@@ -11,7 +11,7 @@ from ragserve_kernels.kv import rows_of
 from ragserve_kernels.quantize_kv.types import QuantizedKV
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _quantize(
     x,  # HeadRows of [tokens, kv_heads, D]
     p_slots,  # [tokens]
