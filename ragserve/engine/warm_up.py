@@ -37,6 +37,7 @@ DECODE: tuple[dict[str, Any], ...] = (
     {"mode": "hierarchical", "budget": 256, "reuse": 4, "dense_below": 0},
     {"mode": "progressive", "threshold": 0.9, "dense_below": 0},
 )
+HOSTED = DECODE[0] | {"hosted": True}
 PREFILL: tuple[dict[str, Any], ...] = tuple({"mode": mode, "dense_below": 0} for mode in ("lines", "blocks"))
 _SYSTEM, _DOCUMENTS, _QUESTION = 48, (400, 272, 131), 24  # tokens
 _LONG = (2000, 1000)  # tokens of documents; more than a recompute graph has rows
@@ -121,6 +122,9 @@ def _exact(info: EngineInfo) -> Iterator[tuple[str, GenerateRequest]]:
     for decode in DECODE if info.sparse_decode else ():
         long = replace(_request(2, "prefix"), decode=decode, sampling=Sampling(8, ignore_eos=True))
         yield f"decode {decode['mode']}", long
+    if info.hosted_tokens:
+        hosted = replace(_request(4, "full"), decode=HOSTED, sampling=Sampling(40, ignore_eos=True))
+        yield "decode hosted", hosted
     for prefill in PREFILL if info.sparse_prefill else ():
         yield f"prefill {prefill['mode']}", replace(_request(3, "prefix"), prefill=prefill)
 

@@ -1,7 +1,9 @@
 """Time the first request of every kind to an engine that is ready, and later ones, as JSON: milliseconds by
 kind, in order. The prompts are none of the warm-up's.
 
-    python -m tests.integration.first_requests_main DATA_FOLDER OUT.json
+    python -m tests.integration.first_requests_main DATA_FOLDER OUT.json [sparse]
+
+sparse: with sparse decoding and hosted requests, and their kinds.
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "epic": {"first": 8},
     "cacheblend": {"share": 0.2},
     "samkv": {},
+}
+DECODE: dict[str, dict[str, Any]] = {
+    "hierarchical": {"mode": "hierarchical", "budget": 256, "dense_below": 0},
+    "progressive": {"mode": "progressive", "threshold": 0.8, "dense_below": 0},
+    "hosted": {"mode": "hierarchical", "budget": 256, "dense_below": 0, "hosted": True},
 }
 
 
@@ -78,6 +85,9 @@ class Kinds:
         for tier in ("device", "host"):
             for strategy, options in STRATEGIES.items():
                 kinds[f"{strategy} from {tier}"] = partial(self.ask, strategy, tier, options=options)
+        for name, decode in DECODE.items() if self._engine.info.hosted_tokens else ():
+            long = Sampling(24, ignore_eos=True)
+            kinds[f"decode {name}"] = partial(self.ask, "full", decode=decode, sampling=long)
         return kinds
 
 
@@ -97,5 +107,6 @@ if __name__ == "__main__":
 
     attention = os.environ.get("RAGSERVE_ATTENTION")
     options = {"attention_backend": attention} if attention else {}
-    settings = load(model=DEFAULT_MODEL, data_dir=Path(sys.argv[1]), engine_args=options)
+    sparse = {"sparse_attention": "on", "kv_hosted_bytes": 2**30} if sys.argv[3:] == ["sparse"] else {}
+    settings = load(model=DEFAULT_MODEL, data_dir=Path(sys.argv[1]), engine_args=options, **sparse)
     run_once(settings, partial(measure, Path(sys.argv[2])))

@@ -14,9 +14,13 @@ from tests.conftest import REPO
 
 
 @pytest.mark.gpu
-def test_no_first_request_of_a_kind_takes_twice_as_long_as_later_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [(), ("sparse",)], ids=["dense", "sparse"])
+def test_no_first_request_of_a_kind_takes_twice_as_long_as_later_ones(
+    tmp_path: Path, mode: tuple[str, ...]
+) -> None:
     out = tmp_path / "first.json"
-    command = [sys.executable, "-m", "tests.integration.first_requests_main", tmp_path / "data", out]
+    module = "tests.integration.first_requests_main"
+    command = [sys.executable, "-m", module, tmp_path / "data", out, *mode]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=900)
     assert out.exists(), done.stderr[-4000:]
     found = json.loads(out.read_text())
