@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 # Rows; beyond them an 8B model computes longer than it takes to launch, on slow CPUs, too: with one H100 811
 # rows took 34 ms without a graph, where an H200 on a faster CPU took 21.
 SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-STEP = 256  # between the sizes of more rows, which several ranks compute as fast as one computes fewer
+SHARED = tuple(range(1280, 2049, 256))  # more, where several GPUs share a pass: each computes less
 REQUESTS = 4  # most requests in one pass
 
 
@@ -155,11 +155,6 @@ class RecomputeGraphs:
         return self._hidden[:count]
 
 
-def sizes(ranks: int) -> tuple[int, ...]:
-    """Numbers of rows that get a graph where ``ranks`` GPUs share a pass, ascending."""
-    return SIZES + tuple(range(SIZES[-1] + STEP, SIZES[-1] * ranks + 1, STEP))
-
-
 def capture_graphs(model_runner: Any, ranks: Ranks) -> RecomputeGraphs | None:
     """Capture the graphs if the pass runs through our kernel and SGLang itself uses CUDA graphs; else return
     None. Logs a warning and returns None if capturing fails, on every rank if it fails on one.
@@ -176,7 +171,7 @@ def capture_graphs(model_runner: Any, ranks: Ranks) -> RecomputeGraphs | None:
         return None
     graphs = None
     try:
-        graphs = RecomputeGraphs(model_runner, sizes(ranks.world))
+        graphs = RecomputeGraphs(model_runner, SIZES if ranks.alone else SIZES + SHARED)
     except RuntimeError as error:  # device errors of torch, out of memory among them
         log.warning("tokens will be recomputed without CUDA graphs, which takes longer to launch: %s", error)
     return graphs if ranks.all_agree(graphs is not None) else None
