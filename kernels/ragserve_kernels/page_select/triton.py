@@ -19,7 +19,7 @@ MOST_IN_REGISTERS = 16384
 """Blocks of an item that one program holds in registers."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_layer"])
 def _score(
     p_q,  # [layers, batch, heads, D]
     p_low,  # [layers, rows, kv_heads, D]
@@ -190,7 +190,7 @@ def _choose_many(p_scores, p_index, n_total, n_take, CHUNK: tl.constexpr):
             n_equal += tl.sum(b_same, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_layer"])
 def _choose(
     p_scores,  # float32 [items, max_blocks]
     p_lens,  # int32 [batch]

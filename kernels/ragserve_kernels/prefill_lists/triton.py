@@ -16,7 +16,11 @@ _ROWS = 64  # queries of a program
 _SPAN = 64  # key blocks of a program
 
 
-@triton.jit(do_not_specialize=["n_queries", "n_blocks", "n_len"])
+# the pages of a batch's second request begin where the first's end
+@triton.jit(
+    do_not_specialize=["n_queries", "n_blocks", "n_len"],
+    do_not_specialize_on_alignment=["p_rows", "p_positions", "p_pages"],
+)
 def block_lse_kernel(
     q,  # HeadRows of [R, Hq, D]
     k,  # HeadRows of [slots, Hkv, D]

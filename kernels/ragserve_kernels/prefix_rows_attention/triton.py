@@ -62,8 +62,12 @@ def attend_keys(
     return state
 
 
-# one compilation for any number of them: requests wait for it
-@triton.jit(do_not_specialize=["n_rows", "n_splits"])
+# one compilation for any number of them, wherever their lists begin (those of a layer lie behind the ones of
+# the layers before): requests wait for it
+@triton.jit(
+    do_not_specialize=["n_rows", "n_splits"],
+    do_not_specialize_on_alignment=["p_slots", "p_slot_start", "p_row_start", "p_row_len"],
+)
 def prefix_rows_attention_kernel(
     q,  # HeadRows of [R, Hq, D]
     k,  # HeadRows of [slots, Hkv, D]

@@ -98,7 +98,7 @@ def _walk(
     return Walk(n_blocks, n_sink, n_gap, m_indexed, n_len)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_items"])
 def _attend(
     q,  # HeadRows of [batch, heads, D]
     kv,  # KVRows of [slots, kv_heads, D], or codes

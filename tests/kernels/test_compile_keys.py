@@ -1,0 +1,90 @@
+"""Launches for documents and prompts of different sizes ask for the same compiled kernels: what Triton
+compiles for, of each argument, is the same. Requests would wait for another compilation.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ragserve_kernels.block_summary import BlockPlan, block_summary
+from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
+
+Keys = dict[str, set[Any]]  # by kernel
+INTERPRETED = not torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="on a GPU the compiler says what it compiles")
+
+
+def key(value: Any, *, whole: bool, aligned: bool) -> Any:
+    """Return what Triton compiles for: the kind of a value and, with ``whole`` and ``aligned``, if it is 1 or
+    divisible by 16."""
+    if isinstance(value, tuple):
+        return tuple(key(each, whole=whole, aligned=aligned) for each in value)
+    if isinstance(value, torch.Tensor):
+        return value.dtype, whole and aligned and value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return "int", whole and value == 1, whole and aligned and value % 16 == 0
+    return type(value)
+
+
+class Recorded:
+    """A kernel that notes the keys of its launches."""
+
+    def __init__(self, kernel: Any, seen: set[Any]) -> None:
+        self._kernel, self._seen = kernel, seen
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            kept = self._kernel.kwargs
+            whole = kept["do_not_specialize"] or ()
+            aligned = kept["do_not_specialize_on_alignment"] or ()
+            names = self._kernel.arg_names
+            found = [
+                key(value, whole=name not in whole, aligned=name not in aligned)
+                for name, value in zip(names, arguments, strict=False)
+            ]
+            self._seen.add((*found, *sorted(constants.items())))
+            self._kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> Keys:
+    """Keys of the launches so far."""
+    found: Keys = {}
+    for name in ("block_summary.launches", "prefix_rows_attention.triton"):
+        module = importlib.import_module(f"ragserve_kernels.{name}")
+        for attribute, kernel in list(vars(module).items()):
+            if attribute.endswith("_kernel"):
+                seen = found.setdefault(attribute, set())
+                monkeypatch.setattr(module, attribute, Recorded(kernel, seen))
+    return found
+
+
+def test_documents_of_any_length(device: torch.device, keys: Keys) -> None:
+    for lengths in ([40], [16], [523], [33, 80]):
+        plan = BlockPlan.build(lengths, query_stride=8, min_queries=2, device=device)
+        q, k = (torch.randn(plan.tokens, heads, 64, device=device) for heads in (2, 1))
+        block_summary(q, k, plan)
+    assert {name: len(seen) for name, seen in keys.items() if len(seen) > 1} == {}
+    assert len(keys["exponent_kernel"]) == len(keys["choose_kernel"]) == 1
+
+
+def test_recomputed_rows_of_any_layer(device: torch.device, keys: Keys) -> None:
+    """A layer's row of a table begins where that of the layer before ends."""
+    for rows in (16, 5):
+        seen = torch.full((2, rows), 20, dtype=torch.int32, device=device)
+        q, k, v = (torch.randn(n, heads, 64, device=device) for n, heads in ((rows, 2), (20, 1), (20, 1)))
+        starts = torch.tensor([0, rows], dtype=torch.int32, device=device)
+        for layer in range(2):
+            prefix_rows_attention(
+                *(q, k, v, torch.arange(20, device=device), starts[:1], starts, seen[layer]),
+                max_rows=rows,
+                scale=0.125,
+            )
+    assert len(keys["prefix_rows_attention_kernel"]) == 1
