@@ -153,8 +153,9 @@ def attend(
     rows, end = len(q), start + len(q)
     if kernels.use_triton(q) and q.shape[-1] in HEAD_DIMS:
         slots = torch.arange(end, device=q.device)
-        first = torch.zeros(1, dtype=torch.int64, device=q.device)
-        bounds = torch.arange(2, device=q.device) * rows
+        # int32, as those of recomputed rows, whose kernels are compiled before the first request
+        first = torch.zeros(1, dtype=torch.int32, device=q.device)
+        bounds = torch.arange(2, dtype=torch.int32, device=q.device) * rows
         seen = torch.arange(start + 1, end + 1, dtype=torch.int32, device=q.device)
         return prefix_rows_attention(
             q.contiguous(), k, v, slots, first, bounds, seen, max_rows=rows, scale=scaling
