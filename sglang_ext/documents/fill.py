@@ -10,6 +10,8 @@ from functools import lru_cache
 
 import torch
 
+from ragserve_kernels.gather_pages import gather_pages, gather_pages_naive
+from ragserve_kernels.kv import HEAD_DIMS, PAGE_SIZES, KVLayers
 from sglang_ext.documents.page_files import runs
 from sglang_ext.documents.stored_pages import StoredPages
 from sglang_ext.documents.types import KvShape
@@ -25,11 +27,13 @@ class DocumentKv:
     Attributes:
         k, v: per layer [slots, kv_heads, head_dim].
         slots: int64 [n], the document's slots in order, on the device of the buffers.
+        layers: ``k`` and ``v`` as kernels take them, where at hand: making them waits for the device.
     """
 
     k: Sequence[torch.Tensor]
     v: Sequence[torch.Tensor]
     slots: torch.Tensor
+    layers: KVLayers | None = None
 
     @classmethod
     def of(
@@ -61,23 +65,21 @@ class DocumentKv:
     def pages(self, shape: KvShape, blocks: Sequence[int]) -> torch.Tensor:
         """Gather these blocks into new pages on the device, zero behind the document's end.
 
-        Beside the pages it takes memory for one layer of them, and for all of their values if they are
-        quantised.
+        Beside the pages it takes memory for one layer of them without ``layers``, and for all of their values
+        if they are quantised.
         """
-        n, size = len(self.slots), shape.block
+        size = shape.block
         parts = [
             self.slots[blocks[first] * size : (blocks[first] + count) * size] for first, count in runs(blocks)
         ]
-        slots = torch.cat(parts)
-        pages = torch.zeros((len(blocks), *shape.block_shape), dtype=shape.dtype, device=self.slots.device)
-        padding = len(blocks) * size - len(slots)  # only the document's last block is not full
-        slots = torch.cat((slots, slots[-1:].expand(padding)))
-        for half, layers in enumerate((self.k, self.v)):
-            for layer, buffer in enumerate(layers):
-                rows = buffer[slots].unflatten(0, (len(blocks), size))
-                pages[:, half, layer] = rows.transpose(1, 2)
+        padding = len(blocks) * size - sum(map(len, parts))  # only the document's last block is not full
         if padding:
-            pages[blocks.index(n // size), ..., size - padding :, :] = 0
+            parts.append(self.slots.new_full((padding,), -1))
+        slots = torch.cat(parts)
+        if self.layers is not None and self.layers.head_dim in HEAD_DIMS and size in PAGE_SIZES:
+            pages = gather_pages(self.layers, slots, page_size=size)
+        else:
+            pages = gather_pages_naive(self.k, self.v, slots, page_size=size)
         return StoredPages.of(pages, shape).pool
 
 

@@ -69,7 +69,7 @@ class HostPrefixes:
         if tail:
             slots = rows.table[row.request, first:tokens].long()
             with rows.copies.behind(slots):
-                kv = DocumentKv(rows.kv.k, rows.kv.v, slots)
+                kv = DocumentKv(rows.kv.k, rows.kv.v, slots, rows.kv)
                 fill_pages(rows.pages.pool, rows.pages.shape, list(range(count)), tail, kv)
                 rows.joins.append(rows.copies.event())  # its slots are free now
         return HostPrefix(

@@ -152,7 +152,7 @@ class HostedRows:
                 continue
             blocks = list(range(row.copied, row.copied + count))
             with self.copies.behind(row.slots):
-                kv = DocumentKv(self.kv.k, self.kv.v, row.slots)
+                kv = DocumentKv(self.kv.k, self.kv.v, row.slots, self.kv)
                 numbers = row.numbers[row.copied : row.copied + count]
                 fill_pages(self.pages.pool, self.pages.shape, blocks, numbers, kv)
             row.copied += count
