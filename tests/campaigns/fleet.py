@@ -1,7 +1,8 @@
 """kill -9 of a worker every ten seconds, while clients ask a server with replicas. Answers are those that
 were given before the first kill, only requests that ran when a worker died may fail, each with an error to
 send it again, and the worker comes back by itself: without damaged pages, and having confirmed the removal of
-a document that was removed while it was away.
+a document that was removed while it was away. Whenever all serve again, documents are found on disk: workers
+come back with what is on theirs.
 
 A worker takes longer than ten seconds to come back on a slow machine. The next one is killed when two serve,
 so that somebody is left to answer. That a request failed by its own worker's death is seen only by the time:
@@ -17,7 +18,7 @@ import random
 import statistics
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -127,14 +128,7 @@ class Clients:
     ) -> str | None:
         """The answer, after sending again what a dying worker broke off; None if it failed, which is put into
         the results."""
-        body = {
-            "query": f"Who was the keeper of station {document}?",
-            "namespace": SPACE,
-            "k": self._crowd.k,
-            "strategy": strategy,
-            "strategy_options": options,
-            "max_new_tokens": 8,
-        }
+        body = _question(document, self._crowd.k, strategy, options)
         while True:
             began = time.monotonic()
             try:
@@ -189,6 +183,14 @@ class Fleet:
         self._site.remove(_PASSING, name)
         assert not self._site.documents(_PASSING), "it was removed"
 
+    def tiers(self, crowd: Crowd) -> Counter[str]:
+        """The tokens of each document's passages by the tier that they come from now."""
+        found: Counter[str] = Counter()
+        for number in range(crowd.documents):
+            body = _question(number, crowd.k, "concat", {"force": True})
+            found.update(self._site.call("POST", "/rag/query", json=body)["context"]["tokens_by_tier"])
+        return found
+
     def assert_nothing_left(self, documents: int) -> None:
         """All serve, have confirmed every removal, and every document is there."""
         self.until_serving("a worker does not come back")
@@ -200,6 +202,17 @@ class Fleet:
 
 def _name(number: int) -> str:
     return f"station {number}"
+
+
+def _question(document: int, k: int, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "query": f"Who was the keeper of station {document}?",
+        "namespace": SPACE,
+        "k": k,
+        "strategy": strategy,
+        "strategy_options": options,
+        "max_new_tokens": 8,
+    }
 
 
 def run(progress: Progress, site: Site | None = None, kill: Kill | None = None, **options: Any) -> None:
@@ -218,29 +231,33 @@ def run(progress: Progress, site: Site | None = None, kill: Kill | None = None, 
         fleet.until_serving("a worker does not start")
         kills = Kills()
         clients = Clients(site, f"fleet {progress.seed} {progress.operations}", crowd, kills)
+        tiers: Counter[str] = Counter()
         try:
             clients.calm()
-            back = _kill_until_the_end(progress, fleet, clients, kills, crowd)
+            back = _kill_until_the_end(progress, fleet, clients, kills, crowd, tiers)
         finally:
             clients.stop()
         while not clients.results.empty():  # what was under way at the end
             _count(progress, clients.results.get())
         with progress.operation("ended"):
             fleet.assert_nothing_left(crowd.documents)
+            assert tiers["disk"] or not back, f"workers came back without their disks: {dict(tiers)}"
             if site.own:
                 site.settled()
         progress.data["figures"] = {
             "kills": len(kills.times),
             "back after s, median": round(statistics.median(back), 1) if back else None,
             "back after s, most": round(max(back), 1) if back else None,
+            "tokens by tier, when all served again": dict(tiers),
             "questions with several answers": sum(len(each) > 1 for each in clients.answers.values()),
         }
 
 
 def _kill_until_the_end(
-    progress: Progress, fleet: Fleet, clients: Clients, kills: Kills, crowd: Crowd
+    progress: Progress, fleet: Fleet, clients: Clients, kills: Kills, crowd: Crowd, tiers: Counter[str]
 ) -> list[float]:
-    """Returns how long killed workers took until all served again, in seconds."""
+    """Returns how long killed workers took until all served again, in seconds. Adds to ``tiers`` where
+    documents come from then."""
     back: list[float] = []
     due, away = time.monotonic(), None
     while progress.goes_on():
@@ -250,6 +267,7 @@ def _kill_until_the_end(
         if away is not None and serving == len(fleet.workers()):
             back.append(now - away)
             away = None
+            tiers.update(fleet.tiers(crowd))
         if now >= due and serving >= 2:
             with progress.operation("killed"):
                 fleet.kill_one(kills, progress.random())
