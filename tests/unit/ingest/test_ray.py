@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from ragserve.config import Settings
@@ -23,6 +24,7 @@ from ragserve.ingest.ingestor import Ingestor, PathOptions
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
 from tests.conftest import EXHAUSTIVE, REPO
+from tests.unit.commands.test_ingest import many, wait_for_documents
 
 RAY = REPO / ".venv" / "ray"
 
@@ -87,9 +89,12 @@ def contents(store: IndexStore) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.skipif(
+needs_ray = pytest.mark.skipif(
     not RAY.is_dir() and find_spec("ray") is None, reason="needs Ray, which `scripts/install --ray` installs"
 )
+
+
+@needs_ray
 @pytest.mark.parametrize("nodes", [1, 2] if EXHAUSTIVE else [1])
 def test_a_cluster_makes_the_same_documents(
     nodes: int,
@@ -126,6 +131,43 @@ def test_a_cluster_makes_the_same_documents(
         assert [hit.chunk.text for hit in ours] == [hit.chunk.text for hit in theirs]
         assert [hit.score for hit in ours] == pytest.approx([hit.score for hit in theirs], abs=1e-4)
         assert made.check()[0].ok
+
+
+@needs_ray
+def test_a_killed_run_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    notes, folder, data = 150, tmp_path / "files", tmp_path / "data"
+    folder.mkdir()
+    many(folder, notes)
+    (folder / "broken.pdf").write_bytes(b"%PDF-1.7 and nothing else")
+    arguments = (str(folder), "--ray", "local", "--data-dir", str(data), "--json")
+    command = [sys.executable, "-m", "ragserve.cli", "ingest", *arguments]
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment(tmp_path), **silent) as process:
+        wait_for_documents(data, 1, process)
+        cluster_of_it = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    assert 0 < len(whole(data)) < notes
+    _, left = psutil.wait_procs(cluster_of_it, timeout=60)
+    assert not left, "Ray's processes end with the command that started them"
+    done = ingest(tmp_path, *arguments)
+    assert done.returncode == 3, done.stderr
+    files = json.loads(done.stdout)["files"]
+    assert (files["indexed"] + files["unchanged"], files["failed"]) == (notes, 1)
+    assert files["unchanged"] > 0
+    assert len(whole(data)) == notes
+
+
+def whole(data: Path) -> list[str]:
+    """The sources of all documents, each of which is there with its whole text, once."""
+    with IndexStore(data) as store:
+        assert store.check()[0].ok
+        documents = list(store.documents("default"))
+        for document in documents:
+            chunks = store.document_chunks("default", document.doc_id)
+            assert "".join(chunk.text for chunk in chunks) == Path(document.source).read_text()
+    sources = [document.source for document in documents]
+    assert len(set(sources)) == len(sources)
+    return sources
 
 
 def test_without_ray(
