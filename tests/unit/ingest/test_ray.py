@@ -147,7 +147,7 @@ def test_a_killed_run_loses_and_doubles_nothing(tmp_path: Path) -> None:
         cluster_of_it = psutil.Process(process.pid).children(recursive=True)
         process.kill()
     assert 0 < len(whole(data)) < notes
-    _, left = psutil.wait_procs(cluster_of_it, timeout=60)
+    _, left = psutil.wait_procs(cluster_of_it, timeout=150)  # agents take a minute and more
     assert not left, "Ray's processes end with the command that started them"
     done = ingest(tmp_path, *arguments)
     assert done.returncode == 3, done.stderr
