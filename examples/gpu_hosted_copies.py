@@ -3,10 +3,11 @@ they cost decode steps.
 
     python examples/gpu_hosted_copies.py OUT.json [--shape llama-3.1-8b] [--gb GB] [--requests N]
 
-To the host: what `HostedRows.copy` launches, permuted on the device, with one copy for a run of host pages;
-as long runs and as single pages; and the same with the permutation and the copies in one stream. Back:
-`column_gather` of random pages, by the number of its programs. The rival is one copy of as many bytes between
-pinned memory and the device. Every figure is the best of five.
+To the host: pages permuted on the device, with one copy for a run of host pages; as long runs and as single
+pages; all in one call of `fill_pages`, with the permutation beside the copies, and with both in one stream.
+Then in calls of as many as `HostedRows.copy` launches beside a step, by the bytes that are put together at a
+time. Back: `column_gather` of random pages, by the number of its programs. The rival is one copy of as many
+bytes between pinned memory and the device. Every figure is the best of five.
 
 Beside decode: the same loads beside steps of ``--requests`` requests, whose attention is `sparse_decode` over
 columns and whose other work has the shape of Llama-3.1-8B, in a CUDA graph: without a pause, which is the
@@ -40,6 +41,7 @@ from ragserve_kernels.sparse_decode import sparse_decode
 from sglang_ext.documents.fill import COPY_BYTES, DocumentKv, fill_pages
 from sglang_ext.documents.types import KvShape
 from sglang_ext.hosting.host_pages import HostPages
+from sglang_ext.hosting.hosted_rows import STEP_BYTES
 
 PAGE, CHOSEN = 64, 32  # tokens; pages that a layer and KV head misses
 REPEATS = 5
@@ -47,6 +49,7 @@ MISSED = 61  # pages of KV heads that a request of 32k loads a step: 1,119,914 o
 ATTENDED, REQUESTS = 64, 8  # pages of each head in a progressive step, and its requests
 SHARES = (0.0, 0.1, 0.5, 1.0)  # of them on the host
 PROGRAMS = (1, 2, 3, 4, 8, 32)
+GROUPS = tuple(each * 2**20 for each in (16, 32, 64, 128))  # bytes put together at a time; last: no overlap
 
 
 def gb_per_s(size: int, work: Callable[[], Any]) -> float:
@@ -62,12 +65,16 @@ def gb_per_s(size: int, work: Callable[[], Any]) -> float:
     return round(size / best / 1e9, 2)
 
 
-def in_one_stream(pool: torch.Tensor, shape: KvShape, numbers: Sequence[int], source: DocumentKv) -> None:
-    """`fill_pages` in steps: only with several of them does it copy beside putting pages together."""
-    step = COPY_BYTES // shape.value_bytes
+def in_calls(
+    pool: torch.Tensor, shape: KvShape, numbers: Sequence[int], source: DocumentKv, size: int, group: int
+) -> None:
+    """`fill_pages` in calls of ``size`` bytes, in each of which ``group`` bytes are put together at a time.
+
+    Only with several groups in a call does it copy beside putting pages together."""
+    step = max(1, size // shape.value_bytes)
     for at in range(0, len(numbers), step):
         some = numbers[at : at + step]
-        fill_pages(pool, shape, range(at, at + len(some)), some, source)
+        fill_pages(pool, shape, range(at, at + len(some)), some, source, copy_bytes=group)
 
 
 def decoding(requests: int, heads: int, dim: int) -> Decoding:
@@ -162,11 +169,15 @@ def main() -> None:
         {"copy": "one, to the host", "GB/s": gb_per_s(size, lambda: flat.copy_(there, non_blocking=True))},
         {"copy": "one, to the device", "GB/s": gb_per_s(size, lambda: there.copy_(flat, non_blocking=True))},
     ]
+    fill = partial(in_calls, pages.pool, shape)
     for name, numbers in (("in a row", blocks), ("scattered", mixed)):
-        rate = gb_per_s(size, lambda n=numbers: fill_pages(pages.pool, shape, blocks, n, source))
-        rows.append({"copy": f"pages to the host, {name}", "GB/s": rate})
-        rate = gb_per_s(size, lambda n=numbers: in_one_stream(pages.pool, shape, n, source))
-        rows.append({"copy": f"pages to the host, {name}, in one stream", "GB/s": rate})
+        for form, call in (("", size), (", in one stream", COPY_BYTES)):
+            rate = gb_per_s(size, partial(fill, numbers, source, call, COPY_BYTES))
+            rows.append({"copy": f"pages to the host, {name}{form}", "GB/s": rate})
+    for group in GROUPS:
+        rate = gb_per_s(size, partial(fill, blocks, source, STEP_BYTES, group))
+        name = f"pages to the host, {STEP_BYTES >> 20} MiB a call, {group >> 20} together"
+        rows.append({"copy": name, "GB/s": rate})
 
     def lists(chosen: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Random host pages for each layer and head, columns for them, and their bytes."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -81,14 +82,23 @@ class DocumentKv:
 
 
 def fill_pages(
-    pool: torch.Tensor, shape: KvShape, blocks: Sequence[int], pages: Sequence[int], kv: DocumentKv
+    pool: torch.Tensor,
+    shape: KvShape,
+    blocks: Sequence[int],
+    pages: Sequence[int],
+    kv: DocumentKv,
+    *,
+    copy_bytes: int | None = None,
 ) -> None:
-    """Copy these blocks of a document, ascending, into pool pages, ``COPY_BYTES`` of values at a time.
+    """Copy these blocks of a document, ascending, into pool pages, ``copy_bytes`` of values at a time
+    (``COPY_BYTES`` by default, at least one page).
 
-    From a CUDA device the copies are only enqueued: what the current stream is given next waits for them.
-    Pages are put together there while those before them are copied on a stream of their own.
+    From a CUDA device the copies are only enqueued: what the current stream is given next waits for them,
+    also where this raises. Pages are put together there while those before them are copied on a stream of
+    their own; it takes memory for ``STAGED`` times ``copy_bytes`` of pages, beside what `DocumentKv.pages`
+    takes.
     """
-    step = max(1, COPY_BYTES // shape.value_bytes)
+    step = max(1, (COPY_BYTES if copy_bytes is None else copy_bytes) // shape.value_bytes)
     steps = range(0, len(blocks), step)
     with _copies_beside(kv.slots.device if kv.is_cuda and len(steps) > 1 else None) as copies:
         for at in steps:
@@ -119,15 +129,17 @@ class _CopiesBeside(_Copies):
     """Copies on a stream beside the current one, which puts the next pages together meanwhile."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
         self._current = torch.cuda.current_stream(device)
+        self._stream = _stream_beside(self._current)
         self._under_way: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
 
     def make_room(self) -> None:
         """Let the current stream wait until fewer than ``STAGED`` copies are under way: the memory of the
         others' pages is its own again."""
         if len(self._under_way) == STAGED:
-            self._current.wait_event(self._under_way.popleft()[1])
+            staged, copied = self._under_way.popleft()
+            self._current.wait_event(copied)
+            del staged  # only now: another thread may allocate for the current stream, too
 
     @contextmanager
     def of(self, staged: torch.Tensor) -> Iterator[None]:
@@ -138,6 +150,13 @@ class _CopiesBeside(_Copies):
 
     def join(self) -> None:
         self._current.wait_stream(self._stream)
+
+
+@lru_cache(maxsize=64)
+def _stream_beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    """The stream of copies beside ``stream``, always the same: torch hands out 32 in turn, so a new one for
+    each fill would now and then be the one of the forward passes."""
+    return torch.cuda.Stream(stream.device)
 
 
 @contextmanager

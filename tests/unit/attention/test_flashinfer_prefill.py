@@ -36,11 +36,11 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     ("new_tokens", "cached_tokens", "wrappers"),
     [
         ((8192,), (64,), FA3),
-        ((640,), (1,), FA3),  # 5 blocks of 32 heads on 132 multiprocessors
-        ((639,), (9000,), FA2),
+        ((384,), (1,), FA3),  # 3 blocks of 32 heads on 132 multiprocessors
+        ((383,), (9000,), FA2),
         ((32,), (9000,), FA2),  # a question after a prefix
         ((127,) * 64, (5,) * 64, FA2),  # no block is full
-        ((256, 256, 200), (5, 6, 7), FA3),
+        ((256, 100, 200), (5, 6, 7), FA3),
         ((8192, 700), (5000, 0), FA2),  # FA3 would read KV that is not there
         ((), (), FA2),
     ],

@@ -109,3 +109,68 @@ def test_single_blocks_come_from_their_own_slots(tmp_path: Path, monkeypatch: py
         document.assert_pages(store)
         store.unpin(document.key)
         store.check_integrity()
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+GROUP = 3  # pages put together at a time
+
+
+class Filled:
+    """A document of 10 pages and a half in scattered slots, and a host pool of 20 pages of NaN."""
+
+    def __init__(self, device: str) -> None:
+        self.sample = Sample(1, 168, shape=SHAPE)
+        n = self.sample.meta.n_tokens
+        slots = torch.randperm(2 * n, generator=torch.Generator().manual_seed(1))[:n]
+        buffers = torch.full((2, SHAPE.layers, 2 * n, SHAPE.kv_heads, SHAPE.head_dim), torch.nan)
+        buffers = buffers.to(SHAPE.dtype)
+        buffers[0][:, slots], buffers[1][:, slots] = self.sample.k, self.sample.v
+        self.buffers = buffers.to(device)
+        self.kv = fill.DocumentKv.of(list(self.buffers[0]), list(self.buffers[1]), slots.to(device))
+        self.pool = torch.full((20, *SHAPE.block_shape), torch.nan, dtype=SHAPE.dtype)
+        if device == "cuda":
+            self.pool = self.pool.pin_memory()
+            torch.cuda._sleep(20_000_000)  # what follows is launched before any of it runs
+
+    def fill(self, pages: list[int]) -> None:
+        fill.fill_pages(
+            self.pool, SHAPE, range(len(pages)), pages, self.kv, copy_bytes=GROUP * SHAPE.value_bytes
+        )
+
+    def give_slots_back(self) -> None:
+        """Let the next owner of the slots write to them, in the order of the current stream; wait for it."""
+        self.buffers.fill_(torch.nan)
+        if self.buffers.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def expected(self, block: int) -> torch.Tensor:
+        """A page of the document: [2, layers, kv_heads, tokens, head_dim], zero behind its end."""
+        tokens = slice(block * SHAPE.block, (block + 1) * SHAPE.block)
+        rows = torch.stack([self.sample.k[:, tokens], self.sample.v[:, tokens]]).transpose(2, 3)
+        padding = SHAPE.block - rows.shape[3]
+        return torch.nn.functional.pad(rows, (0, 0, 0, padding))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("pages", [[*range(11)], [19, 3, 4, 5, 6, 0, 17, 12, 11, 8, 9]], ids=str)
+def test_all_pages_are_filled_with_more_groups_than_are_staged(device: str, pages: list[int]) -> None:
+    filled = Filled(device)
+    assert filled.sample.blocks == len(pages) > GROUP * fill.STAGED
+    filled.fill(pages)
+    filled.give_slots_back()
+    for block, page in enumerate(pages):
+        assert torch.equal(filled.pool[page], filled.expected(block)), f"block {block}"
+    others = sorted(set(range(20)) - set(pages))
+    assert filled.pool[others].isnan().all(), "pages of others were written to"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_slots_may_be_given_back_after_a_fill_that_failed(device: str) -> None:
+    """Copies that were launched before the fault read what the model left, not what the next owner writes."""
+    filled = Filled(device)
+    with pytest.raises(RuntimeError):
+        filled.fill([*range(9), 19, 20])  # the pool ends at 19
+    filled.give_slots_back()
+    for page in range(9):
+        assert torch.equal(filled.pool[page], filled.expected(page)), f"page {page}"
+    assert filled.pool[9:].isnan().all()
