@@ -1,5 +1,6 @@
 """Measure by how much a request that arrives within a prefill of the server's own is delayed: the comparison
-of an answer in use is cancelled when a request arrives, but a prefill that has begun ends first.
+of an answer in use is cancelled when a request arrives, but a chunk of an exact prefill, or a composed
+prefill that has begun, ends first.
 
     .venv/bin/python examples/arrival_delay.py --out examples/results
 
@@ -53,7 +54,9 @@ async def measured(engine: LocalEngine) -> list[dict[str, Any]]:
     ids, end = token_ids(), DOCUMENTS * TOKENS
     spans = tuple(Span(at, at + TOKENS) for at in range(0, end, TOKENS))
     one = Sampling(max_new_tokens=1)
-    background = GenerateRequest("verify", ids[: end + QUESTION], "delay", sampling=one, spans=spans)
+    background = GenerateRequest(
+        "verify", ids[: end + QUESTION], "delay", sampling=one, spans=spans, background=True
+    )
     user = GenerateRequest("user", ids[end + QUESTION : end + TOKENS], "delay", "prefix", one)
     await engine.warm(background)
     rows = []

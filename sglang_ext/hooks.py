@@ -16,7 +16,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
 
-from sglang_ext import stages, weight_updates
+from sglang_ext import background_prefill, stages, weight_updates
 from sglang_ext.state import current
 
 
@@ -43,6 +43,7 @@ def _after_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
 
         failed = partial(current.runtime.refuse, req, status=HTTPStatus.INTERNAL_SERVER_ERROR)
         stages.run_alike("request", failed, current.runtime.on_request, req)
+        stages.run_alike("request", failed, background_prefill.on_request, req)
         if req.to_finish is None:
             reason = stages.run_alike("request", failed, distribution.on_request, req)
             if reason is not None and req.to_finish is None:
@@ -74,7 +75,8 @@ def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args:
     adder.rem_total_token_offset += due  # for as long as it decides on this request
 
     def add() -> Any:
-        return original(adder, req, *args, **kwargs)
+        align = kwargs.get("truncation_align_size")
+        return background_prefill.admit(adder, req, align, partial(original, adder, req, *args, **kwargs))
 
     try:
         admitted = None if current.attention is None else current.attention.admit(adder, req, add)
@@ -310,6 +312,7 @@ HOOKS = (
             *("analysis", "stored analysis", "new analysis", "query", "selection"),
         ),
     ),
+    Hook(background_prefill.NEXT_CHUNK, ("self", "req"), background_prefill.around_next_chunk, "around"),
     Hook(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         ("self", "batch", "forward_batch"),

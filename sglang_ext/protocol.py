@@ -30,6 +30,9 @@ MAX_TRACED = 512  # tokens of both: 300 MB of distributions with a vocabulary of
 # In custom_params: a request's decode options as JSON text; in meta_info: its DecodeReport.
 DECODE_FIELD = "ragserve_decode"
 PREFILL_FIELD = "ragserve_prefill"  # the same of its prefill
+BACKGROUND_FIELD = (
+    "ragserve_background"  # in custom_params: `sglang_ext.background_prefill`, set by the server only
+)
 FULL_KEY = "full:"  # begins the extra key of strategy `full`, which is a request's own
 MISSING_PREFIX = "ragserve:missing:"
 CONTROL_METHOD = "ragserve"

@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sglang_ext.background_prefill import check_mark
 from sglang_ext.cache_scope import confine
 from sglang_ext.protocol import longest_text
 from sglang_ext.token_meter import count_answers, count_prompt
@@ -187,6 +188,7 @@ def _check_size(obj: Any, context_length: int) -> None:
             raise ValueError("sampling_params must be an object or a list of objects")
         if params.get("n") is None:
             params.pop("n", None)  # SGLang multiplies by it before it replaces null
+        check_mark(params)
         samples = max(samples, int(_bounded("n", params.get("n", 1), 1, MAX_SEQUENCES)))
     texts = [text for text in _each(obj.text) if isinstance(text, str)]
     ids = obj.input_ids

@@ -57,7 +57,9 @@ class GenerateRequest:
         scores: What the retriever knows of the documents, for strategies that choose among their tokens.
         session: The dialogue that the request goes on with, whose KV is kept apart from all other.
         earlier: Makes the request of the session's previous turn, by which a composed turn's KV is computed
-            again when it has been evicted; None in the first turn."""
+            again when it has been evicted; None in the first turn.
+        background: The server's own, for nobody who waits: an exact prefill in this process group gives way
+            to requests that come meanwhile."""
 
     rid: str
     input_ids: list[int]
@@ -74,6 +76,7 @@ class GenerateRequest:
     scores: RetrievalScores | None = None
     session: SessionPart | None = None
     earlier: Callable[[], GenerateRequest] | None = None
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True)

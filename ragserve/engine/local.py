@@ -46,7 +46,9 @@ class LocalEngine(ControlledCache):
         self._info: EngineInfo | None = None
         self._pumps: set[asyncio.Task[Any]] = set()
         self._crash: CrashHandler | None = None
-        self._documents = Documents(self._run, self._run_together)
+        self._documents = Documents(
+            self._run, self._run_together, background_chunk=settings.background_chunk_tokens
+        )
 
     async def start(self) -> EngineInfo:
         """Read model and limits, and send requests so that the first users do not pay for the warm-up."""

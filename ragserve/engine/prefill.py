@@ -11,7 +11,8 @@ from typing import Any
 
 from ragserve.engine.base import GenerateChunk, GenerateRequest
 from ragserve.engine.stream import DocumentsMissing, document_payload, new_rid, payload
-from sglang_ext.protocol import EXACT_STRATEGIES, Span
+from sglang_ext.background_prefill import OwnChunk
+from sglang_ext.protocol import BACKGROUND_FIELD, EXACT_STRATEGIES, Span
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,10 @@ class _NotKept(Exception):
 class Documents:
     """Prefills documents for the cache. Concurrent requests for the same document share one prefill."""
 
-    def __init__(self, run: Run, run_together: RunTogether) -> None:
+    def __init__(self, run: Run, run_together: RunTogether, *, background_chunk: int = 0) -> None:
+        """``background_chunk``: tokens of a chunk of exact background requests; 0, as where the engine is
+        reached over HTTP, leaves them like all others."""
+        self._chunk = background_chunk
         self._run = run
         self._run_together = run_together
         self._running: dict[_Key, asyncio.Task[None]] = {}
@@ -84,7 +88,11 @@ class Documents:
         raise _NotKept(f"its documents did not stay in the cache, {ROUNDS} times: give the cache more memory")
 
     def _send(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
-        return self._run(payload(request, new_rid(request.rid)), len(request.input_ids))
+        fields = payload(request, new_rid(request.rid))
+        if request.background and self._chunk and request.strategy in EXACT_STRATEGIES:
+            custom = fields["sampling_params"].setdefault("custom_params", {})
+            custom[BACKGROUND_FIELD] = OwnChunk(self._chunk)
+        return self._run(fields, len(request.input_ids))
 
     async def prefill(self, request: GenerateRequest, spans: Sequence[Span], *, analyse: bool) -> None:
         """Compute documents of a request in one batch and leave them in every tier, with their analyses if

@@ -40,6 +40,13 @@ class AnsweringSettings(BaseModel):
         description="Verify strategies and measure their costs, as `ragserve tune` does, when no request is "
         "being answered: in namespaces where nothing is verified, half an hour of computing each.",
     )
+    background_chunk_tokens: int = Field(
+        256,
+        ge=0,
+        description="Tokens of a chunk in which the full prefills of verify_share and idle_tuning are "
+        "computed, so that a request that comes meanwhile waits for one chunk. 0: as users' requests are. "
+        "An engine of its own (engine_url, fleets) takes no notice.",
+    )
     query_log_bytes: int = Field(
         0,
         ge=0,

@@ -83,7 +83,7 @@ class AnswerWatch:
         label = StrategySpec(request.strategy, request.options).label
         if label in self._gate.verified(request.namespace):
             sampling = Sampling(max_new_tokens=MAX_TOKENS)
-            request = replace(request, rid="verify", sampling=sampling, decode={})
+            request = replace(request, rid="verify", sampling=sampling, decode={}, background=True)
             self._waiting.append(WaitingAnswer(label, request, tuple(ids[:MAX_TOKENS]), version))
 
     def work(self) -> Coroutine[Any, Any, None] | None:

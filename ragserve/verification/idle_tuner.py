@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ragserve.answering.in_flight import QueryLimiter
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.answering.query_log import LoggedQuestions
 from ragserve.config import Settings
-from ragserve.engine.base import EngineInfo, GenerateRequest
+from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest
 from ragserve.errors import NotFound, RagserveError
 from ragserve.measuring import rows
 from ragserve.measuring.costs import CostEngine, CostMeasurement, CostSchedule
@@ -63,6 +63,14 @@ class Gently:
     async def warm(self, request: GenerateRequest) -> None:
         for span in request.spans:
             await self._engine.warm(replace(request, spans=(span,)))
+
+
+class GivingWay(Gently):
+    """The same, for requests whose times are not needed: exact prefills, too, give way to users' requests."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        chunks: AsyncIterator[GenerateChunk] = self._engine.generate(replace(request, background=True))
+        return chunks
 
 
 @dataclass(eq=False)
@@ -315,7 +323,7 @@ class IdleTuner:
         queries = TunedQueries(namespace, settings.top_k, settings.retrieval, MAX_TOKENS)
         state = settings.data_dir / FOLDER / state_name(info, queries, None)
         comparison = Comparison(
-            self._engine,
+            GivingWay(self._engine),
             self._retriever,
             self._prompts,
             queries,

@@ -22,6 +22,7 @@ DEADLY: dict[str, tuple[str, dict[str, Any]]] = {
     "a long top_k": ("/generate", {"top_k": 2**40}),
     "text for a flag": ("/generate", {"ignore_eos": "yes"}),
     "nested custom_params": ("/generate", {"custom_params": {"a": {"b": {"c": 1}}}}),
+    "the server's own mark": ("/generate", {"custom_params": {"ragserve_background": 256}}),
     "a bias that is no number": ("/generate", {"logit_bias": {"5": float("nan")}, "temperature": 0.5}),
     "an endless bias": ("/generate", {"logit_bias": {"5": float("inf")}, "temperature": 0.5}),
     "a regex of NUL": ("/generate", {"regex": "\0"}),
