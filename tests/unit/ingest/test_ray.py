@@ -24,6 +24,7 @@ from ragserve.ingest.ingestor import Ingestor, PathOptions
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
 from tests.conftest import EXHAUSTIVE, REPO
+from tests.unit.commands.test_ingest import contents as indexed
 from tests.unit.commands.test_ingest import many, wait_for_documents
 
 RAY = REPO / ".venv" / "ray"
@@ -158,16 +159,11 @@ def test_a_killed_run_loses_and_doubles_nothing(tmp_path: Path) -> None:
 
 
 def whole(data: Path) -> list[str]:
-    """The sources of all documents, each of which is there with its whole text, once."""
-    with IndexStore(data) as store:
-        assert store.check()[0].ok
-        documents = list(store.documents("default"))
-        for document in documents:
-            chunks = store.document_chunks("default", document.doc_id)
-            assert "".join(chunk.text for chunk in chunks) == Path(document.source).read_text()
-    sources = [document.source for document in documents]
-    assert len(set(sources)) == len(sources)
-    return sources
+    """The sources of all documents, each of which is there with its whole text."""
+    found = indexed(data)
+    for source, chunks in found.items():
+        assert "".join(text for text, _, _ in chunks) == Path(source).read_text()
+    return list(found)
 
 
 def test_without_ray(
