@@ -11,7 +11,7 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.measuring.server import RunningServer, running_server
 from tests.conftest import MODEL
 from tests.integration import engines
-from tests.integration.engines import Server
+from tests.integration.engines import Server, WarmedElsewhere
 from tests.integration.models import random_llama
 from tests.integration.reference import Reference
 from tests.integration.small_engine import Engine
@@ -70,6 +70,12 @@ def stress_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def start_server() -> Callable[..., AbstractContextManager[RunningServer]]:
     """The context manager itself, for a server that no other test can use."""
     return running_server
+
+
+@pytest.fixture(scope="session")
+def warmed_elsewhere(quick_server: Server, tmp_path_factory: pytest.TempPathFactory) -> WarmedElsewhere:
+    """What `ragserve ingest --warm` left, which starts an engine with the model of ``quick_server``."""
+    return engines.warmed_elsewhere(tmp_path_factory.mktemp("elsewhere"), quick_server.model)
 
 
 @pytest.fixture(scope="session")

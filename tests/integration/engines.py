@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -93,6 +94,49 @@ def quick(folder: Path) -> Iterator[Server]:
         yield server
 
 
+@dataclass(frozen=True)
+class WarmedElsewhere:
+    """Documents that an engine of its own has warmed, which has ended. ``shared``: the folder of the store
+    that it has given them to."""
+
+    namespace: str
+    texts: dict[str, str]
+    """By file name."""
+    data: Path
+    shared: Path
+    report: dict[str, Any]
+
+
+def warmed_elsewhere(folder: Path, model: Path | None) -> WarmedElsewhere:
+    """Run `ragserve ingest --warm` with a shared store that takes everything."""
+    data, shared, namespace = folder / "data", folder / "shared", "elsewhere"
+    shared.mkdir()
+    text = "The observatory of {0} was founded in 1902 by Ada {0}. It has a telescope of 40 inches. "
+    texts = {f"{name}.txt": text.format(name.title()) for name in ("marrow", "tolsta")}
+    inputs = [str(folder / name) for name in texts]
+    for path, text in zip(inputs, texts.values(), strict=True):
+        Path(path).write_text(text)
+    options = ["--namespace", namespace, "--data-dir", str(data), "--model", str(model), "--warm", "--json"]
+    store = shared_folder(shared, value=0)
+    done = subprocess.run(
+        [sys.executable, "-m", "ragserve.cli", "ingest", *inputs, *options],
+        capture_output=True,
+        check=False,
+        env=os.environ | {f"RAGSERVE_{name.upper()}": str(value) for name, value in store.items()},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return WarmedElsewhere(namespace, texts, data, shared, json.loads(done.stdout))
+
+
+def shared_folder(folder: Path, *, value: float) -> dict[str, Any]:
+    """Settings of a store in a folder, which gets documents that are worth ``value``."""
+    return {
+        "kv_storage": "shared",
+        "kv_storage_args": json.dumps({"folder": str(folder)}),
+        "kv_shared_value": value,
+    }
+
+
 def _random_model(folder: Path) -> Path:
     """Write the model of engines whose answers need not be right; the same one each time."""
     return random_llama(folder / "model", kv_heads=2, head_dim=64, positions=8192)
@@ -130,10 +174,8 @@ def parallel(folder: Path) -> Iterator[Server]:
         "kv_hosted_bytes": 2**25,
         "max_total_tokens": 8192,  # twelve requests at once, or a composed context and its documents
         "engine_args": json.dumps({"chunked_prefill_size": 256, "enable_mixed_chunk": True}),
-        "kv_storage": "shared",
-        "kv_storage_args": json.dumps({"folder": str(storage)}),
-        "kv_shared_value": 1e9,
         "kv_page_bits": 8,
+        **shared_folder(storage, value=1e9),
     }
     env = {
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * RANKS),  # SGLang wants a NUMA node for each otherwise

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from ragserve.commands import ingest as ingest_command
-from tests.integration.engines import Server
+from tests.integration.engines import Server, WarmedElsewhere
 
 TEXT = "The observatory of {} was founded in 1902 by Ada Brandt. It has a telescope of 40 inches. "
 
@@ -97,56 +97,22 @@ def test_replaced_and_removed_documents_leave_every_tier_whoever_does_it(server:
 
 
 def test_an_engine_of_the_command_leaves_on_disk_what_a_server_will_look_for(
-    server: Any, tmp_path: Path
+    server: Any, warmed_elsewhere: WarmedElsewhere
 ) -> None:
-    space, data = "left", tmp_path / "data"
-    texts = {f"{name}.txt": TEXT.format(name) for name in ("marrow", "tolsta")}
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
-    inputs = [str(tmp_path / name) for name in texts]
-    command = [
-        sys.executable,
-        "-m",
-        "ragserve.cli",
-        "ingest",
-        *inputs,
-        "--namespace",
-        space,
-        "--data-dir",
-        str(data),
-        "--model",
-        str(server.model),
-        "--warm",
-        "--json",
-    ]
-    done = subprocess.run(command, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    report = json.loads(done.stdout)
+    given, report = warmed_elsewhere, warmed_elsewhere.report
+    space = given.namespace
     assert (report["files"]["indexed"], report["warm"]["files"]["warmed"], report["warm"]["state"]) == (
         2,
         2,
         "done",
     )
-    ours = {path.name: path.stat().st_size for path in (data / "kv").rglob("*.pages")}
-    files = [("files", (n, t)) for n, t in texts.items()]
+    ours = {path.name: path.stat().st_size for path in (given.data / "kv").rglob("*.pages")}
+    files = [("files", (n, t)) for n, t in given.texts.items()]
     server.finished(server.client.post("/rag/ingest", files=files, data={"namespace": space}))
     server.finished(server.client.post("/rag/cache/warm", json={"namespace": space}))
     theirs = {path.name: path.stat().st_size for path in (server.data_dir / "kv").rglob(f"{space}/*.pages")}
     assert ours == theirs, "the same keys: a server on that folder finds them"
     assert len(ours) == 3
-    command[3:] = [
-        "docs",
-        "rm",
-        inputs[0],
-        "--namespace",
-        space,
-        "--data-dir",
-        str(data),
-        "--model",
-        str(server.model),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
-    assert len(list((data / "kv").rglob("*.pages"))) == 2
 
 
 def metric(server: Any, name: str) -> float:

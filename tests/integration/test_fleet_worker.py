@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from ragserve.measuring.server import RunningServer
-from tests.integration.engines import Server
+from tests.integration.engines import Server, WarmedElsewhere, shared_folder
 from tests.integration.prompts import rows
 
 KEY = "workers-key"
@@ -30,12 +30,15 @@ TEXTS = {
 
 @pytest.fixture(scope="module")
 def worker(
-    quick_server: Server, start_server: Any, tmp_path_factory: pytest.TempPathFactory
+    quick_server: Server,
+    warmed_elsewhere: WarmedElsewhere,
+    start_server: Any,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[RunningServer]:
-    folder = tmp_path_factory.mktemp("worker")
-    with start_server(
-        data_dir=folder / "data", model=quick_server.model, worker=True, api_key=KEY
-    ) as running:
+    """It reads the store to which another engine has given documents, and gives it none."""
+    flags = {"model": quick_server.model, "worker": True, "api_key": KEY}
+    flags |= shared_folder(warmed_elsewhere.shared, value=1e9)
+    with start_server(data_dir=tmp_path_factory.mktemp("worker") / "data", **flags) as running:
         yield running
 
 
@@ -110,6 +113,28 @@ def test_documents_are_warmed_found_and_deleted_on_the_worker(front: Server, wor
     front.client.delete(f"/rag/namespaces/{space}").raise_for_status()
     assert held() == 0
     assert listed().keys() == others.keys()
+
+
+def test_documents_that_another_engine_has_warmed_come_from_the_store(
+    quick_server: Server, front: Server, warmed_elsewhere: WarmedElsewhere
+) -> None:
+    space = warmed_elsewhere.namespace
+    body = {
+        "query": "Who founded the observatory of Marrow?",
+        "namespace": space,
+        "k": 2,
+        "strategy": "concat",
+        "strategy_options": {"force": True},
+        "max_new_tokens": 8,
+    }
+    files = [("files", (name, text)) for name, text in warmed_elsewhere.texts.items()]
+    for server, name in ((quick_server, "fleet-elsewhere"), (front, space)):
+        server.finished(server.client.post("/rag/ingest", files=files, data={"namespace": name}))
+    answer = asked(front, body)
+    tiers = answer["context"]["tokens_by_tier"]
+    assert tiers["remote"] > 0
+    assert tiers["remote"] == sum(tiers.values()) == answer["context"]["tokens_kept"]
+    assert answer["answer"] == asked(quick_server, body | {"namespace": "fleet-elsewhere"})["answer"]
 
 
 def test_a_stream_and_sglangs_own_routes(front: Server) -> None:
