@@ -1,7 +1,7 @@
 """kill -9 of a worker every ten seconds, while clients ask a server with replicas. Answers are those that
 were given before the first kill, only requests that ran when a worker died may fail, each with an error to
 send it again, and the worker comes back by itself: without damaged pages, and having confirmed the removal of
-a document that was removed while it was away. Whenever all serve again, documents are found on disk: workers
+a document that was removed while it was away. Whenever one serves again, documents are found on disk: workers
 come back with what is on theirs.
 
 A worker takes longer than ten seconds to come back on a slow machine. The next one is killed when two serve,
@@ -168,8 +168,8 @@ class Fleet:
             time.sleep(_LOOK_S)
         return time.monotonic() - began
 
-    def kill_one(self, kills: Kills, chance: random.Random) -> None:
-        """Kill a worker that serves, and remove a document while it is away."""
+    def kill_one(self, kills: Kills, chance: random.Random) -> str:
+        """Kill a worker that serves, and remove a document while it is away. Returns its address."""
         name = f"passing {len(kills.times)}"
         self._site.put(_PASSING, {name: f"{name} is removed while a worker is away."})
         # which a warm-up would not cache before the clients leave it time
@@ -182,6 +182,7 @@ class Fleet:
         kills.times[-1] = (before, time.monotonic())
         self._site.remove(_PASSING, name)
         assert not self._site.documents(_PASSING), "it was removed"
+        return victim
 
     def tiers(self, crowd: Crowd) -> Counter[str]:
         """The tokens of each document's passages by the tier that they come from now."""
@@ -248,7 +249,7 @@ def run(progress: Progress, site: Site | None = None, kill: Kill | None = None, 
             "kills": len(kills.times),
             "back after s, median": round(statistics.median(back), 1) if back else None,
             "back after s, most": round(max(back), 1) if back else None,
-            "tokens by tier, when all served again": dict(tiers),
+            "tokens by tier, when one served again": dict(tiers),
             "questions with several answers": sum(len(each) > 1 for each in clients.answers.values()),
         }
 
@@ -256,23 +257,25 @@ def run(progress: Progress, site: Site | None = None, kill: Kill | None = None, 
 def _kill_until_the_end(
     progress: Progress, fleet: Fleet, clients: Clients, kills: Kills, crowd: Crowd, tiers: Counter[str]
 ) -> list[float]:
-    """Returns how long killed workers took until all served again, in seconds. Adds to ``tiers`` where
-    documents come from then."""
+    """Returns how long each killed worker took until it served again, in seconds. Adds to ``tiers`` where
+    documents come from when one does."""
     back: list[float] = []
-    due, away = time.monotonic(), None
+    due, away = time.monotonic(), dict[str, float]()  # when the workers that are away were killed
+    lost: set[str] = set()  # of these, those that the server has missed
     while progress.goes_on():
         with contextlib.suppress(queue.Empty):
             _count(progress, clients.results.get(timeout=_LOOK_S))
-        serving, now = len(fleet.serving()), time.monotonic()
-        if away is not None and serving == len(fleet.workers()):
-            back.append(now - away)
-            away = None
+        serving, now = set(fleet.serving()), time.monotonic()
+        lost |= away.keys() - serving
+        if returned := serving & lost:
+            back += [now - away.pop(url) for url in returned]
+            lost -= returned
             tiers.update(fleet.tiers(crowd))
-        if now >= due and serving >= 2:
+        if now >= due and len(serving) >= 2:
             with progress.operation("killed"):
-                fleet.kill_one(kills, progress.random())
-            away, due = away or now, now + crowd.every_s
-        elif away is not None and now - away > BACK_S:
+                away[fleet.kill_one(kills, progress.random())] = now
+            due = now + crowd.every_s
+        elif any(now - killed > BACK_S for killed in away.values()):
             progress.violation(f"a worker does not come back: {fleet.workers()}")
             break
     return back
