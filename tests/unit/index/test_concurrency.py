@@ -24,7 +24,6 @@ from ragserve_index.structures.base import IdSelection
 from ragserve_index.structures.flat import Sq8
 from ragserve_index.structures.hnsw import Hnsw
 from ragserve_index.structures.ivf import Ivf
-from tests.conftest import EXHAUSTIVE
 from tests.unit.index.index_samples import (
     TYPES,
     all_chunks,
@@ -57,7 +56,7 @@ def write_edition(store: IndexStore, edition: int) -> int:
 
 @pytest.mark.parametrize(
     ("registry", "index_type"),
-    [*(("sqlite", t) for t in TYPES), *([("postgres", "flat")] if EXHAUSTIVE else [])],
+    [*(("sqlite", t) for t in TYPES), ("postgres", "flat")],
     indirect=["registry"],
 )
 def test_searches_see_one_version_while_another_thread_writes(

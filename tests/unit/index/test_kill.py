@@ -58,7 +58,7 @@ def run_and_kill(data_dir: Path, index_type: str, mode: str, start: int, after_s
         *[("sqlite", t, "save") for t in TYPES],
         ("sqlite", "flat", "replace"),
         ("sqlite", "hnsw", "remove"),
-        *([("postgres", "flat", "remove")] if EXHAUSTIVE else []),
+        ("postgres", "flat", "remove"),
     ],
     indirect=["registry"],
 )
