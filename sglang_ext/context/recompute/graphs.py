@@ -157,7 +157,8 @@ class RecomputeGraphs:
 
 def capture_graphs(model_runner: Any, ranks: Ranks) -> RecomputeGraphs | None:
     """Capture the graphs if the pass runs through our kernel and SGLang itself uses CUDA graphs; else return
-    None. Logs a warning and returns None if capturing fails, on every rank if it fails on one.
+    None. Logs a warning and captures fewer, or returns None, if capturing fails, on every rank if it fails on
+    one.
     """
     keys = model_runner.token_to_kv_pool.get_key_buffer(0)
     if (
@@ -169,9 +170,13 @@ def capture_graphs(model_runner: Any, ranks: Ranks) -> RecomputeGraphs | None:
         return None
     if model_runner.server_args.cuda_graph_config.decode.backend == "disabled":
         return None
-    graphs = None
-    try:
-        graphs = RecomputeGraphs(model_runner, SIZES if ranks.alone else SIZES + SHARED)
-    except RuntimeError as error:  # device errors of torch, out of memory among them
-        log.warning("tokens will be recomputed without CUDA graphs, which takes longer to launch: %s", error)
-    return graphs if ranks.all_agree(graphs is not None) else None
+    for sizes in (SIZES,) if ranks.alone else (SIZES + SHARED, SIZES):
+        graphs = None
+        try:
+            graphs = RecomputeGraphs(model_runner, sizes)
+        except RuntimeError as error:  # device errors of torch, out of memory among them
+            log.warning("no CUDA graphs recompute up to %d tokens: %s", sizes[-1], error)
+        if ranks.all_agree(graphs is not None):
+            return graphs
+    log.warning("tokens will be recomputed without CUDA graphs, which takes longer to launch")
+    return None
