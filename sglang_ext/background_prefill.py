@@ -75,10 +75,12 @@ def around_next_chunk(original: Callable[..., Any], adder: Any, req: Any) -> Any
 @contextmanager
 def _limited(adder: Any, req: Any) -> Iterator[bool]:
     """Show SGLang no more tokens of the step than a chunk of the request has; yields True if that is less."""
-    room, chunk = adder.rem_chunk_tokens, getattr(req, "ragserve_chunk", 0)
-    if chunk:
-        chunk = max(chunk // adder.page_size, 1) * adder.page_size
-    if not chunk or room is None or room <= chunk:
+    chunk = getattr(req, "ragserve_chunk", 0)
+    if not chunk:
+        yield False
+        return
+    room, chunk = adder.rem_chunk_tokens, max(chunk // adder.page_size, 1) * adder.page_size
+    if room is None or room <= chunk:
         yield False
         return
     adder.rem_chunk_tokens = chunk
