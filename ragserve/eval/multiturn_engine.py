@@ -39,7 +39,7 @@ NOTE = (
     "percent of these turns whose sentences were scored by attention. prefix, N by: decode steps read N "
     "tokens in each KV head, of pages "
     "chosen as named; read: percent of the context's pages. anew every N: every N turns the whole dialogue "
-    "is prefilled exactly, and the turns behind it go on from that. "
+    "before the new documents is prefilled exactly, and turns go on from that. "
     "documents first: no session; all documents so far, the newest in front, then the history."
 )
 Line = dict[str, Any]
@@ -113,12 +113,9 @@ class _Side:
     by_words: bool = False
     refresh: int = 0
 
-    def at(self, turn: int) -> tuple[StrategySpec, str]:
-        """The strategy of a turn, counted from 0, and what its session's name ends with."""
-        if not self.refresh:
-            return self.spec, self.label
-        anew = turn and turn % self.refresh == 0
-        return _EXACT if anew else self.spec, f"{self.label}-{turn // self.refresh}"
+    def exact(self, turn: int) -> int:
+        """Of the turns before one, counted from 0, the first ones whose KV is exact."""
+        return turn // self.refresh * self.refresh if self.refresh else 0
 
 
 class _Talk:
@@ -172,14 +169,14 @@ class _Talk:
     async def _along(
         self, side: _Side, asked: str, new: Sequence[PromptDocument], reference: ReferenceAnswer
     ) -> Line:
-        spec, name = side.at(len(self._past))
-        key = session_key(NAMESPACE, f"{self._name}-{name}")
+        exact = side.exact(len(self._past))
+        key = session_key(NAMESPACE, f"{self._name}-{side.label}" + (f"-{exact}" if exact else ""))
         past, earlier = await self._shortened(side, asked, key)
         self._pasts[side.label] = past
         prompt = self._prompt(past, asked, new)
-        kv = SessionKv(past, key)
-        request = kv.request(replace(self._request(prompt, spec), decode=side.decode))
-        if spec.name not in EXACT_STRATEGIES:
+        kv = SessionKv(past, key, exact=exact)
+        request = kv.request(replace(self._request(prompt, side.spec), decode=side.decode))
+        if side.spec.name not in EXACT_STRATEGIES:
             documents = prompt.spans[1:] if past else prompt.spans
             await self._engine.warm(replace(request, spans=documents))
         close, timed = await forced_along(self._engine, request, reference)

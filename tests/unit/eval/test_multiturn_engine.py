@@ -190,13 +190,16 @@ def test_a_dialogue_is_prefilled_anew_every_so_many_turns(builder: PromptBuilder
     engine = Engine(builder)
     lines = by_turn(led(engine, builder, refresh_turns=[2]))
     label = f"{SPECS[2].label}, anew every 2"
-    kls = [line["answer_kl"] for line in lines if line["strategy"] == label]
-    assert kls[2] == 0 < min(kls[:2]), "the third turn is exact"
-    asked = [r for r in engine.asked if r.session and label in r.session.key][:TURNS]
-    assert [r.strategy for r in asked] == ["concat", "concat", "prefix"]
-    first, second, third = [r.session.key for r in asked if r.session]
-    assert first == second != third, "the exact KV is found by later turns, and by no earlier one"
+    assert [line["turn"] for line in lines if line["strategy"] == label] == [1, 2, 3]
     assert not any("anew" in line["strategy"] and "prefix" in line["strategy"] for line in lines)
+    asked = [r for r in engine.asked if r.session and label in r.session.key][:TURNS]
+    first, second, third = [r.session for r in asked if r.session]
+    assert first.key == second.key != third.key, "exact KV is found by later turns, and by no earlier one"
+    assert second.held < len(asked[1].input_ids) < third.held <= asked[2].spans[0].end
+    assert asked[2].earlier is not None
+    text = asked[2].earlier()
+    assert text.earlier is None, "nothing of the dialogue is composed"
+    assert (text.input_ids, text.spans) == (asked[2].input_ids[: third.held], asked[0].spans[:1])
 
 
 def test_another_answer_has_its_own_f1_and_the_dialogue_goes_on_from_that_of_full(
