@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ragserve.answering.dialogue import Dialogue
+from ragserve.answering.kept_dialogue import Dialogue
 from ragserve.answering.past_turns import PastTurn, SessionKv, ids_of
 from ragserve.answering.prompt import Message, Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.query import Query
