@@ -97,7 +97,7 @@ def work(given: argparse.Namespace) -> None:
                 parse(given.strategies),
                 24,
                 budget=given.decode_budget if unit.rivals else None,
-                refresh_turns=given.refresh_turns,
+                refresh_turns=[turns for turns in given.refresh_turns if turns < unit.turns],
                 first=at,
                 progress=lambda: None,
             )
