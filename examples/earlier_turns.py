@@ -8,8 +8,8 @@ each question ``--documents`` in a row, the last one that holds the answer at th
 `prefix` over the whole dialogue. The last question is then asked over all of it (`everything`), and over
 dialogues whose turns before the last one are compressed for it to so many tokens: by `words`, and as sessions
 do it (`samkv`: words, and attention to the KV that the session holds). Rows give the F1 of the answer, how
-often the prompt has the answer's words, and the tokens kept of each earlier turn. Runs on a CPU, where a
-dialogue takes a minute, and on a GPU."""
+often the prompt has the answer's words, and the tokens kept of each earlier turn. Runs on a CPU,
+and on a GPU."""
 
 from __future__ import annotations
 
