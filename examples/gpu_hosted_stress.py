@@ -381,6 +381,9 @@ def main() -> int:
             os.environ[hosted_choices.FOLDER] = folder
         if given.rounded:
             os.environ[hosted_choices.ROUNDED] = "1"
+        if given.dtype == "float32" and not given.embedded:
+            os.environ[hosted_choices.PLAIN] = "1"
+            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # of SGLang's own kernels
         return run_parts(given)
 
 

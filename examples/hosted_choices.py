@@ -25,6 +25,7 @@ from sglang_ext.protocol import DECODE_FIELD
 
 FOLDER = "RAGSERVE_EXAMPLE_CHOICES"
 ROUNDED = "RAGSERVE_EXAMPLE_ROUNDED"  # if set, linear layers round their results to bfloat16
+PLAIN = "RAGSERVE_EXAMPLE_PLAIN"  # if set, layers run in plain torch: SGLang's CUDA kernels have no float32
 PHASE, FOLLOW = "phase", "follow"  # files there: the name of what runs now, and of the phase that it follows
 _MOST_PENDING = 400  # choices that wait on the device to be written down
 _WHEREABOUTS = ("hosted", "columns")  # options that say where KV is, and not what is chosen
@@ -66,6 +67,8 @@ def install() -> None:
 
     def wrap_attention() -> None:
         original()
+        if os.environ.get(PLAIN):
+            _run_layers_in_torch()
         _Notes(Path(folder)).patch()
 
     plugin._wrap_attention = wrap_attention
@@ -79,6 +82,15 @@ def _round_linear_layers() -> None:
         return out.bfloat16().to(out.dtype)
 
     torch.nn.functional.linear = rounded  # type: ignore[assignment]
+
+
+def _run_layers_in_torch() -> None:
+    from sglang.srt.layers.activation import SiluAndMul
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    for layer in (SiluAndMul, RMSNorm, RotaryEmbedding):
+        layer.forward_cuda = layer.forward_native
 
 
 class _Notes:
