@@ -125,7 +125,8 @@ class _Notes:
             return
         phase = _read(self._folder / PHASE) or "stress"
         sent = json.loads(req.sampling_params.custom_params[DECODE_FIELD])
-        key = Key(phase, job_of(list(req.origin_input_ids), sent))
+        ids = getattr(getattr(req, "ragserve", None), "ids", None)  # of a composed context
+        key = Key(phase, job_of(list(ids or req.origin_input_ids), sent))
         follows = _read(self._folder / FOLLOW)
         self._of[id(state)] = state, key, self._choices(follows, key.job) if follows else {}
         if len(self._of) > 2000:  # their states are kept so that no other has their number
