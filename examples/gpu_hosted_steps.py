@@ -186,14 +186,9 @@ def main() -> None:
     given.shape = "embedded" if given.embedded else "llama-3.1-8b"
     given.hosted_kv_gb = 0.0
     if given.embedded:
-        given.points, given.context, given.answer, given.budget, given.page = (
-            "resident:2,hosted:3",
-            700,
-            400,
-            64,
-            16,
-        )
-        given.steps, given.traced, given.later = 8, 4, 20
+        given.points, given.context, given.answer = "resident:2,hosted:2", 400, 200
+        given.budget, given.page = 64, 16
+        given.steps, given.traced, given.later = 4, 3, 8
         token = model_shapes.kv_bytes_per_token(given.shape)
         given.kv_gb, given.host_gb = 6000 * token / 1e9, 3000 * token / 1e9
     points = given.points.split(",")
