@@ -3,9 +3,10 @@
 #   examples/gpu_selection.sh OUT SETS_DIR profile   samkv's profile and the streaming heads (two minutes)
 #   examples/gpu_selection.sh OUT SETS_DIR kept      what the engine's selections keep of the answers (three)
 #   examples/gpu_selection.sh OUT SETS_DIR gate      the gate's record: shares recomputed on crossdoc and onehop (five)
+#   examples/gpu_selection.sh OUT SETS_DIR main      F1 of the main strategies on the sets of eval-h200.json (six, or as long as there is)
 #   examples/gpu_selection.sh OUT SETS_DIR eval      F1 of all selections and rules on all sets (until it is stopped)
-# `profile` comes first: what is verified is verified with the profile. gate and eval go on where they stopped.
-# LIMIT, SECONDS_EACH and ENGINES change questions a set, seconds of gate and eval, and engines on the GPU.
+# `profile` comes first: what is verified is verified with the profile. gate, main and eval go on where they stopped.
+# LIMIT, SECONDS_EACH and ENGINES change questions a set, seconds of gate, main and eval, and engines on the GPU.
 # RAGSERVE_ATTENTION names SGLang's attention backend for all parts.
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd) sets=$(cd "$2" && pwd) part=$3
@@ -36,6 +37,13 @@ gate)
   python3 examples/gpu_eval.py "$out/gate" "$sets" --only crossdoc,onehop --limit "${LIMIT:-400}" \
     --engines "${ENGINES:-5}" --seconds "${SECONDS_EACH:-400}" --strategies "$strategies"
   ;;
+main)
+  strategies="full,concat,epic:first=16,cacheblend:share=0.15,concat:recompute=sentences,share=0.1"
+  strategies+=",concat:recompute=sentences,share=0.3,samkv,samkv:keep=0.15"
+  only=${ONLY:-onehop,crossdoc,mid_onehop,mid_crossdoc,long_onehop,long_crossdoc,needle,2wikimqa,musique}
+  python3 examples/gpu_eval.py "$out/main" "$sets" --only "$only" --limit "${LIMIT:-100}" \
+    --engines "${ENGINES:-8}" --seconds "${SECONDS_EACH:-360}" --strategies "$strategies"
+  ;;
 eval)
   strategies="full,samkv"
   for keep in 0.05 0.1 0.15 0.25 0.4; do strategies+=",samkv:keep=$keep"; done
@@ -52,7 +60,7 @@ eval)
     --engines "${ENGINES:-5}" --seconds "${SECONDS_EACH:-480}" --strategies "$strategies"
   ;;
 *)
-  echo "unknown part $part: profile, kept, gate or eval" >&2
+  echo "unknown part $part: profile, kept, gate, main or eval" >&2
   exit 2
   ;;
 esac
