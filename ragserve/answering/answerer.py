@@ -152,6 +152,8 @@ class Answerer:
         self._check(request)
         candidates = self._chooser.candidates(request.namespace) if request.strategy == AUTO else None
         search = await self._found(query, candidates)
+        if search is not None:
+            query = replace(query, question=search.reads.question, history=search.reads.history)
         found = (query.documents or []) if search is None else search.passages
         retrieval = RetrievalTimings() if search is None else search.timings
         searched: dict[str, Any] = {
