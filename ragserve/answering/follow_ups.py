@@ -152,8 +152,10 @@ class DialogueSearch:
         request_id: str,
         history: Sequence[Message] = (),
         sentences: bool = False,
+        was_read: bool = False,
     ) -> Found:
-        """Find the best passages; with ``sentences``, score those of them, too.
+        """Find the best passages; with ``sentences``, score those of them, too. ``was_read``: the model has
+        read the history, and will not read it again.
 
         Raises as ``PassageSearch.search``; a rewrite that fails is noted."""
         typed = DialogueText(question, tuple(history))
@@ -188,7 +190,7 @@ class DialogueSearch:
             read = Corrected.nothing(typed.typed)
             if options.spelling == "on":
                 texts = (f"{each.chunk.title} {each.chunk.text}" for each in found.passages)
-                read = corrected.found_in(texts)
+                read = corrected.found_in(texts, first_only=was_read)
             reads = typed.corrected(read)
             asked = asked.model_copy(update=_said(corrected, read))
         return Found(

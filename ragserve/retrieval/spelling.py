@@ -92,13 +92,16 @@ class Corrected:
         }
         return list(found.items())
 
-    def found_in(self, passages: Iterable[str]) -> Corrected:
-        """The replacements whose words are in the passages alone.
+    def found_in(self, passages: Iterable[str], *, first_only: bool = False) -> Corrected:
+        """The replacements alone whose words are in the passages, of all texts or of the first.
 
         They are what the user meant. Another word of the namespace may not be, if what was typed is a name
         or a term that the namespace does not have; a model that reads it answers another question."""
         words = {word for text in passages for word in _INSIDE.findall(folded(text))}
-        kept = [[each for each in some if folded(each.word) in words] for some in self.replacements]
+        kept = [
+            [each for each in some if folded(each.word) in words and not (place and first_only)]
+            for place, some in enumerate(self.replacements)
+        ]
         return Corrected(self.typed, kept)
 
 

@@ -128,6 +128,16 @@ def test_a_history_and_a_session_are_read_alike(client: httpx.Client, live: Live
     assert (said["corrections"], said["model_reads"]) == (SAID["corrections"], None)
 
 
+def test_a_session_does_not_read_its_turns_again(client: httpx.Client, live: Live, docs: str) -> None:
+    soup = {"filter": {"op": "eq", "field": "source", "value": "soup"}}
+    body = {"query": TYPED, "namespace": docs}
+    first = client.post("/rag/query", json=body | soup | {"session": "new"}).json()
+    more = {"query": "Which was it?", "namespace": docs, "session": first["session"]["id"]}
+    said = client.post("/rag/query", json=more).json()["searched_for"]
+    assert said["corrections"] == ONLY_SEARCHED["corrections"]
+    assert TYPED in prompt_of(live.engine.requests[-1])
+
+
 def test_a_program_asks_as_its_search_has_read(live: Live, docs: str) -> None:
     rag = Rag(live.url, namespace=docs, tokenizer=str(Path(DEFAULT_MODEL)))
     live.embedder.calls.clear()
