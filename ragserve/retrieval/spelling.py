@@ -50,8 +50,8 @@ _ENDINGS = ("s", "es", "ed", "d", "ing", "ly")  # of English, as the lexical ind
 _CONTRACTIONS = frozenset(
     re.findall(
         r"\w+",
-        "arent cant couldnt didnt doesnt dont hadnt hasnt havent isnt shouldnt theyre theyve wasnt werent wont "
-        "wouldnt youre youve",
+        "arent cant couldnt didnt doesnt dont hadnt hasnt havent isnt shouldnt theyre theyve wasnt werent "
+        "wont wouldnt youre youve",
     )
 )
 _TOKEN = re.compile(r"`[^`]*`|\S+")
