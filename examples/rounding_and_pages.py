@@ -136,8 +136,7 @@ def main() -> None:
     model = Rounded(given.page, rounds=not given.float32)
     rows: list[dict[str, Any]] = []
     if given.merge and given.out.exists():
-        rows = json.loads(given.out.read_text(encoding="utf-8"))["rows"]
-        rows = [each for each in rows if "prompt" in each]
+        rows = json.loads(given.out.read_text(encoding="utf-8"))["rows"][0]["each"]
     while time.monotonic() - begun < given.seconds:
         job = jobs.draw(chance, list(ONLY))
         asked = {name: value for name, value in job.decode.items() if name not in ("hosted", "columns")}
@@ -169,8 +168,9 @@ def write(out: Path, rows: list[dict[str, Any]]) -> None:
         for dtype, page in kinds
         for name in ("apart", "led, apart")
     ]
+    sums[0]["each"] = rows
     workload = {"model": "ragserve-tiny", "noise": NOISE, "rounding explains": BFLOAT16}
-    write_json(out, report.assemble("rounding-and-pages", workload, [*sums, *rows], ""))
+    write_json(out, report.assemble("rounding-and-pages", workload, sums, ""))
 
 
 def summed(dtype: str, page: int, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -182,9 +182,9 @@ def summed(dtype: str, page: int, name: str, rows: list[dict[str, Any]]) -> dict
         "compared by": "pages of its own choice" if own else "the same pages",
         "answers": len(rows),
         "chosen otherwise": sum(row["chosen otherwise"] for row in rows) if own else 0,
-        "same tokens, all": sum(row["same tokens" if own else "led, same tokens"] for row in rows),
-        "apart, median": round(statistics.median(values), 4),
-        "apart, worst": values[-1],
+        "with the same tokens": sum(row["same tokens" if own else "led, same tokens"] for row in rows),
+        "median apart": round(statistics.median(values), 4),
+        "worst apart": values[-1],
         "beyond 0.15": sum(value > BFLOAT16 for value in values),
     }
 
