@@ -218,6 +218,13 @@ def choose_tile(head_dim: int, group: int, dtype: torch.dtype, programs: int) ->
     )
 
 
+def rows_of_every_launch(kv_heads: int, group: int) -> tuple[int, ...]:
+    """Numbers of rows of one request whose launches, over keys enough to be split, take every tile, and parts
+    as well as whole keys: no other number needs another compilation."""
+    tiles = 1, -(-_SMS // kv_heads), -(-2 * _SMS // kv_heads)
+    return tuple(each * 128 // next_power_of_2(group) for each in tiles)
+
+
 def prefix_rows_attention_triton(
     q: torch.Tensor,
     k: torch.Tensor,
