@@ -2,14 +2,14 @@
 held and new documents behind it?
 
     python examples/gpu_dialogue.py OUT [--held TOKENS] [--new TOKENS] [--document TOKENS] [--repeats N]
-        [--strategy SPEC] [--embedded]
+        [--strategies SPEC,SPEC] [--embedded]
 
 Sides, in turns, in one engine with the shape of Llama-3.1-8B and random weights: `documents first` (no
 session, the new documents in front of the held ones, then the history: nothing is found in the prefix cache),
 `append` (plain SGLang's way: the first turn is found in the prefix cache, new documents and question are
-prefilled), and the composed ``--strategy`` with the new documents on the device and on the host. Every
-measurement has a dialogue of its own over the same documents, and a question that nobody has asked. OUT gets
-h200-dialogue.json.
+prefilled), and each of the composed ``--strategies`` with the new documents on the device and on the host.
+Every measurement has a dialogue of its own over the same documents, and a question that nobody has asked. OUT
+gets h200-dialogue.json, with the stages of the composed first tokens.
 
 ``--embedded``: the small model and small sizes, to try the script without a GPU.
 
@@ -29,11 +29,12 @@ from typing import Any
 from fan_out import engine_args
 
 from ragserve.bench import model_shapes
+from ragserve.bench.context import breakdown
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import EngineError
 from ragserve.measuring import report
-from ragserve.measuring.engine_run import TimedAnswer, first_token, in_tier, random_tokens
-from ragserve.strategy_spec import parse
+from ragserve.measuring.engine_run import TIERS, TimedAnswer, first_token, in_tier, random_tokens
+from ragserve.strategy_spec import StrategySpec, parse
 from sglang_ext.protocol import SessionPart, Span, document_key, session_key
 
 SYSTEM = QUESTION = 32  # tokens
@@ -42,9 +43,13 @@ NAMESPACE = "dialogue"
 NOTE = (
     "documents first: no session, new documents in front of the held ones. append: the first turn is found "
     "in the prefix cache, new documents and question are prefilled. composed: a session, with the new "
-    "documents on the device or on the host."
+    "documents on the device or on the host. Medians. compose, ask (finding what the question attends to), "
+    "recompute (with the question) and extend: work on the device; other: messages between processes, "
+    "admission, launching, sampling and the way back."
 )
-SIDES = ("documents first", "append", "composed, device", "composed, host")
+EXACT = ("documents first", "append")
+STRATEGIES = "concat:recompute=sentences,share=0.1,concat:recompute=sentences,share=0.05"
+SHOWN = ("compose ms", "ask ms", "recompute ms", "recompute graph", "extend ms", "queue ms", "other ms")
 
 
 class Dialogue:
@@ -151,12 +156,13 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=4096)
     parser.add_argument("--document", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--strategy", default="concat:recompute=sentences,share=0.1")
+    parser.add_argument("--strategies", default=STRATEGIES)
     parser.add_argument("--embedded", action="store_true")
     given = parser.parse_args()
     if given.embedded:
         given.held, given.new, given.document, given.repeats = 1024, 256, 128, 2
-    (spec,) = parse(given.strategy)
+    composed = [(f"composed, {tier}", spec) for spec in parse(given.strategies) for tier in TIERS[:2]]
+    sides: list[tuple[str, StrategySpec]] = [*((side, StrategySpec("prefix")) for side in EXACT), *composed]
     shape = "embedded" if given.embedded else "llama-3.1-8b"
     tokens = given.held + given.new
     room = 6 * tokens + 8192
@@ -168,31 +174,32 @@ def main() -> None:
     }
     rows: list[dict[str, Any]] = []
     workload: dict[str, Any] = {"model": f"{shape}, random weights", "held tokens": given.held}
-    workload |= {"new document tokens": given.new, "composed": spec.label}
-    workload |= {"repeats after a warm-up": given.repeats}
+    workload |= {"new document tokens": given.new, "repeats after a warm-up": given.repeats}
 
     async def work(engine: Any) -> None:
         workload["attention"] = engine.info.attention_backend
         dialogue = Dialogue(given.held, given.new, given.document, seed=19)
-        times: dict[str, list[TimedAnswer]] = {side: [] for side in SIDES}
+        times: list[list[TimedAnswer]] = [[] for _ in sides]
         for _ in range(given.repeats + 1):
-            for side in SIDES:
-                times[side].append(await measure(engine, side, dialogue, spec.name, dict(spec.options)))
-        medians = {side: statistics.median(each.ttft_ms for each in own[1:]) for side, own in times.items()}
-        for side, own in times.items():
+            for own, (side, spec) in zip(times, sides, strict=True):
+                own.append(await measure(engine, side, dialogue, spec.name, dict(spec.options)))
+        medians = [statistics.median(each.ttft_ms for each in own[1:]) for own in times]
+        for (side, spec), own, median in zip(sides, times, medians, strict=True):
             context = own[-1].context
             row = {
                 "side": side,
-                "first token ms": round(medians[side], 2),
+                "strategy": spec.label,
+                "first token ms": round(median, 2),
                 "fastest ms": round(min(each.ttft_ms for each in own[1:]), 2),
                 "slowest ms": round(max(each.ttft_ms for each in own[1:]), 2),
                 "cached": own[-1].last.usage.cached,
                 "held": context.session_held if context else None,
                 "recomputed": context.recomputed if context else None,
             }
-            for rival in SIDES[:2]:
-                row[f"times sooner than {rival}"] = round(medians[rival] / medians[side], 2)
-            rows.append(row)
+            for rival, ms in zip(EXACT, medians, strict=False):
+                row[f"times sooner than {rival}"] = round(ms / median, 2)
+            stages = breakdown(own[1:])
+            rows.append(row | {name: stages.get(name) for name in SHOWN})
         await engine.control("check")
 
     model_shapes.run_engine(shape, work, **settings)

@@ -15,6 +15,8 @@ POINT, default 32k,fits,100k,beside:
   32k     18 prompts of 32,768 tokens and answers of 1,024, all at once; they wait until the pool has room
   fits    3 of 32,768 and answers of 512: they fit on the device. Hosted is asked for as `auto`
   100k    4 of 100,000 and answers of 512
+  five    25 of 32,768 with answers of 1,024, five times what plain SGLang holds in 24 GB; ``--host-gb 108
+          --columns 1``, for columns of two choices have no room there
   beside  one prompt of 120,000 tokens, sent while 4 requests of 8,192 decode. On the hosted side it is larger
           than the room in the pool and is prefilled layer by layer; on the others in chunks
   late    16 prompts of 32,768 tokens, one every 2.5 s, while 6 requests of 8,192 decode with their KV on the
@@ -94,6 +96,7 @@ POINTS = {
     "32k": Point(18, 32_768, 1024),
     "fits": Point(3, 32_768, 512, hosted="auto"),
     "100k": Point(4, 100_000, 512),
+    "five": Point(25, 32_768, 1024),
     "beside": Point(4, 8192, 6000, beside=120_000),
     "late": Point(6, 8192, 4000, beside=32_768, late=16, every=2.5, hosted=False),
     "full": Point(0, 32_768, 1024),
@@ -102,6 +105,7 @@ EMBEDDED = {  # a pool of 4,000 tokens, less what columns' statistics take
     "32k": Point(6, 1200, 48),
     "fits": Point(2, 1200, 32, hosted="auto"),
     "100k": Point(2, 3000, 32),
+    "five": Point(7, 1200, 48),
     "beside": Point(2, 300, 96, beside=3900),
     "late": Point(2, 600, 120, beside=2600, late=3, every=2.0, hosted=False),
     "full": Point(0, 1200, 32),
@@ -114,7 +118,8 @@ def most_held(given: argparse.Namespace, point: Point) -> int:
     pages = -(-point.context // given.page)
     page_bytes = given.page * model_shapes.kv_bytes_per_token(given.shape)
     on_host = int(given.host_gb * 1e9 // page_bytes) // pages
-    slots = slots_of("hosted", given) - on_host * (FIRST_COLUMNS * given.budget + point.answer)
+    columns = given.columns or FIRST_COLUMNS
+    slots = slots_of("hosted", given) - on_host * (columns * given.budget + point.answer)
     if slots < 0:
         raise SystemExit("--kv-gb has no room for the columns of what --host-gb holds")
     return on_host + slots // (point.context + point.answer)

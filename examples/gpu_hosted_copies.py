@@ -4,7 +4,9 @@ they cost decode steps.
     python examples/gpu_hosted_copies.py OUT.json [--shape llama-3.1-8b] [--gb GB] [--requests N]
 
 To the host: pages permuted on the device, with one copy for a run of host pages; as long runs and as single
-pages; all in one call of `fill_pages`, with the permutation beside the copies, and with both in one stream.
+pages; all in one call of `fill_pages`, with the permutation beside the copies, and with both in one stream;
+permuted by one launch (`gather_pages`), as hosted requests are, and layer by layer, as documents are. The
+permutation alone, by either.
 Then in calls of as many as `HostedRows.copy` launches beside a step, by the bytes that are put together at a
 time. Back: `column_gather` of random pages, by the number of its programs. The rival is one copy of as many
 bytes between pinned memory and the device. Every figure is the best of five.
@@ -23,6 +25,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,7 +165,8 @@ def main() -> None:
             for _ in range(2)
         )
     )
-    source = DocumentKv(kv.k, kv.v, torch.arange(count * PAGE, device="cuda"))
+    source = DocumentKv(kv.k, kv.v, torch.arange(count * PAGE, device="cuda"), kv)
+    by_layers = replace(source, layers=None)
     blocks, mixed = list(range(count)), random.Random(3).sample(range(count), count)
     flat, there = pages.pool.view(-1), torch.empty(pages.pool.numel(), dtype=torch.bfloat16, device="cuda")
     rows: list[dict[str, Any]] = [
@@ -172,8 +176,13 @@ def main() -> None:
     fill = partial(in_calls, pages.pool, shape)
     for name, numbers in (("in a row", blocks), ("scattered", mixed)):
         for form, call in (("", size), (", in one stream", COPY_BYTES)):
-            rate = gb_per_s(size, partial(fill, numbers, source, call, COPY_BYTES))
-            rows.append({"copy": f"pages to the host, {name}{form}", "GB/s": rate})
+            for way, kv_of in (("", source), (", layer by layer", by_layers)):
+                rate = gb_per_s(size, partial(fill, numbers, kv_of, call, COPY_BYTES))
+                rows.append({"copy": f"pages to the host, {name}{form}{way}", "GB/s": rate})
+    group = max(1, COPY_BYTES // shape.page_bytes)
+    for way, kv_of in (("one launch", source), ("layer by layer", by_layers)):
+        rate = gb_per_s(group * shape.page_bytes, partial(kv_of.pages, shape, blocks[:group]))
+        rows.append({"copy": f"{group} pages put together on the device, {way}", "GB/s": rate})
     for group in GROUPS:
         rate = gb_per_s(size, partial(fill, blocks, source, STEP_BYTES, group))
         name = f"pages to the host, {STEP_BYTES >> 20} MiB a call, {group >> 20} together"

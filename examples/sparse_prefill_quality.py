@@ -2,24 +2,29 @@
 attention mass that they hold, by mode and alpha, beside dense prefill of the same prompts in the same engine.
 
     python examples/sparse_prefill_quality.py OUT.json SET.jsonl.gz [SET ...] [--rows N] [--alphas A,A]
-        [--model PATH] [--mass]
+        [--shares S,S] [--model PATH] [--mass | --answers] [--side-by-side [--seconds S]] [--in-flight N]
 
 Sets as for gpu_decode_quality.py; prompts over 8,000 tokens are left out. Decoding is dense. On a CPU a
 prompt takes 1 to 20 seconds in each mode. Mass is measured in transformers (prefill_mass.py). --mass: without
-answers, and without an engine; blocks are those of a dense prefill's queries and keys then. Rows of other
-sets, modes and alphas in OUT stay."""
+answers, and without an engine; blocks are those of a dense prefill's queries and keys then. --answers:
+without mass. --shares: also a fixed share of the blocks, answers only. --side-by-side: an engine for each
+set, all at once on one GPU; OUT-SET.json is written as they go, and OUT when they have ended or time is up.
+Rows of other sets, modes, alphas and shares in OUT stay."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import math
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from fan_out import engine_args
 from gpu_decode_quality import LONGEST, Asked, prompts
 from prefill_mass import PrefillMass
 
@@ -32,7 +37,7 @@ from ragserve.measuring.engine_run import first_token
 from ragserve.measuring.metrics import contains_answer, exact_match
 from sglang_ext.prefill_options import PrefillOptions
 
-IN_FLIGHT = 2
+KEY = ("set", "mode", "alpha", "asked share")
 NOTE = (
     "right: exact match, percent (LongEval: the answer contains the number). kept: of the prompts that dense "
     "prefill answers rightly (of), those that are still right, percent, with the 95 % Wilson interval. "
@@ -43,9 +48,11 @@ NOTE = (
 )
 
 
-async def ask(engine: Any, prefill: dict[str, Any], asked: list[Asked]) -> list[tuple[bool, float]]:
+async def ask(
+    engine: Any, prefill: dict[str, Any], asked: list[Asked], in_flight: int
+) -> list[tuple[bool, float]]:
     """Ask all prompts of a set in one mode: whether each answer is right, and the blocks computed."""
-    places = asyncio.Semaphore(IN_FLIGHT)
+    places = asyncio.Semaphore(in_flight)
 
     async def one(prompt: Asked) -> tuple[bool, float]:
         ids, answers, exact = prompt
@@ -92,13 +99,7 @@ def held(given: argparse.Namespace, modes: list[dict[str, Any]], asked: list[Ask
 async def measure(engine: Any, given: argparse.Namespace) -> None:
     """Measure all sets; without an engine only what the blocks hold."""
     builder = PromptBuilder.load(str(given.model))
-    growing = report.GrowingReport(
-        "sparse prefill",
-        given.out,
-        note=NOTE,
-        key=("set", "mode", "alpha"),
-        earlier=report.read_report(given.out)[1],
-    )
+    growing = _report(given.out)
     growing.workload = {"model": Path(given.model).name}
     for path in given.sets:
         asked = await asyncio.to_thread(prompts, path, given.rows, builder)
@@ -107,19 +108,59 @@ async def measure(engine: Any, given: argparse.Namespace) -> None:
             continue
         row = {"set": path.name.split(".")[0], "n": len(asked)}
         row["prompt tokens"] = sum(len(ids) for ids, _, _ in asked) // len(asked)
-        modes = [{"mode": mode, "alpha": a} for mode in ("lines", "blocks") for a in given.alphas]
+        modes = [{"mode": mode, "alpha": a} for a in given.alphas for mode in ("lines", "blocks")]
         dense: list[tuple[bool, float]] = []
+        mass: list[dict[str, Any]] = [{} for _ in modes]
         if engine is not None:
-            dense = await ask(engine, {"mode": "dense"}, asked)
+            dense = await ask(engine, {"mode": "dense"}, asked, given.in_flight)
             growing.add({**row, "mode": "dense", "alpha": None, **_means(dense)})
-        mass = await asyncio.to_thread(held, given, modes, asked)
+        if not given.answers:
+            mass = await asyncio.to_thread(held, given, modes, asked)
+        if engine is not None:
+            modes += [{"mode": mode, "share": s} for s in given.shares for mode in ("lines", "blocks")]
+            mass += [{} for _ in modes[len(mass) :]]
         for mode, more in zip(modes, mass, strict=True):
             found = more
             if engine is not None:
-                done = await ask(engine, {"dense_below": 0} | mode, asked)
+                done = await ask(engine, {"dense_below": 0} | mode, asked, given.in_flight)
                 found = more | _means(done) | kept(dense, done)
-            growing.add({**row, **mode, **found})
+            named = {"mode": mode["mode"], "alpha": mode.get("alpha"), "asked share": mode.get("share")}
+            growing.add({**row, **named, **found})
     growing.show()
+
+
+def _report(out: Path) -> report.GrowingReport:
+    earlier = report.read_report(out)[1]
+    return report.GrowingReport("sparse prefill", out, note=NOTE, key=KEY, earlier=earlier)
+
+
+def side_by_side(given: argparse.Namespace) -> int:
+    """Measure each set in a process of its own, all at once, and join their reports. Returns how many failed
+    or were late."""
+    deadline = time.monotonic() + given.seconds
+    names = {str(path) for path in given.sets} | {str(given.out), "--side-by-side"}
+    rest = [argument for argument in sys.argv[1:] if argument not in names]
+    outs = {
+        path: given.out.with_name(f"{given.out.stem}-{path.name.split('.')[0]}.json") for path in given.sets
+    }
+    running = []
+    for path, out in outs.items():
+        running.append(subprocess.Popen([sys.executable, __file__, str(out), str(path), *rest]))
+        time.sleep(2)  # engines that start at once may pick the same port
+    while time.monotonic() < deadline and any(each.poll() is None for each in running):
+        time.sleep(0.5)
+    failed = sum(each.poll() != 0 for each in running)
+    for each in running:
+        if each.poll() is None:
+            each.terminate()  # its rows are on disk
+            each.wait()
+    growing = _report(given.out)
+    for out in outs.values():
+        workload, rows = report.read_report(out)
+        growing.workload |= workload
+        growing.rows += rows
+    growing.show()
+    return failed
 
 
 def _means(done: list[tuple[bool, float]]) -> dict[str, Any]:
@@ -137,12 +178,24 @@ def main() -> int:
     parser.add_argument(
         "--alphas", type=lambda text: [float(a) for a in text.split(",")], default=[0.9, 0.955]
     )
+    parser.add_argument(
+        "--shares", type=lambda text: [float(a) for a in text.split(",")], default=list[float]()
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--mass", action="store_true")
+    parser.add_argument("--answers", action="store_true")
+    parser.add_argument("--side-by-side", action="store_true")
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--in-flight", type=int, default=2)
     given = parser.parse_args()
+    if given.side_by_side:
+        return side_by_side(given)
     if given.mass:
         asyncio.run(measure(None, given))
         return 0
+    graphs: dict[str, Any] = {}
+    if torch.cuda.is_available():  # small ones: starting matters more here than decoding
+        graphs = {"cuda_graph_max_bs_decode": given.in_flight, "disable_prefill_cuda_graph": True}
     with tempfile.TemporaryDirectory() as folder:
         settings = load(
             model=given.model,
@@ -150,8 +203,9 @@ def main() -> int:
             kv_disk_bytes=0,
             sparse_attention="on",
             decode_mode="dense",
-            max_total_tokens=4 * LONGEST,
+            max_total_tokens=2 * given.in_flight * LONGEST,
             engine_timeout_s=3600,
+            engine_args=engine_args(None) | graphs,
         )
         run_once(settings, lambda engine: measure(engine, given))
     return 0

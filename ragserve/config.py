@@ -297,6 +297,12 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
         description="Most tokens of a session's turns before the last one, with their passages: where they "
         "exceed it, the sentences stay that suit the question. 0: all stay. Requests may give another.",
     )
+    session_refresh_turns: int = Field(
+        0,
+        ge=0,
+        description="Turns after which a session of a composed strategy computes its dialogue's KV anew, "
+        "exactly, so that what composing approximates does not add up. 0: never.",
+    )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="Largest JSON request body, bytes.")
     max_upload_bytes: int = Field(
         64 * 2**20, ge=1024, description="Largest uploaded or ingested file, bytes."

@@ -39,6 +39,14 @@ class PrefillOptions(RequestOptions):
     observe: int = Field(
         default=64, ge=1, le=MAX_OBSERVE, description="lines: queries sampled of every 1,024."
     )
+    share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of the blocks to compute, instead of as many as hold `alpha`: the cost is known, "
+        "the weight that is held is not. `lines` takes lines of this length together, and computes less "
+        "where they cross.",
+    )
     dense_below: int = Field(
         default=DENSE_BELOW,
         ge=0,
@@ -55,13 +63,16 @@ class PrefillOptions(RequestOptions):
         options = self.updated(changes)
         if "observe" in changes and options.mode != "lines":
             raise PlanError(f"observe is for mode 'lines', and this request's is {options.mode!r}")
+        if changes.get("share") is not None and "alpha" in changes:
+            raise PlanError("alpha and share both say how many blocks are computed: give one of them")
         return options
 
     def sparse_key(self, extra_key: str | None) -> str:
         """The extra key of KV made with these options by requests whose exact KV has ``extra_key``: KV of
         sparse prefill is approximate, and no other request may find it."""
         observe = f",{self.observe}" if self.mode == "lines" else ""
-        return f"{extra_key or ''}{_MARK}{self.mode},{self.alpha!r}{observe}"
+        amount = repr(self.alpha) if self.share is None else f"share={self.share!r}"
+        return f"{extra_key or ''}{_MARK}{self.mode},{amount}{observe}"
 
 
 def exact_key(extra_key: str) -> str:

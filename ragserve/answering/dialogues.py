@@ -11,11 +11,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ragserve.answering.kept_dialogue import Dialogue
 from ragserve.answering.past_turns import PastTurn, SessionKv, ids_of
 from ragserve.answering.prompt import Message, Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.query import Query
@@ -26,7 +27,7 @@ from ragserve.engine.base import Engine, GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import CachingEngine
 from ragserve.errors import Conflict, InvalidRequest, NotFound, PromptTooLong, RagserveError, TooManyRequests
 from ragserve.strategy_spec import StrategySpec, keeps_whole
-from sglang_ext.protocol import session_key
+from sglang_ext.protocol import EXACT_STRATEGIES
 
 if TYPE_CHECKING:
     from ragserve_index import IndexStore
@@ -38,48 +39,6 @@ NEW = "new"
 _SWEEP_S = 30.0  # between two looks for sessions that have expired or lost a document
 
 
-@dataclass(eq=False)
-class Dialogue:
-    """A session. ``owner`` is the API key that began it. ``budget``: most tokens of the turns before the
-    last; 0 for all."""
-
-    id: str
-    owner: str
-    namespace: str
-    budget: int = 0
-    created_at: float = field(default_factory=time.time)
-    used_at: float = field(default_factory=time.time)
-    past: list[PastTurn] = field(default_factory=list)
-    prompts: list[tuple[PastTurn, ...]] = field(default_factory=list)  # see `turn_attention.AskedPrompts`
-    messages: list[Message] = field(default_factory=list)
-    turns: int = 0
-    system: str | None = None
-    named: StrategySpec | None = None  # as the first request asked for it
-    spec: StrategySpec | None = None  # that answers, where `auto` has chosen one
-    outdated: str | None = None  # why it cannot go on; its texts are gone then
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @property
-    def key(self) -> str:
-        """SGLang's extra key of its KV. Nobody but the server knows it: it holds the id."""
-        return session_key(self.namespace, self.id)
-
-    @property
-    def ids(self) -> list[int]:
-        """Token ids of all turns."""
-        return ids_of(self.past)
-
-    @property
-    def passages(self) -> list[RetrievedPassage]:
-        """Passages that the turns brought."""
-        return [passage for turn in self.past for passage in turn.passages]
-
-    def end(self, reason: str) -> None:
-        """Forget all texts; the next request is told the reason."""
-        self.outdated = reason
-        self.past, self.prompts, self.messages = [], [], []
-
-
 class NextTurn:
     """A turn that is being answered. It changes its dialogue when it is done, not before."""
 
@@ -89,8 +48,13 @@ class NextTurn:
         compressor: TurnCompressor,
         expires_s: float,
         is_kept: Callable[[], bool],
+        refresh_turns: int = 0,
     ) -> None:
+        """``refresh_turns``: turns after which the dialogue's KV is computed anew; 0: never."""
         self._dialogue = dialogue
+        self._exact = dialogue.exact
+        if refresh_turns and dialogue.turns % refresh_turns == 0:
+            self._exact = dialogue.turns
         self._compressor = compressor
         self._candidates: TurnCandidates | None = None
         self._expires_s = expires_s
@@ -228,7 +192,12 @@ class NextTurn:
     def request(self, request: GenerateRequest) -> GenerateRequest:
         """The request as part of the session. Raises Conflict if that has lost a document meanwhile."""
         _check_current(self._dialogue)
-        return SessionKv(self._past, self._dialogue.key).request(request)
+        is_shortened = any(turn.is_text for turn in self._past)
+        if is_shortened or request.strategy in EXACT_STRATEGIES:
+            self._exact = self._dialogue.exact
+        key = self._dialogue.key_with(self._exact)
+        self._dialogue.keys.add(key)
+        return SessionKv(self._past, key, exact=0 if is_shortened else self._exact).request(request)
 
     def done(
         self,
@@ -255,6 +224,7 @@ class NextTurn:
             tokens_held=held,
             tokens_computed=earlier - held,
             earlier=self._left if self._budget else None,
+            refreshed=self._exact > dialogue.exact,
         )
         dialogue.used_at = time.time()
         if dialogue.outdated is not None or not self._is_kept():
@@ -269,7 +239,7 @@ class NextTurn:
         turn = replace(turn, passages=tuple(self._added), question=query.question, history=history)
         dialogue.past.append(turn)
         dialogue.prompts.append((*self._past, turn))
-        dialogue.budget = self._budget
+        dialogue.budget, dialogue.exact = self._budget, self._exact
         dialogue.messages += [Message("user", query.question), Message("assistant", text)]
         dialogue.turns += 1
         return use
@@ -287,15 +257,18 @@ class Dialogues:
         most: int,
         compressor: TurnCompressor,
         budget: int = 0,
+        refresh_turns: int = 0,
     ) -> None:
         """``ttl_s``: seconds without a turn after which a session ends. ``most``: of an API key in a
-        namespace. ``budget``: of sessions that do not give one, 0 for none."""
+        namespace. ``budget``: of sessions that do not give one, 0 for none. ``refresh_turns``: as in
+        `NextTurn`."""
         self._engine = engine
         self._store = store
         self._ttl_s = ttl_s
         self._most = most
         self._compressor = compressor
         self._budget = budget
+        self._refresh_turns = refresh_turns
         self._dialogues: dict[str, Dialogue] = {}
 
     @asynccontextmanager
@@ -329,8 +302,13 @@ class Dialogues:
                     _check_current(dialogue)
                 dialogue.used_at = time.time()
                 yield NextTurn(
-                    dialogue, self._compressor, self._ttl_s, lambda: dialogue.id in self._dialogues
+                    dialogue,
+                    self._compressor,
+                    self._ttl_s,
+                    lambda: dialogue.id in self._dialogues,
+                    self._refresh_turns,
                 )
+                await self._forget_kv(dialogue, dialogue.keys - {dialogue.key})
         finally:
             if not dialogue.turns and dialogue.outdated is None:
                 self._dialogues.pop(dialogue.id, None)
@@ -354,7 +332,7 @@ class Dialogues:
     async def end(self, dialogue: Dialogue) -> None:
         """Forget a session and its KV."""
         self._dialogues.pop(dialogue.id, None)
-        await self._forget_kv(dialogue)
+        await self._forget_kv(dialogue, dialogue.keys)
 
     async def drop_outdated(self) -> None:
         """Take their texts from all sessions with a document that has been removed or replaced."""
@@ -379,7 +357,7 @@ class Dialogues:
     async def _end_if_lost(self, dialogue: Dialogue) -> None:
         if dialogue.outdated is None and (lost := await self._lost(dialogue)) is not None:
             dialogue.end(lost)
-            await self._forget_kv(dialogue)
+            await self._forget_kv(dialogue, dialogue.keys)
 
     async def _lost(self, dialogue: Dialogue) -> str | None:
         """Say which document of a session is not in the index any more; None if all are."""
@@ -404,18 +382,20 @@ class Dialogues:
                     del self._dialogues[dialogue.id]
                     # An engine with exact strategies only cannot drop one prefix without the others.
                     if not self._engine.info.only_exact:
-                        await self._forget_kv(dialogue)
+                        await self._forget_kv(dialogue, dialogue.keys)
                 await self.drop_outdated()
             except Exception:  # whatever it is, later ones must be seen
                 log.warning("sessions could not be looked through, will retry", exc_info=True)
 
-    async def _forget_kv(self, dialogue: Dialogue) -> None:
+    async def _forget_kv(self, dialogue: Dialogue, keys: Collection[str]) -> None:
         if not isinstance(self._engine, CachingEngine):
             return
-        try:
-            await self._engine.control("remove_session", key=dialogue.key)
-        except RagserveError as error:  # nothing finds it any more, and it is evicted in its turn
-            log.warning("the KV of an ended session stays until it is evicted: %s", error)
+        for key in sorted(keys):
+            dialogue.keys.discard(key)
+            try:
+                await self._engine.control("remove_session", key=key)
+            except RagserveError as error:  # nothing finds it any more, and it is evicted in its turn
+                log.warning("KV of a session stays until it is evicted: %s", error)
 
 
 def _not_found(name: str) -> NotFound:

@@ -59,6 +59,12 @@ def ids_of(turns: Sequence[PastTurn]) -> list[int]:
     return [token for turn in turns for token in turn.ids]
 
 
+def as_text(turns: Sequence[PastTurn]) -> PastTurn:
+    """Turns, the dialogue's first ones, as one text whose KV is computed in one piece, exactly."""
+    ids, first = ids_of(turns), turns[0]
+    return PastTurn(ids, len(ids), first.spans[:1], [n for n in first.unregistered if n == 0], is_text=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Composed:
     """A request that composes the KV of the first turns again. ``end``: tokens of its prompt; ``held``: those
@@ -75,7 +81,10 @@ class SessionKv:
     """The KV of a dialogue of ``turns`` under a session's ``key``: how much of it a composed turn needs, and
     what computes that again."""
 
-    def __init__(self, turns: Sequence[PastTurn], key: str) -> None:
+    def __init__(self, turns: Sequence[PastTurn], key: str, *, exact: int = 0) -> None:
+        """``exact``: how many of the turns, the first ones, are computed as one text: nothing of them is
+        composed. The key must not have their KV composed."""
+        turns = [as_text(turns[:exact]), *turns[exact:]] if exact else turns
         self._ids = ids_of(turns)
         self._key = key
         self._composed = list(_composed(turns))

@@ -189,6 +189,10 @@ class SessionUse(Result):
     earlier: list[EarlierTurn] | None = Field(
         default=None, description="What is left of each earlier turn, with a `session_budget`; null without."
     )
+    refreshed: bool = Field(
+        default=False,
+        description="The KV of all earlier turns was computed anew, exactly (`session_refresh_turns`).",
+    )
 
 
 class RetrievalTimings(Result):

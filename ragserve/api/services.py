@@ -144,6 +144,7 @@ async def open_services(
             most=settings.max_sessions,
             compressor=TurnCompressor(prompts, TurnAttention(engine, prompts)),
             budget=settings.session_budget,
+            refresh_turns=settings.session_refresh_turns,
         )
         await stack.enter_async_context(dialogues.running())
 

@@ -208,7 +208,7 @@ async def _rows(
                 "runs": len(runs),
                 "times sooner than full": round(full_ms[length] / ttft, 1) if length in full_ms else None,
             }
-            yield row | _breakdown(runs)
+            yield row | breakdown(runs)
 
 
 async def _in_turn(
@@ -275,7 +275,7 @@ async def _auto_rows(
             continue
         exact_ms, ttft = (statistics.median(run.ttft_ms for run in runs) for runs in (full, own))
         row |= {"ttft ms": round(ttft, 2), "runs": len(own), "choice ms": round(choice_ms, 2)}
-        yield row | {"times sooner than full": round(exact_ms / (ttft + choice_ms), 2)} | _breakdown(own)
+        yield row | {"times sooner than full": round(exact_ms / (ttft + choice_ms), 2)} | breakdown(own)
 
 
 async def _cache(engine: Any, request: GenerateRequest, draw: random.Random) -> None:
@@ -304,7 +304,7 @@ async def _ask(engine: Any, request: GenerateRequest, tier: str, draw: random.Ra
     return answer
 
 
-def _breakdown(runs: Sequence[TimedAnswer]) -> dict[str, Any]:
+def breakdown(runs: Sequence[TimedAnswer]) -> dict[str, Any]:
     """Medians of the stages in milliseconds, and how many document tokens were kept and recomputed."""
     reports = [run.context for run in runs if run.context is not None]
     if not reports:

@@ -109,6 +109,14 @@ def evaluate(
             "last one, compressed for each question; repeatable.",
         ),
     ] = None,
+    refresh_turns: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="multiturn, without --url: also ask every composed strategy with the whole dialogue "
+            "prefilled anew, exactly, every so many turns; repeatable.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Longest answer in tokens. Default: 24; over your own, the server's."),
@@ -185,6 +193,11 @@ def evaluate(
         raise InvalidRequest(
             "--html is for your own documents.", hint="Give --namespace or --documents, too."
         )
+    if refresh_turns and (url or mode is not EvalMode.multiturn):
+        raise InvalidRequest(
+            "--refresh-turns leads strategies along dialogues on an engine of its own.",
+            hint="Give --mode multiturn, and leave --url away.",
+        )
     if namespace and documents:
         raise InvalidRequest("--namespace and --documents say where to ask.", hint="Give one of them.")
     if own:
@@ -201,7 +214,7 @@ def evaluate(
         lines = _engines(plan, work, out, write_gate=write_gate)
     elif mode is EvalMode.multiturn and url is None:
         shape = turns, limit, asked_at, ahead
-        budgets = decode_budget, session_budget or []
+        budgets = decode_budget, session_budget or [], refresh_turns or []
         lines = _dialogues(settings, paths, specs, shape, max_new_tokens or _TOKENS, budgets, out)
     else:
         from ragserve.eval.multiturn import shortened_runs
@@ -280,12 +293,13 @@ def _dialogues(
     specs: list[StrategySpec],
     shape: tuple[int, int | None, AskedAt, int],
     max_new_tokens: int,
-    budgets: tuple[int | None, list[int]],
+    budgets: tuple[int | None, list[int], list[int]],
     out: Path | None,
 ) -> list[Line]:
     """Lead strategies along dialogues on an engine of this process; print and write a table for each set.
     ``shape``: turns, limit, place of the questions and turns by which documents come before them, as
-    `load_dialogues` takes them. ``budgets``: that of decode steps, and those of earlier turns."""
+    `load_dialogues` takes them. ``budgets``: that of decode steps, those of earlier turns, and the numbers of
+    turns after which a dialogue is prefilled anew."""
     from ragserve.answering.prompt import PromptBuilder
     from ragserve.engine.local import LocalEngine
     from ragserve.engine.offline import run_once
@@ -296,7 +310,7 @@ def _dialogues(
     from ragserve.measuring import report
 
     turns, _, asked_at, ahead = shape
-    decode_budget, session_budgets = budgets
+    decode_budget, session_budgets, refresh_turns = budgets
     made = {path: load_dialogues(path, *shape) for path in paths}
 
     async def work(engine: LocalEngine) -> dict[Path, list[Line]]:
@@ -312,6 +326,7 @@ def _dialogues(
                     max_new_tokens,
                     budget=decode_budget,
                     session_budgets=session_budgets,
+                    refresh_turns=refresh_turns,
                     progress=step,
                 )
         await engine.control("check")
@@ -329,6 +344,7 @@ def _dialogues(
         workload |= {"turns": turns, "dialogues": len(made[path]), "max_new_tokens": max_new_tokens}
         workload |= {"asked_at": asked_at, "decode_budget": decode_budget}
         workload |= {"ahead": ahead, "session_budgets": session_budgets}
+        workload |= {"refresh_turns": refresh_turns}
         name = f"eval {set_name(path)} multiturn"
         report.write(name, workload, by_turn(lines), out=_report_of(path, paths, out), note=NOTE)
     return [{"set": set_name(path), **line} for path, lines in found.items() for line in lines]

@@ -33,6 +33,11 @@ def within_label(label: str, tokens: int, *, by_words: bool = False) -> str:
     return f"{label}, earlier in {tokens}{' by words' if by_words else ''}"
 
 
+def refreshed_label(label: str, turns: int) -> str:
+    """The name of a strategy whose dialogue is prefilled anew every so many turns."""
+    return f"{label}, anew every {turns}"
+
+
 @dataclass(frozen=True, slots=True)
 class DialogueTurn:
     """A question, and the documents that come with it. ``place``: whether they are its own; ``unknown`` where

@@ -17,7 +17,7 @@ from ragserve.answering.turn_compression import TurnCompressor
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
 from ragserve.errors import RagserveError
 from ragserve.eval.data import GivenPassage
-from ragserve.eval.multiturn import DOCUMENTS_FIRST, DialogueTurn, within_label
+from ragserve.eval.multiturn import DOCUMENTS_FIRST, DialogueTurn, refreshed_label, within_label
 from ragserve.eval.page_rivals import page_rivals
 from ragserve.eval.run import Progress
 from ragserve.measuring.distribution import Closeness, ReferenceAnswer, answer_of, forced_along
@@ -38,7 +38,8 @@ NOTE = (
     "of these turns. signals: tokens of their sentences by the signal that speaks most for each. attended: "
     "percent of these turns whose sentences were scored by attention. prefix, N by: decode steps read N "
     "tokens in each KV head, of pages "
-    "chosen as named; read: percent of the context's pages. "
+    "chosen as named; read: percent of the context's pages. anew every N: every N turns the whole dialogue "
+    "before the new documents is prefilled exactly, and turns go on from that. "
     "documents first: no session; all documents so far, the newest in front, then the history."
 )
 Line = dict[str, Any]
@@ -54,13 +55,17 @@ async def led_along(
     *,
     budget: int | None = None,
     session_budgets: Sequence[int] = (),
+    refresh_turns: Sequence[int] = (),
+    first: int = 0,
     progress: Progress,
 ) -> list[Line]:
     """Return a line for each turn and strategy, `full` and the rival without sessions included. A turn that
     fails ends its dialogue with a line that says why.
 
     ``budget``: with sparse decoding, whose default must be dense; see `page_rivals`. ``session_budgets``: for
-    each, every strategy but `full` also answers over so many tokens of the turns before the last one."""
+    each, every strategy but `full` also answers over so many tokens of the turns before the last one.
+    ``refresh_turns``: for each, every composed strategy also begins from exact KV of the whole dialogue every
+    so many turns. ``first``: the number of the first dialogue; the engine must not have had it."""
     lines: list[Line] = []
     others = [_Side(spec.label, spec) for spec in specs if spec.label != FULL.label]
     others += [
@@ -74,8 +79,14 @@ async def led_along(
         for tokens in session_budgets
         for by_words in (False, True)
     ]
+    others += [
+        replace(side, label=refreshed_label(side.label, turns), refresh=turns)
+        for side in others
+        if side.spec.name not in EXACT_STRATEGIES and not side.session_budget
+        for turns in refresh_turns
+    ]
     others += [_Side(label, _EXACT, decode) for label, decode in page_rivals(budget).items()]
-    for number, dialogue in enumerate(dialogues):
+    for number, dialogue in enumerate(dialogues, first):
         talk = _Talk(engine, builder, others, f"{number:032x}", max_new_tokens)
         for place, turn in enumerate(dialogue, 1):
             head = {"id": turn.question.id, "turn": place, "place": turn.place}
@@ -92,13 +103,19 @@ async def led_along(
 @dataclass(frozen=True, slots=True)
 class _Side:
     """A strategy, how it decodes if not densely, the most tokens of the turns before the last one, and
-    whether words alone choose these."""
+    whether words alone choose these. ``refresh``: turns after which the dialogue is prefilled anew; 0:
+    never."""
 
     label: str
     spec: StrategySpec
     decode: Mapping[str, Any] = field(default_factory=dict)
     session_budget: int = 0
     by_words: bool = False
+    refresh: int = 0
+
+    def exact(self, turn: int) -> int:
+        """Of the turns before one, counted from 0, the first ones whose KV is exact."""
+        return turn // self.refresh * self.refresh if self.refresh else 0
 
 
 class _Talk:
@@ -152,11 +169,12 @@ class _Talk:
     async def _along(
         self, side: _Side, asked: str, new: Sequence[PromptDocument], reference: ReferenceAnswer
     ) -> Line:
-        key = session_key(NAMESPACE, f"{self._name}-{side.label}")
+        exact = side.exact(len(self._past))
+        key = session_key(NAMESPACE, f"{self._name}-{side.label}" + (f"-{exact}" if exact else ""))
         past, earlier = await self._shortened(side, asked, key)
         self._pasts[side.label] = past
         prompt = self._prompt(past, asked, new)
-        kv = SessionKv(past, key)
+        kv = SessionKv(past, key, exact=exact)
         request = kv.request(replace(self._request(prompt, side.spec), decode=side.decode))
         if side.spec.name not in EXACT_STRATEGIES:
             documents = prompt.spans[1:] if past else prompt.spans

@@ -240,6 +240,8 @@ class SegmentedPrefill:
         req.ragserve_on_host = True
         write = partial(self._writer.write, prefix)
         with forward_stream(self._runner):
+            # threads write to the pages behind this stream; copies of who had them before may be under way
+            self._hosted.copies.join()
             if prefix.host.is_cuda:  # segments read it on this stream
                 prefix.host.record_stream(torch.cuda.current_stream(self._device))
             own = torch.tensor(ids[:tokens], dtype=torch.int64).to(self._device, non_blocking=True)

@@ -133,7 +133,14 @@ class SparsePrefill:
                 chosen = self._by_lines(i, own, k, scale)
             else:
                 chosen = choose_blocks(
-                    own, k, row.batch, alpha=options.alpha, sink=self._sink, local=self._local, scale=scale
+                    own,
+                    k,
+                    row.batch,
+                    alpha=options.alpha,
+                    share=options.share,
+                    sink=self._sink,
+                    local=self._local,
+                    scale=scale,
                 )
             mask[row.blocks, :, : chosen.shape[2]] = chosen
         return mask
@@ -147,7 +154,9 @@ class SparsePrefill:
         given = None
         if row.given is not None:
             given = Lines.unpacked(row.given[layer], -(-row.tokens // BLOCK_K))
-        choice = choose_lines(q, k, self._plans[first], alpha=options.alpha, given=(given,), scale=scale)
+        choice = choose_lines(
+            q, k, self._plans[first], alpha=options.alpha, share=options.share, given=(given,), scale=scale
+        )
         self._computed[i, 1:] += choice.counts[0]
         if row.ends and choice.last[0] is not None:
             self._lines.setdefault(first, []).append(choice.last[0].packed())

@@ -58,6 +58,11 @@ class CopyStream:
         for tensor in made:
             tensor.record_stream(current)
 
+    def join(self) -> None:
+        """Let the current stream follow all copies so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
     def synchronize(self) -> None:
         """Wait for all copies and forward passes, before a check."""
         if self._device is not None:

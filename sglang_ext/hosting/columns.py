@@ -5,40 +5,15 @@ own choice. The least recently chosen ones give way.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
+
+from ragserve_kernels.column_assign import Columns, ColumnState, column_assign
+from ragserve_kernels.paged import PageSelection
 
 EMPTY = -1
 RECENT = 12  # choices that make up a working set (SparseServe, 3.3)
 COVERED = 0.9  # share of layers and heads whose working set their columns are to hold
-
-
-class Loads(NamedTuple):
-    """Logical pages to load and their columns, int32 like a choice: first in each layer and head, behind
-    them -1."""
-
-    pages: torch.Tensor
-    targets: torch.Tensor
-
-
-class Assigned(NamedTuple):
-    """Where the pages of a choice are, and what has to be loaded for that.
-
-    Attributes:
-        columns: int32 like the choice: the column of each page; -1 where no page is.
-        loads: misses whose columns nobody reads.
-        late: misses whose columns the choice before may name: to be loaded when that is not read any more,
-            and then to be told to `ColumnTable.settle`.
-        counts: int64 [5]: pages that were there, pages to load, of them late, and pages that the latest
-            `RECENT` choices have named, this one included, all summed over layers and heads; and the number
-            that these are at most in `COVERED` of the layers and heads.
-    """
-
-    columns: torch.Tensor
-    loads: Loads
-    late: Loads
-    counts: torch.Tensor
 
 
 class ColumnTable:
@@ -66,44 +41,22 @@ class ColumnTable:
         """What `assign` reads and writes, for other streams than that of the constructor."""
         return self.held, self._used, self._named
 
-    def assign(self, wanted: torch.Tensor) -> Assigned:
-        """Give every page of a choice a column.
+    def assign(self, choice: PageSelection, host: torch.Tensor, column_pages: torch.Tensor) -> Columns:
+        """Give every page of a choice a column: see `column_assign`, whose arguments these are.
 
-        Args:
-            wanted: int32 ``[layers, kv_heads, n]``: logical pages, distinct per layer and head; negative
-                entries are none. At most as many per layer and head as there are columns.
-        """
-        n = min(wanted.shape[2], self.columns)
+        `Columns.source` and ``target`` are to be loaded: nobody reads these columns. What is late is to be
+        loaded when the choice before is not read any more, and then to be told to `settle`."""
         self.choices += 1
-        is_page = wanted >= 0
-        same = (wanted[..., :, None] == self.held[..., None, :]) & is_page[..., :, None]  # [.., n, columns]
-        there = same.any(-1)
-        # victims in order: longest unused first, then by number; what the choice names goes last
-        age = self._used.masked_fill(same.any(-2), self.choices)
-        order = torch.sort(age, dim=-1, stable=True)
-        victims = order.indices[..., :n].to(torch.int32)
-        # what has never been named has age 0, and so has the choice before the first
-        is_read = order.values[..., :n] >= max(1, self.choices - 1)
-        missing = is_page & ~there
-        rank = (missing.cumsum(-1) - 1).clamp(0, n - 1)
-        columns = torch.where(
-            there, same.to(torch.int32).argmax(-1).to(torch.int32), victims.gather(-1, rank)
-        ).masked_fill_(~is_page, EMPTY)
-        late = missing & is_read.gather(-1, rank)
-        now = torch.full_like(wanted, self.choices)
-        _put(self.held, columns.masked_fill(late, EMPTY), wanted)
-        _put(self._used, columns, now)
-        _put(self._named, wanted, now)
-        recent = (self._named > max(0, self.choices - RECENT)).sum(-1).flatten()
-        covering = recent.kthvalue(math.ceil(COVERED * recent.numel())).values
-        counts = torch.stack((there.sum(), missing.sum(), late.sum(), recent.sum(), covering))
-        return Assigned(
-            columns, _loads(wanted, columns, missing & ~late), _loads(wanted, columns, late), counts
-        )
+        state = ColumnState(self.held, self._used, self._named)
+        return column_assign(choice, state, host, column_pages, number=self.choices, recent=RECENT)
 
-    def settle(self, late: Loads) -> None:
+    def settle(self, found: Columns) -> None:
         """Note that late pages are in their columns, but for those that have been forgotten since."""
-        _put(self.held, late.targets.masked_fill(late.targets >= self.columns, EMPTY), late.pages)
+        places = found.late_columns.long()
+        is_there = (places >= 0) & (places < self.columns)
+        wider = torch.cat((self.held, self.held[..., :1]), -1)  # with a place for the others
+        wider.scatter_(-1, places.masked_fill(~is_there, self.columns), found.late_pages)
+        self.held.copy_(wider[..., :-1])
 
     def resize(self, columns: int) -> None:
         """Add empty columns, or forget those from number ``columns`` on."""
@@ -116,18 +69,12 @@ class ColumnTable:
         self.held, self._used = held, used
 
 
-def _loads(wanted: torch.Tensor, columns: torch.Tensor, which: torch.Tensor) -> Loads:
-    """Move some entries to the front; the entry behind the last takes what is not among them."""
-    n = wanted.shape[2]
-    pages = wanted.new_full((*wanted.shape[:2], n + 1), EMPTY)
-    targets = pages.clone()
-    place = (which.cumsum(-1) - 1).masked_fill(~which, n)
-    pages.scatter_(-1, place, wanted.masked_fill(~which, EMPTY))
-    targets.scatter_(-1, place, columns.masked_fill(~which, EMPTY))
-    return Loads(pages[..., :n].contiguous(), targets[..., :n].contiguous())
-
-
-def _put(table: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values to places along the last dimension; negative places are none."""
-    wider = torch.cat((table, table[..., :1]), -1)  # with a place for them
-    table.copy_(wider.scatter_(-1, places.long().masked_fill(places < 0, table.shape[-1]), values)[..., :-1])
+def tallied(tally: torch.Tensor) -> tuple[int, int, int, int, int]:
+    """Sum up `Columns.tally`, on the host: pages that were there, missing ones, late ones, and pages that the
+    latest `RECENT` choices have named, over layers and heads; and the number that these are at most in
+    `COVERED` of the layers and heads."""
+    lists = tally.flatten(0, 1)
+    recent = lists[:, 3]
+    covering = recent.kthvalue(math.ceil(COVERED * len(recent))).values
+    hits, misses, late, named = lists.sum(0).tolist()
+    return hits, misses, late, named, int(covering)

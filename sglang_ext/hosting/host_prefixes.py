@@ -66,12 +66,11 @@ class HostPrefixes:
         tail = rows.pages.extend(row.owner, count)
         if tail is None:
             return None
-        if tail:
-            slots = rows.table[row.request, first:tokens].long()
-            with rows.copies.behind(slots):
-                kv = DocumentKv(rows.kv.k, rows.kv.v, slots, rows.kv)
-                fill_pages(rows.pages.pool, rows.pages.shape, list(range(count)), tail, kv)
-                rows.joins.append(rows.copies.event())  # its slots are free now
+        slots = rows.table[row.request, first:tokens].long()
+        with rows.copies.behind(slots):
+            kv = DocumentKv(rows.kv.k, rows.kv.v, slots, rows.kv)
+            fill_pages(rows.pages.pool, rows.pages.shape, list(range(count)), tail, kv)
+            rows.joins.append(rows.copies.event())  # its slots are free now, and those of its prompt
         return HostPrefix(
             *(row.req, row.owner, row.choice, row.n_columns, row.fixed),
             *(row.host, row.numbers, tail, tokens, row.counts),

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from sglang_ext.hosting.columns import RECENT, ColumnTable, Loads
+from ragserve_kernels.column_assign import Columns
+from sglang_ext.hosting.columns import RECENT, ColumnTable, tallied
 from sglang_ext.hosting.link_meter import LinkMeter
 
 
@@ -51,10 +52,10 @@ class HostedRow:
         protected: ``req.cache_protected_len`` before columns were reserved.
         loaded: event after which the latest choice's pages are in their columns; None on a CPU.
         has_load: a choice of pages has been loaded that no step has read yet.
-        late: pages of that choice that are to be loaded just before it is read; None: there are none.
+        late: that choice, some of whose pages are to be loaded just before it is read; None: none are.
         leaving: columns that it loses once ``leave_after`` more choices have begun to be read.
         moved: its prompt is no longer its own. placed: its row of the request table says so.
-        arriving: hits, misses and working sets on their way from the device, each with its event.
+        arriving: `Columns.tally` of choices on their way from the device, each with its events.
     """
 
     req: Any
@@ -76,7 +77,7 @@ class HostedRow:
     protected: int = 0
     loaded: Any = None
     has_load: bool = False
-    late: Loads | None = None
+    late: Columns | None = None
     leaving: int = 0
     leave_after: int = 0
     moved: bool = False
@@ -96,8 +97,8 @@ class HostedRow:
     def collect(self) -> None:
         """Count what has arrived from the device: hits, misses and the working set."""
         while self.arriving and (self.arriving[0][1] is None or self.arriving[0][1].query()):
-            begun, ended, counts = self.arriving.popleft()
-            hits, misses, late, recent, self.largest_set = counts.tolist()
+            begun, ended, tally = self.arriving.popleft()
+            hits, misses, late, recent, self.largest_set = tallied(tally)
             self.counts.hits += hits
             self.counts.misses += misses
             self.counts.loaded_bytes += misses * self.head_bytes

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ragserve_kernels.column_assign import Columns
 from ragserve_kernels.column_gather import column_gather
 from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.page_stats import PageStats
@@ -22,7 +23,7 @@ from sglang_ext.documents.types import IntegrityError
 from sglang_ext.hosting.beside import CopyStream
 from sglang_ext.hosting.column_check import differing
 from sglang_ext.hosting.column_slots import ColumnSlots
-from sglang_ext.hosting.columns import EMPTY, ColumnTable, Loads
+from sglang_ext.hosting.columns import EMPTY, ColumnTable
 from sglang_ext.hosting.host_pages import HostPages
 from sglang_ext.hosting.host_prefix import HostPrefix
 from sglang_ext.hosting.hosted_row import HostedCounts, HostedRow
@@ -166,31 +167,38 @@ class HostedRows:
         A request without columns keeps its prompt on the device, and its choice as it is."""
         if row.table is None or row.column_pages is None:
             return choice
+        choice = PageSelection(choice.blocks.contiguous(), choice.counts.contiguous())
         blocks, counts = choice
         with self.copies.behind(blocks, counts, row.host, row.column_pages, *row.table.tensors):
-            entry = torch.arange(blocks.shape[2], device=blocks.device)
-            is_hosted = (entry < counts[..., None]) & (blocks < row.pages)
-            found = row.table.assign(blocks.masked_fill(~is_hosted, EMPTY))
+            found = row.table.assign(choice, row.host, row.column_pages)
             begun = self.copies.event()
-            self._gather(row, found.loads, row.column_pages)
-            # where `_place` puts its column
-            placed = torch.where(is_hosted, row.pages - 1 - found.columns, blocks)
-            count = found.counts
-            if count.is_cuda:
-                count = count.to("cpu", non_blocking=True)
+            column_gather(self.pages.pool, self.kv, found.source, found.target)
+            tally = found.tally
+            if tally.is_cuda:
+                tally = tally.to("cpu", non_blocking=True)
             row.loaded = self.copies.event()
-        row.arriving.append((begun, row.loaded, count))
-        row.late = found.late if row.n_columns < 2 * row.choice else None
+        row.arriving.append((begun, row.loaded, tally))
+        row.late = found if row.n_columns < 2 * row.choice else None
         row.has_load = True
-        return PageSelection(placed, counts)
+        # where `_place` puts its column
+        return PageSelection(found.placed, counts)
 
-    def _gather(self, row: HostedRow, loads: Loads, column_pages: torch.Tensor) -> None:
+    def _load_late(self, row: HostedRow, late: Columns, table: ColumnTable) -> None:
+        """Load what could not be loaded while the choice before was read, on the current stream."""
+        if row.column_pages is None:
+            raise IntegrityError("a request without columns has pages to load into them")
+        self.copies.await_on_current(
+            row.loaded, late.late_pages, late.late_columns, row.host, row.column_pages
+        )
+        is_none = late.late_pages < 0
         column_gather(
             self.pages.pool,
             self.kv,
-            row.host[loads.pages.clamp_min(0).long()].masked_fill_(loads.pages < 0, EMPTY),
-            column_pages[loads.targets.clamp_min(0).long()],
+            row.host[late.late_pages.clamp_min(0).long()].masked_fill_(is_none, EMPTY),
+            row.column_pages[late.late_columns.clamp_min(0).long()],
         )
+        with self.copies.behind(late.late_pages, late.late_columns):
+            table.settle(late)
 
     def count_reads(self, counts: HostedCounts, pages: int) -> None:
         """Count pages of KV heads that a step of a request has read from the host itself."""
@@ -209,12 +217,8 @@ class HostedRows:
         row.collect()
         if not row.moved:
             return False
-        if row.late is not None and row.table is not None and row.column_pages is not None:
-            # the choice before is not read any more
-            self.copies.await_on_current(row.loaded, *row.late, row.host, row.column_pages)
-            self._gather(row, row.late, row.column_pages)
-            with self.copies.behind(*row.late):
-                row.table.settle(row.late)
+        if row.late is not None and row.table is not None:
+            self._load_late(row, row.late, row.table)  # the choice before is not read any more
             row.late = None
         row.leave_after -= 1
         return True

@@ -15,6 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.kernels import test_column_assign as ca
 from tests.kernels import test_column_gather as cg
 from tests.kernels import test_gather_h2d as gh
 from tests.kernels import test_page_select as ps
@@ -25,6 +26,11 @@ from tests.kernels import test_scatter_d2h as sc
 from tests.kernels import test_sparse_decode as sd
 
 pp.GPU = False  # short requests
+
+
+def column_assign(device: torch.device) -> None:
+    for columns, n, pages in ((5, 5, 30), (48, 33, 120), (150, 9, 170)):
+        ca.test_choices_in_a_row(device, columns, n, pages)
 
 
 def column_gather(device: torch.device) -> None:
@@ -84,6 +90,7 @@ def page_select(device: torch.device) -> None:
 
 
 KERNELS: tuple[Callable[[torch.device], None], ...] = (
+    column_assign,
     column_gather,
     columns_and_sparse_decode,
     gather_h2d,

@@ -49,15 +49,16 @@ def test_block_scores_are_shares_of_the_attention(device: torch.device, dtype: t
 
 
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("alpha", [0.3, 0.955, 1.0])
-def test_greedy_lines_are_those_of_the_loop(alpha: float, given: bool) -> None:
+@pytest.mark.parametrize(("alpha", "share"), [(0.3, None), (0.955, None), (1.0, None), (1.0, 0.3)])
+def test_greedy_lines_are_those_of_the_loop(alpha: float, share: float | None, given: bool) -> None:
     own = torch.randint(0, 12, (2, 7)).sort().values
     mass = torch.rand(2, 3, 7, 12) ** 8 * (torch.arange(12) <= own[:, None, :, None])
     mass /= mass.sum(-1, keepdim=True)
     mass[1, :, 5:] = 0.0  # fewer samples
     shape = LineShape(own, torch.randint(0, 9, (2, 12)).float(), torch.randint(1, 17, (2, 12)).float())
     before = Lines(torch.rand(3, 12) < 0.4, torch.rand(3, 12) < 0.4) if given else None
-    got, want = greedy_lines(mass, shape, alpha, before), greedy_lines_naive(mass, shape, alpha, before)
+    got = greedy_lines(mass, shape, alpha, before, share)
+    want = greedy_lines_naive(mass, shape, alpha, before, share)
     assert torch.equal(got.vertical, want.vertical)
     assert torch.equal(got.slash, want.slash)
 
@@ -100,15 +101,15 @@ def test_lines_are_packed_into_bits(width: int) -> None:
     assert not longer.slash[:, width:].any()
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.955, 1.0])
-def test_greedy_blocks_are_those_of_the_loop(alpha: float) -> None:
+@pytest.mark.parametrize(("alpha", "share"), [(0.3, None), (0.955, None), (1.0, None), (1.0, 0.3)])
+def test_greedy_blocks_are_those_of_the_loop(alpha: float, share: float | None) -> None:
     reach = torch.tensor([3, 5, 11, 12], dtype=torch.int32)
     possible = torch.arange(12) < reach[:, None]
     weight = torch.rand(4, 3, 12) ** 6 * possible[:, None]
     weight /= weight.sum(-1, keepdim=True)
     forced = (torch.rand(4, 12) < 0.2) & possible
-    got = greedy_blocks(weight, reach, forced, alpha)
-    assert torch.equal(got, greedy_blocks_naive(weight, reach, forced, alpha))
+    got = greedy_blocks(weight, reach, forced, alpha, share)
+    assert torch.equal(got, greedy_blocks_naive(weight, reach, forced, alpha, share))
 
 
 def lines(case: Case, alpha: float) -> torch.Tensor:
@@ -138,6 +139,21 @@ def test_choices_hold_alpha_and_chunks_choose_as_the_whole(device: torch.device,
         part = choose(Case(case.q[30 + first : 30 + end], case.k, case.v, batch), 0.6)
         of_whole = few[1 + first // 32 : 1 + -(-end // 32)]  # the first request has one query block
         assert torch.equal(part, of_whole[:, :, : part.shape[2]])
+
+
+def test_a_share_says_how_many_blocks_are_computed(device: torch.device) -> None:
+    case = make(device, [(0, 30), (0, 600)])
+    possible = all_blocks(case.batch, 4).counts
+    for share in (0.2, 0.5):
+        few = choose_blocks(case.q, case.k, case.batch, alpha=1.0, share=share, sink=1, local=1)
+        # forced: the first, the one before the query block's own two, and these
+        least = possible.clamp_max(4)
+        assert torch.equal(few.sum(-1), (possible * share).ceil().long().maximum(least))
+        plan = LinePlan.of(case.batch, 4, observe=8, segment=64)
+        found = choose_lines(case.q, case.k, plan, alpha=1.0, share=share).mask.sum() / possible.sum()
+        assert 0.4 * share < found < share + 0.15, "lines cross, and the last one goes beyond"
+    with pytest.raises(ValueError, match=r"share 1\.5 must be above 0"):
+        choose_blocks(case.q, case.k, case.batch, alpha=1.0, share=1.5)
 
 
 def test_bad_arguments_are_named(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.nn.functional import pad
 
 from ragserve_kernels.dispatch import FLOAT_DTYPES, check
 from ragserve_kernels.kv import query_group
@@ -21,6 +22,7 @@ def choose_blocks(
     batch: PrefillBatch,
     *,
     alpha: float,
+    share: float | None = None,
     sink: int = 1,
     local: int = 2,
     scale: float | None = None,
@@ -34,6 +36,7 @@ def choose_blocks(
         q: ``[batch.rows, query_heads, head_dim]``.
         k: ``[pool slots, kv_heads, head_dim]``, with the new tokens.
         alpha: the share, above 0 and up to 1.
+        share: of the key blocks up to the query block's own, taken instead of as many as hold ``alpha``.
         sink: first key blocks that are always chosen.
         local: key blocks before the query block's own that are always chosen; so are its own.
         scale: of the scores; default 1 / sqrt(head_dim).
@@ -49,6 +52,7 @@ def choose_blocks(
     group = query_group(q.shape[1], k.shape[1])
     if not 0 < alpha <= 1 or min(sink, local) < 0:
         raise ValueError(f"alpha {alpha} must be above 0 and up to 1, sink {sink} and local {local} from 0.")
+    check_share(share)
     scale = 1.0 / math.sqrt(q.shape[2]) if scale is None else scale
     longest = max((a + b for a, b in zip(batch.prefix, batch.new, strict=True)), default=0)
     width = -(-longest // batch.block_k)
@@ -60,26 +64,30 @@ def choose_blocks(
             continue
         length = batch.prefix[request] + new
         means = _key_means(k, batch, request, length)  # [key blocks, kv_heads, head_dim]
-        place = torch.arange(batch.prefix[request], length, device=q.device) // batch.block_q
-        queries = _means(q[row : row + new], place - batch.prefix[request] // batch.block_q, len(span))
+        queries = _means(q[row : row + new], batch.prefix[request], batch.block_q)
         scores = torch.einsum("thgd,khd->thgk", queries.unflatten(1, (-1, group)), means) * scale
         tokens = torch.full((len(means),), float(batch.block_k), device=q.device)
         tokens[-1] = length - (len(means) - 1) * batch.block_k
         scores = scores.flatten(1, 2) + tokens.log()
         beyond = torch.arange(len(means), device=q.device) >= reach[span.start : span.stop, None, None]
-        share = scores.masked_fill(beyond, -math.inf).softmax(-1)
-        weight[span.start : span.stop, :, : len(means)] = share
+        parts = scores.masked_fill(beyond, -math.inf).softmax(-1)
+        weight[span.start : span.stop, :, : len(means)] = parts
         row += new
     step = torch.arange(width, device=q.device)
     own = batch.places[:, 1, None] * batch.block_q // batch.block_k
     forced = (step < sink) | (step >= own - local)
-    return greedy_blocks(weight, reach, forced & (step < reach[:, None]), alpha)
+    return greedy_blocks(weight, reach, forced & (step < reach[:, None]), alpha, share)
 
 
 def greedy_blocks(
-    weight: torch.Tensor, reach: torch.Tensor, forced: torch.Tensor, alpha: float
+    weight: torch.Tensor,
+    reach: torch.Tensor,
+    forced: torch.Tensor,
+    alpha: float,
+    share: float | None = None,
 ) -> torch.Tensor:
     """Take the forced blocks, then those of the greatest weight, until ``alpha`` of it is held; all for 1.
+    With a ``share`` until that part of the ``reach`` is taken, rounded up.
 
     Args:
         weight: float32 ``[query blocks, heads, key blocks]``.
@@ -92,26 +100,40 @@ def greedy_blocks(
     possible = torch.arange(weight.shape[-1], device=weight.device) < reach[:, None]
     worth = weight.masked_fill(forced[:, None], math.inf).masked_fill(~possible[:, None], -math.inf)
     order = worth.argsort(dim=-1, descending=True, stable=True)
-    taken = weight.gather(-1, order)
-    before = taken.cumsum(-1) - taken
-    wanted = held_from(weight.sum(-1, keepdim=True), alpha)
-    chosen = torch.zeros_like(weight, dtype=torch.bool).scatter_(-1, order, before < wanted)
+    if share is None:
+        taken = weight.gather(-1, order)
+        before = taken.cumsum(-1) - taken
+        within = before < held_from(weight.sum(-1, keepdim=True), alpha)
+    else:
+        place = torch.arange(weight.shape[-1], device=weight.device)
+        within = (place < (reach[:, None, None] * share).ceil()).expand_as(order)
+    chosen = torch.zeros_like(weight, dtype=torch.bool).scatter_(-1, order, within)
     return (chosen | forced[:, None]) & possible[:, None]
+
+
+def check_share(share: float | None) -> None:
+    """Raises ValueError for a share that is neither None nor above 0 and up to 1."""
+    if share is not None and not 0 < share <= 1:
+        raise ValueError(f"share {share} must be above 0 and up to 1.")
 
 
 def _key_means(k: torch.Tensor, batch: PrefillBatch, request: int, length: int) -> torch.Tensor:
     parts = []
     for start in range(0, length, _TOKENS):
         tokens = torch.arange(start, min(start + _TOKENS, length), device=k.device)
-        blocks = -(-len(tokens) // batch.block_k)
-        parts.append(_means(keys_of(k, batch, request, tokens), (tokens - start) // batch.block_k, blocks))
+        parts.append(_means(keys_of(k, batch, request, tokens), start, batch.block_k))
     return torch.cat(parts)
 
 
-def _means(rows: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return the mean of each group's rows, float32 ``[groups, ...]``."""
-    sums = torch.zeros(groups, *rows.shape[1:], device=rows.device).index_add_(0, group, rows.float())
-    count = torch.zeros(groups, device=rows.device).index_add_(
-        0, group, torch.ones(len(rows), device=rows.device)
-    )
-    return sums / count.view(-1, *[1] * (rows.dim() - 1)).clamp_min(1)
+def _means(rows: torch.Tensor, first: int, size: int) -> torch.Tensor:
+    """Return the mean of each block's rows, float32 ``[blocks, ...]``; the first row is of position
+    ``first``, and blocks of ``size`` positions are counted from position 0."""
+    before = first % size
+    after = -(before + len(rows)) % size
+    if before or after:
+        rows = pad(rows, (0, 0) * (rows.dim() - 1) + (before, after))
+    sums = rows.unflatten(0, (-1, size)).sum(1, dtype=torch.float32)
+    count = torch.full((len(sums),), float(size), device=rows.device)
+    count[0] -= before
+    count[-1] -= after
+    return sums / count.view(-1, *[1] * (rows.dim() - 1))

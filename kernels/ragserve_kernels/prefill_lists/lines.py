@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from ragserve_kernels.prefill_lists.best_blocks import check_share
 from ragserve_kernels.prefill_lists.block_scores import block_lse, held_from
 from ragserve_kernels.sparse_prefill import PrefillBatch
 
@@ -146,6 +147,7 @@ def choose_lines(
     plan: LinePlan,
     *,
     alpha: float,
+    share: float | None = None,
     given: Sequence[Lines | None] = (),
     scale: float | None = None,
 ) -> LineChoice:
@@ -160,6 +162,8 @@ def choose_lines(
         k: ``[pool slots, kv_heads, head_dim]``, with the new tokens.
         plan: of the batch. Its ``block_k`` divides ``block_q``, which divides ``segment``.
         alpha: the share, above 0 and up to 1.
+        share: of a segment's pairs of query block and key block, that lines are taken for instead of as many
+            as hold ``alpha``. Where they cross, they compute less.
         given: of each request, the lines of an earlier turn: bool ``[query_heads, key blocks]`` each, of any
             number of key blocks; None or nothing for a request without. They are taken before others.
         scale: of the scores; default 1 / sqrt(head_dim).
@@ -172,6 +176,7 @@ def choose_lines(
     """
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha {alpha} must be above 0 and up to 1.")
+    check_share(share)
     batch = plan.batch
     given = given or (None,) * len(batch.new)
     if len(given) != len(batch.new):
@@ -187,16 +192,22 @@ def choose_lines(
         mass = mass.unflatten(1, group.positions.shape).transpose(0, 1)  # [segments, heads, n, key blocks]
         before = given[group.request]
         before = None if before is None else before.resized(mass.shape[-1])
-        lines = greedy_lines(mass * group.weight[:, None, :, None], group.shape, alpha, before)
+        lines = greedy_lines(mass * group.weight[:, None, :, None], group.shape, alpha, before, share)
         mask[group.blocks, :, : mass.shape[-1]] = group.crossed(lines)
         last[group.request] = Lines(*(kind[-2:].any(0) for kind in lines))
         counts[group.request] += _counted(lines, before)
     return LineChoice(mask, tuple(last), counts)
 
 
-def greedy_lines(mass: torch.Tensor, shape: LineShape, alpha: float, given: Lines | None = None) -> Lines:
+def greedy_lines(
+    mass: torch.Tensor,
+    shape: LineShape,
+    alpha: float,
+    given: Lines | None = None,
+    share: float | None = None,
+) -> Lines:
     """Take lines by weight per length until what they cross holds ``alpha`` of the weight, per head; all
-    lines for 1.
+    lines for 1. With a ``share`` until their lengths add up to that part of the segment's blocks.
 
     The first vertical and the first slash line come before all others, then those ``given``: others are
     added only where all of these hold less than ``alpha``. A cell that two lines cross counts once in what is
@@ -233,7 +244,12 @@ def greedy_lines(mass: torch.Tensor, shape: LineShape, alpha: float, given: Line
     crossing = slash[:, :, None].expand(*mass.shape[:3], width).gather(-1, back.clamp_min(0).expand_as(mass))
     first = torch.minimum(vertical[:, :, None], crossing)
     gained = torch.zeros_like(density).scatter_add_(-1, first.flatten(2), (mass * seen).flatten(2))
-    wanted = held_from(mass.sum((2, 3))[..., None], alpha)
+    if share is None:
+        wanted = held_from(mass.sum((2, 3))[..., None], alpha)
+    else:
+        length = torch.cat((shape.vertical, shape.slash), -1)[:, None].expand_as(order)
+        gained = length.gather(-1, order)
+        wanted = share * shape.vertical.sum(-1)[:, None, None]
     count = ((gained.cumsum(-1) < wanted).sum(-1, keepdim=True) + 1).clamp_min(2)
     return Lines(vertical < count, slash < count)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ragserve_kernels.prefill_lists.lines import Lines, LineShape
 
 
 def greedy_lines_naive(
-    mass: torch.Tensor, shape: LineShape, alpha: float, given: Lines | None = None
+    mass: torch.Tensor,
+    shape: LineShape,
+    alpha: float,
+    given: Lines | None = None,
+    share: float | None = None,
 ) -> Lines:
     """See :func:`ragserve_kernels.prefill_lists.greedy_lines`."""
     segments, heads, _, width = mass.shape
@@ -29,10 +35,14 @@ def greedy_lines_naive(
             if given is not None:
                 lines.sort(key=lambda line: not given[line[0]][head, line[1]])
             lines = [(0, 0), (1, 0), *[line for line in lines if line not in ((0, 0), (1, 0))]]
-            total, held = sum(cells.values()), 0.0
+            total, held, length = sum(cells.values()), 0.0, 0.0
             for taken, (kind, place) in enumerate(lines):
-                if taken >= 2 and alpha < 1 and held >= alpha * total * (1 - 1e-6):
+                enough = alpha < 1 and held >= alpha * total * (1 - 1e-6)
+                if share is not None:
+                    enough = length >= share * sum(lengths[0])
+                if taken >= 2 and enough:
                     break
+                length += lengths[kind][place]
                 chosen[kind, segment, head, place] = True
                 crossed = [(i, j) for i, j in cells if (j if kind == 0 else own[i] - j) == place]
                 held += sum(cells.pop(cell) for cell in crossed)
@@ -40,7 +50,11 @@ def greedy_lines_naive(
 
 
 def greedy_blocks_naive(
-    weight: torch.Tensor, reach: torch.Tensor, forced: torch.Tensor, alpha: float
+    weight: torch.Tensor,
+    reach: torch.Tensor,
+    forced: torch.Tensor,
+    alpha: float,
+    share: float | None = None,
 ) -> torch.Tensor:
     """See :func:`ragserve_kernels.prefill_lists.greedy_blocks`."""
     chosen = forced[:, None].repeat(1, weight.shape[1], 1)
@@ -51,7 +65,10 @@ def greedy_blocks_naive(
             while True:
                 held = sum(own[j] for j in chosen[block, head].nonzero()[:, 0].tolist())
                 left = [j for j in range(int(reach[block])) if not chosen[block, head, j]]
-                if (alpha < 1 and held >= alpha * total * (1 - 1e-6)) or not left:
+                enough = alpha < 1 and held >= alpha * total * (1 - 1e-6)
+                if share is not None:
+                    enough = int(chosen[block, head].sum()) >= math.ceil(share * int(reach[block]))
+                if enough or not left:
                     break
                 chosen[block, head, max(left, key=lambda j: own[j])] = True
     return chosen

@@ -53,6 +53,7 @@ def test_a_turn_sends_its_question_and_adds_what_is_new(client: httpx.Client, li
         "tokens_held": 0,
         "tokens_computed": 0,
         "earlier": None,
+        "refreshed": False,
     }
     before = live.engine.requests[-1].input_ids
     live.engine.deltas, live.engine.cached = (" Boil", " them", " [2]."), len(before)

@@ -46,13 +46,14 @@ def test_long_prompts_are_sparse_and_cached_with_those_of_the_same_options() -> 
             {"alpha": 0.9},
             {"observe": 8},
             {"mode": "blocks"},
+            {"share": 0.955},
             {"mode": "dense"},
             {"dense_below": 7},
         )
     ]
-    assert len({long.extra_key, *keys[:4]}) == 5
-    assert keys[3] == "namespace:a"
-    assert keys[4] == long.extra_key
+    assert len({long.extra_key, *keys[:5]}) == 6
+    assert keys[4] == "namespace:a"
+    assert keys[5] == long.extra_key
     assert request(plan, tokens=100).extra_key == "namespace:a", "its KV is exact"
 
 
@@ -81,6 +82,7 @@ def test_the_server_says_nothing_of_references_and_documents() -> None:
         ({"alpha": 0}, "option alpha of sparse prefill is 0"),
         ({"aplha": 0.5}, r"did you mean alpha\?"),
         ({"mode": "blocks", "observe": 8}, "observe is for mode 'lines'"),
+        ({"share": 0.2, "alpha": 0.9}, "give one of them"),
     ],
 )
 def test_bad_options_are_refused_with_a_reason(options: dict[str, Any], reason: str) -> None:

@@ -164,6 +164,23 @@ def test_what_fits_is_prefilled_by_segments_only_where_the_pool_has_no_room_for_
     assert (engine.bench.pages.used, few.ragserve_decode.segmented) == (0, False)
 
 
+def test_segments_follow_the_copies_of_those_who_had_the_host_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads write to host pages, and copies of a request that has left may still be under way there."""
+    engine, order = Scheduler(Request(LONG), monkeypatch), []
+    join, allocate = engine.bench.rows.copies.join, engine.bench.pages.allocate
+    monkeypatch.setattr(engine.bench.rows.copies, "join", lambda: (order.append("join"), join()))
+    monkeypatch.setattr(
+        engine.bench.pages, "allocate", lambda *args: (order.append("allocate"), allocate(*args))[1]
+    )
+    monkeypatch.setattr(
+        Segments, "advance", lambda self, _: (order.append("segment"), setattr(self, "left", self.left - 1))
+    )
+    engine.segments.show_end(engine.req)
+    engine.admit()
+    engine.schedule()
+    assert order == ["allocate", "join", "segment"]
+
+
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_one_that_leaves_the_queue_leaves_nothing(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     req = Request(LONG)

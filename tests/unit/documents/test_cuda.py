@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ragserve_kernels.kv import KVLayers
 from sglang_ext.documents import fill
 from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import PAGE_BITS, DiskConfig, KvShape
@@ -73,6 +74,24 @@ def test_pages_are_not_reused_before_the_device_has_filled_them(tmp_path: Path) 
         if document.found(store) is not None:
             assert document.load_and_check(store)
     store.close()
+
+
+def test_pages_put_together_in_one_launch_are_those_put_together_by_layers() -> None:
+    """Slots anywhere in a pool, and several groups of pages on their way at once."""
+    count, device = 11, torch.device("cuda")
+    shape = (3 * count * SHAPE.block, SHAPE.kv_heads, SHAPE.head_dim)
+    k, v = ([torch.randn(shape, device=device).bfloat16() for _ in range(SHAPE.layers)] for _ in range(2))
+    slots = torch.randperm(shape[0], device=device)[: count * SHAPE.block - 5]  # the last page is not full
+    pages, pools = torch.randperm(count + 3)[:count].tolist(), []
+    for layers in (None, KVLayers(k, v)):
+        pool = SHAPE.empty_pages(count + 3).zero_().pin_memory()
+        source = fill.DocumentKv(k, v, slots, layers)
+        fill.fill_pages(pool, SHAPE, range(count), pages, source, copy_bytes=3 * SHAPE.value_bytes)
+        pools.append(pool)
+    torch.cuda.synchronize()
+    assert torch.equal(*pools)
+    page = pools[0].view(-1, 2, SHAPE.layers, SHAPE.kv_heads, SHAPE.block, SHAPE.head_dim)[pages[1]]
+    assert torch.equal(page[1, 7, 2], v[7][slots[SHAPE.block : 2 * SHAPE.block], 2].cpu())
 
 
 def test_the_pool_is_pinned_and_let_go(tmp_path: Path) -> None:

@@ -81,7 +81,11 @@ def builder() -> PromptBuilder:
 
 
 def led(
-    engine: Any, builder: PromptBuilder, budget: int | None = None, session_budgets: Sequence[int] = ()
+    engine: Any,
+    builder: PromptBuilder,
+    budget: int | None = None,
+    session_budgets: Sequence[int] = (),
+    refresh_turns: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
     dialogues = dialogues_of(questions(2 * TURNS), TURNS)
     return asyncio.run(
@@ -93,6 +97,7 @@ def led(
             8,
             budget=budget,
             session_budgets=session_budgets,
+            refresh_turns=refresh_turns,
             progress=lambda: None,
         )
     )
@@ -179,6 +184,22 @@ def test_strategies_over_shortened_dialogues_stand_beside_those_over_whole_ones(
     assert last.earlier is not None
     assert last.earlier().spans[0].start == 0
     assert len(last.earlier().input_ids) < len(last.input_ids)
+
+
+def test_a_dialogue_is_prefilled_anew_every_so_many_turns(builder: PromptBuilder) -> None:
+    engine = Engine(builder)
+    lines = by_turn(led(engine, builder, refresh_turns=[2]))
+    label = f"{SPECS[2].label}, anew every 2"
+    assert [line["turn"] for line in lines if line["strategy"] == label] == [1, 2, 3]
+    assert not any("anew" in line["strategy"] and "prefix" in line["strategy"] for line in lines)
+    asked = [r for r in engine.asked if r.session and label in r.session.key][:TURNS]
+    first, second, third = [r.session for r in asked if r.session]
+    assert first.key == second.key != third.key, "exact KV is found by later turns, and by no earlier one"
+    assert second.held < len(asked[1].input_ids) < third.held <= asked[2].spans[0].end
+    assert asked[2].earlier is not None
+    text = asked[2].earlier()
+    assert text.earlier is None, "nothing of the dialogue is composed"
+    assert (text.input_ids, text.spans) == (asked[2].input_ids[: third.held], asked[0].spans[:1])
 
 
 def test_another_answer_has_its_own_f1_and_the_dialogue_goes_on_from_that_of_full(

@@ -9,18 +9,27 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.hosting.columns import COVERED, EMPTY, RECENT, ColumnTable, Loads
+from ragserve_kernels.column_assign import Columns
+from ragserve_kernels.paged import PageSelection
+from sglang_ext.hosting.columns import COVERED, EMPTY, RECENT, ColumnTable, tallied
 
 LAYERS, HEADS, CHOSEN, PAGES = 8, 25, 4, 14
 LISTS = range(LAYERS * HEADS)
 CHOICES = 250  # of 200 layers and heads, twice: 100,000 steps
 
 
-def said(loads: Loads) -> list[list[tuple[int, int]]]:
+def assigned(table: ColumnTable, wanted: torch.Tensor) -> Columns:
+    """Assign a choice; loads are by numbers of pages and columns. Negative entries of ``wanted`` are none."""
+    counts = torch.full(wanted.shape[:2], wanted.shape[2], dtype=torch.int32)
+    numbers = torch.arange(PAGES, dtype=torch.int32)
+    return table.assign(PageSelection(wanted, counts), numbers, numbers)
+
+
+def said(pages_of: torch.Tensor, columns_of: torch.Tensor) -> list[list[tuple[int, int]]]:
     """Return pages and columns of each layer and head, and check that what is none comes last."""
     found = []
     for pages, targets in zip(
-        loads.pages.view(-1, CHOSEN).tolist(), loads.targets.view(-1, CHOSEN).tolist(), strict=True
+        pages_of.view(-1, CHOSEN).tolist(), columns_of.view(-1, CHOSEN).tolist(), strict=True
     ):
         both = list(zip(pages, targets, strict=True))
         count = sum(page >= 0 for page in pages)
@@ -46,9 +55,9 @@ def test_columns_follow_a_dict_in_order_of_use(changes: bool) -> None:
         wanted = np.argsort(draw.random((LAYERS * HEADS, PAGES)), axis=1)[:, :CHOSEN].astype(np.int32)
         wanted[draw.random(wanted.shape) < 0.2] = -1  # pages that no column is for
         held = table.held.clone()
-        found = table.assign(torch.from_numpy(wanted.reshape(LAYERS, HEADS, CHOSEN)))
-        loads, late = said(found.loads), said(found.late)
-        placed = found.columns.view(-1, CHOSEN).tolist()
+        found = assigned(table, torch.from_numpy(wanted.reshape(LAYERS, HEADS, CHOSEN)))
+        loads, late = said(found.source, found.target), said(found.late_pages, found.late_columns)
+        placed = found.placed.view(-1, CHOSEN).tolist()
         hits = misses = 0
         for i, choice in enumerate(wanted.tolist()):
             model, named = models[i], [page for page in choice if page >= 0]
@@ -68,7 +77,7 @@ def test_columns_follow_a_dict_in_order_of_use(changes: bool) -> None:
                 (later if victim in before[i] else at_once).append((page, model.pop(victim)))
             for page, column in (*at_once, *later):
                 model[page] = column
-            assert placed[i] == [model[page] if page >= 0 else EMPTY for page in choice]
+            assert placed[i] == [PAGES - 1 - model[page] if page >= 0 else EMPTY for page in choice]
             assert (loads[i], late[i]) == (at_once, later)
             for page in sorted(named, key=lambda page: model[page]):  # named together, so by number
                 model[page] = model.pop(page)
@@ -78,24 +87,24 @@ def test_columns_follow_a_dict_in_order_of_use(changes: bool) -> None:
         were_late += sum(map(len, late))
         sets = sorted(len({page for each in own for page in each}) for own in latest)
         covering = sets[math.ceil(COVERED * len(sets)) - 1]
-        assert found.counts.tolist() == [hits, misses, sum(map(len, late)), sum(sets), covering]
+        assert tallied(found.tally) == (hits, misses, sum(map(len, late)), sum(sets), covering)
         told = table.held.view(-1, columns)
         for i, own in enumerate(late):
             for _, column in own:
                 assert told[i, column] == held.view(-1, columns)[i, column], (
                     "it is there as long as it is read"
                 )
-        table.settle(found.late)
+        table.settle(found)
     assert (were_late > 0) is changes, "with two columns for each page nothing is late"
     told = table.held.view(-1, columns).tolist()
     assert all(told[i][column] == page for i in LISTS for page, column in models[i].items())
 
 
 def test_what_is_late_for_a_forgotten_column_is_forgotten_with_it() -> None:
-    table = ColumnTable(1, 1, 2, 8, torch.device("cpu"))
+    table = ColumnTable(1, 1, 2, PAGES, torch.device("cpu"))
     for choice in ([0, 1], [2, 3]):
-        found = table.assign(torch.tensor([[choice]], dtype=torch.int32))
-    assert found.late.targets.tolist() == [[[0, 1]]]
+        found = assigned(table, torch.tensor([[choice]], dtype=torch.int32))
+    assert found.late_columns.tolist() == [[[0, 1]]]
     table.resize(1)
-    table.settle(found.late)
+    table.settle(found)
     assert table.held.tolist() == [[[2]]]
