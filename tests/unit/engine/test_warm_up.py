@@ -33,6 +33,7 @@ INFO = EngineInfo(
 
 
 REACHED = {  # kernels, by the kind of request that launches each
+    "_assign": "decode hosted hierarchical",
     "_attend": "decode hierarchical",
     "_choose": "decode hierarchical",
     "_finish": "decode progressive",
