@@ -13,7 +13,6 @@ from ragserve_kernels import dispatch as kernels
 from ragserve_kernels.kv import HEAD_DIMS
 from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
-from ragserve_kernels.progressive_decode import progressive_decode
 from ragserve_kernels.sparse_decode import HeadKinds, sparse_decode
 from sglang_ext.attention.backend import SparseDecodeBackend
 from sglang_ext.attention.decode_runtime import DecodeRuntime
@@ -93,10 +92,13 @@ def decode_step(runner: Any, backend: SparseDecodeBackend, requests: int) -> Non
     sparse_decode(q, kv, batch, selection=chosen, heads=kinds, scale=1.0)
     if requests * kv_heads > _RANKED:
         return
-    ranking = PageSelection(zeros(requests, kv_heads, shape.pages), counts)
-    threshold = torch.ones(requests, dtype=torch.float32, device=k.device)
-    bound = backend.config.bound
-    progressive_decode(q, kv, batch, ranking, threshold=threshold, bound=bound, scale=1.0)
+    backend.progressive.attend(
+        *(q, kv, batch, batch, 0),
+        threshold=torch.ones(requests, dtype=torch.float32, device=k.device),
+        scale=1.0,
+        is_ranked=counts,
+        places=zeros(requests, kv_heads, shape.pages + 1),
+    )
 
 
 def lone_tokens(runner: Any, backend: SparseDecodeBackend, hosted: HostedRows) -> None:
