@@ -8,7 +8,8 @@ each question ``--documents`` in a row, the last one that holds the answer at th
 `prefix` over the whole dialogue. The last question is then asked over all of it (`everything`), and over
 dialogues whose turns before the last one are compressed for it to so many tokens: by `words`, and as sessions
 do it (`samkv`: words, and attention to the KV that the session holds). Rows give the F1 of the answer, how
-often the prompt has the answer's words, and the tokens kept of each earlier turn. Runs on a CPU."""
+often the prompt has the answer's words, and the tokens kept of each earlier turn. Runs on a CPU,
+and on a GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from fan_out import engine_args
 
 from ragserve.answering.past_turns import PastTurn, SessionKv, ids_of
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
@@ -36,6 +40,7 @@ from ragserve.measuring.metrics import contains_answer, token_f1
 from sglang_ext.protocol import session_key
 
 NAMESPACE = "earlier"
+POOL_TOKENS = 65_536  # several dialogues' KV
 NOTE = (
     "f1: percent, of the last answer. in_prompt: percent of the last prompts with an answer's words. kept: "
     "tokens left of each turn before the last one, mean. signals: tokens of the kept sentences by the signal "
@@ -170,7 +175,12 @@ def main() -> None:
             rows = shown
 
     with tempfile.TemporaryDirectory(prefix="ragserve-earlier-") as folder:
-        run_once(Settings(model=given.model, data_dir=Path(folder), kv_disk_bytes=0), work)
+        settings: dict[str, Any] = {"model": given.model, "data_dir": Path(folder), "kv_disk_bytes": 0}
+        graphs: dict[str, Any] = {}
+        if torch.cuda.is_available():  # small: starting matters more here than decoding
+            graphs = {"cuda_graph_max_bs_decode": 4, "disable_prefill_cuda_graph": True}
+        arguments = graphs | engine_args(None)
+        run_once(Settings(**settings, max_total_tokens=POOL_TOKENS, engine_args=arguments), work)
 
 
 if __name__ == "__main__":

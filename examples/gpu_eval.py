@@ -1,11 +1,12 @@
 """Answer quality of every strategy on a GPU machine, over all question sets, with several engines on one GPU.
 
     python examples/gpu_eval.py OUT_DIR SETS_DIR [--engines 5] [--limit N] [--only SET,SET] [--strategies
-        LIST] [--seconds 480]
+        LIST] [--first N] [--seconds 480]
 
 Does what `ragserve eval` does, on machines that have SGLang and this checkout on the path but not the rest of
 the product. Rows are written to OUT_DIR/rows-*.jsonl at once; after ``--seconds``, or on any failure, the
-report covers the rows there are, and the same command continues where it stopped. OUT_DIR/ragserve-gate.json
+report covers the rows there are, and the same command continues where it stopped. ``--first``: all questions
+are asked under the first N strategies before any under the others. OUT_DIR/ragserve-gate.json
 says which strategies are
 verified: copy it into a data folder, or beside the model. The attention backend is SGLang's default unless
 RAGSERVE_ATTENTION names another."""
@@ -48,14 +49,23 @@ def main() -> int:
     options.add_argument("--limit", type=int, default=None)
     options.add_argument("--only", default=SETS)
     options.add_argument("--strategies", default=STRATEGIES)
+    options.add_argument("--first", type=int, default=0)
     options.add_argument("--seconds", type=float, default=480)
     given = options.parse_args()
     # Small CUDA graphs: start-up matters more here than the last millisecond of decoding.
     graphs = {"cuda_graph_max_bs_decode": 16, "disable_prefill_cuda_graph": True}
     settings = load(max_total_tokens=POOL_TOKENS, engine_args=graphs | engine_args(None))
     paths = [find(name, given.sets) for name in given.only.split(",")]
-    sizes = {"in_flight": given.in_flight, "workers": given.engines, "seconds": given.seconds}
-    plan = Plan(paths, parse(given.strategies), settings, given.limit, **sizes)
+    plan = Plan(
+        paths,
+        parse(given.strategies),
+        settings,
+        given.limit,
+        in_flight=given.in_flight,
+        workers=given.engines,
+        seconds=given.seconds,
+        first=given.first,
+    )
     started, shown = time.monotonic(), [0.0]
 
     def progress(done: int, total: int) -> None:

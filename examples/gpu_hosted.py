@@ -15,8 +15,7 @@ POINT, default 32k,fits,100k,beside:
   32k     18 prompts of 32,768 tokens and answers of 1,024, all at once; they wait until the pool has room
   fits    3 of 32,768 and answers of 512: they fit on the device. Hosted is asked for as `auto`
   100k    4 of 100,000 and answers of 512
-  five    25 of 32,768 with answers of 1,024, five times what plain SGLang holds in 24 GB; ``--host-gb 108
-          --columns 1``, for columns of two choices have no room there
+  five    25 of 32,768, answers of 1,024: five times plain SGLang's in 24 GB, ``--host-gb 108 --columns 1``
   beside  one prompt of 120,000 tokens, sent while 4 requests of 8,192 decode. On the hosted side it is larger
           than the room in the pool and is prefilled layer by layer; on the others in chunks
   late    16 prompts of 32,768 tokens, one every 2.5 s, while 6 requests of 8,192 decode with their KV on the
@@ -28,7 +27,7 @@ page statistics together, ``--hosted-kv-gb``: on the hosted side, if that is to 
 pinned memory of the hosted side. Llama-3.1-8B shape with random weights, so nothing is said on quality.
 
 OUT gets hosted-SIDE.json after each point, and h200-hosted.json of all that are there, those of earlier runs
-included; ``--merge`` adds the rows of a report that none of them has. ``tokens/s`` is over the time in which
+included; ``--merge`` adds the rows of a report that none of them has. ``tokens/s`` is over the times in which
 as many requests decoded at once as ever did, ``in all`` over the whole run, prefills included; ``step ms`` is
 a token of one of those requests. ``gap``: milliseconds between two chunks of those that decode, from the
 first prompt of `beside` or `late` to the last one's first token. ``--embedded``: the small model and small
@@ -66,9 +65,10 @@ DEFAULT_POINTS = "32k,fits,100k,beside"
 FIRST_COLUMNS = 2  # per page of a choice
 HOSTED = ("hosted", "naive")
 LOGICAL = 16
+SHORTEST_S = 0.25  # of a time in which as many decode at once as ever do
 START_S = 420.0  # to wait for an engine's start
 NOTE = (
-    "tokens/s and step ms: over the time in which as many requests decoded at once as ever did. tokens/s in "
+    "tokens/s and step ms: over the times in which as many requests decoded at once as ever did. tokens/s in "
     "all: over the whole run, prefills included. plain: SGLang's own attention over the whole KV."
 )
 
@@ -159,18 +159,23 @@ def settings_of(side: str, given: argparse.Namespace) -> dict[str, Any]:
     return flags
 
 
-def overlap(spans: list[tuple[float, float]]) -> tuple[int, float, float]:
-    """Return the most spans at a time, and the first and the last moment with as many."""
+def overlap(spans: list[tuple[float, float]]) -> tuple[int, list[tuple[float, float]]]:
+    """Return the most spans at a time, and when there are as many: again and again where others wait. Of
+    these the longest, and those of `SHORTEST_S` at least: shorter ones hold few tokens."""
     events = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
     most = now = 0
-    since = until = 0.0
+    found: list[tuple[float, float]] = []
+    since = 0.0
     for at, change in events:
-        if now == most and change < 0 and now:
-            until = at
+        if now == most and change < 0:
+            found.append((since, at))
         now += change
         if now > most:
-            most, since = now, at
-    return most, since, until
+            most, found = now, []
+        if now == most:
+            since = at
+    longest = max((end - begin for begin, end in found), default=0.0)
+    return most, [span for span in found if span[1] - span[0] >= min(longest, SHORTEST_S)]
 
 
 def tokens_between(answer: TimedAnswer, since: float, until: float) -> int:
@@ -280,11 +285,12 @@ async def measure_point(
         found[SECONDS] = seen
     if point.beside:
         found |= gaps(answers, late)
-    held, since, until = overlap([(each.chunks[0][0], each.chunks[-1][0]) for each in answers])
-    made = sum(tokens_between(each, since, until) for each in answers)
-    found["held"] = held
-    found["tokens a second"] = round(made / (until - since), 1) if until > since else None
-    found["step ms"] = round(1e3 * held * (until - since) / made, 3) if made else None
+    held, windows = overlap([(each.chunks[0][0], each.chunks[-1][0]) for each in answers])
+    made = sum(tokens_between(each, *window) for each in answers for window in windows)
+    full = sum(until - since for since, until in windows)
+    found |= {"held": held, "held s": round(full, 3)}
+    found["tokens a second"] = round(made / full, 1) if full else None
+    found["step ms"] = round(1e3 * held * full / made, 3) if made else None
     found["tokens a second in all"] = round(point.requests * point.answer / (ended - started), 1)
     found["seconds"] = round(ended - started, 2)
     found["first token s"] = sorted(round(each.chunks[0][0] - started, 2) for each in answers)
@@ -426,6 +432,7 @@ def row_of(found: dict[str, Any], name: str) -> dict[str, Any]:
         "point": name,
         "side": found["side"],
         "held at once": at["held"],
+        "held s": at.get("held s"),
         "tokens/s": at["tokens a second"],
         "step ms": at["step ms"],
         "tokens/s in all": at["tokens a second in all"],

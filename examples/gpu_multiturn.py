@@ -26,6 +26,7 @@ from fan_out import engine_args
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.config import load
 from ragserve.engine.offline import run_once
+from ragserve.errors import InvalidRequest
 from ragserve.eval.data import find
 from ragserve.eval.dialogue_sets import AskedAt, load_dialogues
 from ragserve.eval.multiturn_engine import NOTE, by_turn, led_along
@@ -59,8 +60,16 @@ class Unit(NamedTuple):
 
 
 def tasks(given: argparse.Namespace) -> list[tuple[Unit, int]]:
-    """Dialogues by unit and number, the first ones of all units first."""
-    units = [Unit.of(text) for text in given.units.split(",")]
+    """Dialogues by unit and number, the first ones of all units first. Sets that are not there are left
+    out."""
+    units = []
+    for unit in map(Unit.of, given.units.split(",")):
+        try:
+            find(unit.name, given.sets)
+        except InvalidRequest as error:
+            print(error, file=sys.stderr, flush=True)
+        else:
+            units.append(unit)
     return [(unit, number) for number in range(given.dialogues) for unit in units]
 
 
@@ -97,7 +106,7 @@ def work(given: argparse.Namespace) -> None:
                 parse(given.strategies),
                 24,
                 budget=given.decode_budget if unit.rivals else None,
-                refresh_turns=given.refresh_turns,
+                refresh_turns=[turns for turns in given.refresh_turns if turns < unit.turns],
                 first=at,
                 progress=lambda: None,
             )

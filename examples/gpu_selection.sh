@@ -3,9 +3,11 @@
 #   examples/gpu_selection.sh OUT SETS_DIR profile   samkv's profile and the streaming heads (two minutes)
 #   examples/gpu_selection.sh OUT SETS_DIR kept      what the engine's selections keep of the answers (three)
 #   examples/gpu_selection.sh OUT SETS_DIR gate      the gate's record: shares recomputed on crossdoc and onehop (five)
+#   examples/gpu_selection.sh OUT SETS_DIR main      F1 of the main strategies on the sets of eval-h200.json (six, or as long as there is)
+#   examples/gpu_selection.sh OUT SETS_DIR curve     F1 over the share kept, and of questions in other spellings (nine, or as long as there is)
 #   examples/gpu_selection.sh OUT SETS_DIR eval      F1 of all selections and rules on all sets (until it is stopped)
-# `profile` comes first: what is verified is verified with the profile. gate and eval go on where they stopped.
-# LIMIT, SECONDS_EACH and ENGINES change questions a set, seconds of gate and eval, and engines on the GPU.
+# `profile` comes first: what is verified is verified with the profile. gate, main, curve and eval go on where they stopped.
+# LIMIT, SECONDS_EACH and ENGINES change questions a set, seconds of gate, main, curve and eval, and engines on the GPU.
 # RAGSERVE_ATTENTION names SGLang's attention backend for all parts.
 set -uo pipefail
 out=$(mkdir -p "$1" && cd "$1" && pwd) sets=$(cd "$2" && pwd) part=$3
@@ -36,6 +38,31 @@ gate)
   python3 examples/gpu_eval.py "$out/gate" "$sets" --only crossdoc,onehop --limit "${LIMIT:-400}" \
     --engines "${ENGINES:-5}" --seconds "${SECONDS_EACH:-400}" --strategies "$strategies"
   ;;
+main)
+  strategies="full,concat,epic:first=16,cacheblend:share=0.15,concat:recompute=sentences,share=0.1"
+  strategies+=",concat:recompute=sentences,share=0.3,samkv,samkv:keep=0.15"
+  only=${ONLY:-onehop,crossdoc,mid_onehop,mid_crossdoc,long_onehop,long_crossdoc,needle,2wikimqa,musique}
+  python3 examples/gpu_eval.py "$out/main" "$sets" --only "$only" --limit "${LIMIT:-100}" \
+    --engines "${ENGINES:-8}" --seconds "${SECONDS_EACH:-360}" --strategies "$strategies"
+  ;;
+curve)
+  # of every question first what the targets are about, then the rest of the curve; MORE: further strategies, after the first
+  paper="experimental.question_query=mean,experimental.scoring=zscore,update=fusion"
+  plain="experimental.feedback_weight=0,experimental.retrieval_weight=0"
+  first="full,samkv:keep=0.25,samkv:keep=0.15,samkv:keep=0.4,samkv:selection=layers,keep=0.25,$paper,samkv:keep=0.25,recompute=all"
+  first+=",concat:recompute=sentences,share=0.1"
+  rest="samkv:keep=0.05,samkv:keep=0.1,samkv:keep=0.25,$plain,concat:recompute=question,share=0.1,concat:recompute=anchors,share=0.1"
+  rest+=",samkv:keep=0.6,samkv:selection=layers,keep=0.15,$paper,samkv:selection=layers,keep=0.4,$paper,samkv:keep=0.15,$plain,samkv:keep=0.4,$plain"
+  python3 examples/spelled_sets.py "$out/spelled-sets" "$sets" --only "${SPELLED:-qed10,squad10,2wikimqa}" --limit "${LIMIT:-100}" > "$out/spelled.txt" || exit 1
+  spelled=$(cd "$out/spelled-sets" && ls | sed 's/\.jsonl$//' | paste -sd,)
+  python3 examples/gpu_eval.py "$out/spelled" "$out/spelled-sets" --only "$spelled" --limit "${LIMIT:-100}" \
+    --engines "${SPELLED_ENGINES:-3}" --seconds "${SECONDS_EACH:-480}" --strategies "full,samkv:keep=0.25" >> "$out/spelled.txt" 2>&1 &
+  python3 examples/gpu_eval.py "$out/curve" "$sets" --only "${ONLY:-qed10,squad10,2wikimqa,crossdoc}" --limit "${LIMIT:-100}" --first 7 \
+    --engines "${ENGINES:-7}" --seconds "${SECONDS_EACH:-480}" --strategies "$first${MORE:+,$MORE},$rest"
+  curve=$?
+  wait $! || { tail -n 3 "$out/spelled.txt"; exit 1; }
+  exit $curve
+  ;;
 eval)
   strategies="full,samkv"
   for keep in 0.05 0.1 0.15 0.25 0.4; do strategies+=",samkv:keep=$keep"; done
@@ -52,7 +79,7 @@ eval)
     --engines "${ENGINES:-5}" --seconds "${SECONDS_EACH:-480}" --strategies "$strategies"
   ;;
 *)
-  echo "unknown part $part: profile, kept, gate or eval" >&2
+  echo "unknown part $part: profile, kept, gate, main, curve or eval" >&2
   exit 2
   ;;
 esac

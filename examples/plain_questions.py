@@ -1,12 +1,14 @@
 """Ask the 200 plain questions of examples/corpus/questions.jsonl, as written and as people type them.
 
-    python examples/plain_questions.py [--url URL --namespace NAME] [--out FILE] [--limit N] [--forms N]
+    python examples/plain_questions.py [--url URL --namespace NAME] [--out FILE] [--limit N] [--form NAME ...]
+        [--spelling on,search,off]
 
 Without ``--url`` it ingests examples/corpus and starts a server. Every question goes to /rag/query with five
 retrieved passages and ordinary prefill (strategy ``full``), greedily, in four forms: plain, lower case
 without the question mark, capitals, one typing error. An answer is right if it contains an accepted answer as
 whole words; exact match and F1 are SQuAD's. ``retrieved`` is the share of questions for which a passage
-contains an accepted answer. The report is written anew after each form."""
+contains an accepted answer, ``corrected`` that of questions in which a word was replaced. The report is
+written anew after each row."""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ def main() -> int:
     parser.add_argument("--data-dir", type=Path, default=REPO / "ragserve-data", help="folder of the index")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--limit", type=int, default=None, help="ask the first N questions only")
-    parser.add_argument("--forms", type=int, default=len(FORMS), help="ask the first N forms only")
+    parser.add_argument("--form", choices=FORMS, action="append", help="ask in this form only; repeatable")
+    parser.add_argument("--spelling", default="on", help="values of the request's field, each a row")
     options = parser.parse_args()
     lines = QUESTIONS.read_text(encoding="utf-8").splitlines()[: options.limit]
     questions = [json.loads(line) for line in lines]
@@ -77,9 +80,10 @@ def main() -> int:
                 "max_new_tokens": ANSWER_TOKENS,
             }
             rows: list[dict[str, Any]] = []
-            for name, form in list(FORMS.items())[: options.forms]:
-                rows.append(measured(client, options.namespace, name, form, questions))
-                write("plain-questions", workload, rows, out=options.out, note=NOTE)
+            for name in options.form or FORMS:
+                for spelling in options.spelling.split(","):
+                    rows.append(measured(client, options.namespace, name, spelling, questions))
+                    write("plain-questions", workload, rows, out=options.out, note=NOTE)
     except (RagserveError, httpx.HTTPError) as error:
         print(f"The questions could not be asked: {error}", file=sys.stderr)
         return 1
@@ -102,17 +106,20 @@ def measured(
     client: httpx.Client,
     namespace: str,
     name: str,
-    form: Callable[[str], str],
+    spelling: str,
     questions: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Ask all questions in one form and return the row of the report."""
-    scores = [asked(client, namespace, form(row["question"]), row["answers"]) for row in questions]
+    form = FORMS[name]
+    scores = [asked(client, namespace, form(row["question"]), row["answers"], spelling) for row in questions]
     shares = {key: round(100 * sum(score[key] for score in scores) / len(scores), 1) for key in scores[0]}
-    return {"form": name, "n": len(scores), **shares}
+    return {"form": name, "spelling": spelling, "n": len(scores), **shares}
 
 
-def asked(client: httpx.Client, namespace: str, question: str, answers: list[str]) -> dict[str, float]:
-    where = {"query": question, "namespace": namespace, "k": PASSAGES}
+def asked(
+    client: httpx.Client, namespace: str, question: str, answers: list[str], spelling: str
+) -> dict[str, float]:
+    where = {"query": question, "namespace": namespace, "k": PASSAGES, "spelling": spelling}
     how = {"strategy": "full", "max_new_tokens": ANSWER_TOKENS}
     headers = {"Cache-Control": "no-store"}  # nobody's question: not for the server's query log
     reply = client.post("/rag/query", json={**where, **how}, headers=headers).raise_for_status().json()
@@ -123,6 +130,7 @@ def asked(client: httpx.Client, namespace: str, question: str, answers: list[str
         "em": exact_match(answer, answers),
         "f1": token_f1(answer, answers),
         "retrieved": float(any(contains_answer(hit["text"], answers) for hit in found["results"])),
+        "corrected": float(bool((reply["searched_for"] or {}).get("corrections"))),
     }
 
 

@@ -22,14 +22,16 @@ _PAGE = 64
 
 class PrefillMass:
     """A model with dense attention that notes, by mode, how many blocks the mode takes and what share of the
-    attention of random queries they hold, in every layer and query head."""
+    attention of random queries they hold, in every layer and query head. On a GPU, where there is one."""
 
     def __init__(self, model: Path, modes: Sequence[PrefillOptions], *, queries: int = 128) -> None:
         """``queries``: drawn of each prompt."""
         from transformers import AttentionInterface, AutoModelForCausalLM
 
         AttentionInterface.register(_NAME, self._attend)
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._model = loaded.to(self._device)
         self._model.set_attn_implementation(_NAME)
         self._modes, self._queries = tuple(modes), queries
         self._drawn = torch.empty(0, dtype=torch.int32)
@@ -40,12 +42,14 @@ class PrefillMass:
         blocks of dense attention that they are: ``[2, modes, layers, heads]``."""
         draw = random.Random(seed)
         self._drawn = torch.tensor(
-            sorted(draw.sample(range(len(ids)), min(self._queries, len(ids)))), dtype=torch.int32
+            sorted(draw.sample(range(len(ids)), min(self._queries, len(ids)))),
+            dtype=torch.int32,
+            device=self._device,
         )
         self._found = []
         with torch.inference_mode():
-            self._model.model(torch.tensor([ids]), use_cache=False)
-        return torch.stack(self._found, 2)
+            self._model.model(torch.tensor([ids], device=self._device), use_cache=False)
+        return torch.stack(self._found, 2).cpu()
 
     def _attend(
         self,
@@ -60,10 +64,10 @@ class PrefillMass:
         """q [1, heads, tokens, head_dim]; k, v [1, kv_heads, tokens, head_dim]."""
         tokens, config = q.shape[2], AttentionConfig()
         pages = -(-tokens // _PAGE)
-        table = torch.arange(pages, dtype=torch.int32)[None]
+        table = torch.arange(pages, dtype=torch.int32, device=q.device)[None]
         batch = PrefillBatch.of(table, _PAGE, [0], [tokens], block_q=BLOCK_Q, block_k=BLOCK_K)
         rows = q[0].transpose(0, 1).contiguous()
-        pool = torch.zeros(pages * _PAGE, k.shape[1], k.shape[3])
+        pool = torch.zeros(pages * _PAGE, k.shape[1], k.shape[3], device=q.device)
         pool[:tokens] = k[0].transpose(0, 1)
         share = block_lse(rows, pool, batch, 0, self._drawn, scale=scaling).softmax(-1)
         possible = float(mask_of(all_blocks(batch, 1), -(-tokens // BLOCK_K)).sum())

@@ -46,6 +46,7 @@ LINES: dict[str, dict[str, float]] = {
     "passages' scores": {"retrieval_weight": 1.0, "document_weight": 1.0, **_ONE},
     "sentences' scores": {"retrieval_weight": 1.0, "document_weight": 0.0, **_ONE},
 }
+_ON_THE_AXIS = ("keep", "share", "top_p")
 WHOLE, BY_SCORES = "best passages whole", "all signals, top_p"
 
 
@@ -174,10 +175,16 @@ def f1_rows(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def line_of(strategy: str) -> str:
-    """The strategy without its numbers: the points of one line."""
+    """The strategy without the shares that it keeps and recomputes: the points of one line."""
     [spec] = parse(strategy)
-    fixed = [f"{key}={value}" for key, value in sorted(spec.options.items()) if isinstance(value, str)]
-    return ",".join([spec.name, *fixed])
+    tuned = dict(spec.options.get("experimental", {}))
+    fixed = {key: value for key, value in spec.options.items() if key not in (*_ON_THE_AXIS, "experimental")}
+    if tuned.get("retrieval_weight") == tuned.get("feedback_weight") == 0:
+        tuned = {"no scores or feedback": ""}
+    if fixed.get("selection") == "layers":
+        fixed, tuned = {"the paper's blocks": ""}, {}
+    names = [f"{key}={value}" if value != "" else key for key, value in sorted((fixed | tuned).items())]
+    return ", ".join([f"F1: {spec.name}", *names])
 
 
 def drawn(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -62,6 +62,9 @@ class SourcedAnswer(BaseModel):
 
     answer: str
     citations: list[ReadablePassage]
+    question: str | None = Field(
+        description="The question as it was read, if typing errors in it were corrected."
+    )
 
 
 class NamespaceSize(BaseModel):
@@ -100,7 +103,8 @@ def build(client: Client, usual: str) -> MCPServer[Any]:
         """Answer a question from the documents, with the passages that the answer rests on."""
         answer = await ask_server(lambda: client.query(question, namespace=namespace or usual, k=k))
         cited = [ReadablePassage.of(citation) for citation in answer.citations]
-        return SourcedAnswer(answer=answer.answer, citations=cited)
+        read = answer.searched_for.model_reads if answer.searched_for else None
+        return SourcedAnswer(answer=answer.answer, citations=cited, question=read)
 
     async def list_namespaces() -> list[NamespaceSize]:
         """List the collections of documents that can be searched."""

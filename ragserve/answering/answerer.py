@@ -13,7 +13,7 @@ from ragserve import tracing
 from ragserve.answering.accounting import Clock, context_use, no_context, observe
 from ragserve.answering.auto import AUTO, Candidates, Chooser
 from ragserve.answering.citations import Marker, MarkerFilter, cite
-from ragserve.answering.dialogues import Dialogues, NextTurn
+from ragserve.answering.dialogues import NEW, Dialogues, NextTurn
 from ragserve.answering.follow_ups import DialogueSearch, Found
 from ragserve.answering.in_flight import InFlight, QueryLimiter
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
@@ -152,6 +152,8 @@ class Answerer:
         self._check(request)
         candidates = self._chooser.candidates(request.namespace) if request.strategy == AUTO else None
         search = await self._found(query, candidates)
+        if search is not None:
+            query = replace(query, question=search.reads.question, history=search.reads.history)
         found = (query.documents or []) if search is None else search.passages
         retrieval = RetrievalTimings() if search is None else search.timings
         searched: dict[str, Any] = {
@@ -334,6 +336,7 @@ class Answerer:
             namespace=query.request.namespace,
             request_id=query.request.rid,
             history=query.history,
+            was_read=query.session not in (None, NEW),
             # read by one strategy only
             sentences=candidates.include(SCORED)
             if candidates is not None

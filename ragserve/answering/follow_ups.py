@@ -2,7 +2,8 @@
 
 Either the serving model rewrites it as a question that stands alone, or the search uses it together with the
 turn before. A rewrite is used only if it keeps the follow-up's words and adds none but the dialogue's. Models
-that cannot rewrite (two test dialogues show it, once for each server) are not asked again."""
+that cannot rewrite (two test dialogues show it, once for each server) are not asked again. Typing errors of
+the user are corrected before."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ragserve import tracing
@@ -27,13 +28,14 @@ from ragserve.answering.results import (
 )
 from ragserve.engine.base import Engine, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import RagserveError
+from ragserve.retrieval.spelling import Corrected
 from ragserve.setting_groups.answering import FollowUps
 
 if TYPE_CHECKING:
     from ragserve.retrieval.passage_search import FoundPassage, PassageSearch
     from ragserve.retrieval.retriever import SentenceScores
     from ragserve.retrieval.search_options import SearchOptions
-    from ragserve.retrieval.spelling import Corrected
+    from ragserve.retrieval.spelling import SpellingCorrector
     from ragserve_index.types import Chunk, Hit
 
 log = logging.getLogger(__name__)
@@ -90,22 +92,55 @@ _FREE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class DialogueText:
+    """A question after earlier messages."""
+
+    question: str
+    history: tuple[Message, ...] = ()
+
+    @property
+    def typed(self) -> list[str]:
+        """The question, and the user's earlier messages."""
+        return [self.question, *(message.content for message in self.history if message.role == "user")]
+
+    def corrected(self, found: Corrected) -> DialogueText:
+        """The same, with the texts of ``typed`` as they are corrected."""
+        question, *earlier = found.texts
+        texts = iter(earlier)
+        history = [
+            replace(message, content=next(texts)) if message.role == "user" else message
+            for message in self.history
+        ]
+        return DialogueText(question, tuple(history))
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
-    """Passages, best first, read at ``version`` of the namespace, and the scores of their sentences."""
+    """Passages, best first, read at ``version`` of the namespace, and the scores of their sentences.
+    ``reads``: the dialogue as the model reads it."""
 
     passages: list[RetrievedPassage]
     version: int
     timings: RetrievalTimings
     sentences: list[SentenceScores]
     searched_for: SearchedFor | None  # None for a question without earlier ones that is searched as it is
+    reads: DialogueText
     reranking: Reranking | None = None  # None without a reranker
 
 
 class DialogueSearch:
     """Searches for the last question of a dialogue, with one engine. Belongs to one event loop."""
 
-    def __init__(self, engine: Engine, search: PassageSearch, prompts: PromptBuilder) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        search: PassageSearch,
+        prompts: PromptBuilder,
+        spelling: SpellingCorrector | None = None,
+    ) -> None:
+        """Without ``spelling``, nothing is corrected."""
         self._search = search
+        self._spelling = spelling
         self._rewriter = Rewriter(engine, prompts)
 
     async def search(
@@ -117,16 +152,25 @@ class DialogueSearch:
         request_id: str,
         history: Sequence[Message] = (),
         sentences: bool = False,
+        was_read: bool = False,
     ) -> Found:
-        """Find the best passages; with ``sentences``, score those of them, too.
+        """Find the best passages; with ``sentences``, score those of them, too. ``was_read``: the model has
+        read the history, and will not read it again.
 
         Raises as ``PassageSearch.search``; a rewrite that fails is noted."""
-        started, rewrites = time.perf_counter(), False
-        asked = None
+        typed = DialogueText(question, tuple(history))
+        started = time.perf_counter()
+        corrected = await self._corrected(typed, options, namespace)
+        meant = typed.corrected(corrected)
+        spelling_ms = (time.perf_counter() - started) * 1e3
+        asked, rewrite_ms = None, None
         if any(message.role == "user" for message in history):
-            rewrites = options.follow_ups == "rewrite"
-            asked = await self._asked(question, history, options.follow_ups, namespace, request_id)
-        rewrite_ms = (time.perf_counter() - started) * 1e3 if rewrites else None
+            started = time.perf_counter()
+            asked = await self._asked(meant, options.follow_ups, namespace, request_id)
+            if options.follow_ups == "rewrite":
+                rewrite_ms = (time.perf_counter() - started) * 1e3
+        elif corrected.corrections:
+            asked = SearchedFor(question=meant.question, variants=[], follow_up=None)
         found = await self._search.search(
             namespace,
             asked.question if asked else question,
@@ -137,17 +181,32 @@ class DialogueSearch:
         timings = RetrievalTimings(
             rewrite_ms=rewrite_ms,
             embed_ms=found.embed_ms,
-            search_ms=found.search_ms,
+            search_ms=spelling_ms + found.search_ms,
             rerank_ms=found.rerank_ms,
         )
         reranking = None if found.reranked is None else _reranking(options.rerank, found.reranked)
-        if asked or found.searched_for.corrections:
-            asked = _corrected(asked, found.searched_for)
-        return Found(passages(found.passages), found.version, timings, found.sentences, asked, reranking)
+        reads = typed
+        if asked is not None and corrected.corrections:
+            read = Corrected.nothing(typed.typed)
+            if options.spelling == "on":
+                texts = (f"{each.chunk.title} {each.chunk.text}" for each in found.passages)
+                read = corrected.found_in(texts, first_only=was_read)
+            reads = typed.corrected(read)
+            asked = asked.model_copy(update=_said(corrected, read))
+        return Found(
+            passages(found.passages), found.version, timings, found.sentences, asked, reads, reranking
+        )
+
+    async def _corrected(self, typed: DialogueText, options: SearchOptions, namespace: str) -> Corrected:
+        if self._spelling is None or options.spelling == "off":
+            return Corrected.nothing(typed.typed)
+        with tracing.span("spelling"):
+            return await self._spelling.correct(namespace, typed.typed)
 
     async def _asked(
-        self, question: str, history: Sequence[Message], how: FollowUps, namespace: str, request_id: str
+        self, dialogue: DialogueText, how: FollowUps, namespace: str, request_id: str
     ) -> SearchedFor:
+        question, history = dialogue.question, dialogue.history
         if how == "alone":
             return SearchedFor(question=question, variants=[], follow_up="alone")
         note = None
@@ -161,19 +220,16 @@ class DialogueSearch:
         )
 
 
-def _corrected(asked: SearchedFor | None, corrected: Corrected) -> SearchedFor:
-    question, *variants = corrected.texts
-    corrections = [
-        Correction(original=original, replacement=replacement)
-        for original, replacement in corrected.corrections
-    ]
-    return SearchedFor(
-        question=question,
-        variants=variants,
-        follow_up=asked.follow_up if asked else None,
-        note=asked.note if asked else None,
-        corrections=corrections,
-    )
+def _said(corrected: Corrected, read: Corrected) -> dict[str, Any]:
+    """The fields of `SearchedFor` about corrections; ``read``: those for the model."""
+    pairs = set(read.corrections)
+    return {
+        "corrections": [
+            Correction(original=original, replacement=word, read=(original, word) in pairs)
+            for original, word in corrected.corrections
+        ],
+        "model_reads": read.texts[0] if read.replacements[0] else None,
+    }
 
 
 def passages(found: Sequence[Hit | FoundPassage]) -> list[RetrievedPassage]:

@@ -231,10 +231,15 @@ class Timings(RetrievalTimings):
 
 
 class Correction(Result):
-    """A word that was searched for as another one."""
+    """A word that was taken for another one."""
 
     original: str
     replacement: str
+    read: bool = Field(
+        default=False,
+        description="Whether the model reads the replacement: one of the passages has the word. If not, the "
+        "word was only searched for.",
+    )
 
 
 class SearchedFor(Result):
@@ -251,7 +256,12 @@ class SearchedFor(Result):
     )
     note: str | None = Field(default=None, description="Why the question was not rewritten.")
     corrections: list[Correction] = Field(
-        default_factory=list, description="Typing errors that were corrected for the search."
+        default_factory=list,
+        description="Typing errors that were corrected, in the question and in the user's earlier ones.",
+    )
+    model_reads: str | None = Field(
+        default=None,
+        description="The question as the model reads it; null if it reads what was typed.",
     )
 
 

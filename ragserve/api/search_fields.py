@@ -44,9 +44,10 @@ class SearchFields(RequestModel):
     )
     spelling: Spelling | None = Field(
         None,
-        description="`on`: words that neither the namespace nor the embedder knows are searched for as the "
-        "word of the namespace that is one typing error away; `searched_for` says which. Default: the "
-        "server's.",
+        description="Where typing errors are corrected: words that neither the namespace nor the embedder "
+        "knows become the word of the namespace that is one error away; `searched_for` says which. `on`: "
+        "for the search, and for the model where a passage has the word. `search`: the model reads what was "
+        "typed. `off`: nowhere. Default: the server's.",
     )
     rerank: Annotated[Text, Field(min_length=1, max_length=1024)] | None = Field(
         None,

@@ -192,7 +192,7 @@ async def open_services(
             await default.load()  # now, so that the first question does not wait, nor fail for a broken model
         spelling = SpellingCorrector(store, embedder.words)
         stack.push_async_callback(spelling.close)
-        search = DialogueSearch(engine, PassageSearch(retriever, rerankers, spelling), prompts)
+        search = DialogueSearch(engine, PassageSearch(retriever, rerankers), prompts, spelling)
         answerer = Answerer(
             engine,
             search,

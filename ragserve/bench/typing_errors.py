@@ -1,8 +1,9 @@
 """Retrieval of questions as they are and with one typing error, with and without correction.
 
-Searched are collections in BEIR's layout, or question sets as for `ragserve eval`. A file .txt has a text a
-line, without labels: the odd lines are the namespace, the even ones are searched for, to count what is
-changed in other languages."""
+Searched are collections in BEIR's layout, or question sets as for `ragserve eval`. Each is asked the
+questions of the others, too: what is corrected in them was no error. A file .txt has a text a line, without
+labels: the odd lines are the namespace, the even ones are searched for, to count what is changed in other
+languages."""
 
 from __future__ import annotations
 
@@ -24,12 +25,13 @@ from ragserve.bench.retrieval import document_of
 from ragserve.errors import InvalidRequest
 from ragserve.measuring import report
 from ragserve.measuring.ir_metrics import ndcg, recall
-from ragserve.retrieval.spelling import SpellingCorrector
+from ragserve.retrieval.spelling import Corrected, SpellingCorrector
 from ragserve.setting_groups.answering import Retrieval
 
 if TYPE_CHECKING:
     from ragserve.retrieval.embedder import Embedder
     from ragserve_index import IndexStore
+    from ragserve_index.types import Hit
 
 _K, _DEPTH = 5, 10
 _BATCH = 256
@@ -39,15 +41,20 @@ _WORD = re.compile(r"[^\W\d_]{4,}")
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Questions as they are typed, and as they are searched for with correction."""
+    """Questions as they are typed and as they are corrected, by name, and milliseconds."""
 
     typed: Mapping[str, str]
-    corrected: Mapping[str, str]
+    found: Mapping[str, Corrected]
     ms: list[float]
 
     @property
+    def corrected(self) -> dict[str, str]:
+        """The questions as they are searched for."""
+        return {name: found.texts[0] for name, found in self.found.items()}
+
+    @property
     def changed(self) -> int:
-        return sum(self.typed[name] != self.corrected[name] for name in self.typed)
+        return sum(bool(found.corrections) for found in self.found.values())
 
 
 def run(
@@ -66,14 +73,22 @@ def run(
     count = questions or (20 if quick else 0)
     embedder = Embedder()
     rows: list[dict[str, Any]] = []
-    for path in data:
-        collection = _lines(path, count) if path.suffix == ".txt" else read(path, count).collection
+    collections = [
+        _lines(path, count) if path.suffix == ".txt" else read(path, count).collection for path in data
+    ]
+    for collection in collections:
+        others = {
+            f"{other.name} {name}": text
+            for other in collections
+            if other is not collection and other.judged
+            for name, text in other.queries.items()
+        }
         with (
             tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder,
             IndexStore(Path(folder)) as store,
         ):
             _ingest(collection, embedder, store)
-            rows += asyncio.run(_measured(collection, embedder, store))
+            rows += asyncio.run(_measured(collection, embedder, store, others))
     rows.append(asyncio.run(_large(embedder, 10_000 if quick else _LARGE)))
     return report.write(
         "typing-errors",
@@ -81,9 +96,11 @@ def run(
         rows,
         out=out_dir / "typing-errors.json" if out_dir else None,
         note="typo: one random error (a letter dropped, doubled, replaced, or two exchanged; not the first) "
-        "in one random word of four letters or more. changed: questions that correction changes; restored: "
-        "those that become what they were before the error. ms: correction alone; read_s: CPU seconds for "
-        "reading the namespace's words. nDCG: linear gain.",
+        "in one random word of four letters or more; others': questions of the other collections. "
+        "changed: questions that correction changes; restored: those that become what they were before the "
+        "error; read, read_restored: the same of what the model reads, whose words are in the first "
+        f"{_K} passages. ms: correction alone; read_s: CPU seconds for reading the namespace's words. nDCG: "
+        "linear gain.",
     )
 
 
@@ -161,7 +178,7 @@ def _ingest(collection: beir.Collection, embedder: Embedder, store: IndexStore) 
 
 
 async def _measured(
-    collection: beir.Collection, embedder: Embedder, store: IndexStore
+    collection: beir.Collection, embedder: Embedder, store: IndexStore, others: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     spelling = SpellingCorrector(store, embedder.words)
     try:
@@ -169,58 +186,78 @@ async def _measured(
         plain = collection.queries
         wrong = {name: typing_error(text, random.Random(f"1 {name}")) for name, text in plain.items()}
         forms = {"plain": await _form(plain, spelling), "typo": await _form(wrong, spelling)}
+        if collection.judged and others:
+            forms["others'"] = await _form(others, spelling)
     finally:
         await spelling.close()
     rows = []
     for name, form in forms.items():
         about = {"collection": collection.name, "documents": len(collection.documents)}
-        about |= {"questions": len(plain), "typed": name}
+        about |= {"questions": len(form.typed), "typed": name}
+        corrected = form.corrected
         counted = {
             "changed": form.changed,
-            "restored": sum(form.corrected[q] == plain[q] != form.typed[q] for q in plain),
+            "restored": sum(corrected[q] == plain.get(q) != form.typed[q] for q in corrected),
             "ms_p50": round(report.percentile(form.ms, 50), 2),
             "ms_p90": round(report.percentile(form.ms, 90), 2),
         }
         if not collection.judged:
             rows.append(about | {"spelling": "on"} | counted)
             continue
-        for switch, asked in {"off": form.typed, "on": form.corrected}.items():
+        for switch, asked in {"off": form.typed, "on": corrected}.items():
+            if form.typed is others and switch == "off":
+                continue
             vectors = embedder.encode_queries(list(asked.values()))
             for retrieval in get_args(Retrieval):
-                scores = _scores(collection, store, asked, vectors, retrieval)
-                rows.append(
-                    about
-                    | {"retrieval": retrieval, "spelling": switch}
-                    | scores
-                    | (counted if switch == "on" else {})
-                )
+                hits = _hits(store, asked, vectors, retrieval)
+                row: dict[str, Any] = about | {"retrieval": retrieval, "spelling": switch}
+                if form.typed is not others:
+                    row |= _scores(collection, hits)
+                if switch == "on":
+                    row |= counted | _read(form, plain, hits)
+                rows.append(row)
     return rows
 
 
+def _read(form: _Form, plain: Mapping[str, str], hits: Mapping[str, Sequence[Hit]]) -> dict[str, int]:
+    """How many questions the model reads as others than were typed, and how many of them as they were before
+    the error."""
+    read: dict[str, str] = {}
+    for name, found in form.found.items():
+        passages = [f"{hit.chunk.title} {hit.chunk.text}" for hit in hits[name][:_K]]
+        read[name] = found.found_in(passages).texts[0]
+    changed = [name for name, text in read.items() if text != form.typed[name]]
+    return {"read": len(changed), "read_restored": sum(read[name] == plain.get(name) for name in changed)}
+
+
 async def _form(typed: Mapping[str, str], spelling: SpellingCorrector) -> _Form:
-    corrected, ms = {}, []
+    found, ms = {}, []
     for name, text in typed.items():
         started = time.perf_counter()
-        corrected[name] = (await spelling.correct("bench", [text])).texts[0]
+        found[name] = await spelling.correct("bench", [text])
         ms.append((time.perf_counter() - started) * 1e3)
-    return _Form(typed, corrected, ms)
+    return _Form(typed, found, ms)
 
 
-def _scores(
-    collection: beir.Collection,
-    store: IndexStore,
-    asked: Mapping[str, str],
-    vectors: Any,
-    retrieval: Retrieval,
-) -> dict[str, float]:
-    found: list[tuple[float, float]] = []
+def _hits(
+    store: IndexStore, asked: Mapping[str, str], vectors: Any, retrieval: Retrieval
+) -> dict[str, Sequence[Hit]]:
+    """What is found for each question, best first."""
+    hits: dict[str, Sequence[Hit]] = {}
     for row, (name, text) in enumerate(asked.items()):
         if retrieval == "dense":
             result = store.search("bench", vectors[row : row + 1], _DEPTH)
         else:
             vector = vectors[row] if retrieval == "hybrid" else None
             result = store.search_text("bench", text, _DEPTH, vector=vector)
-        ranking = [hit.chunk.source for hit in result.hits[0]]
+        hits[name] = result.hits[0]
+    return hits
+
+
+def _scores(collection: beir.Collection, hits: Mapping[str, Sequence[Hit]]) -> dict[str, float]:
+    found: list[tuple[float, float]] = []
+    for name, some in hits.items():
+        ranking = [hit.chunk.source for hit in some]
         judged = collection.judged[name]
         found.append((ndcg(ranking, judged, _DEPTH), recall(ranking, judged, _K)))
     return {

@@ -18,7 +18,7 @@ def run(job: dict[str, Any]) -> None:
     """Start the engine, ask the questions and write rows. A question that fails is a row.
 
     ``job``: as `ragserve.eval.parallel` writes it; ``sets`` are files, ``settings`` the engine's,
-    ``strategies`` labels."""
+    ``strategies`` labels, of which all questions are asked under the ``first`` ones first."""
     from ragserve.answering.prompt import PromptBuilder
     from ragserve.engine.local import LocalEngine
     from ragserve.engine.offline import run_once
@@ -44,9 +44,10 @@ def run(job: dict[str, Any]) -> None:
             ask = Ask(job["max_new_tokens"], job["in_flight"], settings.sentence_bytes)
             mine = every[index :: job["of"]]
             embedder = Embedder.of(settings) if any(spec.name == "samkv" for spec in specs) else None
-            await evaluate(
-                engine, builder, mine, specs, ask, finished=finished, write=write, embedder=embedder
-            )
+            for part in filter(None, (specs[: job["first"]], specs[job["first"] :])):
+                await evaluate(
+                    engine, builder, mine, part, ask, finished=finished, write=write, embedder=embedder
+                )
         await engine.control("check")
 
     run_once(settings, work)

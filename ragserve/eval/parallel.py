@@ -32,7 +32,8 @@ class Plan:
     """The measurements to make. ``sets`` are files; ``workers`` engines run side by side, each with
     ``in_flight`` questions at a time.
 
-    ``seconds``: stop asking after that time, engine start included; the rows known by then are reported."""
+    ``seconds``: stop asking after that time, engine start included; the rows known by then are reported.
+    ``first``: every question is asked under that many of the strategies before any under the others."""
 
     sets: Sequence[Path]
     strategies: Sequence[StrategySpec]
@@ -42,6 +43,7 @@ class Plan:
     in_flight: int = 4
     workers: int = 1
     seconds: float | None = None
+    first: int = 0
 
 
 def run(
@@ -134,6 +136,7 @@ def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.P
         "sets": [str(path) for path in plan.sets],
         "limit": plan.limit,
         "strategies": [spec.label for spec in plan.strategies],
+        "first": plan.first,
         "max_new_tokens": plan.max_new_tokens,
         "in_flight": plan.in_flight,
         "settings": settings.model_dump(mode="json", exclude={"api_key", "engine_api_key", "registry_url"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
@@ -14,6 +15,9 @@ from ragserve.programs.said_turns import SaidTurns
 
 if TYPE_CHECKING:
     from ragserve.programs.prompt_text import PromptText
+
+
+_MOST_READ = 1024  # questions whose correction is remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,9 @@ class Context:
 class Rag:
     """Retrieval from one namespace of one server. Thread-safe: forks of a program may share it.
 
-    Prompts are laid out as in /rag/query, with the server's tokenizer and system text. Give ``tokenizer`` if
+    Prompts are laid out as in /rag/query, with the server's tokenizer and system text. A question in which
+    the server has corrected typing errors when it was searched for is asked as corrected, unless the search
+    had another ``spelling`` than ``on``. Give ``tokenizer`` if
     the server's path does not exist on this machine, and ``system`` to replace the system text."""
 
     def __init__(
@@ -58,6 +64,7 @@ class Rag:
         self._system = system
         self._client = Client(url, api_key=api_key, timeout_s=timeout_s)
         self._text: PromptText | None = None
+        self._reads: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -88,13 +95,20 @@ class Rag:
 
         With ``history``, earlier (question, answer) pairs, the question is a follow-up; ``follow_ups`` says
         what is searched for (default: the server's)."""
-        return self._client.retrieve(
+        found = self._client.retrieve(
             question,
             namespace=self.namespace,
             k=k,
             history=_messages(history) if history else None,
             **options,
-        ).results
+        )
+        with self._lock:
+            self._reads.pop(question, None)
+            if found.searched_for is not None and found.searched_for.model_reads is not None:
+                self._reads[question] = found.searched_for.model_reads
+                if len(self._reads) > _MOST_READ:
+                    self._reads.popitem(last=False)
+        return found.results
 
     def context(
         self,
@@ -136,6 +150,7 @@ class Rag:
 
         ``options`` are those of ``sgl.gen``. Read the answer with `read`, or as ``s[name]``, which keeps the
         leading space of many models."""
+        question = self._read(question)
         text = self._layout().question(question)
         self._generate(s, text, name, max_tokens, options)
         SaidTurns.of(s).asked(text, question, name, ()).keep(s)
@@ -165,6 +180,7 @@ class Rag:
         has ever held, and the context says how much (``earlier``); 0 brings everything back. The state
         then waits for its last answer, and its text is replaced. Raises ``InvalidRequest`` for a state that
         holds other text than this class writes."""
+        question = self._read(question)
         layout, before = self._layout(), () if context is None else context.passages
         asked = [_passage(passage, 0) for passage in passages]
         said, whole = SaidTurns.of(s), before
@@ -191,6 +207,7 @@ class Rag:
 
         from ragserve.programs._sglang import whole_answer
 
+        question = self._read(question)
         layout = self._layout()
         start, end = layout.answer_start(), layout.answer_end()
         text = layout.question(question)
@@ -225,6 +242,11 @@ class Rag:
             stop=stop + list(self._layout().stop),
             **{"temperature": 0.0, **options},
         )
+
+    def _read(self, question: str) -> str:
+        """The question as the model is asked it."""
+        with self._lock:
+            return self._reads.get(question, question)
 
     def _layout(self) -> PromptText:
         from ragserve.programs.prompt_text import PromptText

@@ -13,12 +13,10 @@ from ragserve import tracing
 from ragserve.errors import InvalidRequest
 from ragserve.retrieval.near_copies import without_copies
 from ragserve.retrieval.search_options import OFF, SearchOptions
-from ragserve.retrieval.spelling import Corrected
 
 if TYPE_CHECKING:
     from ragserve.retrieval.reranker import Reranker
     from ragserve.retrieval.retriever import Retrieved, Retriever, SentenceScores
-    from ragserve.retrieval.spelling import SpellingCorrector
     from ragserve_index.types import Chunk
 
 _RANK_OFFSET = 60  # of reciprocal rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009), not tuned
@@ -44,8 +42,7 @@ class FoundPassages:
     sentences.
 
     ``reranked``: all candidates in their new order; None without a reranker. Milliseconds per stage, None
-    for one that did not run; ``search_ms`` with the correction. ``searched_for``: the question and its
-    variants, corrected."""
+    for one that did not run."""
 
     passages: list[FoundPassage]
     sentences: list[SentenceScores]
@@ -54,22 +51,14 @@ class FoundPassages:
     embed_ms: float | None
     search_ms: float
     rerank_ms: float | None
-    searched_for: Corrected
 
 
 class PassageSearch:
     """Searches with one retriever and the rerankers of a server, by name. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        retriever: Retriever,
-        rerankers: Mapping[str, Reranker] | None = None,
-        spelling: SpellingCorrector | None = None,
-    ) -> None:
-        """Without ``spelling``, nothing is corrected."""
+    def __init__(self, retriever: Retriever, rerankers: Mapping[str, Reranker] | None = None) -> None:
         self._retriever = retriever
         self._rerankers = rerankers or {}
-        self._spelling = spelling
 
     async def search(
         self,
@@ -85,13 +74,6 @@ class PassageSearch:
         A reranker reads the first variant, if there are some: the question after the turn before it. Raises
         InvalidRequest for an unknown reranker, and as `Retriever.retrieve`."""
         reranker = self._reranker(options.rerank)
-        started = time.perf_counter()
-        searched_for = Corrected([question, *variants], [])
-        if self._spelling is not None and options.spelling == "on":
-            with tracing.span("spelling"):
-                searched_for = await self._spelling.correct(namespace, searched_for.texts)
-        question, *variants = searched_for.texts
-        spelling_ms = (time.perf_counter() - started) * 1e3
         found = await self._retriever.retrieve(
             namespace,
             question,
@@ -125,9 +107,8 @@ class PassageSearch:
             found.version,
             reranked,
             found.embed_ms,
-            spelling_ms + found.search_ms,
+            found.search_ms,
             rerank_ms,
-            searched_for,
         )
 
     async def _candidates(self, found: Retrieved, options: SearchOptions) -> list[FoundPassage]:

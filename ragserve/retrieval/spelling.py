@@ -1,4 +1,4 @@
-"""Correct typing errors in what is searched for.
+"""Correct typing errors in questions.
 
 A word is replaced if neither the namespace nor the embedder knows it, nor an inflection of it, and one error
 (a letter too many, too few or wrong, or two exchanged; the first letter only exchanged) parts it from a word
@@ -10,7 +10,7 @@ or if letters were only exchanged or doubled, and the namespace has no such word
 Nothing is replaced in a text that does not look like a question with an error: if more words are unknown than
 one, and one more for every eight, or if the embedder knows less than two thirds of the others, because they
 are of another language. What is not a word stays as it is: numbers, identifiers, addresses, code, acronyms,
-and scripts other than Latin."""
+and scripts other than Latin; and so does what stands in quotation marks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ import logging
 import re
 import string
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ragserve.errors import NotFound, RagserveError
 from ragserve.retrieval.namespace_words import (
@@ -46,19 +46,79 @@ _IN_LANGUAGE = 2 / 3  # share of the known words that the embedder knows
 _VERIFIED = 3  # of the best replacements, by the lexical index
 _ENDINGS = ("s", "es", "ed", "d", "ing", "ly")  # of English, as the lexical index's stemmer
 
+# English contractions as they are typed in a hurry, for which other words are near
+_CONTRACTIONS = frozenset(
+    re.findall(
+        r"\w+",
+        "arent cant couldnt didnt doesnt dont hadnt hasnt havent isnt shouldnt theyre theyve wasnt werent "
+        "wont wouldnt youre youve",
+    )
+)
 _TOKEN = re.compile(r"`[^`]*`|\S+")
 _INSIDE = re.compile(r"[^\W\d_]+")
 _PLAIN = re.compile(r"[(\[{\"'“”‘’„«»‚¿¡]*((?:[^\W\d_]+['’-])*[^\W\d_]+)['’]?[)\]}\"'“”‘’»«.,;:!?…]*")
+_QUOTED = re.compile(
+    r"""(?<!\w)"[^"\n]*"|“[^”\n]*”|„[^“”\n]*[“”]|«[^»\n]*»|»[^«\n]*«"""
+    r"""|(?<!\w)'[^\n]*?'(?!\w)|‘[^\n]*?’(?!\w)"""
+)
 _REPEATED = re.compile(r"(.)\1+")
 _LATIN = re.compile(f"[{LATIN}]+")
 
 
+class Replacement(NamedTuple):
+    """A word for the characters from ``start`` to ``end`` of a text."""
+
+    start: int
+    end: int
+    word: str
+
+
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """Texts to search for, and what was replaced in them, (original, replacement) each."""
+    """Texts as they were typed, and what is replaced in each."""
 
-    texts: list[str]
-    corrections: list[tuple[str, str]]
+    typed: Sequence[str]
+    replacements: Sequence[Sequence[Replacement]]
+
+    @classmethod
+    def nothing(cls, typed: Sequence[str]) -> Corrected:
+        """Texts in which nothing is replaced."""
+        return cls(typed, [()] * len(typed))
+
+    @property
+    def texts(self) -> list[str]:
+        """The corrected texts."""
+        return [_replaced(*each) for each in zip(self.typed, self.replacements, strict=True)]
+
+    @property
+    def corrections(self) -> list[tuple[str, str]]:
+        """What was replaced, (original, replacement), each once."""
+        found = {
+            text[start:end]: word
+            for text, replacements in zip(self.typed, self.replacements, strict=True)
+            for start, end, word in replacements
+        }
+        return list(found.items())
+
+    def found_in(self, passages: Iterable[str], *, first_only: bool = False) -> Corrected:
+        """The replacements alone whose words are in the passages, of all texts or of the first.
+
+        They are what the user meant. Another word of the namespace may not be, if what was typed is a name
+        or a term that the namespace does not have; a model that reads it answers another question."""
+        words = {word for text in passages for word in _INSIDE.findall(folded(text))}
+        kept = [
+            [each for each in some if folded(each.word) in words and not (place and first_only)]
+            for place, some in enumerate(self.replacements)
+        ]
+        return Corrected(self.typed, kept)
+
+
+def _replaced(text: str, replacements: Sequence[Replacement]) -> str:
+    pieces, behind = [], 0
+    for start, end, word in replacements:
+        pieces += [text[behind:start], word]
+        behind = end
+    return "".join([*pieces, text[behind:]])
 
 
 class SpellingCorrector:
@@ -92,14 +152,12 @@ class SpellingCorrector:
         try:
             table = self._words.of(namespace)
             if table is not None:
-                done: dict[str, str] = {}
-                fixed = [_corrected(text, self._known, table, counts, done) for text in texts]
-                return Corrected(fixed, list(done.items()))
+                return Corrected(texts, [_corrected(text, self._known, table, counts) for text in texts])
         except NotFound:
             raise
         except RagserveError as error:  # a dense search needs no lexical index
             log.warning("spelling was not corrected: %s", error)
-        return Corrected(list(texts), [])
+        return Corrected.nothing(texts)
 
 
 def _corrected(
@@ -107,29 +165,25 @@ def _corrected(
     known: AbstractSet[str],
     table: WordTable,
     counts: Callable[[Sequence[str]], dict[str, int]],
-    done: dict[str, str],
-) -> str:
-    """Correct one text, and add what was replaced to ``done``."""
+) -> list[Replacement]:
+    """What is replaced in one text, in its order."""
     places = list(_words(text))[:_LOOKED_AT]
     words = {place: unicodedata.normalize("NFC", text[slice(*place)]).lower() for place in places}
     distinct = dict.fromkeys(words.values())
     strange = [word for word in distinct if not _is_known(folded(word), known)]
     if not strange:
-        return text
+        return []
     found = counts(strange)
     unknown = [word for word in strange if not found[word]]
     others = len(distinct) - len(unknown)
     if len(unknown) > 1 + others // _FOR_EACH or len(distinct) - len(strange) < _IN_LANGUAGE * others:
-        return text
+        return []
     better = {word: _replacement(word, known, table, counts) for word in unknown}
-    pieces, end = [], 0
-    for (a, b), word in words.items():
-        replacement = better.get(word)
-        if replacement is not None:
-            done[text[a:b]] = replacement = _in_case_of(text[a:b], replacement)
-            pieces += [text[end:a], replacement]
-            end = b
-    return "".join([*pieces, text[end:]])
+    return [
+        Replacement(start, end, _in_case_of(text[start:end], replacement))
+        for (start, end), word in words.items()
+        if (replacement := better.get(word)) is not None
+    ]
 
 
 def _replacement(
@@ -190,6 +244,7 @@ def one_error(word: str) -> Iterator[str]:
 def _words(text: str) -> Iterator[tuple[int, int]]:
     """Start and end of the words that may be corrected."""
     capitals = text.upper() == text
+    quoted = [found.span() for found in _QUOTED.finditer(text)]
     for token in _TOKEN.finditer(text):
         plain = _PLAIN.fullmatch(token.group())
         if plain is None:
@@ -201,14 +256,19 @@ def _words(text: str) -> Iterator[tuple[int, int]]:
                 and (capitals or word[1:] == word[1:].lower())
                 and _LATIN.fullmatch(folded(word))
             ):
-                start = token.start() + plain.start(1)
-                yield start + found.start(), start + found.end()
+                start = token.start() + plain.start(1) + found.start()
+                if not any(a < start < b for a, b in quoted):
+                    yield start, start + len(word)
 
 
 def _is_known(word: str, known: AbstractSet[str]) -> bool:
-    return word in known or any(
-        word.endswith(ending) and len(word) - len(ending) >= MIN_LETTERS and word[: -len(ending)] in known
-        for ending in _ENDINGS
+    return (
+        word in known
+        or word in _CONTRACTIONS
+        or any(
+            word.endswith(ending) and len(word) - len(ending) >= MIN_LETTERS and word[: -len(ending)] in known
+            for ending in _ENDINGS
+        )
     )
 
 

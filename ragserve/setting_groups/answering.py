@@ -10,7 +10,7 @@ MAX_CANDIDATES = 200
 MAX_NEIGHBOURS = 4
 Retrieval = Literal["dense", "lexical", "hybrid"]
 FollowUps = Literal["rewrite", "context", "alone"]
-Spelling = Literal["on", "off"]
+Spelling = Literal["on", "search", "off"]
 
 
 class AnsweringSettings(BaseModel):
@@ -112,9 +112,10 @@ class AnsweringSettings(BaseModel):
     )
     spelling: Spelling = Field(
         "on",
-        description="Whether typing errors are corrected in what is searched for. on: words that neither the "
-        "namespace nor the embedder knows become the word of the namespace that is one error away. The model "
-        "reads the question as it was typed.",
+        description="Where typing errors are corrected: words that neither the namespace nor the embedder "
+        "knows become the word of the namespace that is one error away. on: in what is searched for, and in "
+        "what the model reads where a passage has the word. search: the model reads the question as it was "
+        "typed. off: nowhere.",
     )
     max_new_tokens: int = Field(128, ge=1, le=32768, description="Default limit of an answer, tokens.")
     system_prompt: str | None = Field(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from ragserve_kernels.column_assign import Columns, ColumnState, column_assign
@@ -73,8 +74,7 @@ def tallied(tally: torch.Tensor) -> tuple[int, int, int, int, int]:
     """Sum up `Columns.tally`, on the host: pages that were there, missing ones, late ones, and pages that the
     latest `RECENT` choices have named, over layers and heads; and the number that these are at most in
     `COVERED` of the layers and heads."""
-    lists = tally.flatten(0, 1)
-    recent = lists[:, 3]
-    covering = recent.kthvalue(math.ceil(COVERED * len(recent))).values
+    lists = tally.flatten(0, 1).numpy()
+    place = math.ceil(COVERED * len(lists)) - 1
     hits, misses, late, named = lists.sum(0).tolist()
-    return hits, misses, late, named, int(covering)
+    return hits, misses, late, named, int(np.partition(lists[:, 3], place)[place])

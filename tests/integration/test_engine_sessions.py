@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
+from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from sglang_ext.protocol import session_key
 from tests.integration.engines import PARALLEL_PAGE, STRESS_CHUNK, Server
 from tests.integration.prompts import rows
+from tests.integration.reference import Reference
 
 PAGE = 16
 ROWS = rows("onehop")[:2]
@@ -88,6 +91,24 @@ def wanted(stress_server: Server) -> list[dict[str, Any]]:
     assert all(answer["answer"] for answer in answers)
     talk.end()
     return answers
+
+
+def test_full_says_what_transformers_says_of_the_whole_dialogue(
+    stress_server: Server, wanted: list[dict[str, Any]]
+) -> None:
+    builder, reference = PromptBuilder.load(str(stress_server.model)), Reference(stress_server.model)
+    ids: list[int] = []
+    said: list[tuple[str, str]] = []
+    for (texts, question), answer in zip(TURNS, wanted, strict=True):
+        new = [each for each in map(tuple, texts) if each not in said]
+        documents = [PromptDocument("", title, text) for title, text in new]
+        lay_out = partial(builder.follow_up, ids) if ids else builder.build
+        prompt = lay_out(question, documents, max_prompt_tokens=10**6)
+        assert answer["usage"]["prompt"] == len(prompt.input_ids)
+        found = reference.plain(prompt.input_ids, answer["usage"]["completion"]).ids
+        text = builder.words(found)
+        assert text.strip() == answer["answer"]
+        ids, said = [*prompt.input_ids, *builder.answer_ids(found, text)], [*said, *new]
 
 
 @pytest.mark.parametrize(("strategy", "evicted"), [("prefix", False), ("all", False), ("all", True)], ids=str)

@@ -50,7 +50,7 @@ def test_an_agent_searches_asks_and_lists(served: Live, secret: str) -> None:
         served.url,
         secret,
         ("search", {"question": "Who built the lighthouse of Skerryvore?", "k": 1}),
-        ("ask", {"question": "Who built the lighthouse of Skerryvore?"}),
+        ("ask", {"question": "Which was built at Skeryvore?"}),
         ("list_namespaces", {}),
     )
     assert tools == ["search", "ask", "list_namespaces"]
@@ -62,6 +62,7 @@ def test_an_agent_searches_asks_and_lists(served: Live, secret: str) -> None:
     )
     assert DOCUMENTS["skerryvore"] in found.content[0].text  # for agents that read text only
     assert answered.structured_content["answer"] == "Alan Stevenson [1]."
+    assert answered.structured_content["question"] == "Which was built at Skerryvore?"
     assert [one["source"] for one in answered.structured_content["citations"]] == ["skerryvore"]
     assert listed.structured_content["result"] == [{"name": "acme", "documents": 3}]  # not the others'
 

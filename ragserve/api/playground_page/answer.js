@@ -40,6 +40,9 @@ function fill(text, details, answer) {
     else text.append(place % 2 ? `[${part}]` : part);
   });
   const { context, timings, usage } = answer;
+  for (const { original, replacement, read } of answer.searched_for?.corrections ?? []) {
+    element("p", `${read ? "Read" : "Searched for"} “${original}” as “${replacement}”.`, details, { className: "notes" });
+  }
   element("h4", "Sources", details);
   const list = element("ul", undefined, details, { className: "sources" });
   for (const citation of answer.citations) {

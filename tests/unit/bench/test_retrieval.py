@@ -88,6 +88,7 @@ def test_questions_are_measured_with_and_without_correction(collection: Path, tm
     for search in ("dense", "lexical", "hybrid"):
         assert rows["plain", search, "on"]["ndcg@10"] == rows["plain", search, "off"]["ndcg@10"]
         assert rows["typo", search, "on"]["restored"] == rows["typo", search, "on"]["changed"] == 1, "breod"
+        assert rows["typo", search, "on"]["read"] == rows["typo", search, "on"]["read_restored"] == 1
         assert rows["typo", search, "on"]["ndcg@10"] >= rows["typo", search, "off"]["ndcg@10"]
     assert plain["changed"] == 1
     assert many["changed"] > 0.9 * many["questions"]

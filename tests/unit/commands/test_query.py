@@ -15,10 +15,10 @@ from tests.unit.api.scripted_server import DOCUMENTS, Live
 QUESTION = "Who built the lighthouse of Skerryvore?"
 
 
-def run(live: Live, *arguments: str) -> str:
+def run(live: Live, *arguments: str, question: str = QUESTION) -> str:
     app = typer.Typer()
     query.register(app)
-    result = CliRunner().invoke(app, [QUESTION, "--url", live.url, *arguments])
+    result = CliRunner().invoke(app, [question, "--url", live.url, *arguments])
     if result.exception is not None:
         raise result.exception
     return result.output
@@ -33,6 +33,12 @@ def test_answer_citations_and_timings_are_printed(live: Live, docs: str, stream:
     assert lines[3].strip() == DOCUMENTS["skerryvore"]
     assert "ms: embed " in output
     assert "total " in output
+
+
+def test_what_was_corrected_is_printed(live: Live, docs: str) -> None:
+    output = run(live, "-n", docs, question="Which was built at Skeryvore?")
+    assert 'read "Skeryvore" as "Skerryvore"' in output
+    assert 'read "' not in run(live, "-n", docs)
 
 
 def test_json_is_the_servers(live: Live, docs: str) -> None:

@@ -18,6 +18,7 @@ import pytest
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import EngineError, InvalidRequest
+from ragserve.eval import engine_worker
 from ragserve.eval.data import GivenPassage, Question, find, interleaved
 from ragserve.eval.engine import Ask, evaluate
 from ragserve.eval.summary import summarise
@@ -240,3 +241,38 @@ def test_any_part_of_a_run_covers_every_set_alike() -> None:
     assert len(order) == 10
     assert sum(name == "short" for name, _ in order[:5]) == 1
     assert [i for name, i in order if name == "long"] == [str(i) for i in range(8)]
+
+
+def test_a_worker_asks_all_questions_under_the_first_strategies_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a run that is cut off has those of all questions."""
+    table = Table(ANSWERS, DISTRIBUTIONS)
+    table.control = control  # type: ignore[attr-defined]
+    monkeypatch.setattr("ragserve.engine.offline.run_once", lambda _, work: asyncio.run(work(table)))
+    data = tmp_path / "s.jsonl"
+    documents = [[each.title, each.text] for each in QUESTION.documents]
+    questions = [{"id": f"q{i}", "question": "?", "answers": ["red"], "docs": documents} for i in range(2)]
+    data.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    engine_worker.run(
+        {
+            "folder": str(tmp_path),
+            "index": 0,
+            "of": 1,
+            "sets": [str(data)],
+            "limit": None,
+            "strategies": ["full", "epic", "random"],
+            "first": 2,
+            "max_new_tokens": 4,
+            "in_flight": 1,
+            "settings": {},
+        }
+    )
+    lines = (tmp_path / "rows-0.jsonl").read_text().splitlines()
+    asked = [(row["id"], row["strategy"]) for row in map(json.loads, lines)]
+    first = [(question, strategy) for question in ("q0", "q1") for strategy in ("full", "epic")]
+    assert asked == [*first, ("q0", "random"), ("q1", "random")]
+
+
+async def control(*_: object) -> dict[str, object]:
+    return {}

@@ -22,7 +22,7 @@ KNOWN = frozenset({"what", "which", "where", "does", "tower", "house", "music", 
 TEXTS = {
     "lights": "The lighthouse of Skerryvore was built on a reef. Its lamps are lit. Alan Stevenson built it.",
     "more": "A lighthouse on Skerryvore: the lamp is bright, and Stevenson was its engineer. Karin kept it.",
-    "names": "Norvik and Norvig are towns. Zürich and Straßburg, too. Hunde bellen, Kunden zahlen.",
+    "names": "Norvik and Norvig are towns. Zürich and Straßburg, too. Hunde bellen, Kunden zahlen. Done.",
 }
 
 
@@ -67,7 +67,7 @@ def corrected(
         ("Ksyerryvore", None),
         ("kserryvore", "skerryvore"),
         ("xkerryvore", None),
-        ("(“Stevensn’s”)?", "(“Stevenson’s”)?"),
+        ("(Stevensn’s)?", "(Stevenson’s)?"),
         ("STEVENSNO", "STEVENSON"),
         ("züric", "zürich"),
         ("Strasßburg", "Straßburg"),
@@ -98,8 +98,10 @@ def test_words_of_a_registry_in_postgres(store: IndexStore, tmp_path: Path, post
         "Lam skr k8s skerryvor3 skeryvore_2 Skery-vore2 SkeryVore x.skeryvore.org/skeryvore a@skeryvore.org",
         "`skeryvore` $skeryvore --skeryvore skeryvore() skeryvore=1 C:\\skeryvore #skeryvore",
         "the SKERYVORE is an acronym here",
+        "\"Skeryvore\" (“Stevensn’s”)? „towr“ «towr» »towr« ‘the towr’s’ 'Skeryvore\u2019s towr'",
         "Скеривор скеривора 灯台はどこ σκερυβορε",
         "barges houses",
+        "dont",
         "Norvix",
         "which lihgthouse of Skeryvore",
         "Skrvore",
