@@ -14,7 +14,7 @@ from tests.conftest import REPO
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", [(), ("sparse",)], ids=["dense", "sparse"])
+@pytest.mark.parametrize("mode", [(), ("sparse",), ("bits",)], ids=["dense", "sparse", "bits"])
 def test_no_first_request_of_a_kind_takes_twice_as_long_as_later_ones(
     tmp_path: Path, mode: tuple[str, ...]
 ) -> None:
@@ -27,3 +27,10 @@ def test_no_first_request_of_a_kind_takes_twice_as_long_as_later_ones(
     print(json.dumps(found, indent=1))  # with the start-up time
     slow = {kind: ms for kind, ms in found["ms"].items() if ms[0] > 2 * statistics.median(ms[1:])}
     assert not slow, f"{slow}, engine started in {found['start_s']} s"
+    compiled = [
+        (kind, each["what"])
+        for kind, kernels in found["compiled"].items()
+        for each in kernels
+        if each["what"].startswith("ragserve_kernels.")
+    ]
+    assert not compiled, "the warm-up does not reach them"
