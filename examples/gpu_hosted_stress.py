@@ -1,6 +1,6 @@
 """Stress of hosted requests beside decode graphs: random requests to one engine with little room.
 
-    python examples/gpu_hosted_stress.py OUT.json [--seconds 290] [--seed 1] [--page 64]
+    python examples/gpu_hosted_stress.py OUT.json [--seconds 290] [--seed 1] [--page 64] [--dtype DTYPE]
         [--retract-every 41] [--compare 30] [--tp 2] [--merge EARLIER.json] [--embedded]
 
 The small model in bfloat16, a KV pool of 6,144 tokens in pages of 64, host pages for five times as many.
@@ -12,12 +12,16 @@ for). After a round nobody may hold a slot, a page or a host page, and columns, 
 be right.
 
 Then a second engine, whose pool holds every prompt, answers ``--compare`` requests of a kind again, with
-their KV on the device and the same lag. In bfloat16 rounding may decide between two tokens, so
-log-probabilities are compared up to the first token that differs; requests that were on the device in the
-stress, too, say how much rounding changes. Requests that were prefilled again are left out: they chose pages
-anew.
+their KV on the device and the same lag: by pages of their own choice, by those that the request of the stress
+has chosen (``by the same pages``), and once more in a crowd (``on the device, again``), which says how far
+apart answers of the device are from each other. In bfloat16 rounding may decide between two tokens, so
+log-probabilities are compared up to the first token that differs, and between two pages: ``choose otherwise``
+counts the answers of requests that choose by a budget whose pages differ before their tokens do, ``scores
+moved`` is the largest difference of a page's scores until then, in standard deviations of its head's scores.
+Requests that were prefilled again are left out: what they had decoded by chosen pages, they prefill by all.
 
-OUT has a row for each kind of request; the seconds, checks and violations of the run are in the last row.
+OUT has a row for each kind of request, and every answer; the seconds, checks and violations of the run are in
+the last row. With ``--dtype float32 --attention triton`` almost nothing rounds.
 ``--merge``: add its rows for other seeds. About three minutes besides ``--seconds``. Exits with 1 if there
 was a violation. ``--embedded``: small sizes in float32, to try it without a GPU."""
 
@@ -37,8 +41,10 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+import hosted_choices
+import hosted_compare
 from fan_out import engine_args
-from gpu_context import BFLOAT16, apart
+from gpu_context import BFLOAT16
 from hosted_jobs import KINDS, Answer, Job, Jobs, judge, row_of, send
 
 from ragserve.answering.prompt import PromptBuilder
@@ -49,6 +55,8 @@ from ragserve.errors import EngineError
 from ragserve.files import write_json
 from ragserve.measuring import report
 
+if __name__ == "__mp_main__":  # a process of an engine
+    hosted_choices.install()
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.campaigns.progress import Progress
 
@@ -65,11 +73,14 @@ class Sizes:
 
     def __init__(self, given: argparse.Namespace) -> None:
         embedded: bool = given.embedded
-        self.pool, self.longest = (2048, 2900) if embedded else (6144, 7900)
+        self.pool = given.pool or (1024 if embedded else 6144)
+        self.longest = min(7 * self.pool // 5, 7900)
         self.page: int = given.page or (16 if embedded else 64)
-        self.answer = 72 if embedded else 160  # tokens, at most
-        self.dtype, self.itemsize = ("float32", 4) if embedded else ("bfloat16", 2)
-        self.rounding = FLOAT32 if embedded else BFLOAT16
+        self.answer = 40 if embedded else 160  # tokens, at most
+        self.dtype = given.dtype or ("float32" if embedded else "bfloat16")
+        self.itemsize, self.rounding = (4, FLOAT32) if self.dtype == "float32" else (2, BFLOAT16)
+        if given.rounded:
+            self.rounding = BFLOAT16
         self.token = model_shapes.kv_bytes_per_token("embedded") * self.itemsize // 4
         self.head_page = 2 * self.page * HEAD_DIM * self.itemsize  # bytes of one KV head of one layer
 
@@ -95,6 +106,8 @@ class Sizes:
             "schedule_conservativeness": 0.3,  # it admits more than it will have room for
             "tp_size": given.tp,
         }
+        if given.overlap:
+            flags["engine_args"]["disable_overlap_schedule"] = False
         if not given.embedded:
             flags["engine_args"] |= {
                 "disable_prefill_cuda_graph": True,
@@ -186,7 +199,7 @@ class Stress:
     async def trouble(self, chance: random.Random) -> None:
         """Empty tiers and check everything while requests run."""
         while True:
-            await asyncio.sleep(chance.uniform(0.02, 0.4))
+            await asyncio.sleep(chance.uniform(0.02, 0.4) * (8 if self.given.embedded else 1))
             what = chance.choice((*["device"] * 4, "all", *["check"] * 2, *["look"] * 5))
             if what == "look":
                 now = await self.hosted()
@@ -296,36 +309,17 @@ def stress(given: argparse.Namespace) -> None:
 def compare(given: argparse.Namespace) -> None:
     """Answer the samples on the device of an engine with room for all of them, and compare."""
     sizes = Sizes(given)
-    samples: dict[str, list[tuple[Job, Answer]]] = pickle.loads(samples_of(given).read_bytes())
-    found: dict[str, Any] = {}
+    samples: hosted_compare.Samples = pickle.loads(samples_of(given).read_bytes())
+    places = (1, 6) if given.embedded else (4, MOST)
+    folder = Path(os.environ[hosted_choices.FOLDER])
 
     async def work(engine: Any) -> None:
-        places = asyncio.Semaphore(1 if given.embedded else 4)
-
-        async def again(job: Job, answer: Answer) -> tuple[bool, float] | str:
-            async with places:
-                want = await send(engine, job.resident)
-            if want.ended != "answered" or (want.report is not None and want.report.hosted_steps):
-                return want.error or "it was hosted"
-            return apart((answer.ids, answer.logprobs, None), (want.ids, want.logprobs, None))
-
-        for kind, pairs in samples.items():
-            results = await asyncio.gather(*(again(*pair) for pair in pairs))
-            failed = [each for each in results if isinstance(each, str)]
-            compared = [each for each in results if not isinstance(each, str)]
-            differences = [difference for _, difference in compared]
-            found[kind] = {
-                "compared": len(compared),
-                "same tokens": sum(same for same, _ in compared),
-                "apart": differences,
-                "failed": failed[:3],
-            }
-            print(kind, {**found[kind], "apart": max(differences, default=0.0)}, flush=True)
+        found = await hosted_compare.compare(engine, samples, folder, places=places, rounding=sizes.rounding)
+        write_json(part_of(given, "compare"), found)
 
     with tempfile.TemporaryDirectory(prefix="ragserve-stress-") as data:
         room = 8 * sizes.longest // sizes.page * sizes.page
         run_once(load(data_dir=Path(data), **sizes.settings(room, given)), work)
-    write_json(part_of(given, "compare"), found)
 
 
 def samples_of(given: argparse.Namespace) -> Path:
@@ -342,13 +336,13 @@ def rows_of(
     total: Counter[str] = Counter()
     for each in found["kinds"].values():
         total.update(each)
-    everything = {
-        "compared": sum(each["compared"] for each in compared.values()),
-        "same tokens": sum(each["same tokens"] for each in compared.values()),
-        "apart": [difference for each in compared.values() for difference in each["apart"]],
-    }
+    everything = hosted_compare.summary(
+        [hosted_compare.Compared(**answer) for each in compared.values() for answer in each["answers"]],
+        Sizes(given).rounding,
+    )
     last = run | row_of(EVERYTHING, total, everything)
     names = ("seconds", "rounds", "checks", "violations", "first violations", "most at once", "troubles")
+    last["answers"] = [answer for each in compared.values() for answer in each["answers"]]
     return [*rows, last | {name: found[name] for name in names}]
 
 
@@ -364,6 +358,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=290.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--page", type=int, default=0, help="tokens; default 64")
+    parser.add_argument("--pool", type=int, default=0, help="tokens of the KV pool that is stressed")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU")
+    parser.add_argument("--overlap", action="store_true", help="on a CPU, too, SGLang's overlap scheduler")
+    parser.add_argument("--rounded", action="store_true", help="linear layers round to bfloat16")
     parser.add_argument("--retract-every", type=int, default=41, help="steps")
     parser.add_argument("--compare", type=int, default=30, help="answers of a kind, at most")
     parser.add_argument("--tp", type=int, default=1, help="GPUs (with --embedded: processes) of an engine")
@@ -378,6 +376,19 @@ def main() -> int:
     if given.part:
         PARTS[given.part](given)
         return 0
+    with tempfile.TemporaryDirectory(prefix="ragserve-choices-") as folder:
+        if given.tp == 1:  # others would follow the choices of the first rank's heads
+            os.environ[hosted_choices.FOLDER] = folder
+        if given.rounded:
+            os.environ[hosted_choices.ROUNDED] = "1"
+        if given.dtype == "float32" and not given.embedded:
+            os.environ[hosted_choices.PLAIN] = "1"
+            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # of SGLang's own kernels
+        return run_parts(given)
+
+
+def run_parts(given: argparse.Namespace) -> int:
+    """Run the parts in processes of their own and write the report; return the exit status."""
     found: dict[str, Any] = {}
     failed: list[str] = []
     for part in PARTS:
@@ -398,7 +409,7 @@ def main() -> int:
     for path in (samples_of(given), *(part_of(given, part) for part in PARTS)):
         path.unlink()
     ran, compared, sizes = found["stress"], found["compare"], Sizes(given)
-    wrong = failed + judge(compared, sizes.rounding, exact=given.embedded)
+    wrong = failed + judge(compared, sizes.rounding, exact=sizes.dtype == "float32" and not given.rounded)
     ran["violations"] += len(wrong)
     ran["first violations"] = [*ran["first violations"], *wrong][:20]
     rows = rows_of(given, ran, compared)
@@ -406,7 +417,7 @@ def main() -> int:
         earlier = json.loads(given.merge.read_text(encoding="utf-8"))["rows"]
         rows = [each for each in earlier if each["seed"] != given.seed] + rows
     workload = {
-        "model": f"ragserve-tiny, {sizes.dtype}",
+        "model": f"ragserve-tiny, {sizes.dtype}{', linear layers bfloat16' if given.rounded else ''}",
         "attention": ran["engine"]["attention"],
         "KV slots": sizes.pool,
         "hosted tokens": 5 * sizes.pool,
@@ -415,7 +426,7 @@ def main() -> int:
         "forced retraction": f"every {given.retract_every} steps",
         "rounding": sizes.rounding,
     }
-    hidden = ("first violations", "most at once", "troubles")
+    hidden = ("first violations", "most at once", "troubles", "answers")
     shown = [name for row in rows[-1:] for name in row if name not in hidden]
     report.write("hosted-stress", workload, rows, out=given.out, ran_on=ran["environment"], shown=shown)
     print(*ran["first violations"], sep="\n", flush=True)

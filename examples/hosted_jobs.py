@@ -43,6 +43,13 @@ KINDS: dict[str, tuple[int, str, dict[str, Any]]] = {  # weight in the mix, prom
     "larger, composed": (1, "many documents", LAGGING | {"hosted": True}),
 }
 FAR = 4  # times what rounding explains: another token, or other pages, were chosen
+COMPARED = (  # of `hosted_compare.summary`, in the report
+    *("compared", "same tokens", "apart median", "apart worst", "apart beyond rounding"),
+    *("by the same pages median", "by the same pages worst", "by the same pages beyond rounding"),
+    *("on the device, again median", "on the device, again worst", "on the device, again beyond rounding"),
+    *("choose", "choose otherwise", "worst of the others", "again, otherwise"),
+    *("scores moved", "scores moved, again"),
+)
 RIVALS = ("dense", "resident", "resident, progressive")  # what is compared says how much rounding changes
 
 
@@ -82,11 +89,11 @@ class Answer:
     tokens: int = 0  # by SGLang's count; it may give one log-probability less, and so fewer ``ids``
 
     def as_if_never_taken_back(self, job: Job) -> bool:
-        """Whether it must be the answer of an undisturbed request: one that was prefilled again chooses its
-        pages anew, which only modes that choose in every step do not notice."""
+        """Whether it must be the answer of an undisturbed request: one that was prefilled again has KV of its
+        answer by all pages, where steps had it by chosen ones."""
         if self.ended != "answered" or self.report is None:
             return self.ended == "answered" and job.decode["mode"] == "dense"
-        return job.decode["mode"] != "hierarchical" or self.report.resumed == self.taken_back
+        return self.report.resumed == self.taken_back
 
 
 class Jobs:
@@ -241,7 +248,6 @@ def judge(compared: dict[str, Any], rounding: float, *, exact: bool) -> list[str
 
 
 def row_of(kind: str, counts: Counter[str], compared: dict[str, Any]) -> dict[str, Any]:
-    apart = compared.get("apart", [])
     return {
         "kind": kind,
         **{name: counts[name] for name in ("requests", "answered", "left", "gone", "failed", "taken back")},
@@ -253,8 +259,5 @@ def row_of(kind: str, counts: Counter[str], compared: dict[str, Any]) -> dict[st
         "misses": counts["misses"],
         "host reads": counts["host_reads"],
         "loaded GB": round(counts["loaded_bytes"] / 1e9, 3),
-        "compared": compared.get("compared", 0),
-        "same tokens": compared.get("same tokens", 0),
-        "median apart": round(statistics.median(apart), 4) if apart else None,
-        "worst apart": round(max(apart), 4) if apart else None,
+        **{name: compared.get(name) for name in COMPARED},
     }

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext import stages
+from sglang_ext.compilations import compilations
 from sglang_ext.protocol import PlanError, prefix_key
 from sglang_ext.state import current
 
@@ -311,6 +312,34 @@ def _attend(runtime: Any, body: dict[str, Any]) -> Answer:
     return found
 
 
+def _compiled(runtime: Any, body: dict[str, Any]) -> Answer:
+    """Kernels that this rank has compiled or loaded: how many, the seconds that took, and what came after the
+    first ``since``. ``serving``: log those that come from now on."""
+    if "serving" in body:
+        compilations.serving = bool(body["serving"])
+    found = compilations.since(int(body.get("since", compilations.count)))
+    return {"count": compilations.count, "seconds": round(compilations.seconds, 2), "latest": found}
+
+
+def _launch(runtime: Any, body: dict[str, Any]) -> Answer:
+    """Launch kernels that the warm-up's requests do not reach, see `rare_launches`."""
+    from sglang_ext import rare_launches
+
+    recomputes = runtime.composition is not None
+    rare_launches.launch(runtime.model_runner, current.attention, recomputes=recomputes)
+    return {}
+
+
+def _segment(runtime: Any, body: dict[str, Any]) -> Answer:
+    """Prefill the next hosted request's prompt layer by layer onto the host, though the pool has room.
+    Nothing happens where prompts are not prefilled so."""
+    requests = None if current.attention is None else current.attention.requests
+    segments = None if requests is None else requests.segments
+    if segments is not None:
+        segments.take_next = True
+    return {"segments": segments is not None}
+
+
 def _fault(runtime: Any, body: dict[str, Any]) -> Answer:
     """Make a stage fail once, on one ``rank`` or all of them, where the server allows it; without a stage,
     withdraw what was not reached."""
@@ -323,6 +352,9 @@ def _fault(runtime: Any, body: dict[str, Any]) -> Answer:
 
 _operations: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "attend": _attend,
+    "compiled": _compiled,
+    "launch": _launch,
+    "segment": _segment,
     "info": _info,
     "prefix": _prefix,
     "probe": _probe,

@@ -60,9 +60,14 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
     load_plugins()
     _imported()
+    import torch
+
+    from sglang_ext.compilations import compilations
     from sglang_ext.plugin import require_loaded
 
     require_loaded()
+    if torch.cuda.is_available():  # else nothing is compiled
+        compilations.watch()
     run(*args, **kwargs)
 
 

@@ -14,7 +14,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,7 @@ class _Load:
         limit = self._effort.limit_s
         try:
             await self._check(spec)
-            tried, most = await self._rates(spec)
+            tried, most, compiled = await self._rates(spec)
         except RagserveError as error:  # the other strategies go on
             return row | {"error": str(error)}
         served = [each for each in tried if each.within(limit)]
@@ -203,7 +203,7 @@ class _Load:
         row["requests/s"] = round(best.rate, 2) if best else None
         row["too many/s"] = round(min(too_many), 2) if too_many else None
         if best is None:
-            return row | {"tried": _tried(tried, limit)}
+            return row | {"tried": _tried(tried, limit), "longest": _longest(tried, compiled)}
         slots = statistics.mean(_slots(chunk) for chunk in best.last)
         if spec.name == "full":
             self._full_rate, self._full_slots = best.rate, slots
@@ -226,12 +226,15 @@ class _Load:
             "most KV slots": most[tried.index(best)],
             "answered otherwise": sum(chunk.fallback is not None for chunk in best.last),
             "tried": _tried(tried, limit),
+            "longest": _longest(tried, compiled),
         }
 
-    async def _rates(self, spec: StrategySpec) -> tuple[list[LoadOutcome], list[int]]:
-        """Try rates. Returns the outcomes, and the most KV slots held at once in each."""
+    async def _rates(self, spec: StrategySpec) -> tuple[list[LoadOutcome], list[int], list[int]]:
+        """Try rates. Returns the outcomes, the most KV slots held at once in each, and the kernels that the
+        engine compiled or loaded in each."""
         tried: list[LoadOutcome] = []
         most: list[int] = []
+        compiled: list[int] = []
         limit = self._effort.limit_s
         if self._clock() + 1.5 * self._effort.probe_s + self._effort.arrivals_s + 2 * limit > self._deadline:
             raise RagserveError("there was no time left to try a rate")
@@ -249,8 +252,10 @@ class _Load:
                 break
             rate = first if first is not None and not tried else _next_rate(low, high, guess, self._effort)
             await self._engine.control("slots")
+            before = (await self._engine.control("compiled"))["count"]
             outcome = await offer(self._engine, self._maker(spec), rate, self._effort.arrivals_s, limit)
             most.append((await self._engine.control("slots"))["most"])
+            compiled.append((await self._engine.control("compiled"))["count"] - before)
             await self._idle()
             tried.append(outcome)
             figures = f"{_tried([outcome], limit)}, {outcome.arrivals} requests"
@@ -261,7 +266,7 @@ class _Load:
                 high = min(high, rate)
         if not tried:
             raise RagserveError("there was no time left to try a rate")
-        return tried, most
+        return tried, most, compiled
 
     def _maker(self, spec: StrategySpec) -> Callable[[int], GenerateRequest]:
         """Make the requests of one run, by number: the same queries in the same order in every run."""
@@ -318,6 +323,42 @@ def _slots(chunk: GenerateChunk) -> int:
     """KV slots of a finished request: its context, question and answer."""
     left_out = 0 if chunk.context is None else chunk.context.document_tokens - chunk.context.kept
     return chunk.usage.prompt - left_out + chunk.usage.completion
+
+
+def _longest(outcomes: Sequence[LoadOutcome], compiled: Sequence[int]) -> list[dict[str, Any]]:
+    """What each rate's longest first token was made of, in milliseconds: where a stall comes from.
+
+    ``others``: requests without a first token when it had its own; ``kernels``: compiled or loaded meanwhile,
+    at any time of the rate."""
+    found = []
+    for each, kernels in zip(outcomes, compiled, strict=True):
+        if each.longest is None:
+            continue
+        took, arrived, others, last = each.longest
+        context = last.context
+        stages = (
+            {}
+            if context is None
+            else {
+                name: round(value, 1)
+                for name, value in asdict(context).items()
+                if name.endswith("_ms") and value
+            }
+        )
+        found.append(
+            {
+                "requests/s": round(each.rate, 2),
+                "ttft ms": round(1e3 * took, 1),
+                "p50 ms": round(1e3 * percentile(each.ttft_s, 50), 1),
+                "arrived s": round(arrived, 2),
+                "others": others,
+                "queue_ms": last.timings.queue_ms,
+                "prefill_ms": last.timings.prefill_ms,
+                "kernels": kernels,
+                **stages,
+            }
+        )
+    return found
 
 
 def _tried(outcomes: Sequence[LoadOutcome], limit_s: float) -> str:

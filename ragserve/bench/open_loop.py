@@ -35,6 +35,9 @@ class LoadOutcome:
     errors: list[str] = field(default_factory=list)
     seconds: float = 0.0
     broken: bool = False
+    longest: tuple[float, float, int, GenerateChunk] | None = None
+    """Of the answer with the longest TTFT: that, its arrival in seconds from the start, how many requests had
+    no first token when it got its own, and its last chunk."""
 
     @property
     def p99_s(self) -> float:
@@ -74,9 +77,12 @@ async def offer(
     async def one(number: int, at: float) -> None:
         await asyncio.sleep(max(0.0, started + at - clock()))
         waiting[number] = started + at
+        took = others = 0.0
 
         def on_first(seconds: float) -> None:
+            nonlocal took, others
             del waiting[number]
+            took, others = seconds, len(waiting)
             outcome.ttft_s.append(seconds)
 
         try:
@@ -84,6 +90,8 @@ async def offer(
                 engine, make(number), clock=clock, started=started + at, on_first=on_first
             )
             outcome.last.append(answer.last)
+            if outcome.longest is None or took > outcome.longest[0]:
+                outcome.longest = took, at, int(others), answer.last
         except Exception as error:  # noqa: BLE001 - counted: the rate is then not served
             outcome.errors.append(f"{type(error).__name__}: {error}")
         finally:

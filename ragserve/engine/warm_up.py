@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import RagserveError
-from sglang_ext.protocol import EXACT_STRATEGIES, Span
+from sglang_ext.protocol import EXACT_STRATEGIES, SessionPart, Span, session_key
 
 NAMESPACE = "ragserve-warm-up"
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (  # each has passes that the others have not
@@ -37,9 +37,11 @@ DECODE: tuple[dict[str, Any], ...] = (
     {"mode": "hierarchical", "budget": 256, "reuse": 4, "dense_below": 0},
     {"mode": "progressive", "threshold": 0.9, "dense_below": 0},
 )
-HOSTED = DECODE[0] | {"hosted": True}
+EXACT = DECODE[0] | {"scores": "exact"}
+HOSTED: tuple[dict[str, Any], ...] = tuple(each | {"hosted": True} for each in DECODE)
 PREFILL: tuple[dict[str, Any], ...] = tuple({"mode": mode, "dense_below": 0} for mode in ("lines", "blocks"))
 _SYSTEM, _DOCUMENTS, _QUESTION = 48, (400, 272, 131), 24  # tokens
+_LONG_ANSWER = Sampling(40, ignore_eos=True)  # a hosted request moves after a few steps
 _LONG = (2000, 1000)  # tokens of documents; more than a recompute graph has rows
 _FLUSH_S = 30.0
 _FIRST_ID, _IDS = 3, 251  # of the tokens: every vocabulary has them
@@ -76,6 +78,7 @@ async def warm_up(engine: WarmedEngine, info: EngineInfo) -> list[str]:
             failed.append(kind)
             log.warning("the warm-up could not ask a request of kind %s: %s", kind, error)
     await engine.control("remove_namespace", namespace=NAMESPACE)
+    await engine.control("compiled", serving=True)
     return failed
 
 
@@ -84,6 +87,10 @@ def _kinds(engine: WarmedEngine, info: EngineInfo) -> Iterator[tuple[str, Callab
     composed = [each for each in STRATEGIES if each[0] in info.strategies]
     for kind, request in _exact(info):
         yield kind, partial(_read, engine, request)
+    if info.hosted_tokens:
+        yield "prompt by layers", partial(_by_layers, engine)
+    yield "turns", partial(_in_turn, engine, _turns("prefix", {}))
+    yield "rare launches", partial(engine.control, "launch")
     if not composed:
         return
     yield "long documents", partial(engine.warm, _request(0, "concat", _LONG))
@@ -96,6 +103,14 @@ def _kinds(engine: WarmedEngine, info: EngineInfo) -> Iterator[tuple[str, Callab
         for number, (strategy, options) in enumerate(composed):
             request = replace(_request(number, strategy), options=options)
             yield f"{strategy} {options} from {tier}", partial(_read, engine, request)
+    if info.hosted_tokens:
+        hosted = replace(_request(21, composed[0][0]), decode=HOSTED[0], sampling=_LONG_ANSWER)
+        yield "composed on the host", partial(_read, engine, hosted)
+    for strategy, options in composed:
+        if options.get("recompute") == "sentences":
+            yield f"turns, {strategy} {options}", partial(_in_turn, engine, _turns(strategy, options))
+            break
+    yield "attention to turns", partial(_attend, engine)
     together = [_request(20, name) for name in (*EXACT_STRATEGIES, composed[0][0])]
     yield "several at once", partial(_together, engine, together)
     ids, spans = together[0].input_ids, together[-1].spans
@@ -122,9 +137,12 @@ def _exact(info: EngineInfo) -> Iterator[tuple[str, GenerateRequest]]:
     for decode in DECODE if info.sparse_decode else ():
         long = replace(_request(2, "prefix"), decode=decode, sampling=Sampling(8, ignore_eos=True))
         yield f"decode {decode['mode']}", long
-    if info.hosted_tokens:
-        hosted = replace(_request(4, "full"), decode=HOSTED, sampling=Sampling(40, ignore_eos=True))
-        yield "decode hosted", hosted
+    if info.sparse_decode and info.sparse_prefill:  # both need KV of 16 bits
+        exact = replace(_request(5, "prefix"), decode=EXACT, sampling=Sampling(8, ignore_eos=True))
+        yield "decode exact", exact
+    for decode in HOSTED if info.hosted_tokens else ():
+        hosted = replace(_request(4, "full"), decode=decode, sampling=_LONG_ANSWER)
+        yield f"decode hosted {decode['mode']}", hosted
     for prefill in PREFILL if info.sparse_prefill else ():
         yield f"prefill {prefill['mode']}", replace(_request(3, "prefix"), prefill=prefill)
 
@@ -138,6 +156,27 @@ async def _read(engine: WarmedEngine, request: GenerateRequest) -> None:
 
 async def _together(engine: WarmedEngine, requests: Sequence[GenerateRequest]) -> None:
     await asyncio.gather(*(_read(engine, request) for request in requests))
+
+
+async def _by_layers(engine: WarmedEngine) -> None:
+    """Ask with a prompt that is prefilled layer by layer onto the host, as one larger than the KV pool."""
+    if (await engine.control("segment")).get("segments"):
+        request = replace(_request(6, "full", _LONG), decode=HOSTED[0], sampling=_LONG_ANSWER)
+        await _read(engine, request)
+
+
+async def _in_turn(engine: WarmedEngine, requests: Sequence[GenerateRequest]) -> None:
+    for request in requests:
+        await _read(engine, request)
+
+
+async def _attend(engine: WarmedEngine) -> None:
+    """Ask what a question attends to in the first turn of the session that `_turns` makes."""
+    first, _ = _turns("prefix", {})
+    key, end = session_key(NAMESPACE, "prefix"), len(first.input_ids)
+    parts = [[0, _SYSTEM, end // 2, [0, 8]], [0, end // 2, end, [0]]]
+    question = _question(30)
+    await engine.control("attend", key=key, prompts=[first.input_ids], question=question, parts=parts)
 
 
 async def _to_host(engine: WarmedEngine) -> None:
@@ -154,13 +193,29 @@ def _request(number: int, strategy: str, documents: Sequence[int] = _DOCUMENTS) 
         () if strategy in EXACT_STRATEGIES else (Span(0, _SYSTEM), *(Span(a, b) for a, b in pairwise(ends)))
     )
     ids = [_FIRST_ID + (n * n + 7 * n) % _IDS for n in range(ends[-1])]
-    question = [_FIRST_ID + (13 * n + 31 * number) % _IDS for n in range(_QUESTION)]
     return GenerateRequest(
         "warm-up",
-        ids + question,
+        ids + _question(number),
         NAMESPACE,
         strategy,
         Sampling(max_new_tokens=2),
         spans,
         unregistered=range(len(spans)),
     )
+
+
+def _question(number: int) -> list[int]:
+    return [_FIRST_ID + (13 * n + 31 * number) % _IDS for n in range(_QUESTION)]
+
+
+def _turns(strategy: str, options: dict[str, Any]) -> tuple[GenerateRequest, GenerateRequest]:
+    """Two turns of a session, the second with a document of its own behind the first."""
+    key = session_key(NAMESPACE, strategy)
+    first = replace(_request(7, strategy), options=options, session=SessionPart(key))
+    behind = [_FIRST_ID + (5 * n * n + n) % _IDS for n in range(_DOCUMENTS[1])]
+    ids = [*first.input_ids, *_question(8), *behind]  # as if the first question had been the answer
+    held = first.spans[-1].end if first.spans else 0
+    start = len(ids) - len(behind)
+    spans = (Span(0, start), Span(start, len(ids))) if first.spans else ()
+    second = replace(first, input_ids=ids + _question(9), spans=spans, session=SessionPart(key, held))
+    return first, replace(second, unregistered=range(len(spans)), earlier=lambda: first)

@@ -46,6 +46,14 @@ _IN_LANGUAGE = 2 / 3  # share of the known words that the embedder knows
 _VERIFIED = 3  # of the best replacements, by the lexical index
 _ENDINGS = ("s", "es", "ed", "d", "ing", "ly")  # of English, as the lexical index's stemmer
 
+# English contractions as they are typed in a hurry, for which other words are near
+_CONTRACTIONS = frozenset(
+    re.findall(
+        r"\w+",
+        "arent cant couldnt didnt doesnt dont hadnt hasnt havent isnt shouldnt theyre theyve wasnt werent "
+        "wont wouldnt youre youve",
+    )
+)
 _TOKEN = re.compile(r"`[^`]*`|\S+")
 _INSIDE = re.compile(r"[^\W\d_]+")
 _PLAIN = re.compile(r"[(\[{\"'“”‘’„«»‚¿¡]*((?:[^\W\d_]+['’-])*[^\W\d_]+)['’]?[)\]}\"'“”‘’»«.,;:!?…]*")
@@ -254,9 +262,13 @@ def _words(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _is_known(word: str, known: AbstractSet[str]) -> bool:
-    return word in known or any(
-        word.endswith(ending) and len(word) - len(ending) >= MIN_LETTERS and word[: -len(ending)] in known
-        for ending in _ENDINGS
+    return (
+        word in known
+        or word in _CONTRACTIONS
+        or any(
+            word.endswith(ending) and len(word) - len(ending) >= MIN_LETTERS and word[: -len(ending)] in known
+            for ending in _ENDINGS
+        )
     )
 
 

@@ -63,10 +63,10 @@ class SparseDecodeBackend(AttentionBackend):
             "support_triton",
         ):
             setattr(self, name, getattr(wrapped, name))
-        self._config = config
+        self.config = config
         self._statistics = statistics
         pool = self._pool = runner.token_to_kv_pool
-        self._quantized = isinstance(pool, QuantizedKVPool)
+        self.quantized = isinstance(pool, QuantizedKVPool)
         self._table = runner.req_to_token_pool.req_to_token
         self._device = torch.device(runner.device)
         ranks, page = Ranks(runner.tp_group), runner.page_size
@@ -80,7 +80,7 @@ class SparseDecodeBackend(AttentionBackend):
         # of this rank's heads
         self.streaming_share = 0.0 if self._pattern is None else float(self._pattern.float().mean())
         pages = -(-self._table.shape[1] // page)
-        self._shape = TableShape(
+        self.shape = TableShape(
             layers=pool.layer_num,
             heads=runner.model_config.num_attention_heads // ranks.world,
             kv_heads=pool.head_num,
@@ -100,7 +100,7 @@ class SparseDecodeBackend(AttentionBackend):
         self._eager: StepTables | None = None  # for batches larger than any graph, or without graphs
         self._tables: StepTables | None = None  # of the latest decode pass that runs our kernels
         self._step = IDLE
-        self._asked = PromptQueries(self._shape, self._device)
+        self._asked = PromptQueries(self.shape, self._device)
         self._prefixes: torch.Tensor | None = None  # slots that the extend at hand reads and does not write
         self.prefill: SparsePrefill | None = None  # of the extend at hand, if some request's is sparse
 
@@ -125,12 +125,12 @@ class SparseDecodeBackend(AttentionBackend):
         self._step = step
         self._asked.begin(step.asked)
         self._prefixes = None
-        if self._quantized:
+        if self.quantized:
             cached = [self._table[row, :tokens] for row, tokens in step.prefixes if tokens]
             self._prefixes = torch.cat(cached).long() if cached else None
         self.prefill = None
         if step.prefill:
-            self.prefill = SparsePrefill(step.prefill, self._table, self._shape.page_size, self._config)
+            self.prefill = SparsePrefill(step.prefill, self._table, self.shape.page_size, self.config)
         if step.rows and not self._is_wrapped(decode=True):
             self._tables_for(len(step.rows)).set_step(step)
 
@@ -140,25 +140,25 @@ class SparseDecodeBackend(AttentionBackend):
         ``queries`` [layers, heads, head_dim]; ``batch``: where the statistics of its pages lie. Returns
         [layers, kv_heads, capacity] and [layers, kv_heads], as `taken`."""
         budgets = torch.tensor([self._limit(options)], dtype=torch.int32).to(self._device, non_blocking=True)
-        width, capacity = batch.page_table.shape[1], self._shape.capacity
-        sizes = self._shape.layers, 1, self._shape.kv_heads
+        width, capacity = batch.page_table.shape[1], self.shape.capacity
+        sizes = self.shape.layers, 1, self.shape.kv_heads
         blocks = torch.zeros(*sizes, capacity, dtype=torch.int32, device=self._device)
         counts = torch.zeros(sizes, dtype=torch.int32, device=self._device)
-        at_once = max(1, _SCORE_BYTES // (4 * self._shape.kv_heads * width))
-        for first in range(0, self._shape.layers, at_once):
+        at_once = max(1, _SCORE_BYTES // (4 * self.shape.kv_heads * width))
+        for first in range(0, self.shape.layers, at_once):
             layers = slice(first, first + at_once)
             page_select(
                 queries[layers, None],
                 batch,
                 self._statistics.tables.bounds(layers),
-                budget_tokens=capacity * self._shape.page_size,
+                budget_tokens=capacity * self.shape.page_size,
                 budgets=budgets,
                 into=PageSelection(blocks[layers], counts[layers]),
             )
         return PageSelection(blocks[:, 0], counts[:, 0])
 
     def _limit(self, options: DecodeOptions) -> int:
-        return min(options.budget // self._shape.page_size, self._shape.capacity - 1)
+        return min(options.budget // self.shape.page_size, self.shape.capacity - 1)
 
     def widened(self, selection: PageSelection, state: DecodeState) -> PageSelection:
         """Return a choice with the page that has begun since, if one has, as `place` would put it."""
@@ -188,12 +188,12 @@ class SparseDecodeBackend(AttentionBackend):
 
     def most_listed(self, options: DecodeOptions, tokens: int) -> int:
         """Return how many pages a choice for columns may list: those of the budget, or all there are."""
-        return min(self._limit(options), -(-tokens // self._shape.page_size))
+        return min(self._limit(options), -(-tokens // self.shape.page_size))
 
     @property
     def capacity(self) -> int:
         """Pages of the widest choice."""
-        return self._shape.capacity
+        return self.shape.capacity
 
     def observed(self, row: int) -> torch.Tensor:
         """Return a copy of what a row of the latest decode step is to choose pages by.
@@ -216,13 +216,13 @@ class SparseDecodeBackend(AttentionBackend):
         """Return True if the wrapped backend runs this pass.
 
         It runs every extend, and dense decode steps where it can read the pool."""
-        return not decode or (self.variant is Variant.DENSE and not self._quantized)
+        return not decode or (self.variant is Variant.DENSE and not self.quantized)
 
     def _tables_for(self, n: int) -> StepTables:
         if self._captured is not None and n <= self._captured.size:
             return self._captured
         if self._eager is None or self._eager.size < n:
-            larger = StepTables(max(n, 8), self._shape, self._device, self._pattern)
+            larger = StepTables(max(n, 8), self.shape, self._device, self._pattern)
             if self._eager is not None:
                 larger.adopt(self._eager)
             if self._step.rows and self._tables is not None:  # a batch padded beyond its requests
@@ -251,7 +251,7 @@ class SparseDecodeBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.wrapped.init_cuda_graph_state(max_bs, max_num_tokens)
-        self._captured = StepTables(max_bs, self._shape, self._device, self._pattern)
+        self._captured = StepTables(max_bs, self.shape, self._device, self._pattern)
 
     def forward(
         self,
@@ -265,7 +265,7 @@ class SparseDecodeBackend(AttentionBackend):
     ) -> torch.Tensor:
         decode = forward_batch.forward_mode.is_decode()
         # a model with a fused KV write; it shows at its first step, the engine's own warm-up
-        if self._quantized and not save_kv_cache:
+        if self.quantized and not save_kv_cache:
             raise NotImplementedError(
                 f"layer {layer.layer_id} writes its KV by itself, past a pool of few bits: serve this model "
                 "with kv_bits=16"
@@ -353,7 +353,7 @@ class SparseDecodeBackend(AttentionBackend):
         rows = self._tables.rows(n)
         q = q.reshape(n, layer.tp_q_head_num, layer.qk_head_dim)
         kv: KVPair
-        if self._quantized:
+        if self.quantized:
             pool.store(number, forward_batch.out_cache_loc, k, v)
             kv = pool.quantized(number)
         else:
@@ -363,18 +363,18 @@ class SparseDecodeBackend(AttentionBackend):
         rows.queries[number].lerp_(q, rows.shares)
         if self.variant in (Variant.SELECTED, Variant.PROGRESSIVE):
             self._choose(rows, slice(number, number + 1))
-        for_later = self.variant is Variant.REFRESHED or (self._shape.lags and self.variant in _CHOOSING)
+        for_later = self.variant is Variant.REFRESHED or (self.shape.lags and self.variant in _CHOOSING)
         out = sparse_decode(
             q,
             kv,
             rows.batch,
             selection=rows.selection(number),
-            heads=HeadKinds(rows.kinds[number], self._config.sink_tokens, self._config.local_tokens),
+            heads=HeadKinds(rows.kinds[number], self.config.sink_tokens, self.config.local_tokens),
             scale=layer.scaling,
         )
         if self.variant is Variant.PROGRESSIVE:
             self._add_progressive(out, rows, q, kv, number, layer.scaling)
-        if for_later and number == self._shape.layers - 1:
+        if for_later and number == self.shape.layers - 1:
             self._choose_for_later(rows, n)
         return out.view(n, -1)
 
@@ -388,12 +388,12 @@ class SparseDecodeBackend(AttentionBackend):
 
     def _choose_for_later(self, rows: TableRows, n: int) -> None:
         """Choose pages for the steps that follow, in all layers, by what has been observed so far."""
-        at_once = max(1, _SCORE_BYTES // (4 * n * self._shape.kv_heads * self._shape.pages))
-        for first in range(0, self._shape.layers, at_once):
+        at_once = max(1, _SCORE_BYTES // (4 * n * self.shape.kv_heads * self.shape.pages))
+        for first in range(0, self.shape.layers, at_once):
             layers = slice(first, first + at_once)
             if self.variant is Variant.REFRESHED:
                 self._choose(rows, layers)
-            if self._shape.lags:
+            if self.shape.lags:
                 bounds = self._statistics.tables.bounds(layers)
                 into = rows.wanted_selection(layers)
                 self._select(rows, layers, rows.scored, bounds, rows.lagged, into)
@@ -404,11 +404,11 @@ class SparseDecodeBackend(AttentionBackend):
         A graph is captured without rows, and serves rows of both kinds."""
         bounds = self._statistics.tables.bounds(layers)
         self._select(rows, layers, rows.batch, bounds, rows.active, rows.selection(layers))
-        if self._quantized or (self._step.rows and not any(row.exact for row in self._step.rows)):
+        if self.quantized or (self._step.rows and not any(row.exact for row in self._step.rows)):
             return
-        for layer in range(self._shape.layers)[layers]:
+        for layer in range(self.shape.layers)[layers]:
             one = slice(layer, layer + 1)
-            keys = KeySummary(self._pool.get_key_buffer(layer)[None], None, self._shape.page_size)
+            keys = KeySummary(self._pool.get_key_buffer(layer)[None], None, self.shape.page_size)
             self._select(rows, one, rows.batch, keys, rows.exact, rows.selection(one))
 
     def _select(
@@ -424,7 +424,7 @@ class SparseDecodeBackend(AttentionBackend):
             rows.queries[layers],
             batch,
             keys,
-            budget_tokens=self._shape.capacity * self._shape.page_size,
+            budget_tokens=self.shape.capacity * self.shape.page_size,
             budgets=rows.budgets,
             active=active,
             into=into,
@@ -446,5 +446,5 @@ class SparseDecodeBackend(AttentionBackend):
         if part.from_host is not None:
             rows.from_host[layer].copy_(part.from_host)
             # rows that choose by bounds at the end of the step overwrite it
-            rows.wanted[layer].copy_(ranking.blocks[..., : self._shape.capacity])
+            rows.wanted[layer].copy_(ranking.blocks[..., : self.shape.capacity])
         out += part.out

@@ -164,6 +164,11 @@ class DecodeRuntime:
         return None if self._requests is None else self._requests.admit(adder, req, add)
 
     @property
+    def hosted(self) -> HostedRows | None:
+        """What hosted requests have; None where there are none."""
+        return self._hosted
+
+    @property
     def requests(self) -> HostedRequests | None:
         """Requests whose KV is on the host; None where there are none."""
         return self._requests

@@ -68,6 +68,8 @@ class SegmentedPrefill:
         self.chunk = max(1, min(rows, self._inject) // self._page) * self._page
         self._writer = LayerWriter(hosted, self.chunk)
         self._job: _Job | None = None
+        self.take_next = False
+        """Take the next prompt that may be hosted as if the pool had no room: for the warm-up."""
 
     @property
     def running(self) -> int:
@@ -157,9 +159,10 @@ class SegmentedPrefill:
         if not exceeds:
             if state.options.hosted is not True or self._job is not None or self._refusal(req) is not None:
                 return None
-            result = add()
+            result = AddReqResult.NO_TOKEN if self.take_next else add()
             if result is not AddReqResult.NO_TOKEN or any(each is req for each in adder.can_run_list):
                 return result
+            self.take_next = False
         elif self._job is not None:
             return AddReqResult.CONTINUE
         elif state.whole is not None and (reason := self._restore(req, state)) is not None:

@@ -1,9 +1,11 @@
 """Time the first request of every kind to an engine that is ready, and later ones, as JSON: milliseconds by
-kind, in order. The prompts are none of the warm-up's.
+kind, in order, and the kernels that were compiled or loaded for each kind. The prompts are none of the
+warm-up's.
 
-    python -m tests.integration.first_requests_main DATA_FOLDER OUT.json [sparse]
+    python -m tests.integration.first_requests_main DATA_FOLDER OUT.json [dense | sparse | bits [ENGINE]]
 
-sparse: with sparse decoding and hosted requests, and their kinds.
+sparse: with sparse decoding and hosted requests, and their kinds. bits: with sparse decoding of KV of 8 bits,
+and pages of 8 bits. ENGINE: options of SGLang's, as JSON.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.errors import EngineError, RagserveError
 from ragserve.measuring.engine_run import first_token, in_tier, random_tokens
-from sglang_ext.protocol import Span
+from sglang_ext.protocol import SessionPart, Span, session_key
 
 TIMES = 6
 SYSTEM, DOCUMENTS, QUESTION = 37, (523, 210, 96), 29  # tokens
@@ -34,7 +37,15 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 DECODE: dict[str, dict[str, Any]] = {
     "hierarchical": {"mode": "hierarchical", "budget": 256, "dense_below": 0},
     "progressive": {"mode": "progressive", "threshold": 0.8, "dense_below": 0},
-    "hosted": {"mode": "hierarchical", "budget": 256, "dense_below": 0, "hosted": True},
+}
+EXACT = DECODE["hierarchical"] | {"scores": "exact"}
+HOSTED = {f"hosted {name}": decode | {"hosted": True} for name, decode in DECODE.items()}
+PREFILL: dict[str, dict[str, Any]] = {name: {"mode": name, "dense_below": 0} for name in ("lines", "blocks")}
+LONG = Sampling(24, ignore_eos=True)
+MODES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "sparse": {"sparse_attention": "on", "kv_hosted_bytes": 2**30},
+    "bits": {"sparse_attention": "on", "kv_bits": 8, "kv_page_bits": 8},
 }
 
 
@@ -45,6 +56,7 @@ class Kinds:
         self._engine = engine
         self._draw = random.Random(5)
         self._request = self._documents()
+        self._sessions = 0
 
     def _documents(self) -> GenerateRequest:
         spans, at = [Span(0, SYSTEM)], SYSTEM
@@ -66,7 +78,7 @@ class Kinds:
             self._engine, replace(self._request, input_ids=ids, strategy=strategy, **fields)
         )
         if tier and answer.tiers != {tier}:
-            raise SystemExit(f"{strategy}: not from {tier} but from {answer.tiers}: {answer.first.fallback}")
+            raise EngineError(f"{strategy}: not from {tier} but from {answer.tiers}: {answer.first.fallback}")
         return (answer.chunks[-1][0] - answer.started) * 1e3
 
     async def prefill(self) -> float:
@@ -74,6 +86,39 @@ class Kinds:
         started = asyncio.get_running_loop().time()
         await self._engine.warm(self._documents())
         return (asyncio.get_running_loop().time() - started) * 1e3
+
+    async def second_turn(self, strategy: str, options: dict[str, Any]) -> float:
+        """Milliseconds of the second turn of a new session: it brings a document more."""
+        self._sessions += 1
+        key = session_key(self._request.namespace, str(self._sessions))
+        ids = self._request.input_ids + random_tokens(self._draw, QUESTION)
+        first = replace(
+            self._request, input_ids=ids, strategy=strategy, options=options, session=SessionPart(key)
+        )
+        await first_token(self._engine, first)
+        start, end = len(ids) + QUESTION, len(ids) + QUESTION + DOCUMENTS[2]
+        held = 0 if strategy == "prefix" else first.spans[-1].end
+        second = replace(
+            first,
+            input_ids=ids + random_tokens(self._draw, end - len(ids) + QUESTION),
+            spans=(Span(0, start), Span(start, end)),
+            session=SessionPart(key, held),
+            earlier=lambda: first,
+        )
+        if held:
+            await self._engine.warm(replace(second, session=None, spans=second.spans[1:]))
+        answer = await first_token(self._engine, second)
+        return (answer.chunks[-1][0] - answer.started) * 1e3
+
+    async def by_layers(self) -> float:
+        """Milliseconds of an answer to a prompt that is prefilled onto the host layer by layer."""
+        await self._engine.control("segment")
+        ids = random_tokens(self._draw, SYSTEM + sum(DOCUMENTS) + QUESTION)
+        request = replace(self._request, input_ids=ids, strategy="full", sampling=LONG, spans=())
+        answer = await first_token(self._engine, replace(request, decode=HOSTED["hosted hierarchical"]))
+        if answer.last.decode is None or not answer.last.decode.segmented_tokens:
+            raise EngineError(f"the prompt was not prefilled by layers: {answer.last.decode}")
+        return (answer.chunks[-1][0] - answer.started) * 1e3
 
     def all(self) -> dict[str, Callable[[], Awaitable[float]]]:
         sampled = Sampling(4, temperature=0.7, top_p=0.8)
@@ -85,20 +130,40 @@ class Kinds:
         for tier in ("device", "host"):
             for strategy, options in STRATEGIES.items():
                 kinds[f"{strategy} from {tier}"] = partial(self.ask, strategy, tier, options=options)
-        for name, decode in DECODE.items() if self._engine.info.hosted_tokens else ():
-            long = Sampling(24, ignore_eos=True)
-            kinds[f"decode {name}"] = partial(self.ask, "full", decode=decode, sampling=long)
+        kinds["turn"] = partial(self.second_turn, "prefix", {})
+        kinds["composed turn"] = partial(self.second_turn, "concat", {"recompute": "sentences", "share": 0.1})
+        info = self._engine.info
+        decode = dict(DECODE) if info.sparse_decode else {}
+        if info.sparse_prefill:
+            decode["exact"] = EXACT
+            for name, prefill in PREFILL.items():
+                kinds[f"prefill {name}"] = partial(self.ask, "full", prefill=prefill)
+        if info.hosted_tokens:
+            decode |= HOSTED
+        for name, fields in decode.items():
+            kinds[f"decode {name}"] = partial(self.ask, "full", decode=fields, sampling=LONG)
+        if info.hosted_tokens:
+            hosted = HOSTED["hosted hierarchical"]
+            kinds["prompt by layers"] = self.by_layers
+            kinds["composed on the host"] = partial(self.ask, "concat", "host", decode=hosted, sampling=LONG)
         return kinds
 
 
 async def measure(out: Path, engine: Any) -> None:
     kinds = Kinds(engine)
     await kinds.ask("prefix")  # fills the cache
-    found = {}
+    found, compiled, failed = {}, {}, {}
     for kind, ask in ({"prefix hit": partial(kinds.ask, "prefix")} | kinds.all()).items():
-        found[kind] = [round(await ask(), 2) for _ in range(TIMES)]
+        before = (await engine.control("compiled"))["count"]
+        try:
+            found[kind] = [round(await ask(), 2) for _ in range(TIMES)]
+        except RagserveError as error:  # the others go on
+            failed[kind] = str(error)
+        compiled[kind] = (await engine.control("compiled", since=before))["latest"]
+    total = await engine.control("compiled")
     info = {"start_s": engine.info.start_s, "warm_up_s": engine.info.warm_up_s}
-    out.write_text(json.dumps({"ms": found, **info}))
+    kernels = {"kernels": total["count"], "kernels_s": total["seconds"]}
+    out.write_text(json.dumps({"ms": found, "compiled": compiled, "failed": failed, **info, **kernels}))
 
 
 if __name__ == "__main__":
@@ -107,6 +172,7 @@ if __name__ == "__main__":
 
     attention = os.environ.get("RAGSERVE_ATTENTION")
     options = {"attention_backend": attention} if attention else {}
-    sparse = {"sparse_attention": "on", "kv_hosted_bytes": 2**30} if sys.argv[3:] == ["sparse"] else {}
-    settings = load(model=DEFAULT_MODEL, data_dir=Path(sys.argv[1]), engine_args=options, **sparse)
+    mode = MODES[sys.argv[3] if sys.argv[3:] else "dense"]
+    options |= json.loads(sys.argv[4]) if sys.argv[4:] else {}
+    settings = load(model=DEFAULT_MODEL, data_dir=Path(sys.argv[1]), engine_args=options, **mode)
     run_once(settings, partial(measure, Path(sys.argv[2])))

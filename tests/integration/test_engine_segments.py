@@ -118,6 +118,24 @@ def test_ranks_prefill_by_segments_what_others_leave_no_room_for(parallel_server
     verify(client)
 
 
+def test_what_the_warm_up_of_a_gpu_asks_for(parallel_server: Server) -> None:
+    """A prompt that fits is prefilled by segments, once; launches for nobody leave nothing behind."""
+    client, n_new, ids = parallel_server.client, 8, some_ids(900, 65)
+    resident = result(generate(client, ids, n_new, **LAGGING))
+    for op in ("launch", "segment"):
+        done = client.post("/dumper/ragserve", json={"op": op})
+        assert done.status_code == httpx.codes.OK, done.text
+    asked = HOSTED | {"columns": 1}
+    answers = [generate(client, ids, n_new, **asked) for _ in range(2)]
+    for answer in answers:
+        assert_same(result(answer), resident)
+    assert [report(answer).segmented_tokens for answer in answers] == [(len(ids) - 1) // PAGE * PAGE, 0]
+    kernels = client.post("/dumper/ragserve", json={"op": "compiled"}).json()[0]
+    assert kernels == {"count": 0, "seconds": 0.0, "latest": []}, "on a CPU"
+    assert idle(client)["used"] == 0
+    verify(client)
+
+
 def test_a_question_over_more_text_than_the_pool_holds_is_answered_hosted(stress_server: Server) -> None:
     client = stress_server.client
     pool = client.get("/info").json()["engine"]["max_total_tokens"]

@@ -34,6 +34,8 @@ def key(value: Any, *, whole: bool, aligned: bool) -> Any:
 class Recorded:
     """A kernel that notes the keys of its launches."""
 
+    runs = True  # False: launches are noted only
+
     def __init__(self, kernel: Any, seen: set[Any]) -> None:
         self._kernel, self._seen = kernel, seen
 
@@ -48,7 +50,8 @@ class Recorded:
                 for name, value in zip(names, arguments, strict=False)
             ]
             self._seen.add((*found, *sorted(constants.items())))
-            self._kernel[grid](*arguments, **constants)
+            if self.runs:
+                self._kernel[grid](*arguments, **constants)
 
         return launch
 
@@ -88,3 +91,29 @@ def test_recomputed_rows_of_any_layer(device: torch.device, keys: Keys) -> None:
                 scale=0.125,
             )
     assert len(keys["prefix_rows_attention_kernel"]) == 1
+
+
+def test_a_few_numbers_of_rows_compile_what_any_number_needs(
+    device: torch.device, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ragserve_kernels.prefix_rows_attention.triton import rows_of_every_launch
+
+    monkeypatch.setattr(Recorded, "runs", False)
+
+    def launch(rows: int, tokens: int) -> None:
+        sizes = ((rows, 32), (tokens, 8))
+        q, k = (torch.zeros(n, heads, 128, dtype=torch.bfloat16, device=device) for n, heads in sizes)
+        starts = torch.tensor([0, rows], dtype=torch.int32, device=device)
+        seen = torch.zeros(rows, dtype=torch.int32, device=device)
+        slots = torch.zeros(tokens, dtype=torch.int64, device=device)
+        prefix_rows_attention(q, k, k, slots, starts[:1], starts, seen, max_rows=rows, scale=0.125)
+
+    few = rows_of_every_launch(kv_heads=8, group=4)
+    for rows in few:
+        launch(rows, 1024)
+    compiled = {name: set(seen) for name, seen in keys.items()}
+    assert len(compiled["prefix_rows_attention_kernel"]) == len(few) == 3
+    for rows in (1, 31, 100, 500, 600, 1000, 1100, 2000):
+        for tokens in (16, 130, 2000):
+            launch(rows, tokens)
+    assert keys == compiled

@@ -66,7 +66,7 @@ def attend_keys(
 # the layers before): requests wait for it
 @triton.jit(
     do_not_specialize=["n_rows", "n_splits"],
-    do_not_specialize_on_alignment=["p_slots", "p_slot_start", "p_row_start", "p_row_len"],
+    do_not_specialize_on_alignment=["p_lse", "p_slots", "p_slot_start", "p_row_start", "p_row_len"],
 )
 def prefix_rows_attention_kernel(
     q,  # HeadRows of [R, Hq, D]
@@ -148,7 +148,10 @@ def prefix_rows_attention_kernel(
         tl.store(p_lse + o_head_of_row, b_lse * (1.0 if SPLIT else 0.6931471805599453), mask=m_q)
 
 
-@triton.jit(do_not_specialize=["n_splits", "n_requests", "n_heads_of_rows"])
+@triton.jit(
+    do_not_specialize=["n_splits", "n_requests", "n_heads_of_rows"],
+    do_not_specialize_on_alignment=["p_lse", "p_row_start"],
+)
 def combine_splits_kernel(
     p_part,  # float32 [SPLITS, R, Hq, D]
     p_part_lse,  # float32 [SPLITS, R, Hq], base 2
@@ -216,6 +219,13 @@ def choose_tile(head_dim: int, group: int, dtype: torch.dtype, programs: int) ->
         if programs < 2 * _SMS and head_dim <= 128
         else RowTile(max(least, 128), 64, 4, 3)
     )
+
+
+def rows_of_every_launch(kv_heads: int, group: int) -> tuple[int, ...]:
+    """Numbers of rows of one request whose launches, over keys enough to be split, take every tile, and parts
+    as well as whole keys: no other number needs another compilation."""
+    tiles = 1, -(-_SMS // kv_heads), -(-2 * _SMS // kv_heads)
+    return tuple(each * 128 // next_power_of_2(group) for each in tiles)
 
 
 def prefix_rows_attention_triton(

@@ -65,6 +65,7 @@ class ContextRuntime:
         self.documents = DeviceDocuments(model_runner, tree, tiers)
         self.composition: Composition | None = None
         self.unsupported = unsupported
+        self.model_runner = model_runner
         self._pool = model_runner.token_to_kv_pool
         # tokens of a prompt that SGLang takes in any case; its limit lies a few tokens higher
         self._longest = min(model_runner.model_config.context_len, model_runner.max_total_num_tokens) - 16

@@ -65,7 +65,7 @@ class Engine:
         self.info = SimpleNamespace(device="cpu", attention_backend="none", max_total_tokens=1000)
         self.free_at = 0.0
         self.held = self.most = 0
-        self.aborted = 0
+        self.aborted = self.kernels = 0
         self.tier = "host"
         self.fails = ""
         self.namespaces: dict[str, set[str]] = {}
@@ -76,7 +76,7 @@ class Engine:
         exact = request.strategy in ("full", "prefix")
         self.namespaces.setdefault(request.strategy, set()).add(request.namespace)
         report = (
-            None if exact else ContextReport(request.strategy, 100, 50, 10, {self.tier: 50}, 0.0, 0.0, 0.0)
+            None if exact else ContextReport(request.strategy, 100, 50, 10, {self.tier: 50}, 2.5, 0.0, 0.0)
         )
         self.held += (slots := 2 if exact else 1)
         self.most = max(self.most, self.held)
@@ -101,7 +101,8 @@ class Engine:
         return Whereabouts((False,) * n, (True,) * n, ("host",) * n, "host", None, 0, 0, 16, 1, {})
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, int]:
-        found = {"now": self.held, "most": self.most, "total": 1000}
+        found = {"now": self.held, "most": self.most, "total": 1000, "count": self.kernels}
+        self.kernels += operation == "compiled"  # one in each rate
         if operation == "slots":
             self.most = self.held
         return found
@@ -225,6 +226,11 @@ def test_strategies_are_compared_at_the_rate_of_full(tmp_path: Path, monkeypatch
         None,
         10.0,
     )
+    longest = concat["longest"][0]
+    assert longest["ttft ms"] >= longest["p50 ms"] > 0, "of every rate"
+    assert 0 <= longest["arrived s"] < effort.arrivals_s
+    assert (longest["compose_ms"], longest["kernels"]) == (2.5, 1)
+    assert "compose_ms" not in full["longest"][0]
     assert len(engine.namespaces["prefix"]) > 2, "the prefix cache begins empty at each rate"
     assert engine.namespaces["concat"] == {"load"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from ragserve.errors import EngineError
 from sglang_ext.prefill_options import PrefillOptions
 from sglang_ext.protocol import EXACT_STRATEGIES
 from sglang_ext.request_options import STRATEGY_OPTIONS, DecodeOptions, strategy_options
+from tests.conftest import REPO
 
 INFO = EngineInfo(
     *("local", "model", "model", "0.5.17", "cuda", "fa3", 8192, 8192),
@@ -28,6 +30,34 @@ INFO = EngineInfo(
     sparse_decode=True,
     sparse_prefill=True,
 )
+
+
+REACHED = {  # kernels, by the kind of request that launches each
+    "_assign": "decode hosted hierarchical",
+    "_attend": "decode hierarchical",
+    "_choose": "decode hierarchical",
+    "_finish": "decode progressive",
+    "_gather": "long documents",
+    "_merge": "decode hierarchical",
+    "_quantize": "long documents",  # where pages or the pool have few bits
+    "_round": "decode progressive",
+    "_score": "decode hierarchical",
+    "_stats": "full",
+    "block_k_kernel": "long documents",
+    "block_lse_kernel": "prefill lines",
+    "choose_kernel": "long documents",
+    "column_gather_kernel": "decode hosted hierarchical",
+    "combine_splits_kernel": "rare launches",
+    "exponent_kernel": "long documents",
+    "fit_kernel": "long documents",
+    "gather_h2d_kernel": "rare launches",
+    "local_q_kernel": "long documents",
+    "lse_kernel": "long documents",
+    "prefix_rows_attention_kernel": "rare launches",
+    "received_kernel": "long documents",
+    "rotate_gather_kernel": "concat {} from host",
+    "sparse_prefill_kernel": "prefill blocks",
+}
 
 
 class Recording:
@@ -49,7 +79,7 @@ class Recording:
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         self.asked.append(operation)
-        return {}
+        return {"segments": True}
 
     @property
     def requests(self) -> list[GenerateRequest]:
@@ -89,6 +119,50 @@ def test_a_prompt_whose_beginning_is_cached_sampling_and_sparse_steps_are_asked(
     assert not any(prefill.dense_below for prefill in prefills)
 
 
+def test_hosted_requests_and_turns_of_sessions_are_asked() -> None:
+    engine = asked(replace(INFO, hosted_tokens=100_000))
+    hosted = [request for request in engine.requests if request.decode.get("hosted")]
+    by_layers = engine.asked[engine.asked.index("segment") + 1]
+    assert by_layers in hosted
+    assert any(request.strategy in STRATEGY_OPTIONS for request in hosted), "composed on the host, too"
+    assert {"launch", "attend"} <= {each for each in engine.asked if isinstance(each, str)}
+    turns = [request for request in engine.requests if request.session]
+    for first, second in (turns[:2], turns[2:]):
+        assert second.session is not None
+        assert second.session.key == first.session.key  # type: ignore[union-attr]
+        assert second.input_ids[: len(first.input_ids)] == first.input_ids
+        assert second.session.held == (0 if first.strategy == "prefix" else first.spans[-1].end)
+    without = asked(INFO)
+    assert "segment" not in without.asked
+    assert not any(request.decode.get("hosted") for request in without.requests)
+
+
+class Broken(Recording):
+    """Every request and operation fails but the last ones."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        raise EngineError("broken")
+        yield
+
+    async def warm(self, request: GenerateRequest) -> None:
+        raise EngineError("broken")
+
+    async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        if operation in ("remove_namespace", "compiled"):
+            return {}
+        raise EngineError("broken")
+
+
+def test_every_kernel_is_launched_by_some_kind() -> None:
+    """Whoever adds a kernel says here what launches it before the engine is ready."""
+    launch = re.compile(r"^ +(\w+)\[\(", re.MULTILINE)
+    sources = (REPO / "kernels/ragserve_kernels").rglob("*.py")
+    kernels = {name for path in sources for name in launch.findall(path.read_text())}
+    assert kernels == REACHED.keys()
+    kinds = set(asyncio.run(warm_up(Broken(), replace(INFO, hosted_tokens=100_000))))
+    assert set(REACHED.values()) <= kinds, "as the warm-up names them"
+
+
 def test_only_what_the_engine_offers_is_asked() -> None:
     engine = asked(replace(INFO, strategies=EXACT_STRATEGIES, sparse_decode=False, sparse_prefill=False))
     assert {request.strategy for request in engine.requests} == set(EXACT_STRATEGIES)
@@ -102,7 +176,7 @@ def test_nothing_is_asked_where_nothing_is_compiled_or_does_not_fit(info: Engine
 
 def test_a_kind_that_fails_is_logged_and_the_others_are_asked(caplog: pytest.LogCaptureFixture) -> None:
     engine = asked(INFO, "epic")
-    assert engine.asked[-1] == "remove_namespace"
+    assert engine.asked[-2:] == ["remove_namespace", "compiled"]
     assert engine.requests[-1].strategy != "epic"
     failures = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(failures) == 2, "from the device and from the host"

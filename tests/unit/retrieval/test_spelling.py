@@ -22,7 +22,7 @@ KNOWN = frozenset({"what", "which", "where", "does", "tower", "house", "music", 
 TEXTS = {
     "lights": "The lighthouse of Skerryvore was built on a reef. Its lamps are lit. Alan Stevenson built it.",
     "more": "A lighthouse on Skerryvore: the lamp is bright, and Stevenson was its engineer. Karin kept it.",
-    "names": "Norvik and Norvig are towns. Zürich and Straßburg, too. Hunde bellen, Kunden zahlen.",
+    "names": "Norvik and Norvig are towns. Zürich and Straßburg, too. Hunde bellen, Kunden zahlen. Done.",
 }
 
 
@@ -101,6 +101,7 @@ def test_words_of_a_registry_in_postgres(store: IndexStore, tmp_path: Path, post
         "\"Skeryvore\" (“Stevensn’s”)? „towr“ «towr» »towr« ‘the towr’s’ 'Skeryvore\u2019s towr'",
         "Скеривор скеривора 灯台はどこ σκερυβορε",
         "barges houses",
+        "dont",
         "Norvix",
         "which lihgthouse of Skeryvore",
         "Skrvore",
