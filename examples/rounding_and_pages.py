@@ -28,6 +28,7 @@ from hosted_jobs import Jobs
 
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.config import DEFAULT_MODEL
+from ragserve.files import write_json
 from ragserve.measuring import report
 from sglang_ext.protocol import DecodeOptions
 
@@ -134,6 +135,8 @@ def main() -> None:
     jobs = Jobs(builder, pool, page=given.page, longest=4 * pool // 3, answer=ANSWER)
     model = Rounded(given.page, rounds=not given.float32)
     rows: list[dict[str, Any]] = []
+    if given.merge and given.out.exists():
+        rows = json.loads(given.out.read_text(encoding="utf-8"))["rows"][0]["each"]
     while time.monotonic() - begun < given.seconds:
         job = jobs.draw(chance, list(ONLY))
         asked = {name: value for name, value in job.decode.items() if name not in ("hosted", "columns")}
@@ -154,19 +157,20 @@ def main() -> None:
         row["led, apart"] = round(led_most, 4)
         rows.append(row)
         print(row, flush=True)
-    if given.merge and given.out.exists():
-        earlier = json.loads(given.out.read_text(encoding="utf-8"))["rows"]
-        rows = [each for each in earlier if "prompt" in each] + rows
-    kept = [row for row in rows if "prompt" in row]
-    kinds = sorted({(row["dtype"], row["page"]) for row in kept})
-    summary = [
-        summed(dtype, page, name, [row for row in kept if (row["dtype"], row["page"]) == (dtype, page)])
+        write(given.out, rows)
+
+
+def write(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the report: sums of the answers of each kind, and the answers."""
+    kinds = sorted({(row["dtype"], row["page"]) for row in rows})
+    sums = [
+        summed(dtype, page, name, [row for row in rows if (row["dtype"], row["page"]) == (dtype, page)])
         for dtype, page in kinds
         for name in ("apart", "led, apart")
     ]
+    sums[0]["each"] = rows
     workload = {"model": "ragserve-tiny", "noise": NOISE, "rounding explains": BFLOAT16}
-    shown = list(summary[0]) if summary else []
-    report.write("rounding-and-pages", workload, [*summary, *kept], out=given.out, shown=shown)
+    write_json(out, report.assemble("rounding-and-pages", workload, sums, ""))
 
 
 def summed(dtype: str, page: int, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -178,9 +182,9 @@ def summed(dtype: str, page: int, name: str, rows: list[dict[str, Any]]) -> dict
         "compared by": "pages of its own choice" if own else "the same pages",
         "answers": len(rows),
         "chosen otherwise": sum(row["chosen otherwise"] for row in rows) if own else 0,
-        "same tokens, all": sum(row["same tokens" if own else "led, same tokens"] for row in rows),
-        "apart, median": round(statistics.median(values), 4),
-        "apart, worst": values[-1],
+        "with the same tokens": sum(row["same tokens" if own else "led, same tokens"] for row in rows),
+        "median apart": round(statistics.median(values), 4),
+        "worst apart": values[-1],
         "beyond 0.15": sum(value > BFLOAT16 for value in values),
     }
 
