@@ -43,7 +43,7 @@ PAGE, SINK, LOCAL = 64, 64, 256
 LENGTHS = tuple(1024 * 2**i for i in range(8))
 DECODED = 256
 ANSWER = 40  # tokens, at most
-PATTERN = Path(__file__).parent / "results" / "heads-embedded.json"
+PATTERN = Path(__file__).parent / "results" / "streaming-memory-heads.json"
 _ATTENTION = "ragserve_two_caches"
 PAGES_NOTE = (
     "Pages of {page} tokens in all layers and KV heads; a page of some heads counts as their share. saved: "

@@ -91,6 +91,11 @@ class SamKvExperiment(RequestOptions):
         "attention, where the request has them.",
     )
     document_weight: Weight = Field(default=0.5, description="sentences: passages' part of retrieval_weight.")
+    continuation_weight: Weight = Field(
+        default=0.0,
+        description="sentences: a passage that names no subject of its own (`Further notes`) has at least "
+        "this share of the retriever's score of the passage before it.",
+    )
     feedback_weight: Weight = Field(
         default=0.3,
         description="sentences: weight, beside the other signals, of words shared with the best sentences of "

@@ -27,10 +27,14 @@ class PromptSentences:
         from sglang_ext.context.selection.choose_sentences import score_sentences
         from sglang_ext.context.selection.sentences import take_best
 
-        evidence = replace(self._evidence, options=options)
+        evidence = self._under(options)
         score, sentences, first = score_sentences(evidence), evidence.sentences, self._prompt.spans[1].start
         counts = [max(1, round(share * sentences.tokens)) for share in shares]
         return [(first + take_best(score, sentences, count)).tolist() for count in counts]
+
+    def _under(self, options: SamKvOptions) -> Evidence:
+        known = {name: score for name, score in self._evidence.known.items() if name != "document"}
+        return replace(self._evidence, options=options, known=known)  # `document` has an option of its own
 
     def bounds(self) -> list[list[tuple[int, int]]]:
         """For each document its sentences in order: the first token, counted in the document, and the one
@@ -45,7 +49,7 @@ class PromptSentences:
         """`bounds` with the score by which `samkv` would keep a sentence, higher is better."""
         from sglang_ext.context.selection.choose_sentences import score_sentences
 
-        scores = iter(score_sentences(replace(self._evidence, options=options)).tolist())
+        scores = iter(score_sentences(self._under(options)).tolist())
         return [[(start, end, next(scores)) for start, end in own] for own in self.bounds()]
 
     def leading(self, options: SamKvOptions) -> list[str]:
@@ -54,7 +58,7 @@ class PromptSentences:
 
         from sglang_ext.context.selection.signals import contributions
 
-        found = contributions(replace(self._evidence, options=options))
+        found = contributions(self._under(options))
         largest, at = torch.stack(list(found.values())).max(0)
         names = list(found)
         return [names[n] if value > 0 else "" for n, value in zip(at.tolist(), largest.tolist(), strict=True)]
@@ -79,7 +83,7 @@ class PromptSentences:
         """Token ids of the runs that are kept where the options say how much."""
         from sglang_ext.context.selection.choose_sentences import choose_sentences
 
-        return self._runs(choose_sentences(replace(self._evidence, options=options)).kept.tolist())
+        return self._runs(choose_sentences(self._under(options)).kept.tolist())
 
     def _runs(self, chosen: Sequence[int]) -> list[list[int]]:
         starts = {span.start for span in self._prompt.spans[1:]}

@@ -2,10 +2,10 @@
 kind, in order, and the kernels that were compiled or loaded for each kind. The prompts are none of the
 warm-up's.
 
-    python -m tests.integration.first_requests_main DATA_FOLDER OUT.json [dense | sparse | bits [ENGINE]]
+    python -m tests.integration.first_requests_main DATA_FOLDER OUT.json [MODE [ENGINE]]
 
-sparse: with sparse decoding and hosted requests, and their kinds. bits: with sparse decoding of KV of 8 bits,
-and pages of 8 bits. ENGINE: options of SGLang's, as JSON.
+MODE: dense, the default; pages: with documents' pages of 8 bits; sparse: with sparse decoding and hosted
+requests, and their kinds; bits: with sparse decoding of KV of 8 bits. ENGINE: options of SGLang's, as JSON.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ LONG = Sampling(24, ignore_eos=True)
 MODES: dict[str, dict[str, Any]] = {
     "dense": {},
     "sparse": {"sparse_attention": "on", "kv_hosted_bytes": 2**30},
-    "bits": {"sparse_attention": "on", "kv_bits": 8, "kv_page_bits": 8},
+    "bits": {"sparse_attention": "on", "kv_bits": 8},
+    "pages": {"kv_page_bits": 8},
 }
 
 
@@ -122,17 +123,21 @@ class Kinds:
 
     def all(self) -> dict[str, Callable[[], Awaitable[float]]]:
         sampled = Sampling(4, temperature=0.7, top_p=0.8)
+        info = self._engine.info
         kinds: dict[str, Callable[[], Awaitable[float]]] = {
             "full": partial(self.ask, "full"),
             "sampled": partial(self.ask, "full", sampling=sampled),
-            "documents": self.prefill,
         }
-        for tier in ("device", "host"):
+        if not info.only_exact:
+            kinds["documents"] = self.prefill
+        for tier in () if info.only_exact else ("device", "host"):
             for strategy, options in STRATEGIES.items():
                 kinds[f"{strategy} from {tier}"] = partial(self.ask, strategy, tier, options=options)
         kinds["turn"] = partial(self.second_turn, "prefix", {})
-        kinds["composed turn"] = partial(self.second_turn, "concat", {"recompute": "sentences", "share": 0.1})
-        info = self._engine.info
+        if not info.only_exact:
+            kinds["composed turn"] = partial(
+                self.second_turn, "concat", {"recompute": "sentences", "share": 0.1}
+            )
         decode = dict(DECODE) if info.sparse_decode else {}
         if info.sparse_prefill:
             decode["exact"] = EXACT

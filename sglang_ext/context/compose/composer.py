@@ -21,7 +21,7 @@ from sglang_ext.context.compose.stage_timer import StageTimer
 from sglang_ext.context.recompute.anchor_attention import anchor_attention
 from sglang_ext.context.recompute.graphs import capture_graphs
 from sglang_ext.context.recompute.job import RecomputeJob
-from sglang_ext.context.recompute.question_attention import QuestionRows, attention, warm_questions
+from sglang_ext.context.recompute.question_attention import QuestionRows, attention
 from sglang_ext.context.recompute.recompute_pass import recompute, warm
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.anchors import anchors_of
@@ -45,7 +45,6 @@ class Composer:
         self.fused_question = FusedQuestion(model_runner, self.graphs)
         if self._device.type == "cuda":
             warm(model_runner)
-            warm_questions(model_runner)
 
     def fill(
         self, contexts: Sequence[ComposedContext], rows: Sequence[torch.Tensor], *, whole: bool = False
@@ -211,7 +210,6 @@ class Composer:
             kept=upload(context.selection.kept.numpy(), self._device),
             slots=slots,
             job=context.question_job(slots, own).behind(earlier) if _is_whole(context, row) else None,
-            before=context.own_start,
         )
 
     def _job(

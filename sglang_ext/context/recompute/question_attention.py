@@ -15,12 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
-from ragserve_kernels.kv import HEAD_DIMS
-from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
-from sglang_ext.context.buffers import PADDING_SLOT, Ints, upload
+from sglang_ext.context.buffers import Ints, upload
 from sglang_ext.context.recompute.graphs import RecomputeGraphs
 from sglang_ext.context.recompute.job import LastQueries, RecomputeJob
 from sglang_ext.context.recompute.recompute_pass import recompute
@@ -28,7 +25,6 @@ from sglang_ext.ranks import Ranks
 
 # keys scored in one go: 0.4 GB for 8 KV heads of 128, in bfloat16 and in float32
 _KEYS_AT_ONCE = 65_536
-_WARM_SLOTS = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +33,7 @@ class QuestionRows:
 
     ``ids`` int64 [q] on the host, behind ``start`` tokens of the prompt, at positions from ``at`` on;
     ``kept`` int64 [S] or [layers, S] and ``slots`` int64 [S]: the context. Documents begin at position
-    ``first``. ``job``: the question as rows of a pass; None while it lacks some of its slots. ``before``: the
-    first slots that no document has, whose weights nobody asks for: those of a session's earlier turns.
+    ``first``. ``job``: the question as rows of a pass; None while it lacks some of its slots.
     """
 
     ids: Ints
@@ -48,20 +43,6 @@ class QuestionRows:
     kept: torch.Tensor
     slots: torch.Tensor
     job: RecomputeJob | None
-    before: int = 0
-
-
-def warm_questions(model_runner: Any) -> None:
-    """Compile what questions behind a dialogue need beside the kernels of passes (`recompute_pass.warm`)."""
-    keys = model_runner.token_to_kv_pool.get_key_buffer(0)
-    slots = torch.full((_WARM_SLOTS,), PADDING_SLOT, dtype=torch.int64, device=keys.device)
-    zeros = torch.zeros(1, dtype=torch.int64, device=keys.device)
-    last = LastQueries(zeros)
-    target = torch.full_like(zeros, PADDING_SLOT)[None]
-    recompute(model_runner, [RecomputeJob(zeros, zeros, slots, zeros[None], target, None, 0)], None, last)
-    q, scaling = last.queries[0]
-    if _has_kernel(q, keys):
-        largest_behind(model_runner.token_to_kv_pool, range(1), q, slots, 1, scaling)
 
 
 def attention(
@@ -106,15 +87,14 @@ def _in_place(
     upper = range(pool.layer_num // 2, pool.layer_num)
     found = []
     for number, (question, job) in enumerate(zip(questions, jobs, strict=True)):
-        before = question.before if _has_kernel(last.queries[0][0], pool.get_key_buffer(0)) else 0
         # few launches for few keys, and little memory for many
-        at_once = max(1, _KEYS_AT_ONCE // (len(job.slots) - before))
+        at_once = max(1, _KEYS_AT_ONCE // len(job.slots))
         own: list[torch.Tensor] = []
         for at in range(upper.start, upper.stop, at_once):
             layers = range(at, min(at + at_once, upper.stop))
+            keys = torch.stack([pool.get_key_buffer(layer)[job.slots] for layer in layers])
             q = torch.stack([last.queries[layer][0][number] for layer in layers])
-            weights = largest_behind(pool, layers, q, job.slots, before, last.queries[at][1])
-            own.extend(pad(weights[:, : len(question.slots) - before], (before, 0)))
+            own.extend(_largest(q, keys, last.queries[at][1])[:, : len(question.slots)])
         found.append(own)
     return found
 
@@ -145,57 +125,13 @@ def _beside(model_runner: Any, questions: Sequence[QuestionRows]) -> list[list[t
     return found
 
 
-def largest_behind(
-    pool: Any, layers: Sequence[int], q: torch.Tensor, slots: torch.Tensor, before: int, scaling: float
-) -> torch.Tensor:
-    """The largest probability that a head of q [layers, heads, head_dim] gives each of ``slots``, int64 [S],
-    but the first ``before``: f32 [layers, S - before].
-
-    With ``before`` a kernel adds up what all of them get, so that the others need no copy of their keys.
-    """
-    keys = torch.stack([pool.get_key_buffer(layer)[slots[before:]] for layer in layers])
-    return _largest(q, keys, scaling, _log_sums(pool, layers, q, slots, scaling) if before else None)
-
-
-def _log_sums(
-    pool: Any, layers: Sequence[int], q: torch.Tensor, slots: torch.Tensor, scaling: float
-) -> torch.Tensor:
-    """Log-sum-exp of each head's scores of all slots, f32 [layers, heads]."""
-    sums = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    start = torch.zeros(2, dtype=torch.int32, device=q.device)
-    start[1] = 1
-    for place, layer in enumerate(layers):
-        prefix_rows_attention(
-            q[place : place + 1],
-            pool.get_key_buffer(layer),
-            pool.get_value_buffer(layer),
-            slots,
-            start[:1],
-            start,
-            torch.full((1,), len(slots), dtype=torch.int32, device=q.device),
-            max_rows=1,
-            scale=scaling,
-            lse=sums[place : place + 1],
-        )
-    return sums
-
-
-def _has_kernel(q: torch.Tensor, keys: torch.Tensor) -> bool:
-    return q.shape[-1] in HEAD_DIMS and q.dtype == keys.dtype
-
-
-def _largest(
-    q: torch.Tensor, keys: torch.Tensor, scaling: float, log_sums: torch.Tensor | None = None
-) -> torch.Tensor:
+def _largest(q: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
     """The largest probability that a head of q [layers, heads, head_dim] gives each of the keys [layers, n,
-    kv_heads, head_dim], f32 [layers, n]. ``log_sums``, f32 [layers, heads]: where there are others beside
-    these, the log-sum-exp of the scores of all.
+    kv_heads, head_dim], f32 [layers, n].
     """
     grouped = q.float().unflatten(1, (keys.shape[2], -1))  # [layers, kv_heads, group, head_dim]
-    scores = torch.einsum("lhgd,lshd->lhgs", grouped, keys.float()) * scaling
-    if log_sums is None:
-        return scores.softmax(-1).amax((1, 2))
-    return (scores - log_sums.unflatten(1, (keys.shape[2], -1))[..., None]).amax((1, 2)).exp()
+    weights = (torch.einsum("lhgd,lshd->lhgs", grouped, keys.float()) * scaling).softmax(-1)
+    return weights.amax((1, 2))
 
 
 def by_token(question: QuestionRows, weights: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:

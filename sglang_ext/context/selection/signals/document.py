@@ -9,9 +9,21 @@ from sglang_ext.protocol import RetrievalScores
 
 
 def document(evidence: Evidence) -> torch.Tensor | None:
-    """Calibrated cosines of the passages. A passage without a score counts as the lowest that has one."""
+    """Calibrated cosines of the passages. A passage without a score counts as the lowest that has one.
+
+    A passage that names no subject of its own (`DocumentTerms.names_itself`) has at least option
+    `continuation_weight` of the score of the passage before it."""
     found = document_prior(evidence.scores, 1.0)
-    return None if found is None else evidence.spread(found)
+    if found is None:
+        return None
+    weight = evidence.options.experimental.continuation_weight
+    if weight:
+        score = found.tolist()
+        for number, names_itself in enumerate(evidence.terms.name_themselves):
+            if number and not names_itself:
+                score[number] = max(score[number], weight * score[number - 1])
+        found = torch.tensor(score)
+    return evidence.spread(found)
 
 
 def document_prior(scores: RetrievalScores | None, power: float) -> torch.Tensor | None:

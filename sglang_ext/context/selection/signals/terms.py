@@ -34,12 +34,15 @@ class DocumentTerms:
 
     ``terms`` int64 [T], as they first appear. ``counts`` int64 [T]: sentences that hold each. ``held`` int32
     [sum of counts]: these sentences, ascending for each term. ``title``: terms of the first sentence, without
-    what it has in brackets."""
+    what it has in brackets. ``names_itself``: another sentence has a word of the title, too. Where none has
+    ("Further notes", "Part 2", "(continued)"), the document may speak of what stands before it.
+    """
 
     terms: Ints
     counts: Ints
     held: npt.NDArray[np.int32]
     title: frozenset[int]
+    names_itself: bool
 
     @classmethod
     def of(cls, texts: Sequence[str]) -> DocumentTerms:
@@ -48,11 +51,13 @@ class DocumentTerms:
         for number, text in enumerate(texts):
             for term in dict.fromkeys(terms_of(text)):
                 held[term].append(number)
+        title = frozenset(terms_of(_ASIDE.sub("", texts[0])))
         return cls(
             np.fromiter(held, np.int64, len(held)),
             np.fromiter(map(len, held.values()), np.int64, len(held)),
             np.fromiter(chain.from_iterable(held.values()), np.int32),
-            frozenset(terms_of(_ASIDE.sub("", texts[0]))),
+            title,
+            any(len(held[term]) > 1 for term in title),
         )
 
 
@@ -74,6 +79,7 @@ class ContextTerms:
 
     def __init__(self, documents: Sequence[DocumentTerms], sentences: Sentences) -> None:
         self.titles = [document.title for document in documents]
+        self.name_themselves = [document.names_itself for document in documents]
         self._document = sentences.document
         self._terms, self._counts = (
             np.concatenate(parts) for parts in zip(*((d.terms, d.counts) for d in documents), strict=True)

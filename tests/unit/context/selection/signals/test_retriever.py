@@ -33,6 +33,28 @@ def test_a_sentence_has_the_weight_of_its_passage() -> None:
     assert found.tolist() == pytest.approx([low, low, 1.0, 1.0, low]), "unknown: as the lowest known"
 
 
+@pytest.mark.parametrize("weight_of_continued", [0.0, 0.5, 1.0])
+def test_a_passage_without_a_subject_has_part_of_the_weight_of_what_it_continues(
+    weight_of_continued: float,
+) -> None:
+    documents = [
+        ["The Mill\n", "The mill burnt. "],
+        ["(continued)\n", "It stands in Ely. "],
+        ["Further notes\n", "It dates from 1930. "],
+        ["Ely\n", "Ely is a town. "],
+        ["Part 2\n", "It has a mill. "],
+    ]
+    cosines = (0.5, 0.1, 0.0, 0.2, 0.45)
+    given = RetrievalScores(cosines, ((),) * 5)
+    options = {"experimental": {"continuation_weight": weight_of_continued}}
+    found = SIGNALS["document"](evidence_of(documents, "When was the mill built?", given, **options))
+    own = [weight(cosine, 0.5) for cosine in cosines]
+    w = weight_of_continued
+    wanted = [1.0, max(own[1], w), max(own[2], w * max(own[1], w)), own[3], max(own[4], w * own[3])]
+    assert found is not None
+    assert found[::2].tolist() == pytest.approx(wanted)
+
+
 @pytest.mark.parametrize(
     ("pairs", "cosines"),
     [
