@@ -7,8 +7,9 @@ Does what `ragserve eval --mode multiturn` does, on machines that have SGLang an
 but not the rest of the product. A unit is a set, the turns of its dialogues and where their questions stand
 (`end`, `beginning` or `middle`); units whose name ends in `+` also have the rivals that decode over chosen
 pages. All units' first dialogues come first. Each dialogue is written to OUT_DIR/rows-N.jsonl when it has
-ended; after ``--seconds``, engine start included, OUT_DIR/multiturn.json has the dialogues there are, and the
-same command continues where it stopped. Engines share the GPU: first tokens are those of a busy one."""
+ended; after ``--seconds``, engine start included, OUT_DIR/multiturn.json has the dialogues there are, by
+turn, OUT_DIR/multiturn-short.json the turns of a strategy in one row, and the same command continues where
+it stopped. Engines share the GPU: first tokens are those of a busy one."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch  # noqa: F401  (the report names the GPU)
 from fan_out import engine_args
 
 from ragserve.answering.prompt import PromptBuilder
@@ -38,6 +40,14 @@ UNITS = (
     "crossdoc:5:beginning,onehop:5:beginning,crossdoc:5:middle,onehop:5:middle"
 )
 STRATEGIES = "full,prefix,concat:recompute=sentences,share=0.1,concat:recompute=sentences,share=0.3"
+AT = ", question at the "
+SHORT = (
+    "By turn: kl, KL(full || strategy) in nats a token, mean over the answer of full that the strategy is "
+    "led along; last to first: that of the last turn by that of the first; f1, percent, of what would be "
+    "answered; ttft, milliseconds to the first token, documents on the device, beside other engines on the "
+    "GPU. anew every N: every N turns the dialogue before the new documents is prefilled exactly. prefix, N "
+    "by: decode steps read N tokens in each KV head, of pages chosen as named."
+)
 POOL_TOKENS = 200_000  # per engine: a dialogue of 8k tokens in a session of every side
 
 
@@ -56,7 +66,7 @@ class Unit(NamedTuple):
 
     @property
     def label(self) -> str:
-        return f"{self.name}, question at the {self.asked_at}"
+        return f"{self.name}{AT}{self.asked_at}"
 
 
 def tasks(given: argparse.Namespace) -> list[tuple[Unit, int]]:
@@ -130,6 +140,22 @@ def work(given: argparse.Namespace) -> None:
         run_once(settings, lead)
 
 
+def short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each set and strategy, with the figures of its turns one after the other."""
+    found = []
+    for unit, strategy in dict.fromkeys((row["set"], row["strategy"]) for row in rows):
+        own = [row for row in rows if (row["set"], row["strategy"]) == (unit, strategy)]
+        kls = [row["answer_kl"] for row in own if row["answer_kl"] is not None]
+        name, _, place = unit.partition(AT)
+        line: dict[str, Any] = {"set": name, "question at": place, "strategy": strategy}
+        line["dialogues"] = own[0]["n"]
+        line["kl"] = " ".join(f"{kl:.2g}" for kl in kls)
+        line["last to first"] = round(kls[-1] / kls[0], 2) if kls and kls[0] else None
+        line["f1"] = " ".join(f"{row['f1']:.0f}" for row in own)
+        found.append(line | {"ttft": " ".join(f"{row['ttft_ms']:.0f}" for row in own)})
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -160,7 +186,8 @@ def main() -> int:
             print(f"{label}: {len(errors)} dialogues ended early: {sorted(errors)[0]}", flush=True)
     workload = {"dialogues": len(found), "engines on one GPU": given.engines}
     workload |= {"max_new_tokens": 24, "decode budget": given.decode_budget}
-    report.write("dialogues", workload, rows, out=given.out / "multiturn.json", note=NOTE)
+    report.write("dialogues", workload, rows, out=given.out / "multiturn.json", note=NOTE, shown=("set",))
+    report.write("dialogues", workload, short(rows), out=given.out / "multiturn-short.json", note=SHORT)
     return int(failed)
 
 
