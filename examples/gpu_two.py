@@ -42,10 +42,10 @@ def main() -> None:
     first = read(given.runs, "context-{}/context-llama-3.1-8b.json")
     steps = read(given.runs, "decode-{}/decode.json")
     runs = first or steps
-    ran_on = [ran["environment"] for ran in (*first.values(), *steps.values())]
-    machines = {(each["gpu"], each["cpu"]) for each in ran_on}
-    if not runs or len(machines) > 1:
-        parser.error(f"runs of several machines: {machines}" if runs else f"no pair of runs in {given.runs}")
+    gpus = {ran["environment"]["gpu"] for ran in first.values()}
+    gpus |= {engine["gpu"] for ran in steps.values() for engine in ran["engines"].values()}
+    if not runs or len(gpus) > 1:
+        parser.error(f"runs of several machines: {gpus}" if runs else f"no pair of runs in {given.runs}")
     rows = [*(first_tokens(first) if first else ()), *(decode_steps(steps) if steps else ())]
     measured = {row["what"] for row in rows}
     rows += [row for row in report.read_report(given.merge)[1] if row["what"] not in measured]
@@ -54,7 +54,7 @@ def main() -> None:
         for key, value in runs[2]["workload"].items()
         if key in ("model", "attention", "system tokens", "question tokens")
     }
-    report.write("two GPUs", workload, rows, out=given.out, note=NOTE, ran_on=runs[2]["environment"])
+    report.write("two GPUs", workload, rows, out=given.out, note=NOTE, ran_on=runs[2].get("environment"))
 
 
 def read(folder: Path, name: str) -> Runs:

@@ -213,7 +213,7 @@ def _scores(backend: Any, queries: torch.Tensor, pages: torch.Tensor, tokens: in
 
     ``queries`` [layers, heads, head_dim]; ``pages``: where their statistics lie."""
     stats = backend._statistics.tables
-    rows = stats.rows(pages[: (tokens - 1) // backend._shape.page_size])
+    rows = stats.rows(pages[: (tokens - 1) // backend.shape.page_size])
     found = []
     for layer, query in enumerate(queries.float()):
         high, low = (each[layer, rows].float() for each in (stats.k_max, stats.k_min))

@@ -79,7 +79,7 @@ class LocalEngine(ControlledCache):
             tokenizer=args.tokenizer_path,
             version=version,
             device=args.device,
-            attention_backend=_attention(args.attention_backend, cache["prefill_kernels"]),
+            attention_backend=_attention(args, cache["prefill_kernels"]),
             context_length=manager.context_len,
             max_total_tokens=info["max_total_num_tokens"],
             strategies=(*EXACT_STRATEGIES, *cache["strategies"]),
@@ -301,9 +301,10 @@ def _traced() -> dict[str, Any]:
     return {"external_trace_header": OwnTraceHeaders(headers)} if (headers := tracing.headers()) else {}
 
 
-def _attention(backend: str, prefill_kernels: str | None) -> str:
-    """Name the attention backend, and the prefill kernels that it would not have chosen by itself."""
-    return f"{backend}, prefill {prefill_kernels}" if prefill_kernels else str(backend)
+def _attention(args: Any, prefill_kernels: str | None) -> str:
+    """Name the attention backend, and another one of prefills or kernels that it had not chosen itself."""
+    prefill = args.prefill_attention_backend or prefill_kernels
+    return f"{args.attention_backend}, prefill {prefill}" if prefill else str(args.attention_backend)
 
 
 def _dtype(weights: Any, kv: str) -> str:

@@ -33,9 +33,10 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (  # each has passes that t
     ("samkv", {"keep": 0.3, "recompute": "sentences", "share": 0.5}),
     ("samkv", {"keep": 0.5, "update": "fusion", "selection": "layers"}),
 )
+_ON_DEVICE = {"dense_below": 0, "hosted": False, "lag": 0}  # whatever the server's own options are
 DECODE: tuple[dict[str, Any], ...] = (
-    {"mode": "hierarchical", "budget": 256, "reuse": 4, "dense_below": 0},
-    {"mode": "progressive", "threshold": 0.9, "dense_below": 0},
+    {"mode": "hierarchical", "budget": 256, "reuse": 4} | _ON_DEVICE,
+    {"mode": "progressive", "threshold": 0.9} | _ON_DEVICE,
 )
 EXACT = DECODE[0] | {"scores": "exact"}
 HOSTED: tuple[dict[str, Any], ...] = tuple(each | {"hosted": True} for each in DECODE)

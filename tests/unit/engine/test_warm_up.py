@@ -114,6 +114,7 @@ def test_a_prompt_whose_beginning_is_cached_sampling_and_sparse_steps_are_asked(
     assert any(r.sampling.temperature for r in requests)
     modes = {DecodeOptions.model_validate(dict(r.decode)).mode for r in requests if r.decode}
     assert modes == {"hierarchical", "progressive"}
+    assert all("hosted" in r.decode for r in requests if r.decode), "the server's own may be hosted"
     prefills = [PrefillOptions.model_validate(dict(r.prefill)) for r in requests if r.prefill]
     assert [prefill.mode for prefill in prefills] == ["lines", "blocks"]
     assert not any(prefill.dense_below for prefill in prefills)
