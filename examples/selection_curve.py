@@ -17,7 +17,7 @@ import io
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,16 +71,24 @@ def main() -> int:
     given = parser.parse_args()
     rows = answer_rows(given.data, given.limit) if given.data else known(given.out)
     if given.engine:
-        measured = known(given.engine)
-        lines = {row["line"] for row in measured}
-        rows = [row for row in rows if row["line"] not in lines or "f1" in row] + measured
+        by_engine = known(given.engine)
+        lines = {row["line"] for row in by_engine}
+        rows = [row for row in rows if row["line"] not in lines or "f1" in row] + by_engine
+    workload = {"questions": f"at most {given.limit} a set"}
+    ran_on = None if given.data else json.loads(given.out.read_text())["environment"]
     if given.eval:
-        rows = [row for row in rows if "f1" not in row] + f1_rows(json.loads(given.eval.read_text()))
+        measured = json.loads(given.eval.read_text())
+        served, machine = measured["workload"], measured["environment"]
+        where = machine["gpu"] or machine["cpu"]
+        workload["f1"] = f"{served['model']}, {served['dtype']}, {where}, {machine['date']}"
+        rows = [row for row in rows if "f1" not in row]
+        rows += f1_rows(measured, {row["set"] for row in rows})
     report.write(
         "selection-curve",
-        {"questions": f"at most {given.limit} a set"},
+        workload,
         rows,
         out=given.out,
+        ran_on=ran_on,
         note="kept, recomputed: mean percent of the document tokens; answer kept: percent of questions whose "
         "answer stands in what is kept, with signal attention where the line is samkv or blocks. f1: of "
         "answers, by eval; full is at 100 % kept.",
@@ -165,10 +173,15 @@ def _whole(each: CurveQuestion, share: float) -> tuple[float, bool]:
     return used / sum(sizes), holds
 
 
-def f1_rows(measured: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a report of eval: a line for each strategy, whatever share it keeps or recomputes."""
+def f1_rows(measured: Mapping[str, Any], sets: Collection[str]) -> list[dict[str, Any]]:
+    """The rows of a report of eval: a line for each strategy, whatever share it keeps or recomputes. A set
+    whose file has a longer name than one of ``sets`` (2wikimqa_200.jsonl) is that one."""
+
+    def named(name: str) -> str:
+        return next((known for known in sorted(sets) if name.startswith(f"{known}_")), name)
+
     return [
-        {"set": row["set"], "line": line_of(row["strategy"]), "at": row["strategy"]}
+        {"set": named(row["set"]), "line": line_of(row["strategy"]), "at": row["strategy"]}
         | {name: row[name] for name in ("n", "kept", "recomputed", "f1", "f1_vs_full", "f1_vs_full_se")}
         for row in measured["rows"]
     ]

@@ -92,7 +92,7 @@ class SamKvExperiment(RequestOptions):
     )
     document_weight: Weight = Field(default=0.5, description="sentences: passages' part of retrieval_weight.")
     continuation_weight: Weight = Field(
-        default=0.0,
+        default=0.7,
         description="sentences: a passage that names no subject of its own (`Further notes`) has at least "
         "this share of the retriever's score of the passage before it.",
     )

@@ -83,9 +83,18 @@ class ColumnSlots:
         end, dummy = row.pages * self._page, torch.arange(self._page, device=gone.device)
         places = self._table[row.request, end - kept - len(gone) : end - kept]
         places.copy_(dummy.repeat(row.leaving))
-        self._tree.token_to_kv_pool_allocator.free(gone)
+        self._free(gone)
         row.columns, row.column_pages, row.leaving = columns, pages, 0
         self.note(row, held)
+
+    def _free(self, columns: torch.Tensor) -> None:
+        """Free the slots of whole columns. SGLang's `free` looks for their pages, which waits for the device;
+        `free_segment`, which SGLang 0.5.16 lacks, takes pages as they lie."""
+        allocator = self._tree.token_to_kv_pool_allocator
+        if hasattr(allocator, "free_segment"):
+            allocator.free_segment(columns, start_pos=0)
+        else:
+            allocator.free(columns)
 
     def pages_of(self, columns: torch.Tensor) -> torch.Tensor:
         """Return the pages of columns, int32, of their slots."""

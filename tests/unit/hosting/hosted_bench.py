@@ -29,6 +29,7 @@ class Allocator:
         self.page = page
         self.size = (pages - 1) * page
         self.pages = list(range(1, pages))
+        self.segments = 0  # freed without looking for their pages
 
     def available_size(self) -> int:
         return len(self.pages) * self.page
@@ -44,6 +45,13 @@ class Allocator:
         back = torch.unique(slots // self.page).tolist()
         assert not set(back) & {0, *self.pages}, "freed twice, or the dummy page"
         self.pages += back
+
+    def free_segment(self, slots: torch.Tensor, *, start_pos: int) -> None:
+        pages = slots.view(-1, self.page)
+        assert start_pos % self.page == 0
+        assert torch.equal(pages, pages[:, :1] // self.page * self.page + torch.arange(self.page))
+        self.segments += 1
+        self.free(slots)
 
 
 class Tree:

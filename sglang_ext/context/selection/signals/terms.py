@@ -34,8 +34,8 @@ class DocumentTerms:
 
     ``terms`` int64 [T], as they first appear. ``counts`` int64 [T]: sentences that hold each. ``held`` int32
     [sum of counts]: these sentences, ascending for each term. ``title``: terms of the first sentence, without
-    what it has in brackets. ``names_itself``: another sentence has a word of the title, too. Where none has
-    ("Further notes", "Part 2", "(continued)"), the document may speak of what stands before it.
+    what it has in brackets. ``names_itself``: another sentence has a word of the title, too, or there is no
+    other. Where none has ("Further notes", "(continued)"), the document may speak of what stands before it.
     """
 
     terms: Ints
@@ -57,7 +57,7 @@ class DocumentTerms:
             np.fromiter(map(len, held.values()), np.int64, len(held)),
             np.fromiter(chain.from_iterable(held.values()), np.int32),
             title,
-            any(len(held[term]) > 1 for term in title),
+            len(texts) == 1 or any(len(held[term]) > 1 for term in title),
         )
 
 
