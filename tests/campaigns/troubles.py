@@ -60,13 +60,15 @@ def clock(shift_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def few_descriptors(left: int) -> Iterator[None]:
-    """Only ``left`` more file descriptors can be opened in this process."""
+    """Only ``left`` more file descriptors can be opened in this process. None: nor those that another thread
+    or the garbage collector closes meanwhile."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    most = max(map(int, os.listdir("/proc/self/fd"))) if left else 0  # 0 is always open
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, hard))
     taken: list[int] = []
     try:
         with contextlib.suppress(OSError):
-            while True:
+            while left:
                 taken.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         for _ in range(min(left, len(taken))):
             os.close(taken.pop())

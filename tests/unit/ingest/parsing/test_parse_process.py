@@ -53,8 +53,9 @@ def test_a_crash_is_reported_with_its_signal(tokenizer: TokenizerSource, documen
         pid = parser.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)  # so that the request is under way when the process dies
-        threading.Timer(0.3, os.kill, (pid, signal.SIGSEGV)).start()
-        threading.Timer(0.4, os.kill, (pid, signal.SIGCONT)).start()
+        threading.Timer(
+            0.3, lambda: [os.kill(pid, each) for each in (signal.SIGSEGV, signal.SIGCONT)]
+        ).start()
         result = parser.parse(request(document))
         assert isinstance(result, Failed)
         assert (result.code, "SIGSEGV" in result.reason) == ("crash", True)
