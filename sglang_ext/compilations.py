@@ -12,6 +12,7 @@ from typing import Any
 
 _KEPT = 64  # the latest of them, with their names
 _LONGEST = 600  # characters of a description
+_NOTICED_S = 0.05  # less is counted and not logged: a kernel that an earlier start compiled is loaded in it
 log = logging.getLogger(__name__)
 
 
@@ -22,7 +23,7 @@ class Compilations:
     Attributes:
         count: so far.
         seconds: that they took, together.
-        serving: whether the warm-up is over: what is compiled then is logged.
+        serving: whether the warm-up is over: what takes long then is logged.
         latest: number, description and seconds of the latest ones.
     """
 
@@ -53,8 +54,9 @@ class Compilations:
         self.count += 1
         if not self._begun:  # else it is a part of another's time
             self.seconds += seconds
-        self.latest.append((self.count, what[:_LONGEST], round(seconds, 3)))
-        if self.serving:
+        what = what[:_LONGEST]
+        self.latest.append((self.count, what, round(seconds, 3)))
+        if self.serving and seconds >= _NOTICED_S:
             log.warning("a request waited %.2f s while a kernel was compiled or loaded: %s", seconds, what)
 
     def since(self, count: int) -> list[dict[str, Any]]:

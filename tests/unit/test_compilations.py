@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +26,8 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Compilations:
     return found
 
 
-def compile_kernel(name: str) -> None:
-    """Call Triton's hooks as it does around a compilation."""
+def compile_kernel(name: str, takes: float = 0.0) -> None:
+    """Call Triton's hooks as it does around a compilation that takes at least so many seconds."""
     event: dict[str, Any] = {
         "fn": SimpleNamespace(module="kernels", name=name),
         "repr": f"{name}[num_warps=4](p: *fp32)",
@@ -36,6 +37,7 @@ def compile_kernel(name: str) -> None:
     for hook in (knobs.runtime.jit_cache_hook, knobs.runtime.jit_post_compile_hook):
         assert hook is not None
         assert not hook(key="", is_manual_warmup=False, **event)
+        time.sleep(takes)
 
 
 def test_kernels_are_counted_with_what_they_were_compiled_for(watching: Compilations) -> None:
@@ -52,9 +54,9 @@ def test_kernels_are_counted_with_what_they_were_compiled_for(watching: Compilat
 
 
 def test_what_a_request_waits_for_is_logged(watching: Compilations, caplog: pytest.LogCaptureFixture) -> None:
-    compile_kernel("early")
+    compile_kernel("early", takes=0.1)
     watching.serving = True
-    compile_kernel("late")
+    compile_kernel("late", takes=0.1)
     assert [record.args[1].split("[")[0] for record in caplog.records if record.args] == ["kernels.late"]  # type: ignore[index, union-attr]
     assert caplog.records[0].levelno == logging.WARNING
 
