@@ -22,6 +22,7 @@ POINT, default 32k,fits,100k,beside:
           device. ``--hosted-kv-gb 12.8 --host-gb 25`` leaves no room for them on the hosted side
   full    as many of 32,768 with answers of 1,024 as the hosted side holds by ``--kv-gb`` and ``--host-gb``,
           on the host and on the device: for a pool of all memory that there is
+  held    as many of these as each side holds by itself, so that none waits for room
 Contexts are random tokens that nobody has sent before. ``--kv-gb``: device memory of the KV pool and of all
 page statistics together, ``--hosted-kv-gb``: on the hosted side, if that is to have less; ``--host-gb``:
 pinned memory of the hosted side. Llama-3.1-8B shape with random weights, so nothing is said on quality.
@@ -50,6 +51,7 @@ from pathlib import Path
 from typing import Any
 
 from fan_out import engine_args
+from held_at_once import overlap, tokens_between
 
 from ragserve.bench import model_shapes
 from ragserve.engine.base import GenerateRequest, Sampling
@@ -65,7 +67,6 @@ DEFAULT_POINTS = "32k,fits,100k,beside"
 FIRST_COLUMNS = 2  # per page of a choice
 HOSTED = ("hosted", "naive")
 LOGICAL = 16
-SHORTEST_S = 0.25  # of a time in which as many decode at once as ever do
 START_S = 420.0  # to wait for an engine's start
 NOTE = (
     "tokens/s and step ms: over the times in which as many requests decoded at once as ever did. tokens/s in "
@@ -100,6 +101,7 @@ POINTS = {
     "beside": Point(4, 8192, 6000, beside=120_000),
     "late": Point(6, 8192, 4000, beside=32_768, late=16, every=2.5, hosted=False),
     "full": Point(0, 32_768, 1024),
+    "held": Point(0, 32_768, 1024),
 }
 EMBEDDED = {  # a pool of 4,000 tokens, less what columns' statistics take
     "32k": Point(6, 1200, 48),
@@ -109,17 +111,20 @@ EMBEDDED = {  # a pool of 4,000 tokens, less what columns' statistics take
     "beside": Point(2, 300, 96, beside=3900),
     "late": Point(2, 600, 120, beside=2600, late=3, every=2.0, hosted=False),
     "full": Point(0, 1200, 32),
+    "held": Point(0, 1200, 32),
 }
 
 
-def most_held(given: argparse.Namespace, point: Point) -> int:
-    """Return how many requests of a point the hosted side has room for: on the host as long as there are
-    pages, the others on the device."""
+def most_held(side: str, given: argparse.Namespace, point: Point) -> int:
+    """Return how many requests of a point a side has room for; the hosted ones have it on the host as long
+    as there are pages, and then on the device."""
+    if side not in HOSTED:
+        return slots_of(side, given) // (point.context + point.answer)
     pages = -(-point.context // given.page)
     page_bytes = given.page * model_shapes.kv_bytes_per_token(given.shape)
     on_host = int(given.host_gb * 1e9 // page_bytes) // pages
     columns = given.columns or FIRST_COLUMNS
-    slots = slots_of("hosted", given) - on_host * (columns * given.budget + point.answer)
+    slots = slots_of(side, given) - on_host * (columns * given.budget + point.answer)
     if slots < 0:
         raise SystemExit("--kv-gb has no room for the columns of what --host-gb holds")
     return on_host + slots // (point.context + point.answer)
@@ -157,30 +162,6 @@ def settings_of(side: str, given: argparse.Namespace) -> dict[str, Any]:
         sizes = sorted({1, 2, 4, *range(8, most + 1, 8), most})
         flags["engine_args"] |= {"disable_prefill_cuda_graph": True, "cuda_graph_bs_decode": sizes}
     return flags
-
-
-def overlap(spans: list[tuple[float, float]]) -> tuple[int, list[tuple[float, float]]]:
-    """Return the most spans at a time, and when there are as many: again and again where others wait. Of
-    these the longest, and those of `SHORTEST_S` at least: shorter ones hold few tokens."""
-    events = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
-    most = now = 0
-    found: list[tuple[float, float]] = []
-    since = 0.0
-    for at, change in events:
-        if now == most and change < 0:
-            found.append((since, at))
-        now += change
-        if now > most:
-            most, found = now, []
-        if now == most:
-            since = at
-    longest = max((end - begin for begin, end in found), default=0.0)
-    return most, [span for span in found if span[1] - span[0] >= min(longest, SHORTEST_S)]
-
-
-def tokens_between(answer: TimedAnswer, since: float, until: float) -> int:
-    counts = [chunk.usage.completion for at, chunk in answer.chunks if since <= at <= until]
-    return counts[-1] - counts[0] if counts else 0
 
 
 async def watch(engine: Any, seen: list[dict[str, Any]]) -> None:
@@ -366,7 +347,8 @@ def main() -> None:
     given.sizes = {name: known[name] for name in points}
     for name, point in given.sizes.items():
         if not point.requests:
-            given.sizes[name] = replace(point, requests=most_held(given, point))
+            side = groups[0][0] if given.side_process and name == "held" else "hosted"
+            given.sizes[name] = replace(point, requests=most_held(side, given, point))
     given.out.mkdir(parents=True, exist_ok=True)
     if given.side_process:
         side = groups[0][0]
@@ -380,7 +362,7 @@ def main() -> None:
         "model": f"{given.shape}, random weights",
         "attention": found[0]["engine"]["attention"],
         "points, requests x context tokens, answer tokens": {
-            name: f"{point.requests} x {point.context:,}, {point.answer}"
+            name: f"{'its own' if name == 'held' else point.requests} x {point.context:,}, {point.answer}"
             for name, point in (known | given.sizes).items()
             if any(name in each["points"] for each in found)
         },
