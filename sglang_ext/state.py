@@ -12,6 +12,7 @@ class ProcessState:
     """``runtime``: set by the cache factory; None in a process whose cache is not ours. ``attention``: sparse
     decoding, None where it is off. ``batch``: the batch whose forward pass is running. ``sampled``: the
     requests that are sampled for. ``prefill_kernels``: set where they are not SGLang's choice.
+    ``chunk_attention``: of prompts that are prefilled layer by layer; None where the kernel for rows attends.
     """
 
     runtime: Any = None
@@ -19,6 +20,7 @@ class ProcessState:
     batch: Any = None
     sampled: Sequence[Any] = ()
     prefill_kernels: str | None = None
+    chunk_attention: Any = None
 
     @property
     def composition(self) -> Any:

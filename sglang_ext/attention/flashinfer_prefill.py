@@ -4,7 +4,8 @@ A prefill attends in two parts: new tokens to each other (ragged KV), for which 
 itself, and new tokens to cached ones (paged KV), for which SGLang always takes FA2. Here the second part
 takes FA3, too, where the new tokens fill two thirds of the GPU. FA3 does not share the cached tokens of one
 block of new ones between multiprocessors as FA2 does, so a question after a long prefix stays with FA2. So
-does a batch with a request that has nothing cached: FA3 reads KV that is not there."""
+does a batch with a request that has nothing cached: FA3 reads KV that is not there. Prompts that are
+prefilled layer by layer attend by FA3 as well."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sglang_ext.attention.chunk_attention import ChunkAttention
 from sglang_ext.protocol import PREFILL_KERNELS_VARIABLE
 from sglang_ext.state import current
 
@@ -106,5 +108,12 @@ def _kernels(backend: Any, runner: Any) -> PrefillKernels | None:
         BatchPrefillWithPagedKVCacheWrapper(backend.workspace_buffer, "NHD", backend=template)
         for _ in backend.prefill_wrappers_paged
     ]
+    current.chunk_attention = ChunkAttention(
+        backend.workspace_buffer,
+        updater.num_qo_heads,
+        updater.num_kv_heads,
+        updater.head_dim,
+        updater.q_data_type,
+    )
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return PrefillKernels(backend.prefill_wrappers_paged, fa3, updater.num_qo_heads, processors)

@@ -11,6 +11,7 @@ import torch
 
 from sglang_ext.analysis.forward import LayersComplete, attend
 from sglang_ext.model import decoder_layers, forward_batch
+from sglang_ext.state import current
 
 _QUERIES = 1024  # rows of one attention call on a CPU: bounds its mask
 
@@ -30,6 +31,7 @@ class _LayerAttention:
         self._write = write
         self._k = self._v = torch.empty(0)
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
+        self._planned: dict[int, Any] = {}  # attention of chunks, by their first token
         self.first = 0  # token of the chunk that goes through the layer now
         self.last = False  # the layer is the last: nothing follows its K and V
 
@@ -44,15 +46,23 @@ class _LayerAttention:
         if not first:  # not the memory of the layer before, which may be on its way to the host
             self._k, self._v = (each.new_empty((self._tokens, *each.shape[1:])) for each in (k, v))
         self._k[first:end], self._v[first:end] = k, v
+        if first not in self._planned:  # before the write, behind which the plan is known to be there
+            self._planned[first] = self._plan(len(q), end, layer.scaling)
         self._write(layer.layer_id, first, self._k[first:end], self._v[first:end])
         if self.last:
             raise LayersComplete
+        if (by_plan := self._planned[first]) is not None:
+            return by_plan(q, self._k[:end], self._v[:end]).flatten(1)
         rows = len(q) if q.is_cuda else _QUERIES
         parts = [
             attend(part, self._k, self._v, first + at, layer.scaling, self._masks)
             for at, part in zip(range(0, len(q), rows), q.split(rows), strict=True)
         ]
         return torch.cat(parts).flatten(1)
+
+    def _plan(self, rows: int, end: int, scale: float) -> Any:
+        chunks = current.chunk_attention
+        return None if chunks is None else chunks.plan(len(self._planned), rows, end, scale)
 
 
 class LayerSegments:

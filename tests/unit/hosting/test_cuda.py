@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from ragserve_kernels.scatter_d2h import Saver, scatter_d2h
+from sglang_ext.analysis.forward import attend
+from sglang_ext.attention.chunk_attention import LEAST_ROWS, ChunkAttention
 from sglang_ext.hosting.beside import CopyStream
 
 pytestmark = pytest.mark.gpu
@@ -29,3 +31,26 @@ def test_threads_write_to_a_page_after_the_copies_of_its_former_owner() -> None:
         saver.wait()
         torch.cuda.synchronize()
     assert bool((host == 2).all())
+
+
+def test_chunks_attend_by_fa3_as_rows_do() -> None:
+    """A second prompt of other lengths takes the places of the first one's plans."""
+    pytest.importorskip("flashinfer")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("FA3 is of Hopper GPUs")
+    heads, kv_heads, dim, dtype = 8, 2, 128, torch.bfloat16
+    workspace = torch.empty(2**27, dtype=torch.uint8, device="cuda")
+    chunks = ChunkAttention(workspace, heads, kv_heads, dim, dtype)
+    assert chunks.plan(0, LEAST_ROWS - 1, LEAST_ROWS - 1, 1.0) is None
+    for lengths in ([LEAST_ROWS, 2048, 1100], [3001, LEAST_ROWS]):
+        k, v = torch.randn(2, sum(lengths), kv_heads, dim, device="cuda", dtype=dtype)
+        planned = [chunks.plan(i, rows, sum(lengths[: i + 1]), dim**-0.5) for i, rows in enumerate(lengths)]
+        for _ in range(3):  # layers
+            end = 0
+            for rows, by_plan in zip(lengths, planned, strict=True):
+                q = torch.randn(rows, heads, dim, device="cuda", dtype=dtype)
+                end += rows
+                assert by_plan is not None
+                got = by_plan(q, k[:end], v[:end])
+                want = attend(q.float(), k.float(), v.float(), end - rows, dim**-0.5)
+                torch.testing.assert_close(got.float(), want, atol=2e-2, rtol=2e-2)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_ext.analysis.forward import attend
 from sglang_ext.documents.fill import DocumentKv, fill_pages
 from sglang_ext.hosting.host_prefixes import HostPrefixes
 from sglang_ext.hosting.hosted_row import HostedCounts
 from sglang_ext.hosting.layer_segments import LayerSegments
 from sglang_ext.hosting.layer_writer import LayerWriter
+from sglang_ext.state import current
 from tests.unit.context.small_model import KV_HEADS, LAYERS, VOCABULARY, runner_of
 from tests.unit.hosting.hosted_bench import DIM, HEADS, Bench
 from tests.unit.hosting.hosted_bench import LAYERS as BENCH_LAYERS
@@ -56,6 +58,41 @@ def test_k_and_v_are_those_of_a_prefill_whatever_the_chunk(tokens: int, chunk: i
         out = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1))
         hidden = hidden + out.flatten(1) @ layer._out.double()
     assert all(map(torch.equal, before, runner.token_to_kv_pool.k_buffer)), "nothing goes to the pool"
+
+
+def test_a_chunk_is_planned_once_before_its_k_and_v_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[object, ...]] = []
+
+    class Chunks:
+        """Attends by plans, the first chunk alone."""
+
+        def plan(self, number: int, rows: int, end: int, scale: float) -> object:
+            events.append(("plan", number, rows, end))
+
+            def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                assert (len(q), len(k), len(v)) == (rows, end, end)
+                return attend(q, k, v, end - rows, scale)
+
+            return run if not number else None
+
+    def both(layer: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        events.append(("write", layer, first))
+        written(layer, first, k, v)
+
+    ids = torch.arange(40) % VOCABULARY
+    kept = []
+    for chunks in (None, Chunks()):
+        monkeypatch.setattr(current, "chunk_attention", chunks)
+        events.clear()
+        written = Written(40)
+        segments = LayerSegments(runner_of(4), ids, 16, both)
+        segments.advance(10**6)
+        kept.append([torch.stack(each) for each in (*written.k, *written.v)])
+    plans = [("plan", number, rows, end) for number, (rows, end) in enumerate([(16, 16), (16, 32), (8, 40)])]
+    writes = [("write", 0, first) for first in (0, 16, 32)]
+    assert events[:6] == [each for pair in zip(plans, writes, strict=True) for each in pair]
+    assert {each[0] for each in events[6:]} == {"write"}, "layers share the plans"
+    torch.testing.assert_close(*kept)
 
 
 @pytest.mark.parametrize(("inject", "units"), [(1, 1), (31, 1), (32, 2), (96, 6), (10**6, 12)])
