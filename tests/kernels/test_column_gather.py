@@ -35,7 +35,7 @@ def lists(device: torch.device, n: int, host: int, pages: int) -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("page", "n"), [(16, 5), (16, 40), (128, 3)])
+@pytest.mark.parametrize(("page", "n"), [(16, 5), (16, 40), (16, 70), (128, 3)])
 def test_pages_arrive_in_their_columns(device: torch.device, page: int, n: int, dtype: torch.dtype) -> None:
     host = host_pages(7, page, dtype)
     source, target = lists(device, n, 7, n + 3)
