@@ -48,7 +48,7 @@ MORE = {
 """Questions, and the words that a right answer contains."""
 PASSAGES = 20
 FEW_PASSAGES = 5  # for the questions that are not shown in full
-COMPOSED = {"strategy": "concat", "strategy_options": {"recompute": "sentences", "share": 0.3}}
+COMPOSED = {"strategy": "concat", "strategy_options": {"recompute": "sentences", "share": 0.15}}
 COSTS_S = 120  # most seconds to wait for the server's measurement of what strategies cost
 AS_SERVED = {"idle_tuning": True, "verify_share": 0.01}  # the defaults of `ragserve serve`
 console = Console(highlight=False, soft_wrap=True)

@@ -74,6 +74,7 @@ CASES = (
     ContextCase("concat, sentences 5 %", "concat", {"recompute": "sentences", "share": 0.05}, _BOTH),
     ContextCase("concat, sentences 10 %", "concat", {"recompute": "sentences", "share": 0.1}, _BOTH),
     # what is verified for the embedded model
+    ContextCase("concat, sentences 15 %", "concat", {"recompute": "sentences", "share": 0.15}, _BOTH, False),
     ContextCase("concat, sentences 30 %", "concat", {"recompute": "sentences", "share": 0.3}, _BOTH, False),
     ContextCase("samkv, 15 % kept, none recomputed", "samkv", _SAMKV | {"recompute": "none"}, TIERS),
     ContextCase("samkv, 15 % kept, sentences 10 %", "samkv", _SAMKV | _TENTH, TIERS),
