@@ -7,33 +7,15 @@ is to be overwritten leaves it before its load begins, and what is loaded enters
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
+from ragserve_kernels.cell_assign import CellMoves, CellState, cell_arrive, cell_assign
 from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.paged import PageSelection
 from ragserve_kernels.progressive_decode import PageCells
 from sglang_ext.hosting.columns import EMPTY, RECENT
 
 _LARGEST = 2**31
-_PARTS = 1024  # of the pages attended to: the unit in which pages of different heads are compared
-
-
-class Moves(NamedTuple):
-    """Pages on their way into cells; int32.
-
-    Attributes:
-        entries, cells: ``[n]``: pages of layers and heads, and where they go, as `cell_gather` numbers them;
-            the first ``n_moves`` are used.
-        n_moves: ``[1]``: how many.
-        tally: ``[4]``: as the sums of `ragserve_kernels.column_assign.Columns.tally`.
-    """
-
-    entries: torch.Tensor
-    cells: torch.Tensor
-    n_moves: torch.Tensor
-    tally: torch.Tensor
 
 
 class Cells:
@@ -41,10 +23,7 @@ class Cells:
 
     Attributes:
         lists: layers times KV heads.
-        of: int32 ``[host pages * lists + 1]``: the cell of each page, layer and head; `EMPTY`: none.
-        held: int32 ``[pages of the pool * lists + 1]``: the reverse.
-        used: likewise: number of the latest choice that has named what a cell holds; 0: none.
-        none, nowhere: the last entries of ``of`` and of ``held``, which stand for nothing.
+        of, held, used: as those of `ragserve_kernels.cell_assign.CellState`.
     """
 
     def __init__(self, kv: KVLayers, page_size: int, host_pages: int) -> None:
@@ -54,14 +33,14 @@ class Cells:
             ValueError: more pages than numbers of 32 bits.
         """
         self.lists = kv.layers * kv.kv_heads
-        self.none, self.nowhere = host_pages * self.lists, kv.slots // page_size * self.lists
-        if max(self.none, self.nowhere) >= _LARGEST:
+        none, nowhere = host_pages * self.lists, kv.slots // page_size * self.lists
+        if max(none, nowhere) >= _LARGEST:
             raise ValueError(
                 f"{host_pages} host pages or {kv.slots // page_size} of the KV pool, in {self.lists} layers "
                 "and KV heads, are too many: lower kv_hosted_bytes or take larger pages"
             )
-        self.of = torch.full((self.none + 1,), EMPTY, dtype=torch.int32, device=kv.device)
-        self.held = torch.full((self.nowhere + 1,), EMPTY, dtype=torch.int32, device=kv.device)
+        self.of = torch.full((none + 1,), EMPTY, dtype=torch.int32, device=kv.device)
+        self.held = torch.full((nowhere + 1,), EMPTY, dtype=torch.int32, device=kv.device)
         self.used = torch.zeros_like(self.held)
         self.places = PageCells(self.of[:-1].view(host_pages, kv.layers, kv.kv_heads), kv)
         self._dropped: list[torch.Tensor] = []
@@ -82,7 +61,7 @@ class Cells:
                 pages.record_stream(torch.cuda.current_stream())
             cells = self.within(pages)
             entries = self.held[cells].long()
-            self.of.index_fill_(0, entries.masked_fill_(entries < 0, self.none), EMPTY)
+            self.of.index_fill_(0, entries.masked_fill_(entries < 0, len(self.of) - 1), EMPTY)
             self.held.index_fill_(0, cells, EMPTY)
             self.used.index_fill_(0, cells, 0)
         self._dropped.clear()
@@ -95,10 +74,12 @@ class CellTable:
         """``pages``: logical pages that a choice may name, from 0. ``choice``: how many a layer and head
         names of its own, in the mean, that count as its working set."""
         self._cells = cells
-        self._pages = pages
         self._choice = choice * cells.lists
-        self._named = torch.zeros(pages * cells.lists + 1, dtype=torch.int32, device=cells.of.device)
-        self._moves: Moves | None = None
+        named = torch.zeros(pages * cells.lists + 1, dtype=torch.int32, device=cells.of.device)
+        self._state = CellState(cells.of, cells.held, cells.used, named)
+        self._moves: CellMoves | None = None
+        self._own = named[:0].long()  # cells of `_pages`
+        self._pages: torch.Tensor | None = None
         self.columns = columns
         self.choices = 0
 
@@ -109,63 +90,26 @@ class CellTable:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What `assign` reads and writes, for other streams than that of the constructor."""
-        return (self._named,)
+        return self._state.named, self._own
 
-    def assign(self, choice: PageSelection, host: torch.Tensor, column_pages: torch.Tensor) -> Moves:
-        """Give pages cells, as many as there are, and take those out of the table that get others.
+    def assign(self, choice: PageSelection, host: torch.Tensor, column_pages: torch.Tensor) -> CellMoves:
+        """Give pages cells, as many as there are, and take those out of the table that get others: see
+        `cell_assign`, whose first arguments these are.
 
-        Args:
-            choice: ranked pages, int32 ``[layers, kv_heads, n]``; negative ones and those that are not on the
-                host are left alone. ``counts``: how many each layer and head has attended to: the page of
-                rank r is worth what that of twice the rank is to a head that attends to twice as many.
-            host: int32 ``[pages]``: host pages.
-            column_pages: int32 ``[at least columns]``: pages of the pool.
-        """
+        ``column_pages``: int32 ``[at least columns]``: pages of the pool."""
         self.choices += 1
-        of, held, used = self._cells.of, self._cells.held, self._cells.used
-        lists, none, nowhere = self.lists, self._cells.none, self._cells.nowhere
-        own = self._cells.within(column_pages[: self.columns])
-        blocks = choice.blocks.flatten(0, 1).T  # [n, lists]
-        rank = torch.arange(len(blocks), dtype=torch.int32, device=of.device)[:, None]
-        is_page = (blocks >= 0) & (blocks < self._pages)
-        worth = rank * _PARTS // choice.counts.flatten().clamp_min(1)
-        order = worth.masked_fill(~is_page, _LARGEST - 1).flatten().argsort(stable=True)[: len(own)]
-        page, which = blocks.flatten()[order].long(), order % lists
-        named = is_page.flatten()[order]
-        page = page.masked_fill(~named, 0)
-        entry = (host[page].long() * lists + which).masked_fill_(~named, none)
-        at = of[entry].long()
-        there = at >= 0
-        missing = named & ~there
-        used.index_fill_(0, at.masked_fill(~there, nowhere), self.choices)
-        victims = own[used[own].argsort(stable=True)][: len(order)]
-        count = missing.sum(0, keepdim=True)
-        is_move = torch.arange(len(order), device=of.device) < count
-        entries = entry.new_full((len(order) + 1,), none)
-        place = (missing.cumsum(0) - 1).masked_fill_(~missing, len(order))
-        entries = entries.scatter_(0, place, entry.masked_fill(~missing, none))[:-1]
-        cells = victims.masked_fill(~is_move, nowhere)
-        before = held[cells].long()
-        of.index_fill_(0, before.masked_fill_(before < 0, none), EMPTY)
-        held.index_fill_(0, cells, EMPTY)
-        used.index_fill_(0, cells, self.choices)
-        counted = named & (torch.arange(len(order), device=of.device) < self._choice)
-        at = (page * lists + which).masked_fill_(~counted, self._pages * lists)
-        self._named.index_fill_(0, at, self.choices)
-        recent = (self._named[:-1] > max(0, self.choices - RECENT)).sum(0, keepdim=True)
-        tally = torch.cat((there.sum(0, keepdim=True), count, torch.zeros_like(count), recent))
-        self._moves = Moves(entries.int(), cells.int(), count.int(), tally.int())
+        if self._pages is not column_pages or len(self._own) != self.columns * self.lists:
+            self._pages, self._own = column_pages, self._cells.within(column_pages[: self.columns])
+        numbers = {"number": self.choices, "counted": self._choice, "recent": RECENT}
+        choice = PageSelection(choice.blocks.contiguous(), choice.counts.contiguous())
+        self._moves = cell_assign(choice, self._state, host, self._own, **numbers)
         return self._moves
 
     def arrive(self) -> None:
         """Note that the pages of the latest choice are in their cells."""
-        if self._moves is None:
-            return
-        entries, cells, _, _ = self._moves
-        is_move = entries < self._cells.none
-        self._cells.of.scatter_(0, entries.long(), cells.masked_fill(~is_move, EMPTY))
-        self._cells.held.scatter_(0, cells.long(), entries.masked_fill(~is_move, EMPTY))
-        self._moves = None
+        if self._moves is not None:
+            cell_arrive(self._moves, self._state)
+            self._moves = None
 
     def resize(self, columns: int) -> None:
         """Use so many columns from the next choice on; those that go are to be dropped."""

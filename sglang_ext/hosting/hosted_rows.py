@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ragserve_kernels.cell_assign import CellMoves
 from ragserve_kernels.cell_gather import cell_gather
 from ragserve_kernels.column_assign import Columns
 from ragserve_kernels.column_gather import column_gather
@@ -22,7 +23,7 @@ from sglang_ext import stages
 from sglang_ext.documents.fill import DocumentKv, fill_pages
 from sglang_ext.documents.types import IntegrityError
 from sglang_ext.hosting.beside import CopyStream
-from sglang_ext.hosting.cells import Cells, CellTable, Moves
+from sglang_ext.hosting.cells import Cells, CellTable
 from sglang_ext.hosting.column_check import differing
 from sglang_ext.hosting.column_slots import ColumnSlots
 from sglang_ext.hosting.columns import EMPTY, ColumnTable
@@ -191,7 +192,7 @@ class HostedRows:
         # where `_place` puts its column
         return PageSelection(found.placed, counts)
 
-    def _load_shared(self, row: HostedRow, moves: Moves) -> None:
+    def _load_shared(self, row: HostedRow, moves: CellMoves) -> None:
         """Load pages into cells. Steps that have been launched read what was there; later ones do not look
         there before `arrive`."""
         entries, cells, count, tally = moves

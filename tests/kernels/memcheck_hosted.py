@@ -15,6 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.kernels import test_cell_assign as cas
 from tests.kernels import test_cell_gather as ce
 from tests.kernels import test_column_assign as ca
 from tests.kernels import test_column_gather as cg
@@ -38,6 +39,11 @@ def column_gather(device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for page, n in ((16, 5), (16, 40), (128, 3)):
             cg.test_pages_arrive_in_their_columns(device, page, n, dtype)
+
+
+def cell_assign(device: torch.device) -> None:
+    for n, pages, columns in ((5, 30, 3), (33, 60, 12), (9, 9, 20)):
+        cas.test_choices_in_a_row(device, n, pages, columns)
 
 
 def cell_gather(device: torch.device) -> None:
@@ -99,6 +105,7 @@ def page_select(device: torch.device) -> None:
 KERNELS: tuple[Callable[[torch.device], None], ...] = (
     column_assign,
     column_gather,
+    cell_assign,
     cell_gather,
     columns_and_sparse_decode,
     gather_h2d,

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from ragserve_kernels.cell_assign import CellMoves
 from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.paged import PageSelection
 from sglang_ext.hosting import cells as hosting_cells
-from sglang_ext.hosting.cells import Cells, CellTable, Moves
+from sglang_ext.hosting.cells import Cells, CellTable
 from sglang_ext.hosting.columns import EMPTY, RECENT
 
 LAYERS, HEADS, RANKED, PAGES, POOL, PAGE = 3, 2, 9, 14, 20, 16
@@ -39,7 +40,7 @@ def told(cells: Cells) -> dict[int, int]:
     return of
 
 
-def moved(moves: Moves) -> list[tuple[int, int]]:
+def moved(moves: CellMoves) -> list[tuple[int, int]]:
     n = int(moves.n_moves)
     return list(zip(moves.entries[:n].tolist(), moves.cells[:n].tolist(), strict=True))
 

@@ -1,0 +1,176 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The kernels of ``cell_assign``, around two stable sorts of torch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ragserve_kernels.cell_assign.naive import LARGEST, PARTS
+from ragserve_kernels.cell_assign.types import CellMoves, CellState
+from ragserve_kernels.paged import PageSelection
+
+_STEP = 1024  # pages at a time
+
+
+@triton.jit(do_not_specialize=["n", "lists", "pages"])
+def _worth(
+    p_blocks,  # int32 [lists, n]
+    p_counts,  # int32 [lists]
+    p_worth,  # int32 [n, lists]
+    n,
+    lists,
+    pages,
+    PARTS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    o_page = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    m_page = o_page < n * lists
+    i_rank, i_list = o_page // lists, o_page % lists
+    # [STEP] each
+    b_block = tl.load(p_blocks + i_list * n + i_rank, mask=m_page, other=-1)
+    b_count = tl.load(p_counts + i_list, mask=m_page, other=1)
+    b_worth = i_rank * PARTS // tl.maximum(b_count, 1)
+    m_host = (b_block >= 0) & (b_block < pages)
+    tl.store(p_worth + o_page, tl.where(m_host, b_worth, LARGEST), mask=m_page)
+
+
+@triton.jit(do_not_specialize=["n", "lists", "pages", "n_order", "number", "counted"])
+def _find(
+    p_order,  # int64 [n_order]: places in `_worth`'s output
+    p_blocks,
+    p_host,  # int32 [pages]
+    p_of,  # see `CellState`
+    p_used,
+    p_named,
+    p_entries,  # int32 [n_order]
+    p_n_moves,  # int32 [1]
+    p_tally,  # int32 [4]
+    n,
+    lists,
+    pages,
+    n_order,
+    number,
+    counted,
+    STEP: tl.constexpr,
+):
+    # one program: what is missing goes to the front of a list, in order
+    n_missing = 0
+    n_there = 0
+    for i_first in range(0, n_order, STEP):
+        o_place = i_first + tl.arange(0, STEP)
+        m_place = o_place < n_order
+        # [STEP] each
+        i_order = tl.load(p_order + o_place, mask=m_place, other=0).to(tl.int32)
+        i_rank, i_list = i_order // lists, i_order % lists
+        b_block = tl.load(p_blocks + i_list * n + i_rank, mask=m_place, other=-1)
+        m_page = m_place & (b_block >= 0) & (b_block < pages)
+        i_entry = tl.load(p_host + b_block, mask=m_page, other=0) * lists + i_list
+        i_cell = tl.load(p_of + i_entry, mask=m_page, other=-1)
+        m_there = m_page & (i_cell >= 0)
+        m_missing = m_page & (i_cell < 0)
+        b_number = tl.zeros([STEP], tl.int32) + number
+        tl.store(p_used + i_cell, b_number, mask=m_there)
+        tl.store(p_named + b_block * lists + i_list, b_number, mask=m_page & (o_place < counted))
+        b_missing = m_missing.to(tl.int32)
+        i_to = n_missing + tl.cumsum(b_missing, 0) - 1
+        tl.store(p_entries + i_to, i_entry, mask=m_missing)
+        n_missing += tl.sum(b_missing, 0)
+        n_there += tl.sum(m_there.to(tl.int32), 0)
+    tl.store(p_n_moves, n_missing)
+    tl.store(p_tally, n_there)
+    tl.store(p_tally + 1, n_missing)
+    tl.store(p_tally + 2, 0)
+
+
+@triton.jit(do_not_specialize=["n_order", "none", "nowhere", "number"])
+def _take(
+    p_oldest,  # int64: places in ``own``, longest unused first
+    p_own,  # int64
+    p_of,
+    p_held,
+    p_used,
+    p_entries,
+    p_cells,  # int32 [n_order]
+    p_n_moves,
+    n_order,
+    none,
+    nowhere,
+    number,
+    STEP: tl.constexpr,
+):
+    o_move = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    m_order = o_move < n_order
+    m_move = o_move < tl.minimum(tl.load(p_n_moves), n_order)
+    # [STEP] each
+    i_own = tl.load(p_oldest + o_move, mask=m_move, other=0)
+    i_cell = tl.load(p_own + i_own, mask=m_move, other=0).to(tl.int32)
+    i_before = tl.load(p_held + i_cell, mask=m_move, other=-1)
+    b_none = tl.zeros([STEP], tl.int32) - 1
+    tl.store(p_of + i_before, b_none, mask=m_move & (i_before >= 0))
+    tl.store(p_held + i_cell, b_none, mask=m_move)
+    tl.store(p_used + i_cell, tl.zeros([STEP], tl.int32) + number, mask=m_move)
+    tl.store(p_cells + o_move, tl.where(m_move, i_cell, nowhere), mask=m_order)
+    tl.store(p_entries + o_move, tl.zeros([STEP], tl.int32) + none, mask=m_order & (m_move == 0))
+
+
+@triton.jit(do_not_specialize=["n_order"])
+def _enter(p_entries, p_cells, p_n_moves, p_of, p_held, n_order, STEP: tl.constexpr):
+    o_move = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    m_move = o_move < tl.minimum(tl.load(p_n_moves), n_order)
+    # [STEP] each
+    i_entry = tl.load(p_entries + o_move, mask=m_move, other=0)
+    i_cell = tl.load(p_cells + o_move, mask=m_move, other=0)
+    tl.store(p_of + i_entry, i_cell, mask=m_move)
+    tl.store(p_held + i_cell, i_entry, mask=m_move)
+
+
+def cell_assign(
+    choice: PageSelection,
+    state: CellState,
+    host: torch.Tensor,
+    own: torch.Tensor,
+    *,
+    number: int,
+    counted: int,
+    recent: int,
+) -> CellMoves:
+    """Launch the kernels; see :func:`ragserve_kernels.cell_assign.cell_assign`."""
+    of, held, used, named = state
+    blocks = choice.blocks
+    n, lists = blocks.shape[2], blocks.shape[0] * blocks.shape[1]
+    worth = blocks.new_empty(n * lists)
+    _worth[(triton.cdiv(n * lists, _STEP),)](
+        *(blocks, choice.counts, worth, n, lists, len(host)),
+        PARTS=PARTS,
+        LARGEST=LARGEST,
+        STEP=_STEP,
+        num_warps=4,
+    )
+    n_order = min(len(own), n * lists)
+    entries, cells = blocks.new_empty(2, n_order).unbind(0)
+    n_moves, tally = blocks.new_empty(1), blocks.new_empty(4)
+    _find[(1,)](
+        *(worth.argsort(stable=True), blocks, host, of, used, named, entries, n_moves, tally),
+        *(n, lists, len(host), n_order, number, counted),
+        STEP=_STEP,
+        num_warps=8,
+    )
+    _take[(triton.cdiv(n_order, _STEP),)](
+        *(used[own].argsort(stable=True), own, of, held, used, entries, cells, n_moves),
+        *(n_order, len(of) - 1, len(held) - 1, number),
+        STEP=_STEP,
+        num_warps=4,
+    )
+    torch.sum(named[:-1] > max(0, number - recent), 0, keepdim=True, dtype=torch.int32, out=tally[3:])
+    return CellMoves(entries, cells, n_moves, tally)
+
+
+def cell_arrive(moves: CellMoves, state: CellState) -> None:
+    """Launch the kernel; see :func:`ragserve_kernels.cell_assign.cell_arrive`."""
+    n_order = len(moves.entries)
+    _enter[(triton.cdiv(n_order, _STEP),)](
+        *(moves.entries, moves.cells, moves.n_moves, state.of, state.held, n_order), STEP=_STEP, num_warps=4
+    )

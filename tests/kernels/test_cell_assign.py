@@ -1,0 +1,93 @@
+"""cell_assign, choice after choice, against plain torch; tests/unit/hosting/test_cells.py holds that to a
+dict."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ragserve_kernels.cell_assign import (
+    CellMoves,
+    CellState,
+    cell_arrive,
+    cell_arrive_naive,
+    cell_assign,
+    cell_assign_naive,
+)
+from ragserve_kernels.paged import PageSelection
+
+LAYERS, HEADS = 2, 3
+LISTS = LAYERS * HEADS
+
+
+def empty(host_pages: int, pool: int, pages: int, device: torch.device) -> CellState:
+    def filled(count: int, value: int) -> torch.Tensor:
+        return torch.full((count * LISTS + 1,), value, dtype=torch.int32, device=device)
+
+    return CellState(filled(host_pages, -1), filled(pool, -1), filled(pool, 0), filled(pages, 0))
+
+
+def ranking(n: int, pages: int, device: torch.device) -> PageSelection:
+    """Some entries are none, some pages are not on the host, some heads attend to nothing."""
+    blocks = torch.rand(LAYERS, HEADS, pages + 3).argsort(-1)[..., :n].int()
+    blocks = blocks.masked_fill(torch.rand(blocks.shape) < 0.1, -1)
+    counts = torch.randint(n + 1, (LAYERS, HEADS)).int()
+    return PageSelection(blocks.to(device).contiguous(), counts.to(device))
+
+
+@pytest.mark.parametrize(("n", "pages", "columns"), [(5, 30, 3), (33, 60, 12), (9, 9, 20), (400, 500, 210)])
+def test_choices_in_a_row(device: torch.device, n: int, pages: int, columns: int) -> None:
+    """Of two requests in turn; the largest takes more than one step of a program."""
+    pool, host_pages = 2 * columns + 5, 2 * pages + 4
+    mine, other = (empty(host_pages, pool, pages, device) for _ in range(2))
+    hosts = torch.randperm(host_pages, dtype=torch.int32).to(device)
+    own = torch.randperm(pool)[: 2 * columns, None] * LISTS + torch.arange(LISTS)
+    rows = []
+    for i in range(2):
+        named = [state.named.clone() for state in (mine, other)]
+        cells = own[i * columns : (i + 1) * columns].flatten().to(device)
+        rows.append((hosts[i * pages : (i + 1) * pages].contiguous(), cells, named))
+    moved = 0
+    for number in range(1, 16 if n < 100 else 5):
+        for host, cells, named in rows:
+            choice = ranking(n, pages, device)
+            options = {"number": number, "counted": 2 * LISTS, "recent": 3}
+            got = cell_assign(choice, mine._replace(named=named[0]), host, cells, **options)
+            want = cell_assign_naive(choice, other._replace(named=named[1]), host, cells, **options)
+            moved += int(want.n_moves)
+            for ours, theirs in zip(got, want, strict=True):
+                assert torch.equal(ours, theirs)
+            assert torch.equal(named[0][:-1], named[1][:-1])
+            for arrived in (False, True):
+                if arrived:
+                    cell_arrive(got, mine)
+                    cell_arrive_naive(want, other)
+                assert torch.equal(mine.of, other.of)
+                assert torch.equal(mine.held, other.held)
+                assert torch.equal(mine.used[:-1], other.used[:-1])
+    assert moved > 0
+
+
+def test_arguments_are_checked(device: torch.device) -> None:
+    state, choice = empty(9, 6, 5, device), ranking(3, 5, device)
+    host = torch.arange(5, dtype=torch.int32, device=device)
+    own = torch.arange(LISTS, device=device)
+
+    def call(**changed: object) -> CellMoves:
+        given = {"choice": choice, "state": state, "host": host, "own": own} | changed
+        options = {"number": 1, "counted": 1, "recent": 1, **given.pop("options", {})}  # type: ignore[dict-item]
+        return cell_assign(**given, **options)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match="own has dtype"):
+        call(own=own.int())
+    with pytest.raises(ValueError, match=r"choice.counts has shape"):
+        call(choice=choice._replace(counts=choice.counts[:1]))
+    with pytest.raises(ValueError, match=r"state.used has shape"):
+        call(state=state._replace(used=state.used[1:]))
+    with pytest.raises(ValueError, match=r"state.named has shape"):
+        call(host=host[1:])
+    with pytest.raises(ValueError, match="number is 0"):
+        call(options={"number": 0})
+    moves = call()
+    with pytest.raises(ValueError, match=r"moves.cells has shape"):
+        cell_arrive(moves._replace(cells=moves.cells[1:]), state)
