@@ -42,6 +42,9 @@ class Columns:
         self.size = size
         self._held: OrderedDict[object, None] = OrderedDict()
 
+    def __contains__(self, page: object) -> bool:
+        return page in self._held
+
     def load(self, choice: Iterable[object]) -> int:
         pages = list(choice)
         missed = [page for page in pages if page not in self._held]

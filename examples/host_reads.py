@@ -1,21 +1,26 @@
-"""Pages that hosted requests in progressive mode read from the host in a step, by how many a choice lists for
-columns.
+"""Pages that hosted requests in progressive mode read from the host in a step, by how their columns are used.
 
     python examples/host_reads.py OUT.json SET.jsonl.gz [--rows N] [--steps N] [--model MODEL]
 
 The last ``--steps`` tokens of every prompt of a question set with long documents (ragserve/eval/data.py)
 stand for decoded ones, and what comes before them for the hosted prompt. In every step each layer and KV head
 of the model ranks pages of 16 tokens by the upper bounds of their scores, and attends to them in rounds until
-the estimate of progressive_decode passes the threshold. Every 16th step the first of them become the choice
-whose pages are in columns from the third step after it on. Pages that a choice names and columns lack are
-loaded beside steps; hosted pages that a step attends to and its choice does not name are read by the step
-itself. Runs on a CPU, a minute a prompt of 4k tokens."""
+the estimate of progressive_decode passes the threshold. Every 16th step the ranking fills columns, which are
+read from the third step after it on. Pages that columns lack are loaded beside steps; hosted pages that a
+step attends to and columns lack are read by the step itself. Ways to use as many columns:
+
+* choice: each layer and head has its own. Twice as many pages as it attended to, as far as the budget goes,
+  are its choice, and steps read those in columns.
+* own: likewise, and steps read all that columns hold.
+* filled: its own columns are filled from the start of its ranking, and steps read all of them.
+* shared: one pool for all layers and heads, filled from the start of their rankings, by rank over pages
+  attended to; steps read all of it.
+
+Runs on a CPU, a minute a prompt of 4k tokens."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -25,14 +30,22 @@ from column_quotas import Columns
 
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.config import DEFAULT_MODEL
-from ragserve.eval.data import load
+from ragserve.eval.data import load, set_name
+from ragserve.measuring import report
 from ragserve_kernels.progressive_decode import Rounds
 from ragserve_kernels.progressive_decode.naive import weight_estimate
 
 PAGE, EVERY, LAG = 16, 16, 2
 THRESHOLDS = (0.7, 0.9, 0.95)
-BUDGETS = (512, 1024, 2048)  # tokens of a choice
-LISTED = (1, 2, None)  # pages of a choice for each that its step attended to; None: as the budget holds
+BUDGETS = (512, 1024)  # tokens of a choice
+COLUMNS = (1, 2)  # for each page of a choice
+WAYS = ("choice", "own", "filled", "shared")
+NOTE = (
+    "attended: hosted pages that steps attended to, of all layers and heads. choice to shared: percent of "
+    "these that steps read from the host, by how columns are used. loaded: pages loaded into columns beside "
+    "steps; choice loads what own does. columns: for each page of the budget."
+)
+LISTED = 2  # pages of a choice for each that its step attended to
 Step = tuple[list[int], int]
 """All pages in the order of their scores, and to how many of them a step attends."""
 
@@ -65,21 +78,52 @@ def attended(q: torch.Tensor, k: torch.Tensor, scaling: float, threshold: float)
     return found
 
 
-def count(steps: list[Step], prompt: int, budget: int, listed: int | None) -> Counter[str]:
-    """Count the pages of one layer and head; hosted are the first ``prompt`` ones."""
+def count(steps: list[Step], prompt: int, budget: int, columns: int) -> Counter[str]:
+    """Count the pages of one layer and head with columns of its own; hosted are the first ``prompt`` ones."""
     pages, counts = budget // PAGE, Counter[str]()
-    columns, current, pending = Columns(2 * pages), set[int](), set[int]()
+    size, current, pending = columns * pages, set[int](), set[int]()
+    ways = {"own": Columns(size), "filled": Columns(size)}
+    coming = {way: set[int]() for way in ways}
     for number, (order, used) in enumerate(steps):
         if number % EVERY == LAG + 1:
-            current = pending
-        hosted = [page for page in order[:used] if page < prompt]
+            current, coming = pending, {way: set() for way in ways}
         if number > LAG:
+            hosted = [page for page in order[:used] if page < prompt]
             counts["attended"] += len(hosted)
-            counts["read by steps"] += sum(page not in current for page in hosted)
+            counts["choice"] += sum(page not in current for page in hosted)
+            for way, held in ways.items():
+                counts[way] += sum(page not in held or page in coming[way] for page in hosted)
         if number % EVERY == 0:
-            most = pages if listed is None else min(pages, listed * used)
-            pending = {page for page in order[:most] if page < prompt}
-            counts["loaded"] += columns.load(pending)
+            pending = {page for page in order[: min(pages, LISTED * used)] if page < prompt}
+            first = [page for page in order if page < prompt][:size]
+            for way, named in (("own", sorted(pending)), ("filled", first)):
+                coming[way] = {page for page in named if page not in ways[way]}
+                counts[f"loaded {way}"] += ways[way].load(named)
+    return counts
+
+
+def count_shared(lists: list[list[Step]], prompt: int, budget: int, columns: int) -> Counter[str]:
+    """Count the pages of all layers and heads, which share their columns."""
+    counts, size = Counter[str](), columns * budget // PAGE * len(lists)
+    held, coming = Columns(size), set[tuple[int, int]]()
+    for number in range(len(lists[0])):
+        if number % EVERY == LAG + 1:
+            coming = set()
+        if number > LAG:
+            for i, steps in enumerate(lists):
+                order, used = steps[number]
+                hosted = [(i, page) for page in order[:used] if page < prompt]
+                counts["shared"] += sum(page not in held or page in coming for page in hosted)
+        if number % EVERY == 0:
+            worth = [
+                (rank / steps[number][1], rank, i, page)
+                for i, steps in enumerate(lists)
+                for rank, page in enumerate(steps[number][0])
+                if page < prompt
+            ]
+            named = [(i, page) for _, _, i, page in sorted(worth)[:size]]
+            coming = {page for page in named if page not in held}
+            counts["loaded shared"] += held.load(named)
     return counts
 
 
@@ -94,35 +138,42 @@ def main() -> None:
     page_observers.PAGE = PAGE
     builder = PromptBuilder.load(given.model)
     recorder = page_observers.Recorder(given.model, given.steps)
-    started, lengths = time.perf_counter(), []
-    sums: dict[tuple[float, int, int | None], Counter[str]] = {}
+    lengths: list[int] = []
+    sums: dict[tuple[float, int, int], Counter[str]] = {}
     for row in load(given.set, given.rows):
         documents = [PromptDocument("", each.title, each.text) for each in row.documents]
         ids = builder.build(row.question, documents, max_prompt_tokens=10**9).input_ids
         lengths.append(len(ids))
         prompt = (len(ids) - given.steps) // PAGE
-        for q, k, scaling in recorder(ids):
-            for threshold in THRESHOLDS:
-                for steps in attended(q, k, scaling, threshold):
-                    for budget in BUDGETS:
-                        for listed in LISTED:
-                            total = sums.setdefault((threshold, budget, listed), Counter())
-                            total.update(count(steps, prompt, budget, listed))
-    report = {
-        "command": f"python examples/host_reads.py OUT.json {given.set.name} --rows {given.rows} "
-        f"--steps {given.steps}",
+        recorded = list(recorder(ids))
+        for threshold in THRESHOLDS:
+            lists = [own for q, k, scaling in recorded for own in attended(q, k, scaling, threshold)]
+            for budget in BUDGETS:
+                for columns in COLUMNS:
+                    total = sums.setdefault((threshold, budget, columns), Counter())
+                    for steps in lists:
+                        total.update(count(steps, prompt, budget, columns))
+                    total.update(count_shared(lists, prompt, budget, columns))
+    rows = [
+        {
+            "threshold": threshold,
+            "budget": budget,
+            "columns": columns,
+            "attended": counts["attended"],
+            **{way: round(100 * counts[way] / counts["attended"], 1) for way in WAYS},
+            **{f"loaded {way}": counts[f"loaded {way}"] for way in WAYS[1:]},
+        }
+        for (threshold, budget, columns), counts in sums.items()
+    ]
+    workload = {
         "model": Path(given.model).name,
+        "set": set_name(given.set),
         "prompts": len(lengths),
-        "tokens, mean": sum(lengths) // len(lengths),
-        "seconds": round(time.perf_counter() - started, 1),
-        "pages": [
-            {"threshold": threshold, "budget": budget, "listed": listed} | counts
-            for (threshold, budget, listed), counts in sums.items()
-        ],
+        "tokens": sum(lengths) // len(lengths),
+        "steps": given.steps,
+        "page": PAGE,
     }
-    given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    for line in report["pages"]:
-        print(line)
+    report.write("host reads", workload, rows, out=given.out, note=NOTE)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""Pages that hosted requests in progressive mode read from the host, and load, on a running engine.
+
+    python examples/hosted_reads.py OUT.json SET.jsonl.gz [--rows N] [--steps N] [--thresholds X,X]
+        [--budgets N,N] [--columns N,N]
+
+Prompts of a question set with long documents (ragserve/eval/data.py) are answered with their KV on the device
+and on the host, with pages of 16 tokens and so many columns for each page of a choice. Rows give pages of KV
+heads, and in how many answers hosting changes a token. Runs on a CPU, and on a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from fan_out import engine_args
+
+from ragserve.answering.prompt import PromptBuilder, PromptDocument
+from ragserve.config import DEFAULT_MODEL, Settings
+from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.engine.local import LocalEngine
+from ragserve.engine.offline import run_once
+from ragserve.eval.data import load, set_name
+from ragserve.measuring import report
+from ragserve.measuring.engine_run import TimedAnswer, first_token
+
+PAGE = 16
+NOTE = (
+    "All but attended are counts of pages of layers and KV heads, of all prompts. reads: by steps, over the "
+    "link; loads: into columns, beside steps; in columns: of those that choices named. attended: pages that "
+    "a step attends to in each layer and head, mean, of so many. differing: answers that are not those of "
+    "requests whose KV is on the device."
+)
+
+
+def numbers(text: str, kind: type) -> list[Any]:
+    return [kind(each) for each in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("set", type=Path)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument("--thresholds", default="0.7,0.9")
+    parser.add_argument("--budgets", default="1024")
+    parser.add_argument("--columns", default="1,2")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    given = parser.parse_args()
+    points = [
+        (threshold, budget, columns)
+        for threshold in numbers(given.thresholds, float)
+        for budget in numbers(given.budgets, int)
+        for columns in numbers(given.columns, int)
+    ]
+    questions = list(load(given.set, given.rows))
+
+    async def work(engine: LocalEngine) -> None:
+        builder, resident, rows = PromptBuilder.load(engine.info.tokenizer), {}, []
+        prompts = []
+        for one in questions:
+            documents = [PromptDocument("", each.title, each.text) for each in one.documents]
+            prompts.append(
+                builder.build(one.question, documents, max_prompt_tokens=engine.info.max_prompt_tokens)
+            )
+
+        async def answer(number: int, **decode: Any) -> TimedAnswer:
+            ids = prompts[number].input_ids
+            sampling = Sampling(given.steps, ignore_eos=True)
+            options = {"mode": "progressive", "dense_below": 0, "streaming": False} | decode
+            request = GenerateRequest("reads", ids, "reads", "full", sampling, decode=options)
+            return await first_token(engine, request)
+
+        for threshold, budget, columns in points:
+            total, differing, attended, seconds = dict[str, int](), 0, 0.0, 0.0
+            for number in range(len(prompts)):
+                if (threshold, number) not in resident:
+                    found = await answer(number, threshold=threshold)
+                    resident[threshold, number] = list(found.last.output_ids)
+                started = time.perf_counter()
+                found = await answer(
+                    number, threshold=threshold, hosted=True, budget=budget, columns=columns, reuse=16
+                )
+                seconds += time.perf_counter() - started
+                differing += list(found.last.output_ids) != resident[threshold, number]
+                said = found.last.decode
+                if said is None:
+                    raise RuntimeError("the answer has no report on its decoding")
+                attended += said.pages / len(prompts)
+                for name in ("hosted_steps", "host_reads", "misses", "hits"):
+                    total[name] = total.get(name, 0) + getattr(said, name)
+            rows.append(
+                {
+                    "threshold": threshold,
+                    "budget": budget,
+                    "columns": columns,
+                    "hosted steps": total["hosted_steps"],
+                    "attended": round(attended, 1),
+                    "of": round(said.pages_held, 1),
+                    "reads": total["host_reads"],
+                    "loads": total["misses"],
+                    "in columns": total["hits"],
+                    "differing": differing,
+                    "seconds": round(seconds, 1),
+                }
+            )
+            workload = {"set": set_name(given.set), "prompts": len(prompts), "steps": given.steps}
+            tokens = sum(len(prompt.input_ids) for prompt in prompts) // len(prompts)
+            model = {"model": Path(given.model).name, "tokens": tokens, "page": PAGE}
+            report.write("hosted reads", workload | model, rows, out=given.out, note=NOTE)
+
+    graphs: dict[str, Any] = {}
+    if torch.cuda.is_available():  # small: starting matters more here than decoding
+        graphs = {"cuda_graph_max_bs_decode": 4, "disable_prefill_cuda_graph": True}
+    with tempfile.TemporaryDirectory(prefix="ragserve-reads-") as folder:
+        settings = Settings(
+            model=given.model,
+            data_dir=Path(folder),
+            kv_disk_bytes=0,
+            max_total_tokens=32_768,
+            sparse_attention="on",
+            decode_page_size=PAGE,
+            kv_hosted_bytes=2**30,
+            engine_args=graphs | engine_args(None),
+        )
+        run_once(settings, work)
+
+
+if __name__ == "__main__":
+    main()
