@@ -8,17 +8,17 @@ pages; all in one call of `fill_pages`, with the permutation beside the copies, 
 permuted by one launch (`gather_pages`), as hosted requests are, and layer by layer, as documents are. The
 permutation alone, by either.
 Then in calls of as many as `HostedRows.copy` launches beside a step, by the bytes that are put together at a
-time. Back: `column_gather` of random pages, by the number of its programs. The rival is one copy of as many
-bytes between pinned memory and the device. Every figure is the best of five.
+time. Back: `column_gather` of random pages, by the number of its programs, and `cell_gather` of as many. The
+rival is one copy of as many bytes between pinned memory and the device. Every figure is the best of five.
 
 Beside decode: the same loads beside steps of ``--requests`` requests, whose attention is `sparse_decode` over
 columns and whose other work has the shape of Llama-3.1-8B, in a CUDA graph: without a pause, which is the
 worst case, and once a step, of as many pages as requests of 32k missed a step (`misses` of
 h200-hosted.json).
 
-Progressive: attention of a step of 8 requests, in all layers, to 64 pages a KV head, of which some are read
-from the host by the attention itself; beside the time that the link takes for them, and that of the step when
-all are on the device. A minute on an H200."""
+Progressive: attention of a step of 8 requests, in all layers, to 64 pages a KV head, in cells of any layer
+and head but for a share that the attention itself reads from the host; beside the time that the link takes
+for them, and that of the step when all are on the device. A minute on an H200."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ from ragserve.bench.kernels.compose_beside import Decoding
 from ragserve.bench.kernels.timing import median_ms, normal
 from ragserve.bench.model_shapes import SHAPES
 from ragserve.measuring import report
+from ragserve_kernels.cell_gather import cell_gather
 from ragserve_kernels.column_gather import column_gather
 from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.paged import PagedBatch, PageSelection
-from ragserve_kernels.progressive_decode import PagePlaces, progressive_decode
+from ragserve_kernels.progressive_decode import PageCells, PagePlaces, progressive_decode
 from ragserve_kernels.sparse_decode import sparse_decode
 from sglang_ext.documents.fill import COPY_BYTES, DocumentKv, fill_pages
 from sglang_ext.documents.types import KvShape
@@ -106,9 +107,12 @@ def progressive(pages: HostPages, kv: KVLayers, share: float) -> Callable[[], to
     batch = PagedBatch(table, torch.full_like(table[:, 0], ATTENDED * PAGE), PAGE, PAGE)
     order = torch.argsort(torch.rand(REQUESTS, heads, ATTENDED, device=device), -1).to(torch.int32)
     ranking = PageSelection(order.contiguous(), torch.full_like(order[..., 0], ATTENDED).contiguous())
-    places = torch.randint(count, (REQUESTS, heads, ATTENDED), device=device, dtype=torch.int32)
-    on_host = torch.argsort(torch.rand(places.shape, device=device), -1) < round(share * ATTENDED)
-    places = torch.where(on_host, -1 - places, places).contiguous()
+    hosts = torch.randint(len(pages.pool), (REQUESTS, 1, ATTENDED), device=device, dtype=torch.int32)
+    places = (-1 - hosts).expand(-1, heads, -1)
+    sizes = len(pages.pool), layers, heads
+    of = torch.randint(count * layers * heads, sizes, device=device, dtype=torch.int32)
+    of.masked_fill_(torch.rand(sizes, device=device) < share, -1)
+    cells = PageCells(of, kv)
 
     def step() -> torch.Tensor:
         read = [
@@ -118,7 +122,7 @@ def progressive(pages: HostPages, kv: KVLayers, share: float) -> Callable[[], to
                 batch,
                 ranking,
                 threshold=1.0,
-                places=PagePlaces(places, pages.pool, layer),
+                places=PagePlaces(places, pages.pool, layer, cells),
             ).from_host
             for layer in range(layers)
         ]
@@ -211,6 +215,13 @@ def main() -> None:
         row["slowdown, a load a step"] = round(steps.alone_ms(each) / steps.alone_ms() - 1, 4)
         rows.append(row)
     del steps
+    moves = wanted.flatten() * (layers * heads) + torch.arange(
+        layers * heads, device="cuda"
+    ).repeat_interleave(CHOSEN)
+    cells = torch.randperm(count * layers * heads, device="cuda")[: len(moves)].int()
+    every = torch.tensor([len(moves)], dtype=torch.int32, device="cuda")
+    rate = gb_per_s(moved, partial(cell_gather, pages.pool, kv, moves.int(), cells, every))
+    rows.append({"copy": "pages of heads to cells of any layer and head", "programs": 3, "GB/s": rate})
     rows += progressive_rows(pages, kv, shape.page_bytes // (layers * heads), rows[1]["GB/s"])
     workload = {
         "model shape": given.shape,

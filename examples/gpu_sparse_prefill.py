@@ -1,13 +1,14 @@
 """Sparse prefill on a Hopper GPU: is the block-list kernel right, and how fast by the share of blocks?
 
-    python examples/gpu_sparse_prefill.py OUT_FOLDER
+    python examples/gpu_sparse_prefill.py OUT_FOLDER [choosing]
 
 One layer with the heads of Llama-3.1-8B in bfloat16. First the kernel is compared with float64 attention
 over random lists, and with FlashInfer over all blocks. Then tiles are compared at 20 % of the blocks of 32k
 tokens, and the fastest is timed at 10, 20, 40 and 100 % of the blocks of 32k and 128k tokens, beside
-FlashInfer's dense `single_prefill_with_kv_cache` with FA3 and FA2 in the same run. Writes
-OUT_FOLDER/h200-sparse-prefill.json. Takes about three minutes, and as much again where FlashInfer has to
-compile its kernels."""
+FlashInfer's dense `single_prefill_with_kv_cache` with FA3 and FA2 in the same run. Then
+the making of lists is compared with plain torch and timed. Writes OUT_FOLDER/h200-sparse-prefill.json. Takes
+about three minutes, and as much again where FlashInfer has to compile its kernels. With `choosing` only the
+making of lists, for the blocks that requests get, written to OUT_FOLDER/h200-choosing.json."""
 
 from __future__ import annotations
 
@@ -25,12 +26,20 @@ from triton.runtime.errors import OutOfResources
 from ragserve.bench.kernels.timing import event_ms
 from ragserve.measuring import report
 from ragserve_kernels.dispatch import forced_naive
-from ragserve_kernels.prefill_lists import LinePlan, block_lse, choose_blocks, choose_lines
+from ragserve_kernels.prefill_lists import (
+    LinePlan,
+    block_lse,
+    choose_blocks,
+    choose_lines,
+    list_blocks,
+    list_lines,
+)
 from ragserve_kernels.sparse_prefill import (
     BlockLists,
     PrefillBatch,
     all_blocks,
-    lists_of,
+    list_room,
+    mask_of,
     sparse_prefill_naive,
 )
 from ragserve_kernels.sparse_prefill.triton import PrefillTile, sparse_prefill_triton
@@ -54,6 +63,10 @@ NOTE = (
     "One layer, milliseconds, medians; choosing blocks is apart. share: of the blocks that causal "
     "attention computes; lists are random with the first and the last block, of each query head or of each "
     "KV head. error: relative, norms. Our KV is paged (64) and scattered, FlashInfer's contiguous."
+)
+CHOOSING_NOTE = (
+    "Milliseconds to make the lists of one layer for a chunk of new tokens behind cached ones, medians, "
+    "beside dense attention of that chunk. asked: what the lists hold by their estimate, or a fixed share."
 )
 
 
@@ -215,9 +228,28 @@ def timed(blocks: tuple[int, int], tile: PrefillTile) -> list[dict[str, Any]]:
     return rows
 
 
+def apart(case: Work, share: float | None) -> dict[str, float]:
+    """Return by mode which part of the entries the lists and the choice in plain torch do not have in common:
+    rounding decides between alike scores."""
+    plan, counts = LinePlan.of(case.batch, HEADS), torch.zeros(1, 2, dtype=torch.int64, device="cuda")
+    taken = {"alpha": 0.955, "share": share}
+    with forced_naive():
+        want = {
+            "lines": choose_lines(case.q, case.k, plan, **taken).mask,
+            "blocks": choose_blocks(case.q, case.k, case.batch, **taken),
+        }
+    room = list_room(case.batch, HEADS)
+    found = {}
+    list_lines(case.q, case.k, plan, room, **taken, counts=counts)
+    found["lines"] = mask_of(room, want["lines"].shape[2])
+    list_blocks(case.q, case.k, case.batch, room, **taken)
+    found["blocks"] = mask_of(room, want["blocks"].shape[2])
+    return {mode: float((found[mode] != want[mode]).sum() / want[mode].sum()) for mode in want}
+
+
 def choosing(blocks: tuple[int, int]) -> list[dict[str, Any]]:
-    """Time the choice of blocks, for a chunk of 8,192 tokens. Random inputs choose nearly all of them, which
-    takes as long as choosing few."""
+    """Time the making of lists for a chunk of 8,192 tokens, by a fixed share and by ``alpha``. Random inputs
+    choose nearly all blocks, which takes as long as choosing few."""
     small = work([1000], [777])
     positions = torch.arange(1000, 1777, 5, dtype=torch.int32, device="cuda")
     found = block_lse(small.q, small.k, small.batch, 0, positions).exp()
@@ -225,31 +257,56 @@ def choosing(blocks: tuple[int, int]) -> list[dict[str, Any]]:
         right = block_lse(small.q, small.k, small.batch, 0, positions).exp()
     if not (wrong := error(found, right)) < 1e-2:
         raise SystemExit(f"wrong: block_lse has an error of {wrong:.3g}")
+    for share in (None, 0.1):
+        for mode, wrong in apart(work([3000], [1777], blocks=blocks), share).items():
+            print(
+                f"{mode}, share {share}: {wrong:.3g} of the entries are others than in plain torch",
+                flush=True,
+            )
+            if wrong > 0.02:
+                raise SystemExit(f"wrong: {mode} lists other blocks than plain torch")
     rows = []
     for cached in (24_576, 122_880):
         case = work([cached], [8192], blocks=blocks)
         dense_ms = event_ms(dense(case, "fa3"))
-        plan = LinePlan.of(case.batch, HEADS)  # made once for all layers
-        choices: dict[str, Callable[[], torch.Tensor]] = {
-            "lines": lambda c=case, p=plan: choose_lines(c.q, c.k, p, alpha=0.955).mask,
-            "blocks": lambda c=case: choose_blocks(c.q, c.k, c.batch, alpha=0.955),
-        }
-        for name, choose in choices.items():
-            rows.append(
-                {
-                    "part": f"choosing {name}",
-                    "cached": f"{cached:,}",
-                    "new": "8,192",
-                    "ms": event_ms(lambda choose=choose: lists_of(choose())),
-                    "fa3 ms": dense_ms,
-                }
-            )
-            print(rows[-1], flush=True)
+        plan = LinePlan.of(case.batch, HEADS)  # made once for all layers, as the room for lists
+        room = list_room(case.batch, HEADS)
+        counts = torch.zeros(1, 2, dtype=torch.int64, device="cuda")
+        for share in (None, 0.1):
+            taken = {"alpha": 0.955, "share": share}
+            choices: dict[str, Callable[[], object]] = {
+                "lines": lambda c=case, p=plan, r=room, n=counts, t=taken: list_lines(
+                    c.q, c.k, p, r, **t, counts=n, last=False
+                ),
+                "blocks": lambda c=case, r=room, t=taken: list_blocks(c.q, c.k, c.batch, r, **t),
+            }
+            for name, choose in choices.items():
+                rows.append(
+                    {
+                        "part": f"choosing {name}",
+                        "cached": f"{cached:,}",
+                        "new": "8,192",
+                        "asked": "alpha 0.955" if share is None else f"share {share}",
+                        "ms": event_ms(choose),
+                        "fa3 ms": dense_ms,
+                    }
+                )
+                print(rows[-1], flush=True)
     return rows
 
 
 def main() -> int:
     torch.manual_seed(torch.seed() % 2**31)
+    if sys.argv[2:] == ["choosing"]:
+        heads = {
+            "query heads": HEADS,
+            "KV heads": KV_HEADS,
+            "head size": DIM,
+            "query and key block": str(BLOCKS),
+        }
+        out = Path(sys.argv[1]) / "h200-choosing.json"
+        report.write("lists of a sparse prefill", heads, choosing(BLOCKS), out=out, note=CHOOSING_NOTE)
+        return 0
     tiles = [each for each in TILES if fits(*each)]
     print(f"{len(tiles)} of {len(TILES)} tiles fit", flush=True)
     right = compared(tiles)

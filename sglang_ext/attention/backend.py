@@ -176,19 +176,10 @@ class SparseDecodeBackend(AttentionBackend):
         """Return what a row of the step just launched reads or has chosen: see `StepTables.taken`."""
         return self._tables_for(len(self._step.rows)).taken(row, wanted=wanted)
 
-    def place_columns(self, row: int, held: PageSelection, named: PageSelection) -> None:
-        """Let a progressive row of the step at hand find pages in columns: see `StepTables.place_columns`."""
-        self._tables_for(len(self._step.rows)).place_columns(row, held, named)
-
     def listed(self, row: int) -> PageSelection:
-        """Return the pages for columns of a progressive row of the step just launched: see `listed`."""
-        step_row = self._step.rows[row]
-        most = self.most_listed(step_row.state.options, step_row.tokens)
-        return self._tables_for(len(self._step.rows)).listed(row, most)
-
-    def most_listed(self, options: DecodeOptions, tokens: int) -> int:
-        """Return how many pages a choice for columns may list: those of the budget, or all there are."""
-        return min(self._limit(options), -(-tokens // self.shape.page_size))
+        """Return the pages for cells of a progressive row of the step just launched: see `listed`."""
+        pages = -(-self._step.rows[row].tokens // self.shape.page_size)
+        return self._tables_for(len(self._step.rows)).listed(row, pages)
 
     @property
     def capacity(self) -> int:
@@ -303,8 +294,6 @@ class SparseDecodeBackend(AttentionBackend):
             placed = any(row.progressive and row.lag for row in self._step.rows)
             hosted = self.hosted_statistics if placed or any(self._step.lagged) else None
             self._tables.set_lengths(self._table, rows, lens, longest, hosted)
-            if placed:
-                self._tables.find_columns(n)
 
     def _sparse_extend(
         self,
@@ -430,6 +419,9 @@ class SparseDecodeBackend(AttentionBackend):
             into=into,
         )
 
+    def _places(self, rows: TableRows) -> torch.Tensor:
+        return rows.places[:, None].expand(-1, self.shape.kv_heads, -1)
+
     def _add_progressive(
         self, out: torch.Tensor, rows: TableRows, q: torch.Tensor, kv: KVPair, layer: int, scale: float
     ) -> None:
@@ -439,7 +431,7 @@ class SparseDecodeBackend(AttentionBackend):
             threshold=rows.thresholds,
             scale=scale,
             is_ranked=rows.by_rank[layer],
-            places=None if self.progressive.host is None else rows.places_of(layer),
+            places=None if self.progressive.host is None else self._places(rows),
         )
         rows.used[layer].copy_(part.blocks_used)
         rows.weight[layer].copy_(part.weight)

@@ -35,6 +35,8 @@ def with_sparse_decode(make: Callable[[Any], Any], config: AttentionConfig) -> C
         host = None if pages is None else pages.pool
         backend = SparseDecodeBackend(wrapped, runner, config, statistics, host)
         hosted = None if pages is None else HostedRows(pool, table, page, pages, statistics.tables)
+        if hosted is not None:
+            backend.progressive.cells = hosted.cells.places
         current.attention = DecodeRuntime(config, planner, statistics, backend, hosted, runner)
         return backend
 

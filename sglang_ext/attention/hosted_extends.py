@@ -14,7 +14,7 @@ from sglang_ext.attention.backend import SparseDecodeBackend
 from sglang_ext.attention.decode_state import DecodeState
 from sglang_ext.attention.lagged_choices import KeptChoice, LaggedChoices
 from sglang_ext.attention.page_stats import PageStatistics
-from sglang_ext.attention.progressive_attention import ProgressiveToken
+from sglang_ext.attention.progressive_attention import ProgressiveToken, listed
 from sglang_ext.attention.prompt_queries import PromptMean
 from sglang_ext.attention.step_planner import StepPlanner
 from sglang_ext.attention.streamed_attention import StreamedTokens
@@ -220,14 +220,16 @@ class HostedExtends:
 
     def _choice(self, each: _Extended) -> PageSelection:
         if isinstance(each.part, ProgressiveToken):
-            most = self._backend.most_listed(each.state.options, each.tokens)
-            return each.part.listed(most, self._backend.capacity)
+            return each.part.listed(-(-each.tokens // self._page), self._backend.capacity)
         by = each.asked
         if each.state.options.observe != "last" and each.state.asked is not None:
             by = each.state.asked
         if by is None:
             raise IntegrityError("a pass over hosted requests showed no queries")
-        return self._backend.choose(by.mean, self._pages(each, scored=True), each.state.options)
+        chosen = self._backend.choose(by.mean, self._pages(each, scored=True), each.state.options)
+        if each.state.options.mode == "progressive":
+            return listed(chosen.blocks, chosen.counts, chosen.counts[..., None])
+        return chosen
 
     def drop(self) -> None:
         """The pass at hand has failed."""

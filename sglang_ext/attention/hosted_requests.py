@@ -110,7 +110,8 @@ class HostedRequests:
         if not self._hosted.ready or not self._planner.is_lagging(req, len(req.full_untruncated_fill_ids)):
             return False
         choice = options.budget // self._hosted.page_size
-        state.prefix = self._prefixes.reserve(req, tokens, choice, options.columns, state.hosted_counts)
+        shared, counts = options.mode == "progressive", state.hosted_counts
+        state.prefix = self._prefixes.reserve(req, tokens, choice, options.columns, counts, shared=shared)
         return state.prefix is not None
 
     def may_find_room(self, req: Any, tokens: int) -> bool:

@@ -55,11 +55,10 @@ class LaggedChoices:
             if step.swapped[i]:
                 hosted = row.state.hosted
                 kept.swap(reads=hosted is None or self._hosted.arrive(hosted, kept.pending))
-            elif step.kept[i] >= 0 or (row.progressive and not step.changed):
+            elif step.kept[i] >= 0:
                 continue
             if row.progressive:
-                self._backend.place_columns(i, kept.current, kept.named)
-                continue
+                continue  # it finds each page where it is
             self._backend.place(i, kept.current, row.state.newest if row.state.widened else None)
 
     def after(self, step: Step, reqs: list[object]) -> None:
@@ -81,6 +80,7 @@ class LaggedChoices:
                     options.budget // self._page,
                     options.columns,
                     row.state.hosted_counts,
+                    shared=row.progressive,
                 )
         self._hosted.copy()
 

@@ -11,12 +11,9 @@ import torch
 
 from ragserve_kernels.page_select import page_select
 from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection
-from ragserve_kernels.progressive_decode import PagePlaces, Progressive, progressive_decode
+from ragserve_kernels.progressive_decode import PageCells, PagePlaces, Progressive, progressive_decode
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.page_stats import PageStatistics
-
-LISTED = 2
-"""Pages that a choice for columns lists, per page that its step attended to: the next queries need others."""
 
 
 class ProgressiveAttention:
@@ -25,6 +22,7 @@ class ProgressiveAttention:
     Attributes:
         host: host pages ``[pages, 2 (K, V), layers, kv_heads, page, head_dim]``; None where no request's KV
             is on the host.
+        cells: where the pool has copies of them; set before the first pass, with ``host``.
     """
 
     def __init__(
@@ -33,6 +31,7 @@ class ProgressiveAttention:
         self._config = config
         self._statistics = statistics
         self.host = host
+        self.cells: PageCells | None = None
 
     def attend(
         self,
@@ -55,15 +54,17 @@ class ProgressiveAttention:
             batch: the pages of the pool. ``scored``: those where the statistics lie.
             threshold: as that of `progressive_decode`.
             is_ranked: int32 ``[batch, kv_heads]``: 0 for heads that attend otherwise. Default: none does.
-            places: int32 ``[batch, kv_heads, n]``: where each head has its pages, as `PagePlaces`; None: in
-                ``batch``.
+            places: int32 ``[batch, kv_heads, n]``: where each head has its pages, as `PagePlaces`, if not in
+                ``cells``; None: in ``batch``.
         """
         tables = self._statistics.tables
         keys = tables.centers(layer) if self._config.ranking == "center" else tables.bounds(layer)
         ranking = page_select(q, scored, keys)
         if is_ranked is not None:
             ranking = ranking._replace(counts=ranking.counts * is_ranked)
-        hosted = None if places is None or self.host is None else PagePlaces(places, self.host, layer)
+        hosted = (
+            None if places is None or self.host is None else PagePlaces(places, self.host, layer, self.cells)
+        )
         bound = self._config.bound
         return ranking, progressive_decode(
             q, kv, batch, ranking, threshold=threshold, bound=bound, scale=scale, places=hosted
@@ -108,8 +109,11 @@ class ProgressiveToken:
         return listed(blocks, torch.stack([used for _, used in self._ranked]), most)
 
 
-def listed(blocks: torch.Tensor, used: torch.Tensor, most: int) -> PageSelection:
-    """Return the first of ranked pages ``[layers, kv_heads, capacity]`` as a choice of pages for columns.
+def listed(blocks: torch.Tensor, used: torch.Tensor, most: int | torch.Tensor) -> PageSelection:
+    """Return ranked pages ``[layers, kv_heads, capacity]`` as a choice of pages for cells: see
+    `CellTable.assign`.
 
-    `LISTED` times as many as were attended to, ``used`` int32 ``[layers, kv_heads]``, at most ``most``."""
-    return PageSelection(blocks.clone(), (LISTED * used).clamp(max=most))
+    ``used``: int32 ``[layers, kv_heads]``, how many were attended to. ``most``: so many have been ranked,
+    one number or int32 ``[layers, kv_heads, 1]``."""
+    is_none = torch.arange(blocks.shape[2], device=blocks.device) >= most
+    return PageSelection(blocks.masked_fill(is_none, -1), used.clone())

@@ -229,7 +229,10 @@ class SegmentedPrefill:
         options, prefix, lacking = state.options, None, self._lacking(tokens)
         if lacking is None:
             choice = options.budget // self._page
-            prefix = self._prefixes.reserve(req, tokens, choice, options.columns, state.hosted_counts)
+            prefix = self._prefixes.reserve(
+                *(req, tokens, choice, options.columns, state.hosted_counts),
+                shared=options.mode == "progressive",
+            )
         if prefix is None:
             state.segmented = False
             return lacking or (

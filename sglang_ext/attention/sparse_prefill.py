@@ -7,9 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ragserve_kernels.prefill_lists import SEGMENT, LinePlan, Lines, choose_blocks, choose_lines
-from ragserve_kernels.sparse_prefill import PrefillBatch, all_blocks, lists_of, sparse_prefill
-from ragserve_kernels.sparse_prefill.lists import key_blocks
+from ragserve_kernels.prefill_lists import SEGMENT, LinePlan, Lines, list_blocks, list_lines
+from ragserve_kernels.sparse_prefill import (
+    BlockLists,
+    PrefillBatch,
+    all_blocks,
+    list_room,
+    lists_at,
+    sparse_prefill,
+)
 from sglang_ext import stages
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.prefill_planner import Computed, ExtendRow
@@ -58,26 +64,27 @@ class SparsePrefill:
         first = req_to_token[:, :longest:page_size].index_select(0, picked)
         table = (first // page_size).to(torch.int32)
         self._batch = PrefillBatch.of(table, page_size, prefix, new, block_q=BLOCK_Q, block_k=BLOCK_K)
-        self._reach = key_blocks(self._batch)
         self._sink = -(-config.sink_tokens // BLOCK_K)
         self._local = -(-config.local_tokens // BLOCK_K)
         self._sparse: list[_SparseRow] = []
-        self._dense: list[slice] = []
         start = 0
         for i, (row, span) in enumerate(zip(rows, self._batch.spans(), strict=True)):
             own, blocks = slice(start, start + row.new), slice(span.start, span.stop)
             start += row.new
             if row.state is None:
-                self._dense.append(blocks)
-                continue
+                continue  # attends to all blocks, as the lists do from the start
             alone = PrefillBatch.of(
                 table[i : i + 1], page_size, [row.prefix], [row.new], block_q=BLOCK_Q, block_k=BLOCK_K
             )
             self._sparse.append(
                 _SparseRow(row.state.options, alone, own, blocks, row.state.given, row.ends_prompt)
             )
-        shape = len(self._sparse), 3  # blocks; lines of the turn before, and others
-        self._computed = torch.zeros(shape, dtype=torch.float64, device=table.device)
+        count = len(self._sparse)
+        # int64 [sparse requests, 2]: lines of the turn before, and others
+        self._taken = torch.zeros(count, 2, dtype=torch.int64, device=table.device)
+        self._room: BlockLists | None = None  # the lists, written anew by every layer
+        # int64 [query blocks, heads]: their lengths, summed over the layers so far
+        self._listed: torch.Tensor | None = None
         self._plans: dict[int, LinePlan] = {}  # by a request's first query block; for all layers
         self._lines: dict[int, list[torch.Tensor]] = {}  # the same; packed, by layer; of prompts that end
         self._has_failed = False
@@ -87,16 +94,16 @@ class SparsePrefill:
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Attend one layer; shapes as `ragserve_kernels.sparse_prefill`. ``q`` may have rows of padding
         behind the batch's, whose output is zero."""
-        mask = None
+        lists = None
         if not self._has_failed:
-            mask = stages.run_alike("sparse prefill", self._fail, self._mask, q, k, scale)
-        # what has failed ends; the batch's other requests go on
-        lists = all_blocks(self._batch, q.shape[1]) if mask is None else lists_of(mask)
-        for i, row in enumerate(self._sparse):
-            self._computed[i, 0] += lists.counts[row.blocks].sum()
+            lists = stages.run_alike("sparse prefill", self._fail, self._choose, q, k, scale)
+        if lists is None:  # what has failed ends; the batch's other requests go on
+            lists = all_blocks(self._batch, q.shape[1])
+        self._listed = lists.counts.long() if self._listed is None else self._listed.add_(lists.counts)
         self._heads += q.shape[1]
         self._layer += 1
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out[self._batch.rows :] = 0
         sparse_prefill(
             q[: self._batch.rows], k, v, self._batch, lists, scale=scale, out=out[: self._batch.rows]
         )
@@ -110,43 +117,43 @@ class SparsePrefill:
     def computed(self) -> Computed:
         """Return what was computed for each sparse request, over all layers and query heads of this rank."""
         possible, segments, lines = [], [], []
-        for row in self._sparse:
+        counts = torch.zeros(len(self._sparse), 3, dtype=torch.float64, device=self._taken.device)
+        counts[:, 1:] = self._taken
+        for i, row in enumerate(self._sparse):
+            if self._listed is not None:
+                counts[i, 0] = self._listed[row.blocks].sum()
             prefix, end = row.batch.prefix[0], row.tokens
             ends = [min((i + 1) * BLOCK_Q, end) for i in range(prefix // BLOCK_Q, -(-end // BLOCK_Q))]
             possible.append(float(self._heads * sum(-(-at // BLOCK_K) for at in ends)))
             segments.append(float(self._heads * (-(-end // SEGMENT) - prefix // SEGMENT)))
             packed = self._lines.get(row.blocks.start)
             lines.append(None if packed is None or self._has_failed else torch.stack(packed))
-        return Computed(self._computed, tuple(possible), tuple(segments), tuple(lines))
+        return Computed(counts, tuple(possible), tuple(segments), tuple(lines))
 
-    def _mask(self, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return what is attended to, bool ``[query blocks, query heads, key blocks]``."""
-        width = -(-max(a + b for a, b in zip(self._batch.prefix, self._batch.new, strict=True)) // BLOCK_K)
-        shape = (self._batch.query_blocks, q.shape[1], width)
-        mask = torch.zeros(shape, dtype=torch.bool, device=q.device)
-        step = torch.arange(width, device=q.device)
-        for blocks in self._dense:
-            mask[blocks] = (step < self._reach[blocks, None])[:, None]
+    def _choose(self, q: torch.Tensor, k: torch.Tensor, scale: float) -> BlockLists:
+        """Return the lists of what is attended to."""
+        if self._room is None:
+            self._room = list_room(self._batch, q.shape[1])
         for i, row in enumerate(self._sparse):
-            options, own = row.options, q[row.rows]
+            options, own, lists = row.options, q[row.rows], lists_at(self._room, row.blocks)
             if options.mode == "lines":
-                chosen = self._by_lines(i, own, k, scale)
-            else:
-                chosen = choose_blocks(
-                    own,
-                    k,
-                    row.batch,
-                    alpha=options.alpha,
-                    share=options.share,
-                    sink=self._sink,
-                    local=self._local,
-                    scale=scale,
-                )
-            mask[row.blocks, :, : chosen.shape[2]] = chosen
-        return mask
+                self._by_lines(i, own, k, lists, scale)
+                continue
+            list_blocks(
+                own,
+                k,
+                row.batch,
+                lists,
+                alpha=options.alpha,
+                share=options.share,
+                sink=self._sink,
+                local=self._local,
+                scale=scale,
+            )
+        return self._room
 
-    def _by_lines(self, i: int, q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return what a sparse request attends to by lines, bool ``[query blocks, heads, key blocks]``."""
+    def _by_lines(self, i: int, q: torch.Tensor, k: torch.Tensor, lists: BlockLists, scale: float) -> None:
+        """Write the lists of a sparse request by lines."""
         row, layer = self._sparse[i], self._layer
         first, options = row.blocks.start, row.options
         if first not in self._plans:
@@ -154,10 +161,17 @@ class SparsePrefill:
         given = None
         if row.given is not None:
             given = Lines.unpacked(row.given[layer], -(-row.tokens // BLOCK_K))
-        choice = choose_lines(
-            q, k, self._plans[first], alpha=options.alpha, share=options.share, given=(given,), scale=scale
+        (last,) = list_lines(
+            q,
+            k,
+            self._plans[first],
+            lists,
+            alpha=options.alpha,
+            share=options.share,
+            given=(given,),
+            counts=self._taken[i : i + 1],
+            last=row.ends,
+            scale=scale,
         )
-        self._computed[i, 1:] += choice.counts[0]
-        if row.ends and choice.last[0] is not None:
-            self._lines.setdefault(first, []).append(choice.last[0].packed())
-        return choice.mask
+        if last is not None:
+            self._lines.setdefault(first, []).append(last.packed())

@@ -58,17 +58,7 @@ class TableRows:
     lagged: torch.Tensor
     ranked_scored: PagedBatch  # those of `ranked`, likewise
     from_host: torch.Tensor
-    shared_places: torch.Tensor
     places: torch.Tensor
-    named: torch.Tensor
-    held: torch.Tensor
-
-    def places_of(self, layer: int) -> torch.Tensor:
-        """Return where each KV head has its pages in a layer, int32 [n, kv_heads, pages + 1], as
-        `PagePlaces`: in columns that have been placed, else where `StepTables.set_lengths` says. It lies
-        where that of the layer before did."""
-        self.places.copy_(self.shared_places[:, None].expand_as(self.places))
-        return self.places.scatter_(2, self.named[layer], self.held[layer])
 
     def wanted_selection(self, layers: int | slice) -> PageSelection:
         """Return the pages chosen for steps after a lag."""
@@ -115,12 +105,7 @@ class StepTables:
         self.used = zeros(layers, size, kv_heads)
         self.weight = zeros(layers, size, shape.heads, dtype=torch.float32)
         self.from_host = zeros(layers, size, kv_heads)  # pages of progressive heads read from the host
-        # progressive rows: where pages are that no column of a head has, the columns that a layer's heads
-        # have (pages of the pool), and the request's pages in them; the page behind the last is none
-        self.shared_places = zeros(lagging, shape.pages + 1)
-        self.places = zeros(lagging, kv_heads, shape.pages + 1)
-        self.held = zeros(layers, lagging, kv_heads, shape.capacity)
-        self.named = torch.full_like(self.held, shape.pages, dtype=torch.int64)
+        self.places = zeros(lagging, shape.pages)  # where pages are: in the pool, or -1 - page on the host
         self._rows = zeros(4, size)
         self._moves = zeros(2, size)
         self._limits: tuple[int, ...] = ()  # pages of each row's budget
@@ -136,12 +121,9 @@ class StepTables:
         if n not in self._views:
             by_layer = (
                 *("index", "counts", "kinds", "by_rank", "queries", "used", "weight"),
-                *("wanted", "wanted_counts", "from_host", "held", "named"),
+                *("wanted", "wanted_counts", "from_host"),
             )
-            by_row = (
-                *("budgets", "active", "exact", "shares", "thresholds", "lagged"),
-                *("shared_places", "places"),
-            )
+            by_row = (*("budgets", "active", "exact", "shares", "thresholds", "lagged", "places"),)
             self._views[n] = TableRows(
                 PagedBatch(self.pages[:n], self.lens[:n], self._shape.page_size),
                 PagedBatch(self.pages[:n], self.ranked_lens[:n], self._shape.page_size),
@@ -156,7 +138,6 @@ class StepTables:
         """Set what a step needs but for lengths and pages, which :meth:`set_lengths` sets."""
         if step.changed:
             self.set_rows(step.rows, step.kept)
-            self.named.fill_(self._shape.pages)
         self.open_pages({i: row.state.newest for i, row in enumerate(step.rows) if step.opened[i]})
         self.set_active(step)
         self.set_shares(step.shares)
@@ -229,23 +210,8 @@ class StepTables:
         if opened is not None:
             self.open_pages({row: opened})
 
-    def place_columns(self, row: int, held: PageSelection, named: PageSelection) -> None:
-        """Let a progressive row find pages in columns from this step on; others are where they were.
-
-        ``held``: places in the row's page table, ``named``: the pages there; both in all layers, with the
-        same counts."""
-        is_none = torch.arange(self._shape.capacity, device=named.blocks.device) >= named.counts[..., None]
-        self.index[:, row].copy_(held.blocks)
-        self.named[:, row].copy_(named.blocks.masked_fill(is_none, self._shape.pages))
-
-    def find_columns(self, n: int) -> None:
-        """Find the pages of the pool that are the columns of the first ``n`` rows; after `set_lengths`."""
-        places = self.index[:, :n].clamp(0, self._shape.pages - 1).long()
-        pages = self.pages[None, :n, None].expand(*places.shape[:3], self._shape.pages)
-        self.held[:, :n] = pages.gather(3, places)
-
     def listed(self, row: int, most: int) -> PageSelection:
-        """Return the pages for columns of a progressive row, by its latest step: see `listed`."""
+        """Return the pages for cells of a progressive row, by its latest step: see `listed`."""
         return listed(self.wanted[:, row], self.used[:, row], most)
 
     def taken(self, row: int, *, wanted: bool) -> PageSelection:
@@ -256,7 +222,7 @@ class StepTables:
 
     def adopt(self, other: StepTables) -> None:
         """Take over the pages of smaller tables, and the queries that choose; rows keep their places."""
-        for name in ("index", "counts", "queries", *(("named",) if self._shape.lags else ())):
+        for name in ("index", "counts", "queries"):
             getattr(self, name)[:, : other.size].copy_(getattr(other, name))
 
     def open_pages(self, pages: dict[int, int]) -> None:
@@ -299,7 +265,7 @@ class StepTables:
             scored = torch.where(hosted < 0, pages, hosted)
             places = torch.where(hosted < 0, pages, self._shape.pool_pages - 1 - hosted)
         self.scored_pages[:n, : first_slots.shape[1]].copy_(scored)
-        self.shared_places[:n, : first_slots.shape[1]].copy_(places)
+        self.places[:n, : first_slots.shape[1]].copy_(places)
 
     def _set_recent(self, row: int, newest: int) -> None:
         """Let a row read its first page and the newest ones, as many as its budget has."""

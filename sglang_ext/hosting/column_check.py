@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ragserve_kernels.kv import KVLayers
+from sglang_ext.hosting.cells import CellTable
 from sglang_ext.hosting.hosted_row import HostedRow
 
 
@@ -14,6 +15,8 @@ def differing(row: HostedRow, kv: KVLayers, host: torch.Tensor) -> int:
     ``kv``: SGLang's pool; ``host``: ``[pages, 2 (K, V), layers, kv_heads, page, head_dim]``."""
     if row.table is None or row.column_pages is None:
         return 0
+    if isinstance(row.table, CellTable):
+        return row.table.differing(row.column_pages, row.numbers, host)
     page = host.shape[4]
     bad = torch.zeros(row.table.held.shape[1:], dtype=torch.bool)  # [kv_heads, columns]
     within = torch.arange(page, device=row.column_pages.device)

@@ -83,6 +83,8 @@ class ColumnSlots:
         end, dummy = row.pages * self._page, torch.arange(self._page, device=gone.device)
         places = self._table[row.request, end - kept - len(gone) : end - kept]
         places.copy_(dummy.repeat(row.leaving))
+        if row.table is not None:
+            row.table.drop(self.pages_of(gone))
         self._free(gone)
         row.columns, row.column_pages, row.leaving = columns, pages, 0
         self.note(row, held)

@@ -42,6 +42,11 @@ class ColumnTable:
         """What `assign` reads and writes, for other streams than that of the constructor."""
         return self.held, self._used, self._named
 
+    @property
+    def lists(self) -> int:
+        """Layers times KV heads."""
+        return self.held[..., 0].numel()
+
     def assign(self, choice: PageSelection, host: torch.Tensor, column_pages: torch.Tensor) -> Columns:
         """Give every page of a choice a column: see `column_assign`, whose arguments these are.
 
@@ -69,12 +74,14 @@ class ColumnTable:
             held, used = (each[..., :columns].contiguous() for each in (self.held, self._used))
         self.held, self._used = held, used
 
+    def drop(self, column_pages: torch.Tensor) -> None:
+        """Columns that `resize` has forgotten are given back: no choice names them."""
 
-def tallied(tally: torch.Tensor) -> tuple[int, int, int, int, int]:
-    """Sum up `Columns.tally`, on the host: pages that were there, missing ones, late ones, and pages that the
-    latest `RECENT` choices have named, over layers and heads; and the number that these are at most in
-    `COVERED` of the layers and heads."""
-    lists = tally.flatten(0, 1).numpy()
-    place = math.ceil(COVERED * len(lists)) - 1
-    hits, misses, late, named = lists.sum(0).tolist()
-    return hits, misses, late, named, int(np.partition(lists[:, 3], place)[place])
+    def tallied(self, tally: torch.Tensor) -> tuple[int, int, int, int, int]:
+        """Sum up `Columns.tally`, on the host: pages that were there, missing ones, late ones, and pages that
+        the latest `RECENT` choices have named, over layers and heads; and the number that these are at most
+        in `COVERED` of the layers and heads."""
+        lists = tally.flatten(0, 1).numpy()
+        place = math.ceil(COVERED * len(lists)) - 1
+        hits, misses, late, named = lists.sum(0).tolist()
+        return hits, misses, late, named, int(np.partition(lists[:, 3], place)[place])

@@ -18,6 +18,7 @@ class HostPrefix:
         owner: of its host pages.
         choice: pages of a choice, at most.
         n_columns: columns that it is admitted with. fixed: their number never changes.
+        shared: as in `HostedRow`.
         host: int32 [pages]: host pages of the prompt, on the device. numbers: the same, on the host.
         tail: host pages of the tokens behind those, the last one not always full.
         tokens: tokens whose KV is there, those of the tail included.
@@ -29,6 +30,7 @@ class HostPrefix:
     choice: int
     n_columns: int
     fixed: bool
+    shared: bool
     host: torch.Tensor
     numbers: list[int]
     tail: list[int]

@@ -9,7 +9,6 @@ import torch
 
 from ragserve_kernels.column_gather import column_gather
 from sglang_ext.documents.fill import DocumentKv, fill_pages
-from sglang_ext.hosting.columns import ColumnTable
 from sglang_ext.hosting.host_prefix import HostPrefix
 from sglang_ext.hosting.hosted_row import HostedCounts, HostedRow
 from sglang_ext.hosting.hosted_rows import HostedRows
@@ -23,7 +22,7 @@ class HostPrefixes:
         self._rows = rows
 
     def reserve(
-        self, req: Any, tokens: int, choice: int, columns: int, counts: HostedCounts
+        self, req: Any, tokens: int, choice: int, columns: int, counts: HostedCounts, *, shared: bool = False
     ) -> HostPrefix | None:
         """Take host pages for the whole pages of ``tokens`` tokens, which `write` fills.
 
@@ -37,7 +36,7 @@ class HostPrefixes:
         if owned is None:
             return None
         owner, numbers, host = owned
-        prefix = HostPrefix(req, owner, choice, columns, fixed, host, numbers, [], tokens, counts)
+        prefix = HostPrefix(req, owner, choice, columns, fixed, shared, host, numbers, [], tokens, counts)
         self._rows.waiting[owner] = prefix
         return prefix
 
@@ -72,7 +71,7 @@ class HostPrefixes:
             fill_pages(rows.pages.pool, rows.pages.shape, list(range(count)), tail, kv)
             rows.joins.append(rows.copies.event())  # its slots are free now, and those of its prompt
         return HostPrefix(
-            *(row.req, row.owner, row.choice, row.n_columns, row.fixed),
+            *(row.req, row.owner, row.choice, row.n_columns, row.fixed, row.shared),
             *(row.host, row.numbers, tail, tokens, row.counts),
         )
 
@@ -80,17 +79,15 @@ class HostPrefixes:
         """Make a waiting request a hosted one that has moved. ``columns``: int64, their slots."""
         rows = self._rows
         row = HostedRow(
-            *(prefix.req, prefix.owner, -1, prefix.choice, prefix.n_columns, prefix.fixed),
+            *(prefix.req, prefix.owner, -1, prefix.choice, prefix.n_columns, prefix.fixed, prefix.shared),
             *(columns[:0], prefix.host, prefix.numbers, rows.head_bytes, prefix.counts, rows.bounds.link),
             copied=prefix.pages,
             columns=columns,
             column_pages=rows.slots.pages_of(columns),
-            table=ColumnTable(
-                rows.kv.layers, rows.kv.kv_heads, prefix.n_columns, prefix.pages, rows.kv.device
-            ),
             moved=True,
             placed=True,
         )
+        row.table = rows.new_table(row)
         del self._rows.waiting[prefix.owner]
         rows.add(row)
         return row

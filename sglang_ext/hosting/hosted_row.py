@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from ragserve_kernels.column_assign import Columns
-from sglang_ext.hosting.columns import RECENT, ColumnTable, tallied
+from sglang_ext.documents.types import IntegrityError
+from sglang_ext.hosting.cells import CellTable
+from sglang_ext.hosting.columns import RECENT, ColumnTable
 from sglang_ext.hosting.link_meter import LinkMeter
 
 
@@ -41,6 +43,7 @@ class HostedRow:
         request: its row of the request table; negative before it has one.
         choice: pages of a choice, at most.
         n_columns: columns that it has or will have, at least ``choice``. fixed: their number never changes.
+        shared: layers and heads share all of them, for a request that attends by threshold.
         slots: int64 [pages * page_size]: where the prompt's pages lie until it moves.
         host: int32 [pages]: its host pages, on the device.
         numbers: the same, on the host.
@@ -64,6 +67,7 @@ class HostedRow:
     choice: int
     n_columns: int
     fixed: bool
+    shared: bool
     slots: torch.Tensor
     host: torch.Tensor
     numbers: list[int]
@@ -73,7 +77,7 @@ class HostedRow:
     copied: int = 0
     columns: torch.Tensor | None = None
     column_pages: torch.Tensor | None = None
-    table: ColumnTable | None = None
+    table: ColumnTable | CellTable | None = None
     protected: int = 0
     loaded: Any = None
     has_load: bool = False
@@ -98,11 +102,13 @@ class HostedRow:
         """Count what has arrived from the device: hits, misses and the working set."""
         while self.arriving and (self.arriving[0][1] is None or self.arriving[0][1].query()):
             begun, ended, tally = self.arriving.popleft()
-            hits, misses, late, recent, self.largest_set = tallied(tally)
+            if self.table is None:
+                raise IntegrityError("a choice was assigned to a request without columns")
+            hits, misses, late, recent, self.largest_set = self.table.tallied(tally)
             self.counts.hits += hits
             self.counts.misses += misses
             self.counts.loaded_bytes += misses * self.head_bytes
-            if self.moved and self.table is not None:
-                self.counts.working_set = recent / self.table.held[..., 0].numel()
+            if self.moved:
+                self.counts.working_set = recent / self.table.lists
             seconds = None if ended is None else begun.elapsed_time(ended) / 1e3
             self.link.loaded(misses * self.head_bytes, late * self.head_bytes, seconds)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ragserve_kernels.cell_gather import cell_gather
 from ragserve_kernels.column_assign import Columns
 from ragserve_kernels.column_gather import column_gather
 from ragserve_kernels.kv import KVLayers
@@ -21,6 +22,7 @@ from sglang_ext import stages
 from sglang_ext.documents.fill import DocumentKv, fill_pages
 from sglang_ext.documents.types import IntegrityError
 from sglang_ext.hosting.beside import CopyStream
+from sglang_ext.hosting.cells import Cells, CellTable, Moves
 from sglang_ext.hosting.column_check import differing
 from sglang_ext.hosting.column_slots import ColumnSlots
 from sglang_ext.hosting.columns import EMPTY, ColumnTable
@@ -46,6 +48,7 @@ class HostedRows:
         self.statistics = statistics
         self.first_host = self.kv.slots // page_size  # statistics of host page p are those of page first + p
         self.head_bytes = pages.shape.page_bytes // (self.kv.layers * self.kv.kv_heads)
+        self.cells = Cells(self.kv, page_size, pages.capacity)
         self.copies = CopyStream(self.kv.device)
         self._rows: dict[int, HostedRow] = {}  # by owner
         self.waiting: dict[int, HostPrefix] = {}  # by owner, of requests that are in no batch
@@ -80,7 +83,7 @@ class HostedRows:
     # behind a forward pass
 
     def begin(
-        self, req: Any, tokens: int, choice: int, columns: int, counts: HostedCounts
+        self, req: Any, tokens: int, choice: int, columns: int, counts: HostedCounts, *, shared: bool = False
     ) -> HostedRow | None:
         """Take a request in, and copy the statistics of its pages.
 
@@ -89,6 +92,7 @@ class HostedRows:
             choice: pages of a choice, at most.
             columns: for each of them; 0: as many as its working set takes.
             counts: its own, to go on with.
+            shared: as in `HostedRow`.
 
         Returns:
             None if the bounds do not allow it, or the prompt takes no more pages than its columns would.
@@ -110,7 +114,7 @@ class HostedRows:
             self.pages.release(owner)
             raise
         row = HostedRow(
-            *(req, owner, req.req_pool_idx, choice, columns, fixed),
+            *(req, owner, req.req_pool_idx, choice, columns, fixed, shared),
             *(slots, host, numbers, self.head_bytes, counts, self.bounds.link),
         )
         self._rows[owner] = row
@@ -169,6 +173,10 @@ class HostedRows:
             return choice
         choice = PageSelection(choice.blocks.contiguous(), choice.counts.contiguous())
         blocks, counts = choice
+        if isinstance(row.table, CellTable):
+            self.copies.await_on_current(None, row.host, row.column_pages, *row.table.tensors)
+            self._load_shared(row, row.table.assign(choice, row.host, row.column_pages))
+            return choice
         with self.copies.behind(blocks, counts, row.host, row.column_pages, *row.table.tensors):
             found = row.table.assign(choice, row.host, row.column_pages)
             begun = self.copies.event()
@@ -182,6 +190,19 @@ class HostedRows:
         row.has_load = True
         # where `_place` puts its column
         return PageSelection(found.placed, counts)
+
+    def _load_shared(self, row: HostedRow, moves: Moves) -> None:
+        """Load pages into cells. Steps that have been launched read what was there; later ones do not look
+        there before `arrive`."""
+        entries, cells, count, tally = moves
+        with self.copies.behind(*moves):
+            begun = self.copies.event()
+            cell_gather(self.pages.pool, self.kv, entries, cells, count)
+            if tally.is_cuda:
+                tally = tally.to("cpu", non_blocking=True)
+            row.loaded = self.copies.event()
+        row.arriving.append((begun, row.loaded, tally))
+        row.has_load = True
 
     def _load_late(self, row: HostedRow, late: Columns, table: ColumnTable) -> None:
         """Load what could not be loaded while the choice before was read, on the current stream."""
@@ -214,10 +235,12 @@ class HostedRows:
             return True  # made when the request had no columns: of its pages on the device
         self.copies.await_on_current(row.loaded, choice.blocks)
         row.has_load = False
+        if isinstance(row.table, CellTable):
+            row.table.arrive()
         row.collect()
         if not row.moved:
             return False
-        if row.late is not None and row.table is not None:
+        if row.late is not None and isinstance(row.table, ColumnTable):
             self._load_late(row, row.late, row.table)  # the choice before is not read any more
             row.late = None
         row.leave_after -= 1
@@ -245,6 +268,7 @@ class HostedRows:
         for event in self.joins:
             self.copies.await_on_current(event)
         self.joins.clear()
+        self.cells.settle()
         for row in self._rows.values():
             if row.moved and not row.placed:
                 self._place(row)
@@ -279,6 +303,8 @@ class HostedRows:
         if row.columns is not None and not row.moved:
             row.req.cache_protected_len = row.protected
             self._tree.token_to_kv_pool_allocator.free(row.columns)
+        if row.table is not None and row.column_pages is not None:
+            row.table.drop(row.column_pages)
         if row.loaded is not None:
             self.joins.append(row.loaded)
         if row.request >= 0:  # else its first pass has failed on the way
@@ -297,8 +323,14 @@ class HostedRows:
         row.columns, row.protected = columns, row.req.cache_protected_len
         row.req.cache_protected_len -= len(columns)
         row.column_pages = (columns[:: self.page_size] // self.page_size).to(torch.int32)
+        row.table = self.new_table(row)
+
+    def new_table(self, row: HostedRow) -> ColumnTable | CellTable:
+        """Return a table of a request's columns, which hold nothing yet."""
+        if row.shared:
+            return CellTable(self.cells, row.n_columns, row.pages, row.choice)
         layers, kv_heads = self.kv.layers, self.kv.kv_heads
-        row.table = ColumnTable(layers, kv_heads, row.n_columns, row.pages, self.kv.device)
+        return ColumnTable(layers, kv_heads, row.n_columns, row.pages, self.kv.device)
 
     def _move(self, row: HostedRow) -> None:
         """Give the prompt up: its cached part may be evicted, its own part is freed.
@@ -356,6 +388,7 @@ class HostedRows:
     def check(self) -> None:
         """Raise IntegrityError where a page is lost, or a column does not hold what its host page does."""
         self.copies.synchronize()
+        self.cells.settle()
         self.pages.check({*self._rows, *self.waiting})
         for row in self._rows.values():
             if row.columns is not None and (bad := differing(row, self.kv, self.pages.pool)):

@@ -40,7 +40,7 @@ def test_hosted_is_resident_whatever_the_columns_hold_and_threshold_one_is_dense
     assert (said.pages, said.weight) == (report(resident).pages, report(resident).weight)
     assert said.pages < said.pages_held, "the threshold is met before all pages are read"
     verify(client)
-    all_pages = generate(client, ids, n_new, **HOSTED | {"threshold": 1.0, "reuse": 1})
+    all_pages = generate(client, ids, n_new, **HOSTED | {"threshold": 1.0, "reuse": 1, "columns": 1})
     assert_same(result(all_pages), result(generate(client, ids, n_new, mode="dense")))
     assert report(all_pages).hosted_steps > 20
     assert report(all_pages).host_reads > said.host_reads

@@ -53,6 +53,11 @@ def main() -> None:
     sp.test_all_blocks_are_dense_attention(device, 256, [(63, 20), (130, 3)])
     for dtype in (torch.bfloat16, torch.float32):
         sl.test_block_scores_are_shares_of_the_attention(device, dtype)
+    for alpha, share in ((0.8, None), (1.0, 0.3)):
+        sl.test_lists_of_blocks_are_those_of_the_choice(device, (32, 16), 16, (2, 1), alpha, share)
+        sl.test_lists_of_lines_are_those_of_the_choice(device, alpha, share, True)
+        sl.test_the_best_of_given_scores_are_found_without_a_sort(device, alpha, share, True)
+        sl.test_lines_of_given_masses_are_found_without_a_sort(device, alpha, share, True)
     print("sparse_prefill, prefill_lists done", flush=True)
     for dtype in (torch.bfloat16, torch.float32):
         bs.test_ragged_documents(device, dtype)

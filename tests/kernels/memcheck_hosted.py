@@ -15,6 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.kernels import test_cell_gather as ce
 from tests.kernels import test_column_assign as ca
 from tests.kernels import test_column_gather as cg
 from tests.kernels import test_gather_h2d as gh
@@ -39,6 +40,12 @@ def column_gather(device: torch.device) -> None:
             cg.test_pages_arrive_in_their_columns(device, page, n, dtype)
 
 
+def cell_gather(device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for page, n, count in ((16, 9, 7), (16, 40, 40), (128, 3, 2)):
+            ce.test_pages_arrive_in_their_cells(device, page, n, count, dtype)
+
+
 def columns_and_sparse_decode(device: torch.device) -> None:
     cg.test_decode_reads_columns_as_the_pages_that_they_hold(device, 16, torch.float32)
     cg.test_decode_reads_columns_as_the_pages_that_they_hold(device, 64, torch.bfloat16)
@@ -61,12 +68,12 @@ def scatter_d2h(device: torch.device) -> None:
 
 
 def progressive_decode_over_places(device: torch.device) -> None:
-    for share, page_size, head_dim, dtype in (
-        (0.5, 16, 64, torch.float32),
-        (0.5, 64, 128, torch.bfloat16),
-        (1.0, 16, 64, torch.float32),
+    for share, cells, page_size, head_dim, dtype in (
+        (0.5, None, 16, 64, torch.float32),
+        (0.7, 0.5, 64, 128, torch.bfloat16),
+        (1.0, 0.5, 16, 64, torch.float32),
     ):
-        pp.test_it_attends_as_if_all_pages_were_in_the_pool(device, share, page_size, head_dim, dtype)
+        pp.test_it_attends_as_if_all_pages_were_in_the_pool(device, share, cells, page_size, head_dim, dtype)
     pp.test_threshold_one_reads_every_page_wherever_it_is(device)
     pp.test_pages_after_the_stop_are_not_read(device)
 
@@ -92,6 +99,7 @@ def page_select(device: torch.device) -> None:
 KERNELS: tuple[Callable[[torch.device], None], ...] = (
     column_assign,
     column_gather,
+    cell_gather,
     columns_and_sparse_decode,
     gather_h2d,
     scatter_d2h,

@@ -19,8 +19,10 @@ from ragserve_kernels.prefill_lists import (
     greedy_blocks_naive,
     greedy_lines,
     greedy_lines_naive,
+    list_blocks,
+    list_lines,
 )
-from ragserve_kernels.sparse_prefill import PrefillBatch, all_blocks, mask_of
+from ragserve_kernels.sparse_prefill import PrefillBatch, all_blocks, list_room, mask_of
 from tests.kernels.reference import assert_close, attention64
 from tests.kernels.test_sparse_prefill import Case, make
 
@@ -105,11 +107,149 @@ def test_lines_are_packed_into_bits(width: int) -> None:
 def test_greedy_blocks_are_those_of_the_loop(alpha: float, share: float | None) -> None:
     reach = torch.tensor([3, 5, 11, 12], dtype=torch.int32)
     possible = torch.arange(12) < reach[:, None]
-    weight = torch.rand(4, 3, 12) ** 6 * possible[:, None]
-    weight /= weight.sum(-1, keepdim=True)
+    score = torch.rand(4, 3, 12).log() * 6
     forced = (torch.rand(4, 12) < 0.2) & possible
-    got = greedy_blocks(weight, reach, forced, alpha, share)
-    assert torch.equal(got, greedy_blocks_naive(weight, reach, forced, alpha, share))
+    got = greedy_blocks(score, reach, forced, alpha, share)
+    assert torch.equal(got, greedy_blocks_naive(score, reach, forced, alpha, share))
+
+
+RAGGED = [(0, 40), (77, 20), (128, 0), (64, 1)]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "page", "heads", "alpha", "share"),
+    [
+        ((32, 16), 16, (2, 1), 0.8, None),
+        ((32, 16), 32, (2, 2), 1.0, None),
+        ((64, 64), 1, (1, 1), 1.0, 0.3),
+    ],
+)
+def test_lists_of_blocks_are_those_of_the_choice(
+    device: torch.device,
+    blocks: tuple[int, int],
+    page: int,
+    heads: tuple[int, int],
+    alpha: float,
+    share: float | None,
+) -> None:
+    case = make(device, RAGGED, heads=heads, page=page, blocks=blocks)
+    case.q *= 4
+    chosen = {"alpha": alpha, "share": share, "sink": 1, "local": 1}
+    want = choose_blocks(case.q, case.k, case.batch, **chosen)
+    for naive in (False, True):
+        lists = list_room(case.batch, heads[0])
+        assert torch.equal(lists.counts, all_blocks(case.batch, heads[0]).counts), "all blocks at first"
+        with forced_naive(naive):
+            list_blocks(case.q, case.k, case.batch, lists, **chosen)
+        got = mask_of(lists, want.shape[2])
+        assert torch.equal(got.sum(-1).int(), lists.counts)
+        # means are added up in another order: a block whose score is next to another's may change places
+        assert (got != want).sum() <= (0 if naive or (alpha == 1 and share is None) else 2)
+        for block, head in ((0, 0), (2, heads[0] - 1)):
+            start, count = int(lists.starts[block, head]), int(lists.counts[block, head])
+            listed = lists.blocks[start : start + count]
+            assert torch.equal(listed, listed.sort().values), "ascending"
+
+
+@pytest.mark.parametrize(
+    ("alpha", "share", "ties"), [(0.5, None, False), (0.955, None, True), (1.0, 0.1, True)]
+)
+def test_the_best_of_given_scores_are_found_without_a_sort(
+    device: torch.device, alpha: float, share: float | None, ties: bool
+) -> None:
+    """1,100 key blocks, more than are looked at at once; the same scores give the same lists, and of equal
+    ones the first are taken."""
+    from ragserve_kernels.prefill_lists.blocks_triton import write_best
+
+    table = torch.zeros(1, 1100, dtype=torch.int32, device=device)
+    batch = PrefillBatch.of(table, 16, [1096 * 16], [3 * 16 + 5], block_q=128, block_k=16)
+    rows, width = batch.query_blocks, 1100
+    scores = torch.randn(1, rows * 2, width, device=device) * 3
+    if ties:
+        scores = scores.round()
+    lists = list_room(batch, 2)
+    write_best(scores, batch, 0, slice(0, rows), lists, alpha, share, 2, 5, 1.0)
+    size = torch.full((width,), math.log(16), device=device)
+    size[-1] = math.log(5)
+    score = scores.view(rows, 2, width) + size
+    reach = all_blocks(batch, 1).counts[:, 0]
+    step = torch.arange(width, device=device)
+    own = batch.places[:, 1, None] * 8
+    forced = ((step < 2) | (step >= own - 5)) & (step < reach[:, None])
+    want = greedy_blocks(score, reach, forced, alpha, share)
+    got = mask_of(lists, width)
+    if share is not None:
+        assert torch.equal(got, want)
+        return
+    # the weight that is held is added up in another order: a list may end one block sooner or later
+    assert (got.sum(-1) - want.sum(-1)).abs().max() <= 1
+    assert (
+        (got | want) == torch.where(got.sum(-1, keepdim=True) > want.sum(-1, keepdim=True), got, want)
+    ).all()
+
+
+@pytest.mark.parametrize(
+    ("alpha", "share", "given"), [(0.8, None, True), (1.0, None, False), (1.0, 0.3, True)]
+)
+def test_lists_of_lines_are_those_of_the_choice(
+    device: torch.device, alpha: float, share: float | None, given: bool
+) -> None:
+    case = make(device, RAGGED, heads=(2, 1))
+    case.q *= 4
+    plan = LinePlan.of(case.batch, 2, observe=2, segment=64)
+    before = [Lines(*(torch.rand(2, 3, device=device) < 0.5 for _ in "vs")) if given else None] * len(RAGGED)
+    chosen = {"alpha": alpha, "share": share, "given": before}
+    want = choose_lines(case.q, case.k, plan, **chosen)
+    for naive in (False, True):
+        lists = list_room(case.batch, 2)
+        counts = torch.full_like(want.counts, 5)
+        with forced_naive(naive):
+            last = list_lines(case.q, case.k, plan, lists, **chosen, counts=counts)
+        # sums are added up in another order: a line whose weight is next to another's may change places
+        assert (mask_of(lists, want.mask.shape[2]) != want.mask).sum() <= (0 if naive else 4)
+        assert (counts - 5 - want.counts).abs().sum() <= (0 if naive else 2)
+        for got, right in zip(last, want.last, strict=True):
+            assert (got is None) == (right is None)
+            if got is not None and right is not None:
+                assert sum(int((a != b).sum()) for a, b in zip(got, right, strict=True)) <= (
+                    0 if naive else 2
+                )
+
+
+@pytest.mark.parametrize(
+    ("alpha", "share", "given"), [(0.5, None, True), (0.955, None, False), (1.0, 0.1, True)]
+)
+def test_lines_of_given_masses_are_found_without_a_sort(
+    device: torch.device, alpha: float, share: float | None, given: bool
+) -> None:
+    """525 key blocks, more than are looked at at once. Sums of these numbers are exact in any order, and many
+    lines weigh the same: not one line may be another."""
+    from ragserve_kernels.prefill_lists.lines_triton import pick_lines
+
+    width, observe = 525, 3
+    own = torch.tensor([[500, 504, 508], [517, 524, 524]], device=device)
+    mass = torch.randint(0, 2, (2, 1, observe, width), device=device).float()
+    mass[..., :80] *= 8.0
+    mass *= torch.arange(width, device=device) <= own[:, None, :, None]
+    mass[1, :, -1] = 0.0  # fewer samples
+    length = (2 ** torch.randint(0, 3, (2, 2, width), device=device)).float()
+    before = Lines(*(torch.rand(1, width, device=device) < 0.1 for _ in "vs")) if given else None
+    want = greedy_lines(mass, LineShape(own, *length), alpha, before, share)
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    taken = pick_lines(
+        mass.transpose(0, 1).flatten(1, 2).contiguous(),
+        (own * 16 + 7).int().flatten(),
+        *length,
+        None if before is None else torch.stack(tuple(before)),
+        counts,
+        alpha,
+        share,
+        16,
+    )
+    assert torch.equal(taken[0], want.vertical)
+    assert torch.equal(taken[1], want.slash)
+    reused = 0 if before is None else int((taken & torch.stack(tuple(before))[:, None]).sum())
+    assert counts.tolist() == [reused, int(taken.sum()) - reused]
 
 
 def lines(case: Case, alpha: float) -> torch.Tensor:

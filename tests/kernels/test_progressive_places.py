@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from ragserve_kernels.dispatch import forced_naive
+from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.paged import PageSelection
-from ragserve_kernels.progressive_decode import PagePlaces, Rounds, progressive_decode
+from ragserve_kernels.progressive_decode import PageCells, PagePlaces, Rounds, progressive_decode
 from tests.kernels.paged import Batch, make_batch
 from tests.kernels.reference import assert_close
 from tests.kernels.test_progressive_decode import ranked
@@ -53,17 +54,71 @@ def moved(batch: Batch, share: float) -> tuple[Batch, PagePlaces]:
     return replace(batch, k=k, v=v), PagePlaces(places.to(device), pinned, LAYER)
 
 
+def celled(there: Batch, places: PagePlaces, share: float) -> tuple[Batch, PagePlaces]:
+    """Move a ``share`` of the pages on the host to cells of the pool, in any layer and head.
+
+    What is left behind is NaN, and so is the pool but for these cells and what it had."""
+    page, pages = there.page_size, len(there.k) // there.page_size
+    heads, dim = there.k.shape[1:]
+    buffers = [[torch.full_like(there.k, math.nan) for _ in range(LAYERS)] for _ in range(2)]
+    buffers[0][LAYER], buffers[1][LAYER] = there.k.clone(), there.v.clone()
+    of = torch.full((len(places.host), LAYERS, heads), -1, dtype=torch.int32)
+    host = places.host.clone()
+    spoilt = torch.isnan(there.k).view(pages, page, heads, dim).all(3).all(1)  # [pages, heads]
+    free = [
+        (number * LAYERS + layer) * heads + head
+        for number in range(pages)
+        for layer in range(LAYERS)
+        for head in range(heads)
+        if layer != LAYER or spoilt[number, head]
+    ]
+    cells = [free[i] for i in torch.randperm(len(free)).tolist()]
+    for number in range(len(host)):
+        for head in range(heads):
+            if float(torch.rand(())) >= share:
+                continue
+            cell = of[number, LAYER, head] = cells.pop()
+            rows = slice(int(cell) // (LAYERS * heads) * page, (int(cell) // (LAYERS * heads) + 1) * page)
+            for half in range(2):
+                values = host[number, half, LAYER, head]
+                buffers[half][int(cell) // heads % LAYERS][rows, int(cell) % heads] = values.to(
+                    there.k.device
+                )
+            host[number, :, LAYER, head] = math.nan
+    pinned = host.pin_memory() if places.host.is_pinned() else host
+    pool = KVLayers(*buffers)
+    found = PagePlaces(places.places, pinned, LAYER, PageCells(of.to(there.k.device), pool))
+    return replace(there, k=pool.k[LAYER], v=pool.v[LAYER]), found
+
+
+def on_host(places: PagePlaces, row: int, head: int, pages: torch.Tensor) -> int:
+    """Return how many of a row's pages are in no place of the pool."""
+    found = places.places[row, head][pages].long()
+    if places.cells is None:
+        return int((found < 0).sum())
+    of = places.cells.of[:, LAYER, head]
+    return sum(place < 0 and int(of[-1 - place]) < 0 for place in found.tolist())
+
+
 @pytest.mark.parametrize(
-    ("share", "page_size", "head_dim", "dtype"),
+    ("share", "cells", "page_size", "head_dim", "dtype"),
     [
-        (0.5, 16, 64, torch.float32),
-        (0.5, 64, 128, torch.bfloat16),
-        (1.0, 16, 64, torch.float32),
+        (0.5, None, 16, 64, torch.float32),
+        (0.5, None, 64, 128, torch.bfloat16),
+        (1.0, None, 16, 64, torch.float32),
+        (0.7, 0.5, 16, 64, torch.float32),
+        (0.7, 0.5, 64, 128, torch.bfloat16),
+        (1.0, 1.0, 128, 64, torch.float32),
     ],
     ids=str,
 )
 def test_it_attends_as_if_all_pages_were_in_the_pool(
-    device: torch.device, share: float, page_size: int, head_dim: int, dtype: torch.dtype
+    device: torch.device,
+    share: float,
+    cells: float | None,
+    page_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
 ) -> None:
     lens = [9001, 0, 130, 64] if GPU else [171, 0, 66]
     batch = make_batch(
@@ -73,6 +128,8 @@ def test_it_attends_as_if_all_pages_were_in_the_pool(
     want = progressive_decode(*batch.inputs(), ranking, **options)
     assert want.from_host is None
     there, places = moved(batch, share)
+    if cells is not None:
+        there, places = celled(there, places, cells)
     for naive in (False, True):
         with forced_naive(naive):
             got = progressive_decode(*there.inputs(), ranking, **options, places=places)
@@ -82,8 +139,7 @@ def test_it_attends_as_if_all_pages_were_in_the_pool(
         for row in range(len(lens)):
             for head in range(2):
                 read = ranking.blocks[row, head, : int(got.blocks_used[row, head])].long()
-                hosted = int((places.places[row, head][read] < 0).sum())
-                assert int(got.from_host[row, head]) == hosted
+                assert int(got.from_host[row, head]) == on_host(places, row, head, read)
     if page_size == 16:
         assert (want.blocks_used < ranking.counts).any(), "the threshold stops some heads early"
 
@@ -133,6 +189,18 @@ def test_an_empty_batch_and_wrong_arguments(device: torch.device) -> None:
         call(places._replace(places=places.places.long()))
     with pytest.raises(ValueError, match="host"):
         call(places._replace(host=places.host[:, :, :, :, :8]))
+    in_cells, with_cells = celled(there, places, 0.5)
+    cells = with_cells.cells
+    assert cells is not None
+    with pytest.raises(ValueError, match=r"cells.of has shape"):
+        progressive_decode(
+            *in_cells.inputs(), ranking, places=with_cells._replace(cells=cells._replace(of=cells.of[1:]))
+        )
+    one = KVLayers(cells.pool.k[:1], cells.pool.v[:1])
+    with pytest.raises(ValueError, match=r"cells.pool has layers"):
+        progressive_decode(
+            *in_cells.inputs(), ranking, places=with_cells._replace(cells=cells._replace(pool=one))
+        )
     few = make_batch([40], device=device, bits=8)
     with pytest.raises(ValueError, match="8 bits"):
         progressive_decode(*few.inputs(), ranking, places=places)
@@ -154,16 +222,22 @@ def test_a_captured_graph_reads_where_the_pages_are_now() -> None:
     batch = make_batch([9000, 3000], device=device, peak=4.0, **shape)
     ranking = ranked(batch)
     options = {"threshold": 0.9, "rounds": Rounds(8)}
-    there, places = moved(batch, 0.5)
+    there, places = celled(*moved(batch, 0.5), 0.5)
+    cells = places.cells
+    assert cells is not None
     progressive_decode(*there.inputs(), ranking, **options, places=places)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = progressive_decode(*there.inputs(), ranking, **options, places=places)
     for share in (0.0, 1.0, 0.3):
-        other, now = moved(batch, share)
-        there.k.copy_(other.k)
-        there.v.copy_(other.v)
+        other, now = celled(*moved(batch, share), 0.5)
+        assert now.cells is not None
+        for mine, its in zip(
+            (*cells.pool.k, *cells.pool.v), (*now.cells.pool.k, *now.cells.pool.v), strict=True
+        ):
+            mine.copy_(its)
+        cells.of.copy_(now.cells.of)
         places.host.copy_(now.host)
         places.places.copy_(now.places)
         got.out.fill_(torch.nan)

@@ -6,7 +6,7 @@ Both return a mask for :func:`ragserve_kernels.sparse_prefill.lists_of`."""
 
 from __future__ import annotations
 
-from ragserve_kernels.prefill_lists.best_blocks import choose_blocks, greedy_blocks
+from ragserve_kernels.prefill_lists.best_blocks import choose_blocks, greedy_blocks, list_blocks
 from ragserve_kernels.prefill_lists.block_scores import block_lse
 from ragserve_kernels.prefill_lists.lines import (
     SEGMENT,
@@ -16,6 +16,7 @@ from ragserve_kernels.prefill_lists.lines import (
     LineShape,
     choose_lines,
     greedy_lines,
+    list_lines,
 )
 from ragserve_kernels.prefill_lists.naive import greedy_blocks_naive, greedy_lines_naive
 
@@ -32,4 +33,6 @@ __all__ = [
     "greedy_blocks_naive",
     "greedy_lines",
     "greedy_lines_naive",
+    "list_blocks",
+    "list_lines",
 ]

@@ -7,11 +7,11 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from ragserve_kernels.dispatch import FLOAT_DTYPES, check
+from ragserve_kernels.dispatch import FLOAT_DTYPES, check, use_triton
 from ragserve_kernels.kv import query_group
 from ragserve_kernels.prefill_lists.block_scores import held_from, keys_of
-from ragserve_kernels.sparse_prefill import PrefillBatch
-from ragserve_kernels.sparse_prefill.lists import key_blocks
+from ragserve_kernels.sparse_prefill import BlockLists, PrefillBatch
+from ragserve_kernels.sparse_prefill.lists import key_blocks, write_lists
 
 _TOKENS = 2**14  # keys that are averaged at once
 
@@ -47,17 +47,12 @@ def choose_blocks(
     Raises:
         ValueError, TypeError: sizes, shapes, dtypes or devices that do not fit.
     """
-    check("q", q, FLOAT_DTYPES, (batch.rows, None, None), like=batch.page_table)
-    check("k", k, q.dtype, (None, None, q.shape[2]), like=q)
+    scale = _checked(q, k, batch, alpha, share, sink, local, scale)
     group = query_group(q.shape[1], k.shape[1])
-    if not 0 < alpha <= 1 or min(sink, local) < 0:
-        raise ValueError(f"alpha {alpha} must be above 0 and up to 1, sink {sink} and local {local} from 0.")
-    check_share(share)
-    scale = 1.0 / math.sqrt(q.shape[2]) if scale is None else scale
     longest = max((a + b for a, b in zip(batch.prefix, batch.new, strict=True)), default=0)
     width = -(-longest // batch.block_k)
-    weight = torch.zeros(batch.query_blocks, q.shape[1], width, device=q.device)
-    reach, row = key_blocks(batch), 0
+    score = torch.full((batch.query_blocks, q.shape[1], width), -math.inf, device=q.device)
+    row = 0
     for request, span in enumerate(batch.spans()):
         new = batch.new[request]
         if not new:
@@ -66,48 +61,82 @@ def choose_blocks(
         means = _key_means(k, batch, request, length)  # [key blocks, kv_heads, head_dim]
         queries = _means(q[row : row + new], batch.prefix[request], batch.block_q)
         scores = torch.einsum("thgd,khd->thgk", queries.unflatten(1, (-1, group)), means) * scale
-        tokens = torch.full((len(means),), float(batch.block_k), device=q.device)
-        tokens[-1] = length - (len(means) - 1) * batch.block_k
-        scores = scores.flatten(1, 2) + tokens.log()
-        beyond = torch.arange(len(means), device=q.device) >= reach[span.start : span.stop, None, None]
-        parts = scores.masked_fill(beyond, -math.inf).softmax(-1)
-        weight[span.start : span.stop, :, : len(means)] = parts
+        tokens = torch.full((len(means),), math.log(batch.block_k), device=q.device)
+        tokens[-1] = math.log(length - (len(means) - 1) * batch.block_k)
+        score[span.start : span.stop, :, : len(means)] = scores.flatten(1, 2) + tokens
         row += new
     step = torch.arange(width, device=q.device)
     own = batch.places[:, 1, None] * batch.block_q // batch.block_k
     forced = (step < sink) | (step >= own - local)
-    return greedy_blocks(weight, reach, forced & (step < reach[:, None]), alpha, share)
+    reach = key_blocks(batch)
+    return greedy_blocks(score, reach, forced & (step < reach[:, None]), alpha, share)
+
+
+def list_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    batch: PrefillBatch,
+    lists: BlockLists,
+    *,
+    alpha: float,
+    share: float | None = None,
+    sink: int = 1,
+    local: int = 2,
+    scale: float | None = None,
+) -> None:
+    """Write the lists of :func:`choose_blocks`, in four launches a request.
+
+    Where rounding decides, it may take another block than the choice in plain torch: where two scores differ
+    by less than what sums in another order do, or a block ends on ``alpha``.
+
+    Args:
+        lists: of the batch's query blocks, each with room for all key blocks; see
+            :func:`ragserve_kernels.sparse_prefill.list_room`. Written to.
+
+    The other arguments and the errors are those of :func:`choose_blocks`.
+    """
+    scale = _checked(q, k, batch, alpha, share, sink, local, scale)
+    check("lists.starts", lists.starts, torch.int32, (batch.query_blocks, q.shape[1]), like=q)
+    if use_triton(q):
+        from ragserve_kernels.prefill_lists.blocks_triton import list_blocks_triton
+
+        list_blocks_triton(q, k, batch, lists, alpha, share, sink, local, scale)
+        return
+    write_lists(
+        choose_blocks(q, k, batch, alpha=alpha, share=share, sink=sink, local=local, scale=scale), lists
+    )
 
 
 def greedy_blocks(
-    weight: torch.Tensor,
+    score: torch.Tensor,
     reach: torch.Tensor,
     forced: torch.Tensor,
     alpha: float,
     share: float | None = None,
 ) -> torch.Tensor:
     """Take the forced blocks, then those of the greatest weight, until ``alpha`` of it is held; all for 1.
-    With a ``share`` until that part of the ``reach`` is taken, rounded up.
+    With a ``share`` until that part of the ``reach`` is taken, rounded up. Of equal ones the first are taken.
 
     Args:
-        weight: float32 ``[query blocks, heads, key blocks]``.
+        score: float32 ``[query blocks, heads, key blocks]``: logarithms of weights.
         reach: int32 ``[query blocks]``: first key blocks that may be taken at all.
         forced: bool ``[query blocks, key blocks]``.
 
     Returns:
-        bool, as ``weight``.
+        bool, as ``score``.
     """
-    possible = torch.arange(weight.shape[-1], device=weight.device) < reach[:, None]
-    worth = weight.masked_fill(forced[:, None], math.inf).masked_fill(~possible[:, None], -math.inf)
-    order = worth.argsort(dim=-1, descending=True, stable=True)
+    possible = torch.arange(score.shape[-1], device=score.device) < reach[:, None]
+    score = score.masked_fill(~possible[:, None], -math.inf)
+    order = score.masked_fill(forced[:, None], math.inf).argsort(dim=-1, descending=True, stable=True)
     if share is None:
+        weight = score.softmax(-1)
         taken = weight.gather(-1, order)
         before = taken.cumsum(-1) - taken
         within = before < held_from(weight.sum(-1, keepdim=True), alpha)
     else:
-        place = torch.arange(weight.shape[-1], device=weight.device)
+        place = torch.arange(score.shape[-1], device=score.device)
         within = (place < (reach[:, None, None] * share).ceil()).expand_as(order)
-    chosen = torch.zeros_like(weight, dtype=torch.bool).scatter_(-1, order, within)
+    chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, order, within)
     return (chosen | forced[:, None]) & possible[:, None]
 
 
@@ -115,6 +144,26 @@ def check_share(share: float | None) -> None:
     """Raises ValueError for a share that is neither None nor above 0 and up to 1."""
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"share {share} must be above 0 and up to 1.")
+
+
+def _checked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    batch: PrefillBatch,
+    alpha: float,
+    share: float | None,
+    sink: int,
+    local: int,
+    scale: float | None,
+) -> float:
+    """Check the arguments of a choice and return the scale of its scores."""
+    check("q", q, FLOAT_DTYPES, (batch.rows, None, None), like=batch.page_table)
+    check("k", k, q.dtype, (None, None, q.shape[2]), like=q)
+    query_group(q.shape[1], k.shape[1])
+    if not 0 < alpha <= 1 or min(sink, local) < 0:
+        raise ValueError(f"alpha {alpha} must be above 0 and up to 1, sink {sink} and local {local} from 0.")
+    check_share(share)
+    return 1.0 / math.sqrt(q.shape[2]) if scale is None else scale
 
 
 def _key_means(k: torch.Tensor, batch: PrefillBatch, request: int, length: int) -> torch.Tensor:

@@ -43,12 +43,12 @@ def block_lse(
     check("positions", positions, torch.int32, (None,), like=q)
     scale = 1.0 / math.sqrt(q.shape[2]) if scale is None else scale
     length = batch.prefix[request] + batch.new[request]
-    rows = positions - batch.prefix[request] + sum(batch.new[:request])
+    ahead = sum(batch.new[:request]) - batch.prefix[request]  # rows of q less positions
     if use_triton(q) and len(positions):
         from ragserve_kernels.prefill_lists.triton import block_lse_triton
 
-        return block_lse_triton(q, k, batch, request, rows, positions, length, scale=scale)
-    return _block_lse_naive(q, k, batch, request, rows, positions, length, scale=scale)
+        return block_lse_triton(q, k, batch, request, ahead, positions, length, scale=scale)
+    return _block_lse_naive(q, k, batch, request, positions + ahead, positions, length, scale=scale)
 
 
 def held_from(total: torch.Tensor, alpha: float) -> torch.Tensor:

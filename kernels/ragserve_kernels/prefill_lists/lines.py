@@ -9,9 +9,11 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from ragserve_kernels.dispatch import check, use_triton
 from ragserve_kernels.prefill_lists.best_blocks import check_share
 from ragserve_kernels.prefill_lists.block_scores import block_lse, held_from
-from ragserve_kernels.sparse_prefill import PrefillBatch
+from ragserve_kernels.sparse_prefill import BlockLists, PrefillBatch, lists_at
+from ragserve_kernels.sparse_prefill.lists import write_lists
 
 SEGMENT = 1024
 """Query positions that share their lines, counted from position 0."""
@@ -81,11 +83,12 @@ class LineShape:
 class _SegmentGroup:
     """Segments of one request that are chosen at once.
 
-    ``blocks``: their query blocks in the batch. ``positions``, ``weight``: of the sampled queries,
-    ``[segments, n]``; weight 0 for repetitions that fill the row. ``own``: the segment of each query block;
-    ``rows``: its positions in key blocks, int64 ``[query blocks, rows, 1]``."""
+    ``first``: the first one's number. ``blocks``: their query blocks in the batch. ``positions``, ``weight``:
+    of the sampled queries, ``[segments, n]``; weight 0 for repetitions that fill the row. ``own``: the
+    segment of each query block; ``rows``: its positions in key blocks, int64 ``[query blocks, rows, 1]``."""
 
     request: int
+    first: int
     blocks: slice
     positions: torch.Tensor
     weight: torch.Tensor
@@ -174,13 +177,8 @@ def choose_lines(
     Raises:
         ValueError, TypeError: sizes, shapes, dtypes or devices that do not fit.
     """
-    if not 0 < alpha <= 1:
-        raise ValueError(f"alpha {alpha} must be above 0 and up to 1.")
-    check_share(share)
     batch = plan.batch
-    given = given or (None,) * len(batch.new)
-    if len(given) != len(batch.new):
-        raise ValueError(f"lines of {len(given)} requests are given; the batch has {len(batch.new)}.")
+    given = _checked(batch, alpha, share, given)
     longest = max((a + b for a, b in zip(batch.prefix, batch.new, strict=True)), default=0)
     width = -(-longest // batch.block_k)
     mask = torch.zeros(batch.query_blocks, q.shape[1], width, dtype=torch.bool, device=q.device)
@@ -197,6 +195,69 @@ def choose_lines(
         last[group.request] = Lines(*(kind[-2:].any(0) for kind in lines))
         counts[group.request] += _counted(lines, before)
     return LineChoice(mask, tuple(last), counts)
+
+
+def list_lines(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    plan: LinePlan,
+    lists: BlockLists,
+    *,
+    alpha: float,
+    share: float | None = None,
+    given: Sequence[Lines | None] = (),
+    counts: torch.Tensor,
+    last: bool = True,
+    scale: float | None = None,
+) -> tuple[Lines | None, ...]:
+    """Write the lists of :func:`choose_lines`, in five launches for the segments that are chosen at once.
+
+    Where rounding decides, it may take other lines than the choice in plain torch: where the weights of two
+    differ by less than what sums in another order do, or a line ends on ``alpha``.
+
+    Args:
+        lists: of the batch's query blocks, each with room for all key blocks; see
+            :func:`ragserve_kernels.sparse_prefill.list_room`. Written to.
+        counts: int64 ``[requests, 2]``, to which the choice's ``counts`` are added.
+        last: return what the choice has as ``last``; None for every request otherwise.
+
+    The other arguments and the errors are those of :func:`choose_lines`.
+    """
+    batch = plan.batch
+    check("lists.starts", lists.starts, torch.int32, (batch.query_blocks, q.shape[1]), like=q)
+    check("counts", counts, torch.int64, (len(batch.new), 2), like=q, dense=True)
+    if not use_triton(q):
+        choice = choose_lines(q, k, plan, alpha=alpha, share=share, given=given, scale=scale)
+        write_lists(choice.mask, lists)
+        counts += choice.counts
+        return choice.last if last else (None,) * len(batch.new)
+    from ragserve_kernels.prefill_lists.lines_triton import pick_lines, share_mass, write_lines
+
+    given = _checked(batch, alpha, share, given)
+    newest: list[Lines | None] = [None] * len(batch.new)
+    for group in plan.groups:
+        positions = group.positions.flatten()
+        mass = block_lse(q, k, batch, group.request, positions, scale=scale)
+        share_mass(mass, positions, group.weight, batch.block_k)
+        before = given[group.request]
+        lines = pick_lines(
+            mass,
+            positions,
+            group.shape.vertical,
+            group.shape.slash,
+            None if before is None else torch.stack(tuple(before.resized(mass.shape[-1]))),
+            counts[group.request],
+            alpha,
+            share,
+            batch.block_k,
+        )
+        own = lists_at(lists, group.blocks)
+        write_lines(
+            lines, batch.places[group.blocks], own, group.first, plan.segment, batch.block_q, batch.block_k
+        )
+        if last:
+            newest[group.request] = Lines(*lines[:, -2:].any(1))
+    return tuple(newest)
 
 
 def greedy_lines(
@@ -252,6 +313,19 @@ def greedy_lines(
         wanted = share * shape.vertical.sum(-1)[:, None, None]
     count = ((gained.cumsum(-1) < wanted).sum(-1, keepdim=True) + 1).clamp_min(2)
     return Lines(vertical < count, slash < count)
+
+
+def _checked(
+    batch: PrefillBatch, alpha: float, share: float | None, given: Sequence[Lines | None]
+) -> Sequence[Lines | None]:
+    """Check the arguments of a choice and return what is given to each request."""
+    if not 0 < alpha <= 1:
+        raise ValueError(f"alpha {alpha} must be above 0 and up to 1.")
+    check_share(share)
+    given = given or (None,) * len(batch.new)
+    if len(given) != len(batch.new):
+        raise ValueError(f"lines of {len(given)} requests are given; the batch has {len(batch.new)}.")
+    return given
 
 
 def _counted(lines: Lines, given: Lines | None) -> torch.Tensor:
@@ -318,6 +392,7 @@ def _group(
     vertical, slash = _to(shape, device).unbind(0)
     return _SegmentGroup(
         request,
+        numbers.start,
         slice(before + of_segment[0].start, before + of_segment[-1].stop),
         positions,
         _sent(weight, torch.float32, device),

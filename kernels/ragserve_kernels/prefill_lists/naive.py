@@ -50,20 +50,21 @@ def greedy_lines_naive(
 
 
 def greedy_blocks_naive(
-    weight: torch.Tensor,
+    score: torch.Tensor,
     reach: torch.Tensor,
     forced: torch.Tensor,
     alpha: float,
     share: float | None = None,
 ) -> torch.Tensor:
     """See :func:`ragserve_kernels.prefill_lists.greedy_blocks`."""
-    chosen = forced[:, None].repeat(1, weight.shape[1], 1)
-    for block in range(weight.shape[0]):
-        for head in range(weight.shape[1]):
-            own = weight[block, head].tolist()
-            total = sum(own)
+    chosen = forced[:, None].repeat(1, score.shape[1], 1)
+    for block in range(score.shape[0]):
+        for head in range(score.shape[1]):
+            own = score[block, head].tolist()
+            weight = [math.exp(each) for each in own]
+            total = sum(weight[: int(reach[block])])
             while True:
-                held = sum(own[j] for j in chosen[block, head].nonzero()[:, 0].tolist())
+                held = sum(weight[j] for j in chosen[block, head].nonzero()[:, 0].tolist())
                 left = [j for j in range(int(reach[block])) if not chosen[block, head, j]]
                 enough = alpha < 1 and held >= alpha * total * (1 - 1e-6)
                 if share is not None:

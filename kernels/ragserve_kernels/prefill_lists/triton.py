@@ -18,16 +18,16 @@ _SPAN = 64  # key blocks of a program
 
 # the pages of a batch's second request begin where the first's end
 @triton.jit(
-    do_not_specialize=["n_queries", "n_blocks", "n_len"],
-    do_not_specialize_on_alignment=["p_rows", "p_positions", "p_pages"],
+    do_not_specialize=["i_row_ahead", "n_queries", "n_blocks", "n_len"],
+    do_not_specialize_on_alignment=["p_positions", "p_pages"],
 )
 def block_lse_kernel(
     q,  # HeadRows of [R, Hq, D]
     k,  # HeadRows of [slots, Hkv, D]
-    p_out,  # float32 [Hq, KB, N], contiguous
-    p_rows,  # int32 [N]
+    p_out,  # float32 [Hq, N, KB], contiguous
     p_positions,  # int32 [N]
     p_pages,  # int32 [pages] of the request
+    i_row_ahead,  # rows of q less positions
     n_queries,  # N
     n_blocks,  # KB
     n_len,
@@ -44,8 +44,8 @@ def block_lse_kernel(
     o_query = tl.program_id(1) * B_ROWS + tl.arange(0, B_ROWS)
     m_query = o_query < n_queries
     # [M]
-    i_row = tl.load(p_rows + o_query, mask=m_query, other=0).to(tl.int64)
     i_position = tl.load(p_positions + o_query, mask=m_query, other=-1)
+    i_row = (i_position + i_row_ahead).to(tl.int64)
     n_seen = tl.max(i_position, 0) // BLOCK_K + 1  # blocks that a query of the tile sees
     o_dim = tl.arange(0, HEAD_DIM)
     # [M, D]
@@ -72,7 +72,7 @@ def block_lse_kernel(
             b_sum = tl.sum(tl.exp2(b_s - b_base[:, None]), 1)
             b_some = tl.where(b_sum > 0, b_sum, 1.0)
             b_lse = tl.where(b_sum > 0, (b_base + tl.log2(b_some)) * 0.6931471805599453, -float("inf"))
-        o_out = (i_head.to(tl.int64) * n_blocks + i_block) * n_queries + o_query
+        o_out = (i_head.to(tl.int64) * n_queries + o_query) * n_blocks + i_block
         tl.store(p_out + o_out, b_lse, mask=m_query)
 
 
@@ -81,23 +81,25 @@ def block_lse_triton(
     k: torch.Tensor,
     batch: PrefillBatch,
     request: int,
-    rows: torch.Tensor,
+    ahead: int,
     positions: torch.Tensor,
     length: int,
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Launch the kernel; see :func:`ragserve_kernels.prefill_lists.block_lse`."""
+    """Launch the kernel; see :func:`ragserve_kernels.prefill_lists.block_lse`.
+
+    ``ahead``: of a position, to its row of ``q``. The result is contiguous."""
     heads, n = q.shape[1], len(positions)
     blocks = -(-length // batch.block_k)
-    out = torch.empty((heads, blocks, n), dtype=torch.float32, device=q.device)
+    out = torch.empty((heads, n, blocks), dtype=torch.float32, device=q.device)
     block_lse_kernel[(heads, triton.cdiv(n, _ROWS), triton.cdiv(blocks, _SPAN))](
         rows_of(q),
         rows_of(k),
         out,
-        rows,
         positions,
         batch.page_table[request],
+        ahead,
         n,
         blocks,
         length,
@@ -112,4 +114,4 @@ def block_lse_triton(
         num_warps=4,
         num_stages=3 if q.dtype != torch.float32 else 1,
     )
-    return out.transpose(1, 2)
+    return out

@@ -44,16 +44,36 @@ def gather_placed(
     """Return one head's K and V, float64 [tokens, head_dim], of the tokens of request ``row``."""
     page = places.host.shape[4]
     found = places.places[row, head, tokens // page].long().cpu()
-    there, within = found >= 0, tokens % page
+    cell = cells_of(places, head, found)
+    in_pool, in_cell, within = found >= 0, cell >= 0, tokens % page
+    on_host = ~in_pool & ~in_cell
     halves = []
     for half, cache in enumerate(kv):
         values = torch.empty(len(tokens), cache.shape[2], dtype=torch.float64)
-        slots = (found * page + within)[there].to(cache.device)
-        values[there] = cache[slots, head].double().cpu()  # type: ignore[index]
-        hosted = places.host[-1 - found[~there], half, places.layer, head, within[~there]]
-        values[~there] = hosted.double()
+        slots = (found * page + within)[in_pool].to(cache.device)
+        values[in_pool] = cache[slots, head].double().cpu()  # type: ignore[index]
+        hosted = places.host[-1 - found[on_host], half, places.layer, head, within[on_host]]
+        values[on_host] = hosted.double()
+        if places.cells is not None:
+            pool = places.cells.pool
+            buffers, heads = (pool.k, pool.v)[half], pool.kv_heads
+            lists = cell % (pool.layers * heads)
+            for number in lists[in_cell].unique().tolist():
+                here = in_cell & (lists == number)
+                slots = (cell[here] // (pool.layers * heads) * page + within[here]).to(cache.device)
+                values[here] = buffers[number // heads][slots, number % heads].double().cpu()
         halves.append(values.to(cache.device))
     return halves[0], halves[1]
+
+
+def cells_of(places: PagePlaces, head: int, found: torch.Tensor) -> torch.Tensor:
+    """Return the cells of pages of one head, int64 on the host, of their ``places``; -1: not in one."""
+    if places.cells is None:
+        return torch.full_like(found, -1)
+    of = places.cells.of[:, places.layer, head].cpu().long()
+    if not len(of):
+        return torch.full_like(found, -1)
+    return torch.where(found < 0, of[(-1 - found).clamp_min(0)], -1)
 
 
 def progressive_decode(
@@ -102,6 +122,7 @@ def progressive_decode(
             out[b, rows] = (torch.softmax(scores[:, :kept], -1) @ v[:kept]).to(q.dtype)
             used[b, h] = n
             if places is not None and from_host is not None:
-                from_host[b, h] = (places.places[b, h, blocks[:n]] < 0).sum()
+                found = places.places[b, h, blocks[:n].to(q.device)].long().cpu()
+                from_host[b, h] = ((found < 0) & (cells_of(places, h, found) < 0)).sum()
             weight[b, rows] = estimate.float()
     return Progressive(out, used, weight, from_host)

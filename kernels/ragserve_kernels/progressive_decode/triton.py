@@ -18,11 +18,11 @@ import triton.language as tl
 from ragserve_kernels.decode_tiles import (
     Softmax,
     Walk,
-    at_head,
     attend_tile,
     empty_softmax,
     kv_at_head,
     load_query,
+    placed_rows,
     tile_slots,
 )
 from ragserve_kernels.dispatch import next_power_of_2
@@ -37,6 +37,7 @@ from ragserve_kernels.paged import (
     tile_rows,
     tile_tokens,
 )
+from ragserve_kernels.progressive_decode.addresses import addresses
 from ragserve_kernels.progressive_decode.types import MAX_TILE, PagePlaces, Progressive
 
 LN2 = math.log(2.0)
@@ -83,7 +84,7 @@ def _estimate(
 def _round(
     q,  # HeadRows of [batch, heads, D]
     kv,  # KVRows of [slots, kv_heads, D], or codes
-    p_table,  # int32 [batch, max_pages]
+    p_table,  # int32 [batch, max_pages], or those of `addresses`
     p_lens,  # int32 [batch]
     p_index,  # int32 [batch, kv_heads, capacity]
     p_counts,  # int32 [batch, kv_heads]
@@ -104,9 +105,6 @@ def _round(
     stride_threshold,
     scale_2,
     stride_table,
-    stride_table_head,  # 0: heads share the table
-    host_k,  # HeadRows of [host pages, kv_heads, PAGE, D]; without host pages repeats kv's
-    host_v,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
@@ -118,7 +116,7 @@ def _round(
     PRECISION: tl.constexpr,
     MEAN: tl.constexpr,
     FIRST: tl.constexpr,
-    HOST_PAGE: tl.constexpr,  # PAGE where the table names host pages, else 0
+    PLACED: tl.constexpr,  # the table has addresses, int64 [batch, kv_heads, stride_table, 2]
     STAGES: tl.constexpr,
 ):
     i_item = tl.program_id(0)
@@ -183,26 +181,29 @@ def _round(
         head_kv = kv_at_head(kv, i_h)
         walk = Walk(i_until, i_until, 0, True, n_len)
         p_index_row = p_index + i_item.to(tl.int64) * capacity
-        p_table_row = p_table + i_b * stride_table + i_h * stride_table_head
-        host_k_head = at_head(host_k, i_h)
-        host_v_head = at_head(host_v, i_h)
+        p_table_row = p_table + (i_item.to(tl.int64) * 2 if PLACED else i_b) * stride_table
         b_within = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)  # log sum of a block that spans tiles
         for i_tile in tl.range(i_first_tile, i_end_tile, num_stages=STAGES):
-            i_slot, m_slot = tile_slots(i_tile, walk, p_index_row, p_table_row, PAGE, BLOCK, BLOCK_N)
-            b_s, softmax = attend_tile(
-                query,
-                softmax,
-                head_kv,
-                i_slot,
-                m_slot,
-                scale_2,
-                HALF,
-                BITS,
-                PRECISION,
-                host_k_head,
-                host_v_head,
-                HOST_PAGE,
-            )
+            if PLACED:
+                i_k, i_v, m_row = placed_rows(
+                    i_tile,
+                    walk,
+                    p_index_row,
+                    p_table_row,
+                    kv.k.stride,
+                    kv.k.p.dtype.element_ty,
+                    D,
+                    PAGE,
+                    BLOCK_N,
+                )
+                b_s, softmax = attend_tile(
+                    query, softmax, head_kv, i_k, m_row, scale_2, HALF, BITS, PRECISION, i_v, True
+                )
+            else:
+                i_slot, m_slot = tile_slots(i_tile, walk, p_index_row, p_table_row, PAGE, BLOCK, BLOCK_N)
+                b_s, softmax = attend_tile(
+                    query, softmax, head_kv, i_slot, m_slot, scale_2, HALF, BITS, PRECISION
+                )
             b_log = _lse(tl.reshape(b_s, (BLOCK_M, PER_TILE, BLOCK_N // PER_TILE)), 2)
             o_rank = i_tile // PER_BLOCK * PER_TILE + tl.arange(0, PER_TILE)
             m_counted = (o_rank >= n_forced) & (o_rank < i_until)
@@ -234,9 +235,8 @@ def _finish(
     p_lens,
     p_index,
     p_counts,
-    p_table,  # int32 [batch, kv_heads, n] with HOST, else not read
+    p_table,  # those of `addresses` with PLACED, else not read
     stride_table,
-    stride_table_head,
     p_from_host,  # int32 [items], likewise
     kv_heads,
     capacity,
@@ -246,7 +246,7 @@ def _finish(
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
     SPLITS: tl.constexpr,
-    HOST: tl.constexpr,
+    PLACED: tl.constexpr,
 ):
     i_item = tl.program_id(0)
     i_g = tl.program_id(1)
@@ -262,15 +262,14 @@ def _finish(
         n_used = n_ranked
     else:
         n_used = tl.load(p_used + i_item)
-    if HOST:
-        p_row = p_table + (i_item // kv_heads).to(tl.int64) * stride_table
-        p_row += (i_item % kv_heads).to(tl.int64) * stride_table_head
+    if PLACED:
+        p_row = p_table + i_item.to(tl.int64) * 2 * stride_table
         n_host = tl.zeros([COUNTED], tl.int32)
         for i_first in tl.range(0, n_used, COUNTED):
             o_rank = i_first + tl.arange(0, COUNTED)
             m_used = o_rank < n_used
             i_block = tl.load(p_index + i_item.to(tl.int64) * capacity + o_rank, mask=m_used, other=0)
-            n_host += (tl.load(p_row + i_block, mask=m_used, other=0) < 0).to(tl.int32)
+            n_host += (tl.load(p_row + 2 * i_block, mask=m_used, other=0) & 1).to(tl.int32)
         tl.store(p_from_host + i_item, tl.sum(n_host, 0), mask=i_g == 0)
     p_state = p_states + (i_stop - 1).to(tl.int64) * stride_round
     o_split = tl.arange(0, SPLITS)
@@ -325,13 +324,10 @@ def progressive_decode(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     weight = torch.empty(batch.size, heads, dtype=torch.float32, device=q.device)
     query, cache = rows_of(q), kv_rows(kv)
-    table, table_strides = batch.page_table, (batch.page_table.stride(0), 0)
-    host_k, host_v, from_host = cache.k, cache.v, None
+    table, stride_table, from_host = batch.page_table, batch.page_table.stride(0), None
     if places is not None:
-        table = places.places
-        table_strides = table.stride(0), table.stride(1)
-        host_k, host_v = (rows_of(places.host[:, half, places.layer]) for half in range(2))
-        from_host = torch.empty_like(used)
+        table = addresses(batch, ranking, kv, places)
+        stride_table, from_host = table.shape[2], torch.empty_like(used)
     # a fill, not a copy from the host: a CUDA graph can capture it
     if not isinstance(threshold, torch.Tensor):
         threshold = torch.full((1,), threshold, dtype=torch.float32, device=q.device)
@@ -359,9 +355,7 @@ def progressive_decode(
             threshold,
             int(len(threshold) > 1),
             scale / LN2,
-            *table_strides,
-            host_k,
-            host_v,
+            stride_table,
             GROUP=group,
             BLOCK_M=block_m,
             D=head_dim,
@@ -373,7 +367,7 @@ def progressive_decode(
             PRECISION=code_precision(q.dtype, bits),
             MEAN=bound == "round",
             FIRST=number == 0,
-            HOST_PAGE=0 if places is None else batch.page_size,
+            PLACED=places is not None,
             STAGES=2 if q.element_size() == 4 else 5,
             num_warps=4,
         )
@@ -388,7 +382,7 @@ def progressive_decode(
         batch.seq_lens,
         *ranking,
         table,
-        *table_strides,
+        stride_table,
         used if from_host is None else from_host,
         kv_heads,
         capacity,
@@ -398,7 +392,7 @@ def progressive_decode(
         BLOCK_M=block_m,
         D=head_dim,
         SPLITS=splits,
-        HOST=places is not None,
+        PLACED=places is not None,
         num_warps=4,
     )
     return Progressive(out, used, weight, from_host)

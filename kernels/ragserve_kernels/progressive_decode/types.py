@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["MAX_TILE", "PagePlaces", "Progressive", "Rounds"]
+from ragserve_kernels.kv import KVLayers
+
+__all__ = ["MAX_TILE", "PageCells", "PagePlaces", "Progressive", "Rounds"]
 
 MAX_TILE = 64
 """Tokens of the largest tile. Rounds end at whole tiles: blocks smaller than a tile are read together."""
@@ -28,6 +30,18 @@ class Progressive(NamedTuple):
     :class:`PagePlaces`."""
 
 
+class PageCells(NamedTuple):
+    """Host pages of which the pool has copies. A *cell* is the place of one page in one layer and KV head of
+    the pool, numbered ``(page * layers + layer) * kv_heads + head``; it may hold a page of any layer and
+    head."""
+
+    of: torch.Tensor
+    """int32 [host pages, layers, kv_heads], contiguous, on the pool's device: the cell that holds a host page
+    of a layer and head; negative: none does."""
+    pool: KVLayers
+    """The pool, of which K and V that attention is given are one layer."""
+
+
 class PagePlaces(NamedTuple):
     """Where each KV head has the pages of a request: in the pool, or in host memory.
 
@@ -42,6 +56,8 @@ class PagePlaces(NamedTuple):
     on a GPU; q's dtype."""
     layer: int
     """Of ``host``, the layer that attends."""
+    cells: PageCells | None = None
+    """Where pages of the host are read instead, if the pool has them."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,31 @@ def lists_of(mask: torch.Tensor) -> BlockLists:
     return BlockLists(index.flatten(), start, count)
 
 
+def list_room(batch: PrefillBatch, heads: int) -> BlockLists:
+    """Return lists of all blocks, each with room of its own for as many: to be written to, query block by
+    query block, and layer after layer."""
+    longest = max((a + b for a, b in zip(batch.prefix, batch.new, strict=True)), default=0)
+    device, width = batch.places.device, -(-longest // batch.block_k)
+    count = key_blocks(batch)[:, None].expand(-1, heads).to(torch.int32).contiguous()
+    start = torch.arange(count.numel(), dtype=torch.int32, device=device).view(count.shape) * width
+    index = torch.arange(width, dtype=torch.int32, device=device).repeat(count.numel())
+    return BlockLists(index, start, count)
+
+
+def lists_at(lists: BlockLists, blocks: slice) -> BlockLists:
+    """Return the lists of some query blocks; they share their entries and counts with ``lists``."""
+    return BlockLists(lists.blocks, lists.starts[blocks], lists.counts[blocks])
+
+
+def write_lists(mask: torch.Tensor, lists: BlockLists) -> None:
+    """Write what is True in a bool ``[query blocks, heads, key blocks]`` to lists with room for it. Waits for
+    the device."""
+    block, head, entry = mask.nonzero(as_tuple=True)  # ascending
+    place = mask.cumsum(-1)[block, head, entry] - 1
+    lists.blocks[lists.starts[block, head] + place] = entry.to(torch.int32)
+    lists.counts.copy_(mask.sum(-1))
+
+
 def mask_of(lists: BlockLists, blocks: int) -> torch.Tensor:
     """Return bool ``[query blocks, heads, blocks]``, True for what the lists hold."""
     start, count = lists.starts.long(), lists.counts.long()

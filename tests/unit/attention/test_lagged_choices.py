@@ -180,9 +180,6 @@ class Backend:
     def place(self, row: int, selection: PageSelection, opened: int | None) -> None:
         self.placed.append((row, int(selection.counts), opened))
 
-    def place_columns(self, row: int, held: PageSelection, named: PageSelection) -> None:
-        self.placed.append((row, int(held.counts), int(named.counts)))
-
     def taken(self, row: int, *, wanted: bool) -> PageSelection:
         return PageSelection(torch.zeros(1), torch.tensor(self.made))
 
@@ -217,26 +214,43 @@ def test_tables_that_forgot_a_choice_get_it_again_with_the_page_that_began() -> 
     assert step([b, a], [50, 118]) == [(1, 115, None)], "chosen at 115, with the page that began at 113"
 
 
-def test_columns_of_progressive_rows_are_placed_when_they_or_the_batch_change() -> None:
-    plan, backend = planner(), Backend()
-    hosted: Any = SimpleNamespace(statistics_of=None, copy=lambda: None, begin_step=lambda now: None)
-    lagged = LaggedChoices(backend, hosted, PAGE)  # type: ignore[arg-type]
-    a, b = request(plan, mode="progressive", hosted="auto", reuse=4), request(plan, mode="dense", lag=0)
+def test_pages_of_progressive_rows_are_loaded_by_their_own_clock_and_placed_nowhere() -> None:
+    plan, backend, told = planner(), Backend(), list[tuple[str, int]]()
 
-    def step(reqs: list[Any], lengths: list[int]) -> list[tuple[int, int, int | None]]:
-        backend.placed.clear()
+    def load(row: Any, choice: PageSelection) -> PageSelection:
+        told.append(("load", int(choice.counts)))
+        return choice
+
+    def arrive(row: Any, choice: PageSelection) -> bool:
+        told.append(("arrive", int(choice.counts)))
+        return True
+
+    hosted: Any = SimpleNamespace(
+        statistics_of=None,
+        copy=lambda: None,
+        begin_step=lambda now: None,
+        load=load,
+        arrive=arrive,
+    )
+    lagged = LaggedChoices(backend, hosted, PAGE)  # type: ignore[arg-type]
+    a, b = request(plan, mode="progressive", hosted=True, reuse=4), request(plan, mode="dense", lag=0)
+    a.ragserve_decode.hosted = SimpleNamespace()
+
+    def step(reqs: list[Any], lengths: list[int]) -> list[tuple[str, int]]:
+        told.clear()
         planned = plan.step(reqs, lengths)
         lagged.before(planned)
         backend.made = lengths[-1]
         lagged.after(planned, reqs)
         plan.after(planned)
-        return list(backend.placed)
+        assert not backend.placed, "it finds each page where it is"
+        return list(told)
 
-    assert step([a], [109]) == [], "nothing is chosen before it has attended"
-    assert step([a], [110]) == []
-    assert step([b, a], [50, 111]) == [(1, 109, 109)]
-    assert [step([b, a], [50, tokens]) for tokens in range(112, 116)] == [[]] * 4
-    assert step([b, a], [50, 116]) == [(1, 113, 113)], "what was chosen at 113, after its lag"
+    assert [step([a], [tokens]) for tokens in range(109, 113)] == [[]] * 4
+    assert step([b, a], [50, 113]) == [("load", 113)]
+    assert [step([b, a], [50, tokens]) for tokens in (114, 115)] == [[]] * 2
+    assert step([b, a], [50, 116]) == [("arrive", 113)]
+    assert step([a], [117]) == [("load", 117)]
 
 
 @pytest.mark.parametrize("decode", [True, False], ids=["decode", "extend"])

@@ -40,11 +40,13 @@ REACHED = {  # kernels, by the kind of request that launches each
     "_gather": "long documents",
     "_merge": "decode hierarchical",
     "_quantize": "long documents",  # where pages or the pool have few bits
+    "_resolve": "decode hosted progressive",
     "_round": "decode progressive",
     "_score": "decode hierarchical",
     "_stats": "full",
     "block_k_kernel": "long documents",
     "block_lse_kernel": "prefill lines",
+    "cell_gather_kernel": "decode hosted progressive",
     "choose_kernel": "long documents",
     "column_gather_kernel": "decode hosted hierarchical",
     "combine_splits_kernel": "rare launches",

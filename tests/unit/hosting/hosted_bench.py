@@ -79,12 +79,20 @@ class Bench:
     """A request of ``PROMPT`` pages, of which the tree holds ``cached``, and ``TAIL`` decoded ones."""
 
     def __init__(
-        self, cached: int = PROMPT, host: int = PROMPT + TAIL, columns: int = 2, page: int = 16
+        self,
+        cached: int = PROMPT,
+        host: int = PROMPT + TAIL,
+        columns: int = 2,
+        page: int = 16,
+        *,
+        shared: bool = False,
     ) -> None:
-        """``columns``: for each page of a choice; 0: as its working set takes."""
+        """``columns``: for each page of a choice; 0: as its working set takes. ``shared``: layers and heads
+        share them."""
         torch.manual_seed(3)
         self.page = page
         self.columns = columns
+        self.shared = shared
         self.allocator = Allocator(POOL, page)
         self.tree = Tree(self.allocator)
         k, v = ([torch.randn(POOL * self.page, HEADS, DIM) for _ in range(LAYERS)] for _ in range(2))
@@ -117,7 +125,9 @@ class Bench:
         self.rows.attach(self.tree, Ranks())
 
     def begun(self) -> HostedRow:
-        row = self.rows.begin(self.req, PROMPT * self.page + 1, LIMIT, self.columns, HostedCounts())
+        row = self.rows.begin(
+            self.req, PROMPT * self.page + 1, LIMIT, self.columns, HostedCounts(), shared=self.shared
+        )
         assert row is not None
         return row
 

@@ -11,7 +11,7 @@ import torch
 
 from ragserve_kernels.column_assign import Columns
 from ragserve_kernels.paged import PageSelection
-from sglang_ext.hosting.columns import COVERED, EMPTY, RECENT, ColumnTable, tallied
+from sglang_ext.hosting.columns import COVERED, EMPTY, RECENT, ColumnTable
 
 LAYERS, HEADS, CHOSEN, PAGES = 8, 25, 4, 14
 LISTS = range(LAYERS * HEADS)
@@ -87,7 +87,7 @@ def test_columns_follow_a_dict_in_order_of_use(changes: bool) -> None:
         were_late += sum(map(len, late))
         sets = sorted(len({page for each in own for page in each}) for own in latest)
         covering = sets[math.ceil(COVERED * len(sets)) - 1]
-        assert tallied(found.tally) == (hits, misses, sum(map(len, late)), sum(sets), covering)
+        assert table.tallied(found.tally) == (hits, misses, sum(map(len, late)), sum(sets), covering)
         told = table.held.view(-1, columns)
         for i, own in enumerate(late):
             for _, column in own:

@@ -14,9 +14,10 @@ from ragserve_kernels.page_stats import PageStats
 from ragserve_kernels.paged import PageSelection
 from sglang_ext.documents.types import IntegrityError
 from sglang_ext.hosting import hosted_rows
+from sglang_ext.hosting.cells import CellTable
 from sglang_ext.hosting.columns import RECENT
 from sglang_ext.hosting.hosted_row import HostedCounts
-from tests.unit.hosting.hosted_bench import LIMIT, PROMPT, Bench, drawn
+from tests.unit.hosting.hosted_bench import HEADS, LAYERS, LIMIT, PROMPT, Bench, drawn
 
 
 def hosted_pages(choice: PageSelection) -> int:
@@ -209,3 +210,83 @@ def test_a_column_that_was_overwritten_is_found() -> None:
     with pytest.raises(IntegrityError, match="1 columns of request r differ"):
         bench.rows.check()
     bench.kv.v[1][page * bench.page + 3, 0, 5] -= 1
+
+
+def ranked() -> PageSelection:
+    """All pages but the tail's, in an order for each layer and head; the first one attends to few."""
+    blocks = torch.rand(LAYERS, HEADS, PROMPT).argsort(-1).int()
+    return PageSelection(blocks, torch.tensor([[1, 9], [6, PROMPT]], dtype=torch.int32))
+
+
+def test_shared_columns_hold_what_the_host_does_whatever_is_loaded() -> None:
+    bench = Bench(columns=0, shared=True)
+    row, _ = bench.moved(ranked())
+    assert isinstance(row.table, CellTable)
+    bench.tree.evict(None)
+    bench.spoil_free_pages()
+    of, cells = bench.rows.cells.places.of, 2 * LIMIT * LAYERS * HEADS
+    for step in range(30):
+        assert int((of >= 0).sum()) == cells
+        choice = ranked()
+        choice = bench.rows.load(row, choice)
+        assert int((of >= 0).sum()) < cells, "nobody looks for what is overwritten"
+        bench.rows.check()
+        assert bench.arrives(row, choice)
+        bench.rows.check()
+        if step % 10 == 5:
+            row.largest_set, row.table.choices = LIMIT + step // 2, RECENT + 1
+            bench.rows.resize([row], others_wait=False)
+            cells = (LIMIT + step // 2) * LAYERS * HEADS
+            while row.leaving:
+                assert bench.arrives(row, bench.rows.load(row, ranked()))
+                bench.rows.before_schedule(lambda row: False)
+            bench.spoil_free_pages()
+            bench.rows.join()
+            assert bench.arrives(row, bench.rows.load(row, ranked()))
+            bench.counted(row)
+    assert row.counts.hits > 0
+    assert 0 < row.counts.working_set <= PROMPT
+    bench.ended(row)
+    bench.rows.join()
+    assert (of == -1).all()
+
+
+@pytest.mark.parametrize("stage", ["loaded", "moving", "moved", "on its way", "leaving"])
+def test_a_request_with_shared_columns_that_ends_at_any_stage_leaves_nothing_behind(stage: str) -> None:
+    bench = Bench(columns=0, shared=True)
+    if stage in ("loaded", "moving"):
+        row = bench.copied()
+        bench.rows.before_schedule(lambda row: False)
+        bench.rows.load(row, ranked())
+        if stage == "moving":
+            bench.rows.before_schedule(lambda row: True)
+            assert row.moved
+    else:
+        row, _ = bench.moved(ranked())
+        assert row.table is not None
+        if stage != "moved":
+            bench.rows.load(row, ranked())
+        if stage == "leaving":
+            row.collect()
+            row.largest_set, row.table.choices = 1, RECENT + 1
+            bench.rows.resize([row], others_wait=False)
+            assert row.leaving == LIMIT
+    bench.ended(row)
+    bench.rows.join()
+    assert (bench.rows.cells.of == -1).all()
+    assert (bench.rows.cells.held == -1).all()
+
+
+def test_a_cell_that_was_overwritten_or_is_misplaced_is_found() -> None:
+    bench = Bench(shared=True)
+    row, _ = bench.moved(ranked())
+    cell = int(bench.rows.cells.places.of[row.numbers].max())
+    buffer = bench.kv.v[cell // HEADS % LAYERS]
+    place = cell // (LAYERS * HEADS) * bench.page + 3, cell % HEADS, 5
+    buffer[place] += 1
+    with pytest.raises(IntegrityError, match="1 columns of request r differ"):
+        bench.rows.check()
+    buffer[place] -= 1
+    bench.rows.cells.of[int(bench.rows.cells.held[cell])] = -1
+    with pytest.raises(IntegrityError, match="2 columns of request r differ"):
+        bench.rows.check()

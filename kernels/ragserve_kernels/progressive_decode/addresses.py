@@ -1,0 +1,113 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Where K and V of pages lie that may be anywhere: in the pool, in cells of it, or on the host."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ragserve_kernels.kv import rows_of
+from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection, kv_rows
+from ragserve_kernels.progressive_decode.types import PagePlaces
+
+RESOLVED = 256  # pages of a head whose addresses one program finds
+
+
+@triton.jit(do_not_specialize=["stride_places", "stride_places_head", "i_layer", "n"])
+def _resolve(
+    p_places,  # int32 [batch, kv_heads, n]: see `PagePlaces`
+    stride_places,
+    stride_places_head,
+    p_lens,  # int32 [batch]
+    p_counts,  # int32 [batch, kv_heads]
+    kv,  # KVRows of [slots, kv_heads, D]
+    host_k,  # HeadRows of [host pages, kv_heads, PAGE, D]
+    host_v,
+    p_cells,  # int32 [host pages, layers, kv_heads] with CELLS, as what follows; else not read
+    p_layers_k,  # int64 [layers]: addresses
+    p_layers_v,
+    i_layer,
+    n_layers,
+    kv_heads,
+    n,
+    p_out,  # int64 [batch, kv_heads, n, 2]: see `placed_rows`
+    PAGE: tl.constexpr,
+    BYTES: tl.constexpr,  # of an element
+    CELLS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    i_item = tl.program_id(0)
+    i_b = (i_item // kv_heads).to(tl.int64)
+    i_h = (i_item % kv_heads).to(tl.int64)
+    n_pages = tl.where(tl.load(p_counts + i_item) > 0, (tl.load(p_lens + i_b) + PAGE - 1) // PAGE, 0)
+    o_page = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    m_page = o_page < tl.minimum(n_pages, n)
+    # [STEP] each
+    i_place = tl.load(
+        p_places + i_b * stride_places + i_h * stride_places_head + o_page, mask=m_page, other=0
+    ).to(tl.int64)
+    m_host = i_place < 0
+    i_page = tl.where(m_host, -1 - i_place, i_place)
+    o_k = i_page * PAGE * kv.k.stride + i_h * kv.k.stride_head
+    o_v = i_page * PAGE * kv.v.stride + i_h * kv.v.stride_head
+    a_k = (kv.k.p + o_k).to(tl.int64)
+    a_v = (kv.v.p + o_v).to(tl.int64)
+    a_k = tl.where(
+        m_host, (host_k.p + i_page * host_k.stride + i_h * host_k.stride_head).to(tl.int64) | 1, a_k
+    )
+    a_v = tl.where(
+        m_host, (host_v.p + i_page * host_v.stride + i_h * host_v.stride_head).to(tl.int64) | 1, a_v
+    )
+    if CELLS:
+        i_cell = tl.load(
+            p_cells + (i_page * n_layers + i_layer) * kv_heads + i_h, mask=m_page & m_host, other=-1
+        )
+        m_cell = i_cell >= 0
+        i_cell = tl.maximum(i_cell, 0).to(tl.int64)
+        i_of = i_cell // kv_heads % n_layers
+        i_row = i_cell // kv_heads // n_layers * PAGE
+        c_k = tl.load(p_layers_k + i_of, mask=m_cell, other=0)
+        c_v = tl.load(p_layers_v + i_of, mask=m_cell, other=0)
+        c_k += (i_row * kv.k.stride + i_cell % kv_heads * kv.k.stride_head) * BYTES
+        c_v += (i_row * kv.v.stride + i_cell % kv_heads * kv.v.stride_head) * BYTES
+        a_k = tl.where(m_cell, c_k, a_k)
+        a_v = tl.where(m_cell, c_v, a_v)
+    p_out += (i_item.to(tl.int64) * n + o_page) * 2
+    tl.store(p_out, a_k, mask=m_page)
+    tl.store(p_out + 1, a_v, mask=m_page)
+
+
+def addresses(batch: PagedBatch, ranking: PageSelection, kv: KVPair, places: PagePlaces) -> torch.Tensor:
+    """Return where K and V of every page that may be read lie, int64 [batch, kv_heads, n, 2]."""
+    cache, (requests, kv_heads, n) = kv_rows(kv), places.places.shape
+    found = torch.empty(requests, kv_heads, n, 2, dtype=torch.int64, device=places.places.device)
+    host_k, host_v = (rows_of(places.host[:, half, places.layer]) for half in range(2))
+    cells = places.cells
+    of, layers_k, layers_v = (
+        (found,) * 3 if cells is None else (cells.of, cells.pool.k_ptrs, cells.pool.v_ptrs)
+    )
+    _resolve[(requests * kv_heads, triton.cdiv(n, RESOLVED))](
+        places.places,
+        places.places.stride(0),
+        places.places.stride(1),
+        batch.seq_lens,
+        ranking.counts,
+        cache,
+        host_k,
+        host_v,
+        of,
+        layers_k,
+        layers_v,
+        places.layer,
+        places.host.shape[2],
+        kv_heads,
+        n,
+        found,
+        PAGE=batch.page_size,
+        BYTES=places.host.element_size(),
+        CELLS=cells is not None,
+        STEP=RESOLVED,
+        num_warps=4,
+    )
+    return found
