@@ -28,7 +28,7 @@ from ragserve.engine.offline import run_once
 from ragserve.eval.data import find, interleaved, load, set_name
 from ragserve.eval.engine import Ask, evaluate
 from ragserve.files import write_json
-from ragserve.measuring.report import write
+from ragserve.measuring.report import environment, write
 from ragserve.measuring.rows import Row, appending, read
 from ragserve.retrieval.embedder import Embedder
 from ragserve.strategy_spec import parse
@@ -119,6 +119,7 @@ def asked(options: argparse.Namespace) -> None:
             "hits": stat["hits"],
             "faults": stat["faults"],
             "bytes_per_token": room.page_bytes // room.block,
+            "environment": environment(),
         }
         write_json(folder / "about.json", about)
 
@@ -146,7 +147,7 @@ def report(options: argparse.Namespace, folders: dict[int, Path]) -> None:
         "hits": {str(bits): each["hits"] for bits, each in about.items()},
         "faults": {str(bits): each["faults"] for bits, each in about.items()},
     }
-    write("page-bits", workload, shown, out=options.out, note=NOTE)
+    write("page-bits", workload, shown, out=options.out, note=NOTE, ran_on=about[8]["environment"])
 
 
 def summed(pairs: list[tuple[Row, Row]]) -> dict[str, Any]:

@@ -118,3 +118,18 @@ class KVLayers:
     @property
     def device(self) -> torch.device:
         return self.k[0].device
+
+
+def check_host_pages(host: torch.Tensor, dst: KVLayers) -> None:
+    """Raise TypeError or ValueError if ``host`` are not host pages that can be loaded into ``dst``: ``[pages,
+    2 (K, V), layers, kv_heads, page, head_dim]``, contiguous, pinned if ``dst`` is on a GPU."""
+    layers, kv_heads, head_dim, dtype = dst.layout
+    check("host", host, dtype, (None, 2, layers, kv_heads, None, head_dim), dense=True)
+    check_page_size(host.shape[4])
+    check_head_dim(head_dim)
+    if host.is_cuda:
+        raise TypeError(f"host is on {host.device}; expected host memory.")
+    if dst.device.type == "cuda" and not host.is_pinned():
+        raise ValueError("host is not pinned, so the GPU cannot read it; allocate it with pin_memory=True.")
+    if host.data_ptr() % 16:
+        raise ValueError("host must be aligned to 16 bytes.")

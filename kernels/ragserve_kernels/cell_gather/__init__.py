@@ -6,7 +6,7 @@ import torch
 
 from ragserve_kernels.cell_gather.naive import cell_gather_naive
 from ragserve_kernels.dispatch import check, use_triton
-from ragserve_kernels.kv import KVLayers, check_head_dim, check_page_size
+from ragserve_kernels.kv import KVLayers, check_host_pages
 
 __all__ = ["cell_gather", "cell_gather_naive"]
 
@@ -37,16 +37,7 @@ def cell_gather(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit.
     """
-    layers, kv_heads, head_dim, dtype = dst.layout
-    check("host", host, dtype, (None, 2, layers, kv_heads, None, head_dim), dense=True)
-    check_page_size(host.shape[4])
-    check_head_dim(head_dim)
-    if host.is_cuda:
-        raise TypeError(f"host is on {host.device}; expected host memory.")
-    if dst.k[0].is_cuda and not host.is_pinned():
-        raise ValueError("host is not pinned, so the GPU cannot read it; allocate it with pin_memory=True.")
-    if host.data_ptr() % 16:
-        raise ValueError("host must be aligned to 16 bytes.")
+    check_host_pages(host, dst)
     check("source", source, torch.int32, (None,), like=dst.k[0])
     check("target", target, torch.int32, source.shape, like=source)
     check("count", count, torch.int32, (1,), like=source)

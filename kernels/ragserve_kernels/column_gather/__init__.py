@@ -6,7 +6,7 @@ import torch
 
 from ragserve_kernels.column_gather.naive import column_gather_naive
 from ragserve_kernels.dispatch import check, use_triton
-from ragserve_kernels.kv import KVLayers, check_head_dim, check_page_size
+from ragserve_kernels.kv import KVLayers, check_host_pages
 
 __all__ = ["column_gather", "column_gather_naive"]
 
@@ -35,17 +35,8 @@ def column_gather(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit.
     """
-    layers, kv_heads, head_dim, dtype = dst.layout
-    check("host", host, dtype, (None, 2, layers, kv_heads, None, head_dim), dense=True)
-    check_page_size(host.shape[4])
-    check_head_dim(head_dim)
-    if host.is_cuda:
-        raise TypeError(f"host is on {host.device}; expected host memory.")
-    if dst.k[0].is_cuda and not host.is_pinned():
-        raise ValueError("host is not pinned, so the GPU cannot read it; allocate it with pin_memory=True.")
-    if host.data_ptr() % 16:
-        raise ValueError("host must be aligned to 16 bytes.")
-    check("source", source, torch.int32, (layers, kv_heads, None), like=dst.k[0], dense=True)
+    check_host_pages(host, dst)
+    check("source", source, torch.int32, (dst.layers, dst.kv_heads, None), like=dst.k[0], dense=True)
     check("target", target, torch.int32, source.shape, like=source, dense=True)
     if programs is not None and programs < 1:
         raise ValueError(f"programs is {programs}; expected at least 1.")
