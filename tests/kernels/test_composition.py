@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ragserve_kernels.dispatch import forced_naive
 from sglang_ext.context.buffers import PADDING_SLOT
 from sglang_ext.context.compose.gather import Filling, Gather, needed_blocks
-from sglang_ext.context.recompute.graphs import StaticRows
+from sglang_ext.context.recompute.graphs import MANY_REQUESTS, REQUESTS, StaticRows
 from sglang_ext.context.recompute.job import RecomputeJob
 from sglang_ext.context.recompute.row_attention import Rows
 from sglang_ext.context.rope import Rotation
@@ -227,7 +227,10 @@ def test_rows_write_their_kv_and_see_what_is_kept_up_to_themselves(
         )
 
 
-def test_rows_at_fixed_addresses_do_as_the_rows_that_they_hold(device: torch.device, seed: int) -> None:
+@pytest.mark.parametrize(("most", "counts"), [(REQUESTS, (1, 4, 2)), (MANY_REQUESTS, (5, 1, 2))])
+def test_rows_at_fixed_addresses_do_as_the_rows_that_they_hold(
+    device: torch.device, seed: int, most: int, counts: tuple[int, ...]
+) -> None:
     """The same captured graph on CUDA for passes of different jobs; elsewhere no graph."""
     draw = random.Random(seed)
     size = 16
@@ -236,7 +239,7 @@ def test_rows_at_fixed_addresses_do_as_the_rows_that_they_hold(device: torch.dev
     q, k, v = (torch.randn(size, heads, DIM, device=device) for heads in (2 * HEADS, HEADS, HEADS))
 
     def step() -> torch.Tensor:
-        return static.rows(size).step(0, q, k, v, pool.k_buffer[0], pool.v_buffer[0], 0.2)
+        return static.rows(size, most).step(0, q, k, v, pool.k_buffer[0], pool.v_buffer[0], 0.2)
 
     graph = None
     if device.type == "cuda":
@@ -248,10 +251,10 @@ def test_rows_at_fixed_addresses_do_as_the_rows_that_they_hold(device: torch.dev
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             got = step()
-    for count in (1, 4, 2):
+    for count in counts:
         free = draw.sample(range(1, 60), 59)
         jobs = [
-            job(device, draw, [free.pop() for _ in range(12)], layers=1, rows=3, holes=False)[0]
+            job(device, draw, [free.pop() for _ in range(11)], layers=1, rows=3, holes=False)[0]
             for _ in range(count)
         ]
         assert static.fits(jobs)
@@ -295,7 +298,10 @@ def test_only_few_small_jobs_that_are_the_same_in_every_layer_fit_fixed_addresse
         ]
 
     assert static.fits(jobs(4))
-    assert not static.fits(jobs(5, slots=5, rows=1)), "more jobs than there are places"
+    most = MANY_REQUESTS
+    assert StaticRows(most, 5 * most, device).fits(jobs(most, slots=5, rows=1))
+    more = StaticRows(most + 1, 5 * most + 5, device)
+    assert not more.fits(jobs(most + 1, slots=5, rows=1)), "more jobs than there are places"
     assert not static.fits(jobs(3, rows=3)), "more rows"
     assert not static.fits(jobs(3, slots=14)), "more slots"
     assert not static.fits(jobs(1, slots=30, layers=LAYERS, rows=1)), "rows that differ by layer"

@@ -25,12 +25,15 @@ log = logging.getLogger(__name__)
 # rows took 34 ms without a graph, where an H200 on a faster CPU took 21.
 SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 SHARED = tuple(range(1280, 2049, 256))  # more, where several GPUs share a pass: each computes less
-REQUESTS = 4  # most requests in one pass
+REQUESTS = 4  # most requests in one pass of these graphs: a launch splits the keys for as many
+# Where more wait, others of their own. Beyond so many rows the layers compute for as long as they launch.
+MANY_REQUESTS = 16
+MANY_SIZES = (128, 192, 256, 384, 512, 768, 1024)
 
 
 class StaticRows:
-    """Inputs of a pass at fixed addresses: at most ``max_rows`` rows of ``REQUESTS`` jobs over ``max_slots``
-    slots.
+    """Inputs of a pass at fixed addresses: at most ``max_rows`` rows of ``MANY_REQUESTS`` jobs over
+    ``max_slots`` slots.
 
     Rows behind the last job's are padding: token 0 at position 0, which attends to nothing and writes to the
     padding slot.
@@ -45,13 +48,14 @@ class StaticRows:
         self.ids, self.positions = zeros(max_rows, torch.int64), zeros(max_rows, torch.int64)
         self._seen, self._targets = zeros(max_rows, torch.int32), zeros(max_rows, torch.int64)
         self._slots = zeros(max_slots, torch.int64)
-        self._slot_start, self._row_start = zeros(REQUESTS, torch.int32), zeros(REQUESTS + 1, torch.int32)
-        self.last = zeros(REQUESTS, torch.int64)  # each job's last row; 0 where there is none
+        self._slot_start = zeros(MANY_REQUESTS, torch.int32)
+        self._row_start = zeros(MANY_REQUESTS + 1, torch.int32)
+        self.last = zeros(MANY_REQUESTS, torch.int64)  # each job's last row; 0 where there is none
 
     def fits(self, jobs: Sequence[RecomputeJob]) -> bool:
         """True if the jobs are few and small enough and uniform."""
         return (
-            len(jobs) <= REQUESTS
+            len(jobs) <= MANY_REQUESTS
             and all(job.uniform for job in jobs)
             and sum(len(job.positions) for job in jobs) <= self._max_rows
             and sum(len(job.slots) for job in jobs) <= len(self._slots)
@@ -78,17 +82,19 @@ class StaticRows:
             (self._row_start, [len(job.ids) for job in jobs]),
         ):
             ends = list(accumulate(counts, initial=0))
-            padded = ends + [ends[-1]] * (REQUESTS + 1 - len(ends))  # absent jobs have no rows
+            padded = ends + [ends[-1]] * (MANY_REQUESTS + 1 - len(ends))  # absent jobs have no rows
             starts.copy_(
                 upload(np.array(padded[: len(starts)], dtype=np.int32), self._device), non_blocking=True
             )
 
-    def rows(self, size: int) -> Rows:
-        """The first ``size`` rows, in the form that a layer of the pass takes."""
+    def rows(self, size: int, requests: int = MANY_REQUESTS) -> Rows:
+        """The first ``size`` rows, of at most ``requests`` jobs, in the form that a layer of the pass
+        takes.
+        """
         return Rows(
             slots=self._slots,
-            slot_start=self._slot_start,
-            row_start=self._row_start,
+            slot_start=self._slot_start[:requests],
+            row_start=self._row_start[: requests + 1],
             seen=self._seen[None, :size],
             targets=self._targets[None, :size],
             alone=None,
@@ -99,7 +105,8 @@ class StaticRows:
 
 
 class RecomputeGraphs:
-    """The graphs, one per number of rows, captured when the scheduler starts, the largest first.
+    """The graphs, one per number of rows for few requests and for many, captured when the scheduler starts,
+    the largest first.
 
     Collectives are captured as SGLang captures those of its decode graphs. All ranks capture the same graphs
     in the same order, and replay the same one: what chooses it does not differ between them.
@@ -113,14 +120,17 @@ class RecomputeGraphs:
         keys = self._pool.get_key_buffer(0)
         self._sizes = tuple(sizes)
         self._static = StaticRows(self._sizes[-1], len(keys), keys.device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        many = tuple(size for size in self._sizes if size in MANY_SIZES or size > MANY_SIZES[-1])
+        self._kinds = {REQUESTS: self._sizes, MANY_REQUESTS: many}  # numbers of rows by most requests
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by rows and most requests
         self.last = LastQueries(self._static.last)
         self._hidden = torch.empty(0)  # [max rows, hidden size], of the latest pass
         pool = torch.cuda.graph_pool_handle()
         static = self._static
         with torch.no_grad(), graph_capture() as capture:
-            for size in reversed(self._sizes):
-                ids, positions, rows = static.ids[:size], static.positions[:size], static.rows(size)
+            kinds = sorted(((size, most) for most in self._kinds for size in self._kinds[most]), reverse=True)
+            for size, most in kinds:
+                ids, positions, rows = static.ids[:size], static.positions[:size], static.rows(size, most)
                 for _ in range(2):  # compiles kernels and lets libraries choose theirs
                     hidden = run_layers(model_runner, rows, ids, positions, self.last)
                 if not len(self._hidden):
@@ -130,7 +140,7 @@ class RecomputeGraphs:
                     graph, pool=pool, stream=capture.stream, capture_error_mode="thread_local"
                 ):
                     self._hidden[:size].copy_(run_layers(model_runner, rows, ids, positions, self.last))
-                self._graphs[size] = graph
+                self._graphs[size, most] = graph
         torch.cuda.synchronize()
 
     def __len__(self) -> int:
@@ -147,11 +157,12 @@ class RecomputeGraphs:
         if not self.fits(jobs):
             return None
         count = sum(len(job.positions) for job in jobs)
-        size = next(size for size in self._sizes if size >= count)
+        most = next(most for most in self._kinds if most >= len(jobs))
+        size = next(size for size in self._kinds[most] if size >= count)
         self._static.load(jobs, size)
         # a graph does not ask the pool layer by layer: wait for everything that still comes from host
         self._pool.get_key_buffer(self._pool.layer_num - 1)
-        self._graphs[size].replay()
+        self._graphs[size, most].replay()
         return self._hidden[:count]
 
 
