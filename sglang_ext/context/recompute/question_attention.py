@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from ragserve_kernels.key_scores import key_scores
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
-from sglang_ext.context.buffers import Ints, upload
+from sglang_ext.context.buffers import PADDING_SLOT, Ints, upload
 from sglang_ext.context.recompute.graphs import RecomputeGraphs
 from sglang_ext.context.recompute.job import LastQueries, RecomputeJob
 from sglang_ext.context.recompute.recompute_pass import recompute
 from sglang_ext.ranks import Ranks
 
-# keys scored in one go: 0.4 GB for 8 KV heads of 128, in bfloat16 and in float32
-_KEYS_AT_ONCE = 65_536
+_SCORES_AT_ONCE = 2**25  # float32 of all heads and layers that are made probabilities in one go: 128 MB
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,18 @@ class QuestionRows:
     kept: torch.Tensor
     slots: torch.Tensor
     job: RecomputeJob | None
+
+
+def warm_questions(model_runner: Any) -> None:
+    """Compile what measures questions beside the kernels of passes (`recompute_pass.warm`). Call it before
+    there is any document: it writes to the padding slot."""
+    keys = model_runner.token_to_kv_pool.get_key_buffer(0)
+    zeros = torch.zeros(1, dtype=torch.int64, device=keys.device)
+    last, padding = LastQueries(zeros), torch.full_like(zeros, PADDING_SLOT)
+    job = RecomputeJob(zeros, zeros, padding, zeros[None], padding[None], None, 0)
+    recompute(model_runner, [job], None, last)
+    q, scaling = last.queries[0]
+    key_scores(q[0], keys, padding, scale=scaling)
 
 
 def attention(
@@ -87,14 +99,17 @@ def _in_place(
     upper = range(pool.layer_num // 2, pool.layer_num)
     found = []
     for number, (question, job) in enumerate(zip(questions, jobs, strict=True)):
+        heads, count = last.queries[upper.start][0].shape[1], len(job.slots)
         # few launches for few keys, and little memory for many
-        at_once = max(1, _KEYS_AT_ONCE // len(job.slots))
+        at_once = max(1, _SCORES_AT_ONCE // (heads * count))
         own: list[torch.Tensor] = []
         for at in range(upper.start, upper.stop, at_once):
             layers = range(at, min(at + at_once, upper.stop))
-            keys = torch.stack([pool.get_key_buffer(layer)[job.slots] for layer in layers])
-            q = torch.stack([last.queries[layer][0][number] for layer in layers])
-            own.extend(_largest(q, keys, last.queries[at][1])[:, : len(question.slots)])
+            scores = torch.empty(len(layers), heads, count, device=job.slots.device)
+            for out, layer in zip(scores, layers, strict=True):
+                q, scaling = last.queries[layer]
+                key_scores(q[number], pool.get_key_buffer(layer), job.slots, scale=scaling, out=out)
+            own.extend(scores.softmax(-1).amax(1)[:, : len(question.slots)])
         found.append(own)
     return found
 
@@ -119,19 +134,12 @@ def _beside(model_runner: Any, questions: Sequence[QuestionRows]) -> list[list[t
             return
         for own, question, state in zip(found, questions, states, strict=True):
             keys = torch.cat((pool.get_key_buffer(layer)[question.slots].to(state.k.dtype), state.k))
-            own.append(_largest(state.q[-1:], keys[None], state.scaling)[0, : len(question.slots)])
+            place = torch.arange(len(keys), device=keys.device)
+            scores = key_scores(state.q[-1], keys, place, scale=state.scaling)
+            own.append(scores.softmax(-1).amax(0)[: len(question.slots)])
 
     run(model_runner, [text(question) for question in questions], observe)
     return found
-
-
-def _largest(q: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
-    """The largest probability that a head of q [layers, heads, head_dim] gives each of the keys [layers, n,
-    kv_heads, head_dim], f32 [layers, n].
-    """
-    grouped = q.float().unflatten(1, (keys.shape[2], -1))  # [layers, kv_heads, group, head_dim]
-    weights = (torch.einsum("lhgd,lshd->lhgs", grouped, keys.float()) * scaling).softmax(-1)
-    return weights.amax((1, 2))
 
 
 def by_token(question: QuestionRows, weights: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
