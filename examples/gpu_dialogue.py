@@ -2,7 +2,7 @@
 held and new documents behind it?
 
     python examples/gpu_dialogue.py OUT [--held TOKENS] [--new TOKENS] [--document TOKENS] [--repeats N]
-        [--strategies SPEC,SPEC] [--embedded]
+        [--strategies SPEC,SPEC] [--evicted] [--embedded]
 
 Sides, in turns, in one engine with the shape of Llama-3.1-8B and random weights: `documents first` (no
 session, the new documents in front of the held ones, then the history: nothing is found in the prefix cache),
@@ -10,6 +10,10 @@ session, the new documents in front of the held ones, then the history: nothing 
 prefilled), and each of the composed ``--strategies`` with the new documents on the device and on the host.
 Every measurement has a dialogue of its own over the same documents, and a question that nobody has asked. OUT
 gets h200-dialogue.json, with the stages of the composed first tokens.
+
+``--evicted``: `session_on_host` is on, and in place of the side with documents on the host the session's KV
+has left the device before the second turn: it comes back from the host (`turns on host`) or is gone and
+composed again (`turns lost`). OUT gets h200-dialogue-evicted.json.
 
 ``--embedded``: the small model and small sizes, to try the script without a GPU.
 
@@ -48,6 +52,7 @@ NOTE = (
     "admission, launching, sampling and the way back."
 )
 EXACT = ("documents first", "append")
+ON_HOST, LOST = "composed, turns on host", "composed, turns lost"
 STRATEGIES = "concat:recompute=sentences,share=0.1,concat:recompute=sentences,share=0.05"
 SHOWN = ("compose ms", "ask ms", "recompute ms", "recompute graph", "extend ms", "queue ms", "other ms")
 
@@ -124,14 +129,19 @@ async def measure(
     await engine.warm(one)
     await engine.warm(replace(two, session=None, spans=new))
     await first_token(engine, one)
-    if side.endswith("host"):
+    if side == ON_HOST:
+        await engine.control("evict", tiers=["sessions"], timeout_s=120.0)
+    elif side == LOST and two.session is not None:
+        await engine.control("remove_session", key=two.session.key)
+    elif side.endswith("host"):
         await engine.control("flush", timeout_s=120.0)
         fingerprint = (await engine.control("info"))["fingerprint"]
         documents = [two.input_ids[span.start : span.end] for span in new]
         keys = [document_key(NAMESPACE, fingerprint, ids) for ids in documents]
         await in_tier(engine, "host", keys)
     answer = await first_token(engine, two)
-    tier, others = side.rpartition(" ")[2], answer.tiers - {"session"}
+    tier = "device" if side in (ON_HOST, LOST) else side.rpartition(" ")[2]
+    others = answer.tiers - {"session"}
     if answer.context is None or others != {tier}:
         raise EngineError(f"{side}: {answer.last.fallback or answer.context}")
     return answer
@@ -157,18 +167,23 @@ def main() -> None:
     parser.add_argument("--document", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--strategies", default=STRATEGIES)
+    parser.add_argument("--evicted", action="store_true")
     parser.add_argument("--embedded", action="store_true")
     given = parser.parse_args()
     if given.embedded:
         given.held, given.new, given.document, given.repeats = 1024, 256, 128, 2
-    composed = [(f"composed, {tier}", spec) for spec in parse(given.strategies) for tier in TIERS[:2]]
+    ways = (
+        ["composed, device", ON_HOST, LOST] if given.evicted else [f"composed, {tier}" for tier in TIERS[:2]]
+    )
+    composed = [(way, spec) for spec in parse(given.strategies) for way in ways]
     sides: list[tuple[str, StrategySpec]] = [*((side, StrategySpec("prefix")) for side in EXACT), *composed]
     shape = "embedded" if given.embedded else "llama-3.1-8b"
     tokens = given.held + given.new
     room = 6 * tokens + 8192
     settings: dict[str, Any] = {
         "kv_disk_bytes": 0,
-        "kv_host_bytes": 2 * tokens * model_shapes.kv_bytes_per_token(shape),
+        "session_on_host": given.evicted,
+        "kv_host_bytes": (4 if given.evicted else 2) * tokens * model_shapes.kv_bytes_per_token(shape),
         "max_total_tokens": room,
         "engine_args": engine_args(None) | ({} if given.embedded else {"disable_prefill_cuda_graph": True}),
     }
@@ -204,7 +219,8 @@ def main() -> None:
 
     model_shapes.run_engine(shape, work, **settings)
     given.out.mkdir(parents=True, exist_ok=True)
-    report.write("dialogue, second turn", workload, rows, out=given.out / "h200-dialogue.json", note=NOTE)
+    name = "h200-dialogue-evicted.json" if given.evicted else "h200-dialogue.json"
+    report.write("dialogue, second turn", workload, rows, out=given.out / name, note=NOTE)
 
 
 if __name__ == "__main__":

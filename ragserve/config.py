@@ -303,6 +303,12 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
         description="Turns after which a session of a composed strategy computes its dialogue's KV anew, "
         "exactly, so that what composing approximates does not add up. 0: never.",
     )
+    session_on_host: bool = Field(
+        False,
+        description="Keep the KV of a composed session on the host (`kv_host_bytes`) when the device evicts "
+        "it, so that its next turn need not compose and compute it again. Eviction waits for the copy. "
+        "Needs `kv_page_bits` 16.",
+    )
     max_body_bytes: int = Field(4 * 2**20, ge=1024, description="Largest JSON request body, bytes.")
     max_upload_bytes: int = Field(
         64 * 2**20, ge=1024, description="Largest uploaded or ingested file, bytes."

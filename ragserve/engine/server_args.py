@@ -140,6 +140,7 @@ def _kv_config(settings: Settings) -> dict[str, Any]:
         "host_bytes": settings.kv_host_bytes,
         "disk_bytes": settings.kv_disk_bytes,
         "page_bits": settings.kv_page_bits,
+        "sessions": settings.session_on_host,
         "analysis": settings.kv_analysis,
         "analysis_bytes": settings.kv_analysis_bytes,
         "block_tokens": settings.kv_block_tokens,

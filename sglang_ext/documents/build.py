@@ -71,6 +71,7 @@ def create_cache(context: Any) -> Any:
         analysis=analysis,
         texts=lambda: _texts(args, runner.model_config.vocab_size),
         attention=current.attention,
+        sessions_on_host=bool(config.get("sessions", False)),
         unsupported=reason,
     )
     if reason is None and current.attention is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 from sglang_ext.documents.radix import is_document_key
+from sglang_ext.documents.session_pages import SessionPages, is_composed_session
 from sglang_ext.prefill_options import exact_key
 from sglang_ext.protocol import FULL_KEY, composed_session_key, prefix_key, session_key
 
@@ -28,6 +29,7 @@ class DeviceDocuments:
         self._pending_removal: set[str] = set()
         self._caching: WeakSet[Any] = WeakSet()  # running requests whose KV will be cached
         self._evictions_counted = 0
+        self.sessions: SessionPages | None = None  # None where no session's KV goes to the host
         # called with the removed keys; None: any document may have been removed
         self.on_removed: Callable[[Sequence[str] | None], None] = lambda keys: None
 
@@ -72,7 +74,8 @@ class DeviceDocuments:
             removed += bool(self._tiers.remove(key, namespace)) or key in on_device
         self.on_removed(keys)
         beginning = session_key(namespace)
-        sessions = {key for key in self._known() if key.startswith(beginning)}
+        below = set() if self.sessions is None else self.sessions.keys()
+        sessions = {key for key in self._known() | below if key.startswith(beginning)}
         self._drop({prefix_key(namespace), *keys, *sessions})
         return removed
 
@@ -86,11 +89,15 @@ class DeviceDocuments:
         for req in self._caching:
             if req.extra_key in gone:
                 req.ragserve_private = True
+        if self.sessions is not None:
+            self.sessions.forget(gone)
         self._pending_removal |= {key for key in gone if not self._tree.remove_key(key)}
 
     def remove_namespace(self, namespace: str) -> int:
         """Remove all documents of a namespace from every tier and return their number."""
         on_device = [key for key, owner in self._namespaces.items() if owner == namespace]
+        if self.sessions is not None:
+            self.sessions.forget_namespace(namespace)
         below = self._tiers.remove_namespace(namespace)
         self.on_removed(None)
         return max(below, self.remove(on_device, namespace))
@@ -101,14 +108,20 @@ class DeviceDocuments:
         keys = [key for key in self._tree.tokens_by_key() if is_document_key(key) or _may_hold_documents(key)]
         for key in (*keys, prefix_key("")):  # for any key, a tree that does not tell its keys drops all
             self._tree.remove_key(key)
+        if self.sessions is not None:
+            self.sessions.forget(self.sessions.keys())
         self._tiers.clear()
         self.on_removed(None)
 
     def evict(self, tiers: Sequence[str], keys: Sequence[str] | None = None) -> None:
         """Drop documents (of ``keys`` only, if given) that no request reads from the device or from host
         memory; the tiers below keep them. What waits to be written is lost with the host tier: flush it
-        first.
+        first. Tier "sessions": evict sessions' composed KV from the device.
         """
+        if "sessions" in tiers:
+            for key in self._tree.tokens_by_key():
+                if is_composed_session(key):
+                    self._tree.evict_key(key)
         if "device" in tiers:
             for key in self.document_tokens():
                 if keys is None or key in keys:

@@ -42,6 +42,9 @@ class TreeObserver(Protocol):
     def on_cached(self, req: Any, node: TreeNode) -> None:
         """The KV of a request's whole pages is in the tree; it ends in this node."""
 
+    def before_eviction(self, node: TreeNode) -> None:
+        """A node is being evicted for want of room; its slots still hold its KV."""
+
     def on_evicted(self, node: TreeNode) -> None:
         """A node has left the tree."""
 
@@ -110,6 +113,8 @@ class DocumentRadixCache(RadixCache):
             self._evicting = False
 
     def _delete_leaf(self, node: TreeNode) -> None:
+        if self._evicting:
+            self.observer.before_eviction(node)
         super()._delete_leaf(node)
         if is_document_key(node.key.extra_key):
             self.document_tokens -= len(node.key)
@@ -133,6 +138,14 @@ class DocumentRadixCache(RadixCache):
             self._delete_leaf(node)
             self._record_remove_event(node)
         return len(free) == len(nodes)
+
+    def evict_key(self, extra_key: str) -> None:
+        """Evict every node under this extra key that no running request has locked, as for want of room."""
+        self._evicting = True
+        try:
+            self.remove_key(extra_key)
+        finally:
+            self._evicting = False
 
     def cached_slots(self) -> torch.Tensor:
         """Slots of everything cached, int64."""

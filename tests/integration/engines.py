@@ -202,6 +202,7 @@ def stress(folder: Path) -> Iterator[Server]:
         "max_total_tokens": 6144,
         "control_routes": True,  # for /dumper
         "kv_host_bytes": 2**26,
+        "session_on_host": True,
         "kv_storage": "dynamic",
         "kv_storage_args": json.dumps(STORAGE | {"folder": str(storage)}),
     }

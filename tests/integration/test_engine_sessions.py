@@ -59,7 +59,7 @@ class Talk:
         return next(int(each["turns"]) for each in sessions if each["id"] == self.name)
 
     def forget(self) -> None:
-        """Drop the session's KV, as if it had been evicted."""
+        """Drop the session's KV, on the device and the host."""
         control(self.server, "remove_session", key=session_key(self.space, self.name))
 
     def end(self) -> None:
@@ -70,6 +70,11 @@ def control(server: Server, operation: str, **arguments: Any) -> dict[str, Any]:
     answer = server.client.post("/dumper/ragserve", json={"op": operation, **arguments})
     assert answer.status_code == httpx.codes.OK, answer.text
     return dict(answer.json()[0])
+
+
+def on_host_of(server: Server) -> int:
+    """Entries of the host tier: documents, and turns of sessions."""
+    return int(control(server, "stat")["host"]["documents"])
 
 
 def settled(server: Server) -> None:
@@ -111,9 +116,11 @@ def test_full_says_what_transformers_says_of_the_whole_dialogue(
         ids, said = [*prompt.input_ids, *builder.answer_ids(found, text)], [*said, *new]
 
 
-@pytest.mark.parametrize(("strategy", "evicted"), [("prefix", False), ("all", False), ("all", True)], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "evicted"), [("prefix", ""), ("all", ""), ("all", "lost"), ("all", "host")], ids=str
+)
 def test_every_turn_says_what_full_prefill_says(
-    stress_server: Server, wanted: list[dict[str, Any]], strategy: str, evicted: bool
+    stress_server: Server, wanted: list[dict[str, Any]], strategy: str, evicted: str
 ) -> None:
     talk = Talk(
         stress_server,
@@ -121,8 +128,12 @@ def test_every_turn_says_what_full_prefill_says(
         **(ALL if strategy == "all" else {"strategy": strategy}),
     )
     for number, right in enumerate(wanted):
-        if number and evicted:
+        if number and evicted == "lost":
             talk.forget()
+        elif number and evicted:
+            on_host = on_host_of(stress_server)
+            control(stress_server, "evict", tiers=["sessions"])
+            assert on_host_of(stress_server) > on_host
         got = talk.turn(number)
         assert got["answer"] == right["answer"]
         assert got["usage"]["prompt"] == right["usage"]["prompt"]
@@ -130,12 +141,16 @@ def test_every_turn_says_what_full_prefill_says(
         session, before = got["session"], wanted[number - 1]["session"]["tokens"] if number else 0
         assert session["tokens"] == right["session"]["tokens"]
         if number:  # composed turns that were evicted have been composed again, without the answer
-            least = before - PAGE - (8 + 2 if evicted else 1)
+            least = before - PAGE - (8 + 2 if evicted == "lost" else 1)
             assert session["tokens_held"] > least
             assert got["usage"]["cached"] >= session["tokens_held"]
             assert got["context"]["tokens_by_tier"]["session"] == session["tokens_held"]
+            if evicted == "host":  # brought back, not composed again
+                assert session["tokens_computed"] <= PAGE + 8
+    on_host = on_host_of(stress_server)
     talk.end()
     settled(stress_server)
+    assert (on_host_of(stress_server) < on_host) == (evicted == "host"), "its pages went with the session"
 
 
 def test_a_turn_reads_its_new_documents_from_the_cache(stress_server: Server) -> None:

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from ragserve_kernels.block_summary import BlockPlan, block_summary
+from ragserve_kernels.key_scores import key_scores
+from ragserve_kernels.prefill_lists import LinePlan, list_blocks, list_lines
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
+from ragserve_kernels.sparse_prefill import PrefillBatch, list_room
 
 Keys = dict[str, set[Any]]  # by kernel
 INTERPRETED = not torch.cuda.is_available()
@@ -60,7 +63,8 @@ class Recorded:
 def keys(monkeypatch: pytest.MonkeyPatch) -> Keys:
     """Keys of the launches so far."""
     found: Keys = {}
-    for name in ("block_summary.launches", "prefix_rows_attention.triton"):
+    lists = ("prefill_lists.triton", "prefill_lists.blocks_triton", "prefill_lists.lines_triton")
+    for name in ("block_summary.launches", "prefix_rows_attention.triton", "key_scores.triton", *lists):
         module = importlib.import_module(f"ragserve_kernels.{name}")
         for attribute, kernel in list(vars(module).items()):
             if attribute.endswith("_kernel"):
@@ -91,6 +95,31 @@ def test_recomputed_rows_of_any_layer(device: torch.device, keys: Keys) -> None:
                 scale=0.125,
             )
     assert len(keys["prefix_rows_attention_kernel"]) == 1
+
+
+def test_sparse_prefills_and_questions_of_any_length(
+    device: torch.device, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks at any place of a prompt, the second request of a batch among them."""
+    monkeypatch.setattr(Recorded, "runs", False)
+    for prefix, new in (([0, 0], [64, 64]), ([0, 1], [1, 100]), ([3, 1024], [130, 2048])):
+        table = torch.zeros(2, 200, dtype=torch.int32, device=device)
+        batch = PrefillBatch.of(table, 16, prefix, new, block_q=32, block_k=16)
+        q, k = (torch.zeros(n, heads, 64, device=device) for n, heads in ((batch.rows, 4), (3200, 2)))
+        lists, plan = list_room(batch, 4), LinePlan.of(batch, 4, observe=8, segment=64)
+        list_blocks(q, k, batch, lists, alpha=0.9)
+        counts = torch.zeros(2, 2, dtype=torch.int64, device=device)
+        list_lines(q, k, plan, lists, alpha=0.9, counts=counts)
+        key_scores(q[-1], k, torch.zeros(sum(new), dtype=torch.int64, device=device))
+    seen = {name: len(found) for name, found in keys.items() if found}
+    assert seen.pop("block_means_kernel") == 2, "of keys and of queries"
+    assert set(seen.values()) == {1}
+    assert {
+        "list_blocks_kernel",
+        "pick_lines_kernel",
+        "list_lines_kernel",
+        "key_scores_kernel",
+    } <= seen.keys()
 
 
 def test_a_few_numbers_of_rows_compile_what_any_number_needs(

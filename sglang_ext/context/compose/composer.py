@@ -21,7 +21,7 @@ from sglang_ext.context.compose.stage_timer import StageTimer
 from sglang_ext.context.recompute.anchor_attention import anchor_attention
 from sglang_ext.context.recompute.graphs import capture_graphs
 from sglang_ext.context.recompute.job import RecomputeJob
-from sglang_ext.context.recompute.question_attention import QuestionRows, attention
+from sglang_ext.context.recompute.question_attention import QuestionRows, attention, warm_questions
 from sglang_ext.context.recompute.recompute_pass import recompute, warm
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.anchors import anchors_of
@@ -45,6 +45,7 @@ class Composer:
         self.fused_question = FusedQuestion(model_runner, self.graphs)
         if self._device.type == "cuda":
             warm(model_runner)
+            warm_questions(model_runner)
 
     def fill(
         self, contexts: Sequence[ComposedContext], rows: Sequence[torch.Tensor], *, whole: bool = False
@@ -99,7 +100,8 @@ class Composer:
             for context, filling in pairs:
                 if context.on_host is not None:
                     gather_to_host(self.gather, self._runner.token_to_kv_pool, filling, context.on_host)
-            if into_slots := [filling for context, filling in pairs if context.on_host is None]:
+            turns = [turns_of(c, row) for c, row in zip(contexts, rows, strict=True) if c.turns]
+            if into_slots := [*turns, *(filling for context, filling in pairs if context.on_host is None)]:
                 self.gather(into_slots)
         except Exception as raised:  # noqa: BLE001 - raised again below
             error = raised
@@ -241,6 +243,18 @@ class Composer:
 def _is_whole(context: ComposedContext, row: torch.Tensor) -> bool:
     """True if the question has all its slots by now."""
     return len(row) >= context.slots + context.question_tokens
+
+
+def turns_of(context: ComposedContext, slots: torch.Tensor) -> Filling:
+    """The part of a `Gather` call that brings a session's turns from the host, as they are."""
+    starts = np.array([turn.start - context.held for turn in context.turns], dtype=np.int64)
+    return Filling(
+        kept=np.arange(context.there - context.held, dtype=np.int64),
+        slots=slots[context.held : context.there],
+        starts=starts,
+        shifts=np.zeros_like(starts),
+        sources=[turn.pages for turn in context.turns],
+    )
 
 
 def filling_of(context: ComposedContext, slots: torch.Tensor) -> Filling:

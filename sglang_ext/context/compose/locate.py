@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, DocumentOnHost
+from sglang_ext.documents.session_pages import SessionPages
 from sglang_ext.protocol import SessionPart, Span, composed_session_key
 
 _MAX_LOADS = 9  # of one block: requests that evict each other's host pages end as misses, not in a loop
@@ -19,10 +21,18 @@ _MAX_LOADS = 9  # of one block: requests that evict each other's host pages end 
 class Locator:
     """Finds, locks and unlocks the sources of contexts. Per rank; scheduler thread only."""
 
-    def __init__(self, tree: Any, tiers: Any, is_removed: Callable[[str], bool], block: int) -> None:
+    def __init__(
+        self,
+        tree: Any,
+        tiers: Any,
+        is_removed: Callable[[str], bool],
+        block: int,
+        sessions: SessionPages | None = None,
+    ) -> None:
         """``is_removed`` tells of a document key whether it was removed and only waits for its last reader.
-        ``block``: tokens of a host page.
+        ``block``: tokens of a host page. ``sessions``: what the host has of sessions.
         """
+        self._sessions = sessions
         self._tree = tree
         self._tiers = tiers
         self._is_removed = is_removed
@@ -96,23 +106,41 @@ class Locator:
         return int(self._tree.peek(ids, composed_session_key(context.plan.session.key)))
 
     def _dialogue(self, context: ComposedContext, session: SessionPart) -> DocumentOnDevice | None:
-        """The locked KV of the dialogue so far, as much as the session's key has; None where that is less
-        than the plan needs. A page that is not full is missing from the tree.
+        """The locked KV of the dialogue so far, as much as the session's key has on the device, and what the
+        host has behind it as the context's turns; None where both are less than the plan needs. A page that
+        is not full is missing from the tree.
         """
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        context.held = 0
+        context.held, context.turns = 0, []
         key = composed_session_key(session.key)
         if self._is_removed(key):
             return None
         ids = RadixKey(context.ids[: context.own_start], extra_key=key)
         match = self._tree.match_prefix(MatchPrefixParams(key=ids))
-        if len(match.device_indices) <= session.held - self._tree.page_size:
-            return None
         context.held = len(match.device_indices)
+        if self._sessions is not None:
+            ids = context.ids[: context.own_start]
+            context.turns = self._sessions.find(key, ids, context.held)
+            context.pinned_turns = [turn.name for turn in context.turns]
+        if not self.has_turns(context, context.there):
+            context.held = 0
+            return None
         self._tree.inc_lock_ref(match.last_device_node)
         return DocumentOnDevice(match.device_indices, match.last_device_node)
+
+    def has_turns(self, context: ComposedContext, end: int) -> bool:
+        """Take of the turns on the host what lies before token ``end``, and tell whether the plan needs no
+        more of the dialogue so far than is there then."""
+        while context.turns and context.turns[-1].start >= end:
+            turn = context.turns.pop()
+            self._tiers.unpin(turn.name)
+            context.pinned_turns.remove(turn.name)
+        if context.turns:
+            context.turns[-1] = replace(context.turns[-1], end=min(context.there, end))
+        session = context.plan.session
+        return session is None or context.there > session.held - self._tree.page_size
 
     def _on_device(self, context: ComposedContext, span: Span, key: str) -> Any:
         if context.below_device:
@@ -138,7 +166,9 @@ class Locator:
         return False
 
     def unlock(self, context: ComposedContext) -> None:
-        """Unlock and forget the sources."""
+        """Unlock and forget the sources, and unpin the turns on the host."""
+        while context.pinned_turns:
+            self._tiers.unpin(context.pinned_turns.pop())
         while context.sources:
             source = context.sources.pop()
             if isinstance(source, DocumentOnDevice):

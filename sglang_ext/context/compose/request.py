@@ -20,6 +20,7 @@ from sglang_ext.context.recompute.job import RecomputeJob, question_job
 from sglang_ext.context.selection.base import ContextSelection, PartialSelection
 from sglang_ext.context.selection.recompute_rules import Kept
 from sglang_ext.documents.page_format import token_array
+from sglang_ext.documents.session_pages import TurnPages
 from sglang_ext.protocol import ContextPlan, ContextReport
 
 
@@ -58,7 +59,9 @@ class ComposedContext:
     failure: str | None = None  # the message that the request ends with
     missing: list[int] = field(default_factory=list)  # spans found in no tier of some rank
     below_device: bool = False  # take documents from host or disk even where the device has them
-    held: int = 0  # leading tokens whose KV the session's key has; those behind it in the first span are rows
+    held: int = 0  # leading tokens whose KV the session's key has on the device
+    turns: list[TurnPages] = field(default_factory=list)  # those behind ``held`` that come from the host
+    pinned_turns: list[str] = field(default_factory=list)  # names of those whose host pages are pinned
     analyses: dict[int, Analysis] = field(default_factory=dict)  # by span; those that the selection needs
     critical_layers: tuple[int, ...] = ()  # in which the question's attention counts, for rules with anchors
     waiting_since: float | None = None
@@ -105,9 +108,15 @@ class ComposedContext:
         return self.plan.spans[0].end if self.goes_on else 0
 
     @property
+    def there(self) -> int:
+        """Leading tokens of the dialogue so far whose KV is on the device or the host."""
+        return self.turns[-1].end if self.turns else self.held
+
+    @property
     def earlier(self) -> Ints:
-        """Positions of the dialogue so far that the session's key lacks, and which are computed again."""
-        return np.arange(self.held, self.own_start, dtype=np.int64)
+        """Positions of the dialogue so far that are neither on the device nor on the host, and which are
+        computed again."""
+        return np.arange(self.there, self.own_start, dtype=np.int64)
 
     @property
     def documents(self) -> Sequence[DocumentOnDevice | DocumentOnHost]:
@@ -151,7 +160,7 @@ class ComposedContext:
         """
         selection, rule = self.selection, self.partial.rule
         documents = selection.slots - self.plan.spans[0].end
-        earlier = max(0, self.own_start - self.held)
+        earlier = max(0, self.own_start - self.there)
         if selection.deviation_share is not None:  # all kept tokens go through layer 0 and most of layer 1
             through_two = 2 * (selection.slots - self.own_start) / layers
             return earlier + math.ceil(selection.deviation_share * documents + through_two)
@@ -201,7 +210,7 @@ def report_of(context: ComposedContext) -> ContextReport:
         one_pass=context.fused,
         keep_reason=context.selection.reason,
         recompute_reason=_recompute_reason(context),
-        session_held=context.held,
+        session_held=context.there,
         session_computed=len(context.earlier),
     )
 

@@ -134,20 +134,22 @@ class Admission:
             return (Decision.MISSING if context.missing else Decision.WAIT), None
         sglang_req.shrink(req, context, self._tree)
         if context.goes_on:
-            context.held = self._locator.held(context)
+            context.held, context.turns = self._locator.held(context), []
         if self._step_is_full(adder, context):
             return Decision.NEXT_STEP, None
         missing = stages.run("load", context.fail, self._locator.resolve, context)
         vote = Decision.WAIT if missing is None else Decision.READY
         there = present(missing or [], len(context.keys))
-        found, *there = self._ranks.min_votes(
-            [_VOTES.index(Decision.FAILED if context.failure else vote), *there]
+        found, end, *there = self._ranks.min_votes(
+            [_VOTES.index(Decision.FAILED if context.failure else vote), context.there, *there]
         )
         if _VOTES[found] is Decision.FAILED:
             context.fail(stages.ELSEWHERE)
         if _VOTES[found] is not Decision.READY:
             return _VOTES[found], None
         context.missing = absent(there)
+        if context.goes_on and not self._locator.has_turns(context, end) and not context.missing:
+            context.missing = [0]  # another rank's host has given up some of the dialogue
         if context.missing:
             return Decision.MISSING, None
         context.on_host = None
@@ -199,7 +201,7 @@ class Admission:
             req.prefix_indices = torch.cat((dialogue.slots, req.prefix_indices))
             req.last_node, req.cache_protected_len = dialogue.node, context.held
         # composed tokens are no prefix hits, neither in the sum nor by tier; those of a session are
-        req.already_computed = context.slots - context.held
+        req.already_computed = context.slots - context.there
         req._cache_breakdown_computed = True
         context.filled = False
         hits, rows = adder.log_hit_tokens, context.recompute_rows(self._layers)

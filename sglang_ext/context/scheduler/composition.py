@@ -33,6 +33,7 @@ from sglang_ext.context.selection.base import keeps_all
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.strategies import ModelShape, partial_selection
+from sglang_ext.documents.session_pages import SessionPages
 from sglang_ext.model import NotComposable, check_layers, forward_stream
 from sglang_ext.protocol import PLAN_FIELD, ContextPlan, PlanError, composed_session_key
 from sglang_ext.ranks import Ranks
@@ -77,6 +78,7 @@ class Composition:
         block: int,
         config: AnalysisConfig,
         texts: Callable[[], Texts],
+        sessions: SessionPages | None = None,
         attention: Any = None,
     ) -> None:
         """Raises NotComposable for a model or pool whose KV cannot be composed.
@@ -85,6 +87,7 @@ class Composition:
             is_removed: tells of a document key whether it was removed and only waits for its last reader.
             block: tokens of a host page.
             texts: loads the tokenizer; called once, before the first analysis.
+            sessions: what the host has of sessions.
             attention: sparse decoding's `DecodeRuntime`, None where it is off.
         """
         pool = model_runner.token_to_kv_pool
@@ -106,7 +109,7 @@ class Composition:
         )
         self._timer: StageTimer | None = None  # of the batch whose forward pass is running
         self._shape = ModelShape(pool.layer_num, pool.dtype.itemsize, config.cut, config.profile)
-        self._locator = Locator(tree, tiers, is_removed, block)
+        self._locator = Locator(tree, tiers, is_removed, block, sessions)
         analyser = Analyser(model_runner, texts, config.cut, config.profile.heads)
         selector = Selector(rotation, analyser, ranks)
         self.stage = SelectionStage(
@@ -311,6 +314,8 @@ class Composition:
         for context in contexts:
             on_device = [source for source in context.sources if isinstance(source, DocumentOnDevice)]
             host_keys += [s.key for s in context.sources if not isinstance(s, DocumentOnDevice)]
+            host_keys += context.pinned_turns
+            context.pinned_turns = []
             context.sources = list(on_device)
             self._locator.unlock(context)
         if host_keys:

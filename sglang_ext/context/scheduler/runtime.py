@@ -22,6 +22,7 @@ from sglang_ext.context.scheduler.composition import AnalysisConfig, Composition
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
 from sglang_ext.context.scheduler.slot_usage import SlotUsage
 from sglang_ext.documents.device import DeviceDocuments
+from sglang_ext.documents.session_pages import SessionPages
 from sglang_ext.model import NotComposable
 from sglang_ext.protocol import PLAN_FIELD, ContextPlan, PlanError, document_key
 from sglang_ext.rank_failures import FailureVote
@@ -48,11 +49,13 @@ class ContextRuntime:
         analysis: AnalysisConfig,
         texts: Callable[[], Texts],
         attention: Any = None,
+        sessions_on_host: bool = False,
         unsupported: str | None = None,
     ) -> None:
         """``block``: tokens of a host page. ``texts`` loads the tokenizer, when it is first needed.
-        ``attention``: sparse decoding's `DecodeRuntime`, None where it is off. ``unsupported``: why nothing
-        can be composed, where that is known already; else the model is tried.
+        ``attention``: sparse decoding's `DecodeRuntime`, None where it is off. ``sessions_on_host``: keep
+        what is evicted of composed sessions there. ``unsupported``: why nothing can be composed, where that
+        is known already; else the model is tried.
         """
         self.tree = tree
         self.tiers = tiers
@@ -63,6 +66,9 @@ class ContextRuntime:
         stages.vote_by(FailureVote(model_runner).alike)
         self.slots = SlotUsage(tree)
         self.documents = DeviceDocuments(model_runner, tree, tiers)
+        self._sessions: SessionPages | None = None
+        if sessions_on_host:
+            self._sessions = SessionPages(model_runner.token_to_kv_pool, tiers, fingerprint)
         self.composition: Composition | None = None
         self.unsupported = unsupported
         self.model_runner = model_runner
@@ -83,6 +89,7 @@ class ContextRuntime:
                 block=block,
                 config=analysis,
                 texts=texts,
+                sessions=self._sessions,
                 attention=attention,
             )
             self.documents.on_removed = self.composition.stage.forget
@@ -98,6 +105,8 @@ class ContextRuntime:
         if reasons:
             self.unsupported, self.composition = reasons[0], None
             log.warning("composed contexts are off: %s", reasons[0])
+        if self.composition is not None:
+            self.documents.sessions = self._sessions
 
     # requests arrive
 
@@ -187,6 +196,11 @@ class ContextRuntime:
         """The KV of a request's whole pages is in the tree; it ends in this node."""
         if self._attention is not None and getattr(req, "ragserve_prefill", None) is not None:
             stages.run("lines", stages.nobody, self._attention.on_cached, req, node)
+
+    def before_eviction(self, node: Any) -> None:
+        """A node is being evicted; its slots still hold its KV."""
+        if self.composition is not None and self._sessions is not None:
+            stages.run("save", stages.nobody, self._sessions.save, node)
 
     def on_evicted(self, node: Any) -> None:
         """A node has left the tree."""

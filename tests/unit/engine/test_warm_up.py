@@ -58,6 +58,7 @@ REACHED = {  # kernels, by the kind of request that launches each
     "exponent_kernel": "long documents",
     "fit_kernel": "long documents",
     "gather_h2d_kernel": "rare launches",
+    "key_scores_kernel": "concat {'recompute': 'sentences', 'share': 0.2} from device",
     "line_keys_kernel": "prefill lines",
     "line_mass_kernel": "prefill lines",
     "list_blocks_kernel": "prefill blocks",

@@ -14,6 +14,7 @@ import torch
 
 from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext, tier_of
+from sglang_ext.documents.session_pages import TurnPages
 from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.protocol import ContextPlan, SessionPart, Span, composed_session_key, session_key
 from tests.unit.documents.document_samples import SHAPE, Sample, flushed, opened
@@ -187,3 +188,24 @@ def test_the_dialogue_so_far_is_found_under_the_session_s_key(tmp_path: Path) ->
         assert tree.protected_size() == 0
         removed.add(key)
         assert locator.resolve(context()) == [0]
+
+
+def test_ranks_take_of_turns_on_the_host_what_all_of_them_have() -> None:
+    unpinned: list[str] = []
+    tiers: Any = SimpleNamespace(unpin=unpinned.append)
+    tree: Any = SimpleNamespace(page_size=4)
+    locator = Locator(tree, tiers, set[str]().__contains__, BLOCK)
+    session = SessionPart(session_key("n", "s"), 22)
+    plan = ContextPlan("compose", "n", "concat", (Span(0, 30),), session=session)
+    context = ComposedContext(plan, array("q", range(40)), ("whole",), Any)  # type: ignore[arg-type]
+    context.held = 4
+    context.turns = [TurnPages("a", 4, 12, None), TurnPages("b", 12, 28, None)]
+    context.pinned_turns = ["a", "b"]
+    assert locator.has_turns(context, 28)
+    assert (context.there, context.earlier.tolist(), unpinned) == (28, [28, 29], [])
+    assert locator.has_turns(context, 20), "another rank's piece ends here"
+    assert (context.there, unpinned) == (20, [])
+    assert not locator.has_turns(context, 12)
+    assert (context.there, unpinned, context.pinned_turns) == (12, ["b"], ["a"])
+    assert not locator.has_turns(context, 4)
+    assert (context.there, context.turns, unpinned) == (4, [], ["b", "a"])

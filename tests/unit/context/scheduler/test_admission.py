@@ -49,6 +49,7 @@ class Engine:
         self, free: int = 100, missing: list[int] | None = None, *, running: bool = False, **options: Any
     ) -> None:
         self.free, self.missing, self.counted = free, missing or [], []
+        self.has_dialogue = True  # what the ranks have in common of it is enough
         self.loading, self.evictable, self.evicted = False, 0, 0
         self.retrieved: list[Any] = []
         session = options.pop("session", None)
@@ -122,6 +123,9 @@ class Engine:
 
     def held(self, context: ComposedContext) -> int:
         return HELD
+
+    def has_turns(self, context: ComposedContext, end: int) -> bool:
+        return self.has_dialogue
 
     def unlock(self, context: ComposedContext) -> None:
         context.sources = []
@@ -312,6 +316,14 @@ def test_a_turn_of_a_session_gets_slots_for_what_is_new_only() -> None:
     assert engine.req.already_computed == TOTAL - HELD, "SGLang counts the rest as found in the cache"
     assert engine.counted == [("device", 1)], "the dialogue is no document"
     assert engine.retrieved == [("b",)]
+
+
+def test_a_dialogue_that_another_rank_has_less_of_is_missing() -> None:
+    engine = Engine(session=SESSION)
+    engine.has_dialogue = False
+    assert engine.admit() == "added", "it ends with an error"
+    assert engine.context.missing == [0]
+    assert (engine.free, engine.context.sources) == (100, [])
 
 
 def test_a_declined_turn_leaves_no_lock_and_no_slots() -> None:

@@ -87,7 +87,11 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     runtime.composition = composition
     tiers.pin("d" * 32)
     context = SimpleNamespace(
-        sources=[DocumentOnDevice(torch.arange(2), "node"), DocumentOnHost("d" * 32, torch.arange(3).numpy())]
+        pinned_turns=[],
+        sources=[
+            DocumentOnDevice(torch.arange(2), "node"),
+            DocumentOnHost("d" * 32, torch.arange(3).numpy()),
+        ],
     )
     composition._unlock([context])
     yield runtime
