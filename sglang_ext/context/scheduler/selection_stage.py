@@ -33,6 +33,7 @@ from sglang_ext.context.scheduler.query_pass import QueryPass
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
 from sglang_ext.context.selection.base import ContextSelection
 from sglang_ext.context.selection.choose import Selector
+from sglang_ext.context.selection.samkv import Chosen
 from sglang_ext.model import forward_stream
 from sglang_ext.ranks import Ranks
 from sglang_ext.request_options import QuestionQuery
@@ -339,9 +340,14 @@ class SelectionStage:
         differs in its last bit chooses other tokens, perhaps another number of them.
         """
         failures: list[list[str]] = [[] for _ in contexts]
-        chosen = [
-            stages.run("selection", failed.append, self._choose, *each)
+        # All begin while the device runs the query pass, and the first one to end waits for that.
+        begun = [
+            stages.run("selection", failed.append, self._begin, *each)
             for failed, *each in zip(failures, contexts, queries, strict=True)
+        ]
+        chosen = [
+            None if end is None else stages.run("selection", failed.append, self._end, context, end)
+            for failed, context, end in zip(failures, contexts, begun, strict=True)
         ]
         final = self._ranks.first_each(chosen, lambda one: b"" if one is None else one.content())
         for context, decided, failed in zip(contexts, final, failures, strict=True):
@@ -349,10 +355,10 @@ class SelectionStage:
             if decided is None:
                 context.fail(failed[0] if failed else stages.ELSEWHERE)
 
-    def _choose(
+    def _begin(
         self, context: ComposedContext, queries: Mapping[QuestionQuery, torch.Tensor] | None
-    ) -> ContextSelection:
-        partial, analyses = context.partial, context.in_order
+    ) -> Callable[[], Chosen | None]:
+        partial = context.partial
         query = (
             None
             if queries is None or partial.samkv is None
@@ -360,7 +366,12 @@ class SelectionStage:
         )
         ids = torch.from_numpy(np.array(context.ids))
         with stages.together():
-            chosen = self._selector.select(partial, analyses, query, ids, self._stable)
+            return self._selector.begin(partial, context.in_order, query, ids, self._stable)
+
+    def _end(self, context: ComposedContext, end: Callable[[], Chosen | None]) -> ContextSelection:
+        partial, analyses = context.partial, context.in_order
+        with stages.together():
+            chosen = end()
         if chosen is None:
             return partial.settle(analyses)
         return replace(partial.settle(analyses, chosen.kept), reason=chosen.reason)

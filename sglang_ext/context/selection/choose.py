@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial as later
 
 import torch
 
@@ -11,7 +12,7 @@ from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection import samkv
 from sglang_ext.context.selection.blocks import Blocks
-from sglang_ext.context.selection.choose_sentences import choose_sentences
+from sglang_ext.context.selection.choose_sentences import begin_sentences
 from sglang_ext.context.selection.sentences import Sentences
 from sglang_ext.context.selection.signals import Evidence
 from sglang_ext.context.selection.signals.document import document_prior
@@ -45,14 +46,27 @@ class Selector:
             ids: int64, the whole prompt.
             stable: layers over which P is averaged; empty for the built-in ones.
         """
+        return self.begin(partial, analyses, query, ids, stable)()
+
+    def begin(
+        self,
+        partial: PartialSelection,
+        analyses: Sequence[Analysis],
+        query: torch.Tensor | None,
+        ids: torch.Tensor,
+        stable: Sequence[int],
+    ) -> Callable[[], samkv.Chosen | None]:
+        """Begin `select` as far as nothing waits for the device, and return what ends it: of several
+        requests, all are begun before the first is ended."""
         if not partial.selects or partial.samkv is None or partial.blocks is None:
-            return None
+            return _nothing
         options, blocks, start = partial.samkv, partial.blocks, partial.plan.question_start
         if options.by_sentence:
-            return choose_sentences(self.evidence(options, blocks, partial.plan, analyses, query, ids))
+            return begin_sentences(self.evidence(options, blocks, partial.plan, analyses, query, ids))
         if query is None:
-            return None
-        return samkv.choose(
+            return _nothing
+        return later(
+            samkv.choose,
             options,
             blocks,
             analyses,
@@ -91,3 +105,7 @@ class Selector:
             reduce=self._ranks.sum,
             highest=self._ranks.max,
         )
+
+
+def _nothing() -> None:
+    """The end of a selection that has nothing to select."""

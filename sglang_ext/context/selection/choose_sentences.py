@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sglang_ext.context.selection import sentences
 from sglang_ext.context.selection.samkv import Chosen, budget
 from sglang_ext.context.selection.sentences import Sentences
-from sglang_ext.context.selection.signals import Evidence, fused
+from sglang_ext.context.selection.signals import Evidence, Scores, fused, scored
 from sglang_ext.request_options import SamKvOptions
 
 
 def choose_sentences(evidence: Evidence) -> Chosen:
     """Choose the sentences that every layer keeps. All ranks choose the same."""
+    return begin_sentences(evidence)()
+
+
+def begin_sentences(evidence: Evidence) -> Callable[[], Chosen]:
+    """Begin `choose_sentences` without waiting for the device, and return what ends it."""
+    scores = scored(evidence)
+    return lambda: _chosen(evidence, score_sentences(evidence, scores))
+
+
+def _chosen(evidence: Evidence, score: torch.Tensor) -> Chosen:
     options = evidence.options
-    score = score_sentences(evidence)
     most = budget(options, evidence.blocks)
     if options.top_p is not None:
         count, reason = _by_weight(score, evidence.sentences, options, most)
@@ -24,10 +35,11 @@ def choose_sentences(evidence: Evidence) -> Chosen:
     return Chosen(evidence.blocks.first + taken, reason=reason)
 
 
-def score_sentences(evidence: Evidence) -> torch.Tensor:
-    """f32 [S]: the score by which sentences are kept, the best first."""
+def score_sentences(evidence: Evidence, scores: Scores | None = None) -> torch.Tensor:
+    """f32 [S]: the score by which sentences are kept, the best first. ``scores``: the signals', if they have
+    been made."""
     tuned = evidence.options.experimental
-    score = sentences.penalize_length(fused(evidence), evidence.sentences, tuned.length_penalty)
+    score = sentences.penalize_length(fused(evidence, scores), evidence.sentences, tuned.length_penalty)
     return sentences.lift_titles(score, evidence.sentences, tuned.title_weight)
 
 

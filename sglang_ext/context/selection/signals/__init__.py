@@ -12,7 +12,7 @@ from sglang_ext.context.selection.signals.sentence import sentence
 from sglang_ext.context.selection.signals.words import words
 from sglang_ext.request_options import SamKvExperiment
 
-__all__ = ["SIGNALS", "Evidence", "contributions", "fused"]
+__all__ = ["SIGNALS", "Evidence", "Scores", "contributions", "fused", "scored"]
 
 SIGNALS: dict[str, Signal] = {
     "attention": attention,
@@ -36,25 +36,35 @@ def weights(tuned: SamKvExperiment, *, retrieved: bool) -> dict[str, float]:
     }
 
 
-def fused(evidence: Evidence) -> torch.Tensor:
+Scores = dict[str, torch.Tensor | None]
+"""Signals by name, as `Signal` returns them."""
+
+
+def scored(evidence: Evidence) -> Scores:
+    """The signals of the first step that have a weight. Does not wait for the device: `attention` comes
+    first, which computes while the host makes the others."""
+    wanted = weights(evidence.options.experimental, retrieved=evidence.scores is not None)
+    return {name: _signal(evidence, name) for name, weight in wanted.items() if weight}
+
+
+def fused(evidence: Evidence, scores: Scores | None = None) -> torch.Tensor:
     """f32 [S]: the weighted mean of the signals that the request has, and `feedback` from it; zeros
-    without any."""
-    total, _, added = _summed(evidence)
+    without any. ``scores``: those of `scored`, if they have been made."""
+    total, _, added = _summed(evidence, scored(evidence) if scores is None else scores)
     return total if added is None else total + added
 
 
 def contributions(evidence: Evidence) -> dict[str, torch.Tensor]:
     """What each signal adds to `fused`, f32 [S] by name; `feedback` last, where it has a weight."""
-    _, parts, added = _summed(evidence)
+    _, parts, added = _summed(evidence, scored(evidence))
     return parts if added is None else parts | {"feedback": added}
 
 
-def _summed(evidence: Evidence) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]:
+def _summed(
+    evidence: Evidence, scores: Scores
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]:
     """The mean of the first step's signals, each one's part of it, and what `feedback` adds."""
-    retrieved = evidence.scores is not None
-    wanted = weights(evidence.options.experimental, retrieved=retrieved)
-    # `attention` comes first: the device is at work on it while the host makes the others
-    scores = {name: _signal(evidence, name) for name, weight in wanted.items() if weight}
+    wanted = weights(evidence.options.experimental, retrieved=evidence.scores is not None)
     parts = {name: wanted[name] * score.cpu() for name, score in scores.items() if score is not None}
     found = sum(wanted[name] for name in parts)
     total = torch.zeros(len(evidence.sentences))

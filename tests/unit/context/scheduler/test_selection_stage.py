@@ -56,21 +56,26 @@ def stage_of(store: TierStore, analyser: Analyser, ranks: Ranks | None = None) -
         "locator": SimpleNamespace(resolve=lambda context: [], unlock=lambda context: None),
         "analyser": analyser,
         "query_pass": None,
-        "selector": SimpleNamespace(select=lambda *args: None),
+        "selector": SimpleNamespace(begin=lambda *args: lambda: None),
         "tiers": store,
         "ranks": ranks or Ranks(),
     }
     return SelectionStage(SimpleNamespace(device="cpu"), memory_bytes=2**20, **parts)
 
 
-def answered(stage: SelectionStage, store: TierStore) -> list[int]:
-    """Take a request that needs the document's analysis through the stage; the tokens it recomputes."""
+def waiting() -> ComposedContext:
+    """A request that needs the document's analysis."""
     spans = (Span(0, 10), Span(10, 60))
     plan = ContextPlan("compose", "default", "concat", spans, {"recompute": "sensitivity", "share": 0.2})
     ids = array("q", [*SYSTEM.ids, *DOCUMENT.ids, 7, 8, 9])
     partial = partial_selection(plan, ModelShape(LAYERS, cut=Analyser.cut))
-    context = ComposedContext(plan, ids, (SYSTEM.key, DOCUMENT.key), partial)
     assert partial.needs_analysis
+    return ComposedContext(plan, ids, (SYSTEM.key, DOCUMENT.key), partial)
+
+
+def answered(stage: SelectionStage, store: TierStore) -> list[int]:
+    """Take a request that needs the document's analysis through the stage; the tokens it recomputes."""
+    context = waiting()
     stage.add(context)
     for _ in range(2):  # the second time the analysis has been read from disk
         step = Step()
@@ -152,7 +157,7 @@ def test_a_rank_that_fails_alone_in_a_selection_ends_the_server(monkeypatch: pyt
     with opened(None) as store:
         DOCUMENT.put(store)
         stage = stage_of(store, Analyser())
-        monkeypatch.setattr(stage, "_selector", SimpleNamespace(select=failing))
+        monkeypatch.setattr(stage, "_selector", SimpleNamespace(begin=failing))
         with pytest.raises(stages.RanksDivided):
             answered(stage, store)
 
@@ -190,3 +195,25 @@ def test_ranks_whose_analyses_differ_choose_the_same_tokens(tmp_path: Path) -> N
     )
     assert alone[0] != alone[1], "else the test shows nothing"
     assert together == [alone[0]] * 2
+
+
+def test_selections_all_begin_before_one_waits_for_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as store:
+        DOCUMENT.put(store)
+        flushed(store)
+        stage = stage_of(store, Analyser())
+        told: list[str] = []
+
+        def begin(*args: Any) -> Callable[[], None]:
+            told.append("begins")
+            return lambda: told.append("ends")
+
+        monkeypatch.setattr(stage, "_selector", SimpleNamespace(begin=begin))
+        contexts = [waiting() for _ in range(3)]
+        for context in contexts:
+            stage.add(context)
+        stage.advance(Step())
+        assert told == ["begins"] * 3 + ["ends"] * 3
+        assert all(context.decided is not None for context in contexts)
