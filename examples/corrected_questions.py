@@ -52,7 +52,8 @@ def main() -> int:
     parser.add_argument("--typed", type=Path)
     parser.add_argument("--strategy", default="samkv:keep=0.25")
     given = parser.parse_args()
-    embedder, rows, pooled = Embedder(), [], ([], [])
+    embedder, rows = Embedder(), list[dict[str, Any]]()
+    pooled: tuple[list[float], list[float]] = ([], [])
     for path in [find(name, given.sets) for name in given.only.split(",")]:
         questions = load(path, given.limit)
         kinds = asyncio.run(corrected(questions, embedder))
