@@ -64,7 +64,7 @@ class ReplayCase:
         return "warmed" if self.part == 1 else f"warmed-{self.part:.0%}".rstrip("%")
 
 
-AUTO = parse("concat:recompute=sentences,share=0.1")[0]
+AUTO = parse("concat:recompute=sentences,share=0.15")[0]  # verified for the embedded model
 CASES = (
     ReplayCase("prefix", "prefix", {}, warmed=False),
     ReplayCase("concat", "concat", {}, warmed=False),
