@@ -5,12 +5,11 @@
     python examples/streaming_memory.py PATTERN.json --choose [--tokens N]
 
 Streaming heads (LServe 3.3, 3.4) attend to the pages of their first 64 and latest 256 tokens in prefill and
-in decoding, and their other pages go back to the pool. The caches are SGLang's own for models with sliding
-windows: `SWAKVPool`, in which each KV head of each layer is a layer of one head, so that any pattern fits,
-its allocator, and its rule for pages behind the window, whose floor keeps the first page. Without sets:
-pages held, by prompt length; no model runs. With sets (as for gpu_decode_quality.py): greedy answers of the
-model, which runs in transformers over these caches, beside dense ones. A CPU takes seconds to a minute a
-prompt. Other rows in OUT stay. --choose makes a pattern file quickly."""
+in decoding, and their other pages go back to the pool. The caches and attention over them are those of
+`sglang_ext.attention.two_caches`, in SGLang's classes for models with sliding windows. Without sets: pages
+held, by prompt length; no model runs. With sets (as for gpu_decode_quality.py): greedy answers of the model,
+which runs in transformers over these caches, beside dense ones. A CPU takes seconds to a minute a prompt.
+Other rows in OUT stay. --choose makes a pattern file quickly."""
 
 from __future__ import annotations
 
@@ -19,11 +18,9 @@ import json
 import random
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.compat import prepare
@@ -31,13 +28,10 @@ from ragserve.measuring import report
 
 prepare()  # SGLang, on machines without a GPU
 
-from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator  # noqa: E402
-from sglang.srt.mem_cache.common import free_swa_out_of_window_slots  # noqa: E402
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
-
 from sglang_ext.attention.calibration import GatedModel, make_passkeys  # noqa: E402
 from sglang_ext.attention.streaming_heads import save_pattern  # noqa: E402
-from sglang_ext.cpu.allocator import make_allocator  # noqa: E402
+from sglang_ext.attention.two_cache_attention import TwoCacheAttention  # noqa: E402
+from sglang_ext.attention.two_caches import TwoCaches  # noqa: E402
 
 PAGE, SINK, LOCAL = 64, 64, 256
 LENGTHS = tuple(1024 * 2**i for i in range(8))
@@ -57,143 +51,8 @@ ANSWERS_NOTE = (
 )
 
 
-class TwoCaches:
-    """KV of one request: all tokens of heads that see everything, sink and local pages of streaming heads."""
-
-    def __init__(
-        self,
-        streaming: torch.Tensor,
-        head_dim: int,
-        size: int,
-        streaming_size: int,
-        *,
-        page: int = PAGE,
-        sink: int = SINK,
-        local: int = LOCAL,
-    ) -> None:
-        """``streaming``: bool [layers, kv_heads]; ``size`` and ``streaming_size``: tokens of the caches,
-        multiples of ``page``. K and V are float32."""
-        self.streaming, self.page, self.sink, self.local = streaming, page, -(-sink // page) * page, local
-        self.numbers = torch.arange(streaming.numel()).view_as(streaming)  # layers of SGLang's pool
-        dtype, device = torch.float32, "cpu"
-        self.pool = SWAKVPool(
-            size,
-            streaming_size,
-            page,
-            dtype,
-            head_num=1,
-            head_dim=head_dim,
-            swa_attention_layer_ids=self.numbers[streaming].tolist(),
-            full_attention_layer_ids=self.numbers[~streaming].tolist(),
-            device=device,
-        )
-        self.allocator: Any = SWATokenToKVPoolAllocator(
-            size, streaming_size, page, dtype, device, self.pool, need_sort=False
-        )
-        for name, tokens, pool in (
-            ("full_attn_allocator", size, self.pool.full_kv_pool),
-            ("swa_attn_allocator", streaming_size, self.pool.swa_kv_pool),
-        ):  # SGLang's are for GPUs
-            plain = make_allocator(
-                tokens, page_size=page, dtype=dtype, device=device, kvcache=pool, need_sort=False
-            )
-            setattr(self.allocator, name, plain)
-        self._sizes = size, streaming_size
-        self._table = torch.zeros(1, size, dtype=torch.int64)
-        self.tokens = 0
-        self._request = self._new_request()
-
-    def _new_request(self) -> Any:
-        """Return what SGLang's rule reads of a request."""
-        kv = SimpleNamespace(swa_evicted_seqlen=0)
-        return SimpleNamespace(kv=kv, req_pool_idx=0, cache_protected_len=0, swa_evict_floor=self.sink)
-
-    def extend(self, n: int) -> None:
-        """Take slots for the next ``n`` tokens in both caches. Raises MemoryError where one is full."""
-        before, after = torch.tensor([self.tokens]), torch.tensor([self.tokens + n])
-        last = self._table[:, self.tokens - 1] if self.tokens else torch.tensor([-1])
-        slots = self.allocator.alloc_extend(before, before, after, after, last, n)
-        if slots is None:
-            raise MemoryError(f"no slots for {n} tokens behind {self.tokens}")
-        self._table[0, self.tokens : self.tokens + n] = slots
-        self.tokens += n
-
-    def release(self, tokens: int | None = None) -> None:
-        """Free the streaming pages that no row from ``tokens`` on sees; default: no row to come.
-
-        K and V in them become NaN, so that reading them would be seen."""
-        slots = self._table[0, : self.tokens]
-        before = self.allocator.full_to_swa_index_mapping[slots]
-        free_swa_out_of_window_slots(
-            self._request,
-            self.tokens if tokens is None else tokens,
-            sliding_window_size=self.local,
-            page_size=self.page,
-            req_to_token_pool=SimpleNamespace(req_to_token=self._table),
-            token_to_kv_pool_allocator=self.allocator,
-            is_chunk_cache=True,
-        )
-        freed = before[(before > 0) & (self.allocator.full_to_swa_index_mapping[slots] == 0)]
-        if len(freed):
-            for number in self.numbers[self.streaming].tolist():
-                for cache in self.pool.get_kv_buffer(number):
-                    cache[freed] = torch.nan
-
-    def finish(self) -> None:
-        """Give everything back."""
-        if self.tokens:
-            self.allocator.free(self._table[0, : self.tokens])
-        self.tokens, self._request = 0, self._new_request()
-
-    def pages(self) -> tuple[int, int]:
-        """Return the pages that the two caches hold."""
-        free = self.allocator.full_available_size(), self.allocator.swa_available_size()
-        full, streaming = ((size - left) // self.page for size, left in zip(self._sizes, free, strict=True))
-        return full, streaming
-
-    def held(self) -> float:
-        """Return the pages held, where a page of all heads of all layers counts as one."""
-        full, streaming = self.pages()
-        share = float(self.streaming.float().mean())
-        return (1 - share) * full + share * streaming
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        """Write the latest rows' k, v [kv_heads, rows, head_dim] and attend with q [heads, rows, head_dim].
-
-        Returns [heads, rows, head_dim]."""
-        rows, group = q.shape[1], q.shape[0] // k.shape[0]
-        slots, place = self._table[0, : self.tokens], torch.arange(self.tokens)
-        mine = place[-rows:]
-        out = torch.empty_like(q)
-        for head, number in enumerate(self.numbers[layer].tolist()):
-            streams = bool(self.streaming[layer, head])
-            own = self.allocator.full_to_swa_index_mapping[slots] if streams else slots
-            keys, values = self.pool.get_kv_buffer(number)
-            keys[own[-rows:], 0], values[own[-rows:], 0] = k[head], v[head]
-            there = own > 0
-            mask = seen(mine, place[there], self.page, self.sink, self.local if streams else None)
-            heads = slice(head * group, (head + 1) * group)
-            out[heads] = scaled_dot_product_attention(
-                q[heads],
-                keys[own[there], 0].expand(group, -1, -1),
-                values[own[there], 0].expand(group, -1, -1),
-                attn_mask=mask,
-                scale=scale,
-            )
-        return out
-
-
-def seen(rows: torch.Tensor, keys: torch.Tensor, page: int, sink: int, local: int | None) -> torch.Tensor:
-    """Return which keys each row sees, bool [rows, keys], by position; ``local`` None: all before it.
-
-    A streaming head's row sees the pages of the first ``sink`` tokens and of its latest ``local`` ones."""
-    causal = keys[None] <= rows[:, None]
-    if local is None:
-        return causal
-    first = (rows + 1 - local).clamp_min(0) // page * page
-    return causal & ((keys[None] < -(-sink // page) * page) | (keys[None] >= first[:, None]))
+def caches_of(streaming: torch.Tensor, head_dim: int, size: int, streaming_size: int) -> TwoCaches:
+    return TwoCaches(streaming, head_dim, size, streaming_size, page=PAGE, sink=SINK, local=LOCAL)
 
 
 class Model:
@@ -207,11 +66,13 @@ class Model:
         self.model.set_attn_implementation(_ATTENTION)
         self.config = self.model.config.get_text_config()
         self._caches: TwoCaches | None = None
+        self._attention: TwoCacheAttention | None = None
 
     @torch.no_grad()
     def answer(self, ids: list[int], caches: TwoCaches, stop: set[int], chunk: int) -> list[int]:
         """Prefill in chunks and decode greedily. Returns the new tokens without the one that ends them."""
         self._caches, found = caches, list[int]()
+        self._attention = TwoCacheAttention(caches, self.config.num_attention_heads)
         step = ids
         while True:
             for at in range(0, len(step), chunk):
@@ -222,10 +83,14 @@ class Model:
             step = [token]
 
     def _forward(self, ids: list[int]) -> int:
-        if self._caches is None:
+        if self._caches is None or self._attention is None:
             raise RuntimeError("a forward pass without caches")
-        start = self._caches.tokens
-        self._caches.extend(len(ids))
+        start = self._caches.tokens[0]
+        self._caches.extend({0: len(ids)})
+        if len(ids) > 1:
+            self._attention.begin_extend({0: len(ids)})
+        else:
+            self._attention.begin_decode([0])
         positions = torch.arange(start, start + len(ids))[None]
         states = self.model.base_model(
             torch.tensor([ids]), position_ids=positions, use_cache=False
@@ -243,10 +108,11 @@ class Model:
         scaling: float,
         **_: Any,
     ) -> Any:
-        if self._caches is None:
+        if self._attention is None:
             raise RuntimeError("attention without caches")
-        out = self._caches.attend(module.layer_idx, q[0], k[0], v[0], scaling)
-        return out.transpose(0, 1)[None], None
+        attend = self._attention.extend if q.shape[2] > 1 else self._attention.decode
+        q, k, v = (each[0].transpose(0, 1).contiguous() for each in (q, k, v))
+        return attend(module.layer_idx, q, k, v, scaling)[None], None
 
 
 def even(gates: torch.Tensor) -> torch.Tensor:
@@ -282,17 +148,17 @@ def rounded(tokens: int) -> int:
 
 def held_by_length(streaming: torch.Tensor, tokens: int, chunk: int) -> dict[str, Any]:
     """Prefill and decode without a model and count pages."""
-    caches = TwoCaches(streaming, 8, rounded(tokens + DECODED), rounded(tokens + DECODED))
+    caches = caches_of(streaming, 8, rounded(tokens + DECODED), rounded(tokens + DECODED))
     peak, start = 0.0, 0
-    while caches.tokens < tokens:
-        caches.release(start)  # what the chunk under way no longer reads
-        start = caches.tokens
-        caches.extend(min(chunk, tokens - caches.tokens))
+    while caches.tokens[0] < tokens:
+        caches.release(tokens=start)  # what the chunk under way no longer reads
+        start = caches.tokens[0]
+        caches.extend({0: min(chunk, tokens - start)})
         peak = max(peak, caches.held())
     held, one = 0.0, caches.pages()[0]
     for _ in range(DECODED):
         caches.release()
-        caches.extend(1)
+        caches.extend({0: 1})
         held = max(held, caches.held() / caches.pages()[0])
     return {
         "tokens": tokens,
@@ -333,7 +199,7 @@ def answers(
         room = rounded(max(len(ids) for ids, _, _ in asked) + ANSWER)
         mean = sum(len(ids) for ids, _, _ in asked) // len(asked)
         for name, streaming in patterns.items():
-            caches = TwoCaches(
+            caches = caches_of(
                 streaming,
                 model.config.head_dim,
                 room,

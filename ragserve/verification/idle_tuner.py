@@ -27,7 +27,7 @@ from ragserve.errors import NotFound, RagserveError
 from ragserve.measuring import rows
 from ragserve.measuring.costs import CostEngine, CostMeasurement, CostSchedule
 from ragserve.measuring.report import measured_on
-from ragserve.profiles.costs import COSTS, fit
+from ragserve.profiles.costs import COSTS, Costs, fit
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUseRecord
@@ -172,7 +172,7 @@ class IdleTuner:
         self._clock = clock
         self._rest_until = -1.0
         self._run: NamespaceRun | None = None
-        self._costs: tuple[list[str], CostMeasurement] | None = None
+        self._costs: tuple[str, CostMeasurement] | None = None
         self._failures = 0  # of measurements of costs, which end after `_TRIES`
         self._asked: dict[str, None] = {}
         self._ended: dict[str, EndedRun] = {}  # namespaces of which nothing more is to be found
@@ -196,7 +196,7 @@ class IdleTuner:
     def info(self) -> dict[str, Any]:
         """Describe the state for `/info`."""
         if self._costs is not None:
-            return {"state": "measuring costs", "strategies": self._costs[0]}
+            return {"state": "measuring costs", "strategies": [self._costs[0]]}
         if self._run is not None:
             return {
                 "state": "verifying",
@@ -216,8 +216,8 @@ class IdleTuner:
         try:
             if await asyncio.to_thread(self._jobs):
                 self._rest(_REST_S)
-            elif labels := await asyncio.to_thread(self._unpriced):
-                await self._price(labels)
+            elif label := await asyncio.to_thread(self._unpriced):
+                await self._price(label)
             elif self._run is not None:
                 await self._ask(self._run)
             elif (run := await self._next_run()) is not None:
@@ -238,23 +238,26 @@ class IdleTuner:
 
     # costs
 
-    def _unpriced(self) -> list[str]:
-        """All verified strategies, if the costs of one are unknown."""
+    def _unpriced(self) -> str | None:
+        """The next verified strategy whose costs are unknown; of several that which recomputes least, so that
+        users have the fastest one soonest."""
         if self._costs is not None:
             return self._costs[0]
         if self._failures >= _TRIES:
-            return []
-        verified = self._gate.verified_anywhere()
-        known = COSTS.load(self._settings.data_dir / COSTS_FILE, self._info.fingerprint)
-        return [] if set(verified) <= set(known.composed if known else ()) else verified
+            return None
+        known = self._priced()
+        unknown = set(self._gate.verified_anywhere()) - set(known.composed if known else ())
+        return min(unknown, key=lambda label: (_recomputed(label), label), default=None)
 
-    async def _price(self, labels: list[str]) -> None:
+    def _priced(self) -> Costs | None:
+        return COSTS.load(self._settings.data_dir / COSTS_FILE, self._info.fingerprint)
+
+    async def _price(self, label: str) -> None:
         if self._costs is None:
             settings = self._settings
             longest = min(_ENOUGH, max(1024, 2 * settings.top_k * settings.chunk_tokens))
-            specs = [spec for label in labels for spec in parse(label)]
             schedule = CostSchedule(max_tokens=longest, repeats=1)
-            self._costs = labels, CostMeasurement(self._engine, specs, schedule, log.debug)
+            self._costs = label, CostMeasurement(self._engine, parse(label), schedule, log.debug)
         measurement = self._costs[1]
         if not measurement.finished:
             try:
@@ -266,10 +269,12 @@ class IdleTuner:
         if measurement.finished:
             where = measured_on(self._settings.model)
             costs = await asyncio.to_thread(fit, measurement.samples, **where)
+            if (known := await asyncio.to_thread(self._priced)) is not None:
+                costs = replace(costs, composed={**known.composed, **costs.composed})
             place = self._settings.data_dir / COSTS_FILE
             await asyncio.to_thread(COSTS.save, place, self._info.fingerprint, costs)
             self._costs = None
-            log.info("Costs of %s were measured: strategy auto may take them", "; ".join(labels))
+            log.info("Costs of %s were measured: strategy auto may take it", label)
 
     # verification
 
@@ -385,3 +390,9 @@ def _keep(state: Path, row: rows.Row) -> None:
     """Append a row without texts, which would outlive their documents."""
     with rows.appending(state / "rows-idle.jsonl") as append:
         append(without_texts(row))
+
+
+def _recomputed(label: str) -> float:
+    """The share of the tokens that a strategy recomputes, as far as its options say."""
+    options = parse(label)[0].options
+    return float(options.get("share", 1.0)) * float(options.get("keep", 1.0))

@@ -227,6 +227,17 @@ def test_where_something_is_verified_only_costs_are_measured(tuned: Tuned) -> No
     assert not [each for each in tuned.engine.asked if each.forced]
 
 
+def test_what_recomputes_least_is_measured_first_and_kept_beside_the_others(tuned: Tuned) -> None:
+    few, many = (f"concat:recompute=sentences,share={share}" for share in (0.15, 0.3))
+    fill(tuned.store, "notes", 3)
+    record(tuned.folder / gates.FILE_NAME, FINGERPRINT, {label: entry() for label in (many, few)})
+    measured = [each["strategies"] for each in tuned.run() if each["state"] == "measuring costs"]
+    assert list(dict.fromkeys(map(tuple, measured))) == [(few,), (many,)]
+    costs = COSTS.load(tuned.folder / COSTS_FILE, FINGERPRINT)
+    assert costs is not None
+    assert list(costs.composed) == [few, many]
+
+
 def test_what_use_has_taken_out_is_not_verified_again(tuned: Tuned) -> None:
     fill(tuned.store, "notes", 30)
     for label in LABELS:
