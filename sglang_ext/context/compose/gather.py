@@ -21,7 +21,7 @@ import torch
 from ragserve_kernels import dispatch as kernels
 from ragserve_kernels import rotate_gather as op
 from ragserve_kernels.kv import HEAD_DIMS, KVLayers
-from sglang_ext.context.buffers import PADDING_SLOT, Buffers, Ints, upload
+from sglang_ext.context.buffers import PADDING_SLOT, Buffers, Ints, upload, upload_all
 from sglang_ext.context.compose.layer_transfer import LayerLoads
 from sglang_ext.context.rope import Rotation
 from sglang_ext.documents.stored_pages import StoredPages
@@ -147,11 +147,11 @@ class Gather:
         if shifts is None:
             runs = np.concatenate(rows)
             begins, shifts, rows = begins[runs[:, 0]], runs[:, _SHIFT].copy(), _numbered(rows)
-        starts = upload(begins, self._device)
+        starts, shift = upload_all((begins, shifts), self._device)
         taken = _joined(there)
         if self._kv is not None:
             source = op.DeviceSource(self._kv, taken, starts)
-            self._gather(source, self._target(target), self._moves(rows), slots, upload(shifts, self._device))
+            self._gather(source, self._target(target), self._moves(rows), slots, shift)
             return
 
         def read(
@@ -210,8 +210,8 @@ class Gather:
         """Launch each part of the layers from host. ``base``: element of the arenas at which a run's page
         begins.
         """
-        moves, shift = self._moves(rows), upload(shifts, self._device)
-        begin = upload(base, self._device)
+        moves = self._moves(rows)
+        shift, begin = upload_all((shifts, base), self._device)
         capacity = torch.full_like(begin, self._block)
         for at, into in parts:
             k, v, pairs = self._host.arenas(at)

@@ -77,6 +77,7 @@ class ComposedContext:
     by_graph: bool = False  # a CUDA graph ran the recompute pass
     fused: bool = False  # the question was in that pass
     _blocks: tuple[torch.Tensor, list[Ints]] | None = None  # `needed` and its blocks, cached
+    _question: torch.Tensor | None = None  # `question` on the device, for its two or three passes
 
     def __post_init__(self) -> None:
         self.ids_32 = token_array(self.ids)
@@ -181,7 +182,9 @@ class ComposedContext:
 
     def question_job(self, slots: torch.Tensor, own: torch.Tensor) -> RecomputeJob:
         """The question as rows of a pass over the context in ``slots`` and itself in ``own`` [q]; int64."""
-        return question_job(upload(self.question, slots.device), self.question_at, slots, own)
+        if self._question is None:
+            self._question = upload(self.question, slots.device)
+        return question_job(self._question, self.question_at, slots, own)
 
 
 def is_composed(req: Any) -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -48,9 +47,11 @@ class StaticRows:
         self.ids, self.positions = zeros(max_rows, torch.int64), zeros(max_rows, torch.int64)
         self._seen, self._targets = zeros(max_rows, torch.int32), zeros(max_rows, torch.int64)
         self._slots = zeros(max_slots, torch.int64)
-        self._slot_start = zeros(MANY_REQUESTS, torch.int32)
-        self._row_start = zeros(MANY_REQUESTS + 1, torch.int32)
-        self.last = zeros(MANY_REQUESTS, torch.int64)  # each job's last row; 0 where there is none
+        self._of_jobs = zeros(3 * MANY_REQUESTS + 1, torch.int32)  # written by one copy
+        # each job's last row; 0 where there is none
+        self.last, self._slot_start, self._row_start = self._of_jobs.split(
+            [MANY_REQUESTS, MANY_REQUESTS, MANY_REQUESTS + 1]
+        )
 
     def fits(self, jobs: Sequence[RecomputeJob]) -> bool:
         """True if the jobs are few and small enough and uniform."""
@@ -72,20 +73,17 @@ class StaticRows:
             joined = parts[0] if len(parts) == 1 else torch.cat(parts)
             target[: len(joined)].copy_(joined)
             target[len(joined) : size].fill_(padding)
-        last_rows = np.array([*accumulate(len(job.ids) for job in jobs)], dtype=np.int64) - 1
-        self.last[: len(jobs)].copy_(upload(last_rows, self._device), non_blocking=True)
-        self.last[len(jobs) :].fill_(0)  # rows of an earlier, larger pass may lie beyond this graph
         slots = torch.cat([job.slots for job in jobs])
         self._slots[: len(slots)].copy_(slots)
-        for starts, counts in (
-            (self._slot_start, [len(job.slots) for job in jobs]),
-            (self._row_start, [len(job.ids) for job in jobs]),
-        ):
-            ends = list(accumulate(counts, initial=0))
-            padded = ends + [ends[-1]] * (MANY_REQUESTS + 1 - len(ends))  # absent jobs have no rows
-            starts.copy_(
-                upload(np.array(padded[: len(starts)], dtype=np.int32), self._device), non_blocking=True
-            )
+        last, slot_start, row_start = np.split(
+            of_jobs := np.zeros(len(self._of_jobs), dtype=np.int32), (MANY_REQUESTS, 2 * MANY_REQUESTS)
+        )
+        ends = np.cumsum([len(job.ids) for job in jobs])
+        last[: len(jobs)] = ends - 1  # others may have been written by an earlier, larger pass
+        slot_start[1 : len(jobs)] = np.cumsum([len(job.slots) for job in jobs])[:-1]
+        row_start[1 : len(jobs) + 1] = ends
+        row_start[len(jobs) + 1 :] = ends[-1]  # absent jobs have no rows
+        self._of_jobs.copy_(upload(of_jobs, self._device), non_blocking=True)
 
     def rows(self, size: int, requests: int = MANY_REQUESTS) -> Rows:
         """The first ``size`` rows, of at most ``requests`` jobs, in the form that a layer of the pass

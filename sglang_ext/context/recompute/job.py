@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext.context.buffers import PADDING_SLOT, Ints, upload
+from sglang_ext.context.buffers import PADDING_SLOT, Ints, upload, upload_all
 
 
 class QueryObserver(Protocol):
@@ -44,7 +44,7 @@ class LastQueries:
     """
 
     def __init__(self, rows: torch.Tensor) -> None:
-        """``rows``: int64, read while the pass runs."""
+        """``rows``: int32 or int64, read while the pass runs."""
         self.queries: list[tuple[torch.Tensor, float]] = []
         self._rows = rows
 
@@ -121,15 +121,18 @@ class RecomputeJob:
             if deviation_share is None
             else min(len(candidates), max(1, round(deviation_share * len(candidates))))
         )
-        targets = slots[upload(clipped, device)]
+        own_ids, own_positions, own_places, seen = upload_all(
+            (ids, positions, clipped, place + found), device
+        )
+        targets = slots[own_places]
         absent = None if found.all() else upload(~found, device)
         if absent is not None:
             targets = targets.masked_fill(absent, PADDING_SLOT)
         return cls(
-            ids=upload(ids, device),
-            positions=upload(positions, device),
+            ids=own_ids,
+            positions=own_positions,
             slots=slots,
-            seen=upload(place + found, device),
+            seen=seen,
             targets=targets,
             alone=absent,
             recomputed=int(documents.sum()) if choose is None else choose,

@@ -75,8 +75,8 @@ def personalised(
 
 def moved(queries: torch.Tensor, shifts: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """[layers, D, heads, head_dim] rotated by each document's shift, int64 [D] on the host."""
-    angles = (upload(each.numpy(), queries.device) for each in rotation.angles(shifts))
-    cos, sin = (each.repeat(len(queries), 1) for each in angles)
+    angles = upload(torch.stack(rotation.angles(shifts)).numpy(), queries.device)
+    cos, sin = angles.repeat(1, len(queries), 1)
     return rotation.turn(queries.flatten(0, 1), cos, sin).view_as(queries)
 
 
