@@ -1,4 +1,5 @@
-"""Timers and torch's profiler around decode steps, in an engine's process (gpu_hosted_steps.py).
+"""Timers and torch's profiler around decode steps, in an engine's process (gpu_hosted_steps.py,
+gpu_load_steps.py).
 
 `install` belongs into the main module, where it runs in the processes that the engine spawns. A file
 ``measure`` in the folder that ``RAGSERVE_EXAMPLE_STEPS`` names, JSON with ``name``, ``steps`` and ``traced``,
@@ -35,6 +36,19 @@ _TIMED = {  # functions of the scheduler's thread, by module; each holds those i
     "sglang_ext.attention.backend": {"SparseDecodeBackend": ("begin", "_before_forward", "taken")},
     "sglang_ext.attention.lagged_choices": {"LaggedChoices": ("before", "after")},
     "sglang_ext.hosting.hosted_rows": {"HostedRows": ("load", "copy", "arrive", "join", "resize")},
+    "sglang_ext.context.scheduler.composition": {
+        "Composition": ("attach", "before_forward", "_unlock", "after_forward", "before_result")
+    },
+    "sglang_ext.context.scheduler.selection_stage": {
+        "SelectionStage": ("advance", "_located", "_analyse", "_query", "_begin", "_end")
+    },
+    "sglang_ext.context.scheduler.query_pass": {"QueryPass": ("__call__",)},
+    "sglang_ext.context.scheduler.admission": {"Admission": ("admit",)},
+    "sglang_ext.context.compose.composer": {
+        "Composer": ("fill", "_gather_everywhere", "_choose_by_attention", "_attention", "_job")
+    },
+    "sglang_ext.context.compose.fused_question": {"FusedQuestion": ("run",)},
+    "sglang_ext.context.recompute.graphs": {"RecomputeGraphs": ("replay",), "StaticRows": ("load",)},
 }
 _TEMPLATE = re.compile(r"<.*|\(.*")
 
@@ -77,17 +91,17 @@ class _Watch:
                 for name in names:
                     self._time(getattr(importlib.import_module(module), owner), name, f"{owner}.{name}")
         self._time(torch.cuda.Event, "synchronize", WAITS)
-        from sglang_ext.attention.decode_runtime import DecodeRuntime
+        from sglang.srt.managers.scheduler import Scheduler
 
-        before = DecodeRuntime.before_forward
+        run_batch = Scheduler.run_batch
 
-        @functools.wraps(before)
-        def step(runtime: Any, batch: Any) -> None:
+        @functools.wraps(run_batch)
+        def step(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
             if batch.forward_mode.is_decode():
-                self.step(runtime.backend.rank)
-            before(runtime, batch)
+                self.step(scheduler.ps.tp_rank)
+            return run_batch(scheduler, batch, *args, **kwargs)
 
-        DecodeRuntime.before_forward = step  # type: ignore[method-assign]
+        Scheduler.run_batch = step
 
     def _time(self, owner: Any, name: str, label: str) -> None:
         original = getattr(owner, name)

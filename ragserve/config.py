@@ -162,6 +162,12 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
         description="Pattern file of streaming heads, which attend to the first and latest tokens only. "
         "Applies to every sparse request.",
     )
+    decode_heads_pool: Literal["shared", "own"] = Field(
+        "shared",
+        description="own: streaming heads keep their first and latest tokens only, in a pool of their own, "
+        "so that more tokens fit. They stream in every request and in prefill; no KV serves other requests, "
+        "and nothing is composed.",
+    )
     decode_hosted: Literal["off", "on", "auto"] = Field(
         "off",
         description="Keep prompts' KV on the host, in sparse modes; auto: where others wait for room.",

@@ -111,6 +111,7 @@ def _info(runtime: Any, body: dict[str, Any]) -> Answer:
         "recompute_graphs": 0 if composition is None else len(composition.composer.graphs or ()),
         "samkv": runtime.profile.digest,
         "strategies": [] if runtime.unsupported else list(STRATEGY_OPTIONS),
+        "streaming_pool": None if current.streaming is None else current.streaming.describe(),
         "unsupported": runtime.unsupported,
     }
 

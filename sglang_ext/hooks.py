@@ -16,7 +16,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
 
-from sglang_ext import background_prefill, stages, weight_updates
+from sglang_ext import background_prefill, pool_hooks, stages, weight_updates
 from sglang_ext.state import current
 
 
@@ -54,6 +54,10 @@ def _after_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
                 current.runtime.refuse(req, reason)
             if current.composition is not None and is_composed(req):
                 stages.run_alike("decode options", failed, current.composition.show_less, req)
+        if current.streaming is not None and req.to_finish is None:
+            reason = stages.run_alike("decode options", failed, current.streaming.on_request, req)
+            if reason is not None and req.to_finish is None:
+                current.runtime.refuse(req, reason)
     return result
 
 
@@ -253,40 +257,6 @@ def _around_variant(original: Callable[..., Any], runner: Any, forward_batch: An
     return original(runner, forward_batch) if label is None else label
 
 
-def _around_pool(original: Callable[..., Any], configurator: Any, **options: Any) -> Any:
-    from sglang_ext.attention.config import from_environment
-
-    config = from_environment()
-    if config is not None and config.kv_bits != 16:
-        from sglang_ext.attention.quantized_pool import quantized_pool
-
-        options["mha_pool_class"] = quantized_pool(config.kv_bits)
-    return original(configurator, **options)
-
-
-def _after_cell_size(plain: int, configurator: Any, kvc: Any, num_layers: int) -> int:
-    from sglang_ext.attention.config import from_environment
-
-    config = from_environment()
-    if config is None:
-        return plain
-    from sglang.srt.runtime_context import get_parallel
-
-    from sglang_ext.attention.quantized_pool import cell_bytes
-
-    model, page = kvc.model_config, kvc.server_args.page_size
-    kv_heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
-    return cell_bytes(
-        plain,
-        layers=num_layers,
-        kv_heads=kv_heads,
-        head_dim=model.head_dim,
-        page_size=page,
-        logical_page=config.logical_page,
-        bits=config.kv_bits,
-    )
-
-
 HOOKS = (
     Hook(
         "sglang.srt.managers.schedule_batch.Req.__init__",
@@ -385,17 +355,14 @@ HOOKS = (
         ("graph",),
     ),
     Hook(
-        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
+        pool_hooks.POOL,
         ("self", "max_total_num_tokens", "mha_pool_class", "quant_method"),
-        _around_pool,
+        pool_hooks.around_pool,
         "around",
     ),
-    Hook(
-        "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
-        ("self", "kvc", "num_layers"),
-        _after_cell_size,
-        "after",
-    ),
+    Hook(pool_hooks.CELL, ("self", "kvc", "num_layers"), pool_hooks.after_cell_size, "after"),
+    Hook(pool_hooks.TOKENS, ("self", "available_bytes", "page_size"), pool_hooks.around_tokens, "around"),
+    Hook(pool_hooks.ROWS, ("self", "token_capacity"), pool_hooks.after_rows, "after"),
     Hook(
         "sglang.srt.layers.logprob_processor.get_token_ids_logprobs",
         ("logprobs", "token_ids_logprobs", "no_copy_to_cpu"),

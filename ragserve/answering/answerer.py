@@ -286,16 +286,18 @@ class Answerer:
 
     def _check(self, request: GenerateRequest) -> None:
         info = self._engine.info
+        more = ", without decode_heads_pool='own'"
         if request.decode and not info.sparse_decode:
             raise InvalidRequest(
                 "This engine has no sparse decoding.",
-                hint="Start the server with --sparse-attention on, or leave decode out.",
+                hint=f"Start the server with --sparse-attention on{more}, or leave decode out.",
                 param="decode",
             )
         if request.prefill and not info.sparse_prefill:
             raise InvalidRequest(
                 "This engine has no sparse prefill.",
-                hint="Start the server with --sparse-attention on and KV of 16 bits, or leave prefill out.",
+                hint=f"Start the server with --sparse-attention on{more} and with KV of 16 bits, or leave "
+                "prefill out.",
                 param="prefill",
             )
         if request.prefill.get("mode", "dense") != "dense" and request.strategy not in EXACT_STRATEGIES:

@@ -60,7 +60,7 @@ async def info(svc: Svc, caller: Caller) -> Info:
         model=engine.model,
         tokenizer=engine.tokenizer,
         system_prompt=settings.system_prompt,
-        engine=asdict(engine) | _workers(svc, caller) | await _hosted(svc),
+        engine=asdict(engine) | _workers(svc, caller) | await _held(svc),
         embedder={"name": svc.embedder.name, "dim": svc.embedder.dim},
         strategies=list(engine.strategies),
         defaults={
@@ -102,16 +102,18 @@ async def info(svc: Svc, caller: Caller) -> Info:
     )
 
 
-async def _hosted(svc: Services) -> dict[str, dict[str, Any]]:
-    """What requests hold whose KV is on the host, and what bounds their number."""
-    if not svc.settings.kv_hosted_bytes or not isinstance(svc.engine, ControlledCache):
+async def _held(svc: Services) -> dict[str, dict[str, Any]]:
+    """What requests hold whose KV is on the host, and what bounds their number; or where streaming heads have
+    a pool of their own, what requests hold in the two."""
+    hosted, own = svc.settings.kv_hosted_bytes, svc.settings.decode_heads_pool == "own"
+    if not (hosted or own) or not isinstance(svc.engine, ControlledCache):
         return {}
     try:
         async with asyncio.timeout(_ENGINE_ANSWERS_WITHIN_S):
-            decode = (await svc.engine.control("info"))["decode"]
+            info = await svc.engine.control("info")
     except (TimeoutError, EngineError):
         return {}
-    return {"hosted": decode["hosted"]}
+    return {"streaming_pool": info["streaming_pool"]} if own else {"hosted": info["decode"]["hosted"]}
 
 
 def _workers(svc: Services, caller: Caller) -> dict[str, list[dict[str, Any]]]:

@@ -65,11 +65,11 @@ class LocalEngine(ControlledCache):
         args = manager.server_args
         cache = await self.control("info")
         self._fingerprint = cache["fingerprint"]
-        decode = cache["decode"]
-        if (decode is not None) != (self._settings.sparse_attention == "on"):
+        decode, streaming = cache["decode"], cache["streaming_pool"]
+        if ((decode or streaming) is not None) != (self._settings.sparse_attention == "on"):
             raise EngineError(
                 f"The engine does not run sparse_attention={self._settings.sparse_attention}: it wrapped "
-                f"{decode}.",
+                f"{decode or streaming}.",
                 hint="Leave attention_backend to SGLang, or set one that can be wrapped: see "
                 "docs/sparse-decoding.md.",
             )

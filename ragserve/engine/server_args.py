@@ -80,6 +80,10 @@ def server_args(settings: Settings) -> Any:
     }
     if settings.sparse_attention == "on":
         options["page_size"] = settings.decode_page_size
+    if settings.decode_heads_pool == "own":
+        # KV behind streaming heads is approximate and theirs is kept in part: no request reads another's.
+        # Graphs of such steps have not been tried on a GPU.
+        options |= {"disable_radix_cache": True, "disable_cuda_graph": True}
     if settings.tokenizer:
         options["tokenizer_path"] = settings.tokenizer
     if not torch.cuda.is_available():
@@ -191,6 +195,7 @@ def _attention_config(settings: Settings) -> dict[str, Any]:
     }
     if settings.decode_heads:
         config["heads"] = str(settings.decode_heads.resolve())
+        config["heads_pool"] = settings.decode_heads_pool
     return config
 
 
@@ -250,7 +255,8 @@ def _prefill_dense_below(settings: Settings) -> int:
 
 
 def _default_cpu_tokens(settings: Settings, itemsize: int) -> int:
-    """KV slots on a CPU machine: 8 contexts, at most 65,536 tokens and about 1 GiB, at least one context."""
+    """KV slots on a CPU machine: 8 contexts, at most 65,536 tokens and about 1 GiB, at least one context.
+    With a pool of their own for streaming heads: as many as the same bytes take."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(settings.model).get_text_config()
@@ -258,4 +264,22 @@ def _default_cpu_tokens(settings: Settings, itemsize: int) -> int:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     slot_bytes = 2 * config.num_hidden_layers * heads * head_dim * itemsize
     context = settings.context_length or config.max_position_embeddings
-    return int(max(context, min(8 * context, 65_536, _CPU_POOL_BYTES // slot_bytes)))
+    tokens = int(max(context, min(8 * context, 65_536, _CPU_POOL_BYTES // slot_bytes)))
+    if settings.decode_heads_pool == "shared":
+        return tokens
+    from sglang_ext.attention.config import from_environment
+    from sglang_ext.attention.streaming_pool import StreamingPlan
+
+    attention, ranks = from_environment(), settings.tp_size
+    if attention is None:  # the settings have been checked
+        return tokens
+    plan = StreamingPlan.of(
+        attention,
+        settings.decode_page_size,
+        layers=config.num_hidden_layers,
+        kv_heads=max(1, heads // ranks),
+        world=ranks,
+    )
+    slot_bytes //= ranks
+    rows = settings.engine_args.get("max_running_requests")
+    return max(context, plan.tokens(tokens * slot_bytes, slot_bytes, rows))

@@ -22,6 +22,8 @@ def conflict(settings: Any) -> str | None:
             f"kv_bits={settings.kv_bits}: only sparse decoding's backend reads such a pool: set "
             "--sparse-attention on"
         )
+    if settings.decode_heads_pool == "own" and (problem := _unlike_own_pool(settings)):
+        return f"decode_heads_pool='own': {problem}"
     if settings.kv_page_bits != 16 and settings.kv_storage == "aibrix":
         return (
             f"kv_page_bits={settings.kv_page_bits}: aibrix lays pages out by the model's shape and dtype: "
@@ -62,5 +64,22 @@ def conflict(settings: Any) -> str | None:
         return (
             "rerank='keys': only an engine of this server, with KV of 16 bits, has documents' keys: name a "
             "CrossEncoder, or leave rerank out"
+        )
+    return None
+
+
+def _unlike_own_pool(settings: Any) -> str | None:
+    """Return what does not go with a pool of their own for streaming heads, and what to change."""
+    if settings.sparse_attention == "off" or settings.decode_heads is None:
+        return (
+            "only our attention backend reads such a pool, and a pattern file names the heads: set "
+            "--sparse-attention on and --decode-heads"
+        )
+    if settings.decode_mode != "dense" or settings.prefill_mode != "dense":
+        return "the other heads are dense: set --decode-mode dense, and leave prefill_mode out"
+    if settings.kv_bits != 16 or settings.kv_hosted_bytes or settings.session_on_host:
+        return (
+            "the KV has 16 bits and stays on the device: leave kv_bits, kv_hosted_bytes and session_on_host "
+            "out"
         )
     return None

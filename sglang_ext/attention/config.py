@@ -23,6 +23,9 @@ class AttentionConfig(RequestOptions):
         default=4096, ge=1, description="Tokens: the largest budget of a request. Page tables are that wide."
     )
     heads: Path | None = Field(default=None, description="Pattern file of streaming heads.")
+    heads_pool: Literal["shared", "own"] = Field(
+        default="shared", description="own: `sglang_ext.attention.streaming_pool`, for every request."
+    )
     sink_tokens: int = Field(default=64, ge=0, description="First tokens that streaming heads attend to.")
     local_tokens: int = Field(default=256, ge=0, description="Latest tokens that streaming heads attend to.")
     kv_bits: Literal[16, 8, 4] = Field(

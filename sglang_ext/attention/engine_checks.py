@@ -10,6 +10,7 @@ from ragserve_kernels.dispatch import FLOAT_DTYPES
 from ragserve_kernels.kv import HEAD_DIMS
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.quantized_pool import QuantizedKVPool
+from sglang_ext.attention.streaming_pool import OtherHeadsPool
 from sglang_ext.protocol import CACHE_BACKEND
 
 _PAGE_SIZES = (16, 32, 64, 128)
@@ -21,8 +22,10 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
     problems = []
     if runner.page_size not in _PAGE_SIZES:
         problems.append(f"page_size is {runner.page_size}: use one of {', '.join(map(str, _PAGE_SIZES))}")
+    own = config.heads_pool == "own"
+    wanted_pool = OtherHeadsPool if own else QuantizedKVPool
     plain = type(pool) is MHATokenToKVPool
-    if not (plain if config.kv_bits == 16 else isinstance(pool, QuantizedKVPool)):
+    if not (plain if config.kv_bits == 16 and not own else isinstance(pool, wanted_pool)):
         problems.append(
             f"the KV pool is a {type(pool).__name__}: only multi-head attention over one plain pool is "
             "supported"
@@ -46,7 +49,9 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
             problems.append(f"{flag} is {getattr(args, flag)}: expected {wanted}")
     if args.radix_cache_backend != CACHE_BACKEND:
         problems.append(f"the prefix cache is not ragserve's: set radix_cache_backend to {CACHE_BACKEND}")
-    if config.logical_page > runner.page_size:
+    if own:
+        problems += _unlike_own_pool(args, config)
+    elif config.logical_page > runner.page_size:
         problems.append(
             f"the logical page has {config.logical_page} tokens, more than a page, {runner.page_size}"
         )
@@ -57,6 +62,33 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
         )
     if problems:
         raise ValueError("sparse decoding (sparse_attention=on) does not work here: " + "; ".join(problems))
+
+
+def _unlike_own_pool(args: Any, config: AttentionConfig) -> list[str]:
+    """Return what does not go with a pool of their own for streaming heads, a line each."""
+    problems = [
+        f"{flag} is {getattr(args, flag)}: a pool of their own for streaming heads (decode_heads_pool=own) "
+        f"expects {wanted}"
+        for flag, wanted in (
+            ("disable_radix_cache", True),
+            ("enable_hierarchical_cache", False),
+            ("enable_dp_attention", False),
+            ("dp_size", 1),
+            ("disaggregation_mode", "null"),
+            ("enable_streaming_session", False),
+        )
+        if getattr(args, flag, wanted) not in (wanted, *([] if wanted else [None]))
+    ]
+    if config.kv_bits != 16 or config.hosted_bytes:
+        problems.append(
+            "decode_heads_pool is own: leave kv_bits and kv_hosted_bytes out, for the pool is of 16 bits and "
+            "on the device"
+        )
+    if config.options.mode != "dense" or config.prefill.mode != "dense":
+        problems.append(
+            "decode_heads_pool is own: set decode_mode and prefill_mode to dense, for the other heads are"
+        )
+    return problems
 
 
 def _unserved_layers(model: Any, pool: Any) -> list[str]:

@@ -13,6 +13,9 @@ from sglang_ext.attention.decode_runtime import DecodeRuntime
 from sglang_ext.attention.engine_checks import check_engine
 from sglang_ext.attention.page_stats import PageStatistics
 from sglang_ext.attention.step_planner import StepPlanner
+from sglang_ext.attention.streaming_pool import StreamingRings
+from sglang_ext.attention.streaming_pool_attention import StreamingPoolBackend
+from sglang_ext.attention.streaming_pool_runtime import StreamingPoolRuntime
 from sglang_ext.documents.types import KvShape
 from sglang_ext.hosting.host_pages import HostPages
 from sglang_ext.hosting.hosted_rows import HostedRows
@@ -21,10 +24,23 @@ from sglang_ext.state import current
 
 
 def with_sparse_decode(make: Callable[[Any], Any], config: AttentionConfig) -> Callable[[Any], Any]:
-    """Return a factory for SGLang's registry: sparse decoding around what ``make`` makes."""
+    """Return a factory for SGLang's registry: sparse decoding around what ``make`` makes, or in its place the
+    attention of streaming heads with a pool of their own."""
 
     def factory(runner: Any) -> Any:
         check_engine(runner, config)
+        if config.heads_pool == "own":
+            if current.streaming is not None:
+                raise ValueError(
+                    "decode_heads_pool=own: prefill and decoding have attention backends of their own, and "
+                    "streaming heads one pool: leave prefill_attention_backend and "
+                    "decode_attention_backend out"
+                )
+            plan, rows = runner.token_to_kv_pool.plan, len(runner.req_to_token_pool.req_to_token)
+            pool, device = runner.token_to_kv_pool, torch.device(runner.device)
+            rings = StreamingRings(plan, rows, pool.head_dim, dtype=pool.dtype, device=device)
+            current.streaming = StreamingPoolRuntime(config, rings, runner)
+            return StreamingPoolBackend(runner, plan, rings)
         wrapped, page = make(runner), runner.page_size
         planner = StepPlanner(config, page, runner.model_config.context_len)
         table = runner.req_to_token_pool.req_to_token

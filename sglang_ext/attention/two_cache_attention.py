@@ -12,6 +12,7 @@ import torch
 from ragserve_kernels.paged import PagedBatch
 from ragserve_kernels.sparse_decode import STREAMING, HeadKinds, sparse_decode
 from ragserve_kernels.sparse_prefill import BlockLists, PrefillBatch, all_blocks, sparse_prefill
+from sglang_ext.attention.streaming_pool_attention import window_lists
 from sglang_ext.attention.two_caches import TwoCaches
 
 
@@ -58,30 +59,14 @@ class TwoCacheAttention:
         paged = PrefillBatch.of(streaming, page, prefix, counts, block_q=page, block_k=page)
         self._extends = usual, paged
         kv_heads = caches.streaming.shape[1]
-        self._lists = all_blocks(usual, kv_heads), self._window(paged, kv_heads)
+        sinks, local = caches.sink // page, caches.local // page
+        self._lists = all_blocks(usual, kv_heads), window_lists(paged, kv_heads, sinks, local)
         spans = [
             caches.slots(picked[i : i + 1], slice(start, start + n))
             for i, (start, n) in enumerate(zip(prefix, counts, strict=True))
         ]
         full_slots, streaming_slots = (torch.cat(kind, 1)[0] for kind in zip(*spans, strict=True))
         self._written = full_slots, streaming_slots
-
-    def _window(self, batch: PrefillBatch, kv_heads: int) -> BlockLists:
-        """Return the lists of sink and local pages."""
-        sinks, local = self._caches.sink // self._caches.page, self._caches.local // self._caches.page
-        number = batch.places[:, 1:]
-        first = (number - local).clamp_min(sinks)  # of the local ones
-        sink = (number + 1).clamp_max(sinks)
-        step = torch.arange(sinks + local + 1, dtype=torch.int32, device=number.device)
-        blocks = torch.where(step < sink, step, first + step - sink).to(torch.int32)
-        start = torch.arange(len(number), dtype=torch.int32, device=number.device)[:, None] * len(step)
-        count = sink + (number + 1 - first).clamp_min(0)
-        shape = -1, kv_heads
-        return BlockLists(
-            blocks.flatten(),
-            start.expand(shape).contiguous(),
-            count.to(torch.int32).expand(shape).contiguous(),
-        )
 
     def extend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float

@@ -27,14 +27,9 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_mha_kv_pool_cls(self) -> Any:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        from sglang_ext.attention.config import from_environment
+        from sglang_ext.pool_hooks import pool_class
 
-        config = from_environment()
-        if config is None or config.kv_bits == 16:
-            return MHATokenToKVPool
-        from sglang_ext.attention.quantized_pool import quantized_pool
-
-        return quantized_pool(config.kv_bits)
+        return pool_class() or MHATokenToKVPool
 
     def get_paged_allocator_cls(self) -> Any:
         from sglang_ext.cpu.allocator import make_allocator

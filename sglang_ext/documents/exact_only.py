@@ -28,8 +28,11 @@ def why_no_documents(context: Any) -> str | None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     from sglang_ext.attention.quantized_pool import QuantizedKVPool
+    from sglang_ext.attention.streaming_pool import OtherHeadsPool
 
     args, pool = context.server_args, context.tp_worker.model_runner.token_to_kv_pool
+    if isinstance(pool, OtherHeadsPool):
+        return _sentence("decode_heads_pool=own", "streaming heads' KV is kept in part, and not for others")
     for flag, wanted, why in _FLAGS:
         value = getattr(args, flag)
         if value != wanted and (value or wanted):  # None is as good as False

@@ -67,6 +67,12 @@ def stress_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def streaming_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with engines.streaming(tmp_path_factory.mktemp("streaming-server")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def start_server() -> Callable[..., AbstractContextManager[RunningServer]]:
     """The context manager itself, for a server that no other test can use."""
     return running_server

@@ -29,6 +29,7 @@ GATES = torch.rand(
     2, 4, generator=torch.Generator().manual_seed(5)
 )  # [layers, KV heads] of the parallel engine
 STRESS_CHUNK = 128
+STREAMING_GATES = torch.tensor([[0.9, 0.3], [0.1, 0.2]])  # of the streaming engine; its second layer streams
 STORAGE = {
     "backend_name": "slow",
     "module_path": "tests.integration.slow_storage",
@@ -215,4 +216,31 @@ def stress(folder: Path) -> Iterator[Server]:
         "PYTHONPATH": os.pathsep.join([str(REPO), *sys.path]),
     }
     with started(folder / "data", storage=storage, model=_random_model(folder), env=env, **flags) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def streaming(folder: Path) -> Iterator[Server]:
+    """The small model, three of whose four KV heads stream and have a pool of their own. Pages of 16,
+    prefill chunks of 128 that carry decode rows along, forced retraction, strict memory checks, six requests
+    at once."""
+    heads = folder / "heads.json"
+    save_pattern(heads, STREAMING_GATES, share=0.75, model="model")
+    flags = SPARSE | {
+        "decode_page_size": 16,
+        "decode_heads": heads,
+        "decode_heads_pool": "own",
+        "max_total_tokens": 4096,
+        "control_routes": True,
+        "engine_args": json.dumps(
+            {"chunked_prefill_size": STRESS_CHUNK, "enable_mixed_chunk": True, "max_running_requests": 6}
+        ),
+    }
+    env = {
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+        **_FAULTS,
+    }
+    with started(folder / "data", model=_random_model(folder), env=env, **flags) as server:
         yield server
