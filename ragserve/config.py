@@ -175,6 +175,12 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
     kv_hosted_bytes: int = Field(
         0, ge=0, description="Host memory of all ranks for the KV of hosted requests, bytes."
     )
+    kv_hosted_tokens: int = Field(
+        0,
+        ge=0,
+        description="Tokens of hosted requests whose page statistics the GPU has room for, where that is to "
+        "be more than kv_hosted_bytes holds: composed contexts are read from their documents' host pages.",
+    )
     max_inject_tokens: int | None = Field(
         None,
         ge=0,

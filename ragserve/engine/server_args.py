@@ -190,6 +190,7 @@ def _attention_config(settings: Settings) -> dict[str, Any]:
         "bound": settings.decode_bound,
         "kv_bits": settings.kv_bits,
         "hosted_bytes": settings.kv_hosted_bytes,
+        "hosted_tokens": settings.kv_hosted_tokens,
         "inject_tokens": settings.max_inject_tokens,
     }
     if settings.decode_heads:

@@ -34,6 +34,11 @@ def conflict(settings: Any) -> str | None:
             f"kv_hosted_bytes={settings.kv_hosted_bytes}: hosted requests need 16 bits and chosen pages: "
             "set --sparse-attention on, and leave kv_bits out"
         )
+    if settings.kv_hosted_tokens and not settings.kv_hosted_bytes:
+        return (
+            f"kv_hosted_tokens={settings.kv_hosted_tokens}: hosted requests need host memory, for what no "
+            "document holds: set --kv-hosted-bytes"
+        )
     if settings.prefill_mode != "dense" and (settings.sparse_attention == "off" or settings.kv_bits != 16):
         return (
             f"prefill_mode={settings.prefill_mode!r}: sparse prefill needs our attention backend and keys of "

@@ -34,6 +34,12 @@ class AttentionConfig(RequestOptions):
     hosted_bytes: int = Field(
         default=0, ge=0, description="Host memory of all ranks for the KV of hosted requests; 0: none are."
     )
+    hosted_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Tokens of hosted prompts whose page statistics the device keeps, if more than "
+        "hosted_bytes holds: contexts that are read in their documents' pages take no more.",
+    )
     inject_tokens: int | None = Field(
         default=None,
         ge=0,

@@ -22,6 +22,8 @@ from sglang_ext.attention.page_stats import PageStatistics
 from sglang_ext.attention.prefill_planner import PrefillPlanner
 from sglang_ext.attention.segmented_prefill import SegmentedPrefill
 from sglang_ext.attention.step_planner import IDLE, Step, StepPlanner, Variant
+from sglang_ext.context.rope import Rotation
+from sglang_ext.hosting.host_documents import HostDocuments
 from sglang_ext.hosting.hosted_rows import HostedRows
 from sglang_ext.protocol import DECODE_FIELD, PREFILL_FIELD, PlanError
 from sglang_ext.ranks import Ranks
@@ -86,6 +88,14 @@ class DecodeRuntime:
             if self._runner is not None and inject != 0:
                 segments = SegmentedPrefill(self._planner, self._hosted, tree, self._runner, inject)
             self._requests = HostedRequests(self._planner, self.backend, self._hosted, tree, segments)
+
+    def read_documents(self, tiers: Any, rotation: Rotation) -> None:
+        """Let hosted requests read composed contexts in their documents' host pages, without copies.
+
+        ``tiers``: the `TierStore`; pages of 8 bits and keys that rotate by neighbours are copied."""
+        shape, hosted = tiers.shape, self._hosted
+        if hosted is not None and rotation.neox and shape.bits == 16 and shape.dtype == hosted.kv.dtype:
+            hosted.documents = HostDocuments(tiers, rotation, hosted.copies, hosted.kv.device)
 
     def on_request(self, req: Any) -> str | None:
         """Read a new request's options. Return the reason to refuse it, or None."""

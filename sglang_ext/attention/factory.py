@@ -45,7 +45,7 @@ def with_sparse_decode(make: Callable[[Any], Any], config: AttentionConfig) -> C
         planner = StepPlanner(config, page, runner.model_config.context_len)
         table = runner.req_to_token_pool.req_to_token
         pages = host_pages(runner, config)
-        hosted_pages = 0 if pages is None else pages.capacity
+        hosted_pages = 0 if pages is None else pages.numbers
         pool = runner.token_to_kv_pool
         statistics = PageStatistics(pool, table, page, config.logical_page, hosted_pages)
         host = None if pages is None else pages.pool
@@ -66,4 +66,5 @@ def host_pages(runner: Any, config: AttentionConfig) -> HostPages | None:
     pool = runner.token_to_kv_pool
     shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, runner.page_size)
     on_gpu = torch.device(runner.device).type == "cuda"
-    return HostPages(shape, config.hosted_bytes // Ranks(runner.tp_group).world, pin=on_gpu)
+    budget, numbers = config.hosted_bytes // Ranks(runner.tp_group).world, config.hosted_tokens
+    return HostPages(shape, budget, pin=on_gpu, numbers=numbers // runner.page_size)

@@ -19,6 +19,7 @@ from sglang_ext.attention.prompt_queries import PromptMean
 from sglang_ext.attention.step_planner import StepPlanner
 from sglang_ext.attention.streamed_attention import StreamedTokens
 from sglang_ext.documents.types import IntegrityError
+from sglang_ext.hosting.context_reader import ContextReader
 from sglang_ext.hosting.host_prefixes import HostPrefixes
 from sglang_ext.hosting.host_reader import HostReader
 from sglang_ext.hosting.hosted_row import HostedRow
@@ -173,7 +174,10 @@ class HostedExtends:
             self._enter(each, row)
         begin = row.pages * self._page
         slots = self._hosted.table[row.request, begin : each.tokens].long()
-        reader = HostReader(self._hosted.pages, row.host)
+        reader: HostReader | ContextReader = HostReader(self._hosted.pages, row.host)
+        if row.context is not None:
+            where = self._hosted.first_host + row.host.long()
+            reader = ContextReader(row.context, self._hosted.kv, self._hosted.statistics, where)
         each.part = StreamedTokens(each.last + 1 - count, count, reader, slots)
 
     def _enter(self, each: _Extended, row: HostedRow) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from sglang_ext import stages
@@ -11,7 +12,9 @@ from sglang_ext.attention.decode_state import DecodeState
 from sglang_ext.attention.prompt_queries import PromptMean
 from sglang_ext.attention.segmented_prefill import SegmentedPrefill
 from sglang_ext.attention.step_planner import StepPlanner
+from sglang_ext.hosting.context_pages import ContextPages
 from sglang_ext.hosting.host_admission import HostAdmission
+from sglang_ext.hosting.host_documents import HostDocuments
 from sglang_ext.hosting.host_prefixes import HostPrefixes
 from sglang_ext.hosting.host_target import PIECE_BYTES, HostTarget
 from sglang_ext.hosting.hosted_rows import HostedRows
@@ -98,11 +101,20 @@ class HostedRequests:
 
     # composed contexts that are never on the device as a whole
 
-    def reserve(self, req: Any, tokens: int, *, full: bool) -> bool:
+    def reserve(
+        self,
+        req: Any,
+        tokens: int,
+        *,
+        full: bool,
+        find: Callable[[HostDocuments, int], ContextPages | None],
+    ) -> bool:
         """Take host pages for a composed context of ``tokens`` tokens that is to be hosted from the start.
 
         Return False if it is not asked for or not possible: the context is composed on the device then.
-        ``full``: the device has no room for it, which is what requests with ``hosted`` "auto" wait for."""
+        ``full``: the device has no room for it, which is what requests with ``hosted`` "auto" wait for.
+        ``find``: finds it in its documents' host pages, as pages of so many tokens; called on all ranks or on
+        none. A progressive request reads host pages as they are: it gets a copy of the context."""
         state = self._planner.state(req)
         options = state.options
         if not (options.hosted is True or (full and options.hosted)):
@@ -111,13 +123,18 @@ class HostedRequests:
             return False
         choice = options.budget // self._hosted.page_size
         shared, counts = options.mode == "progressive", state.hosted_counts
-        state.prefix = self._prefixes.reserve(req, tokens, choice, options.columns, counts, shared=shared)
+        documents, found = self._hosted.documents, None
+        if documents is not None and not shared:
+            found = partial(find, documents, self._hosted.page_size)
+        state.prefix = self._prefixes.reserve(
+            *(req, tokens, choice, options.columns, counts), shared=shared, find=found
+        )
         return state.prefix is not None
 
     def may_find_room(self, req: Any, tokens: int) -> bool:
         """Whether others that are in no batch hold the host pages that a context of ``tokens`` tokens lacks:
         they free them when they have run."""
-        fits = tokens // self._hosted.page_size <= self._hosted.pages.capacity
+        fits = tokens // self._hosted.page_size <= self._hosted.pages.numbers
         held = any(prefix.req is not req for prefix in self._hosted.waiting.values())
         return bool(self._planner.state(req).options.hosted and fits and held)
 

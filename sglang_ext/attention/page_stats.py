@@ -44,7 +44,8 @@ class PageStatistics:
             share = 1 / logical_page + 1 / (2 * page_size)
             raise RuntimeError(
                 f"no room for the page statistics of sparse decoding, {share:.1%} of the KV pool and of "
-                f"kv_hosted_bytes: lower mem_fraction_static, max_total_tokens or kv_hosted_bytes ({error})"
+                "what kv_hosted_bytes or kv_hosted_tokens holds: lower mem_fraction_static, max_total_tokens "
+                f"or these ({error})"
             ) from error
 
     @property

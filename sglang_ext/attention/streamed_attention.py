@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ragserve_kernels.paged import KVPair
+from sglang_ext.hosting.context_reader import ContextReader
 from sglang_ext.hosting.host_reader import HostReader
 
 _SCORE_BYTES = 64 * 2**20  # of one piece's scores, float32
@@ -27,7 +28,7 @@ class StreamedTokens:
 
     place: int
     count: int
-    prompt: HostReader
+    prompt: HostReader | ContextReader
     slots: torch.Tensor
     layers: int = 0
 

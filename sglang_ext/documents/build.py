@@ -76,6 +76,8 @@ def create_cache(context: Any) -> Any:
     )
     if reason is None and current.attention is not None:
         current.attention.attach(tree, current.runtime.ranks)
+        if current.composition is not None:
+            current.attention.read_documents(tiers, current.composition.rotation)
     return cache
 
 

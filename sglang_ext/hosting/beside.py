@@ -22,6 +22,7 @@ class CopyStream:
         self._device = device if device.type == "cuda" else None
         self._in_step = os.environ.get(COPIES_VARIABLE) == "in-step"
         self._stream = None if self._device is None else torch.cuda.Stream(device)
+        self._passes: Any = None  # the stream of the forward passes
 
     @contextmanager
     def behind(self, *used: torch.Tensor) -> Iterator[None]:
@@ -57,6 +58,19 @@ class CopyStream:
             current.wait_event(event)
         for tensor in made:
             tensor.record_stream(current)
+
+    def follow(self) -> None:
+        """Note the current stream, that of the forward passes."""
+        if self._device is not None:
+            self._passes = torch.cuda.current_stream(self._device)
+
+    def all_so_far(self) -> Any:
+        """Return an event after the copies and forward passes launched so far; None on a CPU."""
+        if self._stream is None:
+            return None
+        if self._passes is not None:
+            self._stream.wait_stream(self._passes)
+        return self._stream.record_event()
 
     def join(self) -> None:
         """Let the current stream follow all copies so far."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sglang_ext.hosting.context_pages import ContextPages
 from sglang_ext.hosting.hosted_row import HostedCounts
 
 
@@ -23,6 +24,7 @@ class HostPrefix:
         tail: host pages of the tokens behind those, the last one not always full.
         tokens: tokens whose KV is there, those of the tail included.
         counts: the request's own, to go on with.
+        context: as in `HostedRow`; the tail is always the request's own.
     """
 
     req: Any
@@ -36,6 +38,7 @@ class HostPrefix:
     tail: list[int]
     tokens: int
     counts: HostedCounts
+    context: ContextPages | None = None
 
     @property
     def pages(self) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ragserve_kernels.column_gather import column_gather
 from sglang_ext.documents.fill import DocumentKv, fill_pages
+from sglang_ext.hosting.context_pages import ContextPages
 from sglang_ext.hosting.host_prefix import HostPrefix
 from sglang_ext.hosting.hosted_row import HostedCounts, HostedRow
 from sglang_ext.hosting.hosted_rows import HostedRows
@@ -22,21 +23,38 @@ class HostPrefixes:
         self._rows = rows
 
     def reserve(
-        self, req: Any, tokens: int, choice: int, columns: int, counts: HostedCounts, *, shared: bool = False
+        self,
+        req: Any,
+        tokens: int,
+        choice: int,
+        columns: int,
+        counts: HostedCounts,
+        *,
+        shared: bool = False,
+        find: Callable[[], ContextPages | None] | None = None,
     ) -> HostPrefix | None:
         """Take host pages for the whole pages of ``tokens`` tokens, which `write` fills.
 
-        Arguments and None as those of `HostedRows.begin`."""
+        ``find``: tells whether the documents' pages hold them; then nothing has to be written. Other
+        arguments and None as those of `HostedRows.begin`."""
         rows = self._rows
         pages, fixed = tokens // rows.page_size, columns > 0
         columns = rows.columns_of(choice, columns)
         if pages <= columns or not rows.may_begin():
             return None
-        owned = rows.own(pages)
+        context = None if find is None else find()
+        owned = None
+        try:
+            owned = rows.own(pages, context)
+        finally:
+            if owned is None and context is not None:
+                context.release()
         if owned is None:
             return None
         owner, numbers, host = owned
-        prefix = HostPrefix(req, owner, choice, columns, fixed, shared, host, numbers, [], tokens, counts)
+        prefix = HostPrefix(
+            *(req, owner, choice, columns, fixed, shared, host, numbers, [], tokens, counts), context
+        )
         self._rows.waiting[owner] = prefix
         return prefix
 
@@ -72,7 +90,7 @@ class HostPrefixes:
             rows.joins.append(rows.copies.event())  # its slots are free now, and those of its prompt
         return HostPrefix(
             *(row.req, row.owner, row.choice, row.n_columns, row.fixed, row.shared),
-            *(row.host, row.numbers, tail, tokens, row.counts),
+            *(row.host, row.numbers, tail, tokens, row.counts, row.context),
         )
 
     def admit(self, prefix: HostPrefix, columns: torch.Tensor) -> HostedRow:
@@ -81,6 +99,7 @@ class HostPrefixes:
         row = HostedRow(
             *(prefix.req, prefix.owner, -1, prefix.choice, prefix.n_columns, prefix.fixed, prefix.shared),
             *(columns[:0], prefix.host, prefix.numbers, rows.head_bytes, prefix.counts, rows.bounds.link),
+            context=prefix.context,
             copied=prefix.pages,
             columns=columns,
             column_pages=rows.slots.pages_of(columns),

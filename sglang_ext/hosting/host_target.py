@@ -32,6 +32,11 @@ class HostTarget:
         """Tokens that go to the host; those behind them have slots."""
         return self.row.pages * self.page_size
 
+    @property
+    def is_there(self) -> bool:
+        """True if the documents' pages hold these tokens, and nothing is to be written."""
+        return self.row.context is not None
+
     def write(self, first: int, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> None:
         """Take the KV from token ``first`` on: see `HostPrefixes.write`."""
         self.prefixes.write(self.row, first // self.page_size, k, v)

@@ -12,6 +12,7 @@ from ragserve_kernels.column_assign import Columns
 from sglang_ext.documents.types import IntegrityError
 from sglang_ext.hosting.cells import CellTable
 from sglang_ext.hosting.columns import RECENT, ColumnTable
+from sglang_ext.hosting.context_pages import ContextPages
 from sglang_ext.hosting.link_meter import LinkMeter
 
 
@@ -48,6 +49,7 @@ class HostedRow:
         host: int32 [pages]: its host pages, on the device.
         numbers: the same, on the host.
         head_bytes: K and V of a page of one layer and head.
+        context: its prompt's pages, if their KV is in documents' host pages; None if in its own.
         pages: prompt pages that are hosted; those behind them stay on the device.
         copied: of these pages, how many have been copied, or their copies launched.
         columns: int64 [columns * page_size]: slots of the columns; None until they are reserved.
@@ -74,6 +76,7 @@ class HostedRow:
     head_bytes: int
     counts: HostedCounts
     link: LinkMeter
+    context: ContextPages | None = None
     copied: int = 0
     columns: torch.Tensor | None = None
     column_pages: torch.Tensor | None = None

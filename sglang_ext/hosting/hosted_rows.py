@@ -27,6 +27,8 @@ from sglang_ext.hosting.cells import Cells, CellTable
 from sglang_ext.hosting.column_check import differing
 from sglang_ext.hosting.column_slots import ColumnSlots
 from sglang_ext.hosting.columns import EMPTY, ColumnTable
+from sglang_ext.hosting.context_pages import ContextPages
+from sglang_ext.hosting.host_documents import HostDocuments
 from sglang_ext.hosting.host_pages import HostPages
 from sglang_ext.hosting.host_prefix import HostPrefix
 from sglang_ext.hosting.hosted_row import HostedCounts, HostedRow
@@ -47,6 +49,7 @@ class HostedRows:
         self.kv = KVLayers(list(pool.k_buffer), list(pool.v_buffer))
         self.table = req_to_token
         self.statistics = statistics
+        self.documents: HostDocuments | None = None  # that requests read where they are; None: none do
         self.first_host = self.kv.slots // page_size  # statistics of host page p are those of page first + p
         self.head_bytes = pages.shape.page_bytes // (self.kv.layers * self.kv.kv_heads)
         self.cells = Cells(self.kv, page_size, pages.capacity)
@@ -128,10 +131,15 @@ class HostedRows:
         self.bounds.waiting["link"] += 1
         return False
 
-    def own(self, pages: int) -> tuple[int, list[int], torch.Tensor] | None:
+    def own(
+        self, pages: int, context: ContextPages | None = None
+    ) -> tuple[int, list[int], torch.Tensor] | None:
         """Return a new owner of so many host pages, and these, on the host and int32 on the device; None if
-        there are fewer."""
-        numbers = self.pages.allocate(self._owners, pages)
+        there are fewer. ``context``: holds their KV."""
+        if context is None:
+            numbers = self.pages.allocate(self._owners, pages)
+        else:
+            numbers = self.pages.name(self._owners, pages, context)
         if numbers is None:
             self.bounds.waiting["host"] += 1
             return None
@@ -178,10 +186,11 @@ class HostedRows:
             self.copies.await_on_current(None, row.host, row.column_pages, *row.table.tensors)
             self._load_shared(row, row.table.assign(choice, row.host, row.column_pages))
             return choice
-        with self.copies.behind(blocks, counts, row.host, row.column_pages, *row.table.tensors):
-            found = row.table.assign(choice, row.host, row.column_pages)
+        pages, own = self._pages(row)
+        with self.copies.behind(blocks, counts, *own, row.column_pages, *row.table.tensors):
+            found = row.table.assign(choice, pages, row.column_pages)
             begun = self.copies.event()
-            column_gather(self.pages.pool, self.kv, found.source, found.target)
+            self._gather(row, found.source, found.target)
             tally = found.tally
             if tally.is_cuda:
                 tally = tally.to("cpu", non_blocking=True)
@@ -191,6 +200,18 @@ class HostedRows:
         row.has_load = True
         # where `_place` puts its column
         return PageSelection(found.placed, counts)
+
+    def _pages(self, row: HostedRow) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return what `_gather` knows a request's pages by, int32, and all tensors that it reads."""
+        if row.context is None:
+            return row.host, (row.host,)
+        return row.context.tensors[2], row.context.tensors
+
+    def _gather(self, row: HostedRow, source: torch.Tensor, target: torch.Tensor) -> None:
+        if row.context is None:
+            column_gather(self.pages.pool, self.kv, source, target)
+        else:
+            row.context.gather(self.kv, source, target)
 
     def _load_shared(self, row: HostedRow, moves: CellMoves) -> None:
         """Load pages into cells. Steps that have been launched read what was there; later ones do not look
@@ -209,14 +230,12 @@ class HostedRows:
         """Load what could not be loaded while the choice before was read, on the current stream."""
         if row.column_pages is None:
             raise IntegrityError("a request without columns has pages to load into them")
-        self.copies.await_on_current(
-            row.loaded, late.late_pages, late.late_columns, row.host, row.column_pages
-        )
+        pages, own = self._pages(row)
+        self.copies.await_on_current(row.loaded, late.late_pages, late.late_columns, *own, row.column_pages)
         is_none = late.late_pages < 0
-        column_gather(
-            self.pages.pool,
-            self.kv,
-            row.host[late.late_pages.clamp_min(0).long()].masked_fill_(is_none, EMPTY),
+        self._gather(
+            row,
+            pages[late.late_pages.clamp_min(0).long()].masked_fill_(is_none, EMPTY),
             row.column_pages[late.late_columns.clamp_min(0).long()],
         )
         with self.copies.behind(late.late_pages, late.late_columns):
@@ -270,6 +289,8 @@ class HostedRows:
             self.copies.await_on_current(event)
         self.joins.clear()
         self.cells.settle()
+        if self.documents is not None:
+            self.copies.follow()
         for row in self._rows.values():
             if row.moved and not row.placed:
                 self._place(row)
@@ -281,6 +302,8 @@ class HostedRows:
 
         ``reads_next``: whether a row's next step is the first to read the choice that was loaded."""
         moved = False
+        if self.documents is not None:
+            self.documents.poll()
         for row in self._rows.values():
             if row.moved:
                 if row.leaving:
@@ -391,6 +414,10 @@ class HostedRows:
         self.copies.synchronize()
         self.cells.settle()
         self.pages.check({*self._rows, *self.waiting})
+        if self.documents is not None:
+            contexts = [row.context for row in self._rows.values()]
+            contexts += [prefix.context for prefix in self.waiting.values()]
+            self.documents.check([key for each in contexts if each is not None for key in each.keys])
         for row in self._rows.values():
             if row.columns is not None and (bad := differing(row, self.kv, self.pages.pool)):
                 raise IntegrityError(f"{bad} columns of request {row.req.rid} differ from their host pages")
@@ -402,6 +429,10 @@ class HostedRows:
             "bytes": self.pages.capacity * self.pages.shape.page_bytes,
             "pages": self.pages.capacity,
             "used": self.pages.used,
+            "numbers": self.pages.numbers,
+            "in_documents": self.pages.elsewhere,
+            "documents": 0 if self.documents is None else self.documents.documents,
+            "document_pages": 0 if self.documents is None else self.documents.used,
             "requests": moved,
             "copying": len(self._rows) - moved,
             "retracted": len(self.waiting),

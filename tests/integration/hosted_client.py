@@ -35,10 +35,11 @@ def held(client: httpx.Client) -> dict[str, Any]:
 
 
 def idle(client: httpx.Client) -> dict[str, Any]:
-    """Wait until nobody holds host pages: who has left is not gone at once."""
+    """Wait until nobody holds host pages or documents: who has left is not gone at once."""
     deadline = time.monotonic() + 240
-    while (now := held(client))["used"] and time.monotonic() < deadline:
+    while (now := held(client))["used"] + now["in_documents"] and time.monotonic() < deadline:
         time.sleep(0.1)
+    assert (now["in_documents"], now["documents"], now["document_pages"]) == (0, 0, 0)
     return now
 
 

@@ -19,6 +19,7 @@ from tests.kernels import test_cell_assign as cas
 from tests.kernels import test_cell_gather as ce
 from tests.kernels import test_column_assign as ca
 from tests.kernels import test_column_gather as cg
+from tests.kernels import test_context_gather as cx
 from tests.kernels import test_gather_h2d as gh
 from tests.kernels import test_page_select as ps
 from tests.kernels import test_page_stats as st
@@ -39,6 +40,16 @@ def column_gather(device: torch.device) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for page, n in ((16, 5), (16, 40), (128, 3)):
             cg.test_pages_arrive_in_their_columns(device, page, n, dtype)
+
+
+def context_gather(device: torch.device) -> None:
+    for page, block, dim, rotary, dtype in (
+        (16, 16, 64, 64, torch.float32),
+        (64, 16, 128, 128, torch.bfloat16),
+        (16, 32, 64, 40, torch.float16),
+    ):
+        for only in (None, 1):
+            cx.test_pages_are_those_of_the_context(device, page, block, dim, rotary, dtype, only)
 
 
 def cell_assign(device: torch.device) -> None:
@@ -105,6 +116,7 @@ def page_select(device: torch.device) -> None:
 KERNELS: tuple[Callable[[torch.device], None], ...] = (
     column_assign,
     column_gather,
+    context_gather,
     cell_assign,
     cell_gather,
     columns_and_sparse_decode,

@@ -44,6 +44,7 @@ def test_hosted_requests_need_what_they_read() -> None:
     assert load(**on, decode_hosted="auto").decode_hosted == "auto"
     for wrong in (
         {"kv_hosted_bytes": 1},
+        {"sparse_attention": "on", "kv_hosted_tokens": 8192},
         {"sparse_attention": "on", "decode_hosted": "on"},
         on | {"kv_bits": 8},
         on | {"decode_hosted": "auto", "decode_heads": Path("heads.json")},

@@ -22,6 +22,10 @@ class Target(Protocol):
     def tokens(self) -> int:
         """The first tokens of the context, which it takes."""
 
+    @property
+    def is_there(self) -> bool:
+        """True if they are where it reads them already."""
+
     def write(self, first: int, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> None:
         """Take the KV from token ``first`` on, per layer [tokens, kv_heads, head_dim]."""
 
@@ -32,6 +36,13 @@ def gather_to_host(gather: Gather, pool: Any, filling: Filling, target: Target) 
     ``pool``: SGLang's; beside it the device needs room for one piece. ``filling``: only its slots behind
     those tokens are written."""
     end = target.tokens
+    if not target.is_there:
+        _write(gather, pool, filling, target, end)
+    if len(filling.kept) > end:
+        gather([replace(filling, kept=filling.kept[end:], slots=filling.slots[end:])])
+
+
+def _write(gather: Gather, pool: Any, filling: Filling, target: Target, end: int) -> None:
     k, v = (
         [each.new_empty((min(target.piece, end), *each.shape[1:])) for each in half]
         for half in (pool.k_buffer, pool.v_buffer)
@@ -43,5 +54,3 @@ def gather_to_host(gather: Gather, pool: Any, filling: Filling, target: Target) 
         own = Buffers(*([each[:count] for each in half] for half in (k, v)))
         gather([part], own)
         target.write(first, own.k, own.v)
-    if len(filling.kept) > end:
-        gather([replace(filling, kept=filling.kept[end:], slots=filling.slots[end:])])

@@ -15,6 +15,7 @@ from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
 from sglang_ext.documents.session_pages import SessionPages
 from sglang_ext.protocol import SessionPart, Span, composed_session_key
 
+_LACKS_ROOM_S = 1.0  # a context that waits for a load asks again far sooner
 _MAX_LOADS = 9  # of one block: requests that evict each other's host pages end as misses, not in a loop
 
 
@@ -37,6 +38,12 @@ class Locator:
         self._tiers = tiers
         self._is_removed = is_removed
         self._block = block
+        self._lacked_room = -_LACKS_ROOM_S  # when a load last found no room
+
+    @property
+    def lacks_room(self) -> bool:
+        """True while a context waits for room on the host: others must not keep documents there for long."""
+        return time.monotonic() - self._lacked_room < _LACKS_ROOM_S
 
     def resolve(self, context: ComposedContext) -> list[int] | None:
         """Find and lock every document. Returns the numbers of the spans that are in no tier; None while one
@@ -88,8 +95,10 @@ class Locator:
         if ticket is not None:
             if not ticket.done():
                 return None if ticket.late else "loading"
-            if not ticket.ok and not (ticket.reason == "no_room" and self._fits_on_host(context)):
-                return None
+            if not ticket.ok:
+                if ticket.reason != "no_room" or not self._fits_on_host(context):
+                    return None
+                self._lacked_room = time.monotonic()
         if ticket is None or ticket.ok:
             # A block is absent again if it was evicted before the request came to it.
             context.loads.update((key, block) for block in absent)

@@ -7,16 +7,20 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import torch
 
 from sglang_ext import sglang_requests, stages
+from sglang_ext.context.compose.host_context import context_on_host
 from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, tier_of
 from sglang_ext.context.scheduler import sglang_req
 from sglang_ext.context.scheduler.selection_stage import SelectionStage, absent, present
+from sglang_ext.hosting.context_pages import ContextPages
+from sglang_ext.hosting.host_documents import HostDocuments
 from sglang_ext.protocol import MISSING_PREFIX
 from sglang_ext.ranks import Ranks
 
@@ -164,7 +168,22 @@ class Admission:
         """True if host pages have been reserved for the context: one that keeps the same tokens in all layers
         and recomputes none, because a pass that recomputes reads all of it on the device."""
         hosting = self._hosting(context)
-        return hosting is not None and bool(hosting.reserve(req, context.slots, full=full))
+        find = partial(self._in_documents, context)
+        return hosting is not None and bool(hosting.reserve(req, context.slots, full=full, find=find))
+
+    def _in_documents(
+        self, context: ComposedContext, documents: HostDocuments, page_size: int
+    ) -> ContextPages | None:
+        """The context where its documents lie on the host, held there; None unless all ranks have it all, and
+        nobody waits for room there."""
+        found = None
+        if not self._locator.lacks_room:
+            found = stages.run("load", stages.nobody, context_on_host, context, documents, page_size)
+        if not self._ranks.all_agree(found is not None):
+            if found is not None:
+                found.release()
+            return None
+        return found
 
     def _waits_for_host(self, req: Any, context: ComposedContext) -> bool:
         """True if requests behind it in the queue will free the host pages that it lacks."""

@@ -93,7 +93,7 @@ class Composition:
         pool = model_runner.token_to_kv_pool
         check_pool(pool)
         check_layers(model_runner.model)
-        rotation = rotation_of(model_runner.model)
+        rotation = self.rotation = rotation_of(model_runner.model)
         self.composer = Composer(model_runner, rotation, tiers, ranks)
         check_composition(model_runner, self.composer.gather, tree.token_to_kv_pool_allocator)
         self.releases = ReleaseQueue()

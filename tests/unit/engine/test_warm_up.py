@@ -55,6 +55,7 @@ REACHED = {  # kernels, by the kind of request that launches each
     "choose_kernel": "long documents",
     "column_gather_kernel": "decode hosted hierarchical",
     "combine_splits_kernel": "rare launches",
+    "context_gather_kernel": "composed on the host",
     "exponent_kernel": "long documents",
     "fit_kernel": "long documents",
     "gather_h2d_kernel": "rare launches",

@@ -86,9 +86,10 @@ class Bench:
         page: int = 16,
         *,
         shared: bool = False,
+        more: int = 0,
     ) -> None:
         """``columns``: for each page of a choice; 0: as its working set takes. ``shared``: layers and heads
-        share them."""
+        share them. ``more``: pages without memory of their own."""
         torch.manual_seed(3)
         self.page = page
         self.columns = columns
@@ -114,8 +115,8 @@ class Bench:
             to_finish=None,
         )
         shape = KvShape(LAYERS, HEADS, DIM, torch.float32, self.page)
-        self.pages = HostPages(shape, host * shape.page_bytes, pin=False)
-        statistics = PageStats.zeros(self.kv, self.page, 4, self.pages.capacity)
+        self.pages = HostPages(shape, host * shape.page_bytes, pin=False, numbers=host + more)
+        statistics = PageStats.zeros(self.kv, self.page, 4, self.pages.numbers)
         for layer in range(LAYERS):
             keys = self.kv.k[layer].view(POOL, self.page, HEADS, DIM)
             statistics.store(layer, torch.arange(POOL), keys)

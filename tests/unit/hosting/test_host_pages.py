@@ -35,3 +35,37 @@ def test_a_lost_page_and_a_forgotten_request_are_found() -> None:
     own.pop()
     with pytest.raises(IntegrityError, match="3 host pages are free or owned"):
         pages.check({7})
+
+
+class Documents:
+    released = 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def test_pages_whose_kv_lies_elsewhere_take_memory_last_and_release_it_once() -> None:
+    pages, kv = HostPages(SHAPE, 3 * SHAPE.page_bytes, pin=False, numbers=5), Documents()
+    assert (pages.capacity, pages.numbers, len(pages.pool)) == (3, 5, 3)
+    assert pages.name(0, 6, kv) is None
+    first = pages.name(0, 2, kv)
+    assert first is not None
+    assert min(first) >= 3, "without memory"
+    assert (pages.used, pages.elsewhere) == (0, 2)
+    second = pages.name(1, 1, kv)
+    assert second is not None
+    assert second[0] < 3
+    assert pages.extend(0, 2) is not None, "what follows a prompt is its own"
+    assert pages.allocate(2, 1) is None
+    assert (pages.used, pages.elsewhere) == (2, 3)
+    pages.check({0, 1})
+    pages.shrink(0, 2)
+    pages.release(0)
+    assert kv.released == 1
+    assert pages.allocate(2, 2) is not None
+    assert pages.allocate(3, 1) is None, "the memory of the second one lies idle"
+    pages.release(1)
+    pages.release(2)
+    assert kv.released == 2
+    assert pages.allocate(4, 3) is not None
+    pages.check({4})

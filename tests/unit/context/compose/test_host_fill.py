@@ -24,6 +24,7 @@ class Target:
         self.tokens, self.piece = tokens, piece
         self.k, self.v = ([torch.zeros(tokens, KV_HEADS, DIM) for _ in range(LAYERS)] for _ in range(2))
         self.largest = 0
+        self.is_there = False
 
     def write(self, first: int, k: Any, v: Any) -> None:
         self.largest = max(self.largest, len(k[0]))

@@ -110,9 +110,11 @@ def test_a_load_waits_for_pages_that_other_requests_hold(tmp_path: Path) -> None
             store.pin(other.key)
             assert store.load(other.key).wait(30)
         context, locator = context_of(documents[2:], [range(20)]), locator_of(store)
+        assert not locator.lacks_room
         for _ in range(50):
             assert locator.resolve(context) is None
             locator.unlock(context)
+        assert locator.lacks_room, "those that keep documents for long must let it have some"
         store.unpin(documents[0].key)
         assert resolved(locator, context) == []
         documents[2].assert_pages(store)

@@ -7,6 +7,7 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.schedule_policy import AddReqResult
@@ -30,9 +31,13 @@ class Hosting:
         self.asked: list[int] = []
         self.held = False  # by others that are in no batch
         self.outcome: Any = None  # instead of SGLang's answer, and nothing is admitted
+        self.documents: Any = None  # that hold contexts which are read there
+        self.found: Any = None
 
-    def reserve(self, req: Any, tokens: int, *, full: bool) -> bool:
+    def reserve(self, req: Any, tokens: int, *, full: bool, find: Any) -> bool:
         self.asked.append(tokens)
+        if self.documents is not None:
+            self.found = find(self.documents, PAGE)
         return self.wanted is True or (self.wanted == "auto" and full)
 
     def may_find_room(self, req: Any, tokens: int) -> bool:
@@ -40,6 +45,31 @@ class Hosting:
 
     def compose(self, adder: Any, req: Any, add: Any) -> tuple[Any, Any]:
         return (add(), "target") if self.outcome is None else (self.outcome, None)
+
+
+class Documents:
+    """On the host, all but those that are ``missing``."""
+
+    pages = SimpleNamespace(shape=SimpleNamespace(block=16))
+
+    def __init__(self, *missing: str) -> None:
+        self.missing, self.held = missing, 0
+
+    def hold(self, wanted: Any, namespace: str) -> Any:
+        if {each.key for each in wanted} & set(self.missing):
+            return None
+        self.held += len(wanted)
+        return [np.arange(1)] * len(wanted)
+
+    def let_go(self, keys: Any) -> None:
+        self.held -= len(keys)
+
+
+class Divided(Ranks):
+    """Another rank lacks what this one has."""
+
+    def all_agree(self, flag: bool) -> bool:
+        return False
 
 
 class Engine:
@@ -50,9 +80,10 @@ class Engine:
     ) -> None:
         self.free, self.missing, self.counted = free, missing or [], []
         self.has_dialogue = True  # what the ranks have in common of it is enough
+        self.lacks_room = False  # another context waits for it on the host
         self.loading, self.evictable, self.evicted = False, 0, 0
         self.retrieved: list[Any] = []
-        session = options.pop("session", None)
+        session, ranks = options.pop("session", None), options.pop("ranks", Ranks())
         plan = ContextPlan(
             "compose",
             "n",
@@ -97,7 +128,7 @@ class Engine:
             tiers,
             self,  # type: ignore[arg-type]
             None,  # type: ignore[arg-type]
-            Ranks(),
+            ranks,
             layers=2,
             attention=attention,
         )
@@ -362,6 +393,21 @@ def test_a_hosted_context_takes_no_slots(wanted: bool | str, free: int) -> None:
     assert engine.context.sources, "locked until they have been copied"
     assert engine.counted == [("device", 2)]
     assert engine.req.already_computed == TOTAL
+
+
+def test_a_context_is_read_in_its_documents_where_all_ranks_have_them() -> None:
+    cases = (
+        ((), Ranks(), False, 2),
+        (("b",), Ranks(), False, 0),
+        ((), Divided(), False, 0),
+        ((), Ranks(), True, 0),
+    )
+    for missing, ranks, lacks_room, held in cases:
+        engine = Engine(ranks=ranks)
+        engine.lacks_room = lacks_room
+        engine.hosting.wanted, engine.hosting.documents = True, Documents(*missing)
+        assert engine.admit() == "added"
+        assert (engine.hosting.found is not None, engine.hosting.documents.held) == (held > 0, held)
 
 
 def test_a_context_that_fits_or_computes_tokens_again_stays_on_the_device() -> None:

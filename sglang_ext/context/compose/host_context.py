@@ -1,0 +1,36 @@
+"""Finds a composed context in the host pages of its documents, for a request that reads it there."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglang_ext.context.compose.request import ComposedContext
+from sglang_ext.hosting.context_pages import ContextPages
+from sglang_ext.hosting.host_documents import HostDocuments, WantedDocument
+
+
+def context_on_host(
+    context: ComposedContext, documents: HostDocuments, page_size: int
+) -> ContextPages | None:
+    """Hold the pages of all of the context's documents; None, and none are held, if not all of what it keeps
+    is on the host. It must keep the same tokens in all layers (`ContextSelection.is_copied`).
+
+    ``page_size``: tokens of a page of the context."""
+    spans, block = context.plan.spans, documents.pages.shape.block
+    wanted = [
+        WantedDocument(key, context.ids_32[span.start : span.end], context.blocks(number, block))
+        for number, (span, key) in enumerate(zip(spans, context.keys, strict=True))
+    ]
+    found = documents.hold(wanted, context.plan.namespace)
+    if found is None:
+        return None
+    starts = np.array([span.start for span in spans], dtype=np.int64)
+    return ContextPages(
+        documents,
+        list(context.keys),
+        found,
+        kept=context.selection.kept.numpy(),
+        starts=starts,
+        shifts=starts if context.partial.rotate else np.zeros_like(starts),
+        page_size=page_size,
+    )

@@ -1,0 +1,85 @@
+"""Documents in the host tier, and contexts composed of them, for tests of hosted requests that read them."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+
+from sglang_ext.context.compose.host_context import context_on_host
+from sglang_ext.context.compose.request import ComposedContext
+from sglang_ext.context.rope import Rotation
+from sglang_ext.context.selection.base import ModelShape
+from sglang_ext.context.selection.strategies import partial_selection
+from sglang_ext.documents.tier_store import TierStore
+from sglang_ext.documents.types import KvShape
+from sglang_ext.hosting.beside import CopyStream
+from sglang_ext.hosting.context_pages import ContextPages
+from sglang_ext.hosting.host_documents import HostDocuments
+from sglang_ext.protocol import ContextPlan, Span
+from tests.unit.documents.document_samples import FINGERPRINT, Sample
+from tests.unit.hosting.hosted_bench import DIM, HEADS, LAYERS
+
+SHAPE = KvShape(LAYERS, HEADS, DIM, torch.float32)
+ROTATION = Rotation(torch.linspace(1, 0.1, 20), 40, neox=True)  # of some of the dimensions
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def store_of(samples: Sequence[Sample], pages: int = 400) -> Iterator[TierStore]:
+    """A store of so many host pages, with the samples in it."""
+    store = TierStore(
+        SHAPE, fingerprint=FINGERPRINT, host_bytes=pages * SHAPE.page_bytes, disk=None, pin=False
+    )
+    try:
+        for sample in samples:
+            sample.put(store)
+        yield store
+    finally:
+        store.close()
+
+
+def documents_of(store: TierStore) -> HostDocuments:
+    return HostDocuments(store, ROTATION, CopyStream(CPU), CPU)
+
+
+class Composed:
+    """A context of drawn documents, one of them twice, of which some tokens are left out: ``tokens`` stay.
+
+    Attributes:
+        k, v: per layer [tokens, kv_heads, head_dim]: what a request reads, keys at their positions.
+    """
+
+    def __init__(self, seed: int, tokens: int, *, whole: bool = False) -> None:
+        draw = random.Random(seed)
+        few = draw.randint(1, 47)
+        longest = tokens - 2 * few if whole else tokens
+        self.samples = [Sample(1000 * seed + n, each, shape=SHAPE) for n, each in enumerate((few, longest))]
+        order = [self.samples[n] for n in (0, 1, 0)]
+        ends = [0]
+        for sample in order:
+            ends.append(ends[-1] + sample.meta.n_tokens)
+        spans = tuple(Span(a, b) for a, b in pairwise(ends))
+        kept = sorted(draw.sample(range(ends[-1]), tokens))
+        options = {} if whole else {"experimental": {"kept": kept}}
+        plan = ContextPlan("compose", order[0].namespace, "concat", spans, options)
+        ids = array("q", [int(i) for sample in order for i in sample.ids] + [7, 8, 9])
+        partial = partial_selection(plan, ModelShape(LAYERS))
+        self.context = ComposedContext(plan, ids, tuple(sample.key for sample in order), partial)
+        self.context.decided = partial.settle()
+        assert self.context.slots == tokens
+        assert self.context.selection.is_copied
+        at = torch.tensor(kept)
+        shifts = torch.cat([torch.full((b - a,), a) for a, b in pairwise(ends)])
+        every_k, every_v = (torch.cat([getattr(sample, name) for sample in order], 1) for name in "kv")
+        self.k = [ROTATION.rotate(layer, shifts)[at] for layer in every_k]
+        self.v = [layer[at] for layer in every_v]
+
+    def held(self, documents: HostDocuments, page: int) -> ContextPages:
+        found = context_on_host(self.context, documents, page)
+        assert found is not None
+        return found

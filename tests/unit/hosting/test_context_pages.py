@@ -1,0 +1,277 @@
+"""A composed context that is read in its documents' host pages is the one that a copy of it would be."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ragserve_kernels.kv import KVLayers
+from ragserve_kernels.page_stats import PageStats
+from sglang_ext.context.compose.composer import filling_of
+from sglang_ext.context.compose.gather import Gather
+from sglang_ext.context.compose.host_context import context_on_host
+from sglang_ext.context.compose.host_fill import gather_to_host
+from sglang_ext.context.compose.request import DocumentOnHost
+from sglang_ext.documents.tier_store import TierStore
+from sglang_ext.documents.types import IntegrityError
+from sglang_ext.hosting import context_reader
+from sglang_ext.hosting.context_reader import ContextReader
+from sglang_ext.hosting.host_admission import HostAdmission
+from sglang_ext.hosting.host_documents import WantedDocument
+from sglang_ext.hosting.host_prefix import HostPrefix
+from sglang_ext.hosting.host_prefixes import HostPrefixes
+from sglang_ext.hosting.hosted_row import HostedCounts, HostedRow
+from tests.unit.documents.document_samples import Sample
+from tests.unit.hosting.hosted_bench import DIM, HEADS, LAYERS, LIMIT, PROMPT, TAIL, Bench, drawn
+from tests.unit.hosting.hosted_documents import ROTATION, SHAPE, Composed, documents_of, store_of
+from tests.unit.hosting.test_host_admission import Adder
+
+BEHIND = 5  # tokens of the context that fill no page
+
+
+def reserved(bench: Bench, composed: Composed, store: TierStore) -> HostPrefix | None:
+    """Let the bench's request wait with a context in documents; nothing of it is on the device any more."""
+    bench.allocator.free(bench.row_before[: (PROMPT + TAIL) * bench.page].long())
+    bench.spoil_free_pages()
+    bench.table[1] = 0
+    documents = bench.rows.documents = documents_of(store)
+    tokens = composed.context.slots
+    prefix = HostPrefixes(bench.rows).reserve(
+        *(bench.req, tokens, LIMIT, bench.columns, HostedCounts()),
+        find=lambda: context_on_host(composed.context, documents, bench.page),
+    )
+    bench.req.prefix_indices = torch.empty(0, dtype=torch.int64)
+    bench.req.output_ids = []
+    bench.req.full_untruncated_fill_ids = [0] * (tokens + 20)
+    bench.req.sampling_params = SimpleNamespace(max_new_tokens=20)
+    return prefix
+
+
+def entered(bench: Bench, composed: Composed, prefix: HostPrefix) -> HostedRow:
+    """Admit it, and bring to the device what follows its pages."""
+    adder = Adder()
+    _, row = HostAdmission(bench.rows, bench.tree).admit(adder, prefix, lambda: adder.add(bench.req))
+    assert row is not None
+    end = PROMPT * bench.page
+    more = bench.allocator.alloc((TAIL - 1) * bench.page)
+    assert more is not None
+    last = bench.req.prefix_indices[-1] // bench.page * bench.page + torch.arange(BEHIND, bench.page)
+    slots = torch.cat((bench.req.prefix_indices, last, more))
+    bench.table[1, : len(slots)] = slots.int()
+    old = bench.row_before[: len(slots)].long()
+    for original, kv, own in zip(
+        (bench.original.k, bench.original.v), (bench.kv.k, bench.kv.v), (composed.k, composed.v), strict=True
+    ):
+        for layer in range(LAYERS):
+            original[layer][old[:end]] = own[layer][:end]
+            kv[layer][slots[end:]] = original[layer][old[end:]]
+    HostPrefixes(bench.rows).enter(row, 1, prefix.tail)
+    return row
+
+
+def reader(bench: Bench, row: HostedRow) -> ContextReader:
+    assert row.context is not None
+    where = bench.rows.first_host + row.host.long()
+    return ContextReader(row.context, bench.kv, bench.statistics, where)
+
+
+@pytest.mark.parametrize(("columns", "page", "whole"), [(2, 16, False), (1, 16, True), (2, 64, False)])
+def test_columns_hold_what_copies_would_and_no_host_page_is_taken(
+    columns: int, page: int, whole: bool
+) -> None:
+    composed = Composed(page + columns, PROMPT * page + BEHIND, whole=whole)
+    with store_of(composed.samples, pages=600) as store:
+        bench = Bench(cached=0, host=3, columns=columns, page=page, more=PROMPT + TAIL)
+        prefix = reserved(bench, composed, store)
+        assert prefix is not None
+        row = entered(bench, composed, prefix)
+        assert (bench.pages.used, bench.pages.elsewhere) == (0, PROMPT)
+        assert row.table is not None
+        choice = drawn()
+        placed = bench.rows.load(row, choice)
+        assert bench.arrives(row, placed)
+        for _ in range(12 if page == 16 else 3):
+            bench.attends(choice, placed)
+            choice_after = drawn()
+            placed_after = bench.rows.load(row, choice_after)
+            bench.attends(choice, placed)
+            assert bench.arrives(row, placed_after)
+            bench.rows.check()
+            choice, placed = choice_after, placed_after
+        assert row.counts.misses
+        row.table.held[0, 0, 0] = (row.table.held[0, 0, 0] + 1) % PROMPT  # type: ignore[union-attr]
+        with pytest.raises(IntegrityError, match="differ from their host pages"):
+            bench.rows.check()
+        row.table.held[0, 0, 0] = -1  # type: ignore[union-attr]
+        bench.ended(row)
+        assert (bench.pages.elsewhere, bench.rows.documents.used) == (0, 0)  # type: ignore[union-attr]
+        assert store.drop_host() == len(composed.samples), "nobody reads them any more"
+
+
+@pytest.mark.parametrize("piece", [1, 2**26], ids=["page-by-page", "whole"])
+@pytest.mark.parametrize("page", [16, 64])
+def test_a_layer_is_read_as_it_lies_and_its_statistics_are_made_once(
+    monkeypatch: pytest.MonkeyPatch, piece: int, page: int
+) -> None:
+    monkeypatch.setattr(context_reader, "PIECE_BYTES", piece)
+    composed = Composed(3, PROMPT * page + BEHIND)
+    with store_of(composed.samples, pages=600) as store:
+        bench = Bench(cached=0, host=3, page=page, more=PROMPT)
+        prefix = reserved(bench, composed, store)
+        assert prefix is not None
+        row = entered(bench, composed, prefix)
+        where = bench.rows.first_host + row.host.long()
+        want = PageStats.zeros(bench.kv, page, 4, PROMPT + 3)
+        rows = want.rows(where)
+        for again in (False, True):
+            ours = reader(bench, row)
+            for layer in range(LAYERS):
+                got = [(k.clone(), v.clone()) for k, v in ours.pieces(layer, 5 * page)]
+                assert max(k.shape[1] for k, _ in got) == (5 * page if piece > 1 else page)
+                for each, own in zip(zip(*got, strict=True), (composed.k, composed.v), strict=True):
+                    assert torch.equal(torch.cat(each, 1).transpose(0, 1), own[layer][: PROMPT * page])
+                if not again:
+                    keys = composed.k[layer][: PROMPT * page].unflatten(0, (PROMPT, page))
+                    want.store(layer, where, keys)
+            got_tables = bench.statistics
+            assert torch.equal(got_tables.k_min[:, rows], want.k_min[:, rows])
+            assert torch.equal(got_tables.k_max[:, rows], want.k_max[:, rows])
+            assert torch.equal(got_tables.k_center[:, where], want.k_center[:, where])
+            got_tables.k_min[:, rows] = want.k_min[:, rows] = 0  # another part of the question leaves them
+        bench.ended(row)
+
+
+class Copy:
+    """Takes a copy of a context, as host pages do."""
+
+    piece, is_there = 48, False
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.k, self.v = ([torch.zeros(tokens, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv")
+
+    def write(self, first: int, k: Any, v: Any) -> None:
+        for mine, given in zip((*self.k, *self.v), (*k, *v), strict=True):
+            mine[first : first + len(given)] = given
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_is_bit_for_bit_what_is_copied_where_it_cannot_be_read_in_place(seed: int) -> None:
+    composed = Composed(seed, 7 * 16 + BEHIND)
+    with store_of(composed.samples) as store:
+        documents = documents_of(store)
+        found = composed.held(documents, 16)
+        k, v = ([torch.zeros(400, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv")
+        pool = SimpleNamespace(
+            k_buffer=k,
+            v_buffer=v,
+            layer_num=LAYERS,
+            get_key_buffer=k.__getitem__,
+            get_value_buffer=v.__getitem__,
+        )
+        composed.context.sources = [
+            DocumentOnHost(key, pages) for key, pages in zip(found.keys, found.sources, strict=True)
+        ]
+        filling = filling_of(composed.context, torch.arange(1, composed.context.slots + 1))
+        copy = Copy(found.count * 16)
+        gather = Gather(pool, ROTATION, store.pages)
+        gather_to_host(gather, pool, filling, copy)
+        into = KVLayers(*([torch.zeros(copy.tokens, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv"))
+        every = torch.arange(found.count, dtype=torch.int32).expand(LAYERS, HEADS, -1).contiguous()
+        found.gather(into, every, every)
+        for got, want in zip((*into.k, *into.v), (*copy.k, *copy.v), strict=True):
+            assert torch.equal(got, want)
+        behind = [each.clone() for each in (*k, *v)]
+        for each in (*k, *v):
+            each.zero_()
+        copy.is_there, copy.write = True, None  # type: ignore[method-assign, assignment]
+        gather_to_host(gather, pool, filling, copy)
+        for got, want in zip((*k, *v), behind, strict=True):
+            assert torch.equal(got, want), "what fills no page has slots in any case"
+        found.release()
+
+
+def test_documents_are_kept_once_for_all_that_read_them_until_the_last_one_has() -> None:
+    composed = Composed(5, 200)
+    other = Sample(9, 300, shape=SHAPE)
+    with store_of(composed.samples, pages=60) as store:
+        documents = documents_of(store)
+        first, second = (composed.held(documents, 16) for _ in range(2))
+        pages = sum(sample.blocks for sample in composed.samples)
+        assert (documents.documents, documents.used) == (2, pages)
+        documents.check([*first.keys, *second.keys])
+        with pytest.raises(IntegrityError, match="in place"):
+            documents.check(first.keys)
+        first.release()
+        first.release()  # once is enough
+        assert documents.used == pages
+        assert store.drop_host() == 0, "they are being read"
+        assert all(store.remove(sample.key) for sample in composed.samples)
+        assert context_on_host(composed.context, documents, 16) is None, "they are not found any more"
+        for n in range(4):
+            Sample(20 + n, 300, shape=SHAPE).put(store)  # others come and take what pages there are
+        into = KVLayers(*([torch.zeros(12 * 16, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv"))
+        every = torch.arange(12, dtype=torch.int32).expand(LAYERS, HEADS, -1).contiguous()
+        second.gather(into, every, every)
+        assert torch.equal(into.k[1], composed.k[1][: 12 * 16])
+        store.check_integrity()
+        second.release()
+        documents.check([])
+        assert (documents.documents, documents.used) == (0, 0)
+        other.put(store)
+        other.assert_pages(store)
+        store.check_integrity()
+
+
+def test_what_is_not_all_on_the_host_or_takes_more_than_half_of_it_is_not_kept() -> None:
+    composed = Composed(6, 200)
+    blocks = sum(sample.blocks for sample in composed.samples)
+    with store_of(composed.samples, pages=2 * blocks - 1) as store:
+        documents = documents_of(store)
+        assert context_on_host(composed.context, documents, 16) is None
+        store.drop_host([composed.samples[1].key])
+        wanted = [
+            WantedDocument(sample.key, array("i", sample.ids), np.arange(1)) for sample in composed.samples
+        ]
+        assert documents.hold(wanted, composed.samples[0].namespace) is None
+        assert documents.used == 0
+        documents.check([])
+        assert store.drop_host() == 1
+
+
+@pytest.mark.parametrize("stage", ["numbers", "columns", "queue", "admitted", "taken back"])
+def test_a_request_that_ends_at_any_stage_lets_its_documents_go(stage: str) -> None:
+    composed = Composed(8, PROMPT * 16 + BEHIND)
+    with store_of(composed.samples) as store:
+        bench = Bench(cached=0, host=3, more=0 if stage == "numbers" else PROMPT)
+        prefix = reserved(bench, composed, store)
+        if stage == "numbers":
+            assert prefix is None, "fewer than its pages"
+        else:
+            assert prefix is not None
+            admission = HostAdmission(bench.rows, bench.tree)
+            if stage == "columns":
+                adder = Adder(room=10)
+                _, row = admission.admit(adder, prefix, lambda: adder.add(bench.req))
+                assert row is None
+                HostPrefixes(bench.rows).forget(prefix)
+            elif stage == "queue":
+                admission.drop_gone([])
+            else:
+                row = entered(bench, composed, prefix)
+                if stage == "admitted":
+                    bench.rows.release(row)
+                else:
+                    kept = HostPrefixes(bench.rows).retract(row, (PROMPT + 1) * 16 - 2)
+                    assert kept is not None
+                    assert (kept.context, bench.pages.used) == (row.context, 1)
+                    bench.rows.check()
+                    HostPrefixes(bench.rows).forget(kept)
+        assert (bench.pages.used, bench.pages.elsewhere) == (0, 0)
+        bench.rows.check()
+        assert store.drop_host() == len(composed.samples)
