@@ -36,6 +36,12 @@ def streaming_heads(gates: torch.Tensor, share: float) -> torch.Tensor:
     return chosen.view(gates.shape)
 
 
+def even_streaming_heads(gates: torch.Tensor) -> torch.Tensor:
+    """Return bool [layers, kv_heads], True for the half of the heads of each layer with the lowest gates."""
+    order = gates.argsort(dim=1, stable=True).argsort(dim=1)
+    return order < gates.shape[1] // 2
+
+
 def load_pattern(path: Path, layers: int, kv_heads: int, *, rank: int = 0, world: int = 1) -> torch.Tensor:
     """Return bool [layers, kv_heads], True for the streaming ones of this rank's ``kv_heads`` heads.
 

@@ -43,10 +43,14 @@ def sparse_prefill_naive(
         keys, values = (side[slots].to(precision).repeat_interleave(group, 1) for side in (k, v))
         for queries in places[prefix:].split(_ROWS):
             block = queries // batch.block_q - prefix // batch.block_q
-            seen = mask[:, block][..., places // batch.block_k] & (places <= queries[:, None])
+            listed = mask[:, block]
+            near = places[: int(queries[-1]) + 1]
+            near = near[listed.flatten(0, 1).any(0)[near // batch.block_k]]  # what some row may see
+            seen = listed[..., near // batch.block_k] & (near <= queries[:, None])
             own_q = q[row : row + len(queries)].to(precision)
-            scores = torch.einsum("rhd,khd->hrk", own_q, keys) * scale
+            scores = torch.einsum("rhd,khd->hrk", own_q, keys[near]) * scale
             weights = torch.softmax(scores.masked_fill_(~seen, -math.inf), -1)
             weights.nan_to_num_(0.0)  # a row without keys: 0 / 0
-            out[row : row + len(queries)] = torch.einsum("hrk,khd->rhd", weights, values).to(out.dtype)
+            attended = torch.einsum("hrk,khd->rhd", weights, values[near])
+            out[row : row + len(queries)] = attended.to(out.dtype)
             row += len(queries)

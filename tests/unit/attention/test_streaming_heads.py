@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_ext.attention.streaming_heads import load_pattern, save_pattern, streaming_heads
+from sglang_ext.attention.streaming_heads import (
+    even_streaming_heads,
+    load_pattern,
+    save_pattern,
+    streaming_heads,
+)
 
 GATES = torch.tensor([[0.9, 0.1, 0.5, 0.2], [0.3, 0.8, 0.4, 0.7]])
 
@@ -19,6 +24,11 @@ def test_the_lowest_gates_stream(tmp_path: Path) -> None:
     path = tmp_path / "heads.json"
     save_pattern(path, GATES, share=0.5, model="m")
     assert torch.equal(load_pattern(path, 2, 4), streaming_heads(GATES, 0.5))
+
+
+def test_even_patterns_take_the_lower_gates_of_each_layer() -> None:
+    gates = torch.tensor([[0.9, 0.8, 0.1, 0.7], [0.0, 0.0, 0.0, 0.0]])
+    assert even_streaming_heads(gates).tolist() == [[False, False, True, True], [True, True, False, False]]
 
 
 def test_each_rank_has_its_heads(tmp_path: Path) -> None:
