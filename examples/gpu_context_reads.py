@@ -1,0 +1,148 @@
+"""GB/s at which hosted requests read composed contexts in their documents' host pages, beside host pages of
+their own.
+
+    python examples/gpu_context_reads.py OUT.json [--shape llama-3.1-8b] [--gb GB] [--requests N]
+
+Columns: `context_gather` of random pages of 64 tokens out of documents of odd lengths, whose pages of 16 lie
+in order or anywhere, and `column_gather` of as many pages of the request's own, by the number of programs;
+alone, and beside decode steps as in gpu_hosted_copies.py, without a pause. A question: all of a layer of the
+context, in one piece, by `context_gather` and by `gather_h2d` from pages of its own. The rival is one copy of
+as many bytes from pinned memory. What `context_gather` loads is compared with the plain forward. Every figure
+is the best of five. Pinned memory: twice ``--gb``. A minute on an H200."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_hosted_copies import CHOSEN, PAGE, decoding, gb_per_s
+
+from ragserve.bench.model_shapes import SHAPES
+from ragserve.measuring import report
+from ragserve_kernels.column_gather import column_gather
+from ragserve_kernels.context_gather import context_gather, context_gather_naive
+from ragserve_kernels.kv import KVLayers
+from sglang_ext.documents.types import KvShape
+from sglang_ext.hosting.host_pages import HostPages
+from sglang_ext.hosting.host_reader import HostReader
+
+BLOCK, LENGTH = 16, 1237  # tokens of a document's page, and of a document
+PROGRAMS = (1, 2, 3, 4, 8, 16)
+DEVICE = torch.device("cuda")
+
+
+def context_of(pages: int, head_dim: int, *, scattered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and turns of a context that takes so many of the documents' pages, as `context_gather` reads
+    them."""
+    each = -(-LENGTH // BLOCK)
+    order = torch.randperm(pages) if scattered else torch.arange(pages)
+    token = torch.arange(LENGTH)
+    rows = [
+        order[first : first + each][token // BLOCK] * BLOCK + token % BLOCK
+        for first in range(0, pages - each + 1, each)
+    ]
+    which = torch.arange(len(rows)).repeat_interleave(LENGTH)
+    whole = len(which) // PAGE * PAGE
+    tokens = torch.stack((torch.cat(rows), which), -1)[:whole].view(-1, PAGE, 2)
+    frequencies = 500_000.0 ** -(torch.arange(head_dim // 2).double() / (head_dim // 2))
+    angles = (torch.arange(len(rows)) * LENGTH).double()[:, None] * frequencies
+    turns = torch.stack((angles.cos(), angles.sin()), 1).float()
+    return tokens.int().to(DEVICE), turns.to(DEVICE)
+
+
+def differs(host: torch.Tensor, kv: KVLayers, tokens: torch.Tensor, turns: torch.Tensor) -> float:
+    """Return how far a page of each head is from the plain forward's, at most."""
+    source = torch.randint(len(tokens), (kv.layers, kv.kv_heads, 2), dtype=torch.int32, device=DEVICE)
+    target = torch.arange(2, dtype=torch.int32, device=DEVICE).expand_as(source).contiguous()
+    loaded = []
+    for gather in (context_gather, context_gather_naive):
+        gather(host, kv, tokens, turns, source, target)
+        loaded.append([each[: 2 * PAGE].clone() for each in (*kv.k, *kv.v)])
+    return max(float((a.float() - b.float()).abs().max()) for a, b in zip(*loaded, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--gb", type=float, default=2.0)
+    parser.add_argument("--requests", type=int, default=18)
+    given = parser.parse_args()
+    model = SHAPES[given.shape]
+    layers, heads, dim = model["num_hidden_layers"], model["num_key_value_heads"], model["head_dim"]
+    own_shape, shape = (KvShape(layers, heads, dim, torch.bfloat16, size) for size in (PAGE, BLOCK))
+    size = int(given.gb * 1e9)
+    own = HostPages(own_shape, size, pin=True)
+    host = HostPages(shape, size, pin=True).pool
+    host.copy_(torch.randn(host.shape, dtype=torch.bfloat16, device=DEVICE))
+    slots = own.capacity * PAGE
+    kv = KVLayers(
+        *([torch.zeros(slots, heads, dim, device=DEVICE).bfloat16() for _ in range(layers)] for _ in "kv")
+    )
+    contexts = {
+        "in order": context_of(len(host), dim, scattered=False),
+        "anywhere": context_of(len(host), dim, scattered=True),
+    }
+    count = min(own.capacity, *(len(tokens) for tokens, _ in contexts.values()))
+    order = torch.argsort(torch.rand(layers, heads, count, device=DEVICE), -1)
+    source = order[..., :CHOSEN].to(torch.int32).contiguous()
+    target = torch.arange(CHOSEN, dtype=torch.int32, device=DEVICE).expand_as(source).contiguous()
+    moved = source.numel() * own_shape.page_bytes // (layers * heads)
+    steps = decoding(given.requests, heads, dim)
+    there = torch.empty(own.pool.shape, dtype=torch.bfloat16, device=DEVICE)
+    rate = gb_per_s(there.nbytes, lambda: there.copy_(own.pool, non_blocking=True))
+    rows: list[dict[str, Any]] = [{"read": "one copy", "GB/s": rate}]
+    for programs in PROGRAMS:
+        reads = {"own pages": partial(column_gather, own.pool, kv, source, target, programs=programs)}
+        for name, context in contexts.items():
+            reads[f"documents, {name}"] = partial(
+                context_gather, host, kv, *context, source, target, programs=programs
+            )
+        for name, read in reads.items():
+            row = {"read": f"columns, {name}", "programs": programs, "GB/s": gb_per_s(moved, read)}
+            found = steps.beside(read, moved / 1e9)
+            row["GB/s beside decode"] = round(moved / 1e6 / found["ms"], 1)
+            row["slowdown without a pause"] = found["decode_slowdown"]
+            rows.append(row)
+    rows += layer_rows(own, host, kv, contexts, count)
+    workload = {
+        "model shape": given.shape,
+        "documents": f"{LENGTH} tokens each, in pages of {BLOCK}",
+        "pages": f"{PAGE} tokens, {CHOSEN} a layer and head",
+        "decode": f"{given.requests} requests",
+        "MB of a load": round(moved / 1e6, 1),
+        "farthest from the plain forward": max(differs(host, kv, *each) for each in contexts.values()),
+    }
+    report.write("context reads", workload, rows, out=given.out)
+
+
+def layer_rows(
+    own: HostPages,
+    host: torch.Tensor,
+    kv: KVLayers,
+    contexts: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    count: int,
+) -> list[dict[str, Any]]:
+    """Measure reads of all ``count`` pages of one layer."""
+    into = KVLayers([kv.k[0]], [kv.v[0]])
+    every = torch.arange(count, dtype=torch.int32, device=DEVICE)
+    lists = every.expand(1, kv.kv_heads, -1).contiguous()
+    size = count * own.shape.page_bytes // kv.layers
+    reader = HostReader(own, every)
+    rate = gb_per_s(size, lambda: [None for _ in reader.pieces(1, count * PAGE)])
+    rows: list[dict[str, Any]] = [{"read": "a layer, own pages", "GB/s": rate}]
+    for programs in PROGRAMS:
+        for name, context in contexts.items():
+            read = partial(
+                context_gather, host, into, *context, lists, lists, first_layer=1, programs=programs
+            )
+            rate = gb_per_s(size, read)
+            rows.append({"read": f"a layer, documents, {name}", "programs": programs, "GB/s": rate})
+    return rows
+
+
+if __name__ == "__main__":
+    main()
