@@ -66,6 +66,7 @@ MOST = 16  # requests that run at once
 FLOAT32 = 1e-3  # difference of log-probabilities that rounding explains
 HEAD_DIM = 64
 EVERYTHING = "all"
+HELD = ("used", "in_documents", "document_pages", "requests", "copying", "retracted", "prefilling")
 
 
 class Sizes:
@@ -203,7 +204,7 @@ class Stress:
             what = chance.choice((*["device"] * 4, "all", *["check"] * 2, *["look"] * 5))
             if what == "look":
                 now = await self.hosted()
-                for name in ("requests", "copying", "retracted", "used", "columns", "prefilling"):
+                for name in (*HELD, "columns"):
                     self.most[name] = max(self.most[name], now[name] or 0)
                 for bound, waiting in now["waiting"].items():
                     self.most[f"waiting: {bound}"] = max(self.most[f"waiting: {bound}"], waiting)
@@ -227,7 +228,7 @@ class Stress:
         until = time.monotonic() + SETTLE_S
         while True:
             hosted, stat = await self.hosted(), await self.engine.control("stat")
-            held = {name: hosted[name] for name in ("used", "requests", "copying", "retracted", "prefilling")}
+            held = {name: hosted[name] for name in HELD}
             held["columns"] = hosted["columns"]
             held["locked slots"] = stat["device"]["locked_tokens"]
             held["pinned documents"] = stat["host"]["pinned_documents"]

@@ -68,6 +68,13 @@ class DecodeMetrics:
             ["state"],
             multiprocess_mode="mostrecent",
         )
+        self.host_pages = Gauge(
+            "ragserve_decode_host_pages",
+            "Pages on the host at the latest decode step: own ones of hosted requests, those of contexts "
+            "that are read in documents, and pages of the documents that are kept for that.",
+            ["kind"],
+            multiprocess_mode="mostrecent",
+        )
         self.link = Gauge(
             "ragserve_decode_link_share",
             "Bytes that hosted requests load a step, by those that the link moves in a step's time.",
@@ -103,6 +110,9 @@ class DecodeMetrics:
             self.waiting.labels(bound).set(count)
         self.columns.labels("held").set(hosted["columns"])
         self.columns.labels("due").set(hosted["columns_due"])
+        self.host_pages.labels("own").set(hosted["used"])
+        self.host_pages.labels("context").set(hosted["in_documents"])
+        self.host_pages.labels("document").set(hosted["document_pages"])
         self.link.set(hosted["link_share"])
 
 

@@ -318,6 +318,7 @@ def test_retraction_eviction_and_leavers_lose_no_slot_and_no_page(stress_server:
         assert counted is not None, counter
         assert float(counted[1]) > 0
     kinds = [f'requests{{kind="{kind}"' for kind in ("hosted", "copying", "resident")]
-    for gauge in (*kinds, 'hosted_columns{state="held"', 'hosted_columns{state="due"', "link_share"):
+    host = [f'host_pages{{kind="{kind}"' for kind in ("own", "context", "document")]
+    for gauge in (*kinds, *host, 'hosted_columns{state="held"', 'hosted_columns{state="due"', "link_share"):
         assert f"\nragserve_decode_{gauge}" in metrics, gauge
     assert stress_server.running.process.poll() is None
