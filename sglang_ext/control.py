@@ -58,8 +58,11 @@ def answer(runtime: Any, body: dict[str, Any]) -> Answer:
     return {"success": True, "response": [found], "error": ""}
 
 
-def _over_ranks(name: str, values: list[Any], *, add: bool = False, store: bool = False) -> Any:
-    """Put the ranks' figures of one name together, ``store``: of the store that engines share.
+def _over_ranks(
+    name: str, values: list[Any], *, add: bool = False, store: bool = False, hosted: bool = False
+) -> Any:
+    """Put the ranks' figures of one name together, ``store``: of the store that engines share, ``hosted``: of
+    hosted requests, whose pages have as many tokens on every rank.
 
     Every rank has its heads of every document. So bytes, pages and faults are sums, a document is in a tier
     if all ranks have it there, and the rest, as numbers of documents, is the first rank's. In a shared folder
@@ -75,6 +78,7 @@ def _over_ranks(name: str, values: list[Any], *, add: bool = False, store: bool 
                 [value[key] for value in values if key in (value or ())],
                 add=inside,
                 store=name == "remote",
+                hosted=name == "hosted",
             )
             for key in names
         }
@@ -90,7 +94,7 @@ def _over_ranks(name: str, values: list[Any], *, add: bool = False, store: bool 
         return any(values)
     if store and name in ("bytes", "budget_bytes"):
         return max(values)
-    if add or name.endswith("bytes") or name in ("pages", "dropped_writes"):
+    if add or name.endswith("bytes") or name == "dropped_writes" or (name == "pages" and not hosted):
         return None if first is None else sum(values)
     return first
 

@@ -60,11 +60,20 @@ def with_sparse_decode(make: Callable[[Any], Any], config: AttentionConfig) -> C
 
 
 def host_pages(runner: Any, config: AttentionConfig) -> HostPages | None:
-    """Return a rank's share of the host memory for requests' KV; None where there is none."""
+    """Return a rank's share of the host memory for requests' KV; None where there is none.
+
+    Raises:
+        ValueError: it holds no page.
+    """
     if not config.hosted_bytes:
         return None
     pool = runner.token_to_kv_pool
     shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, runner.page_size)
     on_gpu = torch.device(runner.device).type == "cuda"
     budget, numbers = config.hosted_bytes // Ranks(runner.tp_group).world, config.hosted_tokens
+    if budget < shape.page_bytes:
+        raise ValueError(
+            f"kv_hosted_bytes is {config.hosted_bytes}: a page of {runner.page_size} tokens takes "
+            f"{shape.page_bytes} bytes of it on each rank; raise it, or leave it out"
+        )
     return HostPages(shape, budget, pin=on_gpu, numbers=numbers // runner.page_size)

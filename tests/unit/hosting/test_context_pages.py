@@ -228,6 +228,36 @@ def test_documents_are_kept_once_for_all_that_read_them_until_the_last_one_has()
         store.check_integrity()
 
 
+class Passing:
+    """An event that the device has passed once it is told so."""
+
+    passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def test_documents_stay_until_the_device_has_read_them() -> None:
+    composed = Composed(7, 100)
+    with store_of(composed.samples) as store:
+        documents, events = documents_of(store), [Passing(), Passing()]
+        waiting = iter(events)
+        documents._copies = SimpleNamespace(all_so_far=lambda: next(waiting))  # type: ignore[assignment]
+        first, second = (composed.held(documents, 16) for _ in range(2))
+        first.release()
+        second.release()
+        documents.check([])
+        assert documents.documents == 2
+        events[1].passed = True
+        documents.poll()
+        assert store.drop_host() == 0, "one event passes behind the other"
+        events[0].passed = True
+        documents.poll()
+        documents.check([])
+        assert documents.documents == 0
+        assert store.drop_host() == 2
+
+
 def test_what_is_not_all_on_the_host_or_takes_more_than_half_of_it_is_not_kept() -> None:
     composed = Composed(6, 200)
     blocks = sum(sample.blocks for sample in composed.samples)

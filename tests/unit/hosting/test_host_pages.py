@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from sglang_ext.attention.config import AttentionConfig
+from sglang_ext.attention.factory import host_pages
 from sglang_ext.documents.types import IntegrityError, KvShape
 from sglang_ext.hosting.host_pages import HostPages
 
@@ -69,3 +73,19 @@ def test_pages_whose_kv_lies_elsewhere_take_memory_last_and_release_it_once() ->
     assert kv.released == 2
     assert pages.allocate(4, 3) is not None
     pages.check({4})
+
+
+def test_settings_say_how_many_pages_there_are() -> None:
+    pool = SimpleNamespace(layer_num=2, head_num=2, head_dim=64, dtype=torch.float32)
+    group = SimpleNamespace(world_size=2)
+    runner = SimpleNamespace(token_to_kv_pool=pool, page_size=16, device="cpu", tp_group=group)
+    assert host_pages(runner, AttentionConfig()) is None
+    budget = 2 * 3 * SHAPE.page_bytes  # of both ranks
+    pages = host_pages(runner, AttentionConfig(hosted_bytes=budget, hosted_tokens=8 * 16 + 5))
+    assert pages is not None
+    assert (pages.capacity, pages.numbers) == (3, 8)
+    pages = host_pages(runner, AttentionConfig(hosted_bytes=budget, hosted_tokens=16))
+    assert pages is not None
+    assert pages.numbers == 3
+    with pytest.raises(ValueError, match="kv_hosted_bytes is 9: a page of 16 tokens takes"):
+        host_pages(runner, AttentionConfig(hosted_bytes=9))
