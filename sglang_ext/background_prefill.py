@@ -6,7 +6,8 @@ Here a chunk of a marked request leaves the rest of them to others. Two requests
 the scheduler, so one that does not fit waits, as it would in SGLang, and the marked request then goes on in
 SGLang's own chunks. The slots of the chunks to come are kept free.
 
-Composed requests and documents are computed in one piece and are not marked.
+A composed request is computed in one piece, which ends when the server takes it back (`giving_way`).
+Documents are computed in one piece and are not marked.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ def check_mark(params: dict[str, Any]) -> None:
 
 
 def on_request(req: Any) -> None:
-    """Note the chunks of a new request that is marked."""
+    """Note the chunks of a new request that is marked or, where it is composed, that it gives way."""
     params = req.sampling_params.custom_params
-    if isinstance(params, dict) and getattr(req, "ragserve", None) is None:
+    if isinstance(params, dict):
         chunk = params.get(BACKGROUND_FIELD, 0)
-        req.ragserve_chunk = chunk if type(chunk) is int and chunk > 0 else 0
+        chunk = chunk if type(chunk) is int and chunk > 0 else 0
+        if getattr(req, "ragserve", None) is None:
+            req.ragserve_chunk = chunk
+        else:
+            req.ragserve_gives_way = chunk > 0
 
 
 def admit(adder: Any, req: Any, align: int | None, add: Callable[[], Any]) -> Any:

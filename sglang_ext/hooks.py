@@ -16,7 +16,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
 
-from sglang_ext import background_prefill, pool_hooks, stages, weight_updates
+from sglang_ext import background_prefill, giving_way, pool_hooks, stages, weight_updates
 from sglang_ext.state import current
 
 
@@ -113,11 +113,12 @@ def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args
     stages.run("usage", stages.nobody, runtime.slots.count)
     if attention is not None:
         stages.run_alike("decode plan", forget_step, attention.before_forward, batch)
-    if composition is not None:
-        composition.before_forward(batch)
+    over = composition is not None and composition.before_forward(batch)
+    if over and attention is not None:
+        attention.forget_step()
     current.batch = batch
     try:
-        result = stages.run("forward", failed, forward)
+        result = stages.run("forward", failed, forward) if not over else None
     finally:
         current.batch = None
         if composition is not None:
@@ -282,6 +283,7 @@ HOOKS = (
             *("analysis", "stored analysis", "new analysis", "query", "selection"),
         ),
     ),
+    Hook(giving_way.PULL, ("self",), giving_way.around_pull, "around"),
     Hook(background_prefill.NEXT_CHUNK, ("self", "req"), background_prefill.around_next_chunk, "around"),
     Hook(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",

@@ -59,7 +59,7 @@ class GenerateRequest:
         earlier: Makes the request of the session's previous turn, by which a composed turn's KV is computed
             again when it has been evicted; None in the first turn.
         background: The server's own, for nobody who waits: an exact prefill in this process group gives way
-            to requests that come meanwhile."""
+            to requests that come meanwhile, and a composed one ends between layers when it is cancelled."""
 
     rid: str
     input_ids: list[int]

@@ -89,7 +89,7 @@ class Documents:
 
     def _send(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         fields = payload(request, new_rid(request.rid))
-        if request.background and self._chunk and request.strategy in EXACT_STRATEGIES:
+        if request.background and self._chunk:
             custom = fields["sampling_params"].setdefault("custom_params", {})
             custom[BACKGROUND_FIELD] = OwnChunk(self._chunk)
         return self._run(fields, len(request.input_ids))

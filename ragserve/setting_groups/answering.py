@@ -44,7 +44,8 @@ class AnsweringSettings(BaseModel):
         256,
         ge=0,
         description="Tokens of a chunk in which the full prefills of verify_share and idle_tuning are "
-        "computed, so that a request that comes meanwhile waits for one chunk. 0: as users' requests are. "
+        "computed, so that a request that comes meanwhile waits for one chunk; composed ones then end "
+        "between layers. 0: as users' requests are. "
         "An engine of its own (engine_url, fleets) takes no notice.",
     )
     query_log_bytes: int = Field(

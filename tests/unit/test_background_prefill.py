@@ -120,10 +120,15 @@ def test_a_clients_mark_is_refused_and_the_servers_is_sent_on_as_a_number() -> N
     ("chunk", "strategy", "of_the_server", "marked"),
     [
         *((256, "full", True, True), (256, "prefix", True, True), (256, "full", False, False)),
-        *((0, "full", True, False), (256, "concat", True, False)),
+        *(
+            (0, "full", True, False),
+            (0, "concat", True, False),
+            (256, "concat", False, False),
+            (256, "concat", True, True),
+        ),
     ],
 )
-def test_exact_requests_of_the_server_are_marked(
+def test_requests_of_the_server_are_marked(
     chunk: int, strategy: str, of_the_server: bool, marked: bool
 ) -> None:
     sent: list[dict[str, Any]] = []

@@ -47,9 +47,11 @@ class Runtime:
         self.slots = SimpleNamespace(count=lambda: None)
         self.output: str | None = None
         self.composition = self
+        self.taken_back = False
 
-    def before_forward(self, batch: Any) -> None:
+    def before_forward(self, batch: Any) -> bool:
         self.output = "computed already"
+        return self.taken_back
 
     def output_of(self, forward_batch: Any) -> str | None:
         output, self.output = self.output, None
@@ -82,6 +84,19 @@ def test_the_model_does_not_run_where_its_output_is_there_and_no_later_forward_g
     assert forward(generate, None, extend) == ["computed already", "run"]
     forward(failing, None, extend)
     assert forward(generate, None, decode) == ["run", "run"]
+
+
+def test_a_batch_that_was_taken_back_is_not_extended(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    runtime.taken_back = True
+    monkeypatch.setattr(current, "runtime", runtime)
+    (forward,) = (h.function for h in hooks.HOOKS if h.target.endswith("forward_batch_generation"))
+
+    def unexpected(worker: Any, batch: Any) -> None:
+        raise AssertionError("nothing is left to compute")
+
+    assert forward(unexpected, None, batch_of(extends=True)).next_token_ids.tolist() == [0]
+    assert runtime.output is None
 
 
 def test_requests_with_and_without_token_ids_may_share_a_step() -> None:

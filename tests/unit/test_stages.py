@@ -19,9 +19,16 @@ from tests.unit.documents.test_exact_only import engine, heads_pool, started
 
 SOURCE = Path(stages.__file__).parent
 OUTSIDE_HOOKS = {"release", "lines", "save", "ended"}  # called by the tree: see `TreeObserver`
-AT_START = {"_around_capture", "_around_pool", "_after_cell_size"}  # where an error must end the process
+AT_START = {  # where an error must end the process
+    "_around_capture",
+    "after_cell_size",
+    "after_rows",
+    "around_pool",
+    "around_tokens",
+}
 COUNTS = {"around_next_chunk"}  # tokens of a step, in plain numbers
 REFUSES = {"_around_weights"}  # holds nothing and serves no request
+READS = {"around_pull"}  # hands on a list
 WITHIN_FORWARD = {"_after_token_ids", "_around_mask_memory"}  # called by SGLang's forward pass, a stage
 
 
@@ -45,7 +52,7 @@ def test_every_hook_names_its_stages() -> None:
     assert len(named) == len(set(named))
     assert set(named) == set(STAGES) - OUTSIDE_HOOKS
     assert {hook.function.__name__ for hook in hooks.HOOKS if not hook.stages} == (
-        AT_START | COUNTS | REFUSES | WITHIN_FORWARD
+        AT_START | COUNTS | REFUSES | READS | WITHIN_FORWARD
     )
 
 

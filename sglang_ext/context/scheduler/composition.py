@@ -34,6 +34,7 @@ from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.strategies import ModelShape, partial_selection
 from sglang_ext.documents.session_pages import SessionPages
+from sglang_ext.giving_way import TakenBack, watched
 from sglang_ext.model import NotComposable, check_layers, forward_stream
 from sglang_ext.protocol import PLAN_FIELD, ContextPlan, PlanError, composed_session_key
 from sglang_ext.ranks import Ranks
@@ -97,6 +98,7 @@ class Composition:
         self.composer = Composer(model_runner, rotation, tiers, ranks)
         check_composition(model_runner, self.composer.gather, tree.token_to_kv_pool_allocator)
         self.releases = ReleaseQueue()
+        self._alone = ranks.alone
         self._counts = ranks.rank == 0  # the others serve the same requests
         self._tree = tree
         self._tiers = tiers
@@ -171,19 +173,22 @@ class Composition:
         if tokens > most and context.decided is not None and context.decided.is_copied:
             sglang_req.compact(req, context, 0)
 
-    def before_forward(self, batch: Any) -> None:
+    def before_forward(self, batch: Any) -> bool:
         """Before an extend batch: note each row's position offset and fill the slots of its new composed
-        requests. Runs on the stream of the forward pass.
+        requests. Runs on the stream of the forward pass. Returns True if the server has taken back all of
+        its requests meanwhile, so that nothing is left to extend.
         """
         stages.run_alike("offsets", stages.ending(batch.reqs), self._note_offsets, batch)
         if self._documents.takes(batch):
             stages.run("document", stages.ending(batch.reqs), self._documents.run, batch)
-            return
+            return False
         new = [r for r in batch.reqs if is_composed(r) and not r.ragserve.filled]
         if not new:
-            return
+            return False
         failures: list[str] = []
-        stages.run("composition", failures.append, self._compose, batch, new)
+        composed = stages.run("composition", failures.append, self._compose, batch, new)
+        if composed is False:
+            failures.append("it was taken back while its context was computed")
         if failures:
             self.composer.fused_question.drop()
             stages.ending(new)(failures[0])
@@ -199,6 +204,7 @@ class Composition:
                 self._locator.unlock(context)
 
         stages.run("unlock", unlock_now, self._unlock, contexts, self.composer.gather.loading)
+        return composed is False
 
     def _note_offsets(self, batch: Any) -> None:
         offsets = [r.ragserve.delta if is_composed(r) else 0 for r in batch.reqs]
@@ -207,7 +213,8 @@ class Composition:
         )
         self.releases.poll()
 
-    def _compose(self, batch: Any, new: Sequence[Any]) -> None:
+    def _compose(self, batch: Any, new: Sequence[Any]) -> bool:
+        """Fill the slots; False where all requests were taken back before that was done."""
         table = self._tree.req_to_token_pool.req_to_token
         rows = [table[r.req_pool_idx, : r.extend_range.end].to(torch.int64) for r in new]
         contexts = [r.ragserve for r in new]
@@ -215,7 +222,12 @@ class Composition:
         whole = len(new) == len(batch.reqs) and batch.forward_mode.name == "EXTEND"
         # nor one whose pages its question chooses, in the forward pass
         whole = whole and not any(_lags(r) for r in new)
-        self._timer = self.composer.fill(contexts, rows, whole=whole)
+        try:
+            with watched(batch.reqs if self._alone else ()):
+                self._timer = self.composer.fill(contexts, rows, whole=whole)
+        except TakenBack:
+            return False
+        return True
 
     def output_of(self, forward_batch: Any) -> Any:
         """Return, once, the model's output that `before_forward` has computed already; None if the model has

@@ -1,0 +1,82 @@
+"""A composed pass that the server runs for itself ends between two layers once its request is taken back.
+
+A comparison in idle time is cancelled when a request arrives. SGLang reads messages between steps only, and a
+composed context is computed within one step. So the pass of a marked request looks for its own abort before
+each layer. What it reads besides reaches SGLang's loop at its next turn, in its order.
+
+Only where a single process runs the model: several would have to stop at the same layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+PULL = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs"
+
+
+class TakenBack(Exception):
+    """All requests of the running pass have been taken back."""
+
+
+class Inbox:
+    """Messages of the scheduler's loop, some of which are read before their turn. Scheduler thread only."""
+
+    def __init__(self) -> None:
+        self._pull: Callable[[], list[Any] | None] | None = None
+        self._early: list[Any] = []
+
+    def around_pull(self, original: Callable[..., list[Any] | None], receiver: Any) -> list[Any] | None:
+        """Run around `SchedulerRequestReceiver._pull_raw_reqs`: give what was read early first."""
+        self._pull = partial(original, receiver)
+        pulled = original(receiver)
+        if not self._early:
+            return pulled
+        early, self._early = self._early, []
+        return early + (pulled or [])
+
+    def taken_back(self, rids: Sequence[str]) -> bool:
+        """Read what has come; tell whether it takes back all requests ``rids``, as SGLang matches them."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        if self._pull is None:
+            return False
+        self._early += self._pull() or []
+        aborts = [each for each in self._early if isinstance(each, AbortReq)]
+        return all(any(each.abort_all or rid.startswith(each.rid) for each in aborts) for rid in rids)
+
+
+inbox = Inbox()
+_look: Callable[[], bool] | None = None  # of the pass that is running
+
+
+def around_pull(original: Callable[..., Any], receiver: Any) -> Any:
+    """See `Inbox.around_pull`."""
+    return inbox.around_pull(original, receiver)
+
+
+@contextmanager
+def watched(reqs: Sequence[Any]) -> Iterator[None]:
+    """Let `look` raise TakenBack in the block if every request is the server's own and all are taken back."""
+    global _look
+    if reqs and all(getattr(req, "ragserve_gives_way", False) for req in reqs):
+        _look = partial(inbox.taken_back, [req.rid for req in reqs])
+    try:
+        yield
+    finally:
+        _look = None
+
+
+def look(device: torch.device) -> None:
+    """Called before a layer of a pass. A device computes what it has been given first: else all layers would
+    be launched before a request can be taken back. Raises TakenBack."""
+    if _look is None:
+        return
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    if _look():
+        raise TakenBack("the request was taken back while its context was computed")
