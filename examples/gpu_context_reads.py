@@ -6,9 +6,10 @@ their own.
 Columns: `context_gather` of random pages of 64 tokens out of documents of odd lengths, whose pages of 16 lie
 in order or anywhere, or in order in codes of 8 bits, and `column_gather` of as many pages of the request's
 own, by the number of programs; alone, and beside decode steps as in gpu_hosted_copies.py, without a pause. A
-question: all of a layer of the context, in one piece, by `context_gather` and by `gather_h2d` from pages of its
-own. The rival is one copy of as many bytes from pinned memory. What `context_gather` loads is compared with the
-plain forward. Every figure is the best of five. Pinned memory: 2.6 times ``--gb``. A minute on an H200."""
+question: all of a layer of the context, in one piece, by `context_gather` and by `gather_h2d` from pages of
+its own. The rival is one copy of as many bytes from pinned memory. What `context_gather` loads is compared
+with the plain forward. Every figure is the best of five. Pinned memory: 2.6 times ``--gb``. A minute on an
+H200."""
 
 from __future__ import annotations
 
