@@ -92,9 +92,9 @@ class DecodeRuntime:
     def read_documents(self, tiers: Any, rotation: Rotation) -> None:
         """Let hosted requests read composed contexts in their documents' host pages, without copies.
 
-        ``tiers``: the `TierStore`; pages of 8 bits and keys that rotate by neighbours are copied."""
-        shape, hosted = tiers.shape, self._hosted
-        if hosted is not None and rotation.neox and shape.bits == 16 and shape.dtype == hosted.kv.dtype:
+        ``tiers``: the `TierStore`; contexts are copied where keys rotate by neighbours."""
+        hosted = self._hosted
+        if hosted is not None and rotation.neox and tiers.shape.dtype == hosted.kv.dtype:
             hosted.documents = HostDocuments(tiers, rotation, hosted.copies, hosted.kv.device)
 
     def on_request(self, req: Any) -> str | None:

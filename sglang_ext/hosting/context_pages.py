@@ -67,9 +67,10 @@ class ContextPages:
     ) -> None:
         """Load pages, ``source`` by their numbers in the context: see `context_gather`."""
         tokens, turns, _ = self.tensors
-        host = self.documents.pages.pool
         context_gather(
-            *(host, into, tokens, turns, source, target), first_layer=first_layer, programs=programs
+            *(self.documents.host, into, tokens, turns, source, target),
+            first_layer=first_layer,
+            programs=programs,
         )
 
     def release(self) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from ragserve_kernels.context_gather import HostCodes
 from sglang_ext.context.buffers import Ints
 from sglang_ext.context.rope import Rotation
+from sglang_ext.documents.stored_pages import StoredPages
 from sglang_ext.documents.types import IntegrityError
 from sglang_ext.hosting.beside import CopyStream
 
@@ -32,9 +34,14 @@ class HostDocuments:
     At most half of the host tier is kept like this: the other half stays for documents that come."""
 
     def __init__(self, tiers: Any, rotation: Rotation, copies: CopyStream, device: torch.device) -> None:
-        """``tiers``: the `TierStore`, of plain values, for heads whose halves rotate (``rotation.neox``).
-        ``device``: that reads the pages."""
-        self.pages = tiers.pages
+        """``tiers``: the `TierStore`. ``rotation``: of heads whose halves rotate. ``device``: that reads the
+        pages."""
+        self.pages: StoredPages = tiers.pages
+        shape, pool = self.pages.shape, self.pages.pool
+        self.host: torch.Tensor | HostCodes = pool
+        """The pages as `context_gather` takes them."""
+        if shape.bits == 8:
+            self.host = HostCodes(pool, shape.layers, shape.kv_heads, shape.block, shape.head_dim)
         self.device = device
         self.rotation = rotation
         self._tiers = tiers

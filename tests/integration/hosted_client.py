@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,6 +33,17 @@ def assert_same(got: Generated, want: Generated, tolerance: float = 5e-5) -> Non
 def held(client: httpx.Client) -> dict[str, Any]:
     answer = client.post("/dumper/ragserve", json={"op": "info"}).json()
     return dict(answer[0]["decode"]["hosted"])
+
+
+def watched(client: Any, asks: list[Callable[[], Any]]) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Ask, and look at what hosted requests hold until all have been answered."""
+    seen = []
+    with ThreadPoolExecutor(len(asks)) as pool:
+        asked = [pool.submit(ask) for ask in asks]
+        while not all(each.done() for each in asked):
+            seen.append(held(client))
+            time.sleep(0.01)
+    return [each.result() for each in asked], seen
 
 
 def idle(client: httpx.Client) -> dict[str, Any]:

@@ -22,7 +22,16 @@ from tests.conftest import EXHAUSTIVE
 from tests.integration import context_client
 from tests.integration.context_client import result
 from tests.integration.engines import PARALLEL_LOGICAL, PARALLEL_PAGE, Server
-from tests.integration.hosted_client import assert_goes_on, assert_same, generate, held, idle, report, verify
+from tests.integration.hosted_client import (
+    assert_goes_on,
+    assert_same,
+    generate,
+    held,
+    idle,
+    report,
+    verify,
+    watched,
+)
 from tests.integration.prompts import some_ids
 from tests.integration.reference import Generated, Reference
 from tests.integration.sparse_reference import SparseReference
@@ -139,7 +148,8 @@ def test_requests_are_hosted_by_themselves_when_others_wait_and_more_run_at_once
 
 @pytest.mark.parametrize("question", [15, 300], ids=["whole", "chunked"])
 def test_a_composed_context_is_hosted_from_the_start(parallel_server: Server, question: int) -> None:
-    """Some documents come from the host, and the last one from the device."""
+    """Some documents come from the host, and the last one from the device. Then all are on the host, in pages
+    of 8 bits that both ranks read in place."""
     spans = [(0, 230), (230, 480), (480, 700)]
     ids, n_new = some_ids(700 + question, 41), 24
     plan = ContextPlan("compose", "hosted", "concat", tuple(Span(a, b) for a, b in spans), {})
@@ -153,6 +163,13 @@ def test_a_composed_context_is_hosted_from_the_start(parallel_server: Server, qu
     assert_same(result(hosted), result(resident))
     assert report(hosted).hosted_steps == report(hosted).steps == n_new - 1
     assert report(resident).hosted_steps == 0
+    verify(client)
+    client.post("/dumper/ragserve", json={"op": "evict", "tiers": ["device"]})
+    resident = generate(client, ids, n_new, plan, **LAGGING)
+    (hosted,), seen = watched(client, [lambda: generate(client, ids, n_new, plan, **HOSTED)])
+    assert_same(result(hosted), result(resident))
+    assert max(now["in_documents"] for now in seen) == 700 // PARALLEL_PAGE
+    assert max(now["used"] for now in seen) == 0
     verify(client)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
@@ -14,7 +13,7 @@ from sglang_ext.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, Span
 from tests.integration import context_client
 from tests.integration.context_client import result
 from tests.integration.engines import Server
-from tests.integration.hosted_client import assert_same, generate, held, idle, report, verify
+from tests.integration.hosted_client import assert_same, generate, held, idle, report, verify, watched
 from tests.integration.prompts import some_ids
 
 LAGGING = {"mode": "hierarchical", "budget": 64, "reuse": 4, "lag": 2}
@@ -33,17 +32,6 @@ def evict(client: Any, *tiers: str) -> None:
 def cache_documents(client: Any, ids: list[int]) -> None:
     for start, end in SPANS:
         context_client.generate(client, ids[start:end], ContextPlan("document", NAMESPACE), 1)
-
-
-def watched(client: Any, asks: list[Callable[[], Any]]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Ask, and look at what hosted requests hold until all have been answered."""
-    seen = []
-    with ThreadPoolExecutor(len(asks)) as pool:
-        asked = [pool.submit(ask) for ask in asks]
-        while not all(each.done() for each in asked):
-            seen.append(held(client))
-            time.sleep(0.01)
-    return [each.result() for each in asked], seen
 
 
 def test_several_requests_hold_the_documents_once_and_answer_as_a_copy_and_the_device(

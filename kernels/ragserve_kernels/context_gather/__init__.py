@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 
 from ragserve_kernels.context_gather.naive import context_gather_naive
+from ragserve_kernels.context_gather.types import HostCodes
 from ragserve_kernels.dispatch import check, use_triton
 from ragserve_kernels.kv import KVLayers, check_head_dim, check_page_size
 
-__all__ = ["context_gather", "context_gather_naive"]
+__all__ = ["HostCodes", "context_gather", "context_gather_naive"]
 
 
 def context_gather(
-    host: torch.Tensor,
+    host: torch.Tensor | HostCodes,
     dst: KVLayers,
     tokens: torch.Tensor,
     turns: torch.Tensor,
@@ -29,7 +30,8 @@ def context_gather(
 
     Args:
         host: the documents' pages, ``[pages, 2 (K, V), layers, kv_heads, block, head_dim]`` in host memory,
-            contiguous, pinned if ``dst`` is on a GPU.
+            contiguous, pinned if ``dst`` is on a GPU; or pages of codes, which become values of the dtype of
+            ``dst``, in float32 until then.
         dst: the pool, of layers ``first_layer`` and following of ``host``; its page p is slots p * page to
             (p + 1) * page.
         tokens: int32 ``[context pages, page, 2]`` on the device of ``dst``: of each token of the context
@@ -39,25 +41,32 @@ def context_gather(
         source: int32 ``[layers of dst, kv_heads, n]`` on that device: pages of the context. Negative entries
             are skipped, fastest where they come last. Not checked.
         target: like ``source``: pool pages, distinct in each layer and head.
-        programs: of the launch; default 3, which leave the rest of the chip to decode.
+        programs: of the launch; default 3, which leave the rest of the chip to decode, or 8 from codes.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit.
     """
     layers, kv_heads, head_dim, dtype = dst.layout
-    check("host", host, dtype, (None, 2, None, kv_heads, None, head_dim), dense=True)
-    check_page_size(host.shape[4])
+    if isinstance(host, HostCodes):
+        host.check()
+        pool, there, block = host.pool, host.layers, host.block
+        if (host.kv_heads, host.head_dim) != (kv_heads, head_dim):
+            raise ValueError(
+                f"host has {host.kv_heads} heads of {host.head_dim}; expected {kv_heads} of {head_dim}."
+            )
+    else:
+        check("host", host, dtype, (None, 2, None, kv_heads, None, head_dim), dense=True)
+        pool, there, block = host, host.shape[2], host.shape[4]
+    check_page_size(block)
     check_head_dim(head_dim)
-    if host.is_cuda:
-        raise TypeError(f"host is on {host.device}; expected host memory.")
-    if dst.device.type == "cuda" and not host.is_pinned():
+    if pool.is_cuda:
+        raise TypeError(f"host is on {pool.device}; expected host memory.")
+    if dst.device.type == "cuda" and not pool.is_pinned():
         raise ValueError("host is not pinned, so the GPU cannot read it; allocate it with pin_memory=True.")
-    if host.data_ptr() % 16:
+    if pool.data_ptr() % 16:
         raise ValueError("host must be aligned to 16 bytes.")
-    if not 0 <= first_layer <= host.shape[2] - layers:
-        raise ValueError(
-            f"dst has {layers} layers, from layer {first_layer} on; host has {host.shape[2]} in all."
-        )
+    if not 0 <= first_layer <= there - layers:
+        raise ValueError(f"dst has {layers} layers, from layer {first_layer} on; host has {there} in all.")
     like = dst.k[0]
     check("tokens", tokens, torch.int32, (None, None, 2), like=like, dense=True)
     check_page_size(tokens.shape[1])
@@ -70,7 +79,7 @@ def context_gather(
     check("target", target, torch.int32, source.shape, like=like, dense=True)
     if programs is not None and programs < 1:
         raise ValueError(f"programs is {programs}; expected at least 1.")
-    if not source.numel() or not len(host) or not len(tokens):
+    if not source.numel() or not len(pool) or not len(tokens):
         return
     if use_triton(like):
         from ragserve_kernels.context_gather import triton as kernels

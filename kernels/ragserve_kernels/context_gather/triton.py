@@ -8,17 +8,21 @@ import torch
 import triton
 import triton.language as tl
 
+from ragserve_kernels.context_gather.types import PAIR_BYTES, HostCodes
 from ragserve_kernels.dispatch import host_tile_bytes, next_power_of_2
 from ragserve_kernels.kv import KVLayers
+from ragserve_kernels.quantize_kv.pairs import scale_and_zero
 
 _STEP = 64
 PROGRAMS = 3  # as `column_gather`
+CODE_PROGRAMS = 8  # as `rotate_gather` from codes
 _TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit(do_not_specialize=["n_lists", "n_entries", "n_layers", "i_first_layer"])
 def context_gather_kernel(
-    p_host,  # [pages, 2, n_layers, KV_HEADS, BLOCK, D]
+    p_host,  # [pages, 2, n_layers, KV_HEADS, BLOCK, D], and PAIR bytes more a row with CODES
+    p_pairs,  # int32: the same memory in words; read with CODES
     p_dst_k,  # int64 [layers]: addresses
     p_dst_v,
     p_tokens,  # int32 [context pages, PAGE, 2]
@@ -39,7 +43,11 @@ def context_gather_kernel(
     TILE: tl.constexpr,  # tokens: whole pages, or a part of one
     STEP: tl.constexpr,  # entries that are looked through at a time
     DTYPE: tl.constexpr,
+    CODES: tl.constexpr,  # the pages hold 8-bit codes
+    PAIR: tl.constexpr,  # bytes of a row's scale and zero point
 ):
+    # half a row of codes is less than the link moves at once
+    WHOLE: tl.constexpr = CODES and 2 * HALF == D
     o_token = tl.arange(0, TILE)
     o_dim = tl.arange(0, D)
     o_half = tl.arange(0, B_HALF)
@@ -69,15 +77,29 @@ def context_gather_kernel(
             p_token = p_tokens + (tl.maximum(i_page, 0) * PAGE + i_token % PAGE) * 2
             i_row = tl.load(p_token, mask=m_page, other=0).to(tl.int64)
             i_turn = tl.load(p_token + 1, mask=m_page, other=0).to(tl.int64)
-            # K and V of a head lie n_heads heads apart in a page
-            o_head = i_row // BLOCK * 2 * n_heads + i_from
-            o_k = tl.multiple_of((o_head * BLOCK + i_row % BLOCK) * D, 16)
-            o_v = tl.multiple_of(o_k + n_heads * BLOCK * D, 16)
+            # rows of K and V of a head lie n_heads heads apart in a page
+            n_row = n_heads * BLOCK
+            i_block = i_row // BLOCK
+            i_place = i_from * BLOCK + i_row % BLOCK
+            if CODES:
+                o_page = i_block * 2 * n_row * (D + PAIR)
+                o_pair = o_page // 4 + 2 * n_row * D // 4 + i_place
+            else:
+                o_page = i_block * 2 * n_row * D
+            o_k = tl.multiple_of(o_page + i_place * D, 16)
+            o_v = tl.multiple_of(o_k + n_row * D, 16)
             m_row = m_page[:, None]
             m_half = m_row & (o_half < HALF)[None, :]
-            # [TILE, B_HALF], twice, and [TILE, D]: all loads before their first use
-            b_1 = tl.load(p_host + o_k[:, None] + o_half[None, :], mask=m_half)
-            b_2 = tl.load(p_host + o_k[:, None] + HALF + o_half[None, :], mask=m_half)
+            # [TILE, B_HALF], twice, or [TILE, D], and [TILE, D]: all loads before their first use
+            if WHOLE:
+                b_k = tl.load(p_host + o_k[:, None] + o_dim[None, :], mask=m_row)
+            else:
+                b_1 = tl.load(p_host + o_k[:, None] + o_half[None, :], mask=m_half)
+                b_2 = tl.load(p_host + o_k[:, None] + HALF + o_half[None, :], mask=m_half)
+            if CODES:
+                # [TILE] each
+                b_k_pair = tl.load(p_pairs + o_pair, mask=m_page, other=0)
+                b_v_pair = tl.load(p_pairs + o_pair + n_row, mask=m_page, other=0)
             b_v = tl.load(p_host + o_v[:, None] + o_dim[None, :], mask=m_row)
             p_turn = p_turns + i_turn[:, None] * (2 * HALF) + o_half[None, :]
             b_cos = tl.load(p_turn, mask=m_half, other=1.0)
@@ -88,9 +110,20 @@ def context_gather_kernel(
                 o_rest = 2 * HALF + tl.arange(0, B_REST)
                 m_rest = m_row & (o_rest < D)[None, :]
                 b_rest = tl.load(p_host + o_k[:, None] + o_rest[None, :], mask=m_rest)
+                if CODES:
+                    b_scale, b_zero = scale_and_zero(b_k_pair)
+                    b_rest = (b_rest.to(tl.float32) * b_scale[:, None] + b_zero[:, None]).to(DTYPE)
                 tl.store(p_k + o_dst[:, None] + o_rest[None, :], b_rest, mask=m_rest)
+            if WHOLE:
+                b_1, b_2 = tl.split(tl.permute(tl.reshape(b_k, [TILE, 2, D // 2]), [0, 2, 1]))
             b_1 = b_1.to(tl.float32)
             b_2 = b_2.to(tl.float32)
+            if CODES:
+                b_scale, b_zero = scale_and_zero(b_k_pair)
+                b_1 = b_1 * b_scale[:, None] + b_zero[:, None]
+                b_2 = b_2 * b_scale[:, None] + b_zero[:, None]
+                b_scale, b_zero = scale_and_zero(b_v_pair)
+                b_v = (b_v.to(tl.float32) * b_scale[:, None] + b_zero[:, None]).to(DTYPE)
             q_k = p_k + o_dst[:, None] + o_half[None, :]
             tl.store(q_k, (b_1 * b_cos - b_2 * b_sin).to(DTYPE), mask=m_half)
             tl.store(q_k + HALF, (b_2 * b_cos + b_1 * b_sin).to(DTYPE), mask=m_half)
@@ -98,7 +131,7 @@ def context_gather_kernel(
 
 
 def context_gather(
-    host: torch.Tensor,
+    host: torch.Tensor | HostCodes,
     dst: KVLayers,
     tokens: torch.Tensor,
     turns: torch.Tensor,
@@ -109,15 +142,23 @@ def context_gather(
     programs: int | None = None,
 ) -> None:
     """Launch the kernel; see :func:`ragserve_kernels.context_gather.context_gather`."""
-    programs = programs or PROGRAMS
+    codes = host if isinstance(host, HostCodes) else None
+    programs = programs or (PROGRAMS if codes is None else CODE_PROGRAMS)
     layers, kv_heads, head_dim, dtype = dst.layout
     half = turns.shape[2]
     rest = head_dim - 2 * half
-    row_bytes = 2 * head_dim * dtype.itemsize
-    tile = max(1, host_tile_bytes(programs) // row_bytes)  # a power of two
+    value_bytes = 2 * head_dim * dtype.itemsize
+    row_bytes = value_bytes if codes is None else 2 * head_dim
+    tile = max(1, min(host_tile_bytes(programs) // row_bytes, (64 << 10) // value_bytes))  # a power of two
+    if isinstance(host, HostCodes):
+        pool, pairs = host.pool.view(-1).view(torch.int8), host.pool.view(-1).view(torch.int32)
+        there, block = host.layers, host.block
+    else:
+        pool, pairs, there, block = host, host, host.shape[2], host.shape[4]
     lists = layers * kv_heads
     context_gather_kernel[(min(programs, lists),)](
-        host,
+        pool,
+        pairs,
         dst.k_ptrs,
         dst.v_ptrs,
         tokens,
@@ -126,10 +167,10 @@ def context_gather(
         target,
         lists,
         source.shape[2],
-        host.shape[2],
+        there,
         first_layer,
         KV_HEADS=kv_heads,
-        BLOCK=host.shape[4],
+        BLOCK=block,
         PAGE=tokens.shape[1],
         D=head_dim,
         HALF=half,
@@ -138,5 +179,7 @@ def context_gather(
         TILE=tile,
         STEP=_STEP,
         DTYPE=_TL_DTYPE[dtype],
-        num_warps=max(4, min(16, tile * row_bytes // 4096)),
+        CODES=codes is not None,
+        PAIR=PAIR_BYTES,
+        num_warps=max(4, min(16, tile * value_bytes // 4096)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglang_ext.context.compose.request import ComposedContext
+from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
 from sglang_ext.hosting.context_pages import ContextPages
 from sglang_ext.hosting.host_documents import HostDocuments, WantedDocument
 
@@ -15,7 +15,10 @@ def context_on_host(
     """Hold the pages of all of the context's documents; None, and none are held, if not all of what it keeps
     is on the host. It must keep the same tokens in all layers (`ContextSelection.is_copied`).
 
+    The device has documents' values: host pages of 8 bits do not stand for one that it has.
     ``page_size``: tokens of a page of the context."""
+    if documents.pages.shape.bits == 8 and any(isinstance(s, DocumentOnDevice) for s in context.sources):
+        return None
     spans, block = context.plan.spans, documents.pages.shape.block
     wanted = [
         WantedDocument(key, context.ids_32[span.start : span.end], context.blocks(number, block))

@@ -6,6 +6,7 @@ import random
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -30,10 +31,11 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def store_of(samples: Sequence[Sample], pages: int = 400) -> Iterator[TierStore]:
+def store_of(samples: Sequence[Sample], pages: int = 400, bits: int = 16) -> Iterator[TierStore]:
     """A store of so many host pages, with the samples in it."""
+    shape = replace(SHAPE, bits=bits)
     store = TierStore(
-        SHAPE, fingerprint=FINGERPRINT, host_bytes=pages * SHAPE.page_bytes, disk=None, pin=False
+        shape, fingerprint=FINGERPRINT, host_bytes=pages * shape.page_bytes, disk=None, pin=False
     )
     try:
         for sample in samples:

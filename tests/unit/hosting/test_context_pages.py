@@ -16,7 +16,7 @@ from sglang_ext.context.compose.composer import filling_of
 from sglang_ext.context.compose.gather import Gather
 from sglang_ext.context.compose.host_context import context_on_host
 from sglang_ext.context.compose.host_fill import gather_to_host
-from sglang_ext.context.compose.request import DocumentOnHost
+from sglang_ext.context.compose.request import DocumentOnDevice, DocumentOnHost
 from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import IntegrityError
 from sglang_ext.hosting import context_reader
@@ -160,10 +160,10 @@ class Copy:
             mine[first : first + len(given)] = given
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_it_is_bit_for_bit_what_is_copied_where_it_cannot_be_read_in_place(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "bits"), [(0, 16), (1, 16), (2, 8), (3, 8)])
+def test_it_is_bit_for_bit_what_is_copied_where_it_cannot_be_read_in_place(seed: int, bits: int) -> None:
     composed = Composed(seed, 7 * 16 + BEHIND)
-    with store_of(composed.samples) as store:
+    with store_of(composed.samples, bits=bits) as store:
         documents = documents_of(store)
         found = composed.held(documents, 16)
         k, v = ([torch.zeros(400, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv")
@@ -194,6 +194,18 @@ def test_it_is_bit_for_bit_what_is_copied_where_it_cannot_be_read_in_place(seed:
         for got, want in zip((*k, *v), behind, strict=True):
             assert torch.equal(got, want), "what fills no page has slots in any case"
         found.release()
+
+
+def test_codes_do_not_stand_for_what_the_device_has_exactly() -> None:
+    composed = Composed(4, 100)
+    on_device = DocumentOnDevice(torch.arange(4), "node")
+    for bits, sources, found in ((8, [], True), (8, [on_device], False), (16, [on_device], True)):
+        composed.context.sources = list(sources)
+        with store_of(composed.samples, bits=bits) as store:
+            held = context_on_host(composed.context, documents_of(store), 16)
+            assert (held is not None) == found
+            if held is not None:
+                held.release()
 
 
 def test_documents_are_kept_once_for_all_that_read_them_until_the_last_one_has() -> None:

@@ -50,7 +50,7 @@ class Hosting:
 class Documents:
     """On the host, all but those that are ``missing``."""
 
-    pages = SimpleNamespace(shape=SimpleNamespace(block=16))
+    pages = SimpleNamespace(shape=SimpleNamespace(block=16, bits=16))
 
     def __init__(self, *missing: str) -> None:
         self.missing, self.held = missing, 0
