@@ -229,7 +229,7 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
     )
     kv_analysis: Literal["ingest", "lazy"] = Field(
         "ingest",
-        description="When to analyse documents, at the cost of about 1.1 prefills. ingest: with a warm-up, "
+        description="When to analyse documents, at the cost of about 0.9 prefills. ingest: with a warm-up, "
         "and documents that came with a query at the first query whose strategy or rule needs it. lazy: "
         "always at that query.",
     )
