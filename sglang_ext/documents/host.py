@@ -110,7 +110,12 @@ class HostTier:
         return [*self.entries.values(), *self.pending_removal.values()]
 
     def add(self, key: str, namespace: str, token_ids: array[int]) -> HostEntry:
-        """A new entry without pages; ``settle`` drops it again unless it gets pages, a pin or a load."""
+        """A new entry without pages; ``settle`` drops it again unless it gets pages, a pin or a load.
+
+        A document that is pending removal gets the entry it has, visible again. With a second one, pins of
+        readers of the one would count for the other."""
+        if key in self.pending_removal:
+            return self._revived(key)
         entry = HostEntry(key, namespace, token_ids, _absent(self.shape.blocks(len(token_ids))))
         self.entries[key] = entry
         return entry
@@ -170,15 +175,11 @@ class HostTier:
         self.pending_removal[entry.key] = entry
         self.settle(entry)
 
-    def revive(self, key: str) -> HostEntry | None:
-        """The document's entry. One pending removal becomes visible again: its pages are what the same
-        document would write.
-        """
-        entry = self.pending_removal.pop(key, None)
-        if entry is not None:
-            entry.removed = False
-            self.entries[key] = entry
-        return self.entries.get(key)
+    def _revived(self, key: str) -> HostEntry:
+        """Make a document visible again: its pages are what the same document would write."""
+        entry = self.entries[key] = self.pending_removal.pop(key)
+        entry.removed = False
+        return entry
 
     def set_limit(self, budget_bytes: int) -> None:
         """Change the budget, evicting what no longer fits. Raises ValueError above the pool's size."""

@@ -211,7 +211,7 @@ class TierStore:
         token_ids = token_array(meta.token_ids)
         with self._tiers.open(changing=True) as tiers:
             host, lasting, to_disk = tiers.host, to_disk, to_disk and self._disk_config is not None
-            entry = host.revive(meta.key) or host.add(meta.key, meta.namespace, token_ids)
+            entry = host.entries.get(meta.key) or host.add(meta.key, meta.namespace, token_ids)
             if (entry.namespace, entry.token_ids) != (meta.namespace, token_ids):
                 host.settle(entry)
                 raise ValueError(

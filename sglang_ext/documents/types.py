@@ -205,7 +205,9 @@ class LoadTicket:
 
     @property
     def tier(self) -> str:
-        """The slowest tier that it reads: disk or remote."""
+        """The slowest tier that it reads: disk or remote; host where all is there already."""
+        if not self._parts:
+            return "host"
         return "remote" if any(part.tier == "remote" for part in self._parts) else "disk"
 
     @property

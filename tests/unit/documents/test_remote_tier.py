@@ -25,7 +25,7 @@ from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import DiskConfig, RemoteConfig
 from sglang_ext.ranks import Ranks
 from tests.unit.context.compose.test_locate import context_of, resolved
-from tests.unit.documents.document_samples import FINGERPRINT, LARGE, SHAPE, Sample, flushed
+from tests.unit.documents.document_samples import FINGERPRINT, LARGE, SHAPE, Sample, flushed, pages_of
 
 PAGE = SHAPE.page_bytes
 
@@ -238,6 +238,30 @@ def test_removed_means_removed_from_the_shared_store(tmp_path: Path) -> None:
         assert list((tmp_path / "shared").rglob("*.pages"))
         assert control(one, "clear") == {}
         assert not list((tmp_path / "shared").rglob("*.pages"))
+
+
+def test_a_document_that_comes_back_from_another_engine_is_the_one_that_is_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_ext.documents.remote.tier._ABSENT_S", 0.05)
+    document = Sample(1, 16)
+    with engine(tmp_path, "a") as one, engine(tmp_path, "b") as other:
+        document.put(one)
+        flushed(one)
+        one.pin(document.key)  # a request reads it
+        pages = pages_of(one, document.key, range(4))
+        assert removed(one, document) == {"removed": 1}
+        assert resolved_tiers(one, [document]) == {"missing"}
+        document.put(other)  # the same text again, elsewhere
+        flushed(other)
+        until(lambda: found(one, document) == "remote")
+        assert resolved_tiers(one, [document]) == {"host"}
+        assert pages_of(one, document.key, range(4)) == pages, "the next reader pins what the first one does"
+        one.check_integrity()
+        assert one.drop_host() == 0
+        one.unpin(document.key)
+        assert one.drop_host() == 1
+        assert one.stat()["host"]["pages"] == 0
 
 
 def test_a_store_that_is_away_costs_hits_and_keeps_deletions(

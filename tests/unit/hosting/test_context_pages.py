@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from sglang_ext.hosting.host_documents import WantedDocument
 from sglang_ext.hosting.host_prefix import HostPrefix
 from sglang_ext.hosting.host_prefixes import HostPrefixes
 from sglang_ext.hosting.hosted_row import HostedCounts, HostedRow
-from tests.unit.documents.document_samples import Sample
+from tests.unit.documents.document_samples import Sample, files_of, flushed, opened
 from tests.unit.hosting.hosted_bench import DIM, HEADS, LAYERS, LIMIT, PROMPT, TAIL, Bench, drawn
 from tests.unit.hosting.hosted_documents import ROTATION, SHAPE, Composed, documents_of, store_of
 from tests.unit.hosting.test_host_admission import Adder
@@ -237,6 +238,34 @@ def test_documents_are_kept_once_for_all_that_read_them_until_the_last_one_has()
         assert (documents.documents, documents.used) == (0, 0)
         other.put(store)
         other.assert_pages(store)
+        store.check_integrity()
+
+
+def test_a_document_that_is_found_again_while_it_is_read_has_one_place(tmp_path: Path) -> None:
+    """It was removed, and comes back from below: its first reader's pages serve the next one."""
+    composed = Composed(10, 200)
+    with opened(tmp_path, shape=SHAPE, host_pages=60) as store:
+        documents = documents_of(store)
+        for sample in composed.samples:
+            sample.put(store)
+        flushed(store)
+        kept = {path: path.read_bytes() for path in files_of(tmp_path)}
+        first = composed.held(documents, 16)
+        assert all(store.remove(sample.key) for sample in composed.samples)
+        for path, content in kept.items():  # another engine's copy, or what could not be deleted
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+        assert all(sample.load_and_check(store) for sample in composed.samples if sample.found(store))
+        second = composed.held(documents, 16)
+        first.release()
+        for n in range(4):
+            Sample(20 + n, 300, shape=SHAPE).put(store)  # others come and take what pages there are
+        into = KVLayers(*([torch.zeros(12 * 16, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv"))
+        every = torch.arange(12, dtype=torch.int32).expand(LAYERS, HEADS, -1).contiguous()
+        second.gather(into, every, every)
+        assert torch.equal(into.k[1], composed.k[1][: 12 * 16])
+        second.release()
+        documents.check([])
         store.check_integrity()
 
 
