@@ -60,6 +60,11 @@ class HostDocuments:
         """Documents that are kept."""
         return len(self._sizes)
 
+    @property
+    def leaving(self) -> bool:
+        """True while documents that no request reads any more are kept, until the device has passed them."""
+        return bool(self._leaving)
+
     def hold(self, wanted: Sequence[WantedDocument], namespace: str) -> list[Ints] | None:
         """Keep these documents until as many `let_go`. Return the numbers of each one's pages, int64.
 

@@ -38,12 +38,12 @@ class Locator:
         self._tiers = tiers
         self._is_removed = is_removed
         self._block = block
-        self._lacked_room = -_LACKS_ROOM_S  # when a load last found no room
+        self._short: tuple[ComposedContext, float] | None = None  # whose load last found no room, and when
 
     @property
     def lacks_room(self) -> bool:
         """True while a context waits for room on the host: others must not keep documents there for long."""
-        return time.monotonic() - self._lacked_room < _LACKS_ROOM_S
+        return self._short is not None and time.monotonic() - self._short[1] < _LACKS_ROOM_S
 
     def resolve(self, context: ComposedContext) -> list[int] | None:
         """Find and lock every document. Returns the numbers of the spans that are in no tier; None while one
@@ -67,6 +67,8 @@ class Locator:
         if loading:  # others may turn out to be missing: all misses are reported at once
             context.waiting_since = context.waiting_since or time.perf_counter()
             return None
+        if self._short is not None and self._short[0] is context:
+            self._short = None  # it has found some, or gives up; others that wait will say so
         if not missing and context.waiting_since is not None:
             context.load_ms += (time.perf_counter() - context.waiting_since) * 1e3
             context.waiting_since = None
@@ -98,7 +100,7 @@ class Locator:
             if not ticket.ok:
                 if ticket.reason != "no_room" or not self._fits_on_host(context):
                     return None
-                self._lacked_room = time.monotonic()
+                self._short = context, time.monotonic()
         if ticket is None or ticket.ok:
             # A block is absent again if it was evicted before the request came to it.
             context.loads.update((key, block) for block in absent)

@@ -125,7 +125,8 @@ class Admission:
             add,
             f"ragserve: the context takes {context.slots} KV slots, more than the pool can give beside the "
             "question and the answer: keep less, ask for fewer tokens, or raise max_total_tokens; hosted "
-            "decoding needs room for its columns there, and for the context in kv_hosted_bytes",
+            "decoding needs room for its columns there, and for the context in kv_hosted_bytes, or for its "
+            "documents in half of kv_host_bytes and for its pages in kv_hosted_tokens",
         )
 
     def _decide(self, adder: Any, req: Any, context: ComposedContext) -> tuple[Decision, torch.Tensor | None]:
@@ -156,7 +157,7 @@ class Admission:
             context.missing = [0]  # another rank's host has given up some of the dialogue
         if context.missing:
             return Decision.MISSING, None
-        context.on_host = None
+        context.on_host, context.awaits_host = None, False
         if self._goes_to_host(req, context, full=False):
             return Decision.ON_HOST, None
         slots = self._reserve(adder, req, context.slots, context.held)
@@ -175,20 +176,25 @@ class Admission:
         self, context: ComposedContext, documents: HostDocuments, page_size: int
     ) -> ContextPages | None:
         """The context where its documents lie on the host, held there; None unless all ranks have it all, and
-        nobody waits for room there."""
-        found = None
-        if not self._locator.lacks_room:
+        nobody waits for room there. `ComposedContext.awaits_host` says whether that may change by itself."""
+        found, passes = None, self._locator.lacks_room
+        if not passes:
             found = stages.run("load", stages.nobody, context_on_host, context, documents, page_size)
+            passes = found is None and documents.leaving
         if not self._ranks.all_agree(found is not None):
+            context.awaits_host = not self._ranks.all_agree(not passes)
             if found is not None:
                 found.release()
             return None
         return found
 
     def _waits_for_host(self, req: Any, context: ComposedContext) -> bool:
-        """True if requests behind it in the queue will free the host pages that it lacks."""
+        """True if requests behind it in the queue will free the host pages that it lacks, or others have just
+        let go of documents that are in the way of its own."""
         hosting = self._hosting(context)
-        return hosting is not None and bool(hosting.may_find_room(req, context.slots))
+        if hosting is None:
+            return False
+        return context.awaits_host or bool(hosting.may_find_room(req, context.slots))
 
     def _hosting(self, context: ComposedContext) -> Any:
         """What composes contexts on the host; None if it cannot take this one."""

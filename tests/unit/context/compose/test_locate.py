@@ -118,6 +118,7 @@ def test_a_load_waits_for_pages_that_other_requests_hold(tmp_path: Path) -> None
         store.unpin(documents[0].key)
         assert resolved(locator, context) == []
         documents[2].assert_pages(store)
+        assert not locator.lacks_room, "the one that waited has it, and may be read in place itself"
         locator.unlock(context)
         store.unpin(documents[1].key)
         assert store.stat()["faults"] == {}

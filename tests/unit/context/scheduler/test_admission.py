@@ -54,6 +54,7 @@ class Documents:
 
     def __init__(self, *missing: str) -> None:
         self.missing, self.held = missing, 0
+        self.leaving = False  # some that nobody reads any more are still kept
 
     def hold(self, wanted: Any, namespace: str) -> Any:
         if {each.key for each in wanted} & set(self.missing):
@@ -408,6 +409,21 @@ def test_a_context_is_read_in_its_documents_where_all_ranks_have_them() -> None:
         engine.hosting.wanted, engine.hosting.documents = True, Documents(*missing)
         assert engine.admit() == "added"
         assert (engine.hosting.found is not None, engine.hosting.documents.held) == (held > 0, held)
+
+
+@pytest.mark.parametrize("passes", ["leaving", "lacks_room"])
+def test_what_is_about_to_make_room_on_the_host_ends_no_context_that_fits_nowhere_else(passes: str) -> None:
+    engine = Engine(free=4)
+    engine.resolve = lambda context: []  # type: ignore[method-assign]
+    engine.hosting.documents = documents = Documents("b")
+    where = documents if passes == "leaving" else engine
+    setattr(where, passes, True)
+    for _ in range(3):
+        assert engine.admit() == "CONTINUE", "asked again at the next step"
+        assert engine.req.to_finish is None
+    setattr(where, passes, False)
+    assert engine.admit() == "added"
+    assert "documents in half of kv_host_bytes" in engine.req.to_finish.message
 
 
 def test_a_context_that_fits_or_computes_tokens_again_stays_on_the_device() -> None:
