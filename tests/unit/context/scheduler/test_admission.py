@@ -3,172 +3,21 @@
 from __future__ import annotations
 
 import json
-from array import array
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from sglang.srt.managers.schedule_policy import AddReqResult
 
-from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
-from sglang_ext.context.scheduler.admission import Admission
-from sglang_ext.context.selection.strategies import ModelShape, partial_selection
-from sglang_ext.protocol import MISSING_PREFIX, ContextPlan, SessionPart, Span, session_key
-from sglang_ext.ranks import Ranks
-
-TOTAL = 12  # tokens of the context: system text and one document
-QUESTION, ANSWER, PAGE = 3, 10, 4
-HELD = 4  # tokens of a session's dialogue so far, all of the first span
-
-
-class Hosting:
-    """Takes contexts in host pages: those that ask for it, all or (``auto``) if the device is full."""
-
-    def __init__(self) -> None:
-        self.wanted: bool | str = False
-        self.asked: list[int] = []
-        self.held = False  # by others that are in no batch
-        self.outcome: Any = None  # instead of SGLang's answer, and nothing is admitted
-        self.documents: Any = None  # that hold contexts which are read there
-        self.found: Any = None
-
-    def reserve(self, req: Any, tokens: int, *, full: bool, find: Any) -> bool:
-        self.asked.append(tokens)
-        if self.documents is not None:
-            self.found = find(self.documents, PAGE)
-        return self.wanted is True or (self.wanted == "auto" and full)
-
-    def may_find_room(self, req: Any, tokens: int) -> bool:
-        return self.held
-
-    def compose(self, adder: Any, req: Any, add: Any) -> tuple[Any, Any]:
-        return (add(), "target") if self.outcome is None else (self.outcome, None)
-
-
-class Documents:
-    """On the host, all but those that are ``missing``."""
-
-    pages = SimpleNamespace(shape=SimpleNamespace(block=16, bits=16))
-
-    def __init__(self, *missing: str) -> None:
-        self.missing, self.held = missing, 0
-        self.leaving = False  # some that nobody reads any more are still kept
-
-    def hold(self, wanted: Any, namespace: str) -> Any:
-        if {each.key for each in wanted} & set(self.missing):
-            return None
-        self.held += len(wanted)
-        return [np.arange(1)] * len(wanted)
-
-    def let_go(self, keys: Any) -> None:
-        self.held -= len(keys)
-
-
-class Divided(Ranks):
-    """Another rank lacks what this one has."""
-
-    def all_agree(self, flag: bool) -> bool:
-        return False
-
-
-class Engine:
-    """SGLang's queue, tree and allocator around one request, with ``free`` slots."""
-
-    def __init__(
-        self, free: int = 100, missing: list[int] | None = None, *, running: bool = False, **options: Any
-    ) -> None:
-        self.free, self.missing, self.counted = free, missing or [], []
-        self.has_dialogue = True  # what the ranks have in common of it is enough
-        self.lacks_room = False  # another context waits for it on the host
-        self.loading, self.evictable, self.evicted = False, 0, 0
-        self.retrieved: list[Any] = []
-        session, ranks = options.pop("session", None), options.pop("ranks", Ranks())
-        plan = ContextPlan(
-            "compose",
-            "n",
-            options.pop("strategy", "concat"),
-            (Span(0, 4), Span(4, TOTAL)),
-            options,
-            session=session,
-        )
-        partial = partial_selection(plan, ModelShape(2))
-        self.context = ComposedContext(plan, array("q", range(TOTAL + QUESTION)), ("a", "b"), partial)
-        self.context.decided = partial.settle()
-        self.req: Any = SimpleNamespace(
-            ragserve=self.context,
-            rid="r",
-            origin_input_ids=array("q", [0] * (TOTAL + QUESTION)),
-            output_ids=[],
-            sampling_params=SimpleNamespace(max_new_tokens=ANSWER),
-            to_finish=None,
-            init_next_round_input=lambda tree: None,
-        )
-        batch = SimpleNamespace(is_empty=lambda: not running)
-        self.adder: Any = SimpleNamespace(
-            can_run_list=[],
-            running_batch=batch,
-            rem_total_tokens=1000,
-            log_hit_tokens=0,
-            rem_input_tokens=100,
-            rem_chunk_tokens=50,
-            prefill_max_requests=None,
-            budget_state=lambda: SimpleNamespace(name=f"{self.adder.rem_chunk_tokens} left"),
-        )
-        allocator = SimpleNamespace(alloc=self.alloc, free=self.give_back, available_size=lambda: self.free)
-        tree: Any = SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=PAGE, evict=self.evict)
-        tiers: Any = SimpleNamespace(
-            count=lambda tier, n: self.counted.append((tier, n)),
-            retrieved=lambda keys, namespace: self.retrieved.append(keys),
-        )
-        self.hosting = Hosting()
-        attention = SimpleNamespace(requests=self.hosting)
-        self.admission = Admission(
-            tree,
-            tiers,
-            self,  # type: ignore[arg-type]
-            None,  # type: ignore[arg-type]
-            ranks,
-            layers=2,
-            attention=attention,
-        )
-
-    def alloc(self, count: int) -> torch.Tensor | None:
-        if count > self.free:
-            return None
-        self.free -= count
-        return torch.arange(count)
-
-    def evict(self, params: Any) -> None:
-        count = min(params.num_tokens, self.evictable)
-        self.evicted += count
-        self.free += count
-
-    def give_back(self, slots: torch.Tensor) -> None:
-        self.free += len(slots)
-
-    def resolve(self, context: ComposedContext) -> list[int] | None:
-        context.sources = [DocumentOnDevice(torch.arange(4), "node")] * (2 - len(self.missing))
-        context.held = HELD if context.goes_on else 0
-        return None if self.loading else self.missing
-
-    def held(self, context: ComposedContext) -> int:
-        return HELD
-
-    def has_turns(self, context: ComposedContext, end: int) -> bool:
-        return self.has_dialogue
-
-    def unlock(self, context: ComposedContext) -> None:
-        context.sources = []
-
-    def admit(self, *, accepted: bool = True) -> str:
-        def add() -> Any:
-            if accepted:
-                self.adder.can_run_list.append(self.req)
-            return SimpleNamespace(name="added")
-
-        return str(self.admission.admit(self.adder, self.req, add).name)
+from sglang_ext.context.compose.request import ComposedContext
+from sglang_ext.protocol import MISSING_PREFIX, SessionPart, session_key
+from tests.unit.context.scheduler.admission_bench import (
+    ANSWER,
+    HELD,
+    PAGE,
+    QUESTION,
+    TOTAL,
+    Engine,
+)
 
 
 def test_a_request_whose_documents_are_there_gets_its_slots() -> None:
@@ -220,17 +69,6 @@ def test_without_room_it_waits_for_others_then_leaves_the_device_then_ends() -> 
     assert engine.context.below_device, "its own documents are in its way"
     assert engine.req.to_finish is None
     engine.resolve = lambda context: []  # type: ignore[method-assign]
-    assert engine.admit() == "added"
-    assert "more than the pool can give" in engine.req.to_finish.message
-
-
-def test_it_waits_for_host_pages_of_requests_that_were_taken_back() -> None:
-    engine = Engine(free=4)
-    engine.resolve = lambda context: []  # type: ignore[method-assign]
-    engine.hosting.held = True
-    assert engine.admit() == "CONTINUE"
-    assert engine.req.to_finish is None
-    engine.hosting.held = False
     assert engine.admit() == "added"
     assert "more than the pool can give" in engine.req.to_finish.message
 
@@ -382,72 +220,3 @@ def test_a_dialogue_in_the_way_of_its_own_turn_ends_it_with_the_reason() -> None
     engine.resolve = from_host  # type: ignore[method-assign]
     assert engine.admit() == "added"
     assert "more than the pool can give" in engine.req.to_finish.message
-
-
-@pytest.mark.parametrize(("wanted", "free"), [(True, 100), ("auto", 4)])
-def test_a_hosted_context_takes_no_slots(wanted: bool | str, free: int) -> None:
-    engine = Engine(free=free, running=True)
-    engine.hosting.wanted = wanted
-    assert engine.admit() == "added"
-    assert engine.free == free
-    assert engine.context.on_host == "target"
-    assert engine.context.sources, "locked until they have been copied"
-    assert engine.counted == [("device", 2)]
-    assert engine.req.already_computed == TOTAL
-
-
-def test_a_context_is_read_in_its_documents_where_all_ranks_have_them() -> None:
-    cases = (
-        ((), Ranks(), False, 2),
-        (("b",), Ranks(), False, 0),
-        ((), Divided(), False, 0),
-        ((), Ranks(), True, 0),
-    )
-    for missing, ranks, lacks_room, held in cases:
-        engine = Engine(ranks=ranks)
-        engine.lacks_room = lacks_room
-        engine.hosting.wanted, engine.hosting.documents = True, Documents(*missing)
-        assert engine.admit() == "added"
-        assert (engine.hosting.found is not None, engine.hosting.documents.held) == (held > 0, held)
-
-
-@pytest.mark.parametrize("passes", ["leaving", "lacks_room"])
-def test_what_is_about_to_make_room_on_the_host_ends_no_context_that_fits_nowhere_else(passes: str) -> None:
-    engine = Engine(free=4)
-    engine.resolve = lambda context: []  # type: ignore[method-assign]
-    engine.hosting.documents = documents = Documents("b")
-    where = documents if passes == "leaving" else engine
-    setattr(where, passes, True)
-    for _ in range(3):
-        assert engine.admit() == "CONTINUE", "asked again at the next step"
-        assert engine.req.to_finish is None
-    setattr(where, passes, False)
-    assert engine.admit() == "added"
-    assert "documents in half of kv_host_bytes" in engine.req.to_finish.message
-
-
-def test_a_context_that_fits_or_computes_tokens_again_stays_on_the_device() -> None:
-    engine = Engine()
-    engine.hosting.wanted = "auto"
-    assert engine.admit() == "added"
-    assert (engine.free, engine.context.on_host) == (100 - TOTAL, None)
-    blending = Engine(strategy="cacheblend")
-    blending.hosting.wanted = True
-    blending.admit()
-    assert (blending.free, blending.hosting.asked) == (100 - TOTAL, [])
-
-
-def test_a_hosted_context_without_room_for_columns_waits_then_leaves_the_device_then_ends() -> None:
-    for running, expected in ((True, "NO_TOKEN"), (False, "CONTINUE")):
-        engine = Engine(running=running)
-        engine.hosting.wanted, engine.hosting.outcome = True, AddReqResult.NO_TOKEN
-        assert engine.admit() == expected
-        assert not engine.context.sources
-        assert engine.context.below_device is not running
-    engine.resolve = lambda context: []  # type: ignore[method-assign]
-    assert engine.admit() == "added"
-    assert "kv_hosted_bytes" in engine.req.to_finish.message
-    declined = Engine()
-    declined.hosting.wanted, declined.hosting.outcome = True, AddReqResult.OTHER
-    assert declined.admit() == "OTHER"
-    assert (declined.context.sources, declined.req.to_finish) == ([], None)
