@@ -73,20 +73,23 @@ class HostDocuments:
         self.poll()
         found: list[Ints] = []
         kept: list[str] = []
-        for each in wanted:
-            pages = self._tiers.host_pages(each.key, each.token_ids, namespace)
-            if pages is None or bool((pages[each.blocks] < 0).any()):
-                break
-            if each.key not in self._readers:
-                self._tiers.pin(each.key)  # before any other call of the store
-                self._sizes[each.key] = int((pages >= 0).sum())
-            self._readers[each.key] += 1
-            kept.append(each.key)
-            found.append(pages)
-        if len(found) < len(wanted) or 2 * self.used > self._tiers.host_limit:
-            self._unpin(kept)
-            return None
-        return found
+        done = False
+        try:
+            for each in wanted:
+                pages = self._tiers.host_pages(each.key, each.token_ids, namespace)
+                if pages is None or bool((pages[each.blocks] < 0).any()):
+                    break
+                if each.key not in self._readers:
+                    self._tiers.pin(each.key)  # before any other call of the store
+                self._readers[each.key] += 1
+                self._sizes[each.key] = int((pages >= 0).sum())  # more may have come since it was pinned
+                kept.append(each.key)
+                found.append(pages)
+            done = len(found) == len(wanted) and 2 * self.used <= self._tiers.host_limit
+        finally:
+            if not done:
+                self._unpin(kept)
+        return found if done else None
 
     def let_go(self, keys: Sequence[str]) -> None:
         """Undo a `hold` of these documents, once the device has run what it was given so far."""

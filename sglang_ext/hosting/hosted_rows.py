@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ragserve_kernels.cell_assign import CellMoves
@@ -20,6 +21,7 @@ from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.page_stats import PageStats
 from ragserve_kernels.paged import PageSelection
 from sglang_ext import stages
+from sglang_ext.context.buffers import upload
 from sglang_ext.documents.fill import DocumentKv, fill_pages
 from sglang_ext.documents.types import IntegrityError
 from sglang_ext.hosting.beside import CopyStream
@@ -143,11 +145,13 @@ class HostedRows:
         if numbers is None:
             self.bounds.waiting["host"] += 1
             return None
-        host = torch.tensor(numbers, dtype=torch.int32)
-        if self.kv.device.type == "cuda":
-            host = host.pin_memory().to(self.kv.device, non_blocking=True)
-        self._owners += 1
-        return self._owners - 1, numbers, host
+        owner, self._owners = self._owners, self._owners + 1
+        try:
+            host = upload(np.array(numbers, dtype=np.int32), self.kv.device)
+        except BaseException:  # nobody knows the owner, so nobody would release it
+            self.pages.release(owner)
+            raise
+        return owner, numbers, host
 
     def add(self, row: HostedRow) -> None:
         """Take in a request that has moved already."""

@@ -315,6 +315,62 @@ def test_what_is_not_all_on_the_host_or_takes_more_than_half_of_it_is_not_kept()
         assert store.drop_host() == 1
 
 
+def test_what_is_kept_is_counted_anew_when_more_of_a_document_has_come(tmp_path: Path) -> None:
+    sample = Sample(11, 20 * 16, shape=SHAPE)
+    with opened(tmp_path, shape=SHAPE, host_pages=32) as store:
+        sample.put(store)
+        flushed(store)
+        store.drop_host()
+        assert sample.load_and_check(store, [0])
+        documents = documents_of(store)
+        wanted = [WantedDocument(sample.key, array("i", sample.ids), np.arange(1))]
+        assert documents.hold(wanted, sample.namespace) is not None
+        assert documents.used == 1
+        assert sample.load_and_check(store), "others need all of it"
+        assert documents.hold(wanted, sample.namespace) is None, "it takes more than half of the host now"
+        documents.let_go([sample.key])
+        documents.check([])
+        assert store.drop_host() == 1
+
+
+def test_a_context_whose_documents_cannot_all_be_kept_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    composed = Composed(12, 200)
+    with store_of(composed.samples) as store:
+        documents, pin = documents_of(store), store.pin
+
+        def pin_one(key: str) -> None:
+            if documents.documents:
+                raise KeyError(f"document {key} is in no tier")
+            pin(key)
+
+        monkeypatch.setattr(store, "pin", pin_one)
+        with pytest.raises(KeyError, match="in no tier"):
+            composed.held(documents, 16)
+        documents.check([])
+        assert store.drop_host() == len(composed.samples)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_device_without_memory_for_the_numbers_of_pages_takes_none(
+    monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    composed = Composed(8, PROMPT * 16 + BEHIND)
+    with store_of(composed.samples) as store:
+        bench = Bench(cached=0, more=PROMPT)
+
+        def short(*given: Any) -> Any:
+            raise torch.OutOfMemoryError("none is left")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("sglang_ext.hosting.hosted_rows.upload", short)
+            with pytest.raises(torch.OutOfMemoryError):
+                bench.begun() if copied else reserved(bench, composed, store)
+        assert (bench.pages.used, bench.pages.elsewhere) == (0, 0)
+        bench.rows.check()
+        assert store.drop_host() == len(composed.samples)
+        assert bench.rows.own(1) is not None, "the next request is hosted"
+
+
 @pytest.mark.parametrize("stage", ["numbers", "columns", "queue", "admitted", "taken back"])
 def test_a_request_that_ends_at_any_stage_lets_its_documents_go(stage: str) -> None:
     composed = Composed(8, PROMPT * 16 + BEHIND)
