@@ -46,6 +46,12 @@ class ContextPages:
         return len(self.kept) // self.page_size
 
     @property
+    def head_bytes(self) -> int:
+        """K and V of a page of one layer and head, as they cross the link: values, or codes."""
+        shape = self.documents.pages.shape
+        return shape.page_bytes * self.page_size // (shape.block * shape.layers * shape.kv_heads)
+
+    @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What `gather` reads, made at the first use: `context_gather`'s ``tokens`` and ``turns``, and the
         pages' own numbers, int32 [count]."""

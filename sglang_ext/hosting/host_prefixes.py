@@ -95,11 +95,12 @@ class HostPrefixes:
 
     def admit(self, prefix: HostPrefix, columns: torch.Tensor) -> HostedRow:
         """Make a waiting request a hosted one that has moved. ``columns``: int64, their slots."""
-        rows = self._rows
+        rows, context = self._rows, prefix.context
+        head_bytes = rows.head_bytes if context is None else context.head_bytes
         row = HostedRow(
             *(prefix.req, prefix.owner, -1, prefix.choice, prefix.n_columns, prefix.fixed, prefix.shared),
-            *(columns[:0], prefix.host, prefix.numbers, rows.head_bytes, prefix.counts, rows.bounds.link),
-            context=prefix.context,
+            *(columns[:0], prefix.host, prefix.numbers, head_bytes, prefix.counts, rows.bounds.link),
+            context=context,
             copied=prefix.pages,
             columns=columns,
             column_pages=rows.slots.pages_of(columns),

@@ -315,6 +315,21 @@ def test_what_is_not_all_on_the_host_or_takes_more_than_half_of_it_is_not_kept()
         assert store.drop_host() == 1
 
 
+@pytest.mark.parametrize(("bits", "row_bytes"), [(16, 4 * DIM), (8, DIM + 4)])
+def test_loads_are_counted_as_the_link_moves_them(bits: int, row_bytes: int) -> None:
+    composed = Composed(13, PROMPT * 16 + BEHIND)
+    with store_of(composed.samples, bits=bits) as store:
+        bench = Bench(cached=0, host=3, more=PROMPT + TAIL)
+        prefix = reserved(bench, composed, store)
+        assert prefix is not None
+        row = entered(bench, composed, prefix)
+        bench.rows.load(row, drawn())
+        row.collect()
+        assert row.counts.misses
+        assert row.counts.loaded_bytes == row.counts.misses * 2 * 16 * row_bytes
+        bench.ended(row)
+
+
 def test_what_is_kept_is_counted_anew_when_more_of_a_document_has_come(tmp_path: Path) -> None:
     sample = Sample(11, 20 * 16, shape=SHAPE)
     with opened(tmp_path, shape=SHAPE, host_pages=32) as store:
