@@ -1,14 +1,14 @@
 """How many requests run at once, and what each holds, where streaming heads have a pool of their own.
 
     python examples/streaming_pool.py OUT.json [--shape embedded | llama-3.1-8b] [--lengths 4096,8064]
-        [--kv-tokens N] [--requests N] [--answer N] [--pattern FILE] [--attention NAME] [--graphs]
+        [--kv-tokens N] [--requests N] [--answer N] [--pattern FILE] [--attention NAME]
         [--kinds shared,own]
 
 Each kind is an engine in a process of its own with the same bytes for KV: those of ``--kv-tokens`` tokens
 with all heads. shared: SGLang with one pool, without sparse attention. own: half of the heads stream
 (``--pattern``, else every second one) and have a pool of their own. At each length a prompt alone shows the
 pages that it holds while it decodes; then so many prompts come at once that no engine takes all of them.
-``--graphs``: steps of `own` run by CUDA graphs, too. A few minutes on a CPU; two engine starts on a GPU."""
+A few minutes on a CPU; two engine starts on a GPU."""
 
 from __future__ import annotations
 
@@ -69,8 +69,6 @@ def settings_of(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     share = float(streaming.mean())
     # the rings of SGLang's row for padding, too
     tokens = (given.kv_tokens - (given.requests + 1) * RING * PAGE * share) / (1 - share)
-    if given.graphs:
-        own["disable_cuda_graph"] = False
     return common | {
         "max_total_tokens": int(tokens) // PAGE * PAGE,
         "sparse_attention": "on",
@@ -121,7 +119,7 @@ async def measure(engine: Any, tokens: int, given: argparse.Namespace) -> dict[s
     if left:
         raise SystemExit(f"{left} pages are held and nothing runs")
     row = {
-        "kind": given.kind + (" with graphs" if given.graphs and given.kind == "own" else ""),
+        "kind": given.kind,
         "prompt": tokens,
         "tokens fit": engine.info.max_total_tokens,
         "at once": most,
@@ -157,7 +155,6 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=64)
     parser.add_argument("--pattern", type=Path)
     parser.add_argument("--attention", help="SGLang's attention backend; default: its own choice")
-    parser.add_argument("--graphs", action="store_true")
     parser.add_argument("--kinds", default="shared,own")
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -82,8 +82,7 @@ def server_args(settings: Settings) -> Any:
         options["page_size"] = settings.decode_page_size
     if settings.decode_heads_pool == "own":
         # KV behind streaming heads is approximate and theirs is kept in part: no request reads another's.
-        # Graphs of such steps have not been tried on a GPU.
-        options |= {"disable_radix_cache": True, "disable_cuda_graph": True}
+        options |= {"disable_radix_cache": True}
     if settings.tokenizer:
         options["tokenizer_path"] = settings.tokenizer
     if not torch.cuda.is_available():

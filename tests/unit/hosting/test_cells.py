@@ -3,6 +3,10 @@ the table says."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +26,17 @@ CHOICE = 4
 def some_cells(device: torch.device | None = None) -> Cells:
     k, v = ([torch.zeros(POOL * PAGE, HEADS, 64, device=device) for _ in range(LAYERS)] for _ in range(2))
     return Cells(KVLayers(k, v), PAGE, 2 * PAGES)
+
+
+@contextmanager
+def no_wait_for_the_device() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode is a prototype, says torch
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def choice_of(lists: list[list[int]], used: list[int]) -> PageSelection:
@@ -170,22 +185,16 @@ def test_on_a_gpu_the_same_goes_where_without_waiting_for_it() -> None:
     for choice, same in zip(choices, moved_choices, strict=True):
         want = tables[0].assign(choice, hosts, columns)
         tables[0].arrive()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_wait_for_the_device():
             got = tables[1].assign(same, *on_device)
             tables[1].arrive()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         for mine, other in zip(got, want, strict=True):
             assert torch.equal(mine.cpu(), other)
         assert torch.equal(there.of.cpu(), here.of)
         assert torch.equal(there.held.cpu(), here.held)
     there.drop(on_device[1])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_wait_for_the_device():
         there.settle()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert not told(there)
 
 
