@@ -14,6 +14,7 @@ from ragserve.config import load
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.streaming_heads import save_pattern
 from sglang_ext.attention.streaming_pool import MOST_ROWS, StreamingPlan, StreamingRings
+from sglang_ext.attention.streaming_pool_runtime import StreamingPoolRuntime
 from sglang_ext.request_options import DecodeOptions
 
 PAGE, LAYERS, KV_HEADS = 64, 4, 4
@@ -69,6 +70,25 @@ def test_ranks_agree_on_sizes_whatever_heads_they_have(tmp_path: Path) -> None:
     shares = [float(plan.pattern.float().mean()) for plan in (first, second)]
     assert first.full_share == 1 - min(shares)
     assert first.ring_share == max(shares)
+
+
+def test_what_requests_hold_is_of_all_ranks_whichever_is_asked(tmp_path: Path) -> None:
+    """Of 16 heads 6 stream, 4 of them on the first rank. Two of three requests run, and 40 pages of 50 are
+    free."""
+    rings = [
+        StreamingRings(plan, 4, 8, dtype=torch.float32, device=torch.device("cpu"))
+        for plan in (plan_of(tmp_path, 0.375, rank=rank, world=2) for rank in range(2))
+    ]
+    runner = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(size=3, available_size=lambda: 1),
+        token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 40 * PAGE),
+        token_to_kv_pool=SimpleNamespace(size=50 * PAGE),
+    )
+    first, second = (StreamingPoolRuntime(AttentionConfig(), own, runner).describe() for own in rings)
+    assert first == second
+    assert (first["streaming_heads"], first["running"], first["other_pages"]) == (0.375, 2, 10)
+    assert first["ring_bytes"] == rings[0].bytes + rings[1].bytes > 2 * rings[1].bytes
+    assert first["held_pages"] == 0.625 * 10 + 0.375 * 2 * 6
 
 
 @pytest.mark.parametrize(("share", "says"), [(0.0, "no head streams"), (1.0, "all heads stream")])
