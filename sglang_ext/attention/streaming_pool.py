@@ -16,11 +16,21 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_ext.attention.config import AttentionConfig, from_environment
-from sglang_ext.attention.streaming_heads import load_pattern
+from sglang_ext.attention.streaming_heads import load_pattern, read_pattern
 
 MOST_ROWS = 256  # unless the server is told otherwise
 _RING_SHARE = 8  # the rings take at most one part in so many of the KV's memory, unless the rows are given
 _ADVICE = "this server keeps streaming heads' KV in a pool of their own: set decode_heads_pool=shared"
+
+
+def check_pattern(heads: Path) -> None:
+    """Raise ValueError for a pattern file that leaves no head or all heads to the rings, or is none."""
+    pattern = read_pattern(heads)
+    if pattern.all() or not pattern.any():
+        raise ValueError(
+            f"{heads}: {'all heads stream' if pattern.any() else 'no head streams'}, and a pool of their own "
+            "needs some that do and some that do not: make the pattern with another --share"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +55,9 @@ class StreamingPlan:
             ValueError: the pattern is for another model, or leaves no head or all heads to the rings.
         """
         heads = Path(str(config.heads))
+        check_pattern(heads)
         patterns = [load_pattern(heads, layers, kv_heads, rank=each, world=world) for each in range(world)]
         shares = tuple(float(pattern.float().mean()) for pattern in patterns)
-        if min(shares) == 1 or max(shares) == 0:
-            raise ValueError(
-                f"{heads}: {'all heads stream' if max(shares) else 'no head streams'}, and a pool of their "
-                "own needs some that do and some that do not: make the pattern with another --share"
-            )
         sinks, local = (-(-tokens // page) for tokens in (config.sink_tokens, config.local_tokens))
         return cls(patterns[rank], page, sinks, local, shares)
 

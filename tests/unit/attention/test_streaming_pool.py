@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from ragserve.config import load
+from ragserve.engine.server_args import server_args
+from ragserve.errors import InvalidRequest
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.streaming_heads import save_pattern
 from sglang_ext.attention.streaming_pool import MOST_ROWS, StreamingPlan, StreamingRings
 from sglang_ext.attention.streaming_pool_runtime import StreamingPoolRuntime
+from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE
 from sglang_ext.request_options import DecodeOptions
 
 PAGE, LAYERS, KV_HEADS = 64, 4, 4
@@ -121,6 +124,30 @@ def test_settings_that_do_not_go_with_it_are_named(
     load(**settings)
     with pytest.raises(ValueError, match=says):
         load(**{name: value for name, value in (settings | changes).items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("share", "pool", "says"),
+    [
+        (None, "own", "is no pattern file"),
+        (None, "shared", "is no pattern file"),
+        (1.0, "own", "all heads stream"),
+        pytest.param(
+            *(0.5, "own", "is for another model"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU engine finds it itself"),
+        ),
+    ],
+)
+def test_a_pattern_file_that_is_of_no_use_is_named_before_an_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float | None, pool: str, says: str
+) -> None:
+    monkeypatch.setenv(ATTENTION_CONFIG_VARIABLE, "")
+    heads = tmp_path / "heads.json"
+    if share is not None:
+        save_pattern(heads, torch.rand(LAYERS, 5), share=share, model="any")
+    settings = {"sparse_attention": "on", "decode_mode": "dense", "decode_heads": heads}
+    with pytest.raises(InvalidRequest, match=rf"^decode_heads: .*heads\.json.* {says}"):
+        server_args(load(data_dir=tmp_path, decode_heads_pool=pool, **settings))
 
 
 def test_an_engine_started_otherwise_is_refused_with_all_reasons(tmp_path: Path) -> None:
