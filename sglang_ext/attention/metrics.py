@@ -41,6 +41,11 @@ class DecodeMetrics:
         self.loaded = Counter(
             "ragserve_decode_loaded_bytes", "Bytes loaded from the host for choices of hosted requests."
         )
+        self.lag = Histogram(
+            "ragserve_decode_lag",
+            "Steps between a choice of pages and its use, of requests with a lag, at their end.",
+            buckets=(1, 2, 4, 8, 16, 32, 64),
+        )
         self.resumed = Counter(
             "ragserve_decode_resumed",
             "Hosted requests that were taken back for want of room and went on from their host pages.",
@@ -90,6 +95,8 @@ class DecodeMetrics:
         if report.weight is not None:
             self.weight.observe(report.weight)
         self.segmented.inc(report.segmented_tokens)
+        if report.lag:
+            self.lag.observe(report.lag)
         if report.hosted_steps or report.misses:
             self.hosted.labels("hit").inc(report.hits)
             self.hosted.labels("miss").inc(report.misses)
