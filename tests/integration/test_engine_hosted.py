@@ -18,7 +18,6 @@ import httpx
 import pytest
 
 from sglang_ext.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, DecodeOptions, DecodeReport, Span
-from tests.conftest import EXHAUSTIVE
 from tests.integration import context_client
 from tests.integration.context_client import result
 from tests.integration.engines import PARALLEL_LOGICAL, PARALLEL_PAGE, Server
@@ -301,7 +300,7 @@ def test_a_hosted_request_that_is_taken_back_goes_on_as_if_it_had_not_been(stres
 
 def test_retraction_eviction_and_leavers_lose_no_slot_and_no_page(stress_server: Server) -> None:
     """Every third decode step all requests but one are taken back; the engine checks its slots in each."""
-    client, crowd = stress_server.client, 8 if EXHAUSTIVE else 4
+    client, crowd = stress_server.client, 8
     decode = {"mode": "hierarchical", "budget": 48, "reuse": 1, "lag": 1, "hosted": True}
     jobs = [(some_ids(300 + 40 * i, 50 + i), 24 + i) for i in range(crowd)]
 
