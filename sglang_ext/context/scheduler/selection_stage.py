@@ -367,7 +367,8 @@ class SelectionStage:
 
     def _read(self, context: ComposedContext, query: torch.Tensor | None) -> Evidence | None:
         ids = torch.from_numpy(np.array(context.ids))
-        return self._selector.read(context.partial, context.in_order, query, ids)
+        with stages.together():
+            return self._selector.read(context.partial, context.in_order, query, ids)
 
     def _attention(self, read: Sequence[Evidence | None]) -> list[Attention | None]:
         """Begin signal `attention` of all requests together. If that fails each makes its own, so that only
@@ -378,8 +379,11 @@ class SelectionStage:
             with stages.together():
                 return begin_attention(known)
 
-        begun = iter(stages.run("selection", stages.nobody, begin) or [None] * len(known))
-        return [None if evidence is None else next(begun) for evidence in read]
+        begun = stages.run("selection", stages.nobody, begin)
+        if begun is None:
+            return [None] * len(read)
+        found = iter(begun)
+        return [None if evidence is None else next(found) for evidence in read]
 
     def _begin(
         self,

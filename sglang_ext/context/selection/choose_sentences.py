@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -23,9 +22,7 @@ def choose_sentences(evidence: Evidence) -> Chosen:
 def begin_sentences(evidence: Evidence, attention: Attention | None = None) -> Callable[[], Chosen]:
     """Begin `choose_sentences` without waiting for the device, and return what ends it. ``attention``: what
     ends that signal, if it has begun (`begin_attention`)."""
-    if attention is not None:
-        evidence = replace(evidence, known={**evidence.known, "attention": None})
-    scores = scored(evidence)
+    scores = scored(evidence, () if attention is None else ("attention",))
 
     def end() -> Chosen:
         if attention is not None and "attention" in scores:

@@ -48,7 +48,7 @@ class Evidence:
     scores: RetrievalScores | None = None
     reduce: Callable[[torch.Tensor], torch.Tensor] = same
     highest: Callable[[torch.Tensor], torch.Tensor] = same
-    known: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
+    known: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def asked(self) -> list[int]:

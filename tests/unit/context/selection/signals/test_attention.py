@@ -58,7 +58,14 @@ def asked(lengths: list[int], seed: int, **options: Any) -> Evidence:
 @given(
     st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=4), min_size=1, max_size=5),
     st.lists(
-        st.sampled_from([{}, {"personalised": True}, {"experimental": {"scoring": "attention"}}, {"score_positions": "adjacent"}]),
+        st.sampled_from(
+            [
+                {},
+                {"personalised": True},
+                {"experimental": {"scoring": "attention"}},
+                {"score_positions": "adjacent"},
+            ]
+        ),
         min_size=5,
         max_size=5,
     ),
