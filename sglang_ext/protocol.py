@@ -43,6 +43,7 @@ ATTENTION_CONFIG_VARIABLE = "RAGSERVE_ATTENTION_CONFIG"  # sparse decoding; abse
 PREFILL_KERNELS_VARIABLE = "RAGSERVE_PREFILL_KERNELS"  # of FlashInfer, not JSON: fa2; otherwise FA3 on Hopper
 NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # also safe as a folder name
 EXACT_STRATEGIES = ("full", "prefix")
+DOCUMENT_PAGE = 16  # tokens of a document's page on host and disk
 _CHARS_PER_TOKEN = 64  # few tokens have more
 _MIN_CHARS = 2**20
 

@@ -427,6 +427,16 @@ def strategy_options(strategy: str, given: Mapping[str, Any]) -> ComposedOptions
     return checked(STRATEGY_OPTIONS[strategy], given, f"strategy {strategy!r}")
 
 
+def copies_documents(options: ComposedOptions) -> bool:
+    """Return whether options alone say that a context is its documents' KV as it is, the same tokens in all
+    layers; a hosted request reads such a context on the host."""
+    if isinstance(options, SamKvOptions) or options.recompute != "none" or options.update != "overwrite":
+        return False
+    concat = options if isinstance(options, ConcatOptions) else ConcatOptions()
+    by_layer = isinstance((concat.experimental.kept or [0])[0], list)
+    return concat.kept_positions == "original" and not by_layer
+
+
 def merged(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """``defaults`` with ``options`` on top; fields of `experimental` one by one."""
     both = {**defaults, **options}

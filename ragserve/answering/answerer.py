@@ -353,7 +353,7 @@ class Answerer:
         if later is not None:
             await later.attend(query.question, found)
         info = self._engine.info  # a session's KV stays on the device
-        room = info.prompt_room(query.request.decode) if turn is None else info.max_prompt_tokens
+        room = info.prompt_room(query.request, len(found)) if turn is None else info.max_prompt_tokens
         prompt = await self._prompt(query, found, later, room)
         new = found if later is None else later.new(found)
         _check_room(query, prompt, len(new), alone=later is None)

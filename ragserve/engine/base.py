@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from ragserve.strategy_spec import FORCE
 from sglang_ext.protocol import (
+    DOCUMENT_PAGE,
     ContextReport,
     DecodeReport,
     PrefillReport,
@@ -14,6 +16,7 @@ from sglang_ext.protocol import (
     SessionPart,
     Span,
 )
+from sglang_ext.request_options import STRATEGY_OPTIONS, PlanError, copies_documents, strategy_options
 
 # SGLang keeps a few positions of the context to itself; they must not cut an answer short.
 _RESERVED_TOKENS = 8
@@ -131,7 +134,13 @@ class EngineInfo:
     sparse_decode: bool = False  # requests may carry decode options
     sparse_prefill: bool = False  # and prefill options: the same engines, with KV of 16 bits
     hosted: bool = False  # requests are hosted unless their decode options say otherwise
+    decode_mode: str = "dense"  # of requests whose decode options name none
     hosted_tokens: int = 0  # of prompts, which host memory holds; 0: no request can be hosted
+    by_layers: bool = False  # hosted prompts that the KV pool cannot take are prefilled layer by layer
+    context_tokens: int = (
+        0  # of composed contexts that hosted requests read in documents' host pages; 0: none
+    )
+    context_pages: int = 0  # that their documents may take of the host tier
     dtype: str = ""  # "bfloat16", or "bfloat16, KV fp8_e5m2" if weights and KV differ; empty if unknown
     page_bits: int = 16  # of documents' KV below the device; 16: as the KV pool has it
     samkv: str = ""  # digest of the samkv profile (`ragserve.profiles.samkv`); empty without one
@@ -143,13 +152,29 @@ class EngineInfo:
         """Tokens for prompt and answer: the smaller of context and KV pool, less SGLang's reserve."""
         return min(self.context_length, self.max_total_tokens) - _RESERVED_TOKENS
 
-    def prompt_room(self, decode: Mapping[str, Any]) -> int:
-        """Tokens for prompt and answer of a request with these decode options: a hosted prompt may be larger
-        than the KV pool."""
+    def prompt_room(self, request: GenerateRequest, documents: int = 0) -> int:
+        """Tokens for prompt and answer of a request whose prompt is to be laid out, with so many documents: a
+        hosted one may be larger than the KV pool, and a composed one than the host memory of prompts, too."""
+        decode, most = request.decode, self.max_total_tokens
         if not decode.get("hosted", self.hosted):
             return self.max_prompt_tokens
-        most = max(self.max_total_tokens, self.hosted_tokens)
+        copies = _copies(request)
+        if self.by_layers or copies:
+            most = max(most, self.hosted_tokens)
+        if copies and decode.get("mode", self.decode_mode) == "hierarchical":
+            # the last page of each document, and of the system text, may be filled by one token
+            pages = self.context_pages - documents - 1
+            most = max(most, min(self.context_tokens, pages * DOCUMENT_PAGE))
         return min(self.context_length, most) - _RESERVED_TOKENS
+
+
+def _copies(request: GenerateRequest) -> bool:
+    options = {name: value for name, value in request.options.items() if name != FORCE}
+    try:
+        known = request.strategy in STRATEGY_OPTIONS
+        return known and copies_documents(strategy_options(request.strategy, options))
+    except PlanError:  # the engine says so
+        return False
 
 
 class Engine(Protocol):

@@ -87,8 +87,7 @@ class LocalEngine(ControlledCache):
             only_exact=cache["unsupported"],
             sparse_decode=decode is not None,
             sparse_prefill=decode is not None and decode["kv_bits"] == 16,
-            hosted=decode is not None and bool(decode["default"]["hosted"]),
-            hosted_tokens=_hosted_tokens(decode),
+            **_hosting(decode),
             dtype=_dtype(manager.model_config.dtype, args.kv_cache_dtype),
             page_bits=cache["page_bits"],
             samkv=cache["samkv"],
@@ -313,12 +312,20 @@ def _dtype(weights: Any, kv: str) -> str:
     return name if kv in ("auto", name) else f"{name}, KV {kv}"
 
 
-def _hosted_tokens(decode: dict[str, Any] | None) -> int:
-    """Tokens of hosted prompts that the engine has host memory for; 0 where it prefills none that the KV pool
-    cannot take."""
-    if decode is None or decode["hosted"] is None or decode["hosted"]["prefilling"] is None:
-        return 0
-    return int(decode["hosted"]["pages"] * decode["page_size"])
+def _hosting(decode: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the fields of `EngineInfo` about hosted requests."""
+    if decode is None:
+        return {}
+    default, hosted, page = decode["default"], decode["hosted"], decode["page_size"]
+    fields = {"decode_mode": default["mode"], "hosted": bool(default["hosted"])}
+    if hosted is None:
+        return fields
+    return fields | {
+        "hosted_tokens": hosted["pages"] * page,
+        "by_layers": hosted["prefilling"] is not None,
+        "context_tokens": hosted["numbers"] * page if hosted["document_limit"] else 0,
+        "context_pages": hosted["document_limit"],
+    }
 
 
 def _manager() -> Any:

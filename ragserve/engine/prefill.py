@@ -11,6 +11,7 @@ from typing import Any
 
 from ragserve.engine.base import GenerateChunk, GenerateRequest
 from ragserve.engine.stream import DocumentsMissing, document_payload, new_rid, payload
+from ragserve.errors import InvalidRequest, Unavailable
 from sglang_ext.background_prefill import OwnChunk
 from sglang_ext.protocol import BACKGROUND_FIELD, EXACT_STRATEGIES, Span
 
@@ -47,7 +48,8 @@ class Documents:
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """Stream a request. A composed one falls back to strategy ``prefix`` if its documents do not stay
-        cached; ``GenerateChunk.fallback`` then gives the reason."""
+        cached; ``GenerateChunk.fallback`` then gives the reason. Raises Unavailable where the engine does not
+        take so large a prompt, as it may a context that is read on the host."""
         return self._send(request) if request.strategy in EXACT_STRATEGIES else self._kept(request)
 
     async def _kept(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
@@ -59,9 +61,16 @@ class Documents:
         except _NotKept as error:  # always before the first chunk
             reason = str(error)
         log.warning("request %s is answered by strategy prefix: %s", request.rid, reason)
-        async with aclosing(self._send(replace(request, strategy="prefix"))) as chunks:
-            async for chunk in chunks:
-                yield replace(chunk, fallback=reason)
+        try:
+            async with aclosing(self._send(replace(request, strategy="prefix"))) as chunks:
+                async for chunk in chunks:
+                    yield replace(chunk, fallback=reason)
+        except InvalidRequest as error:  # all but its size was right as a composed one
+            raise Unavailable(
+                f"The request was not answered by {request.strategy}: {reason}. Nor by prefix: {error}",
+                hint="Ask again, or with fewer documents.",
+                code="documents_evicted",
+            ) from error
 
     async def _composed(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """Stream a composed request, after computing what it lacks: documents and, of a session, the turns

@@ -12,6 +12,7 @@ from typing import Any
 from ragserve import logs, tracing
 from ragserve.config import Settings
 from ragserve.engine import shared_store
+from ragserve.errors import InvalidRequest
 from sglang_ext.prefill_options import DENSE_BELOW, PrefillOptions
 from sglang_ext.protocol import (
     ATTENTION_CONFIG_VARIABLE,
@@ -34,7 +35,8 @@ _CPU_POOL_BYTES = 2**30  # default KV pool without a GPU; memory is touched only
 
 
 def server_args(settings: Settings) -> Any:
-    """Build SGLang's ServerArgs; ``settings.engine_args`` overrides everything."""
+    """Build SGLang's ServerArgs; ``settings.engine_args`` overrides everything. Raises InvalidRequest for a
+    file of the settings that is not what they say."""
     from ragserve.engine.compat import prepare, without_collection
     from sglang_ext import quiet
 
@@ -59,6 +61,8 @@ def server_args(settings: Settings) -> Any:
         from sglang.srt.server_args import ServerArgs
 
         load_plugins()  # registers our cache, which ServerArgs checks by name
+    if settings.sparse_attention == "on" and settings.decode_heads:
+        _check_heads(settings.decode_heads, own_pool=settings.decode_heads_pool == "own")
 
     options: dict[str, Any] = {
         "model_path": settings.model,
@@ -105,6 +109,17 @@ def server_args(settings: Settings) -> Any:
             )
     options |= _observed(settings, options["log_level"]) | settings.engine_args
     return ServerArgs(**{name: value for name, value in options.items() if value is not None})
+
+
+def _check_heads(heads: Path, *, own_pool: bool) -> None:
+    """Raise InvalidRequest for a pattern file with which no engine would start, whatever its model."""
+    from sglang_ext.attention.streaming_heads import read_pattern
+    from sglang_ext.attention.streaming_pool import check_pattern
+
+    try:
+        check_pattern(heads) if own_pool else read_pattern(heads)
+    except ValueError as error:
+        raise InvalidRequest(f"decode_heads: {error}") from None
 
 
 def _keep_kernels(folder: Path | None) -> None:
@@ -272,13 +287,16 @@ def _default_cpu_tokens(settings: Settings, itemsize: int) -> int:
     attention, ranks = from_environment(), settings.tp_size
     if attention is None:  # the settings have been checked
         return tokens
-    plan = StreamingPlan.of(
-        attention,
-        settings.decode_page_size,
-        layers=config.num_hidden_layers,
-        kv_heads=max(1, heads // ranks),
-        world=ranks,
-    )
+    try:
+        plan = StreamingPlan.of(
+            attention,
+            settings.decode_page_size,
+            layers=config.num_hidden_layers,
+            kv_heads=max(1, heads // ranks),
+            world=ranks,
+        )
+    except ValueError as error:
+        raise InvalidRequest(f"decode_heads: {error}") from None
     slot_bytes //= ranks
     rows = settings.engine_args.get("max_running_requests")
     return max(context, plan.tokens(tokens * slot_bytes, slot_bytes, rows))

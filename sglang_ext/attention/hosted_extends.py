@@ -19,7 +19,7 @@ from sglang_ext.attention.prompt_queries import PromptMean
 from sglang_ext.attention.step_planner import StepPlanner
 from sglang_ext.attention.streamed_attention import StreamedTokens
 from sglang_ext.documents.types import IntegrityError
-from sglang_ext.hosting.context_reader import ContextReader
+from sglang_ext.hosting.context_reader import ContextReader, PieceMemory
 from sglang_ext.hosting.host_prefixes import HostPrefixes
 from sglang_ext.hosting.host_reader import HostReader
 from sglang_ext.hosting.hosted_row import HostedRow
@@ -111,6 +111,7 @@ class HostedExtends:
         self._statistics = statistics
         self._page = statistics.page_size
         self._extended: list[_Extended] = []
+        self._memory: PieceMemory | None = None  # of the pass at hand
 
     @property
     def asked(self) -> tuple[tuple[Any, int, int], ...]:
@@ -125,7 +126,8 @@ class HostedExtends:
     def before(self, reqs: Sequence[Any], spans: Sequence[tuple[int, int]]) -> None:
         """Prepare the extend of ``reqs``, in the order of its tokens. ``spans``: of each the first new token
         and the end."""
-        self._extended, place = [], 0
+        self.drop()
+        place = 0
         for req, (start, end) in zip(reqs, spans, strict=True):
             place += end - start
             state = self._planner.state(req)
@@ -177,7 +179,8 @@ class HostedExtends:
         reader: HostReader | ContextReader = HostReader(self._hosted.pages, row.host)
         if row.context is not None:
             where = self._hosted.first_host + row.host.long()
-            reader = ContextReader(row.context, self._hosted.kv, self._hosted.statistics, where)
+            self._memory = self._memory or PieceMemory(self._hosted.kv, self._page)
+            reader = ContextReader(row.context, self._memory, self._hosted.statistics, where)
         each.part = StreamedTokens(each.last + 1 - count, count, reader, slots)
 
     def _enter(self, each: _Extended, row: HostedRow) -> None:
@@ -201,7 +204,8 @@ class HostedExtends:
         Raises:
             IntegrityError: the pass did not attend by our backend.
         """
-        extended, self._extended = self._extended, []
+        extended = self._extended
+        self.drop()
         for each in extended:
             if each.part is not None and each.part.layers != self._hosted.layers:
                 raise IntegrityError("a pass over hosted requests went past the attention backend")
@@ -236,5 +240,5 @@ class HostedExtends:
         return chosen
 
     def drop(self) -> None:
-        """The pass at hand has failed."""
-        self._extended = []
+        """Forget the pass at hand: it is over, or has failed."""
+        self._extended, self._memory = [], None

@@ -71,7 +71,7 @@ class DecodeMetrics:
         self.host_pages = Gauge(
             "ragserve_decode_host_pages",
             "Pages on the host at the latest decode step: own ones of hosted requests, those of contexts "
-            "that are read in documents, and pages of the documents that are kept for that.",
+            "that are read in documents, and pages, of 16 tokens, of the documents that are kept for that.",
             ["kind"],
             multiprocess_mode="mostrecent",
         )

@@ -42,11 +42,11 @@ def even_streaming_heads(gates: torch.Tensor) -> torch.Tensor:
     return order < gates.shape[1] // 2
 
 
-def load_pattern(path: Path, layers: int, kv_heads: int, *, rank: int = 0, world: int = 1) -> torch.Tensor:
-    """Return bool [layers, kv_heads], True for the streaming ones of this rank's ``kv_heads`` heads.
+def read_pattern(path: Path) -> torch.Tensor:
+    """Return bool [layers, kv_heads], True for streaming ones.
 
     Raises:
-        ValueError: the file is no pattern for this model.
+        ValueError: the file is no pattern.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -60,6 +60,16 @@ def load_pattern(path: Path, layers: int, kv_heads: int, *, rank: int = 0, world
             f"{path} has version {version}, expected {PATTERN_VERSION}: make it again with `ragserve "
             "calibrate-heads`"
         )
+    return pattern
+
+
+def load_pattern(path: Path, layers: int, kv_heads: int, *, rank: int = 0, world: int = 1) -> torch.Tensor:
+    """Return bool [layers, kv_heads], True for the streaming ones of this rank's ``kv_heads`` heads.
+
+    Raises:
+        ValueError: the file is no pattern for this model.
+    """
+    pattern = read_pattern(path)
     total = kv_heads * world
     if pattern.dim() != 2 or pattern.shape[0] != layers or total % pattern.shape[1]:
         raise ValueError(

@@ -16,25 +16,34 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_ext.attention.config import AttentionConfig, from_environment
-from sglang_ext.attention.streaming_heads import load_pattern
+from sglang_ext.attention.streaming_heads import load_pattern, read_pattern
 
 MOST_ROWS = 256  # unless the server is told otherwise
 _RING_SHARE = 8  # the rings take at most one part in so many of the KV's memory, unless the rows are given
 _ADVICE = "this server keeps streaming heads' KV in a pool of their own: set decode_heads_pool=shared"
 
 
+def check_pattern(heads: Path) -> None:
+    """Raise ValueError for a pattern file that leaves no head or all heads to the rings, or is none."""
+    pattern = read_pattern(heads)
+    if pattern.all() or not pattern.any():
+        raise ValueError(
+            f"{heads}: {'all heads stream' if pattern.any() else 'no head streams'}, and a pool of their own "
+            "needs some that do and some that do not: make the pattern with another --share"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class StreamingPlan:
     """Which heads stream and what they see: ``sinks`` pages of the first tokens, the page of the row that
-    attends, and ``local`` pages before it. ``pattern``: bool [layers, kv_heads] of a rank. ``full_share`` and
-    ``ring_share``: of the KV of all heads, what most is of others and of streaming ones on a rank."""
+    attends, and ``local`` pages before it. ``pattern``: bool [layers, kv_heads] of a rank. ``shares``: of
+    each rank's heads, what streams."""
 
     pattern: torch.Tensor
     page: int
     sinks: int
     local: int
-    full_share: float
-    ring_share: float
+    shares: tuple[float, ...]
 
     @classmethod
     def of(
@@ -46,15 +55,26 @@ class StreamingPlan:
             ValueError: the pattern is for another model, or leaves no head or all heads to the rings.
         """
         heads = Path(str(config.heads))
+        check_pattern(heads)
         patterns = [load_pattern(heads, layers, kv_heads, rank=each, world=world) for each in range(world)]
-        shares = [float(pattern.float().mean()) for pattern in patterns]
-        if min(shares) == 1 or max(shares) == 0:
-            raise ValueError(
-                f"{heads}: {'all heads stream' if max(shares) else 'no head streams'}, and a pool of their "
-                "own needs some that do and some that do not: make the pattern with another --share"
-            )
+        shares = tuple(float(pattern.float().mean()) for pattern in patterns)
         sinks, local = (-(-tokens // page) for tokens in (config.sink_tokens, config.local_tokens))
-        return cls(patterns[rank], page, sinks, local, 1 - min(shares), max(shares))
+        return cls(patterns[rank], page, sinks, local, shares)
+
+    @property
+    def share(self) -> float:
+        """Of the heads of all ranks, what streams."""
+        return sum(self.shares) / len(self.shares)
+
+    @property
+    def full_share(self) -> float:
+        """Of a rank's KV of all heads, what most is of other heads: pools are sized alike."""
+        return 1 - min(self.shares)
+
+    @property
+    def ring_share(self) -> float:
+        """Of a rank's KV of all heads, what most is of streaming ones."""
+        return max(self.shares)
 
     @property
     def ring(self) -> int:
@@ -142,7 +162,8 @@ def own_plan(page: int, *, layers: int, kv_heads: int) -> StreamingPlan:
 
 
 class StreamingRings:
-    """KV of the streaming heads, by row of SGLang's request table. Scheduler thread only."""
+    """KV of the streaming heads, by row of SGLang's request table. ``bytes``: of this rank; ``all_bytes``: of
+    all. Scheduler thread only."""
 
     def __init__(
         self, plan: StreamingPlan, rows: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
@@ -155,6 +176,8 @@ class StreamingRings:
             for heads in plan.pattern.sum(1).tolist()
         ]
         self.bytes = sum(half.nbytes for layer in self._layers for half in layer)
+        heads = sum(plan.shares) * plan.pattern.numel()
+        self.all_bytes = round(heads * 2 * tokens * head_dim * dtype.itemsize)
 
     def heads(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of the streaming heads of a layer, in order: [slots, heads, head_dim]."""

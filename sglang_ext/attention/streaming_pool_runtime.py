@@ -51,9 +51,10 @@ class StreamingPoolRuntime:
 
     def describe(self) -> dict[str, Any]:
         """Return the sizes, and what requests hold now: ``held`` pages, where a page of all layers and heads
-        counts as one. A running request holds all of its rings. For the control channel."""
+        counts as one. A running request holds all of its rings. For the control channel, of all ranks: only
+        the first one is asked."""
         plan = self._plan
-        share = float(plan.pattern.float().mean())
+        share = plan.share
         running = self._requests.size - self._requests.available_size()
         other = (self._pool.size - self._allocator.available_size()) // plan.page
         return {
@@ -61,7 +62,7 @@ class StreamingPoolRuntime:
             "streaming_heads": share,
             "pages_per_request": plan.ring,
             "requests": self._requests.size,
-            "ring_bytes": self._rings.bytes,
+            "ring_bytes": self._rings.all_bytes,
             "running": running,
             "other_pages": other,
             "held_pages": round((1 - share) * other + share * running * plan.ring, 2),

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from sglang_ext.documents.fingerprint import model_fingerprint
-from sglang_ext.protocol import KV_CONFIG_VARIABLE
+from sglang_ext.protocol import DOCUMENT_PAGE, KV_CONFIG_VARIABLE
 from sglang_ext.state import current
 
 log = logging.getLogger(__name__)
-BLOCK = 16  # tokens of a host or disk page
 _DEFAULT_HOST_BYTES = 256 * 2**20
 
 
@@ -36,13 +35,13 @@ def create_cache(context: Any) -> Any:
     config = json.loads(os.environ.get(KV_CONFIG_VARIABLE, "{}"))
     fingerprint = model_fingerprint(
         args.model_path,
-        f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{BLOCK}",
+        f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{DOCUMENT_PAGE}",
         options=vars(args),
     )
     tree: Any
     if (reason := why_no_documents(context)) is None:
         bits = int(config.get("page_bits", 16))
-        shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, BLOCK, bits)
+        shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, DOCUMENT_PAGE, bits)
         tiers = TierStore(
             shape,
             fingerprint=fingerprint,
@@ -67,7 +66,7 @@ def create_cache(context: Any) -> Any:
         tree=tree,
         tiers=tiers,
         fingerprint=fingerprint,
-        block=BLOCK,
+        block=DOCUMENT_PAGE,
         analysis=analysis,
         texts=lambda: _texts(args, runner.model_config.vocab_size),
         attention=current.attention,

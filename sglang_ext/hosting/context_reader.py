@@ -14,26 +14,49 @@ from sglang_ext.hosting.host_reader import PIECE_BYTES
 _PROGRAMS = 8  # of a launch: decode steps do not run beside it
 
 
+class PieceMemory:
+    """Memory for one piece of a layer, at most `PIECE_BYTES`, as pages of the pool are. All readers of a pass
+    share it: they read one after the other, on one stream."""
+
+    def __init__(self, like: KVLayers, page: int) -> None:
+        """``like``: the pool. ``page``: tokens of its pages."""
+        self.like = like
+        self.most = max(1, PIECE_BYTES // (2 * page * like.kv_heads * like.head_dim * like.dtype.itemsize))
+        """Pages of a piece."""
+        self._page = page
+        self._buffer: KVLayers | None = None
+
+    def of(self, pages: int) -> KVLayers:
+        """Return one layer of so many pages, at least."""
+        slots, like = pages * self._page, self.like
+        if self._buffer is None or self._buffer.slots < slots:
+            self._buffer = None  # its memory may be taken for the larger one
+            shape = slots, like.kv_heads, like.head_dim
+            self._buffer = KVLayers(
+                *([torch.empty(shape, dtype=like.dtype, device=like.device)] for _ in "kv")
+            )
+        return self._buffer
+
+
 class ContextReader:
     """Brings K and V of a layer to the device, keys at their positions, on the current stream. The first time
     it makes the statistics of the layer's pages on the way."""
 
     def __init__(
-        self, context: ContextPages, like: KVLayers, statistics: PageStats, where: torch.Tensor
+        self, context: ContextPages, memory: PieceMemory, statistics: PageStats, where: torch.Tensor
     ) -> None:
-        """``like``: the pool. ``where``: int64 [pages]: where the pages' statistics go."""
+        """``memory``: that the pieces go to. ``where``: int64 [pages]: where the pages' statistics go."""
         self._context = context
-        self._like = like
+        self._memory = memory
         self._statistics = statistics
         self._where = where
-        self._buffer: KVLayers | None = None
 
     def pieces(self, layer: int, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield K and V ``[kv_heads, n, head_dim]`` of consecutive tokens, at most ``tokens`` of them but at
-        least a page. The next piece overwrites them."""
-        page, count, heads = self._context.page_size, self._context.count, self._like.kv_heads
-        buffer = self._buffer_of(min(tokens // page, count))
-        size = buffer.slots // page
+        least a page. The next piece of any reader overwrites them."""
+        page, count, heads = self._context.page_size, self._context.count, self._memory.like.kv_heads
+        size = max(1, min(tokens // page, count, self._memory.most))
+        buffer = self._memory.of(size)
         numbers = self._context.tensors[2]
         is_new = layer >= self._context.described
         for first in range(0, count, size):
@@ -47,15 +70,3 @@ class ContextReader:
             yield k.transpose(0, 1), v.transpose(0, 1)
         if is_new:
             self._context.described = layer + 1
-
-    def _buffer_of(self, pages: int) -> KVLayers:
-        """Return memory for at most so many pages of one layer, at least one."""
-        page, like = self._context.page_size, self._like
-        page_bytes = 2 * page * like.kv_heads * like.head_dim * like.dtype.itemsize
-        pages = max(1, min(pages, PIECE_BYTES // page_bytes))
-        if self._buffer is None or self._buffer.slots > pages * page:
-            shape = pages * page, like.kv_heads, like.head_dim
-            self._buffer = KVLayers(
-                *([torch.empty(shape, dtype=like.dtype, device=like.device)] for _ in "kv")
-            )
-        return self._buffer

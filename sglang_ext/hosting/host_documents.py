@@ -65,6 +65,11 @@ class HostDocuments:
         """True while documents that no request reads any more are kept, until the device has passed them."""
         return bool(self._leaving)
 
+    @property
+    def most(self) -> int:
+        """Pages of the host tier that may be kept."""
+        return int(self._tiers.host_limit) // 2
+
     def hold(self, wanted: Sequence[WantedDocument], namespace: str) -> list[Ints] | None:
         """Keep these documents until as many `let_go`. Return the numbers of each one's pages, int64.
 
@@ -85,7 +90,7 @@ class HostDocuments:
                 self._sizes[each.key] = int((pages >= 0).sum())  # more may have come since it was pinned
                 kept.append(each.key)
                 found.append(pages)
-            done = len(found) == len(wanted) and 2 * self.used <= self._tiers.host_limit
+            done = len(found) == len(wanted) and self.used <= self.most
         finally:
             if not done:
                 self._unpin(kept)

@@ -437,6 +437,7 @@ class HostedRows:
             "in_documents": self.pages.elsewhere,
             "documents": 0 if self.documents is None else self.documents.documents,
             "document_pages": 0 if self.documents is None else self.documents.used,
+            "document_limit": 0 if self.documents is None else self.documents.most,
             "requests": moved,
             "copying": len(self._rows) - moved,
             "retracted": len(self.waiting),

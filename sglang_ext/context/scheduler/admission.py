@@ -90,9 +90,11 @@ class Admission:
 
         decision, slots = self._decide(adder, req, context)
         if slots is not None:
-            return self._add(adder, req, context, slots, add)
+            with stages.together():
+                return self._add(adder, req, context, slots, add)
         if decision is Decision.ON_HOST:
-            result = self._add_on_host(adder, req, context, add)
+            with stages.together():
+                result = self._add_on_host(adder, req, context, add)
             if context.on_host is not None:
                 return result
             if result is not AddReqResult.NO_TOKEN:
@@ -157,6 +159,11 @@ class Admission:
             context.missing = [0]  # another rank's host has given up some of the dialogue
         if context.missing:
             return Decision.MISSING, None
+        with stages.together():  # they have voted: one that fails alone would leave them with other requests
+            return self._room(adder, req, context)
+
+    def _room(self, adder: Any, req: Any, context: ComposedContext) -> tuple[Decision, torch.Tensor | None]:
+        """Reserve host pages or slots, alike on every rank. Results as of `_decide`."""
         context.on_host, context.awaits_host = None, False
         if self._goes_to_host(req, context, full=False):
             return Decision.ON_HOST, None

@@ -11,9 +11,13 @@ import pytest
 import torch
 
 from ragserve.config import load
+from ragserve.engine.server_args import server_args
+from ragserve.errors import InvalidRequest
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.streaming_heads import save_pattern
 from sglang_ext.attention.streaming_pool import MOST_ROWS, StreamingPlan, StreamingRings
+from sglang_ext.attention.streaming_pool_runtime import StreamingPoolRuntime
+from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE
 from sglang_ext.request_options import DecodeOptions
 
 PAGE, LAYERS, KV_HEADS = 64, 4, 4
@@ -71,6 +75,25 @@ def test_ranks_agree_on_sizes_whatever_heads_they_have(tmp_path: Path) -> None:
     assert first.ring_share == max(shares)
 
 
+def test_what_requests_hold_is_of_all_ranks_whichever_is_asked(tmp_path: Path) -> None:
+    """Of 16 heads 6 stream, 4 of them on the first rank. Two of three requests run, and 40 pages of 50 are
+    free."""
+    rings = [
+        StreamingRings(plan, 4, 8, dtype=torch.float32, device=torch.device("cpu"))
+        for plan in (plan_of(tmp_path, 0.375, rank=rank, world=2) for rank in range(2))
+    ]
+    runner = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(size=3, available_size=lambda: 1),
+        token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 40 * PAGE),
+        token_to_kv_pool=SimpleNamespace(size=50 * PAGE),
+    )
+    first, second = (StreamingPoolRuntime(AttentionConfig(), own, runner).describe() for own in rings)
+    assert first == second
+    assert (first["streaming_heads"], first["running"], first["other_pages"]) == (0.375, 2, 10)
+    assert first["ring_bytes"] == rings[0].bytes + rings[1].bytes > 2 * rings[1].bytes
+    assert first["held_pages"] == 0.625 * 10 + 0.375 * 2 * 6
+
+
 @pytest.mark.parametrize(("share", "says"), [(0.0, "no head streams"), (1.0, "all heads stream")])
 def test_patterns_of_one_kind_of_head_are_refused(tmp_path: Path, share: float, says: str) -> None:
     with pytest.raises(ValueError, match=says):
@@ -101,6 +124,30 @@ def test_settings_that_do_not_go_with_it_are_named(
     load(**settings)
     with pytest.raises(ValueError, match=says):
         load(**{name: value for name, value in (settings | changes).items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("share", "pool", "says"),
+    [
+        (None, "own", "is no pattern file"),
+        (None, "shared", "is no pattern file"),
+        (1.0, "own", "all heads stream"),
+        pytest.param(
+            *(0.5, "own", "is for another model"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU engine finds it itself"),
+        ),
+    ],
+)
+def test_a_pattern_file_that_is_of_no_use_is_named_before_an_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float | None, pool: str, says: str
+) -> None:
+    monkeypatch.setenv(ATTENTION_CONFIG_VARIABLE, "")
+    heads = tmp_path / "heads.json"
+    if share is not None:
+        save_pattern(heads, torch.rand(LAYERS, 5), share=share, model="any")
+    settings = {"sparse_attention": "on", "decode_mode": "dense", "decode_heads": heads}
+    with pytest.raises(InvalidRequest, match=rf"^decode_heads: .*heads\.json.* {says}"):
+        server_args(load(data_dir=tmp_path, decode_heads_pool=pool, **settings))
 
 
 def test_an_engine_started_otherwise_is_refused_with_all_reasons(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class Engine:
 
     def __init__(self, device: str) -> None:
         self.device, self.pool = device, Pool(device)
-        plan = StreamingPlan(STREAMING, PAGE, SINKS, LOCAL, 0.5, 0.5)
+        plan = StreamingPlan(STREAMING, PAGE, SINKS, LOCAL, (0.5,))
         rings = StreamingRings(plan, ROWS, DIM, dtype=torch.float32, device=torch.device(device))
         runner = SimpleNamespace(
             token_to_kv_pool=self.pool,

@@ -15,7 +15,7 @@ import pytest
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.engine.prefill import ROUNDS, Documents
 from ragserve.engine.stream import DocumentsMissing
-from ragserve.errors import EngineError
+from ragserve.errors import EngineError, InvalidRequest, Unavailable
 from sglang_ext.protocol import PLAN_FIELD, ContextPlan, SessionPart, Span, session_key
 
 
@@ -34,6 +34,7 @@ class Engine:
         self.forgets = False
         self.dialogues: set[tuple[int, ...]] = set()  # beginnings of what a session's key has
         self.asked: list[list[int]] = []  # prompts of composed requests
+        self.largest = 1000  # tokens of an exact prompt
         self.documents = Documents(self._run, self._run_together)
 
     async def _run(self, fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
@@ -51,6 +52,8 @@ class Engine:
                 raise DocumentsMissing(missing)
             if not self.forgets:
                 self.dialogues |= {tuple(ids[:end]) for end in range(1, len(ids) + 1)}
+        elif prompt_tokens > self.largest:
+            raise InvalidRequest("The engine refused the request: it is too large.")
         yield GenerateChunk(
             "composed" if plan else "exact", EngineUsage(prompt_tokens), EngineTimings(), "stop"
         )
@@ -179,6 +182,19 @@ def test_documents_that_do_not_stay_are_answered_exactly() -> None:
         assert chunk.fallback is not None
         assert "did not stay in the cache" in chunk.fallback
         assert len(engine.messages) == ROUNDS
+
+    asyncio.run(work())
+
+
+def test_documents_that_do_not_stay_of_a_prompt_that_no_exact_one_may_be_end_it_for_now() -> None:
+    async def work() -> None:
+        engine = Engine()
+        engine.loses, engine.largest = True, 2
+        with pytest.raises(Unavailable, match=r"did not stay in the cache.*too large") as told:
+            await answer(engine, request([1], [2]))
+        assert (told.value.status, told.value.code) == (503, "documents_evicted")
+        engine.loses = False
+        assert (await answer(engine, request([1], [2]))).text == "composed"
 
     asyncio.run(work())
 

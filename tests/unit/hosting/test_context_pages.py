@@ -21,7 +21,7 @@ from sglang_ext.context.compose.request import DocumentOnDevice, DocumentOnHost
 from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import IntegrityError
 from sglang_ext.hosting import context_reader
-from sglang_ext.hosting.context_reader import ContextReader
+from sglang_ext.hosting.context_reader import ContextReader, PieceMemory
 from sglang_ext.hosting.host_admission import HostAdmission
 from sglang_ext.hosting.host_documents import WantedDocument
 from sglang_ext.hosting.host_prefix import HostPrefix
@@ -75,10 +75,11 @@ def entered(bench: Bench, composed: Composed, prefix: HostPrefix) -> HostedRow:
     return row
 
 
-def reader(bench: Bench, row: HostedRow) -> ContextReader:
+def reader(bench: Bench, row: HostedRow, memory: PieceMemory | None = None) -> ContextReader:
     assert row.context is not None
     where = bench.rows.first_host + row.host.long()
-    return ContextReader(row.context, bench.kv, bench.statistics, where)
+    memory = memory or PieceMemory(bench.kv, bench.page)
+    return ContextReader(row.context, memory, bench.statistics, where)
 
 
 @pytest.mark.parametrize(("columns", "page", "whole"), [(2, 16, False), (1, 16, True), (2, 64, False)])
@@ -144,6 +145,31 @@ def test_a_layer_is_read_as_it_lies_and_its_statistics_are_made_once(
             assert torch.equal(got_tables.k_max[:, rows], want.k_max[:, rows])
             assert torch.equal(got_tables.k_center[:, where], want.k_center[:, where])
             got_tables.k_min[:, rows] = want.k_min[:, rows] = 0  # another part of the question leaves them
+        bench.ended(row)
+
+
+def test_all_readers_of_a_pass_take_the_memory_of_one_piece() -> None:
+    composed = Composed(14, PROMPT * 16 + BEHIND)
+    with store_of(composed.samples, pages=600) as store:
+        bench = Bench(cached=0, host=3, more=PROMPT)
+        prefix = reserved(bench, composed, store)
+        assert prefix is not None
+        row = entered(bench, composed, prefix)
+        memory = PieceMemory(bench.kv, 16)
+        places = set()
+        for tokens in (
+            9 * 16,
+            4 * 16,
+            7 * 16,
+        ):  # another question has room for longer pieces, or shorter ones
+            ours, at = reader(bench, row, memory), 0
+            for k, v in ours.pieces(1, tokens):
+                for got, own in ((k, composed.k), (v, composed.v)):
+                    assert torch.equal(got.transpose(0, 1), own[1][at : at + got.shape[1]])
+                at += k.shape[1]
+                places.add((k.data_ptr(), v.data_ptr()))
+            assert at == PROMPT * 16
+        assert len(places) == 1
         bench.ended(row)
 
 

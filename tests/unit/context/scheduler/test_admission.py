@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sglang_ext import stages
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.protocol import MISSING_PREFIX, SessionPart, session_key
 from tests.unit.context.scheduler.admission_bench import (
@@ -134,10 +135,11 @@ def test_a_request_that_can_never_fit_beside_its_answer_ends_instead_of_waiting_
     assert "ask for fewer tokens" in engine.req.to_finish.message
 
 
-def failing_engine(where: str) -> Engine:
-    def broken(*args: Any) -> Any:
-        raise OSError("the disk is gone")
+def broken(*args: Any, **kwargs: Any) -> Any:
+    raise OSError("the disk is gone")
 
+
+def failing_engine(where: str) -> Engine:
     engine = Engine()
     if where == "load":
         engine.resolve = broken  # type: ignore[method-assign]
@@ -161,6 +163,22 @@ def test_an_admission_that_fails_ends_the_request_and_gives_everything_back(wher
     assert calls[-1] is engine.req.to_finish, "SGLang admits the request once more to report its end"
     assert engine.free == 100
     assert not engine.context.sources
+
+
+@pytest.mark.parametrize("where", ["reserve", "alloc", "compose", "add"])
+def test_a_rank_that_fails_alone_once_they_have_agreed_ends_the_server(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others admit the request, and would wait for this one in its first pass."""
+    engine = Engine()
+    engine.hosting.wanted = where in ("reserve", "compose")
+    if where == "alloc":
+        engine.admission._allocator.alloc = broken
+    elif where != "add":
+        monkeypatch.setattr(engine.hosting, where, broken)
+    monkeypatch.setattr(stages, "_alike", lambda error: False)
+    with pytest.raises(stages.RanksDivided):
+        engine.admission.admit(engine.adder, engine.req, broken)
 
 
 def test_a_failed_request_that_was_taken_back_is_not_composed_again() -> None:

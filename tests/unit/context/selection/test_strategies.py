@@ -23,7 +23,7 @@ from sglang_ext.protocol import (
     Span,
     document_key,
 )
-from sglang_ext.request_options import STRATEGY_OPTIONS, RuleName
+from sglang_ext.request_options import STRATEGY_OPTIONS, RuleName, copies_documents, strategy_options
 
 lengths = st.lists(st.integers(1, 70), min_size=2, max_size=5)
 
@@ -90,6 +90,25 @@ def test_random_draws_its_share_repeatably_and_never_from_the_system_text(
     documents = sum(sizes[1:])
     assert len(first) == min(documents, max(1, round(share * documents)))
     assert int(first.min()) >= sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        *((strategy, {}) for strategy in ("concat", "epic", "random", "cacheblend")),
+        *((strategy, {"recompute": "none"}) for strategy in ("concat", "epic", "random", "cacheblend")),
+        ("concat", {"keep": 0.5}),
+        ("concat", {"recompute": "all"}),
+        ("concat", {"update": "fusion"}),
+        ("concat", {"kept_positions": "compact"}),
+        ("concat", {"experimental": {"kept": [0, 1, 2], "rotate": False}}),
+        ("concat", {"experimental": {"kept": [[0, 1, 2], [1, 2, 3]]}}),
+    ],
+    ids=str,
+)
+def test_options_tell_whether_a_context_is_its_documents_kv(strategy: str, options: dict[str, Any]) -> None:
+    selection = select(plan([20, 40, 33], strategy, **options), layers=2)
+    assert copies_documents(strategy_options(strategy, options)) == selection.is_copied
 
 
 def test_layers_may_keep_different_tokens_but_as_many() -> None:
