@@ -390,3 +390,13 @@ def test_pre_commit_runs_the_pinned_tools() -> None:
     pinned = set(re.findall(r"^([\w-]+)==", (REPO / "requirements" / "dev.txt").read_text(), re.MULTILINE))
     assert tools == {"ruff", "mypy"}
     assert tools <= pinned
+
+
+def test_files_whose_engine_another_group_has_are_named_in_scripts_test() -> None:
+    """Left out, a file is in the group of the default engine, which would start its engine once more."""
+    groups = (REPO / "scripts" / "test").read_text(encoding="utf-8")
+    engine = re.compile(r"\b(?:(?:parallel|stress|locked|streaming)_server|small_engine)\b")
+    named = set(re.findall(r"\w+", groups))
+    for file in sorted((REPO / "tests" / "integration").glob("test_*.py")):
+        if engine.search(file.read_text(encoding="utf-8")):
+            assert named & {file.stem, file.stem.removeprefix("test_")}, file.name
