@@ -110,7 +110,11 @@ def test_sparse_prefills_and_questions_of_any_length(
         list_blocks(q, k, batch, lists, alpha=0.9)
         counts = torch.zeros(2, 2, dtype=torch.int64, device=device)
         list_lines(q, k, plan, lists, alpha=0.9, counts=counts)
-        key_scores(q[-1], k, torch.zeros(sum(new), dtype=torch.int64, device=device))
+        slots, starts = (
+            torch.zeros(sum(new), dtype=torch.int64, device=device),
+            torch.tensor([0, *new], device=device),
+        )
+        key_scores(q[:2], k, slots, starts.cumsum(0).int(), max(new))
     seen = {name: len(found) for name, found in keys.items() if found}
     assert seen.pop("block_means_kernel") == 2, "of keys and of queries"
     assert set(seen.values()) == {1}

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""``key_scores`` in Triton: a tile of keys of one KV head is read once, for its whole query group."""
+"""``key_scores`` in Triton: a tile of keys of a request is read once, for a KV head's whole query group."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from ragserve_kernels.kv import rows_of
 _KEYS = 128  # of a program
 
 
-@triton.jit(do_not_specialize=["n_slots"], do_not_specialize_on_alignment=["p_q", "p_slots", "p_out"])
+@triton.jit(
+    do_not_specialize=["width"], do_not_specialize_on_alignment=["p_q", "p_slots", "p_starts", "p_out"]
+)
 def key_scores_kernel(
-    p_q,  # [Hq, D]
+    p_q,  # [R, Hq, D]
     k,  # HeadRows of [slots, Hkv, D]
     p_slots,  # int64 [N]
-    p_out,  # float32 [Hq, N], contiguous
-    n_slots,  # N
-    stride_q,
+    p_starts,  # int32 [R + 1]
+    p_out,  # float32 [R, Hq, W], contiguous
+    width,  # W
+    stride_q_request,
+    stride_q_head,
     scale,
     GROUP: tl.constexpr,
     B_HEADS: tl.constexpr,
@@ -31,6 +35,9 @@ def key_scores_kernel(
     PRECISION: tl.constexpr,
 ):
     i_kv_head = tl.program_id(0)
+    i_request = tl.program_id(2).to(tl.int64)
+    i_start = tl.load(p_starts + i_request)
+    n_slots = tl.load(p_starts + i_request + 1) - i_start
     o_slot = tl.program_id(1) * B_KEYS + tl.arange(0, B_KEYS)
     m_slot = o_slot < n_slots
     o_head = tl.arange(0, B_HEADS)
@@ -38,33 +45,44 @@ def key_scores_kernel(
     o_dim = tl.arange(0, HEAD_DIM)
     i_head = i_kv_head * GROUP + o_head
     # [M, D]
-    b_q = tl.load(p_q + i_head[:, None] * stride_q + o_dim[None, :], mask=m_head[:, None], other=0.0)
+    p_own = p_q + i_request * stride_q_request + i_head[:, None] * stride_q_head
+    b_q = tl.load(p_own + o_dim[None, :], mask=m_head[:, None], other=0.0)
     # [N]
-    i_slot = tl.load(p_slots + o_slot, mask=m_slot, other=0)
+    i_slot = tl.load(p_slots + i_start.to(tl.int64) + o_slot, mask=m_slot, other=0)
     k = at_head(k, i_kv_head.to(tl.int64))
     # [D, N]
     b_k = tl.load(k.p + i_slot[None, :] * k.stride + o_dim[:, None], mask=m_slot[None, :], other=0.0)
     b_s = dot(b_q, b_k, tl.zeros([B_HEADS, B_KEYS], tl.float32), PRECISION) * scale
-    p_row = p_out + i_head.to(tl.int64)[:, None] * n_slots + o_slot[None, :]
-    tl.store(p_row, b_s, mask=m_head[:, None] & m_slot[None, :])
+    b_s = tl.where(m_slot[None, :], b_s, float("-inf"))
+    i_row = i_request * tl.num_programs(0) * GROUP + i_head  # of R * Hq
+    p_row = p_out + i_row[:, None] * width + o_slot[None, :]
+    tl.store(p_row, b_s, mask=m_head[:, None] & (o_slot < width)[None, :])
 
 
 def key_scores_triton(
-    q: torch.Tensor, k: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, *, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
 ) -> None:
     """Launch the kernel; see :func:`ragserve_kernels.key_scores.key_scores`."""
-    heads, kv_heads = q.shape[0], k.shape[1]
-    key_scores_kernel[(kv_heads, triton.cdiv(len(slots), _KEYS))](
+    (requests, heads, width), kv_heads = out.shape, k.shape[1]
+    key_scores_kernel[(kv_heads, triton.cdiv(width, _KEYS), requests)](
         q,
         rows_of(k),
         slots,
+        starts,
         out,
-        len(slots),
+        width,
         q.stride(0),
+        q.stride(1),
         scale,
         GROUP=heads // kv_heads,
         B_HEADS=max(16, next_power_of_2(heads // kv_heads)),
-        HEAD_DIM=q.shape[1],
+        HEAD_DIM=q.shape[2],
         B_KEYS=_KEYS,
         PRECISION=dot_precision(q.dtype),
         num_warps=4,

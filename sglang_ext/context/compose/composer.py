@@ -209,7 +209,7 @@ class Composer:
             start=context.plan.question_start,
             at=context.question_at,
             first=context.plan.spans[0].end,
-            kept=upload(context.selection.kept.numpy(), self._device),
+            kept=context.selection.kept.numpy(),
             slots=slots,
             job=context.question_job(slots, own).behind(earlier) if _is_whole(context, row) else None,
         )

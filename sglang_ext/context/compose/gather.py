@@ -141,8 +141,16 @@ class Gather:
         target: Buffers,
     ) -> None:
         """``shifts`` None: keys move by run, so every run becomes a document of its own."""
-        there = [source for source in sources if isinstance(source, torch.Tensor)]
-        lengths = [len(source) if isinstance(source, torch.Tensor) else 0 for source in sources]
+        wanted = np.zeros(len(sources), dtype=bool)
+        for row in rows:
+            wanted[row[:, 0]] = True
+        there = [
+            source
+            for source, own in zip(sources, wanted.tolist(), strict=True)
+            if own and isinstance(source, torch.Tensor)
+        ]
+        lengths = np.zeros(len(sources), dtype=np.int64)
+        lengths[wanted] = [len(source) for source in there]
         begins = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
         if shifts is None:
             runs = np.concatenate(rows)

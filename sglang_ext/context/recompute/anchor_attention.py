@@ -53,12 +53,10 @@ def anchor_attention(
     ranks = Ranks(model_runner.tp_group)
     sizes = [len(question.slots) for question in questions]
     means = ranks.sum(torch.cat([torch.stack(own) for own in found], dim=1)) / (ranks.world * len(layers))
-    parts = [
+    return [
         by_token(question, own, sorted(layers))
-        for question, own in zip(questions, means.split(sizes, dim=1), strict=True)
+        for question, own in zip(questions, means.cpu().split(sizes, dim=1), strict=True)
     ]
-    whole = torch.cat(parts).cpu()
-    return list(whole.split([len(part) for part in parts]))
 
 
 def mean_attention(q: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -31,9 +31,11 @@ from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.scheduler.query_pass import QueryPass
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
-from sglang_ext.context.selection.base import ContextSelection
+from sglang_ext.context.selection.base import ContextSelection, PartialSelection
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.samkv import Chosen
+from sglang_ext.context.selection.signals import Evidence
+from sglang_ext.context.selection.signals.attention import Attention, begin_attention
 from sglang_ext.model import forward_stream
 from sglang_ext.ranks import Ranks
 from sglang_ext.request_options import QuestionQuery
@@ -341,9 +343,17 @@ class SelectionStage:
         """
         failures: list[list[str]] = [[] for _ in contexts]
         # All begin while the device runs the query pass, and the first one to end waits for that.
+        own = [
+            _query_of(context.partial, queries) for context, queries in zip(contexts, queries, strict=True)
+        ]
+        read = [
+            stages.run("selection", failed.append, self._read, *each)
+            for failed, *each in zip(failures, contexts, own, strict=True)
+        ]
+        attention = self._attention(read)
         begun = [
-            stages.run("selection", failed.append, self._begin, *each)
-            for failed, *each in zip(failures, contexts, queries, strict=True)
+            None if failed else stages.run("selection", failed.append, self._begin, *each)
+            for failed, *each in zip(failures, contexts, own, read, attention, strict=True)
         ]
         chosen = [
             None if end is None else stages.run("selection", failed.append, self._end, context, end)
@@ -355,18 +365,37 @@ class SelectionStage:
             if decided is None:
                 context.fail(failed[0] if failed else stages.ELSEWHERE)
 
-    def _begin(
-        self, context: ComposedContext, queries: Mapping[QuestionQuery, torch.Tensor] | None
-    ) -> Callable[[], Chosen | None]:
-        partial = context.partial
-        query = (
-            None
-            if queries is None or partial.samkv is None
-            else queries[partial.samkv.experimental.question_query]
-        )
+    def _read(self, context: ComposedContext, query: torch.Tensor | None) -> Evidence | None:
         ids = torch.from_numpy(np.array(context.ids))
         with stages.together():
-            return self._selector.begin(partial, context.in_order, query, ids, self._stable)
+            return self._selector.read(context.partial, context.in_order, query, ids)
+
+    def _attention(self, read: Sequence[Evidence | None]) -> list[Attention | None]:
+        """Begin signal `attention` of all requests together. If that fails each makes its own, so that only
+        those fail whose own does."""
+        known = [evidence for evidence in read if evidence is not None]
+
+        def begin() -> list[Attention]:
+            with stages.together():
+                return begin_attention(known)
+
+        begun = stages.run("selection", stages.nobody, begin)
+        if begun is None:
+            return [None] * len(read)
+        found = iter(begun)
+        return [None if evidence is None else next(found) for evidence in read]
+
+    def _begin(
+        self,
+        context: ComposedContext,
+        query: torch.Tensor | None,
+        evidence: Evidence | None,
+        attention: Attention | None,
+    ) -> Callable[[], Chosen | None]:
+        with stages.together():
+            return self._selector.begin(
+                context.partial, context.in_order, query, evidence, attention, self._stable
+            )
 
     def _end(self, context: ComposedContext, end: Callable[[], Chosen | None]) -> ContextSelection:
         partial, analyses = context.partial, context.in_order
@@ -375,6 +404,15 @@ class SelectionStage:
         if chosen is None:
             return partial.settle(analyses)
         return replace(partial.settle(analyses, chosen.kept), reason=chosen.reason)
+
+
+def _query_of(
+    partial: PartialSelection, queries: Mapping[QuestionQuery, torch.Tensor] | None
+) -> torch.Tensor | None:
+    """The query that a selection asks with, of those that the query pass has found."""
+    if queries is None or partial.samkv is None:
+        return None
+    return queries[partial.samkv.experimental.question_query]
 
 
 def present(missing: Sequence[int], count: int) -> list[int]:

@@ -15,6 +15,7 @@ from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.choose_sentences import begin_sentences
 from sglang_ext.context.selection.sentences import Sentences
 from sglang_ext.context.selection.signals import Evidence
+from sglang_ext.context.selection.signals.attention import Attention
 from sglang_ext.context.selection.signals.document import document_prior
 from sglang_ext.context.selection.strategies import PartialSelection
 from sglang_ext.protocol import ContextPlan
@@ -46,25 +47,42 @@ class Selector:
             ids: int64, the whole prompt.
             stable: layers over which P is averaged; empty for the built-in ones.
         """
-        return self.begin(partial, analyses, query, ids, stable)()
+        return self.begin(partial, analyses, query, self.read(partial, analyses, query, ids), None, stable)()
+
+    def read(
+        self,
+        partial: PartialSelection,
+        analyses: Sequence[Analysis],
+        query: torch.Tensor | None,
+        ids: torch.Tensor,
+    ) -> Evidence | None:
+        """What the signals read where sentences are chosen, else None."""
+        if not partial.selects or partial.samkv is None or partial.blocks is None:
+            return None
+        options = partial.samkv
+        if not options.by_sentence:
+            return None
+        return self.evidence(options, partial.blocks, partial.plan, analyses, query, ids)
 
     def begin(
         self,
         partial: PartialSelection,
         analyses: Sequence[Analysis],
         query: torch.Tensor | None,
-        ids: torch.Tensor,
+        evidence: Evidence | None,
+        attention: Attention | None,
         stable: Sequence[int],
     ) -> Callable[[], samkv.Chosen | None]:
         """Begin `select` as far as nothing waits for the device, and return what ends it: of several
-        requests, all are begun before the first is ended."""
+        requests, all are begun before the first is ended. ``evidence`` as from `read`; ``attention``: what
+        `begin_attention` has returned for it."""
         if not partial.selects or partial.samkv is None or partial.blocks is None:
             return _nothing
-        options, blocks, start = partial.samkv, partial.blocks, partial.plan.question_start
-        if options.by_sentence:
-            return begin_sentences(self.evidence(options, blocks, partial.plan, analyses, query, ids))
+        if evidence is not None:
+            return begin_sentences(evidence, attention)
         if query is None:
             return _nothing
+        options, blocks, start = partial.samkv, partial.blocks, partial.plan.question_start
         return later(
             samkv.choose,
             options,

@@ -10,6 +10,7 @@ from sglang_ext.context.selection import sentences
 from sglang_ext.context.selection.samkv import Chosen, budget
 from sglang_ext.context.selection.sentences import Sentences
 from sglang_ext.context.selection.signals import Evidence, Scores, fused, scored
+from sglang_ext.context.selection.signals.attention import Attention
 from sglang_ext.request_options import SamKvOptions
 
 
@@ -18,10 +19,17 @@ def choose_sentences(evidence: Evidence) -> Chosen:
     return begin_sentences(evidence)()
 
 
-def begin_sentences(evidence: Evidence) -> Callable[[], Chosen]:
-    """Begin `choose_sentences` without waiting for the device, and return what ends it."""
-    scores = scored(evidence)
-    return lambda: _chosen(evidence, score_sentences(evidence, scores))
+def begin_sentences(evidence: Evidence, attention: Attention | None = None) -> Callable[[], Chosen]:
+    """Begin `choose_sentences` without waiting for the device, and return what ends it. ``attention``: what
+    ends that signal, if it has begun (`begin_attention`)."""
+    scores = scored(evidence, () if attention is None else ("attention",))
+
+    def end() -> Chosen:
+        if attention is not None and "attention" in scores:
+            scores["attention"] = attention()
+        return _chosen(evidence, score_sentences(evidence, scores))
+
+    return end
 
 
 def _chosen(evidence: Evidence, score: torch.Tensor) -> Chosen:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
-from sglang_ext.context.buffers import upload
+from sglang_ext.context.buffers import Ints, upload
 from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.request_options import SamKvOptions
@@ -27,25 +28,33 @@ def document_queries(
     question_start: int,
     rotation: Rotation,
     reduce: Callable[[torch.Tensor], torch.Tensor],
-    heads: Sequence[tuple[int, int]] | None = None,
+    heads: Ints | None = None,
 ) -> torch.Tensor:
     """Each document's query, f32 [layers, D, heads, head_dim], rotated to where the document's keys are
-    stored. With ``heads``, pairs of a layer and a KV head: the query groups of these, [found, D, group,
-    head_dim]."""
-    shifts = blocks.start[:, 0]
-    if options.score_positions == "adjacent":  # every document right before the question
-        shifts = question_start - blocks.length.sum(1)
+    stored. With ``heads``, see `of_heads`: [found, D, group, head_dim]."""
+    shifts = shifts_of(options, blocks, question_start)
     queries = (
         personalised(query, analyses, shifts, rotation, reduce)
         if options.personalised
         else query[:, None].expand(-1, len(shifts), -1, -1)
     )
     if heads is not None:
-        group = queries.shape[2] // analyses[0].mean_k.shape[2]
-        none = queries.new_empty(0, len(shifts), group, queries.shape[3])
-        own = [queries[None, layer, :, head * group : (head + 1) * group] for layer, head in heads]
-        queries = torch.cat([none, *own])
+        queries = of_heads(queries, heads, analyses[0].mean_k.shape[2])
     return moved(queries, -shifts, rotation)
+
+
+def shifts_of(options: SamKvOptions, blocks: Blocks, question_start: int) -> torch.Tensor:
+    """int64 [D], on the host: how far each document's keys are from where they are stored."""
+    if options.score_positions == "adjacent":  # every document right before the question
+        return question_start - blocks.length.sum(1)
+    return blocks.start[:, 0]
+
+
+def of_heads(queries: torch.Tensor, heads: Ints, kv_heads: int) -> torch.Tensor:
+    """The query groups of ``heads`` int64 [found, 2], pairs of a layer and a KV head, out of [layers, n,
+    heads, head_dim]: [found, n, group, head_dim]."""
+    layer, head = upload(np.ascontiguousarray(heads.T), queries.device)
+    return queries.unflatten(2, (kv_heads, -1))[layer, :, head]
 
 
 def personalised(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from sglang_ext.context.selection.signals.attention import attention
@@ -40,11 +42,13 @@ Scores = dict[str, torch.Tensor | None]
 """Signals by name, as `Signal` returns them."""
 
 
-def scored(evidence: Evidence) -> Scores:
-    """The signals of the first step that have a weight. Does not wait for the device: `attention` comes
-    first, which computes while the host makes the others."""
+def scored(evidence: Evidence, begun: Collection[str] = ()) -> Scores:
+    """The signals of the first step that have a weight; None for those that have ``begun`` elsewhere. Does
+    not wait for the device: `attention` comes first, which computes while the host makes the others."""
     wanted = weights(evidence.options.experimental, retrieved=evidence.scores is not None)
-    return {name: _signal(evidence, name) for name, weight in wanted.items() if weight}
+    return {
+        name: None if name in begun else _signal(evidence, name) for name, weight in wanted.items() if weight
+    }
 
 
 def fused(evidence: Evidence, scores: Scores | None = None) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,12 +14,19 @@ from sglang_ext.context.selection.queries import (
     block_attention,
     block_products,
     document_queries,
+    moved,
+    of_heads,
+    shifts_of,
 )
 from sglang_ext.context.selection.sentences import SINKS
 from sglang_ext.context.selection.signals.base import Evidence, scaled
 
 _TILE = 128  # tokens of a document that are multiplied together
 _CPU_BYTES = 32 * 2**20  # instead of `CHUNK_BYTES`: malloc keeps no larger pieces, and fresh ones are slow
+_JOINT_TILES = 4096  # of the requests that are scored together
+
+Attention = Callable[[], torch.Tensor | None]
+"""Ends signal `attention` of a request: on the host."""
 
 
 def attention(evidence: Evidence) -> torch.Tensor | None:
@@ -30,38 +37,140 @@ def attention(evidence: Evidence) -> torch.Tensor | None:
     layers (option `scoring`)."""
     if evidence.query is None:
         return None
-    options, blocks, analyses = evidence.options, evidence.blocks, evidence.analyses
-    by_key = options.scoring == "keys"
-    queries = document_queries(
-        options,
-        blocks,
-        analyses,
+    if evidence.options.scoring == "keys":
+        [best] = _by_key([evidence])
+    else:
+        best = _by_block(evidence)
+    return _signal(evidence, best)
+
+
+def begin_attention(evidences: Sequence[Evidence]) -> list[Attention]:
+    """Begin `attention` for several requests by as few launches as for one, without waiting for the device.
+    Returns what gives it for each, on the host; the first one waits, for all."""
+    found: list[Attention] = [_none for _ in evidences]
+    for numbers in _joint(evidences):
+        group = [evidences[number] for number in numbers]
+        best = _Fetched(_by_key(group))
+        for place, number in enumerate(numbers):
+            found[number] = best.signal(group[place], place)
+    for number, evidence in enumerate(evidences):
+        if evidence.query is not None and evidence.options.scoring != "keys":
+            found[number] = _Fetched([_by_block(evidence)]).signal(evidence, 0)
+    return found
+
+
+def _none() -> None:
+    """The signal of a request without a query."""
+
+
+class _Fetched:
+    """Values on the device that come to the host together when the first are asked for."""
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self._parts: Sequence[torch.Tensor] = parts
+        self._there = False
+
+    def signal(self, evidence: Evidence, place: int) -> Attention:
+        def ended() -> torch.Tensor:
+            if not self._there:
+                self._parts = torch.cat(list(self._parts)).cpu().split([len(part) for part in self._parts])
+                self._there = True
+            return _signal(evidence, self._parts[place])
+
+        return ended
+
+
+def _joint(evidences: Sequence[Evidence]) -> Iterator[list[int]]:
+    """Numbers of the requests that are scored by keys together: those of the same heads, of about the same
+    length, and not too many. Personalised queries are made for one request alone."""
+    tiles = {
+        number: sum(-(-analysis.n_tokens // _TILE) for analysis in evidence.analyses)
+        for number, evidence in enumerate(evidences)
+        if evidence.query is not None and evidence.options.scoring == "keys"
+    }
+    heads = {number: evidences[number].analyses[0].heads.numpy().tobytes() for number in tiles}
+    group: list[int] = []
+    for number in sorted(tiles, key=lambda n: (heads[n], -tiles[n], n)):
+        # the first has the most tiles, and the others are filled up to it
+        if group and (
+            evidences[group[0]].options.personalised
+            or evidences[number].options.personalised
+            or heads[group[0]] != heads[number]
+            or tiles[group[0]] > 2 * tiles[number]
+            or tiles[group[0]] * (len(group) + 1) > _JOINT_TILES
+        ):
+            yield group
+            group = []
+        group.append(number)
+    if group:
+        yield group
+
+
+def _signal(evidence: Evidence, best: torch.Tensor) -> torch.Tensor:
+    power: float = evidence.options.experimental.attention_power
+    return scaled(best) ** power
+
+
+def _by_key(evidences: Sequence[Evidence]) -> list[torch.Tensor]:
+    """f32 [S] for each request: the highest attention to a token of each sentence."""
+    first = evidences[0]
+    heads = first.analyses[0].heads.numpy().astype(np.int64)
+    if first.options.personalised:
+        queries = _document_queries(first, heads)
+    else:
+        questions = torch.stack([each.query for each in evidences if each.query is not None], dim=1)
+        own = of_heads(questions, heads, first.analyses[0].mean_k.shape[2])
+        number = np.repeat(np.arange(len(evidences)), [len(each.analyses) for each in evidences])
+        shifts = torch.cat([shifts_of(each.options, each.blocks, each.question_start) for each in evidences])
+        queries = moved(own[:, upload(number, own.device)], -shifts, first.rotation)
+    token = first.reduce(head_attention(queries, [each.analyses for each in evidences]))
+    sentences = [each.sentences for each in evidences]
+    best = _best(token, np.concatenate([each.length for each in sentences]))
+    return list(best.split([len(each) for each in sentences]))
+
+
+def _by_block(evidence: Evidence) -> torch.Tensor:
+    """f32 [S]: the highest attention to the block of a token of each sentence."""
+    blocks = evidence.blocks
+    products = block_products(_document_queries(evidence), evidence.analyses, blocks, fold=False)
+    share = evidence.highest(block_attention(products, blocks))
+    token = share[len(share) // 2 :].sum(0).flatten()[blocks.token_block.to(share.device)]
+    return _best(token, evidence.sentences.length)
+
+
+def _document_queries(evidence: Evidence, heads: Ints | None = None) -> torch.Tensor:
+    assert evidence.query is not None
+    return document_queries(
+        evidence.options,
+        evidence.blocks,
+        evidence.analyses,
         evidence.query,
         evidence.question_start,
         evidence.rotation,
         evidence.reduce,
-        analyses[0].heads.tolist() if by_key else None,
+        heads,
     )
-    if by_key:
-        token = evidence.reduce(head_attention(queries, analyses))
-    else:
-        products = block_products(queries, analyses, blocks, fold=False)
-        share = evidence.highest(block_attention(products, blocks))
-        token = share[len(share) // 2 :].sum(0).flatten()[blocks.token_block.to(share.device)]
-    lengths = upload(evidence.sentences.length, token.device)
-    sentence = torch.repeat_interleave(lengths, output_size=len(token))
-    best = torch.zeros(len(lengths), device=token.device).scatter_reduce(0, sentence, token, "amax")
-    return scaled(best) ** options.experimental.attention_power
 
 
-def head_attention(queries: torch.Tensor, analyses: Sequence[Analysis]) -> torch.Tensor:
-    """f32 [N]: for every document token, the largest share of attention over all N that a query head gives
-    it, summed over this rank's retrieval heads. The first `SINKS` tokens of a document get none.
+def _best(token: torch.Tensor, lengths: Ints) -> torch.Tensor:
+    """f32 [S]: the largest of each sentence's tokens, by their number in each."""
+    sentence = torch.repeat_interleave(upload(lengths, token.device), output_size=len(token))
+    best = torch.zeros(len(lengths), device=token.device)
+    return best.scatter_reduce(0, sentence, token, "amax")
 
-    ``queries`` f32 [found, D, group, head_dim]: each document's, rotated to where its keys are stored. They
-    meet the keys in tiles of `_TILE` tokens; a document's last one is filled up with tokens that get none."""
+
+def head_attention(queries: torch.Tensor, requests: Sequence[Sequence[Analysis]]) -> torch.Tensor:
+    """f32 [N]: for every document token of the requests, the largest share of attention over all tokens of
+    its request that a query head gives it, summed over this rank's retrieval heads. The first `SINKS` tokens
+    of a document get none.
+
+    ``queries`` f32 [found, D, group, head_dim]: each document's, rotated to where its keys are stored.
+    ``requests``: the analyses of their documents, of each one's after another's. Queries meet the keys in
+    tiles of `_TILE` tokens; a document's last one, and a request of few, are filled up with tokens that get
+    none."""
+    analyses = [analysis for request in requests for analysis in request]
     device, (found, _, _, dim) = queries.device, queries.shape
-    token, offset, length, document = upload(_tiles(analyses), device)[..., None]  # [tiles, 1] each
+    token, offset, length, document = upload(_tiles(requests), device)[..., None]  # [tiles, 1] each
     within = torch.arange(_TILE, device=device)
     offset = offset + within
     counts = (offset >= SINKS) & (offset < length)  # [tiles, _TILE]
@@ -80,16 +189,23 @@ def head_attention(queries: torch.Tensor, analyses: Sequence[Analysis]) -> torch
         asked = queries[:, document[at : at + step, 0]].transpose(0, 1)  # [tiles, found, group, head_dim]
         products = asked @ keys[chunk].float().transpose(2, 3)  # [tiles, found, group, _TILE]
         parts.append(products * scale[chunk][:, :, None].float() / dim**0.5)
-    logits = torch.cat(parts).permute(1, 2, 0, 3).flatten(2)  # [found, group, tiles * _TILE]
-    shares = logits.masked_fill(~counts.flatten(), -1e9).softmax(-1).amax(1).sum(0) * counts.flatten()
+    logits = torch.cat(parts).masked_fill(~counts[:, None, None], -1e9)
+    # [requests, found, group, a request's tiles * _TILE]
+    logits = logits.unflatten(0, (len(requests), -1)).permute(0, 2, 3, 1, 4).flatten(3)
+    shares = logits.softmax(-1).amax(2).sum(1).flatten() * counts.flatten()
     return torch.zeros(tokens, device=device).index_add(0, token.flatten(), shares)
 
 
-def _tiles(analyses: Sequence[Analysis]) -> Ints:
+def _tiles(requests: Sequence[Sequence[Analysis]]) -> Ints:
     """int64 [4, tiles]: the first token of each tile, the same counted in its document, the tokens of the
-    document and its number."""
-    lengths = np.array([analysis.n_tokens for analysis in analyses])
+    document and its number; as many tiles for each request, of which those that fill it up have no tokens.
+    """
+    lengths = np.array([analysis.n_tokens for request in requests for analysis in request])
     counts = -(-lengths // _TILE)
     document = np.repeat(np.arange(len(lengths)), counts)
     offset = (np.arange(len(document)) - (counts.cumsum() - counts)[document]) * _TILE
-    return np.stack(((lengths.cumsum() - lengths)[document] + offset, offset, lengths[document], document))
+    tiles = np.stack(((lengths.cumsum() - lengths)[document] + offset, offset, lengths[document], document))
+    own = np.add.reduceat(counts, np.cumsum([0, *map(len, requests[:-1])]))
+    place = np.arange(own.max()) + (own.cumsum() - own)[:, None]  # [requests, most tiles]
+    inside = np.arange(own.max()) < own[:, None]
+    return tiles[:, place.clip(max=len(document) - 1)].reshape(4, -1) * inside.ravel()

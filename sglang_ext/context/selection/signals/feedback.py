@@ -6,13 +6,13 @@ of the question."""
 
 from __future__ import annotations
 
-import math
 from itertools import chain
 
 import numpy as np
 import torch
 
 from sglang_ext.context.selection.signals.base import Evidence, scaled
+from sglang_ext.context.selection.signals.words import rarity
 
 # sentences to follow, chosen on questions of SQuAD and MuSiQue
 _BEST, _BEST_NAMING = 5, 8
@@ -32,18 +32,16 @@ def feedback(evidence: Evidence, score: torch.Tensor) -> torch.Tensor:
     order: list[int] = score.argsort(descending=True, stable=True)[:_BEST_NAMING].tolist()
     best = list(zip(scaled(score)[order].tolist(), sentences.document[order].tolist(), strict=True))
     theirs = [terms.of(sentence) for sentence in order]
-    new = [term for term in dict.fromkeys(chain.from_iterable(theirs[:_BEST])) if term not in asked]
-    found = {
-        term: (held, math.log(len(sentences) / len(held)))
-        for term, held in zip(new, terms.holding(new), strict=True)
-    }
-    words = np.zeros(len(sentences), dtype=np.float32)
+    wanted = [term for term in dict.fromkeys(chain.from_iterable(theirs[:_BEST])) if term not in asked]
+    new = {term: number for number, term in enumerate(wanted)}
+    held, counts = terms.holding(wanted)
+    which, idf = np.repeat(np.arange(len(new)), counts), rarity(evidence, counts)
+    words = np.zeros(len(sentences))
     for (weight, document), own in zip(best[:_BEST], theirs, strict=False):
-        shared = np.zeros_like(words)
-        for term in own:
-            if term in found:
-                held, idf = found[term]
-                shared[held] += idf
+        value = np.zeros(len(new))
+        mine = [new[term] for term in own if term in new]
+        value[mine] = idf[mine]
+        shared = np.bincount(held, value[which], len(sentences))
         shared[sentences.document == document] = 0
         words = np.maximum(words, weight * shared)
     named = np.zeros(len(terms.titles), dtype=np.float32)
@@ -58,4 +56,4 @@ def feedback(evidence: Evidence, score: torch.Tensor) -> torch.Tensor:
                 ),
                 default=0.0,
             )
-    return scaled(torch.from_numpy(words)) + evidence.spread(torch.from_numpy(named))
+    return scaled(torch.from_numpy(words).float()) + evidence.spread(torch.from_numpy(named))

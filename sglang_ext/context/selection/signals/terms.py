@@ -97,10 +97,11 @@ class ContextTerms:
         own: list[int] = np.repeat(self._terms[start:end], self._counts[start:end])[held == sentence].tolist()
         return own
 
-    def holding(self, wanted: Sequence[int]) -> list[Ints]:
-        """The sentences that hold each of these different terms, ascending."""
+    def holding(self, wanted: Sequence[int]) -> tuple[Ints, Ints]:
+        """The sentences that hold each of these different terms, ascending, one term after the other, and
+        int64 [wanted]: how many hold each."""
         if not wanted:
-            return []
+            return np.empty(0, np.int64), np.empty(0, np.int64)
         terms = np.array(wanted)
         likely = np.zeros(_BUCKETS, dtype=bool)
         likely[terms & (_BUCKETS - 1)] = True
@@ -114,7 +115,7 @@ class ContextTerms:
         counts = self._counts[at]
         ends = counts.cumsum()
         held = self._held[np.arange(counts.sum()) + np.repeat(self._start[at] - (ends - counts), counts)]
-        return np.split(held, np.append(0, ends)[np.searchsorted(which, np.arange(1, len(terms)))])
+        return held, np.bincount(which, counts, len(terms)).astype(np.int64)
 
 
 def terms_of(text: str) -> Iterator[int]:

@@ -86,7 +86,7 @@ def test_questions_read_their_anchors_alone(layers: list[int]) -> None:
             torch.cat((slots[:5], slots[torch.randperm(n, generator=draw)[:6]])).unique()
             for _ in range(LAYERS)
         ]
-        question = QuestionRows(np.array(ids), n + 9, n + 9, 5, torch.arange(n), slots, None)
+        question = QuestionRows(np.array(ids), n + 9, n + 9, 5, np.arange(n), slots, None)
         questions.append(question)
         anchors.append(own)
         by_slot = reference(runner, ids, n + 9, slots, own, layers)

@@ -51,12 +51,17 @@ class Analyser:
         return replace(made, basis=self.basis, heads=heads)
 
 
+def selector(begin: Callable[..., Any] = lambda *args: lambda: None) -> SimpleNamespace:
+    """One without signals."""
+    return SimpleNamespace(read=lambda *args: None, begin=begin)
+
+
 def stage_of(store: TierStore, analyser: Analyser, ranks: Ranks | None = None) -> SelectionStage:
     parts: dict[str, Any] = {
         "locator": SimpleNamespace(resolve=lambda context: [], unlock=lambda context: None),
         "analyser": analyser,
         "query_pass": None,
-        "selector": SimpleNamespace(begin=lambda *args: lambda: None),
+        "selector": selector(),
         "tiers": store,
         "ranks": ranks or Ranks(),
     }
@@ -157,7 +162,7 @@ def test_a_rank_that_fails_alone_in_a_selection_ends_the_server(monkeypatch: pyt
     with opened(None) as store:
         DOCUMENT.put(store)
         stage = stage_of(store, Analyser())
-        monkeypatch.setattr(stage, "_selector", SimpleNamespace(begin=failing))
+        monkeypatch.setattr(stage, "_selector", selector(failing))
         with pytest.raises(stages.RanksDivided):
             answered(stage, store)
 
@@ -210,7 +215,7 @@ def test_selections_all_begin_before_one_waits_for_the_device(
             told.append("begins")
             return lambda: told.append("ends")
 
-        monkeypatch.setattr(stage, "_selector", SimpleNamespace(begin=begin))
+        monkeypatch.setattr(stage, "_selector", selector(begin))
         contexts = [waiting() for _ in range(3)]
         for context in contexts:
             stage.add(context)
