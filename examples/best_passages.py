@@ -1,0 +1,130 @@
+"""F1 of answers to the best passages alone, whole, while they fit into a share of the document tokens: what a
+selection of sentences has to beat.
+
+    python examples/best_passages.py --data qed10.jsonl.gz --data squad10.jsonl.gz --work FOLDER [--limit 100]
+        [--seconds S] [--out FILE]
+
+Passages are taken by the retriever's score and read in the order of the prompt, as a prompt of their own, by
+the embedded model in plain PyTorch, float32. Rows are written to FOLDER as they come; the same command goes
+on where it stopped."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.kept_text import NEW_TOKENS, TorchReader
+from examples.selection_curve import WHOLE
+from ragserve.answering.prompt import PromptBuilder, PromptDocument, load_tokenizer
+from ragserve.config import DEFAULT_MODEL
+from ragserve.eval.data import Question, interleaved, set_name
+from ragserve.eval.data import load as load_questions
+from ragserve.measuring import report, rows
+from ragserve.measuring.given_scores import GivenScores
+from ragserve.measuring.metrics import token_f1
+from ragserve.retrieval.embedder import Embedder
+
+OUT = Path(__file__).resolve().parent / "results" / "best-passages.json"
+ALL = 1.0
+SHARES = (0.15, 0.25, 0.4, 0.6)
+NOTE = (
+    "f1: percent; f1_vs_full: points above the same reader with all documents on the same questions, +- its "
+    "standard error. kept: mean percent of the document tokens. Plain PyTorch, float32, greedy."
+)
+
+
+class Reading:
+    """Asks questions behind all and behind the best of their documents."""
+
+    def __init__(self) -> None:
+        self._reader, self._tokenizer = TorchReader(Path(DEFAULT_MODEL)), load_tokenizer(DEFAULT_MODEL)
+        self._builder, self._embedder = PromptBuilder(self._tokenizer), Embedder()
+
+    def rows(self, name: str, question: Question) -> Iterator[rows.Row]:
+        """A row for each share."""
+        documents = [PromptDocument("", each.title, each.text) for each in question.documents]
+        given = GivenScores(self._builder, self._embedder, question.documents, 0)
+        order = given.nearest(question.question, len(documents))
+        prompt = self._builder.build(question.question, documents, max_prompt_tokens=8192 - NEW_TOKENS)
+        sizes = [span.end - span.start for span in prompt.spans[1:]]
+        for share in (ALL, *SHARES):
+            shown: list[int] = []
+            for number in order[: len(sizes)]:
+                if sum(sizes[one] for one in (*shown, number)) > share * sum(sizes):
+                    break
+                shown.append(number)
+            text = self._answer(question.question, [documents[number] for number in sorted(shown)])
+            yield {
+                "set": name,
+                "id": question.id,
+                "strategy": str(share),
+                "kept": sum(sizes[number] for number in shown) / sum(sizes),
+                "f1": token_f1(text, question.answers),
+            }
+
+    def _answer(self, question: str, documents: list[PromptDocument]) -> str:
+        prompt = self._builder.build(question, documents, max_prompt_tokens=8192 - NEW_TOKENS)
+        ids = torch.tensor(prompt.input_ids)
+        none = torch.arange(0)
+        found = self._reader.answer(ids, torch.arange(len(ids)), [], none)
+        return str(self._tokenizer.decode(found))
+
+
+def table(known: Mapping[rows.Key, rows.Row]) -> Iterator[dict[str, Any]]:
+    """A row for each set and share, over the questions asked at all shares."""
+    for name in dict.fromkeys(place[0] for place in known):
+        asked = dict.fromkeys(place[1] for place in known if place[0] == name)
+        ids = [one for one in asked if all((name, one, str(share)) in known for share in (ALL, *SHARES))]
+        for share in (ALL, *SHARES):
+            own = [known[name, one, str(share)] for one in ids]
+            gained = [
+                100 * (row["f1"] - known[name, one, str(ALL)]["f1"])
+                for row, one in zip(own, ids, strict=True)
+            ]
+            kept = round(100 * statistics.fmean(row["kept"] for row in own), 1)
+            yield {
+                "set": name,
+                "strategy": "full" if share == ALL else f"{WHOLE}, {share:.0%}",
+                "n": len(ids),
+                "f1": round(100 * statistics.fmean(row["f1"] for row in own), 2),
+                "f1_vs_full": round(statistics.fmean(gained), 2),
+                "f1_vs_full_se": round(statistics.stdev(gained) / len(gained) ** 0.5, 2),
+                "kept": kept,
+                "recomputed": kept,
+            }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, action="append", required=True, help="a question set")
+    parser.add_argument("--limit", type=int, default=100, help="questions of each set")
+    parser.add_argument("--work", type=Path, required=True, help="folder of rows; the same one goes on")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="ask no further after that time")
+    parser.add_argument("--out", type=Path, default=OUT)
+    given = parser.parse_args()
+    ends, known, reading = time.monotonic() + given.seconds, rows.read(given.work), Reading()
+    sets = {set_name(path): load_questions(path, given.limit) for path in given.data}
+    with rows.appending(given.work / "rows-0.jsonl") as write:
+        for name, question in interleaved(sets):
+            if time.monotonic() > ends:
+                break
+            if (name, question.id, str(SHARES[-1])) not in known:
+                for row in reading.rows(name, question):
+                    write(row)
+    workload = {"model": "ragserve-tiny", "dtype": "float32", "questions": f"at most {given.limit} a set"}
+    report.write("best-passages", workload, list(table(rows.read(given.work))), out=given.out, note=NOTE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
