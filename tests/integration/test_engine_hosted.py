@@ -329,7 +329,7 @@ def test_retraction_eviction_and_leavers_lose_no_slot_and_no_page(stress_server:
     verify(client)
     metrics = client.get("/metrics").text
     counters = ('hosted_pages_total{kind="hit"', 'hosted_pages_total{kind="miss"', "loaded_bytes_total")
-    for counter in (*counters, "resumed_total"):
+    for counter in (*counters, "resumed_total", "lag_count"):
         counted = re.search(rf"^ragserve_decode_{counter}\S* (\S+)", metrics, re.MULTILINE)
         assert counted is not None, counter
         assert float(counted[1]) > 0
