@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -73,6 +74,7 @@ class Comparison:
         self._queries = queries
         self._specs = list(specs)
         self._rows = dict(known)
+        self._rounds: Counter[int] = Counter()  # of questions about a chunk
         self._write = write
 
     @property
@@ -112,10 +114,15 @@ class Comparison:
         return {id_ for id_ in ids if self._settled(id_)}
 
     async def about(self, chunk: Chunk, *, alone: bool = True) -> None:
-        """Ask a question about a chunk: one that the model writes or, where it cannot, a sentence with a
-        gap. ``alone`` as in `ask`."""
-        kind: Kind = "written" if self._model_writes() else "cloze"
-        id_ = f"{chunk.chunk_id}-{kind}"
+        """Ask a question about a chunk: one that the model writes or, where it cannot and where the chunk
+        comes again, a sentence with a gap, another one each time. ``alone`` as in `ask`."""
+        earlier = self._rounds[chunk.chunk_id]
+        await self._about(chunk, earlier, alone=alone)
+        self._rounds[chunk.chunk_id] = earlier + 1  # not if it was stopped: then it is asked again
+
+    async def _about(self, chunk: Chunk, earlier: int, *, alone: bool) -> None:
+        kind: Kind = "written" if not earlier and self._model_writes() else "cloze"
+        id_ = f"{chunk.chunk_id}-{kind}" + (f"-{earlier + 1}" if earlier else "")
         if self._settled(id_):
             return
         row = self._rows.get(self._key(id_, FULL.label))
@@ -124,7 +131,7 @@ class Comparison:
             if kind == "written":
                 text = await self._written(chunk)
             else:
-                text = cloze(chunk.text, random.Random(chunk.chunk_id))
+                text = cloze(chunk.text, random.Random(chunk.chunk_id), earlier)
         await self.ask(DrawnQuestion(id_, kind, text or "", chunk.text), alone=alone)
 
     def _settled(self, id_: str) -> bool:

@@ -25,6 +25,7 @@ WRITE = (
     "be understood without the document. Write the question alone, like these: In which year was the Forth "
     "Bridge opened? Who leads the Kolstad observatory? What is the boiling point of ethanol?"
 )
+ROUNDS = 3  # in which a chunk is drawn: a small namespace has too few for a verdict otherwise
 _DOCUMENTS = 20_000  # that are drawn from
 _MIN_WORDS = 12  # of a chunk
 _QUESTION_WORDS = range(4, 41)
@@ -45,9 +46,14 @@ class DrawnQuestion:
 
 
 def drawn(store: IndexStore, namespace: str, seed: int = 0) -> Iterator[Chunk]:
-    """Draw chunks without repetition: one of every document, then another of every document, and so on. The
-    order is the same every time while the documents are. Raises NotFound for an unknown namespace."""
-    draw = random.Random(seed)
+    """Draw chunks: one of every document, then another of every document, and so on, all of them `ROUNDS`
+    times. The order is the same every time while the documents are. Raises NotFound for an unknown
+    namespace."""
+    for _ in range(ROUNDS):
+        yield from _once(store, namespace, random.Random(seed))
+
+
+def _once(store: IndexStore, namespace: str, draw: random.Random) -> Iterator[Chunk]:
     documents = list(islice(every_document(store, namespace), _DOCUMENTS))
     draw.shuffle(documents)
     left = {d.doc_id: draw.sample(range(d.n_chunks), d.n_chunks) for d in documents if d.n_chunks}
@@ -69,14 +75,21 @@ def written(answer: str) -> str | None:
     return line if asks and line not in WRITE else None
 
 
-def cloze(text: str, draw: random.Random) -> str | None:
+def cloze(text: str, draw: random.Random, earlier: int = 0) -> str | None:
     """Ask for a word that was left out of one of the text's sentences: a name or number if it has one, else
-    the longest word. None if no sentence has a fitting length."""
+    the longest word. ``earlier``: of how many others the same ``draw`` has asked. None if no further
+    sentence has a fitting length."""
     sentences = [found.strip() for found in _SENTENCE.findall(text)]
     sentences = [each for each in sentences if len(each.split()) in _CLOZE_WORDS]
     if not sentences:
         return None
     sentence = draw.choice(sentences)
+    if earlier:
+        others = [each for each in dict.fromkeys(sentences) if each != sentence]
+        draw.shuffle(others)
+        if earlier > len(others):
+            return None
+        sentence = others[earlier - 1]
     words = list(_WORD.finditer(sentence))[1:]  # the first has a capital in any case
     telling = [word for word in words if word[0][0].isupper() or word[0][0].isdigit()]
     gap = draw.choice(telling) if telling else max(words, key=lambda word: len(word[0]), default=None)

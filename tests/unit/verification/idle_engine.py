@@ -111,13 +111,19 @@ class IdleEngine:
             self.aborted += not finished
 
 
-def fill(store: IndexStore, namespace: str, documents: int, *, names: Sequence[str] = ()) -> None:
+def fill(
+    store: IndexStore, namespace: str, documents: int, *, names: Sequence[str] = (), sentences: int = 1
+) -> None:
     """Texts of a chunk each, which all answers of the engine stand in."""
     store.ensure_namespace(namespace, embedder="words", dim=4)
     batch = []
     for name in names or [f"d{number}" for number in range(documents)]:
         number = re.sub(r"\D", "", name)
-        text = f"The lighthouse of Corran {number} on the long coast is made of granite since 18{number}."
+        kinds = ("", " old", " tall")[:sentences]
+        text = " ".join(
+            f"The{kind} lighthouse of Corran {number} on the long coast is made of granite since 18{number}."
+            for kind in kinds
+        )
         document = NewDocument(name, name, f"sha-{name}", "text/plain", len(text), {})
         vector = np.asarray([[1.0, 0.0, 0.0, 0.0]], dtype=np.float32)
         batch.append((document, [NewChunk(text, 0, len(text), 20)], vector))

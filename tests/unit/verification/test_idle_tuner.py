@@ -129,6 +129,17 @@ def test_a_server_that_knows_nothing_verifies_and_measures(tuned: Tuned) -> None
 
 
 @pytest.mark.usefixtures("_few_questions")
+def test_where_chunks_are_few_each_is_asked_about_again(tuned: Tuned) -> None:
+    """Ten questions decide nothing; each of the ten chunks has three sentences."""
+    fill(tuned.store, "notes", 10, sentences=3)
+    tuned.run()
+    assert sorted(tuned.gate.verified("notes")) == sorted(LABELS)
+    asked = [text for text in tuned.searched.asked if "missing" in text]
+    assert len(asked) == len(set(asked)), "no sentence twice"
+    assert len(asked) > 10
+
+
+@pytest.mark.usefixtures("_few_questions")
 def test_questions_of_users_are_asked_before_those_about_chunks(tuned: Tuned) -> None:
     fill(tuned.store, "notes", 40)
     asked = ["Of which stone is Corran 7?", "of which stone is corran 7?", "Where is it?"]

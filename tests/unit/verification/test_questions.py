@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ragserve.errors import InvalidRequest
-from ragserve.verification.questions import WRITE, cloze, drawn, given, written
+from ragserve.verification.questions import ROUNDS, WRITE, cloze, drawn, given, written
 
 LONG = "one two three four five six seven eight nine ten eleven twelve"
 
@@ -40,7 +40,8 @@ def test_every_document_has_its_turn_before_any_has_a_second() -> None:
     texts = [chunk.text.split()[0] for chunk in drawn(store, "n")]
     assert {text[0] for text in texts[:2]} <= {"a", "b", "c"}
     assert len({text[0] for text in texts[:3]}) >= 2
-    assert sorted(texts) == ["a", "aa", "aaa", "b", "c"], "all but the short one, once"
+    assert sorted(texts[:5]) == ["a", "aa", "aaa", "b", "c"], "all but the short one, once"
+    assert texts == ROUNDS * texts[:5], "and then again"
     assert [chunk.text.split()[0] for chunk in drawn(store, "n")] == texts, "the same every time"
     assert len(list(islice(drawn(store, "n"), 2))) == 2
 
@@ -75,6 +76,17 @@ def test_a_gap_is_a_name_or_a_number_but_not_the_first_word() -> None:
     assert "sentence" not in plain
     assert cloze("Too short. And so is this.", random.Random(0)) is None
     assert cloze("", random.Random(0)) is None
+
+
+def test_a_text_is_asked_about_by_another_sentence_each_time() -> None:
+    sentences = [f"The {kind} lighthouse was built by Marsh long ago." for kind in ("old", "new", "tall")]
+    text = " ".join([*sentences, sentences[0], "Short one."])
+    asked = [cloze(text, random.Random(7), earlier) for earlier in range(4)]
+    assert asked[0] == cloze(text, random.Random(7))
+    assert asked[3] is None, "no sentence is left"
+    for sentence in sentences:
+        begin = sentence.split("light")[0]
+        assert sum(begin in (question or "") for question in asked) == 1, "each once"
 
 
 def test_given_questions_are_lines_or_json_lines(tmp_path: Path) -> None:
