@@ -137,9 +137,7 @@ class EngineInfo:
     decode_mode: str = "dense"  # of requests whose decode options name none
     hosted_tokens: int = 0  # of prompts, which host memory holds; 0: no request can be hosted
     by_layers: bool = False  # hosted prompts that the KV pool cannot take are prefilled layer by layer
-    context_tokens: int = (
-        0  # of composed contexts that hosted requests read in documents' host pages; 0: none
-    )
+    context_tokens: int = 0  # of a composed context that is read in documents' host pages; 0: none
     context_pages: int = 0  # that their documents may take of the host tier
     dtype: str = ""  # "bfloat16", or "bfloat16, KV fp8_e5m2" if weights and KV differ; empty if unknown
     page_bits: int = 16  # of documents' KV below the device; 16: as the KV pool has it

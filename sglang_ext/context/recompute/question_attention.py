@@ -19,6 +19,7 @@ import torch
 from ragserve_kernels.key_scores import key_scores
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.context.buffers import PADDING_SLOT, Ints, upload
+from sglang_ext.context.joint import alike
 from sglang_ext.context.recompute.graphs import RecomputeGraphs
 from sglang_ext.context.recompute.job import LastQueries, RecomputeJob
 from sglang_ext.context.recompute.recompute_pass import recompute
@@ -107,7 +108,7 @@ def _in_place(
     if recompute(model_runner, jobs, graphs, last).by_graph and graphs is not None:
         last = graphs.last
     heads = last.queries[0][0].shape[1]
-    for numbers in _groups([len(job.slots) for job in jobs], _SCORES_AT_ONCE // heads):
+    for numbers in alike([len(job.slots) for job in jobs], _SCORES_AT_ONCE // heads):
         slots = torch.cat([jobs[number].slots for number in numbers])
         starts = _starts([len(jobs[number].slots) for number in numbers], device)
         rows = None if len(numbers) == len(jobs) else upload(np.array(numbers), device)
@@ -142,20 +143,6 @@ def _largest(
             key_scores(q, pool.get_key_buffer(layer), slots, starts, width, scale=scaling, out=out)
         parts.append(scores.softmax(-1).amax(2))
     return torch.cat(parts)
-
-
-def _groups(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Numbers of questions whose scores are made together, ascending: filled up to the longest, they take at
-    most twice their own slots each and ``most`` in all."""
-    group: list[int] = []
-    for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
-        longest = lengths[group[0]] if group else 0
-        if group and (longest > 2 * lengths[number] or longest * (len(group) + 1) > most):
-            yield sorted(group)
-            group = []
-        group.append(number)
-    if group:
-        yield sorted(group)
 
 
 def _starts(lengths: Sequence[int], device: torch.device) -> torch.Tensor:

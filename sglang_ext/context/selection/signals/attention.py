@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.buffers import Ints, upload
+from sglang_ext.context.joint import alike
 from sglang_ext.context.selection.queries import (
     CHUNK_BYTES,
     block_attention,
@@ -81,29 +83,23 @@ class _Fetched:
 
 
 def _joint(evidences: Sequence[Evidence]) -> Iterator[list[int]]:
-    """Numbers of the requests that are scored by keys together: those of the same heads, of about the same
-    length, and not too many. Personalised queries are made for one request alone."""
-    tiles = {
-        number: sum(-(-analysis.n_tokens // _TILE) for analysis in evidence.analyses)
-        for number, evidence in enumerate(evidences)
-        if evidence.query is not None and evidence.options.scoring == "keys"
-    }
-    heads = {number: evidences[number].analyses[0].heads.numpy().tobytes() for number in tiles}
-    group: list[int] = []
-    for number in sorted(tiles, key=lambda n: (heads[n], -tiles[n], n)):
-        # the first has the most tiles, and the others are filled up to it
-        if group and (
-            evidences[group[0]].options.personalised
-            or evidences[number].options.personalised
-            or heads[group[0]] != heads[number]
-            or tiles[group[0]] > 2 * tiles[number]
-            or tiles[group[0]] * (len(group) + 1) > _JOINT_TILES
-        ):
-            yield group
-            group = []
-        group.append(number)
-    if group:
-        yield group
+    """Numbers of the requests that are scored by keys together: those of the same heads that are `alike`.
+    Personalised queries are made for one request alone."""
+    same: dict[bytes, list[int]] = defaultdict(list)
+    for number, evidence in enumerate(evidences):
+        if evidence.query is None or evidence.options.scoring != "keys":
+            continue
+        if evidence.options.personalised:
+            yield [number]
+        else:
+            same[evidence.analyses[0].heads.numpy().tobytes()].append(number)
+    for numbers in same.values():
+        tiles = [
+            sum(-(-analysis.n_tokens // _TILE) for analysis in evidences[number].analyses)
+            for number in numbers
+        ]
+        for group in alike(tiles, _JOINT_TILES):
+            yield [numbers[place] for place in group]
 
 
 def _signal(evidence: Evidence, best: torch.Tensor) -> torch.Tensor:
