@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 
 import pytest
 import torch
@@ -16,25 +15,12 @@ import torch
 INTERPRET = not torch.cuda.is_available()
 
 
-def _interpret_standard_library() -> None:
-    """Triton's own device functions (tl.sum, tl.zeros, ...) were decorated for the compiler if another test
-    imported triton earlier.
-    """
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("triton.language"):
-            for attribute, value in list(vars(module).items()):
-                if isinstance(value, JITFunction):
-                    setattr(module, attribute, InterpretedFunction(value.fn))
-
-
 if INTERPRET:
     os.environ["TRITON_INTERPRET"] = "1"
-    import triton  # noqa: F401  (decorated as interpreted, if this is the first import)
+    from tests.kernels.interpreter import accelerate, interpret_standard_library
 
-    _interpret_standard_library()
+    interpret_standard_library()
+    accelerate()
 
 
 def pytest_collection_finish() -> None:
