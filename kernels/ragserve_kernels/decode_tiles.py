@@ -105,48 +105,6 @@ def tile_slots(
     return i_slot, m_slot
 
 
-@triton.jit
-def placed_rows(
-    i_tile,
-    walk,
-    p_index,
-    p_places,  # int64 [pages, 2]: addresses of K and V of a page and head; odd: rows lie one behind the other
-    stride,
-    DTYPE: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Return pointers to the K rows and the V rows of a tile of an indexed :class:`Walk` over pages that are
-    anywhere, [N] each, and which of them count, bool [N]."""
-    n_blocks, _, _, _, n_len = walk
-    o_token = tl.arange(0, BLOCK_N)
-    if PAGE % BLOCK_N == 0:  # a tile lies in one page: scalar look-ups
-        i_step = i_tile * BLOCK_N // PAGE
-        i_block = tl.load(p_index + i_step, mask=i_step < n_blocks, other=-1)
-        i_first = i_tile * BLOCK_N % PAGE
-        m_tile = (i_step < n_blocks) & (i_block >= 0) & (i_block * PAGE + i_first < n_len)
-        a_k = tl.load(p_places + 2 * i_block, mask=m_tile, other=0)
-        a_v = tl.load(p_places + 2 * i_block + 1, mask=m_tile, other=0)
-        i_within = (i_first + o_token).to(tl.int64)
-        m_row = m_tile & (i_block * PAGE + i_within < n_len)
-    else:
-        i_token = i_tile * BLOCK_N + o_token
-        i_step = i_token // PAGE
-        # [N]
-        i_block = tl.load(p_index + i_step, mask=i_step < n_blocks, other=-1)
-        i_within = (i_token % PAGE).to(tl.int64)
-        m_row = (i_step < n_blocks) & (i_block >= 0) & (i_block * PAGE + i_within < n_len)
-        # [N] each
-        a_k = tl.load(p_places + 2 * i_block, mask=m_row, other=0)
-        a_v = tl.load(p_places + 2 * i_block + 1, mask=m_row, other=0)
-    o_k = i_within * tl.where((a_k & 1) == 1, D, stride)
-    o_v = i_within * tl.where((a_v & 1) == 1, D, stride)
-    p_k = (a_k & -16).to(tl.pointer_type(DTYPE)) + o_k
-    p_v = (a_v & -16).to(tl.pointer_type(DTYPE)) + o_v
-    return tl.multiple_of(p_k, 16), tl.multiple_of(p_v, 16), m_row
-
-
 # Eight nibbles to bfloat16 without conversions: the byte 0x43 above a nibble u reads as 128 + u, and
 # subtracting 136 (0x4308) gives the code. The compiler does as well for 8 bits by itself, but takes four
 # times the instructions for 4.
@@ -176,13 +134,9 @@ def load_halves(
     BITS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
-    PLACED: tl.constexpr = False,
 ):
-    """Return both halves, [N, H] each, of the rows at ``i_slot``: values, or codes where quantised.
-
-    With ``PLACED``, ``i_slot`` are pointers to the rows."""
-    p_row = i_slot if PLACED else rows.p + i_slot * rows.stride
-    p_half = p_row[:, None] + tl.arange(0, HALF)[None, :]
+    """Return both halves, [N, H] each, of the rows at ``i_slot``: values, or codes where quantised."""
+    p_half = rows.p + i_slot[:, None] * rows.stride + tl.arange(0, HALF)[None, :]
     if BITS == 4:
         # [N, H], two codes a byte
         b_codes = tl.load(p_half, mask=m_slot[:, None], other=0)
@@ -240,6 +194,21 @@ def empty_softmax(BLOCK_M: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def fold_scores(b_s, m_row, scale_2, b_max, b_sum):
+    """Fold products of queries and keys, [M, N], into a running softmax.
+
+    Return scores, -inf where a row of ``m_row`` is none, weights [M, N], what the output so far shrinks to,
+    and the new maximum and sum, [M] each."""
+    b_s = tl.where(m_row[None, :], b_s * scale_2, float("-inf"))
+    b_new = tl.maximum(b_max, tl.max(b_s, 1))
+    # a row without tokens so far: exp2(-inf - 0) = 0, not NaN
+    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.math.exp2(b_s - b_base[:, None])
+    b_decay = tl.math.exp2(b_max - b_base)
+    return b_s, b_p, b_decay, b_new, b_sum * b_decay + tl.sum(b_p, 1)
+
+
+@triton.jit
 def attend_tile(
     query,
     softmax,
@@ -250,39 +219,28 @@ def attend_tile(
     HALF: tl.constexpr,
     BITS: tl.constexpr,
     PRECISION: tl.constexpr,
-    v_row=None,
-    PLACED: tl.constexpr = False,
 ):
     """Fold one tile of a :class:`KVRows` into the softmax; return its scores [M, N] and the new softmax.
-
-    With ``PLACED``, ``i_slot`` and ``v_row`` are pointers to the tile's rows of K and of V.
 
     Quantised K: q . (s c + z) = s (q . c) + z sum(q). Quantised V: sum p (s c + z) = (p s) . c + sum(p z),
     with the last term kept in ``b_zero``."""
     b_low, b_high, b_acc_zero, b_max, b_sum = softmax
     DTYPE: tl.constexpr = query.b_low.dtype
-    b_k_low, b_k_high = load_halves(kv.k, i_slot, m_slot, HALF, BITS, DTYPE, PRECISION, PLACED)
+    b_k_low, b_k_high = load_halves(kv.k, i_slot, m_slot, HALF, BITS, DTYPE, PRECISION)
     b_s = tl.zeros([query.b_low.shape[0], m_slot.shape[0]], tl.float32)
     b_s = dot(query.b_low, tl.trans(b_k_low), b_s, PRECISION)
     b_s = dot(query.b_high, tl.trans(b_k_high), b_s, PRECISION)
     if BITS > 0:
         b_k_scale, b_k_zero = load_params(kv.k_params, i_slot, m_slot)
         b_s = b_s * b_k_scale[None, :] + query.b_sum[:, None] * b_k_zero[None, :]
-    b_s = tl.where(m_slot[None, :], b_s * scale_2, float("-inf"))
-    b_new = tl.maximum(b_max, tl.max(b_s, 1))
-    # a row without tokens so far: exp2(-inf - 0) = 0, not NaN
-    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_p = tl.math.exp2(b_s - b_base[:, None])
-    b_decay = tl.math.exp2(b_max - b_base)
-    b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+    b_s, b_p, b_decay, b_new, b_sum = fold_scores(b_s, m_slot, scale_2, b_max, b_sum)
     if BITS > 0:
         b_v_scale, b_v_zero = load_params(kv.v_params, i_slot, m_slot)
         b_acc_zero = b_acc_zero * b_decay + tl.sum(b_p * b_v_zero[None, :], 1)
         b_p = b_p * b_v_scale[None, :]
     # quantised with float16 queries: a weight times a scale can leave float16's range
     WEIGHTS: tl.constexpr = tl.bfloat16 if BITS > 0 and DTYPE == tl.float16 else DTYPE  # noqa: SIM300
-    i_v = v_row if PLACED else i_slot
-    b_v_low, b_v_high = load_halves(kv.v, i_v, m_slot, HALF, BITS, WEIGHTS, PRECISION, PLACED)
+    b_v_low, b_v_high = load_halves(kv.v, i_slot, m_slot, HALF, BITS, WEIGHTS, PRECISION)
     b_low = dot(b_p.to(WEIGHTS), b_v_low, b_low * b_decay[:, None], PRECISION)
     b_high = dot(b_p.to(WEIGHTS), b_v_high, b_high * b_decay[:, None], PRECISION)
     return b_s, Softmax(b_low, b_high, b_acc_zero, b_new, b_sum)

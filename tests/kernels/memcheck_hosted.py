@@ -53,6 +53,15 @@ def context_gather(device: torch.device) -> None:
             cx.test_pages_are_those_of_the_context(device, page, block, dim, rotary, dtype, codes, only)
 
 
+def context_cells(device: torch.device) -> None:
+    for page, n, count, rotary, dtype, codes in (
+        (16, 9, 7, 64, torch.float32, False),
+        (64, 5, 5, 64, torch.bfloat16, False),
+        (16, 40, 33, 40, torch.float32, True),
+    ):
+        cx.test_pages_of_contexts_arrive_in_cells(device, page, n, count, rotary, dtype, codes)
+
+
 def cell_assign(device: torch.device) -> None:
     for n, pages, columns in ((5, 30, 3), (33, 60, 12), (9, 9, 20)):
         cas.test_choices_in_a_row(device, n, pages, columns)
@@ -92,6 +101,14 @@ def progressive_decode_over_places(device: torch.device) -> None:
         (1.0, 0.5, 16, 64, torch.float32),
     ):
         pp.test_it_attends_as_if_all_pages_were_in_the_pool(device, share, cells, page_size, head_dim, dtype)
+    for cells, page_size, head_dim, dtype, half, codes in (
+        (0.5, 64, 128, torch.bfloat16, 64, False),
+        (0.4, 128, 64, torch.float32, 20, False),
+        (0.3, 16, 64, torch.float32, 32, True),
+    ):
+        pp.test_pages_of_contexts_are_read_in_their_documents(
+            device, cells, page_size, head_dim, dtype, half, codes, "round"
+        )
     pp.test_threshold_one_reads_every_page_wherever_it_is(device)
     pp.test_pages_after_the_stop_are_not_read(device)
 
@@ -118,6 +135,7 @@ KERNELS: tuple[Callable[[torch.device], None], ...] = (
     column_assign,
     column_gather,
     context_gather,
+    context_cells,
     cell_assign,
     cell_gather,
     columns_and_sparse_decode,

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from ragserve_kernels.context_gather import HostCodes, context_gather, context_gather_naive
+from ragserve_kernels.context_gather import (
+    HostCodes,
+    HostContexts,
+    context_cell_gather,
+    context_cell_gather_naive,
+    context_gather,
+    context_gather_naive,
+)
 from ragserve_kernels.kv import KVLayers
 from tests.kernels.reference import assert_close, poisoned
 
@@ -176,3 +185,82 @@ def test_arguments_are_checked(device: torch.device) -> None:
         context_gather(host, dst, tokens.long(), turns, lists, lists)
     with pytest.raises(ValueError, match="programs is 0"):
         context_gather(*good, programs=0)
+
+
+def in_cells(pool: KVLayers, page: int) -> torch.Tensor:
+    """Copy K and V of a pool as cells, float64 [cells, 2, page, head_dim]."""
+    halves = [
+        torch.stack([each.view(-1, page, HEADS, each.shape[2]).transpose(1, 2) for each in half], 1)
+        for half in (pool.k, pool.v)
+    ]
+    return torch.stack(halves, 3).flatten(0, 2).double().cpu()
+
+
+@pytest.mark.parametrize(
+    ("page", "n", "count", "rotary", "dtype", "codes"),
+    [
+        (16, 9, 7, 64, torch.float32, False),
+        (64, 5, 5, 64, torch.bfloat16, False),
+        (16, 40, 33, 40, torch.float32, True),
+        (128, 3, 2, 64, torch.bfloat16, True),
+    ],
+    ids=["16", "64-bfloat16", "codes-partly-rotated", "codes-128"],
+)
+def test_pages_of_contexts_arrive_in_cells(
+    device: torch.device, page: int, n: int, count: int, rotary: int, dtype: torch.dtype, codes: bool
+) -> None:
+    dim, lists = 64, LAYERS * HEADS
+    host, rows = documents(16, dim, dtype, [37, 5 * page + 11])
+    found: torch.Tensor | HostCodes = coded(host.shape)[0] if codes else host
+    frequencies = 10_000.0 ** -(torch.arange(rotary // 2, dtype=torch.float64) * 2 / rotary)
+    tokens, turns, _ = composed(rows, page, frequencies, device)
+    table = torch.full((len(tokens) + 4, page, 2), -1, dtype=torch.int32, device=device)
+    numbers = torch.randperm(len(table))[: len(tokens)].to(device)
+    table[numbers] = tokens
+    memory = found.pool if isinstance(found, HostCodes) else found
+    base = torch.tensor([memory.data_ptr()], device=device)
+    contexts = HostContexts(found, base, table, turns)
+    entries = torch.randint(len(tokens) * lists, (n,))
+    page_of = numbers.cpu()[entries // lists]
+    source = (page_of * lists + entries % lists).int().to(device)
+    target = torch.randperm((n + 3) * lists)[:n].int().to(device)
+    moves = torch.tensor([count], dtype=torch.int32, device=device)
+    got, plain, whole = (pool(device, LAYERS, each, page, dim, dtype) for each in (n + 3, n + 3, len(tokens)))
+    every = torch.arange(len(tokens), dtype=torch.int32, device=device).expand(LAYERS, HEADS, -1).contiguous()
+    context_gather_naive(found, whole, tokens, turns, every, every)
+    want, pages = torch.full_like(in_cells(got, page), torch.nan), in_cells(whole, page)
+    want[target[:count].cpu().long()] = pages[entries[:count]]
+    context_cell_gather(contexts, got, source, target, moves)
+    context_cell_gather_naive(contexts, plain, source, target, moves)
+    for mine in (got, plain):
+        here = in_cells(mine, page)
+        assert torch.equal(here.isnan(), want.isnan()), "wrote another cell, or left one out"
+        assert_close(here.nan_to_num(), want.nan_to_num(), dtype)
+
+
+def test_arguments_for_cells_are_checked(device: torch.device) -> None:
+    host, rows = documents(16, 64, torch.float32, [40])
+    tokens, turns, _ = composed(rows, 16, torch.ones(32, dtype=torch.float64), device)
+    dst = pool(device, LAYERS, 4, 16, 64, torch.float32)
+    base = torch.tensor([host.data_ptr()], device=device)
+    contexts = HostContexts(host, base, tokens, turns)
+    lists = torch.zeros(2, dtype=torch.int32, device=device)
+    good = (dst, lists, lists, lists[:1])
+    for bad, message in (
+        (replace(contexts, base=base[:0]), r"contexts.base has shape"),
+        (replace(contexts, tokens=tokens[..., :1]), r"contexts.tokens has shape"),
+        (replace(contexts, turns=turns[:, :1]), "turns has shape"),
+        (replace(contexts, host=host[:, :1]), "host has shape"),
+        (replace(contexts, host=host[:, :, :2].contiguous()), "contexts have 2 layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            context_cell_gather(bad, *good)
+    with pytest.raises(ValueError, match="target has shape"):
+        context_cell_gather(contexts, dst, lists, lists[:1], lists[:1])
+    with pytest.raises(ValueError, match="count has shape"):
+        context_cell_gather(contexts, dst, lists, lists, lists)
+    with pytest.raises(ValueError, match="programs is 0"):
+        context_cell_gather(contexts, *good, programs=0)
+    empty = replace(contexts, host=host[:0])
+    context_cell_gather(empty, *good)
+    assert dst.k[0].isnan().all(), "there is nothing to read yet"

@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 
+from ragserve_kernels.context_gather import HostCodes, HostContexts
+from ragserve_kernels.context_gather.naive import context_rows
 from ragserve_kernels.dispatch import forced_naive
 from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.paged import PageSelection
 from ragserve_kernels.progressive_decode import PageCells, PagePlaces, Rounds, progressive_decode
 from tests.kernels.paged import Batch, make_batch
 from tests.kernels.reference import assert_close
+from tests.kernels.test_context_gather import coded
 from tests.kernels.test_progressive_decode import ranked
 
 GPU = torch.cuda.is_available()
@@ -91,6 +95,63 @@ def celled(there: Batch, places: PagePlaces, share: float) -> tuple[Batch, PageP
     return replace(there, k=pool.k[LAYER], v=pool.v[LAYER]), found
 
 
+def in_documents(
+    batch: Batch, places: PagePlaces, share: float, half: int, codes: bool
+) -> tuple[Batch, PagePlaces]:
+    """Move a ``share`` of the pages on the host to rows of documents, in any order, and let ``batch``, which
+    is the truth, have what these are, with their keys turned. Their numbers have no host page."""
+    host, page, device = places.host, batch.page_size, batch.q.device
+    pages, _, _, heads, _, dim = host.shape
+    numbers = [number for number in range(pages) if float(torch.rand(())) < share]
+    rows = torch.randperm(len(numbers) * page + 16).int()[: len(numbers) * page].view(-1, page)
+    tokens = torch.full((2 * pages, page, 2), -1, dtype=torch.int32)
+    angle = 9.0 * torch.rand(5, half)
+    turns = torch.stack((angle.cos(), angle.sin()), 1)
+    block = 16
+    shape = len(numbers) * page // block + 1, 2, LAYERS, heads, block, dim
+    if codes:
+        documents: torch.Tensor | HostCodes = coded(torch.Size(shape))[0]
+    else:
+        values = torch.full(shape, math.nan, dtype=host.dtype)
+        for number, own in zip(numbers, rows.long(), strict=True):
+            values[own // block, :, LAYER, :, own % block] = host[number, :, LAYER].permute(2, 0, 1, 3)
+        documents = values.pin_memory() if GPU else values
+    pool = documents.pool if isinstance(documents, HostCodes) else documents
+    now = places.places.clone()
+    spoilt = host.clone()
+    k, v = batch.k.clone(), batch.v.clone()
+    cells = places.cells
+    for number, own in zip(numbers, rows, strict=True):
+        other = pages + number
+        tokens[other] = torch.stack((own, torch.randint(5, (page,), dtype=torch.int32)), -1)
+        now[places.places == -1 - number] = -1 - other
+        spoilt[number] = math.nan
+        for row, head, logical in (places.places == -1 - number).nonzero().tolist():
+            if logical * page >= int(batch.seq_lens[row]):
+                continue
+            if cells is not None and int(cells.of[number, LAYER, head]) >= 0:
+                continue
+            at = int(batch.page_table[row, logical]) * page
+            there = tokens[other].long()
+            read = context_rows(documents, turns, there, LAYER, torch.tensor(head), host.dtype)
+            k[at : at + page, head], v[at : at + page, head] = (each.to(device) for each in read)
+    if cells is not None:
+        none = torch.full_like(cells.of, -1)
+        for number in numbers:
+            none[number] = cells.of[number]
+        of = cells.of.clone()
+        of[numbers] = -1
+        cells = cells._replace(of=torch.cat((of, none)))
+    contexts = HostContexts(
+        documents,
+        torch.tensor([pool.data_ptr()], device=device),
+        tokens.to(device),
+        turns.to(device),
+    )
+    hosts = spoilt.pin_memory() if GPU else spoilt
+    return replace(batch, k=k, v=v), PagePlaces(now, hosts, LAYER, cells, contexts)
+
+
 def on_host(places: PagePlaces, row: int, head: int, pages: torch.Tensor) -> int:
     """Return how many of a row's pages are in no place of the pool."""
     found = places.places[row, head][pages].long()
@@ -142,6 +203,54 @@ def test_it_attends_as_if_all_pages_were_in_the_pool(
                 assert int(got.from_host[row, head]) == on_host(places, row, head, read)
     if page_size == 16:
         assert (want.blocks_used < ranking.counts).any(), "the threshold stops some heads early"
+
+
+@pytest.mark.parametrize(
+    ("cells", "page_size", "head_dim", "dtype", "half", "codes", "bound"),
+    [
+        (None, 16, 64, torch.float32, 32, False, "round"),
+        (0.5, 64, 128, torch.bfloat16, 64, False, "lowest"),
+        (0.4, 128, 64, torch.float32, 20, False, "lowest"),
+        (0.4, 128, 64, torch.float32, 32, False, "round"),
+        (0.3, 16, 64, torch.float32, 32, True, "lowest"),
+        (None, 64, 128, torch.bfloat16, 50, True, "round"),
+    ],
+    ids=str,
+)
+def test_pages_of_contexts_are_read_in_their_documents(
+    device: torch.device,
+    cells: float | None,
+    page_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    half: int,
+    codes: bool,
+    bound: Literal["round", "lowest"],
+) -> None:
+    lens = [9001, 0, 130, 64] if GPU else [271, 0, 66]
+    batch = make_batch(
+        lens, device=device, page_size=page_size, head_dim=head_dim, heads=6, dtype=dtype, peak=6.0
+    )
+    there, places = moved(batch, 0.7)
+    if cells is not None:
+        there, places = celled(there, places, cells)
+    batch, places = in_documents(batch, places, 0.6, half, codes)
+    ranking, options = ranked(batch), {"rounds": Rounds(2, 1.5), "bound": bound}
+    for threshold in (0.6, 1.0):
+        want = progressive_decode(*batch.inputs(), ranking, threshold=threshold, **options)
+        for naive in (False, True):
+            with forced_naive(naive):
+                got = progressive_decode(
+                    *there.inputs(), ranking, threshold=threshold, **options, places=places
+                )
+            assert_close(got.out, want.out, dtype)
+            assert_close(got.weight, want.weight, dtype)
+            assert torch.equal(got.blocks_used, want.blocks_used)
+            assert got.from_host is not None
+            for row in range(len(lens)):
+                for head in range(2):
+                    read = ranking.blocks[row, head, : int(got.blocks_used[row, head])].long()
+                    assert int(got.from_host[row, head]) == on_host(places, row, head, read)
 
 
 def test_threshold_one_reads_every_page_wherever_it_is(device: torch.device) -> None:

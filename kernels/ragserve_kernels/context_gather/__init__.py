@@ -1,15 +1,22 @@
-"""Load pages of chosen KV heads of a composed context from its documents' host pages, K rotated."""
+"""Load pages of chosen KV heads of composed contexts from their documents' host pages, K rotated."""
 
 from __future__ import annotations
 
 import torch
 
-from ragserve_kernels.context_gather.naive import context_gather_naive
-from ragserve_kernels.context_gather.types import HostCodes
+from ragserve_kernels.context_gather.naive import context_cell_gather_naive, context_gather_naive
+from ragserve_kernels.context_gather.types import HostCodes, HostContexts, check_host, check_turns
 from ragserve_kernels.dispatch import check, use_triton
 from ragserve_kernels.kv import KVLayers, check_head_dim, check_page_size
 
-__all__ = ["HostCodes", "context_gather", "context_gather_naive"]
+__all__ = [
+    "HostCodes",
+    "HostContexts",
+    "context_cell_gather",
+    "context_cell_gather_naive",
+    "context_gather",
+    "context_gather_naive",
+]
 
 
 def context_gather(
@@ -46,35 +53,17 @@ def context_gather(
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit.
     """
-    layers, kv_heads, head_dim, dtype = dst.layout
-    if isinstance(host, HostCodes):
-        host.check()
-        pool, there, block = host.pool, host.layers, host.block
-        if (host.kv_heads, host.head_dim) != (kv_heads, head_dim):
-            raise ValueError(
-                f"host has {host.kv_heads} heads of {host.head_dim}; expected {kv_heads} of {head_dim}."
-            )
-    else:
-        check("host", host, dtype, (None, 2, None, kv_heads, None, head_dim), dense=True)
-        pool, there, block = host, host.shape[2], host.shape[4]
-    check_page_size(block)
+    layers, kv_heads, head_dim, _ = dst.layout
+    check_host(host, dst.k[0])
     check_head_dim(head_dim)
-    if pool.is_cuda:
-        raise TypeError(f"host is on {pool.device}; expected host memory.")
-    if dst.device.type == "cuda" and not pool.is_pinned():
-        raise ValueError("host is not pinned, so the GPU cannot read it; allocate it with pin_memory=True.")
-    if pool.data_ptr() % 16:
-        raise ValueError("host must be aligned to 16 bytes.")
+    pool = host.pool if isinstance(host, HostCodes) else host
+    there = host.layers if isinstance(host, HostCodes) else host.shape[2]
     if not 0 <= first_layer <= there - layers:
         raise ValueError(f"dst has {layers} layers, from layer {first_layer} on; host has {there} in all.")
     like = dst.k[0]
     check("tokens", tokens, torch.int32, (None, None, 2), like=like, dense=True)
     check_page_size(tokens.shape[1])
-    check("turns", turns, torch.float32, (None, 2, None), like=like, dense=True)
-    if not 1 <= turns.shape[2] <= head_dim // 2:
-        raise ValueError(
-            f"turns has {turns.shape[2]} angles; expected 1 to {head_dim // 2} for head size {head_dim}."
-        )
+    check_turns(turns, like)
     check("source", source, torch.int32, (layers, kv_heads, None), like=like, dense=True)
     check("target", target, torch.int32, source.shape, like=like, dense=True)
     if programs is not None and programs < 1:
@@ -89,3 +78,48 @@ def context_gather(
         )
     else:
         context_gather_naive(host, dst, tokens, turns, source, target, first_layer=first_layer)
+
+
+def context_cell_gather(
+    contexts: HostContexts,
+    dst: KVLayers,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    count: torch.Tensor,
+    *,
+    programs: int | None = None,
+) -> None:
+    """Copy one KV head of one layer of a context page into cell ``target[i]`` of the pool, for i < ``count``,
+    each token's K turned: what `ragserve_kernels.cell_gather.cell_gather` does from host pages.
+
+    Nothing waits for the device, and the launch depends on shapes only.
+
+    Args:
+        contexts: the pages, of all layers of ``dst``.
+        dst: the pool; its page p is slots p * page to (p + 1) * page.
+        source: int32 ``[n]`` on the device of ``dst``: ``(number of a page * layers + layer) * kv_heads +
+            head``. The page is a context's. Not checked.
+        target: int32 ``[n]``: cells, distinct; numbered like ``source``, by pages of the pool. Not checked.
+        count: int32 ``[1]``: how many of the entries are used, the first ones.
+        programs: of the launch; default as that of `context_gather`.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit.
+    """
+    like = dst.k[0]
+    contexts.check(like)
+    if contexts.sizes[0] != dst.layers:
+        raise ValueError(f"contexts have {contexts.sizes[0]} layers; expected {dst.layers}.")
+    check("source", source, torch.int32, (None,), like=like)
+    check("target", target, torch.int32, source.shape, like=like)
+    check("count", count, torch.int32, (1,), like=like)
+    if programs is not None and programs < 1:
+        raise ValueError(f"programs is {programs}; expected at least 1.")
+    if not source.numel() or not len(contexts.pool):
+        return
+    if use_triton(like):
+        from ragserve_kernels.context_gather import context_cells
+
+        context_cells.context_cell_gather(contexts, dst, source, target, count, programs=programs)
+    else:
+        context_cell_gather_naive(contexts, dst, source, target, count)

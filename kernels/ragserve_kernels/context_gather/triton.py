@@ -8,15 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
+from ragserve_kernels.context_gather.context_rows import context_rows
 from ragserve_kernels.context_gather.types import PAIR_BYTES, HostCodes
 from ragserve_kernels.dispatch import host_tile_bytes, next_power_of_2
 from ragserve_kernels.kv import KVLayers
-from ragserve_kernels.quantize_kv.pairs import scale_and_zero
 
 _STEP = 64
 PROGRAMS = 3  # as `column_gather`
 CODE_PROGRAMS = 8  # as `rotate_gather` from codes
-_TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit(do_not_specialize=["n_lists", "n_entries", "n_layers", "i_first_layer"])
@@ -46,8 +46,6 @@ def context_gather_kernel(
     CODES: tl.constexpr,  # the pages hold 8-bit codes
     PAIR: tl.constexpr,  # bytes of a row's scale and zero point
 ):
-    # half a row of codes is less than the link moves at once
-    WHOLE: tl.constexpr = CODES and 2 * HALF == D
     o_token = tl.arange(0, TILE)
     o_dim = tl.arange(0, D)
     o_half = tl.arange(0, B_HALF)
@@ -77,57 +75,42 @@ def context_gather_kernel(
             p_token = p_tokens + (tl.maximum(i_page, 0) * PAGE + i_token % PAGE) * 2
             i_row = tl.load(p_token, mask=m_page, other=0).to(tl.int64)
             i_turn = tl.load(p_token + 1, mask=m_page, other=0).to(tl.int64)
-            # rows of K and V of a head lie n_heads heads apart in a page
-            n_row = n_heads * BLOCK
-            i_block = i_row // BLOCK
-            i_place = i_from * BLOCK + i_row % BLOCK
-            if CODES:
-                o_page = i_block * 2 * n_row * (D + PAIR)
-                o_pair = o_page // 4 + 2 * n_row * D // 4 + i_place
-            else:
-                o_page = i_block * 2 * n_row * D
-            o_k = tl.multiple_of(o_page + i_place * D, 16)
-            o_v = tl.multiple_of(o_k + n_row * D, 16)
+            b_1, b_2, b_rest, b_v = context_rows(
+                p_host,
+                p_pairs,
+                p_turns,
+                i_row,
+                i_turn,
+                m_page,
+                i_from,
+                n_heads,
+                BLOCK,
+                D,
+                HALF,
+                B_HALF,
+                B_REST,
+                DTYPE,
+                CODES,
+                PAIR,
+            )
             m_row = m_page[:, None]
             m_half = m_row & (o_half < HALF)[None, :]
-            # [TILE, B_HALF], twice, or [TILE, D], and [TILE, D]: all loads before their first use
-            if WHOLE:
-                b_k = tl.load(p_host + o_k[:, None] + o_dim[None, :], mask=m_row)
-            else:
-                b_1 = tl.load(p_host + o_k[:, None] + o_half[None, :], mask=m_half)
-                b_2 = tl.load(p_host + o_k[:, None] + HALF + o_half[None, :], mask=m_half)
-            if CODES:
-                # [TILE] each
-                b_k_pair = tl.load(p_pairs + o_pair, mask=m_page, other=0)
-                b_v_pair = tl.load(p_pairs + o_pair + n_row, mask=m_page, other=0)
-            b_v = tl.load(p_host + o_v[:, None] + o_dim[None, :], mask=m_row)
-            p_turn = p_turns + i_turn[:, None] * (2 * HALF) + o_half[None, :]
-            b_cos = tl.load(p_turn, mask=m_half, other=1.0)
-            b_sin = tl.load(p_turn + HALF, mask=m_half, other=0.0)
             o_dst = tl.multiple_of(((i_out * PAGE + i_token % PAGE) * KV_HEADS + i_head) * D, 16)
-            if B_REST > 0:
-                # [TILE, B_REST]
-                o_rest = 2 * HALF + tl.arange(0, B_REST)
-                m_rest = m_row & (o_rest < D)[None, :]
-                b_rest = tl.load(p_host + o_k[:, None] + o_rest[None, :], mask=m_rest)
-                if CODES:
-                    b_scale, b_zero = scale_and_zero(b_k_pair)
-                    b_rest = (b_rest.to(tl.float32) * b_scale[:, None] + b_zero[:, None]).to(DTYPE)
-                tl.store(p_k + o_dst[:, None] + o_rest[None, :], b_rest, mask=m_rest)
-            if WHOLE:
-                b_1, b_2 = tl.split(tl.permute(tl.reshape(b_k, [TILE, 2, D // 2]), [0, 2, 1]))
-            b_1 = b_1.to(tl.float32)
-            b_2 = b_2.to(tl.float32)
-            if CODES:
-                b_scale, b_zero = scale_and_zero(b_k_pair)
-                b_1 = b_1 * b_scale[:, None] + b_zero[:, None]
-                b_2 = b_2 * b_scale[:, None] + b_zero[:, None]
-                b_scale, b_zero = scale_and_zero(b_v_pair)
-                b_v = (b_v.to(tl.float32) * b_scale[:, None] + b_zero[:, None]).to(DTYPE)
             q_k = p_k + o_dst[:, None] + o_half[None, :]
-            tl.store(q_k, (b_1 * b_cos - b_2 * b_sin).to(DTYPE), mask=m_half)
-            tl.store(q_k + HALF, (b_2 * b_cos + b_1 * b_sin).to(DTYPE), mask=m_half)
+            tl.store(q_k, b_1, mask=m_half)
+            tl.store(q_k + HALF, b_2, mask=m_half)
+            if B_REST > 0:
+                o_rest = 2 * HALF + tl.arange(0, B_REST)
+                tl.store(p_k + o_dst[:, None] + o_rest[None, :], b_rest, mask=m_row & (o_rest < D)[None, :])
             tl.store(p_v + o_dst[:, None] + o_dim[None, :], b_v, mask=m_row)
+
+
+def tile_of(programs: int, head_dim: int, dtype: torch.dtype, codes: bool) -> tuple[int, int]:
+    """Return the tokens of a tile, a power of two, and its warps."""
+    value_bytes = 2 * head_dim * dtype.itemsize
+    row_bytes = 2 * head_dim if codes else value_bytes
+    tile = max(1, min(host_tile_bytes(programs) // row_bytes, (64 << 10) // value_bytes))
+    return tile, max(4, min(16, tile * value_bytes // 4096))
 
 
 def context_gather(
@@ -147,9 +130,7 @@ def context_gather(
     layers, kv_heads, head_dim, dtype = dst.layout
     half = turns.shape[2]
     rest = head_dim - 2 * half
-    value_bytes = 2 * head_dim * dtype.itemsize
-    row_bytes = value_bytes if codes is None else 2 * head_dim
-    tile = max(1, min(host_tile_bytes(programs) // row_bytes, (64 << 10) // value_bytes))  # a power of two
+    tile, warps = tile_of(programs, head_dim, dtype, codes is not None)
     if isinstance(host, HostCodes):
         pool, pairs = host.pool.view(-1).view(torch.int8), host.pool.view(-1).view(torch.int32)
         there, block = host.layers, host.block
@@ -178,8 +159,8 @@ def context_gather(
         B_REST=next_power_of_2(rest) if rest else 0,
         TILE=tile,
         STEP=_STEP,
-        DTYPE=_TL_DTYPE[dtype],
+        DTYPE=TL_DTYPE[dtype],
         CODES=codes is not None,
         PAIR=PAIR_BYTES,
-        num_warps=max(4, min(16, tile * value_bytes // 4096)),
+        num_warps=warps,
     )

@@ -106,8 +106,18 @@ def _check_places(places: PagePlaces, q: torch.Tensor, kv: KVPair, batch: PagedB
         raise ValueError(f"layer is {places.layer}; host has {host.shape[2]} layers.")
     if places.cells is not None:
         of, pool = places.cells
-        check("cells.of", of, torch.int32, (host.shape[0], host.shape[2], kv_heads), like=q, dense=True)
+        numbers = None if places.contexts is None else len(places.contexts.tokens)
+        shape = numbers or len(host), host.shape[2], kv_heads
+        check("cells.of", of, torch.int32, shape, like=q, dense=True)
         if pool.layout != (host.shape[2], kv_heads, head_dim, q.dtype) or pool.device != q.device:
             raise ValueError(f"cells.pool has layers, heads and values {pool.layout} on {pool.device}.")
         if any(each.stride() != pool.k[0].stride() for each in kv if isinstance(each, torch.Tensor)):
             raise ValueError("k and v must lie as the layers of cells.pool do.")
+    if places.contexts is not None:
+        places.contexts.check(kv[0])  # type: ignore[arg-type]
+        there, page = places.contexts.sizes[0], places.contexts.tokens.shape[1]
+        if (there, page) != (host.shape[2], batch.page_size):
+            raise ValueError(
+                f"contexts have {there} layers and pages of {page}; "
+                f"expected {host.shape[2]} and {batch.page_size}."
+            )

@@ -1,14 +1,21 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Where K and V of pages lie that may be anywhere: in the pool, in cells of it, or on the host."""
+"""Where K and V of pages lie that may be anywhere: in the pool, in cells of it, on the host, or in documents
+there."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from ragserve_kernels.context_gather import HostCodes
+from ragserve_kernels.context_gather.types import PAIR_BYTES
+from ragserve_kernels.dispatch import next_power_of_2
 from ragserve_kernels.kv import rows_of
 from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection, kv_rows
+from ragserve_kernels.progressive_decode.placed_tiles import IN_CONTEXT, ON_HOST, Contexts
 from ragserve_kernels.progressive_decode.types import PagePlaces
 
 RESOLVED = 256  # pages of a head whose addresses one program finds
@@ -31,10 +38,13 @@ def _resolve(
     n_layers,
     kv_heads,
     n,
-    p_out,  # int64 [batch, kv_heads, n, 2]: see `placed_rows`
+    p_tokens,  # int32 [numbers, PAGE, 2] with CONTEXTS, as what follows; else not read
+    p_in_context,  # int32 [items, parts]: nonzero if a program has found a page of a context
+    p_out,  # int64 [batch, kv_heads, n, 2]: see `attend_placed`
     PAGE: tl.constexpr,
     BYTES: tl.constexpr,  # of an element
     CELLS: tl.constexpr,
+    CONTEXTS: tl.constexpr,
     STEP: tl.constexpr,
 ):
     i_item = tl.program_id(0)
@@ -54,17 +64,23 @@ def _resolve(
     a_k = (kv.k.p + o_k).to(tl.int64)
     a_v = (kv.v.p + o_v).to(tl.int64)
     a_k = tl.where(
-        m_host, (host_k.p + i_page * host_k.stride + i_h * host_k.stride_head).to(tl.int64) | 1, a_k
+        m_host, (host_k.p + i_page * host_k.stride + i_h * host_k.stride_head).to(tl.int64) | ON_HOST, a_k
     )
     a_v = tl.where(
-        m_host, (host_v.p + i_page * host_v.stride + i_h * host_v.stride_head).to(tl.int64) | 1, a_v
+        m_host, (host_v.p + i_page * host_v.stride + i_h * host_v.stride_head).to(tl.int64) | ON_HOST, a_v
     )
+    if CONTEXTS:
+        p_token = p_tokens + i_page * (2 * PAGE)
+        m_context = tl.load(p_token, mask=m_page & m_host, other=-1) >= 0
+        a_token = p_token.to(tl.int64) | IN_CONTEXT
+        a_k = tl.where(m_context, a_token, a_k)
+        a_v = tl.where(m_context, a_token, a_v)
     if CELLS:
-        i_cell = tl.load(
+        i_cell_of = tl.load(
             p_cells + (i_page * n_layers + i_layer) * kv_heads + i_h, mask=m_page & m_host, other=-1
         )
-        m_cell = i_cell >= 0
-        i_cell = tl.maximum(i_cell, 0).to(tl.int64)
+        m_cell = i_cell_of >= 0
+        i_cell = tl.maximum(i_cell_of, 0).to(tl.int64)
         i_of = i_cell // kv_heads % n_layers
         i_row = i_cell // kv_heads // n_layers * PAGE
         c_k = tl.load(p_layers_k + i_of, mask=m_cell, other=0)
@@ -73,21 +89,59 @@ def _resolve(
         c_v += (i_row * kv.v.stride + i_cell % kv_heads * kv.v.stride_head) * BYTES
         a_k = tl.where(m_cell, c_k, a_k)
         a_v = tl.where(m_cell, c_v, a_v)
+        if CONTEXTS:
+            m_context = m_context & (i_cell_of < 0)
+    if CONTEXTS:
+        n_parts = tl.num_programs(1)
+        tl.store(p_in_context + i_item * n_parts + tl.program_id(1), tl.max(m_context.to(tl.int32), 0))
     p_out += (i_item.to(tl.int64) * n + o_page) * 2
     tl.store(p_out, a_k, mask=m_page)
     tl.store(p_out + 1, a_v, mask=m_page)
 
 
-def addresses(batch: PagedBatch, ranking: PageSelection, kv: KVPair, places: PagePlaces) -> torch.Tensor:
-    """Return where K and V of every page that may be read lie, int64 [batch, kv_heads, n, 2]."""
+class Reading(NamedTuple):
+    """How contexts are read: their tensors and the constants of the kernel."""
+
+    contexts: Contexts
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(cls, places: PagePlaces | None, unused: torch.Tensor) -> Reading:
+        """``unused``: any tensor, in place of those of contexts where there are none."""
+        if places is None or (found := places.contexts) is None:
+            none = dict.fromkeys(("DOCUMENT", "TURNED", "B_TURNED", "B_REST", "PAIR"), 0)
+            return cls(Contexts(unused, unused, 0), {"CONTEXTS": False, "CODES": False, **none})
+        layers, kv_heads, block, head_dim = found.sizes
+        half = found.turns.shape[2]
+        rest = head_dim - 2 * half
+        constants = {
+            "CONTEXTS": True,
+            "CODES": isinstance(found.host, HostCodes),
+            "DOCUMENT": block,
+            "TURNED": half,
+            # the matrix units want at least 16
+            "B_TURNED": max(16, next_power_of_2(half)),
+            "B_REST": max(16, next_power_of_2(rest)) if rest else 0,
+            "PAIR": PAIR_BYTES,
+        }
+        return cls(Contexts(found.base, found.turns, layers * kv_heads), constants)
+
+
+def addresses(
+    batch: PagedBatch, ranking: PageSelection, kv: KVPair, places: PagePlaces
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where K and V of every page that may be read lie, int64 [batch, kv_heads, n, 2], and of the
+    parts of each such list whether they have pages of contexts, int32 [batch * kv_heads, parts]."""
     cache, (requests, kv_heads, n) = kv_rows(kv), places.places.shape
     found = torch.empty(requests, kv_heads, n, 2, dtype=torch.int64, device=places.places.device)
     host_k, host_v = (rows_of(places.host[:, half, places.layer]) for half in range(2))
-    cells = places.cells
+    cells, contexts = places.cells, places.contexts
     of, layers_k, layers_v = (
         (found,) * 3 if cells is None else (cells.of, cells.pool.k_ptrs, cells.pool.v_ptrs)
     )
-    _resolve[(requests * kv_heads, triton.cdiv(n, RESOLVED))](
+    items, parts = requests * kv_heads, triton.cdiv(n, RESOLVED)
+    in_context = torch.empty(items, parts, dtype=torch.int32, device=found.device)
+    _resolve[(items, parts)](
         places.places,
         places.places.stride(0),
         places.places.stride(1),
@@ -103,11 +157,14 @@ def addresses(batch: PagedBatch, ranking: PageSelection, kv: KVPair, places: Pag
         places.host.shape[2],
         kv_heads,
         n,
+        found if contexts is None else contexts.tokens,
+        in_context,
         found,
         PAGE=batch.page_size,
         BYTES=places.host.element_size(),
         CELLS=cells is not None,
+        CONTEXTS=contexts is not None,
         STEP=RESOLVED,
         num_warps=4,
     )
-    return found
+    return found, in_context

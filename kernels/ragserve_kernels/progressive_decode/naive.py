@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from ragserve_kernels.context_gather.naive import context_rows
 from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection
 from ragserve_kernels.progressive_decode.types import PagePlaces, Progressive
 from ragserve_kernels.sparse_decode.naive import block_tokens, gather
@@ -46,7 +47,18 @@ def gather_placed(
     found = places.places[row, head, tokens // page].long().cpu()
     cell = cells_of(places, head, found)
     in_pool, in_cell, within = found >= 0, cell >= 0, tokens % page
-    on_host = ~in_pool & ~in_cell
+    in_context = ~in_pool & ~in_cell
+    if places.contexts is None:
+        in_context = torch.zeros_like(in_pool)
+    else:
+        table = places.contexts.tokens.cpu()
+        in_context &= table[(-1 - found).clamp_min(0), 0, 0] >= 0
+        there = table[-1 - found[in_context], within[in_context]].long().to(places.places.device)
+        of = torch.full((len(there),), head)
+        read = context_rows(
+            places.contexts.host, places.contexts.turns, there, places.layer, of, places.host.dtype
+        )
+    on_host = ~in_pool & ~in_cell & ~in_context
     halves = []
     for half, cache in enumerate(kv):
         values = torch.empty(len(tokens), cache.shape[2], dtype=torch.float64)
@@ -54,6 +66,8 @@ def gather_placed(
         values[in_pool] = cache[slots, head].double().cpu()  # type: ignore[index]
         hosted = places.host[-1 - found[on_host], half, places.layer, head, within[on_host]]
         values[on_host] = hosted.double()
+        if places.contexts is not None:
+            values[in_context] = read[half].double().cpu()
         if places.cells is not None:
             pool = places.cells.pool
             buffers, heads = (pool.k, pool.v)[half], pool.kv_heads

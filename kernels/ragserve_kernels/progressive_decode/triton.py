@@ -22,7 +22,6 @@ from ragserve_kernels.decode_tiles import (
     empty_softmax,
     kv_at_head,
     load_query,
-    placed_rows,
     tile_slots,
 )
 from ragserve_kernels.dispatch import next_power_of_2
@@ -37,50 +36,22 @@ from ragserve_kernels.paged import (
     tile_rows,
     tile_tokens,
 )
-from ragserve_kernels.progressive_decode.addresses import addresses
+from ragserve_kernels.progressive_decode.addresses import Reading, addresses
+from ragserve_kernels.progressive_decode.placed_tiles import (
+    FLAGS,
+    attend_context,
+    attend_placed,
+    load_context_query,
+)
+from ragserve_kernels.progressive_decode.stopping_rule import bounded, estimate
 from ragserve_kernels.progressive_decode.types import MAX_TILE, PagePlaces, Progressive
 
 LN2 = math.log(2.0)
+CONTEXT_TILE = 32  # tokens: with heads of 128 as many programs run at once as without contexts
 COUNTED: tl.constexpr = tl.constexpr(128)  # ranked blocks that are counted at once
 
 
-@triton.jit
-def _lse(b_x, AXIS: tl.constexpr):
-    """Return log2 of the sum of exp2 along ``AXIS``; -inf for nothing."""
-    b_max = tl.max(b_x, AXIS)
-    b_base = tl.where(b_max == float("-inf"), 0.0, b_max)
-    b_sum = tl.sum(tl.math.exp2(b_x - tl.expand_dims(b_base, AXIS)), AXIS)
-    return tl.where(b_sum > 0.0, b_base + tl.math.log2(tl.where(b_sum > 0.0, b_sum, 1.0)), float("-inf"))
-
-
-@triton.jit
-def _estimate(
-    p_state, i_item, n_left, n_ranked, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, MEAN: tl.constexpr
-):
-    """Return P per head, [M], from a round's state: maximum, sum, and the bound's part.
-
-    The bound's part is the lowest block so far or, with ``MEAN``, the log sum of the round's ``n_ranked``
-    blocks."""
-    o_state = tl.arange(0, SPLITS)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    p_item = p_state + i_item.to(tl.int64) * (3 * SPLITS * BLOCK_M)
-    # [SPLITS, M] each
-    b_max = tl.load(p_item + o_state)
-    b_sum = tl.load(p_item + SPLITS * BLOCK_M + o_state)
-    b_part = tl.load(p_item + 2 * SPLITS * BLOCK_M + o_state)
-    if MEAN:
-        b_each = tl.where(
-            n_ranked > 0, _lse(b_part, 0) - tl.math.log2(tl.maximum(n_ranked, 1).to(tl.float32)), float("inf")
-        )
-    else:
-        b_each = tl.min(b_part, 0)
-    m_some = b_sum > 0.0
-    b_seen = _lse(tl.where(m_some, b_max + tl.math.log2(tl.where(m_some, b_sum, 1.0)), float("-inf")), 0)
-    # 1 / (1 + 2^(each + log2 left - seen)); each is +inf while only forced blocks were attended to
-    b_share = 1.0 / (1.0 + tl.math.exp2(b_each + tl.math.log2(tl.maximum(n_left, 1).to(tl.float32)) - b_seen))
-    return tl.where(n_left <= 0, 1.0, b_share)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["n_parts", "i_first_list"])
 def _round(
     q,  # HeadRows of [batch, heads, D]
     kv,  # KVRows of [slots, kv_heads, D], or codes
@@ -105,6 +76,10 @@ def _round(
     stride_threshold,
     scale_2,
     stride_table,
+    contexts,  # Contexts; read with CONTEXTS
+    p_in_context,  # int32 [items, n_parts]: nonzero if a part of the table has a page of a context; likewise
+    n_parts,
+    i_first_list,  # of the layer: layer * KV heads; likewise
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
@@ -117,6 +92,15 @@ def _round(
     MEAN: tl.constexpr,
     FIRST: tl.constexpr,
     PLACED: tl.constexpr,  # the table has addresses, int64 [batch, kv_heads, stride_table, 2]
+    CONTEXTS: tl.constexpr,  # some may be those of contexts
+    CONTEXT_N: tl.constexpr,  # tokens of a tile of these
+    PARTS: tl.constexpr,  # n_parts, rounded up
+    DOCUMENT: tl.constexpr,  # tokens of a document's page, and what else `context_rows` takes
+    TURNED: tl.constexpr,
+    B_TURNED: tl.constexpr,
+    B_REST: tl.constexpr,
+    CODES: tl.constexpr,
+    PAIR: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     i_item = tl.program_id(0)
@@ -136,7 +120,7 @@ def _round(
         m_go = (i_stopped < 0) | (i_stopped == i_round)
         if m_go:
             n_bound = tl.minimum(i_start, n_ranked) - tl.maximum(i_previous, n_forced)
-            b_share = _estimate(p_before, i_item, n_ranked - i_start, n_bound, SPLITS, BLOCK_M, MEAN)
+            b_share = estimate(p_before, i_item, n_ranked - i_start, n_bound, SPLITS, BLOCK_M, MEAN)
             n_failing = tl.sum(
                 ((b_share <= tl.load(p_threshold + i_b * stride_threshold)) & (o_head < GROUP)).to(tl.int32),
                 0,
@@ -177,46 +161,79 @@ def _round(
         i_last = tl.minimum(i_mine + n_each, i_until)
         i_first_tile = i_mine // PER_TILE * PER_BLOCK
         i_end_tile = tl.where(i_last > i_mine, (i_last + PER_TILE - 1) // PER_TILE * PER_BLOCK, i_first_tile)
-        query = load_query(q, i_b, i_h, GROUP, BLOCK_M, HALF)
-        head_kv = kv_at_head(kv, i_h)
         walk = Walk(i_until, i_until, 0, True, n_len)
         p_index_row = p_index + i_item.to(tl.int64) * capacity
         p_table_row = p_table + (i_item.to(tl.int64) * 2 if PLACED else i_b) * stride_table
         b_within = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)  # log sum of a block that spans tiles
+        query = load_query(q, i_b, i_h, GROUP, BLOCK_M, HALF)
+        if not PLACED:
+            head_kv = kv_at_head(kv, i_h)
         for i_tile in tl.range(i_first_tile, i_end_tile, num_stages=STAGES):
             if PLACED:
-                i_k, i_v, m_row = placed_rows(
+                b_s, softmax = attend_placed(
                     i_tile,
                     walk,
                     p_index_row,
                     p_table_row,
                     kv.k.stride,
-                    kv.k.p.dtype.element_ty,
+                    query,
+                    softmax,
+                    scale_2,
                     D,
                     PAGE,
                     BLOCK_N,
-                )
-                b_s, softmax = attend_tile(
-                    query, softmax, head_kv, i_k, m_row, scale_2, HALF, BITS, PRECISION, i_v, True
+                    PRECISION,
+                    CONTEXTS,
                 )
             else:
                 i_slot, m_slot = tile_slots(i_tile, walk, p_index_row, p_table_row, PAGE, BLOCK, BLOCK_N)
                 b_s, softmax = attend_tile(
                     query, softmax, head_kv, i_slot, m_slot, scale_2, HALF, BITS, PRECISION
                 )
-            b_log = _lse(tl.reshape(b_s, (BLOCK_M, PER_TILE, BLOCK_N // PER_TILE)), 2)
-            o_rank = i_tile // PER_BLOCK * PER_TILE + tl.arange(0, PER_TILE)
-            m_counted = (o_rank >= n_forced) & (o_rank < i_until)
-            if PER_BLOCK > 1:
-                m_fresh = i_tile % PER_BLOCK == 0
-                b_within = _lse(tl.join(b_log, tl.where(m_fresh, float("-inf"), b_within)), 2)
-                b_log = b_within
-                m_counted = m_counted & ((i_tile + 1) % PER_BLOCK == 0)
-            if MEAN:
-                b_added = _lse(tl.where(m_counted[None, :], b_log, float("-inf")), 1)
-                b_part = _lse(tl.join(b_part, b_added), 1)
-            else:
-                b_part = tl.minimum(b_part, tl.min(tl.where(m_counted[None, :], b_log, float("inf")), 1))
+            b_part, b_within = bounded(
+                b_s, b_part, b_within, i_tile, n_forced, i_until, PER_TILE, PER_BLOCK, MEAN, CONTEXTS
+            )
+        if CONTEXTS:
+            # pages of contexts after all others, as few requests have any, and in smaller tiles: turning keys
+            # takes registers
+            C_PER_TILE: tl.constexpr = max(1, CONTEXT_N // BLOCK)
+            C_PER_BLOCK: tl.constexpr = max(1, BLOCK // CONTEXT_N)
+            o_part = tl.arange(0, PARTS)
+            b_some = tl.load(p_in_context + i_item * n_parts + o_part, mask=o_part < n_parts, other=0)
+            i_last = tl.where(tl.max(b_some, 0) > 0, i_last, i_mine)
+            i_first_tile = i_mine // C_PER_TILE * C_PER_BLOCK
+            i_end_tile = tl.where(
+                i_last > i_mine, (i_last + C_PER_TILE - 1) // C_PER_TILE * C_PER_BLOCK, i_first_tile
+            )
+            i_list = i_first_list.to(tl.int64) + i_h
+            p_group = q.p + i_b * q.stride + i_h * GROUP * q.stride_head
+            turning = load_context_query(p_group, q.stride_head, m_head, BLOCK_M, D, TURNED, B_TURNED, B_REST)
+            b_within = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
+            for i_tile in tl.range(i_first_tile, i_end_tile, num_stages=1):
+                b_s, softmax = attend_context(
+                    i_tile,
+                    walk,
+                    p_index_row,
+                    p_table_row,
+                    contexts,
+                    i_list,
+                    turning,
+                    softmax,
+                    scale_2,
+                    D,
+                    PAGE,
+                    CONTEXT_N,
+                    PRECISION,
+                    DOCUMENT,
+                    TURNED,
+                    B_TURNED,
+                    B_REST,
+                    CODES,
+                    PAIR,
+                )
+                b_part, b_within = bounded(
+                    b_s, b_part, b_within, i_tile, n_forced, i_until, C_PER_TILE, C_PER_BLOCK, MEAN, True
+                )
         tl.store(p_state + o_state, softmax.b_max)
         tl.store(p_state + SPLITS * BLOCK_M + o_state, softmax.b_sum)
         tl.store(p_state + 2 * SPLITS * BLOCK_M + o_state, b_part)
@@ -269,7 +286,8 @@ def _finish(
             o_rank = i_first + tl.arange(0, COUNTED)
             m_used = o_rank < n_used
             i_block = tl.load(p_index + i_item.to(tl.int64) * capacity + o_rank, mask=m_used, other=0)
-            n_host += (tl.load(p_row + 2 * i_block, mask=m_used, other=0) & 1).to(tl.int32)
+            a_k = tl.load(p_row + 2 * i_block, mask=m_used, other=0)
+            n_host += ((a_k & FLAGS) != 0).to(tl.int32)
         tl.store(p_from_host + i_item, tl.sum(n_host, 0), mask=i_g == 0)
     p_state = p_states + (i_stop - 1).to(tl.int64) * stride_round
     o_split = tl.arange(0, SPLITS)
@@ -325,8 +343,9 @@ def progressive_decode(
     weight = torch.empty(batch.size, heads, dtype=torch.float32, device=q.device)
     query, cache = rows_of(q), kv_rows(kv)
     table, stride_table, from_host = batch.page_table, batch.page_table.stride(0), None
+    in_context, reading = used, Reading.of(places, used)
     if places is not None:
-        table = addresses(batch, ranking, kv, places)
+        table, in_context = addresses(batch, ranking, kv, places)
         stride_table, from_host = table.shape[2], torch.empty_like(used)
     # a fill, not a copy from the host: a CUDA graph can capture it
     if not isinstance(threshold, torch.Tensor):
@@ -356,6 +375,10 @@ def progressive_decode(
             int(len(threshold) > 1),
             scale / LN2,
             stride_table,
+            reading.contexts,
+            in_context,
+            in_context.shape[1],
+            0 if places is None else places.layer * kv_heads,
             GROUP=group,
             BLOCK_M=block_m,
             D=head_dim,
@@ -368,6 +391,9 @@ def progressive_decode(
             MEAN=bound == "round",
             FIRST=number == 0,
             PLACED=places is not None,
+            **reading.constants,
+            CONTEXT_N=min(tokens, CONTEXT_TILE),
+            PARTS=next_power_of_2(in_context.shape[1]),
             STAGES=2 if q.element_size() == 4 else 5,
             num_warps=4,
         )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from ragserve_kernels.context_gather import HostContexts
 from ragserve_kernels.kv import KVLayers
 
 __all__ = ["MAX_TILE", "PageCells", "PagePlaces", "Progressive", "Rounds"]
@@ -26,7 +27,7 @@ class Progressive(NamedTuple):
     weight: torch.Tensor
     """float32 [batch, heads]: the estimated share of the attention weight in them; 1 if they are all."""
     from_host: torch.Tensor | None = None
-    """int32 [batch, kv_heads]: how many of the blocks were read from host pages; None without
+    """int32 [batch, kv_heads]: how many of the blocks were read from the host; None without
     :class:`PagePlaces`."""
 
 
@@ -36,8 +37,9 @@ class PageCells(NamedTuple):
     head."""
 
     of: torch.Tensor
-    """int32 [host pages, layers, kv_heads], contiguous, on the pool's device: the cell that holds a host page
-    of a layer and head; negative: none does."""
+    """int32 [numbers, layers, kv_heads], contiguous, on the pool's device: the cell that holds a host page of
+    a layer and head; negative: none does. As many numbers as there are host pages, or more for pages of
+    contexts."""
     pool: KVLayers
     """The pool, of which K and V that attention is given are one layer."""
 
@@ -50,7 +52,7 @@ class PagePlaces(NamedTuple):
 
     places: torch.Tensor
     """int32 [batch, kv_heads, n], last dimension contiguous, n at least the pages of the longest request: a
-    page of the pool, or ``-1 - page`` for a page of ``host``."""
+    page of the pool, or ``-1 - number`` for a page of ``host`` or of a context."""
     host: torch.Tensor
     """[pages, 2 (K, V), layers, kv_heads, page, head_dim] in host memory, contiguous, pinned if the pool is
     on a GPU; q's dtype."""
@@ -58,6 +60,8 @@ class PagePlaces(NamedTuple):
     """Of ``host``, the layer that attends."""
     cells: PageCells | None = None
     """Where pages of the host are read instead, if the pool has them."""
+    contexts: HostContexts | None = None
+    """Numbers that name a page of a context instead of one of ``host``."""
 
 
 @dataclass(frozen=True)
