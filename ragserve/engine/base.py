@@ -159,7 +159,7 @@ class EngineInfo:
         copies = _copies(request)
         if self.by_layers or copies:
             most = max(most, self.hosted_tokens)
-        if copies and decode.get("mode", self.decode_mode) == "hierarchical":
+        if copies and decode.get("mode", self.decode_mode) != "dense":
             # the last page of each document, and of the system text, may be filled by one token
             pages = self.context_pages - documents - 1
             most = max(most, min(self.context_tokens, pages * DOCUMENT_PAGE))

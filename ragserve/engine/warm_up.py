@@ -105,8 +105,9 @@ def _kinds(engine: WarmedEngine, info: EngineInfo) -> Iterator[tuple[str, Callab
             request = replace(_request(number, strategy), options=options)
             yield f"{strategy} {options} from {tier}", partial(_read, engine, request)
     if info.hosted_tokens:
-        hosted = replace(_request(21, composed[0][0]), decode=HOSTED[0], sampling=_LONG_ANSWER)
-        yield "composed on the host", partial(_read, engine, hosted)
+        for decode in HOSTED:
+            hosted = replace(_request(21, composed[0][0]), decode=decode, sampling=_LONG_ANSWER)
+            yield f"composed on the host, {decode['mode']}", partial(_read, engine, hosted)
     for strategy, options in composed:
         if options.get("recompute") == "sentences":
             yield f"turns, {strategy} {options}", partial(_in_turn, engine, _turns(strategy, options))

@@ -40,6 +40,7 @@ class _Pending:
     event: Any
     use: torch.Tensor  # float [3, rows]: pages, weight, pages read from the host
     rows: tuple[Row, ...]
+    head_bytes: tuple[int, ...]  # of a page of a KV head of each row, as it is read from the host
 
 
 class DecodeRuntime:
@@ -96,6 +97,8 @@ class DecodeRuntime:
         hosted = self._hosted
         if hosted is not None and rotation.neox and tiers.shape.dtype == hosted.kv.dtype:
             hosted.documents = HostDocuments(tiers, rotation, hosted.copies, hosted.kv.device)
+            if hosted.contexts is not None and hosted.contexts.shape == tiers.shape:
+                hosted.contexts.open(hosted.documents.host)
 
     def on_request(self, req: Any) -> str | None:
         """Read a new request's options. Return the reason to refuse it, or None."""
@@ -393,7 +396,9 @@ class DecodeRuntime:
                 use = use.to("cpu", non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
-            self._pending.append(_Pending(event, use, step.rows))
+            hosted = (row.state.hosted for row in step.rows)
+            sizes = tuple(0 if each is None else each.head_bytes for each in hosted)
+            self._pending.append(_Pending(event, use, step.rows, sizes))
         self._collect()
 
     def _account_dense(self, state: DecodeState, tokens: int) -> None:
@@ -405,11 +410,12 @@ class DecodeRuntime:
     def _collect(self) -> None:
         while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):
             arrived = self._pending.popleft()
-            for row, pages, weight, reads in zip(arrived.rows, *arrived.use.tolist(), strict=True):
+            used = zip(arrived.rows, arrived.head_bytes, *arrived.use.tolist(), strict=True)
+            for row, head_bytes, pages, weight, reads in used:
                 if not row.progressive:
                     continue
                 if self._hosted is not None:
-                    self._hosted.count_reads(row.state.hosted_counts, int(reads))
+                    self._hosted.count_reads(row.state.hosted_counts, int(reads), head_bytes)
                 streaming = self.backend.streaming_share if row.streaming else 0.0
                 row.state.pages += pages
                 if streaming < 1:  # streaming heads estimate nothing and count as 1

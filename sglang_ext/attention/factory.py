@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +19,13 @@ from sglang_ext.attention.step_planner import StepPlanner
 from sglang_ext.attention.streaming_pool import StreamingRings
 from sglang_ext.attention.streaming_pool_attention import StreamingPoolBackend
 from sglang_ext.attention.streaming_pool_runtime import StreamingPoolRuntime
+from sglang_ext.context.rope import rotation_of
 from sglang_ext.documents.types import KvShape
+from sglang_ext.hosting.context_table import ContextTable
 from sglang_ext.hosting.host_pages import HostPages
 from sglang_ext.hosting.hosted_rows import HostedRows
+from sglang_ext.model import NotComposable
+from sglang_ext.protocol import DOCUMENT_PAGE, KV_CONFIG_VARIABLE
 from sglang_ext.ranks import Ranks
 from sglang_ext.state import current
 
@@ -50,9 +57,11 @@ def with_sparse_decode(make: Callable[[Any], Any], config: AttentionConfig) -> C
         statistics = PageStatistics(pool, table, page, config.logical_page, hosted_pages)
         host = None if pages is None else pages.pool
         backend = SparseDecodeBackend(wrapped, runner, config, statistics, host)
-        hosted = None if pages is None else HostedRows(pool, table, page, pages, statistics.tables)
-        if hosted is not None:
-            backend.progressive.cells = hosted.cells.places
+        hosted = None
+        if pages is not None:
+            contexts = context_table(runner, pages)
+            hosted = HostedRows(pool, table, page, pages, statistics.tables, contexts)
+            backend.progressive.cells, backend.progressive.contexts = hosted.cells.places, contexts
         current.attention = DecodeRuntime(config, planner, statistics, backend, hosted, runner)
         return backend
 
@@ -77,3 +86,18 @@ def host_pages(runner: Any, config: AttentionConfig) -> HostPages | None:
             f"{shape.page_bytes} bytes of it on each rank; raise it, or leave it out"
         )
     return HostPages(shape, budget, pin=on_gpu, numbers=numbers // runner.page_size)
+
+
+def context_table(runner: Any, pages: HostPages) -> ContextTable | None:
+    """Return where progressive attention finds contexts in documents' host pages, made before there are any,
+    for graphs; None where contexts are not composed, or keys rotate by neighbours."""
+    try:
+        rotation = rotation_of(runner.model)
+    except NotComposable:
+        return None
+    if not rotation.neox:
+        return None
+    bits = int(json.loads(os.environ.get(KV_CONFIG_VARIABLE, "{}")).get("page_bits", 16))
+    shape = replace(pages.shape, block=DOCUMENT_PAGE, bits=bits)
+    device = torch.device(runner.device)
+    return ContextTable(shape, rotation.rotary_dim // 2, pages.numbers, runner.page_size, device)

@@ -207,7 +207,7 @@ class HostedExtends:
         extended = self._extended
         self.drop()
         for each in extended:
-            if each.part is not None and each.part.layers != self._hosted.layers:
+            if each.part is not None and each.part.layers != self._hosted.kv.layers:
                 raise IntegrityError("a pass over hosted requests went past the attention backend")
             each.observe()
             if each.chooses == "next":

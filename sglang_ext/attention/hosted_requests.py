@@ -13,6 +13,7 @@ from sglang_ext.attention.prompt_queries import PromptMean
 from sglang_ext.attention.segmented_prefill import SegmentedPrefill
 from sglang_ext.attention.step_planner import StepPlanner
 from sglang_ext.hosting.context_pages import ContextPages
+from sglang_ext.hosting.context_table import ContextTable
 from sglang_ext.hosting.host_admission import HostAdmission
 from sglang_ext.hosting.host_documents import HostDocuments
 from sglang_ext.hosting.host_prefixes import HostPrefixes
@@ -114,7 +115,7 @@ class HostedRequests:
         Return False if it is not asked for or not possible: the context is composed on the device then.
         ``full``: the device has no room for it, which is what requests with ``hosted`` "auto" wait for.
         ``find``: finds it in its documents' host pages, as pages of so many tokens; called on all ranks or on
-        none. A progressive request reads host pages as they are: it gets a copy of the context."""
+        none."""
         state = self._planner.state(req)
         options = state.options
         if not (options.hosted is True or (full and options.hosted)):
@@ -124,8 +125,11 @@ class HostedRequests:
         choice = options.budget // self._hosted.page_size
         shared, counts = options.mode == "progressive", state.hosted_counts
         documents, found = self._hosted.documents, None
-        if documents is not None and not shared:
+        if documents is not None:
             found = partial(find, documents, self._hosted.page_size)
+        if found is not None and shared:
+            table = self._hosted.contexts
+            found = None if table is None or not table.is_open else partial(_in_table, table, found)
         state.prefix = self._prefixes.reserve(
             *(req, tokens, choice, options.columns, counts), shared=shared, find=found
         )
@@ -163,3 +167,12 @@ class HostedRequests:
         complete = self.segments is not None and self.segments.before_schedule(queued)
         self._admission.drop_gone(queued)
         return complete
+
+
+def _in_table(table: ContextTable, find: Callable[[], ContextPages | None]) -> ContextPages | None:
+    """A context that ``find`` finds, with what a progressive request needs to read it; None without room."""
+    context = find()
+    if context is None or table.take(context):
+        return context
+    context.release()
+    return None

@@ -14,6 +14,7 @@ from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection
 from ragserve_kernels.progressive_decode import PageCells, PagePlaces, Progressive, progressive_decode
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.page_stats import PageStatistics
+from sglang_ext.hosting.context_table import ContextTable
 
 
 class ProgressiveAttention:
@@ -23,6 +24,7 @@ class ProgressiveAttention:
         host: host pages ``[pages, 2 (K, V), layers, kv_heads, page, head_dim]``; None where no request's KV
             is on the host.
         cells: where the pool has copies of them; set before the first pass, with ``host``.
+        contexts: those that are read in documents' host pages; likewise, None where none are.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class ProgressiveAttention:
         self._statistics = statistics
         self.host = host
         self.cells: PageCells | None = None
+        self.contexts: ContextTable | None = None
 
     def attend(
         self,
@@ -62,9 +65,10 @@ class ProgressiveAttention:
         ranking = page_select(q, scored, keys)
         if is_ranked is not None:
             ranking = ranking._replace(counts=ranking.counts * is_ranked)
-        hosted = (
-            None if places is None or self.host is None else PagePlaces(places, self.host, layer, self.cells)
-        )
+        hosted = None
+        if places is not None and self.host is not None:
+            contexts = None if self.contexts is None else self.contexts.contexts
+            hosted = PagePlaces(places, self.host, layer, self.cells, contexts)
         bound = self._config.bound
         return ranking, progressive_decode(
             q, kv, batch, ranking, threshold=threshold, bound=bound, scale=scale, places=hosted

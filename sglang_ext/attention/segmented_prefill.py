@@ -62,7 +62,7 @@ class SegmentedPrefill:
         self._device = torch.device(runner.device)
         size = getattr(runner.server_args, "chunked_prefill_size", None)
         rows = size if size is not None and size > 0 else _ROWS
-        self._inject = rows * hosted.layers if inject is None else inject
+        self._inject = rows * hosted.kv.layers if inject is None else inject
         if self._device.type == "cpu":
             rows = min(rows, _CPU_ROWS)
         self.chunk = max(1, min(rows, self._inject) // self._page) * self._page

@@ -7,6 +7,8 @@ is to be overwritten leaves it before its load begins, and what is loaded enters
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ragserve_kernels.cell_assign import CellMoves, CellState, cell_arrive, cell_assign
@@ -27,7 +29,7 @@ class Cells:
     """
 
     def __init__(self, kv: KVLayers, page_size: int, host_pages: int) -> None:
-        """``kv``: SGLang's pool.
+        """``kv``: SGLang's pool. ``host_pages``: numbers of pages.
 
         Raises:
             ValueError: more pages than numbers of 32 bits.
@@ -37,7 +39,7 @@ class Cells:
         if max(none, nowhere) >= _LARGEST:
             raise ValueError(
                 f"{host_pages} host pages or {kv.slots // page_size} of the KV pool, in {self.lists} layers "
-                "and KV heads, are too many: lower kv_hosted_bytes or take larger pages"
+                "and KV heads, are too many: lower kv_hosted_bytes or kv_hosted_tokens, or take larger pages"
             )
         self.of = torch.full((none + 1,), EMPTY, dtype=torch.int32, device=kv.device)
         self.held = torch.full((nowhere + 1,), EMPTY, dtype=torch.int32, device=kv.device)
@@ -124,11 +126,18 @@ class CellTable:
         hits, misses, late, named = tally.tolist()
         return hits, misses, late, named, -(-named // self.lists)
 
-    def differing(self, column_pages: torch.Tensor, numbers: list[int], host: torch.Tensor) -> int:
+    def differing(
+        self,
+        column_pages: torch.Tensor,
+        numbers: list[int],
+        page: int,
+        read: Callable[[torch.Tensor], torch.Tensor],
+    ) -> int:
         """Return how many cells do not hold what their host pages do, or are not where the table says.
 
-        ``numbers``: host pages of the request; ``host`` as `column_check.differing`."""
-        kv, lists, page = self._cells.places.pool, self.lists, host.shape[4]
+        ``numbers``: pages of the request, of ``page`` tokens; ``read`` returns what entries, int64 [n], have
+        on the host: ``[n, 2 (K, V), page, head_dim]``."""
+        kv, lists = self._cells.places.pool, self.lists
         cells = self._cells.within(column_pages)
         entries = self._cells.held[cells].long()
         full = entries >= 0
@@ -137,7 +146,7 @@ class CellTable:
         bad = told[entries] != cells
         own = self._cells.within(torch.tensor(numbers)).cpu()
         bad_entries = int((told[own] >= 0).sum()) - len(cells)
-        rows = host[entries // lists, :, entries % lists // kv.kv_heads, entries % kv.kv_heads]
+        rows = read(entries)
         for number in (cells % lists).unique().tolist():
             here = (cells % lists == number).nonzero().flatten()
             slots = cells[here, None] // lists * page + torch.arange(page)

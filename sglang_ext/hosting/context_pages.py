@@ -5,6 +5,7 @@ documents of any length lie one behind another, and a page of the context across
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,21 @@ from ragserve_kernels.context_gather import context_gather
 from ragserve_kernels.kv import KVLayers
 from sglang_ext.context.buffers import Ints, upload
 from sglang_ext.hosting.host_documents import HostDocuments
+
+
+@dataclass(eq=False, slots=True)
+class ContextEntry:
+    """What a context has in `ContextTable`.
+
+    Attributes:
+        drop: gives it back.
+        turns: rows of the table's angles, one for each document.
+        numbers: int32 [pages], on the device: of the pages that are told there; None before they are.
+    """
+
+    drop: Callable[[list[int], torch.Tensor | None], None]
+    turns: list[int]
+    numbers: torch.Tensor | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -28,6 +44,7 @@ class ContextPages:
         shifts: int64 [documents]: positions by which its keys are moved.
         page_size: tokens of a page of the context.
         described: layers, from the first on, whose pages have got their statistics.
+        entry: of a progressive request, whose attention finds pages by their numbers; None for others.
     """
 
     documents: HostDocuments
@@ -38,6 +55,7 @@ class ContextPages:
     shifts: Ints
     page_size: int
     described: int = 0
+    entry: ContextEntry | None = None
     _tables: tuple[torch.Tensor, ...] = field(default=())
 
     @property
@@ -81,6 +99,9 @@ class ContextPages:
 
     def release(self) -> None:
         """Let the documents go, once the device has read what it was given to read."""
+        entry, self.entry = self.entry, None
+        if entry is not None:
+            entry.drop(entry.turns, entry.numbers)
         keys, self.keys = self.keys, []
         self.documents.let_go(keys)
 

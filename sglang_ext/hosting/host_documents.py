@@ -14,8 +14,15 @@ from ragserve_kernels.context_gather import HostCodes
 from sglang_ext.context.buffers import Ints
 from sglang_ext.context.rope import Rotation
 from sglang_ext.documents.stored_pages import StoredPages
-from sglang_ext.documents.types import IntegrityError
+from sglang_ext.documents.types import IntegrityError, KvShape
 from sglang_ext.hosting.beside import CopyStream
+
+
+def as_host(pool: torch.Tensor, shape: KvShape) -> torch.Tensor | HostCodes:
+    """Return pages of documents as `context_gather` takes them."""
+    if shape.bits != 8:
+        return pool
+    return HostCodes(pool, shape.layers, shape.kv_heads, shape.block, shape.head_dim)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,11 +44,7 @@ class HostDocuments:
         """``tiers``: the `TierStore`. ``rotation``: of heads whose halves rotate. ``device``: that reads the
         pages."""
         self.pages: StoredPages = tiers.pages
-        shape, pool = self.pages.shape, self.pages.pool
-        self.host: torch.Tensor | HostCodes = pool
-        """The pages as `context_gather` takes them."""
-        if shape.bits == 8:
-            self.host = HostCodes(pool, shape.layers, shape.kv_heads, shape.block, shape.head_dim)
+        self.host = as_host(self.pages.pool, self.pages.shape)
         self.device = device
         self.rotation = rotation
         self._tiers = tiers

@@ -124,6 +124,8 @@ class HostPrefixes:
         rows = self._rows
         row.request = request
         rows.statistics_of[request, : row.pages] = rows.first_host + row.host
+        if row.context is not None and row.context.entry is not None and rows.contexts is not None:
+            rows.contexts.enter(row.context, row.host)
         if not tail:
             return
         page, begin = rows.page_size, row.pages * rows.page_size

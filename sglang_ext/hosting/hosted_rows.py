@@ -14,9 +14,7 @@ import numpy as np
 import torch
 
 from ragserve_kernels.cell_assign import CellMoves
-from ragserve_kernels.cell_gather import cell_gather
 from ragserve_kernels.column_assign import Columns
-from ragserve_kernels.column_gather import column_gather
 from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.page_stats import PageStats
 from ragserve_kernels.paged import PageSelection
@@ -30,11 +28,13 @@ from sglang_ext.hosting.column_check import differing
 from sglang_ext.hosting.column_slots import ColumnSlots
 from sglang_ext.hosting.columns import EMPTY, ColumnTable
 from sglang_ext.hosting.context_pages import ContextPages
+from sglang_ext.hosting.context_table import ContextTable
 from sglang_ext.hosting.host_documents import HostDocuments
 from sglang_ext.hosting.host_pages import HostPages
 from sglang_ext.hosting.host_prefix import HostPrefix
 from sglang_ext.hosting.hosted_row import HostedCounts, HostedRow
 from sglang_ext.hosting.hosting_bounds import HostingBounds, resized
+from sglang_ext.hosting.page_loads import PageLoads
 from sglang_ext.ranks import Ranks
 
 STEP_BYTES = 128 * 2**20  # copied to the host beside one decode step: 3 ms of a link of 50 GB/s
@@ -44,8 +44,15 @@ class HostedRows:
     """Scheduler thread only. ``attach`` has to be called before the first request."""
 
     def __init__(
-        self, pool: Any, req_to_token: torch.Tensor, page_size: int, pages: HostPages, statistics: PageStats
+        self,
+        pool: Any,
+        req_to_token: torch.Tensor,
+        page_size: int,
+        pages: HostPages,
+        statistics: PageStats,
+        contexts: ContextTable | None = None,
     ) -> None:
+        """``contexts``: where progressive attention finds those in documents; None: it reads copies."""
         self.pages = pages
         self.page_size = page_size
         self.kv = KVLayers(list(pool.k_buffer), list(pool.v_buffer))
@@ -54,7 +61,9 @@ class HostedRows:
         self.documents: HostDocuments | None = None  # that requests read where they are; None: none do
         self.first_host = self.kv.slots // page_size  # statistics of host page p are those of page first + p
         self.head_bytes = pages.shape.page_bytes // (self.kv.layers * self.kv.kv_heads)
-        self.cells = Cells(self.kv, page_size, pages.capacity)
+        self.cells = Cells(self.kv, page_size, pages.numbers)
+        self.contexts = contexts
+        self._loads = PageLoads(pages.pool, self.kv, contexts)
         self.copies = CopyStream(self.kv.device)
         self._rows: dict[int, HostedRow] = {}  # by owner
         self.waiting: dict[int, HostPrefix] = {}  # by owner, of requests that are in no batch
@@ -76,10 +85,6 @@ class HostedRows:
         self._tree = tree
         self.slots = ColumnSlots(tree, self.table, self.page_size, self.copies)
         self.bounds.ranks = ranks
-
-    @property
-    def layers(self) -> int:
-        return self.kv.layers
 
     @property
     def ready(self) -> bool:
@@ -128,10 +133,9 @@ class HostedRows:
 
     def may_begin(self) -> bool:
         """Return whether the link has room for the loads of one request more."""
-        if self.bounds.link_allows(self._rows.values()):
-            return True
-        self.bounds.waiting["link"] += 1
-        return False
+        allowed = self.bounds.link_allows(self._rows.values())
+        self.bounds.waiting["link"] += not allowed
+        return allowed
 
     def own(
         self, pages: int, context: ContextPages | None = None
@@ -190,11 +194,11 @@ class HostedRows:
             self.copies.await_on_current(None, row.host, row.column_pages, *row.table.tensors)
             self._load_shared(row, row.table.assign(choice, row.host, row.column_pages))
             return choice
-        pages, own = self._pages(row)
+        pages, own = self._loads.pages(row)
         with self.copies.behind(blocks, counts, *own, row.column_pages, *row.table.tensors):
             found = row.table.assign(choice, pages, row.column_pages)
             begun = self.copies.event()
-            self._gather(row, found.source, found.target)
+            self._loads.to_columns(row, found.source, found.target)
             tally = found.tally
             if tally.is_cuda:
                 tally = tally.to("cpu", non_blocking=True)
@@ -205,25 +209,13 @@ class HostedRows:
         # where `_place` puts its column
         return PageSelection(found.placed, counts)
 
-    def _pages(self, row: HostedRow) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Return what `_gather` knows a request's pages by, int32, and all tensors that it reads."""
-        if row.context is None:
-            return row.host, (row.host,)
-        return row.context.tensors[2], row.context.tensors
-
-    def _gather(self, row: HostedRow, source: torch.Tensor, target: torch.Tensor) -> None:
-        if row.context is None:
-            column_gather(self.pages.pool, self.kv, source, target)
-        else:
-            row.context.gather(self.kv, source, target)
-
     def _load_shared(self, row: HostedRow, moves: CellMoves) -> None:
         """Load pages into cells. Steps that have been launched read what was there; later ones do not look
         there before `arrive`."""
-        entries, cells, count, tally = moves
+        tally = moves.tally
         with self.copies.behind(*moves):
             begun = self.copies.event()
-            cell_gather(self.pages.pool, self.kv, entries, cells, count)
+            self._loads.to_cells(row, moves)
             if tally.is_cuda:
                 tally = tally.to("cpu", non_blocking=True)
             row.loaded = self.copies.event()
@@ -234,10 +226,10 @@ class HostedRows:
         """Load what could not be loaded while the choice before was read, on the current stream."""
         if row.column_pages is None:
             raise IntegrityError("a request without columns has pages to load into them")
-        pages, own = self._pages(row)
+        pages, own = self._loads.pages(row)
         self.copies.await_on_current(row.loaded, late.late_pages, late.late_columns, *own, row.column_pages)
         is_none = late.late_pages < 0
-        self._gather(
+        self._loads.to_columns(
             row,
             pages[late.late_pages.clamp_min(0).long()].masked_fill_(is_none, EMPTY),
             row.column_pages[late.late_columns.clamp_min(0).long()],
@@ -245,11 +237,12 @@ class HostedRows:
         with self.copies.behind(late.late_pages, late.late_columns):
             table.settle(late)
 
-    def count_reads(self, counts: HostedCounts, pages: int) -> None:
-        """Count pages of KV heads that a step of a request has read from the host itself."""
+    def count_reads(self, counts: HostedCounts, pages: int, head_bytes: int) -> None:
+        """Count pages of KV heads, of so many bytes, that a step of a request has read from the host
+        itself."""
         counts.host_reads += pages
-        counts.loaded_bytes += pages * self.head_bytes
-        self.bounds.link.loaded(pages * self.head_bytes, 0, None)
+        counts.loaded_bytes += pages * head_bytes
+        self.bounds.link.loaded(pages * head_bytes, 0, None)
 
     def arrive(self, row: HostedRow, choice: PageSelection) -> bool:
         """Let the step that reads a choice follow its loads.
@@ -269,6 +262,12 @@ class HostedRows:
             row.late = None
         row.leave_after -= 1
         return True
+
+    def settle(self) -> None:
+        """Forget columns and contexts that are gone."""
+        self.cells.settle()
+        if self.contexts is not None:
+            self.contexts.settle()
 
     def _place(self, row: HostedRow) -> None:
         """Write a request's columns into the request table: column c in place of its last prompt page but c.
@@ -292,7 +291,7 @@ class HostedRows:
         for event in self.joins:
             self.copies.await_on_current(event)
         self.joins.clear()
-        self.cells.settle()
+        self.settle()
         if self.documents is not None:
             self.copies.follow()
         for row in self._rows.values():
@@ -416,14 +415,17 @@ class HostedRows:
     def check(self) -> None:
         """Raise IntegrityError where a page is lost, or a column does not hold what its host page does."""
         self.copies.synchronize()
-        self.cells.settle()
+        self.settle()
         self.pages.check({*self._rows, *self.waiting})
         if self.documents is not None:
-            contexts = [row.context for row in self._rows.values()]
-            contexts += [prefix.context for prefix in self.waiting.values()]
-            self.documents.check([key for each in contexts if each is not None for key in each.keys])
+            held = [row.context for row in self._rows.values()]
+            held += [prefix.context for prefix in self.waiting.values()]
+            contexts = [context for context in held if context is not None]
+            self.documents.check([key for each in contexts for key in each.keys])
+            if self.contexts is not None:
+                self.contexts.check(contexts)
         for row in self._rows.values():
-            if row.columns is not None and (bad := differing(row, self.kv, self.pages.pool)):
+            if row.columns is not None and (bad := differing(row, self.kv, self.pages.pool, self.contexts)):
                 raise IntegrityError(f"{bad} columns of request {row.req.rid} differ from their host pages")
 
     def describe(self) -> dict[str, Any]:

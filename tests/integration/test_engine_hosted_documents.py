@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
 
+import pytest
+
 from sglang_ext.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, Span
 from tests.integration import context_client
 from tests.integration.context_client import result
@@ -16,10 +18,18 @@ from tests.integration.engines import Server
 from tests.integration.hosted_client import assert_same, generate, held, idle, report, verify, watched
 from tests.integration.prompts import some_ids
 
-LAGGING = {"mode": "hierarchical", "budget": 64, "reuse": 4, "lag": 2}
-HOSTED = LAGGING | {"hosted": True}
+HIERARCHICAL = {"mode": "hierarchical", "budget": 64, "reuse": 4, "lag": 2}
+PROGRESSIVE = {"mode": "progressive", "threshold": 0.6}
+HOSTED = HIERARCHICAL | {"hosted": True}
+HOSTED_PROGRESSIVE = PROGRESSIVE | {"hosted": True, "budget": 64, "reuse": 4}
+MODES = pytest.mark.parametrize(
+    ("decode", "hosted"),
+    [(HIERARCHICAL, HOSTED), (PROGRESSIVE, HOSTED_PROGRESSIVE)],
+    ids=["hierarchical", "progressive"],
+)
 SPANS = [(0, 37), (37, 278), (278, 401), (401, 700)]
 DOCUMENT_PAGES, PAGES = 3 + 16 + 8 + 19, 700 // 16
+HEAD_BYTES = 2 * 16 * 64 * 4  # K and V of a page of one layer and head
 NAMESPACE = "read-in-place"
 PLAN = ContextPlan("compose", NAMESPACE, "concat", tuple(Span(a, b) for a, b in SPANS), {})
 
@@ -34,22 +44,26 @@ def cache_documents(client: Any, ids: list[int]) -> None:
         context_client.generate(client, ids[start:end], ContextPlan("document", NAMESPACE), 1)
 
 
+@MODES
 def test_several_requests_hold_the_documents_once_and_answer_as_a_copy_and_the_device(
-    stress_server: Server,
+    stress_server: Server, decode: dict[str, Any], hosted: dict[str, Any]
 ) -> None:
     client, n_new = stress_server.client, 24
     context = some_ids(SPANS[-1][1], 51)
     prompts = [context + some_ids(15 + 7 * i, 510 + i) for i in range(3)]
     cache_documents(client, context)
-    resident = [generate(client, ids, n_new, PLAN, **LAGGING) for ids in prompts]
-    alone, seen = watched(client, [lambda: generate(client, prompts[0], n_new, PLAN, **HOSTED)])
+    resident = [generate(client, ids, n_new, PLAN, **decode) for ids in prompts]
+    alone, seen = watched(client, [lambda: generate(client, prompts[0], n_new, PLAN, **hosted)])
     assert_same(result(alone[0]), result(resident[0]))
-    assert report(alone[0]).hosted_steps == n_new - 1
+    said = report(alone[0])
+    assert said.hosted_steps == n_new - 1
+    assert said.loaded_bytes == (said.misses + said.host_reads) * HEAD_BYTES
+    assert (said.host_reads > 0) == (decode is PROGRESSIVE), "attention reads documents by itself"
     assert context_client.report(alone[0])["by_tier"] == {"host": SPANS[-1][1] - SPANS[0][1]}
     assert max(now["used"] for now in seen) == 0, "it has no host pages of its own"
     assert {now["in_documents"] for now in seen if now["in_documents"]} == {PAGES}
     crowd, seen = watched(
-        client, [lambda ids=ids: generate(client, ids, n_new, PLAN, **HOSTED) for ids in prompts]
+        client, [lambda ids=ids: generate(client, ids, n_new, PLAN, **hosted) for ids in prompts]
     )
     assert max(now["in_documents"] for now in seen) >= 2 * PAGES, "several at once"
     counted = {(now["documents"], now["document_pages"]) for now in seen if now["in_documents"]}
@@ -61,16 +75,16 @@ def test_several_requests_hold_the_documents_once_and_answer_as_a_copy_and_the_d
             assert_same(result(got), result(want))
     verify(client)
     evict(client, "host")  # they are on the device still
-    copied, seen = watched(client, [lambda: generate(client, prompts[0], n_new, PLAN, **HOSTED)])
+    copied, seen = watched(client, [lambda: generate(client, prompts[0], n_new, PLAN, **hosted)])
     assert_same(result(copied[0]), result(resident[0]))
     assert max(now["in_documents"] for now in seen) == 0
     assert max(now["used"] for now in seen) == PAGES
     assert idle(client)["used"] == 0
 
 
-def until(client: Any, ids: list[int], n_new: int, done: Event) -> list[int]:
+def until(client: Any, ids: list[int], n_new: int, done: Event, hosted: dict[str, Any]) -> list[int]:
     """Decode at least so many tokens, and until ``done``; return the first ones."""
-    custom = {DECODE_FIELD: json.dumps(HOSTED), PLAN_FIELD: PLAN.to_json()}
+    custom = {DECODE_FIELD: json.dumps(hosted), PLAN_FIELD: PLAN.to_json()}
     sampling = {"temperature": 0, "max_new_tokens": 2000, "ignore_eos": True, "custom_params": custom}
     body = {"input_ids": ids, "stream": True, "sampling_params": sampling}
     with client.stream("POST", "/generate", json=body, timeout=300) as stream:
@@ -82,14 +96,17 @@ def until(client: Any, ids: list[int], n_new: int, done: Event) -> list[int]:
     raise AssertionError("the answer ended first")
 
 
-def test_documents_stay_as_they_are_while_they_are_read(stress_server: Server) -> None:
+@MODES
+def test_documents_stay_as_they_are_while_they_are_read(
+    stress_server: Server, decode: dict[str, Any], hosted: dict[str, Any]
+) -> None:
     """They are evicted, removed and put again, and others come, while an answer reads them."""
     client, n_new, done = stress_server.client, 150, Event()
     ids = some_ids(SPANS[-1][1] + 20, 52)
     cache_documents(client, ids)
-    want = generate(client, ids, n_new, PLAN, **HOSTED)
+    want = generate(client, ids, n_new, PLAN, **hosted)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(until, client, ids, n_new, done)
+        asked = pool.submit(until, client, ids, n_new, done, hosted)
         try:
             while not (held(client)["in_documents"] or asked.done()):
                 time.sleep(0.01)
@@ -99,7 +116,7 @@ def test_documents_stay_as_they_are_while_they_are_read(stress_server: Server) -
                 elif becomes == "removed":
                     operation = {"op": "remove_namespace", "namespace": NAMESPACE}
                     assert client.post("/dumper/ragserve", json=operation).status_code == 200
-                    again = context_client.generate(client, ids, PLAN, 1, decode=HOSTED)
+                    again = context_client.generate(client, ids, PLAN, 1, decode=hosted)
                     assert context_client.missing_of(again) == list(range(len(SPANS)))
                 else:
                     cache_documents(client, ids)

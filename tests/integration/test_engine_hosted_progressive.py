@@ -13,7 +13,15 @@ from sglang_ext.protocol import ContextPlan, Span
 from tests.integration import context_client
 from tests.integration.context_client import result
 from tests.integration.engines import PARALLEL_PAGE, Server
-from tests.integration.hosted_client import assert_goes_on, assert_same, generate, report, verify
+from tests.integration.hosted_client import (
+    assert_goes_on,
+    assert_same,
+    generate,
+    idle,
+    report,
+    verify,
+    watched,
+)
 from tests.integration.prompts import some_ids
 
 RESIDENT = {"mode": "progressive", "threshold": 0.6, "streaming": False}
@@ -83,10 +91,21 @@ def test_a_composed_context_is_hosted_from_the_start(parallel_server: Server) ->
     client = parallel_server.client
     for start, end in spans:
         context_client.generate(client, ids[start:end], ContextPlan("document", "hosted-progressive"), 1)
-    hosted = generate(client, ids, n_new, plan, **HOSTED)
-    assert_same(result(hosted), result(generate(client, ids, n_new, plan, **RESIDENT)))
-    assert report(hosted).hosted_steps == report(hosted).steps == n_new - 1
-    verify(client)
+    values, codes = 4 * 64, 64 + 4  # bytes of a row
+    for where, row_bytes in (("used", values), ("in_documents", codes)):
+        if where == "in_documents":  # the device has the values, which codes of the host do not stand for
+            evicted = client.post("/dumper/ragserve", json={"op": "evict", "tiers": ["device"]})
+            assert evicted.status_code == 200, evicted.text
+        (hosted,), seen = watched(client, [lambda: generate(client, ids, n_new, plan, **HOSTED)])
+        most = {name: max(now[name] for now in seen) for name in ("used", "in_documents")}
+        assert most == {"used": 0, "in_documents": 0} | {where: 480 // PARALLEL_PAGE}
+        assert_same(result(hosted), result(generate(client, ids, n_new, plan, **RESIDENT)))
+        said = report(hosted)
+        assert said.hosted_steps == said.steps == n_new - 1
+        assert said.host_reads > 0
+        assert said.loaded_bytes == (said.misses + said.host_reads) * 2 * PARALLEL_PAGE * row_bytes
+        verify(client)
+        assert idle(client)["used"] == 0
 
 
 def test_a_request_that_is_taken_back_goes_on_as_if_it_had_not_been(stress_server: Server) -> None:

@@ -28,6 +28,7 @@ def attention(bench: Bench, kv: KVLayers | None = None) -> ProgressiveAttention:
     statistics: Any = SimpleNamespace(tables=bench.statistics)
     by = ProgressiveAttention(AttentionConfig(), statistics, bench.pages.pool)
     by.cells = PageCells(bench.rows.cells.places.of, kv or bench.kv)
+    by.contexts = bench.rows.contexts
     return by
 
 
@@ -108,7 +109,8 @@ def spoilt(bench: Bench, row: HostedRow) -> tuple[KVLayers, torch.Tensor]:
                 for before, after in ((bench.kv.k, pool.k), (bench.kv.v, pool.v)):
                     to = cell // HEADS % LAYERS, rows, cell % HEADS
                     after[to[0]][to[1:]] = before[to[0]][to[1:]]
-                bench.pages.pool[host, :, layer, head] = torch.nan
+                if host < bench.pages.capacity:  # others have no memory of their own
+                    bench.pages.pool[host, :, layer, head] = torch.nan
     return pool, found
 
 

@@ -33,7 +33,9 @@ def test_a_context_that_is_read_in_its_documents_is_bounded_by_them_and_by_stati
     assert INFO.prompt_room(request(), 20) == (2000 - 20 - 1) * 16 - RESERVE, (
         "each may end in a page of its own"
     )
-    assert INFO.prompt_room(request(force=True), 20) == INFO.prompt_room(request(), 20)
+    progressive = request(decode=IN_PLACE | {"mode": "progressive"})
+    for same in (request(force=True), progressive):
+        assert INFO.prompt_room(same, 20) == INFO.prompt_room(request(), 20)
     assert replace(INFO, context_pages=9000).prompt_room(request(), 20) == 40_000 - RESERVE
     small = replace(INFO, context_pages=9000, context_length=5000)
     assert small.prompt_room(request(), 20) == 5000 - RESERVE
@@ -51,7 +53,6 @@ def test_a_context_that_is_read_in_its_documents_is_bounded_by_them_and_by_stati
         request(recompute="first"),
         request(update="fusion"),
         request(keep=0.5, kept_positions="compact"),
-        request(decode={"hosted": True, "mode": "progressive"}),
         request(decode={"hosted": True}),
     ],
     ids=lambda asked: f"{asked.strategy} {asked.options} {asked.decode}",

@@ -13,6 +13,7 @@ from ragserve_kernels.page_stats import PageStats
 from ragserve_kernels.paged import PagedBatch, PageSelection
 from ragserve_kernels.sparse_decode import sparse_decode
 from sglang_ext.documents.types import KvShape
+from sglang_ext.hosting.context_table import ContextTable
 from sglang_ext.hosting.host_pages import HostPages
 from sglang_ext.hosting.hosted_row import HostedCounts, HostedRow
 from sglang_ext.hosting.hosted_rows import HostedRows
@@ -87,9 +88,10 @@ class Bench:
         *,
         shared: bool = False,
         more: int = 0,
+        contexts: ContextTable | None = None,
     ) -> None:
         """``columns``: for each page of a choice; 0: as its working set takes. ``shared``: layers and heads
-        share them. ``more``: pages without memory of their own."""
+        share them. ``more``: pages without memory of their own. ``contexts``: of progressive requests."""
         torch.manual_seed(3)
         self.page = page
         self.columns = columns
@@ -122,7 +124,7 @@ class Bench:
             statistics.store(layer, torch.arange(POOL), keys)
         self.statistics = statistics
         pool = SimpleNamespace(k_buffer=k, v_buffer=v)
-        self.rows = HostedRows(pool, self.table, self.page, self.pages, statistics)
+        self.rows = HostedRows(pool, self.table, self.page, self.pages, statistics, contexts)
         self.rows.attach(self.tree, Ranks())
 
     def begun(self) -> HostedRow:

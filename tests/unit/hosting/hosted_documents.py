@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import torch
 
@@ -20,14 +21,21 @@ from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import KvShape
 from sglang_ext.hosting.beside import CopyStream
 from sglang_ext.hosting.context_pages import ContextPages
+from sglang_ext.hosting.context_reader import ContextReader, PieceMemory
+from sglang_ext.hosting.host_admission import HostAdmission
 from sglang_ext.hosting.host_documents import HostDocuments
+from sglang_ext.hosting.host_prefix import HostPrefix
+from sglang_ext.hosting.host_prefixes import HostPrefixes
+from sglang_ext.hosting.hosted_row import HostedCounts, HostedRow
 from sglang_ext.protocol import ContextPlan, Span
 from tests.unit.documents.document_samples import FINGERPRINT, Sample
-from tests.unit.hosting.hosted_bench import DIM, HEADS, LAYERS
+from tests.unit.hosting.hosted_bench import DIM, HEADS, LAYERS, LIMIT, PROMPT, TAIL, Bench
+from tests.unit.hosting.test_host_admission import Adder
 
 SHAPE = KvShape(LAYERS, HEADS, DIM, torch.float32)
 ROTATION = Rotation(torch.linspace(1, 0.1, 20), 40, neox=True)  # of some of the dimensions
 CPU = torch.device("cpu")
+BEHIND = 5  # tokens of the context that fill no page
 
 
 @contextmanager
@@ -85,3 +93,60 @@ class Composed:
         found = context_on_host(self.context, documents, page)
         assert found is not None
         return found
+
+
+def located(bench: Bench, composed: Composed, documents: HostDocuments) -> ContextPages | None:
+    """The context in its documents' pages, with what a progressive request needs to read it there."""
+    context = context_on_host(composed.context, documents, bench.page)
+    if context is not None and bench.shared and bench.rows.contexts is not None:
+        bench.rows.contexts.open(documents.host)
+        assert bench.rows.contexts.take(context)
+    return context
+
+
+def reserved(bench: Bench, composed: Composed, store: TierStore) -> HostPrefix | None:
+    """Let the bench's request wait with a context in documents; nothing of it is on the device any more."""
+    bench.allocator.free(bench.row_before[: (PROMPT + TAIL) * bench.page].long())
+    bench.spoil_free_pages()
+    bench.table[1] = 0
+    documents = bench.rows.documents = documents_of(store)
+    tokens = composed.context.slots
+    prefix = HostPrefixes(bench.rows).reserve(
+        *(bench.req, tokens, LIMIT, bench.columns, HostedCounts()),
+        shared=bench.shared,
+        find=lambda: located(bench, composed, documents),
+    )
+    bench.req.prefix_indices = torch.empty(0, dtype=torch.int64)
+    bench.req.output_ids = []
+    bench.req.full_untruncated_fill_ids = [0] * (tokens + 20)
+    bench.req.sampling_params = SimpleNamespace(max_new_tokens=20)
+    return prefix
+
+
+def entered(bench: Bench, composed: Composed, prefix: HostPrefix) -> HostedRow:
+    """Admit it, and bring to the device what follows its pages."""
+    adder = Adder()
+    _, row = HostAdmission(bench.rows, bench.tree).admit(adder, prefix, lambda: adder.add(bench.req))
+    assert row is not None
+    end = PROMPT * bench.page
+    more = bench.allocator.alloc((TAIL - 1) * bench.page)
+    assert more is not None
+    last = bench.req.prefix_indices[-1] // bench.page * bench.page + torch.arange(BEHIND, bench.page)
+    slots = torch.cat((bench.req.prefix_indices, last, more))
+    bench.table[1, : len(slots)] = slots.int()
+    old = bench.row_before[: len(slots)].long()
+    for original, kv, own in zip(
+        (bench.original.k, bench.original.v), (bench.kv.k, bench.kv.v), (composed.k, composed.v), strict=True
+    ):
+        for layer in range(LAYERS):
+            original[layer][old[:end]] = own[layer][:end]
+            kv[layer][slots[end:]] = original[layer][old[end:]]
+    HostPrefixes(bench.rows).enter(row, 1, prefix.tail)
+    return row
+
+
+def reader(bench: Bench, row: HostedRow, memory: PieceMemory | None = None) -> ContextReader:
+    assert row.context is not None
+    where = bench.rows.first_host + row.host.long()
+    memory = memory or PieceMemory(bench.kv, bench.page)
+    return ContextReader(row.context, memory, bench.statistics, where)
