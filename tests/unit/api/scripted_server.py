@@ -33,8 +33,8 @@ from ragserve.errors import RagserveError
 from ragserve.tenants.key_file import KeyFile
 from ragserve_index.types import NewChunk, NewDocument
 from sglang_ext.protocol import PrefillReport
+from tests.unit.api.word_embedder import DIM, WordEmbedder
 
-DIM = 64
 _PREFILLED = PrefillReport("lines", 0.9, 40, 0.25, 3.5, 1.0)
 _ALIKE = base64.b64encode(np.log(np.full(4, 0.25)).astype("<f4").tobytes()).decode()  # a distribution
 
@@ -123,31 +123,6 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         return None
-
-
-class WordEmbedder:
-    """Texts that share words are near each other. ``calls`` are the batches it was given."""
-
-    name = "words"
-    dim = DIM
-    words = frozenset({"which", "built"})
-
-    def __init__(self) -> None:
-        self.calls: list[list[str]] = []
-        self.error: Exception | None = None
-
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
-        self.calls.append(list(texts))
-        if self.error is not None:
-            raise self.error
-        vectors = np.full((len(texts), DIM), 1e-3, dtype=np.float32)
-        for row, text in enumerate(texts):
-            for word in text.lower().replace("?", " ").replace(".", " ").split():
-                vectors[row, zlib.crc32(word.encode()) % DIM] += 1
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-
-    def encode_queries(self, texts: Sequence[str]) -> np.ndarray:
-        return self.encode(texts)
 
 
 @dataclass

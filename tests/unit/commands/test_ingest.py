@@ -26,15 +26,24 @@ from ragserve import cli
 from ragserve.ingest.prune import every_document
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
-from tests.conftest import EXHAUSTIVE
+from tests.conftest import EXHAUSTIVE, REPO
+from tests.unit.commands.quick_main import QuickEmbedder
 
 COMMAND = (sys.executable, "-m", "ragserve.cli")
-ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+QUICK = (sys.executable, "-m", "tests.unit.commands.quick_main")  # as `quick`
+ENVIRONMENT = {
+    **os.environ,
+    "HF_HUB_OFFLINE": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH")))),
+}
 
 
-def start(*args: str, cwd: Path, **options: Any) -> subprocess.Popen[bytes]:
+def start(
+    *args: str, cwd: Path, command: tuple[str, ...] = COMMAND, **options: Any
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [*COMMAND, *args], cwd=cwd, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+        [*command, *args], cwd=cwd, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
     )
 
 
@@ -73,6 +82,13 @@ def ragserve(
         cli, "app", typer.Typer(no_args_is_help=True)
     )  # commands register themselves on every call of main
     return Cli(monkeypatch, capfd, tmp_path)
+
+
+@pytest.fixture
+def quick(ragserve: Cli, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """`ragserve` with the embedder of `QUICK`."""
+    monkeypatch.setattr("ragserve.retrieval.embedder.Embedder.of", lambda *_args, **_options: QuickEmbedder())
+    return ragserve
 
 
 def contents(data_dir: Path) -> dict[str, list[tuple[str, int, int]]]:
@@ -195,7 +211,7 @@ def wait_for_documents(data_dir: Path, n: int, process: subprocess.Popen[bytes])
 
 
 def test_a_run_killed_at_any_moment_loses_and_doubles_nothing(
-    folder: Path, tmp_path: Path, ragserve: Cli
+    folder: Path, tmp_path: Path, quick: Cli
 ) -> None:
     # kill before, between and within batches of writing; `index/test_kill.py` kills at lines of one
     notes, moments = (500, [0, 1, 100, 200, 300] * 4) if EXHAUSTIVE else (150, [1])
@@ -203,7 +219,7 @@ def test_a_run_killed_at_any_moment_loses_and_doubles_nothing(
     data_dir = tmp_path / "ragserve-data"
     dice = random.Random(7)
     for documents in moments:
-        process = start("ingest", "docs", "--json", cwd=tmp_path)
+        process = start("ingest", "docs", "--json", cwd=tmp_path, command=QUICK)
         if documents:
             wait_for_documents(data_dir, documents, process)
             time.sleep(dice.uniform(0, 0.05))
@@ -216,20 +232,21 @@ def test_a_run_killed_at_any_moment_loses_and_doubles_nothing(
                 assert (
                     "".join(text for text, _, _ in chunks) == Path(source).read_text()
                 )  # a document is there whole or not at all
-    done = ragserve("ingest", "docs", "--json")
+    done = quick("ingest", "docs", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["files"]["indexed"] + report["files"]["unchanged"] == report["files"]["total"] == notes + 2
     assert report["files"]["unchanged"] > 0
+    assert report["files"]["indexed"] > 0, "it was killed before its end"
     found = contents(data_dir)
     assert len(found) == notes + 2
     for source, chunks in found.items():
         assert "".join(text for text, _, _ in chunks) == Path(source).read_text()
 
 
-def test_ctrl_c_stops_cleanly_and_resume_finishes(folder: Path, tmp_path: Path, ragserve: Cli) -> None:
+def test_ctrl_c_stops_cleanly_and_resume_finishes(folder: Path, tmp_path: Path, quick: Cli) -> None:
     many(folder, 150)
-    process = start("ingest", "docs", "--json", cwd=tmp_path)
+    process = start("ingest", "docs", "--json", cwd=tmp_path, command=QUICK)
     wait_for_documents(tmp_path / "ragserve-data", 1, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=240)
@@ -237,7 +254,7 @@ def test_ctrl_c_stops_cleanly_and_resume_finishes(folder: Path, tmp_path: Path, 
     report = json.loads(out)
     assert report["state"] == "interrupted"
     assert 0 < report["files"]["indexed"] < 152
-    done = ragserve("ingest", "--resume", report["job_id"], "--json")
+    done = quick("ingest", "--resume", report["job_id"], "--json")
     assert done.returncode == 0, done.stderr
     assert len(contents(tmp_path / "ragserve-data")) == 152
 
@@ -359,7 +376,7 @@ def small_disk(tmp_path: Path) -> Path:
 
 
 def test_a_full_disk_stops_the_run_and_leaves_nothing_half(
-    folder: Path, tmp_path: Path, small_disk: Path, ragserve: Cli, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, small_disk: Path, quick: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The embedder is not meant here: it gets no sentences, and words so long that each is one unknown word.
     monkeypatch.setenv("RAGSERVE_SENTENCE_BYTES", "0")
@@ -368,7 +385,7 @@ def test_a_full_disk_stops_the_run_and_leaves_nothing_half(
     ingest = ["ingest", str(folder), "--json", "--chunk-tokens", "4096", "--data-dir"]
     script = f"""
         mount -t tmpfs -o size=2200k none {small_disk}
-        {" ".join((*COMMAND, *ingest))} {small_disk} > {tmp_path}/first.json; echo first $?
+        {" ".join((*QUICK, *ingest))} {small_disk} > {tmp_path}/first.json; echo first $?
         cp -r {small_disk} {tmp_path}/full
     """
     command = ["unshare", "-rm", "sh", "-c", script]
@@ -386,7 +403,7 @@ def test_a_full_disk_stops_the_run_and_leaves_nothing_half(
     assert "Traceback" not in errors
     assert "Nothing was changed" not in errors
     full = contents(tmp_path / "full")
-    assert ragserve(*ingest, str(tmp_path / "full")).returncode == 0, "where there is space"
+    assert quick(*ingest, str(tmp_path / "full")).returncode == 0, "where there is space"
     freed = contents(tmp_path / "full")
     first = json.loads((tmp_path / "first.json").read_text())
     assert (first["state"], first["files"]["indexed"], first["files"]["total"]) == ("failed", len(full), 50)
