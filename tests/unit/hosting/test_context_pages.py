@@ -18,8 +18,10 @@ from sglang_ext.context.compose.gather import Gather
 from sglang_ext.context.compose.host_context import context_on_host
 from sglang_ext.context.compose.host_fill import gather_to_host
 from sglang_ext.context.compose.request import DocumentOnDevice, DocumentOnHost
+from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.documents.types import IntegrityError
 from sglang_ext.hosting import context_reader
+from sglang_ext.hosting.context_pages import ContextPages
 from sglang_ext.hosting.context_reader import PieceMemory
 from sglang_ext.hosting.host_admission import HostAdmission
 from sglang_ext.hosting.host_documents import WantedDocument
@@ -193,6 +195,17 @@ def test_codes_do_not_stand_for_what_the_device_has_exactly() -> None:
                 held.release()
 
 
+def assert_kept_from_others(found: ContextPages, composed: Composed, store: TierStore) -> None:
+    """Other documents come and take what pages there are; what is read is the context's as before."""
+    for n in range(4):
+        Sample(20 + n, 300, shape=SHAPE).put(store)
+    into = KVLayers(*([torch.zeros(12 * 16, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv"))
+    every = torch.arange(12, dtype=torch.int32).expand(LAYERS, HEADS, -1).contiguous()
+    found.gather(into, every, every)
+    for got, want in zip((*into.k, *into.v), (*composed.k, *composed.v), strict=True):
+        assert torch.equal(got, want[: 12 * 16])
+
+
 def test_documents_are_kept_once_for_all_that_read_them_until_the_last_one_has() -> None:
     composed = Composed(5, 200)
     other = Sample(9, 300, shape=SHAPE)
@@ -210,12 +223,7 @@ def test_documents_are_kept_once_for_all_that_read_them_until_the_last_one_has()
         assert store.drop_host() == 0, "they are being read"
         assert all(store.remove(sample.key) for sample in composed.samples)
         assert context_on_host(composed.context, documents, 16) is None, "they are not found any more"
-        for n in range(4):
-            Sample(20 + n, 300, shape=SHAPE).put(store)  # others come and take what pages there are
-        into = KVLayers(*([torch.zeros(12 * 16, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv"))
-        every = torch.arange(12, dtype=torch.int32).expand(LAYERS, HEADS, -1).contiguous()
-        second.gather(into, every, every)
-        assert torch.equal(into.k[1], composed.k[1][: 12 * 16])
+        assert_kept_from_others(second, composed, store)
         store.check_integrity()
         second.release()
         documents.check([])
@@ -242,12 +250,7 @@ def test_a_document_that_is_found_again_while_it_is_read_has_one_place(tmp_path:
         assert all(sample.load_and_check(store) for sample in composed.samples if sample.found(store))
         second = composed.held(documents, 16)
         first.release()
-        for n in range(4):
-            Sample(20 + n, 300, shape=SHAPE).put(store)  # others come and take what pages there are
-        into = KVLayers(*([torch.zeros(12 * 16, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv"))
-        every = torch.arange(12, dtype=torch.int32).expand(LAYERS, HEADS, -1).contiguous()
-        second.gather(into, every, every)
-        assert torch.equal(into.k[1], composed.k[1][: 12 * 16])
+        assert_kept_from_others(second, composed, store)
         second.release()
         documents.check([])
         store.check_integrity()
