@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ragserve.ingest.parsers import Raw, html
 from ragserve.ingest.parsing.parse_process import Failed, ParsedFile
 from tests.unit.ingest.ingest_samples import ParseFile, assert_fails, make_docx, make_pdf, text_of
 
@@ -62,6 +63,12 @@ def test_html_gives_the_article_without_the_page_around_it(parse: ParseFile) -> 
     assert "Capital - name: Paris" in text
     for boilerplate in ("cookies", "Log in", "newsletter", "Advertise with us", "analytics"):
         assert boilerplate not in text
+
+
+def test_dates_of_html_are_not_looked_for_in_two_hundred_languages(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (CORPUS / "austria.html").read_bytes()
+    monkeypatch.setattr("htmldate.extractors._external_date", lambda text: pytest.fail(f"for {text!r}"))
+    assert "Austria" in html.parse(Raw(page, "austria.html", ".html")).text
 
 
 def test_html_without_an_article_falls_back_to_all_visible_text(tmp_path: Path, parse: ParseFile) -> None:
