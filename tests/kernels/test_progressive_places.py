@@ -115,7 +115,7 @@ def in_documents(
         values = torch.full(shape, math.nan, dtype=host.dtype)
         for number, own in zip(numbers, rows.long(), strict=True):
             values[own // block, :, LAYER, :, own % block] = host[number, :, LAYER].permute(2, 0, 1, 3)
-        documents = values.pin_memory() if GPU else values
+        documents = values.pin_memory() if device.type == "cuda" else values
     pool = documents.pool if isinstance(documents, HostCodes) else documents
     now = places.places.clone()
     spoilt = host.clone()
@@ -148,7 +148,7 @@ def in_documents(
         tokens.to(device),
         turns.to(device),
     )
-    hosts = spoilt.pin_memory() if GPU else spoilt
+    hosts = spoilt.pin_memory() if device.type == "cuda" else spoilt
     return replace(batch, k=k, v=v), PagePlaces(now, hosts, LAYER, cells, contexts)
 
 

@@ -47,7 +47,9 @@ from ragserve_kernels.progressive_decode.stopping_rule import bounded, estimate
 from ragserve_kernels.progressive_decode.types import MAX_TILE, PagePlaces, Progressive
 
 LN2 = math.log(2.0)
-CONTEXT_TILE = 32  # tokens: with heads of 128 as many programs run at once as without contexts
+# Tokens of a page: with heads of 128 as many programs run at once as without contexts. Never of several
+# pages: codes of such tiles are more than Triton 3.6 compiles.
+CONTEXT_TILE = 32
 COUNTED: tl.constexpr = tl.constexpr(128)  # ranked blocks that are counted at once
 
 
@@ -392,7 +394,7 @@ def progressive_decode(
             FIRST=number == 0,
             PLACED=places is not None,
             **reading.constants,
-            CONTEXT_N=min(tokens, CONTEXT_TILE),
+            CONTEXT_N=min(tokens, CONTEXT_TILE, batch.page_size),
             PARTS=next_power_of_2(in_context.shape[1]),
             STAGES=2 if q.element_size() == 4 else 5,
             num_warps=4,
