@@ -2,7 +2,7 @@
 selection of sentences has to beat.
 
     python examples/best_passages.py --data qed10.jsonl.gz --data squad10.jsonl.gz --work FOLDER [--limit 100]
-        [--seconds S] [--out FILE]
+        [--seconds S] [--device cuda] [--out FILE]
 
 Passages are taken by the retriever's score and read in the order of the prompt, as a prompt of their own, by
 the embedded model in plain PyTorch, float32. Rows are written to FOLDER as they come; the same command goes
@@ -10,23 +10,19 @@ on where it stopped."""
 
 from __future__ import annotations
 
-import argparse
-import math
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from examples.kept_text import NEW_TOKENS, TorchReader
+from examples.kept_text import NEW_TOKENS, TorchReader, arguments, write_rows
 from examples.selection_curve import WHOLE
 from ragserve.answering.prompt import PromptBuilder, PromptDocument, load_tokenizer
 from ragserve.config import DEFAULT_MODEL
-from ragserve.eval.data import Question, interleaved, set_name
-from ragserve.eval.data import load as load_questions
+from ragserve.eval.data import Question
 from ragserve.measuring import report, rows
 from ragserve.measuring.given_scores import GivenScores
 from ragserve.measuring.metrics import token_f1
@@ -44,8 +40,9 @@ NOTE = (
 class Reading:
     """Asks questions behind all and behind the best of their documents."""
 
-    def __init__(self) -> None:
-        self._reader, self._tokenizer = TorchReader(Path(DEFAULT_MODEL)), load_tokenizer(DEFAULT_MODEL)
+    def __init__(self, device: str) -> None:
+        self._reader, self._device = TorchReader(Path(DEFAULT_MODEL), device), device
+        self._tokenizer = load_tokenizer(DEFAULT_MODEL)
         self._builder, self._embedder = PromptBuilder(self._tokenizer), Embedder()
 
     def rows(self, name: str, question: Question) -> Iterator[rows.Row]:
@@ -72,9 +69,9 @@ class Reading:
 
     def _answer(self, question: str, documents: list[PromptDocument]) -> str:
         prompt = self._builder.build(question, documents, max_prompt_tokens=8192 - NEW_TOKENS)
-        ids = torch.tensor(prompt.input_ids)
-        none = torch.arange(0)
-        found = self._reader.answer(ids, torch.arange(len(ids)), [], none)
+        ids = torch.tensor(prompt.input_ids, device=self._device)
+        places = torch.arange(len(ids), device=self._device)
+        found = self._reader.answer(ids, places, [], places[:0])
         return str(self._tokenizer.decode(found))
 
 
@@ -103,24 +100,15 @@ def table(known: Mapping[rows.Key, rows.Row]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, action="append", required=True, help="a question set")
-    parser.add_argument("--limit", type=int, default=100, help="questions of each set")
-    parser.add_argument("--work", type=Path, required=True, help="folder of rows; the same one goes on")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="ask no further after that time")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser = arguments(__doc__, 100, OUT)
+    parser.add_argument("--device", default="cpu", help="of the model")
     given = parser.parse_args()
-    ends, known, reading = time.monotonic() + given.seconds, rows.read(given.work), Reading()
-    sets = {set_name(path): load_questions(path, given.limit) for path in given.data}
-    with rows.appending(given.work / "rows-0.jsonl") as write:
-        for name, question in interleaved(sets):
-            if time.monotonic() > ends:
-                break
-            if (name, question.id, str(SHARES[-1])) not in known:
-                for row in reading.rows(name, question):
-                    write(row)
+    reading = Reading(given.device)
+
+    def asked(name: str, question: Question, done: set[str]) -> Iterator[rows.Row]:
+        return iter(()) if str(SHARES[-1]) in done else reading.rows(name, question)
+
+    write_rows(given, asked)
     workload = {"model": "ragserve-tiny", "dtype": "float32", "questions": f"at most {given.limit} a set"}
     report.write("best-passages", workload, list(table(rows.read(given.work))), out=given.out, note=NOTE)
     return 0

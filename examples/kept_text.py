@@ -53,12 +53,12 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class TorchReader:
-    """The embedded model in plain PyTorch, float32, one prompt at a time."""
+    """The embedded model in plain PyTorch, float32, one prompt at a time; tensors are on ``device``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
         shape = model.Shape.read(folder)
-        self._params = {name: value.float() for name, value in model.load(folder).items()}
-        self._table = model.rope_table(shape, shape.max_position_embeddings, "cpu")
+        self._params = {name: value.float().to(device) for name, value in model.load(folder).items()}
+        self._table = model.rope_table(shape, shape.max_position_embeddings, device)
         self._layers = shape.num_hidden_layers
 
     @torch.no_grad()
@@ -130,8 +130,8 @@ class TorchReader:
         found: list[int] = []
         while len(found) < NEW_TOKENS and (token := int(logits.argmax())) != END:
             found.append(token)
-            seen = torch.ones(1, layers[0][0].shape[0] + 1, dtype=torch.bool)
-            logits, layers = self.read(torch.tensor([token]), places[-1:] + len(found), layers, seen)
+            seen = places.new_ones(1, layers[0][0].shape[0] + 1, dtype=torch.bool)
+            logits, layers = self.read(ids.new_tensor([token]), places[-1:] + len(found), layers, seen)
         return found
 
 
@@ -300,27 +300,45 @@ VARIANTS = (
 )
 
 
-def main() -> int:
+def arguments(description: str | None, limit: int, out: Path) -> argparse.ArgumentParser:
+    """Which questions are asked, for how long, and where the rows go."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, action="append", required=True, help="a question set")
-    parser.add_argument("--limit", type=int, default=40, help="questions of each set")
-    parser.add_argument("--keep", type=float, default=0.25, help="share of the document tokens")
+    parser.add_argument("--limit", type=int, default=limit, help="questions of each set")
     parser.add_argument("--work", type=Path, required=True, help="folder of rows; the same one goes on")
     parser.add_argument("--seconds", type=float, default=math.inf, help="ask no further after that time")
-    parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args()
-    ends, known, measurement = time.monotonic() + given.seconds, rows.read(given.work), Measurement()
+    parser.add_argument("--out", type=Path, default=out)
+    return parser
+
+
+def write_rows(
+    given: argparse.Namespace, asked: Callable[[str, Question, set[str]], Iterator[rows.Row]]
+) -> None:
+    """Ask all sets' questions in turn while there is time. ``asked`` gives a question's rows; it is told the
+    set and the strategies that have a row already."""
+    ends, known = time.monotonic() + given.seconds, rows.read(given.work)
     sets = {set_name(path): load_questions(path, given.limit) for path in given.data}
     with rows.appending(given.work / "rows-0.jsonl") as write:
         for name, question in interleaved(sets):
             if time.monotonic() > ends:
                 break
-            left = [each for each in VARIANTS if (name, question.id, each.label) not in known]
-            if left:
-                for row in measurement.rows(name, question, given.keep, left):
-                    write(row)
+            done = {strategy for own, one, strategy in known if (own, one) == (name, question.id)}
+            for row in asked(name, question, done):
+                write(row)
+
+
+def main() -> int:
+    parser = arguments(__doc__, 40, OUT)
+    parser.add_argument("--keep", type=float, default=0.25, help="share of the document tokens")
+    given, measurement = parser.parse_args(), Measurement()
+
+    def asked(name: str, question: Question, done: set[str]) -> Iterator[rows.Row]:
+        left = [each for each in VARIANTS if each.label not in done]
+        return measurement.rows(name, question, given.keep, left) if left else iter(())
+
+    write_rows(given, asked)
     report.write(
         "kept-text",
         {"model": "ragserve-tiny", "questions": f"at most {given.limit} a set", "kept": given.keep},

@@ -1,14 +1,15 @@
 """The Pareto curve of selection: answers kept, and F1, over the mean share of the document tokens kept.
 
     python examples/selection_curve.py --data qed10.jsonl.gz --data squad10.jsonl.gz [--limit 40]
-        [--out FILE] [--engine ENGINE.json] [--eval EVAL.json]
+        [--out FILE] [--engine ENGINE.json] [--eval EVAL.json ...]
 
 Answers kept need no model: percent of questions whose answer stands in what is kept, by all signals but
 attention at fixed shares, by the same where the scores say how much is kept (`top_p`), by single signals, and
 by the best passages whole. ``--engine`` adds what the engine keeps with attention, and by the paper's blocks
 (`examples/gpu_selection.py`). ``--eval`` adds F1 from a report of `ragserve eval` or `examples/gpu_eval.py`:
 `samkv`, and rules that keep everything and recompute a share, ProphetKV's (`question`) and QCFuse's
-(`anchors`). Without ``--data`` the rows of FILE stay. Writes FILE, and a picture beside it."""
+(`anchors`); or from one of `examples/best_passages.py`. A given part takes the place of what FILE has of it;
+everything else stays. Writes FILE, and a picture beside it."""
 
 from __future__ import annotations
 
@@ -67,22 +68,25 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=40, help="questions of each set")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--engine", type=Path, default=None, help="what gpu_selection.py wrote")
-    parser.add_argument("--eval", type=Path, default=None, help="eval.json of the same sets")
+    parser.add_argument(
+        "--eval", type=Path, action="append", default=[], help="a report with F1 of the same sets"
+    )
     given = parser.parse_args()
-    rows = answer_rows(given.data, given.limit) if given.data else known(given.out)
+    rows = known(given.out) if given.out.exists() else []
+    for path in given.data:
+        rows = replaced(rows, answer_rows(path, given.limit))
     if given.engine:
-        by_engine = known(given.engine)
-        lines = {row["line"] for row in by_engine}
-        rows = [row for row in rows if row["line"] not in lines or "f1" in row] + by_engine
+        rows = replaced(rows, known(given.engine))
     workload = {"questions": f"at most {given.limit} a set"}
     ran_on = None if given.data else json.loads(given.out.read_text())["environment"]
-    if given.eval:
-        measured = json.loads(given.eval.read_text())
+    for path in given.eval:
+        measured = json.loads(path.read_text())
         served, machine = measured["workload"], measured["environment"]
         where = machine["gpu"] or machine["cpu"]
-        workload["f1"] = f"{served['model']}, {served['dtype']}, {where}, {machine['date']}"
-        rows = [row for row in rows if "f1" not in row]
-        rows += f1_rows(measured, {row["set"] for row in rows})
+        workload[f"f1, {measured['benchmark']}"] = (
+            f"{served['model']}, {served['dtype']}, {where}, {machine['date']}"
+        )
+        rows = replaced(rows, f1_rows(measured, {row["set"] for row in rows}))
     report.write(
         "selection-curve",
         workload,
@@ -102,27 +106,30 @@ def known(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def answer_rows(paths: Sequence[Path], limit: int) -> list[dict[str, Any]]:
-    """The rows that need no model."""
+def replaced(rows: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``rows`` without those of the sets and lines of ``new``, which follow."""
+    lines = {(row["set"], row["line"]) for row in new}
+    return [row for row in rows if (row["set"], row["line"]) not in lines] + list(new)
+
+
+def answer_rows(path: Path, limit: int) -> list[dict[str, Any]]:
+    """The rows of a set that need no model."""
     embedder, tokenizer = Embedder(), load_tokenizer(DEFAULT_MODEL)
     builder, chooser, sentence_bytes = (
         PromptBuilder(tokenizer),
         SentenceChooser(tokenizer),
         load().sentence_bytes,
     )
-    rows = []
-    for path in paths:
-        asked = []
-        for question in load_questions(path, limit):
-            if not any(contains_answer(document.text, question.answers) for document in question.documents):
-                continue
-            given = GivenScores(builder, embedder, question.documents, sentence_bytes)
-            documents = [PromptDocument("", d.title, d.text) for d in question.documents]
-            prompt = builder.build(question.question, documents, max_prompt_tokens=10**6)
-            scores = given.of(question.question, prompt) or RetrievalScores((), ())
-            asked.append(CurveQuestion(question, prompt, scores))
-        rows += _of_set(set_name(path), asked, chooser)
-    return rows
+    asked = []
+    for question in load_questions(path, limit):
+        if not any(contains_answer(document.text, question.answers) for document in question.documents):
+            continue
+        given = GivenScores(builder, embedder, question.documents, sentence_bytes)
+        documents = [PromptDocument("", d.title, d.text) for d in question.documents]
+        prompt = builder.build(question.question, documents, max_prompt_tokens=10**6)
+        scores = given.of(question.question, prompt) or RetrievalScores((), ())
+        asked.append(CurveQuestion(question, prompt, scores))
+    return _of_set(set_name(path), asked, chooser)
 
 
 def _of_set(name: str, asked: Sequence[CurveQuestion], chooser: SentenceChooser) -> list[dict[str, Any]]:
@@ -184,11 +191,14 @@ def f1_rows(measured: Mapping[str, Any], sets: Collection[str]) -> list[dict[str
         {"set": named(row["set"]), "line": line_of(row["strategy"]), "at": row["strategy"]}
         | {name: row[name] for name in ("n", "kept", "recomputed", "f1", "f1_vs_full", "f1_vs_full_se")}
         for row in measured["rows"]
+        if not (measured["benchmark"] == "best-passages" and row["strategy"] == "full")
     ]
 
 
 def line_of(strategy: str) -> str:
     """The strategy without the shares that it keeps and recomputes: the points of one line."""
+    if strategy.startswith(WHOLE):
+        return f"F1: {WHOLE}, alone"
     [spec] = parse(strategy)
     tuned = dict(spec.options.get("experimental", {}))
     fixed = {key: value for key, value in spec.options.items() if key not in (*_ON_THE_AXIS, "experimental")}
