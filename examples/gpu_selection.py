@@ -55,7 +55,9 @@ def main() -> int:
     parser.add_argument("--only", default="qed10,squad10,2wikimqa")
     parser.add_argument("--limit", type=int, default=100, help="questions of each set")
     given = parser.parse_args()
-    settings = load(engine_args=engine_args(None))
+    # nothing is decoded, and several of these may run side by side
+    graphs = {"cuda_graph_max_bs_decode": 1, "disable_prefill_cuda_graph": True}
+    settings = load(kv_disk_bytes=0, engine_args=graphs | engine_args(None))
     paths = [find(name, given.sets) for name in given.only.split(",")]
     embedder = Embedder.of(settings)
 

@@ -20,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from sglang_ext.request_options import SamKvOptions
 
 OUT = Path(__file__).resolve().parent / "results" / "selection-curve.json"
 SHARES = (0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.6)
+COLUMNS = 4  # sets side by side in the picture
 TOP_P = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _ONE = {"feedback_weight": 0.0}
 LINES: dict[str, dict[str, float]] = {
@@ -211,7 +213,7 @@ def line_of(strategy: str) -> str:
 
 
 def drawn(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The picture, as SVG: a column for each set, answers kept above F1."""
+    """The picture, as SVG: a column for each set, answers kept above F1, in blocks of some sets."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -219,11 +221,16 @@ def drawn(rows: Sequence[Mapping[str, Any]]) -> str:
     sets = list(dict.fromkeys(row["set"] for row in rows))
     figures = [name for name in ("answer kept", "f1") if any(name in row for row in rows)]
     lines = list(dict.fromkeys(row["line"] for row in rows))
+    across = min(len(sets), COLUMNS)
+    blocks = [sets[n : n + across] for n in range(0, len(sets), across)]
     with mpl.rc_context(style):
-        figure = Figure(figsize=(4.2 * len(sets), 3.6 * len(figures)), layout="constrained")
-        grid = figure.subplots(len(figures), len(sets), squeeze=False)
-        for axes, name in zip(grid, figures, strict=True):
-            for axis, own in zip(axes, sets, strict=True):
+        size = (4.2 * across, 3.6 * len(figures) * len(blocks))
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.subplots(len(figures) * len(blocks), across, squeeze=False)
+        for axes, (block, name) in zip(grid, product(blocks, figures), strict=True):
+            for axis in axes[len(block) :]:
+                axis.set_visible(False)
+            for axis, own in zip(axes, block, strict=False):
                 for number, line in enumerate(lines):
                     found = sorted(
                         (row["kept"], row[name])
