@@ -85,9 +85,7 @@ def main() -> int:
         measured = json.loads(path.read_text())
         served, machine = measured["workload"], measured["environment"]
         where = machine["gpu"] or machine["cpu"]
-        workload[f"f1, {measured['benchmark']}"] = (
-            f"{served['model']}, {served['dtype']}, {where}, {machine['date']}"
-        )
+        workload[f"f1, {path.stem}"] = f"{served['model']}, {served['dtype']}, {where}, {machine['date']}"
         rows = replaced(rows, f1_rows(measured, {row["set"] for row in rows}))
     report.write(
         "selection-curve",
