@@ -33,6 +33,7 @@ STRATEGIES = "full,prefix,samkv:keep=0.15,concat:keep=0.15,concat:recompute=sent
 NEW_TOKENS = 32
 AT_ONCE = 32  # requests in flight in the closed loop
 IDLE_S = 20.0
+Compiled = list[dict[str, Any]]  # kernels: `what` and `seconds`
 _CACHED = "load"  # the namespace whose documents are cached
 
 
@@ -229,12 +230,12 @@ class _Load:
             "longest": _longest(tried, compiled),
         }
 
-    async def _rates(self, spec: StrategySpec) -> tuple[list[LoadOutcome], list[int], list[int]]:
+    async def _rates(self, spec: StrategySpec) -> tuple[list[LoadOutcome], list[int], list[Compiled]]:
         """Try rates. Returns the outcomes, the most KV slots held at once in each, and the kernels that the
         engine compiled or loaded in each."""
         tried: list[LoadOutcome] = []
         most: list[int] = []
-        compiled: list[int] = []
+        compiled: list[Compiled] = []
         limit = self._effort.limit_s
         if self._clock() + 1.5 * self._effort.probe_s + self._effort.arrivals_s + 2 * limit > self._deadline:
             raise RagserveError("there was no time left to try a rate")
@@ -255,7 +256,7 @@ class _Load:
             before = (await self._engine.control("compiled"))["count"]
             outcome = await offer(self._engine, self._maker(spec), rate, self._effort.arrivals_s, limit)
             most.append((await self._engine.control("slots"))["most"])
-            compiled.append((await self._engine.control("compiled"))["count"] - before)
+            compiled.append((await self._engine.control("compiled", since=before))["latest"])
             await self._idle()
             tried.append(outcome)
             figures = f"{_tried([outcome], limit)}, {outcome.arrivals} requests"
@@ -325,11 +326,11 @@ def _slots(chunk: GenerateChunk) -> int:
     return chunk.usage.prompt - left_out + chunk.usage.completion
 
 
-def _longest(outcomes: Sequence[LoadOutcome], compiled: Sequence[int]) -> list[dict[str, Any]]:
+def _longest(outcomes: Sequence[LoadOutcome], compiled: Sequence[Compiled]) -> list[dict[str, Any]]:
     """What each rate's longest first token was made of, in milliseconds: where a stall comes from.
 
-    ``others``: requests without a first token when it had its own; ``kernels``: compiled or loaded meanwhile,
-    at any time of the rate."""
+    ``others``: requests without a first token when it had its own; ``kernels``: what was compiled or loaded
+    at any time of the rate, and in how many seconds."""
     found = []
     for each, kernels in zip(outcomes, compiled, strict=True):
         if each.longest is None:

@@ -100,9 +100,15 @@ class Engine:
         n = len(documents)
         return Whereabouts((False,) * n, (True,) * n, ("host",) * n, "host", None, 0, 0, 16, 1, {})
 
-    async def control(self, operation: str, **arguments: Any) -> dict[str, int]:
-        found = {"now": self.held, "most": self.most, "total": 1000, "count": self.kernels}
-        self.kernels += operation == "compiled"  # one in each rate
+    async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "now": self.held,
+            "most": self.most,
+            "total": 1000,
+            "count": self.kernels,
+            "latest": [{"what": "a kernel", "seconds": 0.1}] * (self.kernels - arguments.get("since", 0)),
+        }
+        self.kernels += operation == "compiled" and not arguments  # one in each rate
         if operation == "slots":
             self.most = self.held
         return found
@@ -229,7 +235,7 @@ def test_strategies_are_compared_at_the_rate_of_full(tmp_path: Path, monkeypatch
     longest = concat["longest"][0]
     assert longest["ttft ms"] >= longest["p50 ms"] > 0, "of every rate"
     assert 0 <= longest["arrived s"] < effort.arrivals_s
-    assert (longest["compose_ms"], longest["kernels"]) == (2.5, 1)
+    assert (longest["compose_ms"], longest["kernels"]) == (2.5, [{"what": "a kernel", "seconds": 0.1}])
     assert "compose_ms" not in full["longest"][0]
     assert len(engine.namespaces["prefix"]) > 2, "the prefix cache begins empty at each rate"
     assert engine.namespaces["concat"] == {"load"}
