@@ -20,7 +20,7 @@ from typing import Any
 
 FOLDER = "RAGSERVE_EXAMPLE_STEPS"
 WAITS = "waits for the device"
-_TIMED = {  # functions of the scheduler's thread, by module; each holds those it calls
+_TIMED = {  # functions of the scheduler's thread, by module and class, "": none; each holds those it calls
     "sglang.srt.managers.scheduler": {
         "Scheduler": (
             "get_next_batch_to_run",
@@ -40,7 +40,16 @@ _TIMED = {  # functions of the scheduler's thread, by module; each holds those i
         "Composition": ("attach", "before_forward", "_unlock", "after_forward", "before_result")
     },
     "sglang_ext.context.scheduler.selection_stage": {
-        "SelectionStage": ("advance", "_located", "_analyse", "_query", "_begin", "_end")
+        "SelectionStage": (
+            "advance",
+            "_located",
+            "_analyse",
+            "_query",
+            "_read",
+            "_attention",
+            "_begin",
+            "_end",
+        )
     },
     "sglang_ext.context.scheduler.query_pass": {"QueryPass": ("__call__",)},
     "sglang_ext.context.scheduler.admission": {"Admission": ("admit",)},
@@ -48,6 +57,8 @@ _TIMED = {  # functions of the scheduler's thread, by module; each holds those i
         "Composer": ("fill", "_gather_everywhere", "_choose_by_attention", "_attention", "_job")
     },
     "sglang_ext.context.compose.fused_question": {"FusedQuestion": ("run",)},
+    "sglang_ext.context.selection.signals.attention": {"": ("_by_key", "head_attention")},
+    "sglang_ext.context.recompute.question_attention": {"": ("_largest", "by_token")},
     "sglang_ext.context.recompute.graphs": {"RecomputeGraphs": ("replay",), "StaticRows": ("load",)},
 }
 _TEMPLATE = re.compile(r"<.*|\(.*")
@@ -88,8 +99,9 @@ class _Watch:
 
         for module, classes in _TIMED.items():
             for owner, names in classes.items():
+                there = importlib.import_module(module)
                 for name in names:
-                    self._time(getattr(importlib.import_module(module), owner), name, f"{owner}.{name}")
+                    self._time(getattr(there, owner) if owner else there, name, f"{owner}.{name}".lstrip("."))
         self._time(torch.cuda.Event, "synchronize", WAITS)
         from sglang.srt.managers.scheduler import Scheduler
 
