@@ -196,46 +196,43 @@ def _round(
                 b_s, b_part, b_within, i_tile, n_forced, i_until, PER_TILE, PER_BLOCK, MEAN, CONTEXTS
             )
         if CONTEXTS:
-            # pages of contexts after all others, as few requests have any, and in smaller tiles: turning keys
-            # takes registers
-            C_PER_TILE: tl.constexpr = max(1, CONTEXT_N // BLOCK)
-            C_PER_BLOCK: tl.constexpr = max(1, BLOCK // CONTEXT_N)
+            # pages of contexts after all others, as few requests have any, and in parts: turning keys takes
+            # registers
+            C_PER_BLOCK: tl.constexpr = BLOCK // CONTEXT_N
             o_part = tl.arange(0, PARTS)
             b_some = tl.load(p_in_context + i_item * n_parts + o_part, mask=o_part < n_parts, other=0)
-            i_last = tl.where(tl.max(b_some, 0) > 0, i_last, i_mine)
-            i_first_tile = i_mine // C_PER_TILE * C_PER_BLOCK
-            i_end_tile = tl.where(
-                i_last > i_mine, (i_last + C_PER_TILE - 1) // C_PER_TILE * C_PER_BLOCK, i_first_tile
-            )
-            i_list = i_first_list.to(tl.int64) + i_h
-            p_group = q.p + i_b * q.stride + i_h * GROUP * q.stride_head
-            turning = load_context_query(p_group, q.stride_head, m_head, BLOCK_M, D, TURNED, B_TURNED, B_REST)
-            b_within = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
-            for i_tile in tl.range(i_first_tile, i_end_tile, num_stages=1):
-                b_s, softmax = attend_context(
-                    i_tile,
-                    walk,
-                    p_index_row,
-                    p_table_row,
-                    contexts,
-                    i_list,
-                    turning,
-                    softmax,
-                    scale_2,
-                    D,
-                    PAGE,
-                    CONTEXT_N,
-                    PRECISION,
-                    DOCUMENT,
-                    TURNED,
-                    B_TURNED,
-                    B_REST,
-                    CODES,
-                    PAIR,
+            if tl.max(b_some, 0) > 0:
+                i_list = i_first_list.to(tl.int64) + i_h
+                p_group = q.p + i_b * q.stride + i_h * GROUP * q.stride_head
+                turning = load_context_query(
+                    p_group, q.stride_head, m_head, BLOCK_M, D, TURNED, B_TURNED, B_REST
                 )
-                b_part, b_within = bounded(
-                    b_s, b_part, b_within, i_tile, n_forced, i_until, C_PER_TILE, C_PER_BLOCK, MEAN, True
-                )
+                b_within = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
+                for i_tile in tl.range(i_mine * C_PER_BLOCK, i_last * C_PER_BLOCK, num_stages=1):
+                    b_s, softmax = attend_context(
+                        i_tile,
+                        walk,
+                        p_index_row,
+                        p_table_row,
+                        contexts,
+                        i_list,
+                        turning,
+                        softmax,
+                        scale_2,
+                        D,
+                        PAGE,
+                        CONTEXT_N,
+                        PRECISION,
+                        DOCUMENT,
+                        TURNED,
+                        B_TURNED,
+                        B_REST,
+                        CODES,
+                        PAIR,
+                    )
+                    b_part, b_within = bounded(
+                        b_s, b_part, b_within, i_tile, n_forced, i_until, 1, C_PER_BLOCK, MEAN, True
+                    )
         tl.store(p_state + o_state, softmax.b_max)
         tl.store(p_state + SPLITS * BLOCK_M + o_state, softmax.b_sum)
         tl.store(p_state + 2 * SPLITS * BLOCK_M + o_state, b_part)

@@ -190,6 +190,40 @@ def test_a_request_that_ends_at_any_stage_leaves_nothing_behind(stage: str) -> N
         assert store.drop_host() == len(composed.samples)
 
 
+def test_without_numbers_for_its_pages_a_context_lets_its_angles_go() -> None:
+    composed = Composed(27, PROMPT * 16 + BEHIND)
+    with store_of(composed.samples) as store:
+        bench = Bench(cached=0, host=3, shared=True, contexts=table_of())
+        assert reserved(bench, composed, store) is None
+        gone(bench)
+        assert store.drop_host() == len(composed.samples)
+
+
+@pytest.mark.parametrize("part", ["upload", "torch.stack"])
+def test_a_device_without_memory_for_what_is_told_ends_the_request_only(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    composed = Composed(28, PROMPT * 16 + BEHIND)
+    with store_of(composed.samples) as store:
+        bench = bench_of()
+        prefix = reserved(bench, composed, store)
+        assert prefix is not None
+
+        def short(*given: object) -> None:
+            raise torch.OutOfMemoryError("none is left")
+
+        assert prefix.context is not None
+        assert prefix.context.tensors, "made before"
+        with monkeypatch.context() as patched:
+            patched.setattr(f"sglang_ext.hosting.context_table.{part}", short)
+            with pytest.raises(torch.OutOfMemoryError):
+                entered(bench, composed, prefix)
+        (row,) = bench.rows._rows.values()
+        bench.rows.release(row)
+        gone(bench)
+        assert store.drop_host() == len(composed.samples)
+
+
 def test_numbers_that_another_request_gets_are_told_anew() -> None:
     """First by a context, then by a copy, whose pages lie in host memory of their own."""
     first, second = Composed(23, PROMPT * 16 + BEHIND), Composed(24, PROMPT * 16 + BEHIND)
