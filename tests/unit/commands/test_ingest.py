@@ -260,7 +260,7 @@ def test_ctrl_c_stops_cleanly_and_resume_finishes(folder: Path, tmp_path: Path, 
 
 
 def test_following_changes(folder: Path, tmp_path: Path) -> None:
-    process = start("ingest", "docs", "--follow-changes", "--prune", "--json", cwd=tmp_path)
+    process = start("ingest", "docs", "--follow-changes", "--prune", "--json", cwd=tmp_path, command=QUICK)
     assert process.stdout is not None
     try:
         assert json.loads(process.stdout.readline())["files"]["indexed"] == 2
