@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_ext.attention.page_stats import PageStatistics
+from tests.conftest import EXHAUSTIVE
 
 PAGE, PAGES, ROWS = 16, 24, 5
 
@@ -123,6 +125,7 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
+TestPool.settings = settings(stateful_step_count=50 if EXHAUSTIVE else 25)
 
 
 def test_a_stale_page_is_found() -> None:

@@ -12,10 +12,11 @@ import torch
 from ragserve_kernels.column_assign import Columns
 from ragserve_kernels.paged import PageSelection
 from sglang_ext.hosting.columns import COVERED, EMPTY, RECENT, ColumnTable
+from tests.conftest import EXHAUSTIVE
 
 LAYERS, HEADS, CHOSEN, PAGES = 8, 25, 4, 14
 LISTS = range(LAYERS * HEADS)
-CHOICES = 250  # of 200 layers and heads, twice: 100,000 steps
+CHOICES = 250 if EXHAUSTIVE else 60  # of 200 layers and heads
 
 
 def assigned(table: ColumnTable, wanted: torch.Tensor) -> Columns:
