@@ -83,12 +83,11 @@ def lift_titles(score: torch.Tensor, sentences: Sentences, factor: float) -> tor
 
     "Continued" or "Part 2" say which document this one continues; and the text before a continuation must not
     look like another document."""
-    opening = sentences.opening
-    top = torch.from_numpy(np.maximum.reduceat(score.numpy(), opening))
-    top[:-1] = top[:-1].maximum(top[1:])
-    out = score.clone()
-    out[opening] = score[opening].maximum(factor * top)
-    return out
+    opening, out = sentences.opening, score.numpy().copy()
+    top = np.maximum.reduceat(out, opening)
+    top[:-1] = np.maximum(top[:-1], top[1:])
+    out[opening] = np.maximum(out[opening], np.float32(factor) * top)
+    return torch.from_numpy(out)
 
 
 def take_best(score: torch.Tensor, sentences: Sentences, budget: int) -> torch.Tensor:

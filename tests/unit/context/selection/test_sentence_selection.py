@@ -233,6 +233,25 @@ def test_a_document_s_opening_counts_with_the_best_sentence_of_it_and_of_the_nex
     assert torch.equal(sentences.lift_titles(score, given, 0.0), score)
 
 
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=9),
+    st.floats(0, 1),
+    st.integers(0, 2**31),
+)
+def test_a_document_s_opening_is_raised_to_the_bit_and_the_given_scores_stay(
+    documents: list[list[int]], factor: float, seed: int
+) -> None:
+    made = sentences_of(*documents)
+    score = torch.rand(len(made), generator=torch.Generator().manual_seed(seed))
+    best = [part.max() for part in score.split([len(own) for own in documents])]
+    expected, before = score.clone(), score.clone()
+    for number, opening in enumerate(made.opening.tolist()):
+        top = torch.stack(best[number : number + 2]).max()
+        expected[opening] = torch.maximum(score[opening], factor * top)
+    assert torch.equal(sentences.lift_titles(score, made, factor), expected)
+    assert torch.equal(score, before)
+
+
 def test_a_sentence_pays_for_its_length_and_one_of_few_tokens_counts_as_one_of_eight() -> None:
     given = sentences_of([2, 8, 32])
     assert sentences.penalize_length(torch.tensor([1.0, 1.0, 2.0]), given, 0.5).tolist() == pytest.approx(
