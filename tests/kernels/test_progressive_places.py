@@ -228,6 +228,8 @@ def test_pages_of_contexts_are_read_in_their_documents(
     bound: Literal["round", "lowest"],
 ) -> None:
     lens = [9001, 0, 130, 64] if GPU else [271, 0, 66]
+    if not GPU:  # the interpreter cuts a float32 to bfloat16: too coarse for keys that are turned
+        dtype = torch.float32
     batch = make_batch(
         lens, device=device, page_size=page_size, head_dim=head_dim, heads=6, dtype=dtype, peak=6.0
     )
