@@ -51,7 +51,8 @@ def test_block_scores_are_shares_of_the_attention(device: torch.device, dtype: t
 
 
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize(("alpha", "share"), [(0.3, None), (0.955, None), (1.0, None), (1.0, 0.3)])
+# 0.31 of at most 96 blocks is never a whole number, which float32 and float64 would reach differently
+@pytest.mark.parametrize(("alpha", "share"), [(0.3, None), (0.955, None), (1.0, None), (1.0, 0.31)])
 def test_greedy_lines_are_those_of_the_loop(alpha: float, share: float | None, given: bool) -> None:
     own = torch.randint(0, 12, (2, 7)).sort().values
     mass = torch.rand(2, 3, 7, 12) ** 8 * (torch.arange(12) <= own[:, None, :, None])
