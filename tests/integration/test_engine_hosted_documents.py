@@ -48,7 +48,7 @@ def cache_documents(client: Any, ids: list[int]) -> None:
 def test_several_requests_hold_the_documents_once_and_answer_as_a_copy_and_the_device(
     stress_server: Server, decode: dict[str, Any], hosted: dict[str, Any]
 ) -> None:
-    client, n_new = stress_server.client, 24
+    client, n_new = stress_server.client, 48
     context = some_ids(SPANS[-1][1], 51)
     prompts = [context + some_ids(15 + 7 * i, 510 + i) for i in range(3)]
     cache_documents(client, context)
