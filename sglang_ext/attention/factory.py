@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,12 +18,13 @@ from sglang_ext.attention.streaming_pool import StreamingRings
 from sglang_ext.attention.streaming_pool_attention import StreamingPoolBackend
 from sglang_ext.attention.streaming_pool_runtime import StreamingPoolRuntime
 from sglang_ext.context.rope import rotation_of
+from sglang_ext.documents.kv_config import kv_config, page_bits
 from sglang_ext.documents.types import KvShape
 from sglang_ext.hosting.context_table import ContextTable
 from sglang_ext.hosting.host_pages import HostPages
 from sglang_ext.hosting.hosted_rows import HostedRows
 from sglang_ext.model import NotComposable
-from sglang_ext.protocol import DOCUMENT_PAGE, KV_CONFIG_VARIABLE
+from sglang_ext.protocol import DOCUMENT_PAGE
 from sglang_ext.ranks import Ranks
 from sglang_ext.state import current
 
@@ -97,7 +96,6 @@ def context_table(runner: Any, pages: HostPages) -> ContextTable | None:
         return None
     if not rotation.neox:
         return None
-    bits = int(json.loads(os.environ.get(KV_CONFIG_VARIABLE, "{}")).get("page_bits", 16))
-    shape = replace(pages.shape, block=DOCUMENT_PAGE, bits=bits)
+    shape = replace(pages.shape, block=DOCUMENT_PAGE, bits=page_bits(kv_config()))
     device = torch.device(runner.device)
     return ContextTable(shape, rotation.rotary_dim // 2, pages.numbers, runner.page_size, device)

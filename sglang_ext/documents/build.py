@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,8 @@ from typing import Any
 import torch
 
 from sglang_ext.documents.fingerprint import model_fingerprint
-from sglang_ext.protocol import DOCUMENT_PAGE, KV_CONFIG_VARIABLE
+from sglang_ext.documents.kv_config import kv_config, page_bits
+from sglang_ext.protocol import DOCUMENT_PAGE
 from sglang_ext.state import current
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ def create_cache(context: Any) -> Any:
 
     args, runner = context.server_args, context.tp_worker.model_runner
     pool = runner.token_to_kv_pool
-    config = json.loads(os.environ.get(KV_CONFIG_VARIABLE, "{}"))
+    config = kv_config()
     fingerprint = model_fingerprint(
         args.model_path,
         f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{DOCUMENT_PAGE}",
@@ -40,8 +39,9 @@ def create_cache(context: Any) -> Any:
     )
     tree: Any
     if (reason := why_no_documents(context)) is None:
-        bits = int(config.get("page_bits", 16))
-        shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, DOCUMENT_PAGE, bits)
+        shape = KvShape(
+            pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, DOCUMENT_PAGE, page_bits(config)
+        )
         tiers = TierStore(
             shape,
             fingerprint=fingerprint,
