@@ -47,6 +47,10 @@ class PrefillOptions(RequestOptions):
         "the weight that is held is not. `lines` takes lines of this length together, and computes less "
         "where they cross.",
     )
+    streaming: bool = Field(
+        default=False,
+        description="blocks: heads of the server's pattern file attend to the first and local blocks only.",
+    )
     dense_below: int = Field(
         default=DENSE_BELOW,
         ge=0,
@@ -63,6 +67,8 @@ class PrefillOptions(RequestOptions):
         options = self.updated(changes)
         if "observe" in changes and options.mode != "lines":
             raise PlanError(f"observe is for mode 'lines', and this request's is {options.mode!r}")
+        if changes.get("streaming") and options.mode != "blocks":
+            raise PlanError(f"streaming is for mode 'blocks', and this request's is {options.mode!r}")
         if changes.get("share") is not None and "alpha" in changes:
             raise PlanError("alpha and share both say how many blocks are computed: give one of them")
         return options
@@ -72,7 +78,8 @@ class PrefillOptions(RequestOptions):
         sparse prefill is approximate, and no other request may find it."""
         observe = f",{self.observe}" if self.mode == "lines" else ""
         amount = repr(self.alpha) if self.share is None else f"share={self.share!r}"
-        return f"{extra_key or ''}{_MARK}{self.mode},{amount}{observe}"
+        streaming = ",streaming" if self.mode == "blocks" and self.streaming else ""
+        return f"{extra_key or ''}{_MARK}{self.mode},{amount}{observe}{streaming}"
 
 
 def exact_key(extra_key: str) -> str:

@@ -130,7 +130,9 @@ class SparseDecodeBackend(AttentionBackend):
             self._prefixes = torch.cat(cached).long() if cached else None
         self.prefill = None
         if step.prefill:
-            self.prefill = SparsePrefill(step.prefill, self._table, self.shape.page_size, self.config)
+            self.prefill = SparsePrefill(
+                step.prefill, self._table, self.shape.page_size, self.config, self._pattern
+            )
         if step.rows and not self._is_wrapped(decode=True):
             self._tables_for(len(step.rows)).set_step(step)
 

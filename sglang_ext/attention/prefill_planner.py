@@ -127,6 +127,8 @@ class PrefillPlanner:
                 f"prefill mode {options.mode!r} reads keys of 16 bits, and this server's have "
                 f"{self._config.kv_bits}: leave prefill out, or start it with kv_bits=16"
             )
+        if options.mode == "blocks" and options.streaming and self._config.heads is None:
+            raise PlanError("streaming heads: this server was started without a pattern file of them")
 
     def plan(self, reqs: Sequence[Any], spans: Sequence[tuple[int, int, int]]) -> tuple[ExtendRow, ...]:
         """Return the rows of an extend in which some request is sparse; none otherwise.

@@ -53,8 +53,10 @@ class SparsePrefill:
         req_to_token: torch.Tensor,
         page_size: int,
         config: AttentionConfig,
+        pattern: torch.Tensor | None = None,
     ) -> None:
-        """``req_to_token``: SGLang's request table, int32 ``[requests, tokens]``: slots."""
+        """``req_to_token``: SGLang's request table, int32 ``[requests, tokens]``: slots. ``pattern``: bool
+        ``[layers, kv_heads]``, streaming heads of this rank's; None if there are none."""
         self.rows = tuple(rows)
         prefix, new = [row.prefix for row in rows], [row.new for row in rows]
         longest = max(a + b for a, b in zip(prefix, new, strict=True))
@@ -66,6 +68,7 @@ class SparsePrefill:
         self._batch = PrefillBatch.of(table, page_size, prefix, new, block_q=BLOCK_Q, block_k=BLOCK_K)
         self._sink = -(-config.sink_tokens // BLOCK_K)
         self._local = -(-config.local_tokens // BLOCK_K)
+        self._pattern = pattern
         self._sparse: list[_SparseRow] = []
         start = 0
         for i, (row, span) in enumerate(zip(rows, self._batch.spans(), strict=True)):
@@ -134,6 +137,7 @@ class SparsePrefill:
         """Return the lists of what is attended to."""
         if self._room is None:
             self._room = list_room(self._batch, q.shape[1])
+        pattern = self._pattern
         for i, row in enumerate(self._sparse):
             options, own, lists = row.options, q[row.rows], lists_at(self._room, row.blocks)
             if options.mode == "lines":
@@ -148,6 +152,7 @@ class SparsePrefill:
                 share=options.share,
                 sink=self._sink,
                 local=self._local,
+                streaming=None if pattern is None or not options.streaming else pattern[self._layer],
                 scale=scale,
             )
         return self._room

@@ -74,7 +74,7 @@ class SparseReference(Reference):
 
     def _continue(self, question: list[int], start: int, cache: Any, n_new: int) -> Any:
         self.step, self.chosen, self.pending, self.decoded = -1, {}, {}, {}
-        self.blocks = torch.zeros(2)  # of the prefill: attended to, and possible
+        self.blocks = torch.zeros(2)  # of the prefill, of the first rank's heads: attended to, and possible
         return super()._continue(question, start, cache, n_new)
 
     def _attend(
@@ -156,8 +156,13 @@ class SparseReference(Reference):
                 self.lines[layer] = choice.last[0]
         else:
             sink, local = -(-self.sink // BLOCK_K), -(-self.local // BLOCK_K)
-            mask = choose_blocks(rows, pool, batch, alpha=options.alpha, sink=sink, local=local)
-        self.blocks += torch.tensor([mask.sum(), mask_of(all_blocks(batch, len(q)), mask.shape[2]).sum()])
+            streaming = self.streaming[layer] if options.streaming and self.streaming is not None else None
+            mask = choose_blocks(
+                rows, pool, batch, alpha=options.alpha, sink=sink, local=local, streaming=streaming
+            )
+        own = mask[:, : len(q) // 2]  # of the first of two ranks
+        possible = mask_of(all_blocks(batch, own.shape[1]), mask.shape[2])
+        self.blocks += torch.tensor([own.sum(), possible.sum()])
         place = torch.arange(first, tokens) // BLOCK_Q - first // BLOCK_Q
         return mask.transpose(0, 1)[:, place][..., torch.arange(tokens) // BLOCK_K]
 

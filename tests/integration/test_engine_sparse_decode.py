@@ -294,12 +294,17 @@ def sparse_prefix(answer: dict[str, Any]) -> PrefillReport:
 
 
 @pytest.mark.parametrize(
-    "prefill", [{"mode": "lines", "alpha": 0.5, "observe": 32}, {"mode": "blocks", "alpha": 0.2}], ids=str
+    "prefill",
+    [
+        {"mode": "lines", "alpha": 0.5, "observe": 32},
+        {"mode": "blocks", "alpha": 0.2, "streaming": True},  # a server with a pattern file has it so
+    ],
+    ids=str,
 )
 def test_prefill_attends_to_the_chosen_blocks_and_its_kv_stays_apart(
     sparse: Any, reference: SparseReference, prefill: dict[str, Any]
 ) -> None:
-    ids = some_ids(1300, 70 + len(prefill))
+    ids = some_ids(1300, 72 + (prefill["mode"] == "lines"))
     reference.decode, chunks = DecodeOptions(), list(range(0, 1300, 256))
     dense = reference.plain(ids, 8)
     reference.prefill, reference.starts = PrefillOptions(**prefill), chunks
@@ -313,7 +318,7 @@ def test_prefill_attends_to_the_chosen_blocks_and_its_kv_stays_apart(
     said = sparse_prefix(got)
     assert (said.mode, said.tokens) == (prefill["mode"], 1300)
     assert 0.1 < said.share < 0.9
-    assert abs(said.share - float(blocks[0] / blocks[1])) < 0.1, "rank 0 has half of the heads"
+    assert abs(said.share - float(blocks[0] / blocks[1])) < 0.01
     # exact requests neither find this KV nor are they found
     after = generate(sparse.client, ids, 8)
     assert after["meta_info"]["cached_tokens"] == 0

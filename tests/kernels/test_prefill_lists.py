@@ -136,7 +136,10 @@ def test_lists_of_blocks_are_those_of_the_choice(
     case = make(device, RAGGED, heads=heads, page=page, blocks=blocks)
     case.q *= 4
     chosen = {"alpha": alpha, "share": share, "sink": 1, "local": 1}
+    if heads[1] > 1:  # the last head streams
+        chosen["streaming"] = torch.arange(heads[1], device=device) == heads[1] - 1
     want = choose_blocks(case.q, case.k, case.batch, **chosen)
+    assert heads[1] == 1 or (want[2, -1].sum() < want[2, 0].sum()), "77 + 20 tokens: not all are forced"
     for naive in (False, True):
         lists = list_room(case.batch, heads[0])
         assert torch.equal(lists.counts, all_blocks(case.batch, heads[0]).counts), "all blocks at first"
@@ -165,19 +168,21 @@ def test_the_best_of_given_scores_are_found_without_a_sort(
     table = torch.zeros(1, 1100, dtype=torch.int32, device=device)
     batch = PrefillBatch.of(table, 16, [1096 * 16], [3 * 16 + 5], block_q=128, block_k=16)
     rows, width = batch.query_blocks, 1100
-    scores = torch.randn(1, rows * 2, width, device=device) * 3
+    scores = torch.randn(2, rows, width, device=device) * 3
     if ties:
         scores = scores.round()
     lists = list_room(batch, 2)
-    write_best(scores, batch, 0, slice(0, rows), lists, alpha, share, 2, 5, 1.0)
+    streaming = torch.tensor([False, True], device=device)
+    write_best(scores, batch, 0, slice(0, rows), lists, alpha, share, 2, 5, streaming, 1.0)
     size = torch.full((width,), math.log(16), device=device)
     size[-1] = math.log(5)
-    score = scores.view(rows, 2, width) + size
+    score = scores.transpose(0, 1) + size
     reach = all_blocks(batch, 1).counts[:, 0]
     step = torch.arange(width, device=device)
     own = batch.places[:, 1, None] * 8
     forced = ((step < 2) | (step >= own - 5)) & (step < reach[:, None])
     want = greedy_blocks(score, reach, forced, alpha, share)
+    want[:, 1] = forced
     got = mask_of(lists, width)
     if share is not None:
         assert torch.equal(got, want)

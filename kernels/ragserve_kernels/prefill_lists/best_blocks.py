@@ -25,6 +25,7 @@ def choose_blocks(
     share: float | None = None,
     sink: int = 1,
     local: int = 2,
+    streaming: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
     """Choose key blocks that hold ``alpha`` of the weight that block means estimate, per head.
@@ -39,6 +40,8 @@ def choose_blocks(
         share: of the key blocks up to the query block's own, taken instead of as many as hold ``alpha``.
         sink: first key blocks that are always chosen.
         local: key blocks before the query block's own that are always chosen; so are its own.
+        streaming: bool ``[kv_heads]``: heads whose queries take no other blocks than these (LServe, section
+            3.4; DuoAttention); None: no head.
         scale: of the scores; default 1 / sqrt(head_dim).
 
     Returns:
@@ -47,7 +50,7 @@ def choose_blocks(
     Raises:
         ValueError, TypeError: sizes, shapes, dtypes or devices that do not fit.
     """
-    scale = _checked(q, k, batch, alpha, share, sink, local, scale)
+    scale = _checked(q, k, batch, alpha, share, sink, local, streaming, scale)
     group = query_group(q.shape[1], k.shape[1])
     longest = max((a + b for a, b in zip(batch.prefix, batch.new, strict=True)), default=0)
     width = -(-longest // batch.block_k)
@@ -69,7 +72,11 @@ def choose_blocks(
     own = batch.places[:, 1, None] * batch.block_q // batch.block_k
     forced = (step < sink) | (step >= own - local)
     reach = key_blocks(batch)
-    return greedy_blocks(score, reach, forced & (step < reach[:, None]), alpha, share)
+    forced &= step < reach[:, None]
+    chosen = greedy_blocks(score, reach, forced, alpha, share)
+    if streaming is None:
+        return chosen
+    return chosen & (forced[:, None] | ~streaming.repeat_interleave(group)[:, None])
 
 
 def list_blocks(
@@ -82,6 +89,7 @@ def list_blocks(
     share: float | None = None,
     sink: int = 1,
     local: int = 2,
+    streaming: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> None:
     """Write the lists of :func:`choose_blocks`, in four launches a request.
@@ -95,16 +103,17 @@ def list_blocks(
 
     The other arguments and the errors are those of :func:`choose_blocks`.
     """
-    scale = _checked(q, k, batch, alpha, share, sink, local, scale)
+    scale = _checked(q, k, batch, alpha, share, sink, local, streaming, scale)
     check("lists.starts", lists.starts, torch.int32, (batch.query_blocks, q.shape[1]), like=q)
     if use_triton(q):
         from ragserve_kernels.prefill_lists.blocks_triton import list_blocks_triton
 
-        list_blocks_triton(q, k, batch, lists, alpha, share, sink, local, scale)
+        list_blocks_triton(q, k, batch, lists, alpha, share, sink, local, streaming, scale)
         return
-    write_lists(
-        choose_blocks(q, k, batch, alpha=alpha, share=share, sink=sink, local=local, scale=scale), lists
+    chosen = choose_blocks(
+        q, k, batch, alpha=alpha, share=share, sink=sink, local=local, streaming=streaming, scale=scale
     )
+    write_lists(chosen, lists)
 
 
 def greedy_blocks(
@@ -154,6 +163,7 @@ def _checked(
     share: float | None,
     sink: int,
     local: int,
+    streaming: torch.Tensor | None,
     scale: float | None,
 ) -> float:
     """Check the arguments of a choice and return the scale of its scores."""
@@ -163,6 +173,8 @@ def _checked(
     if not 0 < alpha <= 1 or min(sink, local) < 0:
         raise ValueError(f"alpha {alpha} must be above 0 and up to 1, sink {sink} and local {local} from 0.")
     check_share(share)
+    if streaming is not None:
+        check("streaming", streaming, torch.bool, (k.shape[1],), like=q)
     return 1.0 / math.sqrt(q.shape[2]) if scale is None else scale
 
 

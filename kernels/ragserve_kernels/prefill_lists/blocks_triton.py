@@ -76,6 +76,7 @@ def _worth(p_scores, o_block, n_reach, i_last, n_forced, i_forced, scale, log_bl
 def list_blocks_kernel(
     p_scores,  # float32 [Hkv, T * GROUP, KB], contiguous
     p_places,  # int32 [T, 2], T query blocks of the request
+    p_streams,  # bool [Hkv]: heads that list what is forced and no more
     p_index,
     p_start,  # int32 [T, Hq], contiguous
     p_count,
@@ -101,6 +102,7 @@ def list_blocks_kernel(
     i_forced = i_number * BLOCK_Q // BLOCK_K - local
     i_row = (i_head // GROUP * n_queries + i_query).to(tl.int64) * GROUP + i_head % GROUP
     p_scores += i_row * n_blocks
+    is_streaming = tl.load(p_streams + i_head // GROUP).to(tl.int1)
     o_list = i_query * tl.num_programs(0) + i_head
     p_index += tl.load(p_start + o_list).to(tl.int64)
     o_step = tl.arange(0, CHUNK)
@@ -132,6 +134,7 @@ def list_blocks_kernel(
             # fmt: on
             b_total += tl.where(b_key > 0, tl.exp(b_score - f_max), 0.0)
         f_wanted = tl.sum(b_total, 0) * part
+    f_wanted = tl.where(is_streaming, 0.0, f_wanted)  # then the cut lies above every score
     if BY != WHOLE:
         b_bit = tl.full([], 0x80000000, tl.uint32)
         for _ in range(32):
@@ -176,7 +179,7 @@ def list_blocks_kernel(
         m_keep = m_keep | (m_same & (f_above + b_before.to(tl.float32) * f_same < f_wanted))
         m_keep = m_keep | (b_key == 0xFFFFFFFF)
         if BY == WHOLE:
-            m_keep = o_block < n_reach
+            m_keep = (o_block < n_reach) & (~is_streaming | (b_key == 0xFFFFFFFF))
         b_place = n_listed + tl.cumsum(m_keep.to(tl.int32), 0) - 1
         tl.store(p_index + b_place, o_block, mask=m_keep)
         n_listed += tl.sum(m_keep.to(tl.int32), 0)
@@ -193,9 +196,12 @@ def list_blocks_triton(
     share: float | None,
     sink: int,
     local: int,
+    streaming: torch.Tensor | None,
     scale: float,
 ) -> None:
     """Launch the kernels; see :func:`ragserve_kernels.prefill_lists.list_blocks`."""
+    if streaming is None:
+        streaming = torch.zeros(k.shape[1], dtype=torch.bool, device=k.device)
     row = 0
     for request, span in enumerate(batch.spans()):
         new, prefix = batch.new[request], batch.prefix[request]
@@ -208,7 +214,9 @@ def list_blocks_triton(
         queries = _means(q, pages, first, prefix, length, row, len(span), group, 0, batch.block_q)
         scores = torch.bmm(queries, means.transpose(1, 2))
         own = slice(span.start, span.stop)
-        write_best(scores, batch, request, own, lists_at(lists, own), alpha, share, sink, local, scale)
+        write_best(
+            scores, batch, request, own, lists_at(lists, own), alpha, share, sink, local, streaming, scale
+        )
         row += new
 
 
@@ -222,11 +230,13 @@ def write_best(
     share: float | None,
     sink: int,
     local: int,
+    streaming: torch.Tensor,
     scale: float,
 ) -> None:
     """Write lists of the best blocks of a request's query blocks ``own``.
 
-    ``scores``: float32 ``[kv_heads, query blocks * group, key blocks]``, before ``scale``."""
+    ``scores``: float32 ``[kv_heads, query blocks * group, key blocks]``, before ``scale``. ``streaming``:
+    bool ``[kv_heads]``."""
     length = batch.prefix[request] + batch.new[request]
     queries, heads = lists.starts.shape
     blocks = scores.shape[2]
@@ -234,6 +244,7 @@ def write_best(
     list_blocks_kernel[(heads, queries)](
         scores,
         batch.places[own],
+        streaming,
         lists.blocks,
         lists.starts,
         lists.counts,

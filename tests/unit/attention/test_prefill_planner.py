@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +58,13 @@ def test_long_prompts_are_sparse_and_cached_with_those_of_the_same_options() -> 
     assert request(plan, tokens=100).extra_key == "namespace:a", "its KV is exact"
 
 
+def test_streaming_heads_have_a_cache_of_their_own() -> None:
+    plan = planner(PrefillOptions(mode="blocks", streaming=True, dense_below=100), heads=Path("heads.json"))
+    streams, others = request(plan).extra_key, request(plan, streaming=False).extra_key
+    assert streams == others + ",streaming"
+    assert request(plan, mode="lines").extra_key == request(planner()).extra_key, "lines have none"
+
+
 def test_the_server_says_nothing_of_references_and_documents() -> None:
     plan = planner()
     assert request(plan, key="full:1").ragserve_prefill is None, "others are compared with strategy full"
@@ -83,6 +91,8 @@ def test_the_server_says_nothing_of_references_and_documents() -> None:
         ({"aplha": 0.5}, r"did you mean alpha\?"),
         ({"mode": "blocks", "observe": 8}, "observe is for mode 'lines'"),
         ({"share": 0.2, "alpha": 0.9}, "give one of them"),
+        ({"streaming": True}, "streaming is for mode 'blocks'"),
+        ({"mode": "blocks", "streaming": True}, "started without a pattern file"),
     ],
 )
 def test_bad_options_are_refused_with_a_reason(options: dict[str, Any], reason: str) -> None:

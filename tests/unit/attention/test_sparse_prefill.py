@@ -22,7 +22,8 @@ def test_each_request_of_a_batch_attends_to_its_own_choice_in_every_layer() -> N
     table = torch.stack([torch.randperm(2112 // PAGE) for _ in ROWS]) * PAGE
     table += torch.arange(len(ROWS))[:, None] * 2112
     slots = (table[:, :, None] + torch.arange(PAGE)).flatten(1).int()  # the request table
-    options = PrefillOptions(mode="blocks", alpha=0.8), PrefillOptions(mode="lines", share=0.3, observe=16)
+    blocks = PrefillOptions(mode="blocks", alpha=0.8, streaming=True)
+    options = blocks, PrefillOptions(mode="lines", share=0.3, observe=16)
     states = None, PrefillState(options[0]), PrefillState(options[1])
     ends = torch.rand(LAYERS, 2, HEADS, 11) < 0.2
     states[2].given = torch.stack([Lines(*layer).packed() for layer in ends])
@@ -30,7 +31,8 @@ def test_each_request_of_a_batch_attends_to_its_own_choice_in_every_layer() -> N
         ExtendRow(SimpleNamespace(origin_input_ids=[1] * sum(row)), i, *row, states[i])
         for i, row in enumerate(ROWS)
     ]
-    pass_ = SparsePrefill(rows, slots, PAGE, AttentionConfig(sink_tokens=64, local_tokens=64))
+    pattern = torch.tensor([[False, True], [True, False], [False, False]])
+    pass_ = SparsePrefill(rows, slots, PAGE, AttentionConfig(sink_tokens=64, local_tokens=64), pattern)
     pages = (slots[:, ::PAGE] // PAGE).int()
     prefix, new = zip(*ROWS, strict=True)
     whole = PrefillBatch.of(pages, PAGE, prefix, new, block_q=BLOCK_Q, block_k=BLOCK_K)
@@ -49,7 +51,7 @@ def test_each_request_of_a_batch_attends_to_its_own_choice_in_every_layer() -> N
             )
             own = q[starts[i] : starts[i] + new[i]]
             if i == 1:
-                chosen = choose_blocks(own, k, alone, alpha=0.8, sink=1, local=1)
+                chosen = choose_blocks(own, k, alone, alpha=0.8, sink=1, local=1, streaming=pattern[layer])
             else:
                 plan = LinePlan.of(alone, HEADS, observe=16)
                 choice = choose_lines(own, k, plan, alpha=0.955, share=0.3, given=(Lines(*ends[layer]),))
