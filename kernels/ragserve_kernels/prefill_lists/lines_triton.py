@@ -15,6 +15,7 @@ from ragserve_kernels.prefill_lists.last_taken import BY_SHARE, BY_WEIGHT, WHOLE
 from ragserve_kernels.sparse_prefill import BlockLists
 
 _CHUNK = 512  # key blocks at once
+_QUERIES = 4  # sampled queries whose cells are looked at at once: a search reads them 33 times
 
 
 @triton.jit(do_not_specialize=["n_blocks"])
@@ -113,12 +114,13 @@ def _held(
     i_cut,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
+    QUERIES: tl.constexpr,
     BY: tl.constexpr,
 ):
     """Return the weight of the cells that taken lines cross, or with ``BY_SHARE`` these lines' lengths."""
     o_step = tl.arange(0, CHUNK)
-    b_held = tl.zeros([CHUNK], tl.float32)
     if BY == BY_SHARE:
+        b_held = tl.zeros([CHUNK], tl.float32)
         for i_start in range(0, n_blocks, CHUNK):
             o_line = i_start + o_step
             m_line = o_line < n_blocks
@@ -126,17 +128,25 @@ def _held(
             b_held += tl.load(p_vertical + o_line, mask=m_taken, other=0.0)
             m_taken = _taken(p_keys + n_blocks, o_line, m_line, n_blocks, b_cut, i_cut)
             b_held += tl.load(p_slash + o_line, mask=m_taken, other=0.0)
+        f_held = tl.sum(b_held, 0)
     else:
-        for i_query in range(n_sampled):
-            i_own = tl.load(p_positions + i_query) // BLOCK_K
-            for i_start in range(0, i_own + 1, CHUNK):
-                o_line = i_start + o_step
-                m_seen = o_line <= i_own
+        b_cells = tl.zeros([QUERIES, CHUNK], tl.float32)
+        for i_query in range(0, n_sampled, QUERIES):
+            o_query = i_query + tl.arange(0, QUERIES)
+            # [Q, 1]; queries behind the last one see no block
+            b_own = tl.load(p_positions + o_query, mask=o_query < n_sampled, other=-BLOCK_K) // BLOCK_K
+            i_end = tl.max(b_own, 0) + 1
+            b_own = b_own[:, None]
+            p_rows = p_mass + o_query[:, None] * n_blocks
+            for i_start in range(0, i_end, CHUNK):
+                o_line = (i_start + o_step)[None, :]
+                m_seen = o_line <= b_own  # [Q, CHUNK]
                 m_taken = _taken(p_keys, o_line, m_seen, 0, b_cut, i_cut)
-                m_taken = m_taken | _taken(p_keys + n_blocks, i_own - o_line, m_seen, n_blocks, b_cut, i_cut)
-                b_mass = tl.load(p_mass + i_query * n_blocks + o_line, mask=m_seen, other=0.0)
-                b_held += tl.where(m_taken, b_mass, 0.0)
-    return tl.sum(b_held, 0)
+                m_taken = m_taken | _taken(p_keys + n_blocks, b_own - o_line, m_seen, n_blocks, b_cut, i_cut)
+                b_mass = tl.load(p_rows + o_line, mask=m_seen, other=0.0)
+                b_cells += tl.where(m_taken, b_mass, 0.0)
+        f_held = tl.sum(tl.sum(b_cells, 1), 0)
+    return f_held
 
 
 @triton.jit(
@@ -158,6 +168,7 @@ def pick_lines_kernel(
     GIVEN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CHUNK: tl.constexpr,
+    QUERIES: tl.constexpr,
     BY: tl.constexpr,
 ):
     i_head = tl.program_id(0)
@@ -185,7 +196,7 @@ def pick_lines_kernel(
             # fmt: off
             f_wanted = part * _held(
                 p_mass, p_positions, p_keys, p_vertical, p_slash, n_blocks, n_sampled, b_cut, i_cut,
-                BLOCK_K, CHUNK, BY,
+                BLOCK_K, CHUNK, QUERIES, BY,
             )
             # fmt: on
         b_bit = tl.full([], 0x80000000, tl.uint32)
@@ -194,7 +205,7 @@ def pick_lines_kernel(
             # fmt: off
             f_held = _held(
                 p_mass, p_positions, p_keys, p_vertical, p_slash, n_blocks, n_sampled, b_next, i_cut,
-                BLOCK_K, CHUNK, BY,
+                BLOCK_K, CHUNK, QUERIES, BY,
             )
             # fmt: on
             b_cut = tl.where(f_held >= f_wanted, b_next, b_cut)
@@ -212,7 +223,7 @@ def pick_lines_kernel(
                 # fmt: off
                 f_held = _held(
                     p_mass, p_positions, p_keys, p_vertical, p_slash, n_blocks, n_sampled, b_cut, i_half,
-                    BLOCK_K, CHUNK, BY,
+                    BLOCK_K, CHUNK, QUERIES, BY,
                 )
                 # fmt: on
                 i_short = tl.where(f_held >= f_wanted, i_short, i_half)
@@ -334,8 +345,9 @@ def pick_lines(
         sampled,
         float(share) if share is not None else alpha * (1 - 1e-6),
         **chosen,
+        QUERIES=_QUERIES,
         BY=by.value,
-        num_warps=4,
+        num_warps=16,
     )
     return lines.view(torch.bool)
 
