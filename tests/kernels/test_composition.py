@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ragserve_kernels.dispatch import forced_naive
 from sglang_ext.context.buffers import PADDING_SLOT
 from sglang_ext.context.compose.gather import Filling, Gather, needed_blocks
-from sglang_ext.context.recompute.graphs import MANY_REQUESTS, REQUESTS, StaticRows
+from sglang_ext.context.recompute.graphs import MANY_REQUESTS, MOST_REQUESTS, REQUESTS, StaticRows
 from sglang_ext.context.recompute.job import RecomputeJob
 from sglang_ext.context.recompute.row_attention import Rows
 from sglang_ext.context.rope import Rotation
@@ -227,7 +227,9 @@ def test_rows_write_their_kv_and_see_what_is_kept_up_to_themselves(
         )
 
 
-@pytest.mark.parametrize(("most", "counts"), [(REQUESTS, (1, 4, 2)), (MANY_REQUESTS, (5, 1, 2))])
+@pytest.mark.parametrize(
+    ("most", "counts"), [(REQUESTS, (1, 4, 2)), (MANY_REQUESTS, (5, 1, 2)), (MOST_REQUESTS, (2, 5))]
+)
 def test_rows_at_fixed_addresses_do_as_the_rows_that_they_hold(
     device: torch.device, seed: int, most: int, counts: tuple[int, ...]
 ) -> None:
@@ -298,7 +300,7 @@ def test_only_few_small_jobs_that_are_the_same_in_every_layer_fit_fixed_addresse
         ]
 
     assert static.fits(jobs(4))
-    most = MANY_REQUESTS
+    most = MOST_REQUESTS
     assert StaticRows(most, 5 * most, device).fits(jobs(most, slots=5, rows=1))
     more = StaticRows(most + 1, 5 * most + 5, device)
     assert not more.fits(jobs(most + 1, slots=5, rows=1)), "more jobs than there are places"

@@ -25,13 +25,14 @@ log = logging.getLogger(__name__)
 SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 SHARED = tuple(range(1280, 2049, 256))  # more, where several GPUs share a pass: each computes less
 REQUESTS = 4  # most requests in one pass of these graphs: a launch splits the keys for as many
-# Where more wait, others of their own. Beyond so many rows the layers compute for as long as they launch.
-MANY_REQUESTS = 16
-MANY_SIZES = (128, 192, 256, 384, 512, 768, 1024)
+# Where more wait, others of their own, with the numbers of rows that so many questions have. Beyond the last
+# of them the layers compute for as long as they launch.
+MANY_REQUESTS, MANY_SIZES = 16, (128, 192, 256, 384, 512, 768, 1024)
+MOST_REQUESTS, MOST_SIZES = 32, (256, 384, 512, 768, 1024)
 
 
 class StaticRows:
-    """Inputs of a pass at fixed addresses: at most ``max_rows`` rows of ``MANY_REQUESTS`` jobs over
+    """Inputs of a pass at fixed addresses: at most ``max_rows`` rows of ``MOST_REQUESTS`` jobs over
     ``max_slots`` slots.
 
     Rows behind the last job's are padding: token 0 at position 0, which attends to nothing and writes to the
@@ -47,16 +48,16 @@ class StaticRows:
         self.ids, self.positions = zeros(max_rows, torch.int64), zeros(max_rows, torch.int64)
         self._seen, self._targets = zeros(max_rows, torch.int32), zeros(max_rows, torch.int64)
         self._slots = zeros(max_slots, torch.int64)
-        self._of_jobs = zeros(3 * MANY_REQUESTS + 1, torch.int32)  # written by one copy
+        self._of_jobs = zeros(3 * MOST_REQUESTS + 1, torch.int32)  # written by one copy
         # each job's last row; 0 where there is none
         self.last, self._slot_start, self._row_start = self._of_jobs.split(
-            [MANY_REQUESTS, MANY_REQUESTS, MANY_REQUESTS + 1]
+            [MOST_REQUESTS, MOST_REQUESTS, MOST_REQUESTS + 1]
         )
 
     def fits(self, jobs: Sequence[RecomputeJob]) -> bool:
         """True if the jobs are few and small enough and uniform."""
         return (
-            len(jobs) <= MANY_REQUESTS
+            len(jobs) <= MOST_REQUESTS
             and all(job.uniform for job in jobs)
             and sum(len(job.positions) for job in jobs) <= self._max_rows
             and sum(len(job.slots) for job in jobs) <= len(self._slots)
@@ -76,7 +77,7 @@ class StaticRows:
         slots = torch.cat([job.slots for job in jobs])
         self._slots[: len(slots)].copy_(slots)
         last, slot_start, row_start = np.split(
-            of_jobs := np.zeros(len(self._of_jobs), dtype=np.int32), (MANY_REQUESTS, 2 * MANY_REQUESTS)
+            of_jobs := np.zeros(len(self._of_jobs), dtype=np.int32), (MOST_REQUESTS, 2 * MOST_REQUESTS)
         )
         ends = np.cumsum([len(job.ids) for job in jobs])
         last[: len(jobs)] = ends - 1  # others may have been written by an earlier, larger pass
@@ -85,7 +86,7 @@ class StaticRows:
         row_start[len(jobs) + 1 :] = ends[-1]  # absent jobs have no rows
         self._of_jobs.copy_(upload(of_jobs, self._device), non_blocking=True)
 
-    def rows(self, size: int, requests: int = MANY_REQUESTS) -> Rows:
+    def rows(self, size: int, requests: int = MOST_REQUESTS) -> Rows:
         """The first ``size`` rows, of at most ``requests`` jobs, in the form that a layer of the pass
         takes.
         """
@@ -103,7 +104,7 @@ class StaticRows:
 
 
 class RecomputeGraphs:
-    """The graphs, one per number of rows for few requests and for many, captured when the scheduler starts,
+    """The graphs, one per number of rows for few requests, many, and most, captured when the scheduler starts,
     the largest first.
 
     Collectives are captured as SGLang captures those of its decode graphs. All ranks capture the same graphs
@@ -118,8 +119,12 @@ class RecomputeGraphs:
         keys = self._pool.get_key_buffer(0)
         self._sizes = tuple(sizes)
         self._static = StaticRows(self._sizes[-1], len(keys), keys.device)
-        many = tuple(size for size in self._sizes if size in MANY_SIZES or size > MANY_SIZES[-1])
-        self._kinds = {REQUESTS: self._sizes, MANY_REQUESTS: many}  # numbers of rows by most requests
+        shared = self._sizes[len(SIZES) :]
+        self._kinds = {  # numbers of rows by most requests
+            REQUESTS: self._sizes,
+            MANY_REQUESTS: MANY_SIZES + shared,
+            MOST_REQUESTS: MOST_SIZES + shared,
+        }
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by rows and most requests
         self.last = LastQueries(self._static.last)
         self._hidden = torch.empty(0)  # [max rows, hidden size], of the latest pass
