@@ -104,8 +104,8 @@ class StaticRows:
 
 
 class RecomputeGraphs:
-    """The graphs, one per number of rows for few requests, many, and most, captured when the scheduler starts,
-    the largest first.
+    """The graphs, one per number of rows for few requests, many and most, captured when the scheduler
+    starts, the largest first.
 
     Collectives are captured as SGLang captures those of its decode graphs. All ranks capture the same graphs
     in the same order, and replay the same one: what chooses it does not differ between them.
