@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ragserve_kernels.context_gather.context_rows import context_rows
+from ragserve_kernels.context_gather.context_rows import context_rows, store_context_rows
 from ragserve_kernels.context_gather.triton import CODE_PROGRAMS, PROGRAMS, TL_DTYPE, tile_of
 from ragserve_kernels.context_gather.types import PAIR_BYTES, HostCodes, HostContexts
 from ragserve_kernels.dispatch import next_power_of_2
@@ -39,8 +39,6 @@ def context_cells_kernel(
     PAIR: tl.constexpr,
 ):
     o_token = tl.arange(0, TILE)
-    o_dim = tl.arange(0, D)
-    o_half = tl.arange(0, B_HALF)
     n_lists = n_layers.to(tl.int64) * KV_HEADS
     n_moves = tl.minimum(tl.load(p_count), n_entries)
     n_items = (n_moves * PAGE + TILE - 1) // TILE
@@ -75,20 +73,12 @@ def context_cells_kernel(
             CODES,
             PAIR,
         )
-        m_row = m_move[:, None]
-        m_half = m_row & (o_half < HALF)[None, :]
         i_layer = i_target // KV_HEADS % n_layers
         o_dst = ((i_target // n_lists * PAGE + i_within) * KV_HEADS + i_target % KV_HEADS) * D
         p_k = tl.load(p_dst_k + i_layer, mask=m_move, other=0).to(tl.pointer_type(DTYPE)) + o_dst
         p_v = tl.load(p_dst_v + i_layer, mask=m_move, other=0).to(tl.pointer_type(DTYPE)) + o_dst
         p_k, p_v = tl.multiple_of(p_k, 16), tl.multiple_of(p_v, 16)
-        q_k = p_k[:, None] + o_half[None, :]
-        tl.store(q_k, b_1, mask=m_half)
-        tl.store(q_k + HALF, b_2, mask=m_half)
-        if B_REST > 0:
-            o_rest = 2 * HALF + tl.arange(0, B_REST)
-            tl.store(p_k[:, None] + o_rest[None, :], b_rest, mask=m_row & (o_rest < D)[None, :])
-        tl.store(p_v[:, None] + o_dim[None, :], b_v, mask=m_row)
+        store_context_rows(p_k, p_v, b_1, b_2, b_rest, b_v, m_move[:, None], D, HALF, B_HALF, B_REST)
 
 
 def context_cell_gather(

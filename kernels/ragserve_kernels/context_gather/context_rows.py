@@ -80,3 +80,29 @@ def context_rows(
         b_v = (b_v.to(tl.float32) * b_scale[:, None] + b_zero[:, None]).to(DTYPE)
     b_turned = (b_1 * b_cos - b_2 * b_sin).to(DTYPE)
     return b_turned, (b_2 * b_cos + b_1 * b_sin).to(DTYPE), b_rest, b_v
+
+
+@triton.jit
+def store_context_rows(
+    p_k,  # [N]: where rows go
+    p_v,
+    b_1,  # as `context_rows` returns them
+    b_2,
+    b_rest,
+    b_v,
+    m_row,  # bool [N, 1]: rows that are stored
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    B_HALF: tl.constexpr,
+    B_REST: tl.constexpr,
+):
+    """Store rows of K and V."""
+    o_half = tl.arange(0, B_HALF)
+    m_half = m_row & (o_half < HALF)[None, :]
+    p_half = p_k[:, None] + o_half[None, :]
+    tl.store(p_half, b_1, mask=m_half)
+    tl.store(p_half + HALF, b_2, mask=m_half)
+    if B_REST > 0:
+        o_rest = 2 * HALF + tl.arange(0, B_REST)
+        tl.store(p_k[:, None] + o_rest[None, :], b_rest, mask=m_row & (o_rest < D)[None, :])
+    tl.store(p_v[:, None] + tl.arange(0, D)[None, :], b_v, mask=m_row)

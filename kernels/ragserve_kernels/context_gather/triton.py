@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ragserve_kernels.context_gather.context_rows import context_rows
+from ragserve_kernels.context_gather.context_rows import context_rows, store_context_rows
 from ragserve_kernels.context_gather.types import PAIR_BYTES, HostCodes
 from ragserve_kernels.dispatch import host_tile_bytes, next_power_of_2
 from ragserve_kernels.kv import KVLayers
@@ -47,8 +47,6 @@ def context_gather_kernel(
     PAIR: tl.constexpr,  # bytes of a row's scale and zero point
 ):
     o_token = tl.arange(0, TILE)
-    o_dim = tl.arange(0, D)
-    o_half = tl.arange(0, B_HALF)
     o_entry = tl.arange(0, STEP)
     n_heads = n_layers.to(tl.int64) * KV_HEADS  # of K, or V, of a page
     for i_number in tl.range(tl.program_id(0), n_lists, tl.num_programs(0), num_stages=1):
@@ -93,16 +91,11 @@ def context_gather_kernel(
                 CODES,
                 PAIR,
             )
-            m_row = m_page[:, None]
-            m_half = m_row & (o_half < HALF)[None, :]
             o_dst = tl.multiple_of(((i_out * PAGE + i_token % PAGE) * KV_HEADS + i_head) * D, 16)
-            q_k = p_k + o_dst[:, None] + o_half[None, :]
-            tl.store(q_k, b_1, mask=m_half)
-            tl.store(q_k + HALF, b_2, mask=m_half)
-            if B_REST > 0:
-                o_rest = 2 * HALF + tl.arange(0, B_REST)
-                tl.store(p_k + o_dst[:, None] + o_rest[None, :], b_rest, mask=m_row & (o_rest < D)[None, :])
-            tl.store(p_v + o_dst[:, None] + o_dim[None, :], b_v, mask=m_row)
+            m_row = m_page[:, None]
+            store_context_rows(
+                p_k + o_dst, p_v + o_dst, b_1, b_2, b_rest, b_v, m_row, D, HALF, B_HALF, B_REST
+            )
 
 
 def tile_of(programs: int, head_dim: int, dtype: torch.dtype, codes: bool) -> tuple[int, int]:
