@@ -321,7 +321,8 @@ class DecodeReport:
     ``hosted_steps`` read the prompt's pages from columns. Choices named ``hits`` + ``misses`` hosted pages,
     summed over layers and KV heads; the misses were loaded from the host. ``host_reads``: hosted pages that
     progressive steps read from the host themselves, because they were in no column. Both are in
-    ``loaded_bytes``. ``columns``: pages on the device, of each head; ``working_set``: hosted pages that a
+    ``loaded_bytes``. ``fills`` of those reads were written to columns, too: choices named them, and they were
+    not loaded. ``columns``: pages on the device, of each head; ``working_set``: hosted pages that a
     head's latest choices have named.
     ``resumed``: how often the request was taken back and went on from its pages on the host.
     ``segmented_tokens`` of its prompt were prefilled layer by layer, onto host pages.
@@ -338,6 +339,7 @@ class DecodeReport:
     hosted_steps: int = 0
     hits: int = 0
     misses: int = 0
+    fills: int = 0
     host_reads: int = 0
     loaded_bytes: int = 0
     columns: int = 0

@@ -131,6 +131,9 @@ class DecodeUse(Result):
     hosted_steps: int = Field(description="Steps that read the prompt's pages from columns.")
     hits: int = Field(description="Hosted pages of KV heads that choices named and columns had.")
     misses: int = Field(description="Hosted pages that choices named and that were loaded into columns.")
+    fills: int = Field(
+        description="`progressive`: hosted pages that choices named and steps wrote to columns, reading them."
+    )
     host_reads: int = Field(description="`progressive`: hosted pages that steps read from the host itself.")
     loaded_bytes: int = Field(description="Bytes of these misses and reads.")
     columns: int = Field(description="Pages on the device for each KV head of a hosted request.")

@@ -67,6 +67,8 @@ class LaggedChoices:
         for i, row in enumerate(step.rows):
             if not row.lag:
                 continue
+            if row.state.hosted is not None:
+                self._hosted.load_rest(row.state.hosted)
             if step.active[i] or (row.progressive and row.state.kept is None):
                 chosen = self._chosen(i, row, wanted=False)
                 row.state.kept = KeptChoice(chosen, chosen)
@@ -94,7 +96,9 @@ class LaggedChoices:
         """Let a request read a choice after its lag, and load what that takes meanwhile."""
         hosted = state.hosted
         state.kept.pending_named = named
-        state.kept.pending = named if hosted is None else self._hosted.load(hosted, named)
+        if hosted is not None:
+            named = self._hosted.load(hosted, named, state.options.lag_steps)
+        state.kept.pending = named
 
     def read_again(self, hosted: HostedRow, kept: KeptChoice) -> None:
         """Load the choice at hand of a request that is back on the device, for the pass that comes now."""

@@ -35,7 +35,8 @@ class DecodeMetrics:
         self.hosted = Counter(
             "ragserve_decode_hosted_pages",
             "Pages of KV heads of hosted requests that choices named: hit, or miss and loaded from the host; "
-            "read: by progressive steps from the host, being in no column.",
+            "read: by progressive steps from the host, being in no column; fill: those of them that "
+            "steps wrote to one.",
             ["kind"],
         )
         self.loaded = Counter(
@@ -100,6 +101,7 @@ class DecodeMetrics:
         if report.hosted_steps or report.misses:
             self.hosted.labels("hit").inc(report.hits)
             self.hosted.labels("miss").inc(report.misses)
+            self.hosted.labels("fill").inc(report.fills)
             self.hosted.labels("read").inc(report.host_reads)
             self.loaded.inc(report.loaded_bytes)
         self.resumed.inc(report.resumed)

@@ -3,7 +3,8 @@
 A *cell* is the place of a page in one layer and KV head of SGLang's pool. In the cells of a request's columns
 any page of any of its layers and heads may be, so one that attends to many pages takes what others leave.
 Attention finds pages by a table of all host pages, which is changed on the stream of the forward passes: what
-is to be overwritten leaves it before its load begins, and what is loaded enters it once it is there."""
+is to be overwritten leaves it before its load begins, and what is loaded enters it once it is there. For a
+step, attention may fill cells instead: what it reads from the host and is to be in a cell it writes there."""
 
 from __future__ import annotations
 
@@ -11,10 +12,18 @@ from collections.abc import Callable
 
 import torch
 
-from ragserve_kernels.cell_assign import CellMoves, CellState, cell_arrive, cell_assign
+from ragserve_kernels.cell_assign import (
+    CellMoves,
+    CellState,
+    cell_arrive,
+    cell_assign,
+    cell_expect,
+    cell_rest,
+)
 from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.paged import PageSelection
 from ragserve_kernels.progressive_decode import PageCells
+from sglang_ext.documents.types import IntegrityError
 from sglang_ext.hosting.columns import EMPTY, RECENT
 
 _LARGEST = 2**31
@@ -80,6 +89,7 @@ class CellTable:
         named = torch.zeros(pages * cells.lists + 1, dtype=torch.int32, device=cells.of.device)
         self._state = CellState(cells.of, cells.held, cells.used, named)
         self._moves: CellMoves | None = None
+        self._expected = False  # attention may fill the cells of these moves
         self._own = named[:0].long()  # cells of `_pages`
         self._pages: torch.Tensor | None = None
         self.columns = columns
@@ -99,6 +109,7 @@ class CellTable:
         `cell_assign`, whose first arguments these are.
 
         ``column_pages``: int32 ``[at least columns]``: pages of the pool."""
+        self.rest()
         self.choices += 1
         if self._pages is not column_pages or len(self._own) != self.columns * self.lists:
             self._pages, self._own = column_pages, self._cells.within(column_pages[: self.columns])
@@ -107,8 +118,27 @@ class CellTable:
         self._moves = cell_assign(choice, self._state, host, self._own, **numbers)
         return self._moves
 
+    def expect(self) -> None:
+        """Let attention write the pages of the latest choice that it reads from the host to their cells."""
+        if self._moves is not None:
+            cell_expect(self._moves, self._state)
+            self._expected = True
+
+    def rest(self) -> CellMoves | None:
+        """End that, and return what has not been written meanwhile; None if nothing was expected."""
+        if self._moves is None or not self._expected:
+            return None
+        self._moves, self._expected = cell_rest(self._moves, self._state), False
+        return self._moves
+
     def arrive(self) -> None:
-        """Note that the pages of the latest choice are in their cells."""
+        """Note that the pages of the latest choice are in their cells.
+
+        Raises:
+            IntegrityError: attention may still fill them.
+        """
+        if self._expected:
+            raise IntegrityError("cells are to be filled that nothing has been loaded into")
         if self._moves is not None:
             cell_arrive(self._moves, self._state)
             self._moves = None
@@ -123,8 +153,12 @@ class CellTable:
 
     def tallied(self, tally: torch.Tensor) -> tuple[int, int, int, int, int]:
         """As `ColumnTable.tallied`; the working set is the mean of all layers and heads, as they share."""
-        hits, misses, late, named = tally.tolist()
-        return hits, misses, late, named, -(-named // self.lists)
+        hits, misses, _, named = tally.tolist()
+        return hits, misses, 0, named, -(-named // self.lists)
+
+    def filled(self, tally: torch.Tensor) -> int:
+        """Return how many pages attention has written to their cells."""
+        return int(tally[2])
 
     def differing(
         self,
@@ -140,7 +174,8 @@ class CellTable:
         kv, lists = self._cells.places.pool, self.lists
         cells = self._cells.within(column_pages)
         entries = self._cells.held[cells].long()
-        full = entries >= 0
+        # what is on its way, and was not written by attention, is not there yet
+        full = (entries >= 0) & (self._cells.of[entries] != -2 - cells)
         cells, entries = cells[full].cpu(), entries[full].cpu()
         told = self._cells.of.cpu()
         bad = told[entries] != cells

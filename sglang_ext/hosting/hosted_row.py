@@ -23,6 +23,7 @@ class HostedCounts:
     hosted_steps: int = 0
     hits: int = 0
     misses: int = 0
+    fills: int = 0
     host_reads: int = 0
     loaded_bytes: int = 0
     columns: int = 0
@@ -57,6 +58,7 @@ class HostedRow:
         protected: ``req.cache_protected_len`` before columns were reserved.
         loaded: event after which the latest choice's pages are in their columns; None on a CPU.
         has_load: a choice of pages has been loaded that no step has read yet.
+        filling: cells that it names may be filled by the step at hand: see `CellLoads`.
         late: that choice, some of whose pages are to be loaded just before it is read; None: none are.
         leaving: columns that it loses once ``leave_after`` more choices have begun to be read.
         moved: its prompt is no longer its own. placed: its row of the request table says so.
@@ -84,6 +86,7 @@ class HostedRow:
     protected: int = 0
     loaded: Any = None
     has_load: bool = False
+    filling: bool = False
     late: Columns | None = None
     leaving: int = 0
     leave_after: int = 0
@@ -110,6 +113,8 @@ class HostedRow:
             hits, misses, late, recent, self.largest_set = self.table.tallied(tally)
             self.counts.hits += hits
             self.counts.misses += misses
+            if isinstance(self.table, CellTable):
+                self.counts.fills += self.table.filled(tally)
             self.counts.loaded_bytes += misses * self.head_bytes
             if self.moved:
                 self.counts.working_set = recent / self.table.lists

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ragserve_kernels.cell_assign import CellMoves
 from ragserve_kernels.column_assign import Columns
 from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.page_stats import PageStats
@@ -23,6 +22,7 @@ from sglang_ext.context.buffers import upload
 from sglang_ext.documents.fill import DocumentKv, fill_pages
 from sglang_ext.documents.types import IntegrityError
 from sglang_ext.hosting.beside import CopyStream
+from sglang_ext.hosting.cell_loads import CellLoads
 from sglang_ext.hosting.cells import Cells, CellTable
 from sglang_ext.hosting.column_check import differing
 from sglang_ext.hosting.column_slots import ColumnSlots
@@ -65,6 +65,7 @@ class HostedRows:
         self.contexts = contexts
         self._loads = PageLoads(pages.pool, self.kv, contexts)
         self.copies = CopyStream(self.kv.device)
+        self._cell_loads = CellLoads(self._loads, self.copies)
         self._rows: dict[int, HostedRow] = {}  # by owner
         self.waiting: dict[int, HostPrefix] = {}  # by owner, of requests that are in no batch
         self._owners = 0
@@ -182,8 +183,9 @@ class HostedRows:
             if not left:
                 return
 
-    def load(self, row: HostedRow, choice: PageSelection) -> PageSelection:
-        """Load what a choice misses, and return it with columns in place of hosted pages.
+    def load(self, row: HostedRow, choice: PageSelection, lag: int = 0) -> PageSelection:
+        """Load what a choice misses, and return it with columns in place of hosted pages; ``lag`` as that of
+        `CellLoads.begin`.
 
         A request without columns keeps its prompt on the device, and its choice as it is."""
         if row.table is None or row.column_pages is None:
@@ -191,8 +193,7 @@ class HostedRows:
         choice = PageSelection(choice.blocks.contiguous(), choice.counts.contiguous())
         blocks, counts = choice
         if isinstance(row.table, CellTable):
-            self.copies.await_on_current(None, row.host, row.column_pages, *row.table.tensors)
-            self._load_shared(row, row.table.assign(choice, row.host, row.column_pages))
+            self._cell_loads.begin(row, row.table, choice, lag=lag)
             return choice
         pages, own = self._loads.pages(row)
         with self.copies.behind(blocks, counts, *own, row.column_pages, *row.table.tensors):
@@ -209,18 +210,9 @@ class HostedRows:
         # where `_place` puts its column
         return PageSelection(found.placed, counts)
 
-    def _load_shared(self, row: HostedRow, moves: CellMoves) -> None:
-        """Load pages into cells. Steps that have been launched read what was there; later ones do not look
-        there before `arrive`."""
-        tally = moves.tally
-        with self.copies.behind(*moves):
-            begun = self.copies.event()
-            self._loads.to_cells(row, moves)
-            if tally.is_cuda:
-                tally = tally.to("cpu", non_blocking=True)
-            row.loaded = self.copies.event()
-        row.arriving.append((begun, row.loaded, tally))
-        row.has_load = True
+    def load_rest(self, row: HostedRow) -> None:
+        """Load what the step just launched has not written to cells itself."""
+        self._cell_loads.rest(row)
 
     def _load_late(self, row: HostedRow, late: Columns, table: ColumnTable) -> None:
         """Load what could not be loaded while the choice before was read, on the current stream."""
@@ -250,6 +242,7 @@ class HostedRows:
         Return False if it must not read it: the request was to move and could not, and ends with an error."""
         if not row.has_load:
             return True  # made when the request had no columns: of its pages on the device
+        self.load_rest(row)
         self.copies.await_on_current(row.loaded, choice.blocks)
         row.has_load = False
         if isinstance(row.table, CellTable):
@@ -332,6 +325,7 @@ class HostedRows:
             self._tree.token_to_kv_pool_allocator.free(row.columns)
         if row.table is not None and row.column_pages is not None:
             row.table.drop(row.column_pages)
+        row.filling = False
         if row.loaded is not None:
             self.joins.append(row.loaded)
         if row.request >= 0:  # else its first pass has failed on the way

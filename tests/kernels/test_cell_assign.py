@@ -13,6 +13,10 @@ from ragserve_kernels.cell_assign import (
     cell_arrive_naive,
     cell_assign,
     cell_assign_naive,
+    cell_expect,
+    cell_expect_naive,
+    cell_rest,
+    cell_rest_naive,
 )
 from ragserve_kernels.paged import PageSelection
 
@@ -66,6 +70,40 @@ def test_choices_in_a_row(device: torch.device, n: int, pages: int, columns: int
                 assert torch.equal(mine.held, other.held)
                 assert torch.equal(mine.used[:-1], other.used[:-1])
     assert moved > 0
+
+
+@pytest.mark.parametrize(("n", "pages", "columns"), [(5, 30, 3), (33, 60, 12), (400, 500, 210)])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_what_attention_has_not_filled_is_left(
+    device: torch.device, n: int, pages: int, columns: int, share: float
+) -> None:
+    mine, other = (empty(pages, columns + 2, pages, device) for _ in range(2))
+    host = torch.randperm(pages, dtype=torch.int32).to(device)
+    own = (torch.randperm(columns + 2)[:columns, None] * LISTS + torch.arange(LISTS)).flatten().to(device)
+    for number in range(1, 8 if n < 100 else 4):
+        choice, options = ranking(n, pages, device), {"number": number, "counted": LISTS, "recent": 3}
+        got = cell_assign(choice, mine, host, own, **options)
+        want = cell_assign_naive(choice, other, host, own, **options)
+        cell_expect(got, mine)
+        cell_expect_naive(want, other)
+        assert torch.equal(mine.of[:-1], other.of[:-1])
+        assert torch.equal(mine.held[:-1], other.held[:-1])
+        moves = int(want.n_moves)
+        filled = (torch.rand(moves) < share).to(device)
+        entries, cells = want.entries[:moves][filled].long(), want.cells[:moves][filled]
+        for state in (mine, other):
+            state.of[entries] = cells
+        got, left = cell_rest(got, mine), cell_rest_naive(want, other)
+        for ours, theirs in zip(got, left, strict=True):
+            assert torch.equal(ours, theirs)
+        assert left.tally.tolist()[1:3] == [int((~filled).sum()), int(filled.sum())]
+        assert torch.equal(left.entries[: int(left.n_moves)], want.entries[:moves][~filled])
+        assert torch.equal(mine.of[:-1], other.of[:-1])
+        assert torch.equal(mine.held[:-1], other.held[:-1])
+        assert int(mine.of[:-1].min()) >= -1
+        cell_arrive(got, mine)
+        cell_arrive_naive(left, other)
+        assert torch.equal(mine.of[:-1], other.of[:-1])
 
 
 def test_arguments_are_checked(device: torch.device) -> None:

@@ -152,6 +152,28 @@ def in_documents(
     return replace(batch, k=k, v=v), PagePlaces(now, hosts, LAYER, cells, contexts)
 
 
+def coming(there: Batch, places: PagePlaces, share: float) -> PagePlaces:
+    """Let a ``share`` of the pages that no cell has be on their way to cells that nobody has."""
+    cells = places.cells
+    assert cells is not None
+    numbers, layers, heads = cells.of.shape
+    page, of = there.page_size, cells.of.cpu()
+    free = [
+        (slot // page * layers + layer) * heads + head
+        for layer, (k, v) in enumerate(zip(cells.pool.k, cells.pool.v, strict=True))
+        for head in range(heads)
+        for slot in range(0, len(k), page)
+        if bool(k[slot : slot + page, head].isnan().all() and v[slot : slot + page, head].isnan().all())
+    ]
+    order = torch.randperm(len(free)).tolist()
+    for number in range(numbers):
+        for head in range(heads):
+            if int(of[number, LAYER, head]) < 0 and float(torch.rand(())) < share and order:
+                of[number, LAYER, head] = -2 - free[order.pop()]
+    cells.of.copy_(of)
+    return places
+
+
 def on_host(places: PagePlaces, row: int, head: int, pages: torch.Tensor) -> int:
     """Return how many of a row's pages are in no place of the pool."""
     found = places.places[row, head][pages].long()
@@ -253,6 +275,73 @@ def test_pages_of_contexts_are_read_in_their_documents(
                 for head in range(2):
                     read = ranking.blocks[row, head, : int(got.blocks_used[row, head])].long()
                     assert int(got.from_host[row, head]) == on_host(places, row, head, read)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "head_dim", "dtype", "half", "codes", "threshold"),
+    [
+        (16, 64, torch.float32, None, False, 0.6),
+        (64, 128, torch.bfloat16, None, False, 1.0),
+        (128, 64, torch.float32, 20, False, 0.6),
+        (16, 64, torch.float32, 32, True, 0.6),
+        (64, 128, torch.bfloat16, 64, False, 1.0),
+    ],
+    ids=str,
+)
+def test_pages_that_are_read_from_the_host_fill_cells(
+    device: torch.device,
+    page_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    half: int | None,
+    codes: bool,
+    threshold: float,
+) -> None:
+    """Of pages of their requests and of contexts. Nothing else is written, and what is not read is not
+    entered."""
+    lens = [9001, 0, 130, 64] if GPU else [271, 0, 66]
+    if not GPU:
+        dtype = torch.float32
+    batch = make_batch(
+        lens, device=device, page_size=page_size, head_dim=head_dim, heads=6, dtype=dtype, peak=6.0
+    )
+    there, places = celled(*moved(batch, 0.8), 0.3)
+    if half is not None:
+        batch, places = in_documents(batch, places, 0.6, half, codes)
+    ranking, options = ranked(batch), {"rounds": Rounds(2, 1.5), "threshold": threshold, "bound": "round"}
+    want = progressive_decode(*there.inputs(), ranking, **options, places=places)
+    places = coming(there, places, 0.6)
+    cells = places.cells
+    assert cells is not None
+    before = cells.of.clone(), [each.clone() for each in (*cells.pool.k, *cells.pool.v)]
+    found = []
+    for naive in (True, False):
+        cells.of.copy_(before[0])
+        for each, was in zip((*cells.pool.k, *cells.pool.v), before[1], strict=True):
+            each.copy_(was)
+        with forced_naive(naive):
+            got = progressive_decode(*there.inputs(), ranking, **options, places=places)
+        assert_close(got.out, want.out, dtype)
+        assert torch.equal(got.blocks_used, want.blocks_used)
+        assert torch.equal(got.from_host, want.from_host), "they have been read from there"
+        found.append((cells.of.clone(), [each.clone() for each in (*cells.pool.k, *cells.pool.v)]))
+    assert torch.equal(found[0][0], found[1][0])
+    for wanted, made in zip(found[0][1], found[1][1], strict=True):
+        assert torch.equal(wanted.isnan(), made.isnan())
+        assert_close(made.nan_to_num(), wanted.nan_to_num(), dtype)
+    read = torch.zeros_like(before[0], dtype=torch.bool)
+    for row, length in enumerate(lens):
+        for head in range(2):
+            for block in ranking.blocks[row, head, : int(want.blocks_used[row, head])].tolist():
+                place = int(places.places[row, head, block])
+                if place < 0 and (block + 1) * page_size <= length:
+                    read[-1 - place, LAYER, head] = True
+    filled = read & (before[0] < -1)
+    assert filled.any()
+    assert torch.equal(cells.of, torch.where(filled, -2 - before[0], before[0]))
+    again = progressive_decode(*there.inputs(), ranking, **options, places=places)
+    assert_close(again.out, want.out, dtype)
+    assert int(again.from_host.sum()) == int(want.from_host.sum()) - int(filled.sum())  # type: ignore[union-attr]
 
 
 def test_threshold_one_reads_every_page_wherever_it_is(device: torch.device) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ragserve_kernels.cell_assign.naive import cell_arrive_naive, cell_assign_naive
+from ragserve_kernels.cell_assign.naive import (
+    cell_arrive_naive,
+    cell_assign_naive,
+    cell_expect_naive,
+    cell_rest_naive,
+)
 from ragserve_kernels.cell_assign.types import CellMoves, CellState
 from ragserve_kernels.dispatch import check, use_triton
 from ragserve_kernels.paged import PageSelection
@@ -16,6 +21,10 @@ __all__ = [
     "cell_arrive_naive",
     "cell_assign",
     "cell_assign_naive",
+    "cell_expect",
+    "cell_expect_naive",
+    "cell_rest",
+    "cell_rest_naive",
 ]
 
 
@@ -77,16 +86,56 @@ def cell_arrive(moves: CellMoves, state: CellState) -> None:
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit.
     """
-    check("moves.entries", moves.entries, torch.int32, (None,), dense=True)
-    check("moves.cells", moves.cells, torch.int32, moves.entries.shape, like=moves.entries, dense=True)
-    check("moves.n_moves", moves.n_moves, torch.int32, (1,), like=moves.entries)
-    _check_state(state, moves.entries)
+    _check_moves(moves, state)
     if use_triton(moves.entries):
         from ragserve_kernels.cell_assign import triton as kernels
 
         kernels.cell_arrive(moves, state)
     else:
         cell_arrive_naive(moves, state)
+
+
+def cell_expect(moves: CellMoves, state: CellState) -> None:
+    """Let attention that reads what is to be moved from the host write it to its cells: see
+    `ragserve_kernels.progressive_decode.PageCells`. `cell_rest` ends that; a cell may change hands before.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit.
+    """
+    _check_moves(moves, state)
+    if not len(moves.entries):
+        return
+    if use_triton(moves.entries):
+        from ragserve_kernels.cell_assign import triton as kernels
+
+        kernels.cell_expect(moves, state)
+    else:
+        cell_expect_naive(moves, state)
+
+
+def cell_rest(moves: CellMoves, state: CellState) -> CellMoves:
+    """Return the moves that nobody has made since `cell_expect`, in order, and take them out of ``state``:
+    they are to be loaded, and to `cell_arrive`. The others are in their cells.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit.
+    """
+    _check_moves(moves, state)
+    check("moves.tally", moves.tally, torch.int32, (4,), like=moves.entries, dense=True)
+    if not len(moves.entries):
+        return moves
+    if use_triton(moves.entries):
+        from ragserve_kernels.cell_assign import triton as kernels
+
+        return kernels.cell_rest(moves, state)
+    return cell_rest_naive(moves, state)
+
+
+def _check_moves(moves: CellMoves, state: CellState) -> None:
+    check("moves.entries", moves.entries, torch.int32, (None,), dense=True)
+    check("moves.cells", moves.cells, torch.int32, moves.entries.shape, like=moves.entries, dense=True)
+    check("moves.n_moves", moves.n_moves, torch.int32, (1,), like=moves.entries)
+    _check_state(state, moves.entries)
 
 
 def _check_state(state: CellState, like: torch.Tensor) -> None:

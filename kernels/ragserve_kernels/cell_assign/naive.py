@@ -1,4 +1,4 @@
-"""The truth of ``cell_assign`` and ``cell_arrive`` in plain torch."""
+"""The truth of ``cell_assign`` and what follows it in plain torch."""
 
 from __future__ import annotations
 
@@ -63,3 +63,27 @@ def cell_arrive_naive(moves: CellMoves, state: CellState) -> None:
     is_none = torch.arange(len(entries), device=entries.device) >= n_moves
     state.of.scatter_(0, entries.long(), cells.masked_fill(is_none, NONE))
     state.held.scatter_(0, cells.long(), entries.masked_fill(is_none, NONE))
+
+
+def cell_expect_naive(moves: CellMoves, state: CellState) -> None:
+    """See :func:`ragserve_kernels.cell_assign.cell_expect`."""
+    entries, cells, n_moves, _ = moves
+    is_none = torch.arange(len(entries), device=entries.device) >= n_moves
+    state.of.scatter_(0, entries.long(), (-2 - cells).masked_fill(is_none, NONE))
+    state.held.scatter_(0, cells.long(), entries.masked_fill(is_none, NONE))
+
+
+def cell_rest_naive(moves: CellMoves, state: CellState) -> CellMoves:
+    """See :func:`ragserve_kernels.cell_assign.cell_rest`."""
+    entries, cells, n_moves, tally = moves
+    none, nowhere, n = len(state.of) - 1, len(state.held) - 1, len(entries)
+    is_left = (torch.arange(n, device=entries.device) < n_moves) & (state.of[entries.long()] == -2 - cells)
+    count = is_left.sum(0, keepdim=True).int()
+    place = (is_left.cumsum(0) - 1).masked_fill_(~is_left, n)
+    left = []
+    for values, other in ((entries, none), (cells, nowhere)):
+        gone = values.masked_fill(~is_left, other)
+        left.append(values.new_full((n + 1,), other).scatter_(0, place, gone)[:-1])
+    state.of.index_fill_(0, left[0].long(), NONE)
+    state.held.index_fill_(0, left[1].long(), NONE)
+    return CellMoves(left[0], left[1], count, torch.cat((tally[:1], count, n_moves - count, tally[3:])))

@@ -168,6 +168,95 @@ def cell_assign(
     return CellMoves(entries, cells, n_moves, tally)
 
 
+@triton.jit(do_not_specialize=["n_order"])
+def _expect(p_entries, p_cells, p_n_moves, p_of, p_held, n_order, STEP: tl.constexpr):
+    o_move = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    m_move = o_move < tl.minimum(tl.load(p_n_moves), n_order)
+    # [STEP] each
+    i_entry = tl.load(p_entries + o_move, mask=m_move, other=0)
+    i_cell = tl.load(p_cells + o_move, mask=m_move, other=0)
+    tl.store(p_of + i_entry, -2 - i_cell, mask=m_move)
+    tl.store(p_held + i_cell, i_entry, mask=m_move)
+
+
+@triton.jit(do_not_specialize=["n_order", "none", "nowhere"])
+def _rest(
+    p_entries,  # int32 [n_order]
+    p_cells,
+    p_n_moves,  # int32 [1]
+    p_tally,  # int32 [4]
+    p_of,
+    p_held,
+    p_entries_left,  # as the four above, which they take the place of
+    p_cells_left,
+    p_n_left,
+    p_tally_left,
+    n_order,
+    none,
+    nowhere,
+    STEP: tl.constexpr,
+):
+    # one program, as in `_find`
+    n_moves = tl.minimum(tl.load(p_n_moves), n_order)
+    n_left = 0
+    b_none = tl.zeros([STEP], tl.int32) - 1
+    for i_first in range(0, n_moves, STEP):
+        o_move = i_first + tl.arange(0, STEP)
+        m_move = o_move < n_moves
+        # [STEP] each
+        i_entry = tl.load(p_entries + o_move, mask=m_move, other=0)
+        i_cell = tl.load(p_cells + o_move, mask=m_move, other=0)
+        m_left = m_move & (tl.load(p_of + i_entry, mask=m_move, other=-1) == -2 - i_cell)
+        b_left = m_left.to(tl.int32)
+        i_to = n_left + tl.cumsum(b_left, 0) - 1
+        tl.store(p_entries_left + i_to, i_entry, mask=m_left)
+        tl.store(p_cells_left + i_to, i_cell, mask=m_left)
+        tl.store(p_held + i_cell, b_none, mask=m_left)
+        n_left += tl.sum(b_left, 0)
+    for i_first in range(n_left // STEP * STEP, n_order, STEP):
+        o_move = i_first + tl.arange(0, STEP)
+        m_none = (o_move >= n_left) & (o_move < n_order)
+        tl.store(p_entries_left + o_move, tl.zeros([STEP], tl.int32) + none, mask=m_none)
+        tl.store(p_cells_left + o_move, tl.zeros([STEP], tl.int32) + nowhere, mask=m_none)
+    tl.store(p_n_left, n_left)
+    tl.store(p_tally_left, tl.load(p_tally))
+    tl.store(p_tally_left + 1, n_left)
+    tl.store(p_tally_left + 2, n_moves - n_left)
+    tl.store(p_tally_left + 3, tl.load(p_tally + 3))
+
+
+@triton.jit(do_not_specialize=["n_order"])
+def _leave(p_entries, p_n_moves, p_of, n_order, STEP: tl.constexpr):
+    o_move = tl.program_id(0) * STEP + tl.arange(0, STEP)
+    m_move = o_move < tl.minimum(tl.load(p_n_moves), n_order)
+    i_entry = tl.load(p_entries + o_move, mask=m_move, other=0)
+    tl.store(p_of + i_entry, tl.zeros([STEP], tl.int32) - 1, mask=m_move)
+
+
+def cell_expect(moves: CellMoves, state: CellState) -> None:
+    """Launch the kernel; see :func:`ragserve_kernels.cell_assign.cell_expect`."""
+    n_order = len(moves.entries)
+    _expect[(triton.cdiv(n_order, _STEP),)](
+        *(moves.entries, moves.cells, moves.n_moves, state.of, state.held, n_order), STEP=_STEP, num_warps=4
+    )
+
+
+def cell_rest(moves: CellMoves, state: CellState) -> CellMoves:
+    """Launch the kernels; see :func:`ragserve_kernels.cell_assign.cell_rest`."""
+    n_order = len(moves.entries)
+    left = CellMoves(*(torch.empty_like(each) for each in moves))
+    _rest[(1,)](
+        *(*moves, state.of, state.held, *left, n_order, len(state.of) - 1, len(state.held) - 1),
+        STEP=_STEP,
+        num_warps=8,
+    )
+    # behind it: a warp that looks again must find what it has found before
+    _leave[(triton.cdiv(n_order, _STEP),)](
+        *(left.entries, left.n_moves, state.of, n_order), STEP=_STEP, num_warps=4
+    )
+    return left
+
+
 def cell_arrive(moves: CellMoves, state: CellState) -> None:
     """Launch the kernel; see :func:`ragserve_kernels.cell_assign.cell_arrive`."""
     n_order = len(moves.entries)

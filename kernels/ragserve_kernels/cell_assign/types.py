@@ -15,8 +15,10 @@ class CellState(NamedTuple):
     tensor stands for none.
 
     Attributes:
-        of: ``[host pages * lists + 1]``: the cell of each entry; negative: none.
-        held: ``[pages of the pool * lists + 1]``: the entry in each cell; negative: none.
+        of: ``[host pages * lists + 1]``: the cell of each entry; -1: none; less: cell ``-2 - value`` is to
+            have it, and whoever reads it from the host may write it there.
+        held: ``[pages of the pool * lists + 1]``: the entry in each cell, or that it is to have so; negative:
+            none.
         used: likewise: the number of the latest choice that has named what the cell holds; 0: none.
         named: ``[pages * lists + 1]``: likewise, by page of the request, layer and head.
     """
@@ -34,8 +36,9 @@ class CellMoves(NamedTuple):
         entries, cells: ``[n]``: what goes where. The first ``n_moves`` are used, behind them are the last
             elements' numbers.
         n_moves: ``[1]``.
-        tally: ``[4]``: pages that were there, missing ones, 0, and pages that the latest choices have named,
-            this one included.
+        tally: ``[4]``: pages that were there; missing ones, but for the next: those that have been written by
+            whoever read them (see `cell_rest`); and pages that the latest choices have named, this one
+            included.
     """
 
     entries: torch.Tensor

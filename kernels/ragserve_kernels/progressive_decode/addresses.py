@@ -15,10 +15,14 @@ from ragserve_kernels.context_gather.types import PAIR_BYTES
 from ragserve_kernels.dispatch import next_power_of_2
 from ragserve_kernels.kv import rows_of
 from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection, kv_rows
-from ragserve_kernels.progressive_decode.placed_tiles import IN_CONTEXT, ON_HOST, Contexts
+from ragserve_kernels.progressive_decode.placed_tiles import FILLS, IN_CONTEXT, ON_HOST, Contexts
 from ragserve_kernels.progressive_decode.types import PagePlaces
 
 RESOLVED = 256  # pages of a head whose addresses one program finds
+# bits of what such a program notes of its pages
+SOME_CONTEXT: tl.constexpr = tl.constexpr(1)  # some are those of contexts
+SOME_FILL: tl.constexpr = tl.constexpr(2)  # some, in host pages of their request, fill cells
+SOME_CONTEXT_FILL: tl.constexpr = tl.constexpr(4)  # some of contexts do
 
 
 @triton.jit(do_not_specialize=["stride_places", "stride_places_head", "i_layer", "n"])
@@ -39,8 +43,9 @@ def _resolve(
     kv_heads,
     n,
     p_tokens,  # int32 [numbers, PAGE, 2] with CONTEXTS, as what follows; else not read
-    p_in_context,  # int32 [items, parts]: nonzero if a program has found a page of a context
+    p_kinds,  # int32 [items, parts]: the bits above; written with either
     p_out,  # int64 [batch, kv_heads, n, 2]: see `attend_placed`
+    p_fills,  # likewise: with CELLS, of pages that fill cells where they are, as p_out has the cells
     PAGE: tl.constexpr,
     BYTES: tl.constexpr,  # of an element
     CELLS: tl.constexpr,
@@ -80,20 +85,31 @@ def _resolve(
             p_cells + (i_page * n_layers + i_layer) * kv_heads + i_h, mask=m_page & m_host, other=-1
         )
         m_cell = i_cell_of >= 0
-        i_cell = tl.maximum(i_cell_of, 0).to(tl.int64)
+        # on its way to a cell; a page that is not whole would leave a part of it as it was
+        m_fill = (i_cell_of < -1) & ((o_page + 1) * PAGE <= tl.load(p_lens + i_b))
+        i_cell = tl.where(m_cell, i_cell_of, tl.where(m_fill, -2 - i_cell_of, 0)).to(tl.int64)
         i_of = i_cell // kv_heads % n_layers
         i_row = i_cell // kv_heads // n_layers * PAGE
-        c_k = tl.load(p_layers_k + i_of, mask=m_cell, other=0)
-        c_v = tl.load(p_layers_v + i_of, mask=m_cell, other=0)
+        c_k = tl.load(p_layers_k + i_of, mask=m_cell | m_fill, other=0)
+        c_v = tl.load(p_layers_v + i_of, mask=m_cell | m_fill, other=0)
         c_k += (i_row * kv.k.stride + i_cell % kv_heads * kv.k.stride_head) * BYTES
         c_v += (i_row * kv.v.stride + i_cell % kv_heads * kv.v.stride_head) * BYTES
-        a_k = tl.where(m_cell, c_k, a_k)
-        a_v = tl.where(m_cell, c_v, a_v)
+        p_fills += (i_item.to(tl.int64) * n + o_page) * 2
+        tl.store(p_fills, a_k, mask=m_fill)
+        tl.store(p_fills + 1, a_v, mask=m_fill)
+        a_k = tl.where(m_cell, c_k, tl.where(m_fill, c_k | FILLS, a_k))
+        a_v = tl.where(m_cell, c_v, tl.where(m_fill, c_v | FILLS, a_v))
+    if CONTEXTS or CELLS:
+        b_bits = tl.zeros([STEP], tl.int32)
         if CONTEXTS:
-            m_context = m_context & (i_cell_of < 0)
-    if CONTEXTS:
-        n_parts = tl.num_programs(1)
-        tl.store(p_in_context + i_item * n_parts + tl.program_id(1), tl.max(m_context.to(tl.int32), 0))
+            b_bits = tl.where(m_context, SOME_CONTEXT, b_bits)
+        if CELLS:
+            b_bits = tl.where(m_fill, tl.where(b_bits > 0, SOME_CONTEXT_FILL, SOME_FILL), b_bits)
+            b_bits = tl.where(m_cell, 0, b_bits)
+        n_fills = tl.max(tl.where(b_bits == SOME_FILL, b_bits, 0), 0)
+        n_fills += tl.max(tl.where(b_bits == SOME_CONTEXT_FILL, b_bits, 0), 0)
+        n_bits = n_fills + tl.max(tl.where(b_bits == SOME_CONTEXT, b_bits, 0), 0)
+        tl.store(p_kinds + i_item * tl.num_programs(1) + tl.program_id(1), n_bits)
     p_out += (i_item.to(tl.int64) * n + o_page) * 2
     tl.store(p_out, a_k, mask=m_page)
     tl.store(p_out + 1, a_v, mask=m_page)
@@ -127,20 +143,30 @@ class Reading(NamedTuple):
         return cls(Contexts(found.base, found.turns, layers * kv_heads), constants)
 
 
-def addresses(
-    batch: PagedBatch, ranking: PageSelection, kv: KVPair, places: PagePlaces
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where K and V of every page that may be read lie, int64 [batch, kv_heads, n, 2], and of the
-    parts of each such list whether they have pages of contexts, int32 [batch * kv_heads, parts]."""
+class Addresses(NamedTuple):
+    """Where K and V of every page that may be read lie."""
+
+    pages: torch.Tensor  # int64 [batch, kv_heads, n, 2]
+    fills: torch.Tensor  # likewise: where pages are that fill the cells there; undefined for others
+    kinds: torch.Tensor  # int32 [batch * kv_heads, parts]: bits of the pages in each part of such a list
+
+
+def addresses(batch: PagedBatch, ranking: PageSelection, kv: KVPair, places: PagePlaces) -> Addresses:
+    """Look every page up."""
     cache, (requests, kv_heads, n) = kv_rows(kv), places.places.shape
     found = torch.empty(requests, kv_heads, n, 2, dtype=torch.int64, device=places.places.device)
     host_k, host_v = (rows_of(places.host[:, half, places.layer]) for half in range(2))
     cells, contexts = places.cells, places.contexts
-    of, layers_k, layers_v = (
-        (found,) * 3 if cells is None else (cells.of, cells.pool.k_ptrs, cells.pool.v_ptrs)
-    )
+    of, layers_k, layers_v, fills = (found,) * 4
+    if cells is not None:
+        of, layers_k, layers_v, fills = (
+            cells.of,
+            cells.pool.k_ptrs,
+            cells.pool.v_ptrs,
+            torch.empty_like(found),
+        )
     items, parts = requests * kv_heads, triton.cdiv(n, RESOLVED)
-    in_context = torch.empty(items, parts, dtype=torch.int32, device=found.device)
+    kinds = torch.empty(items, parts, dtype=torch.int32, device=found.device)
     _resolve[(items, parts)](
         places.places,
         places.places.stride(0),
@@ -158,8 +184,9 @@ def addresses(
         kv_heads,
         n,
         found if contexts is None else contexts.tokens,
-        in_context,
+        kinds,
         found,
+        fills,
         PAGE=batch.page_size,
         BYTES=places.host.element_size(),
         CELLS=cells is not None,
@@ -167,4 +194,4 @@ def addresses(
         STEP=RESOLVED,
         num_warps=4,
     )
-    return found, in_context
+    return Addresses(found, fills, kinds)

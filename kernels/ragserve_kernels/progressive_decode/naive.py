@@ -80,8 +80,32 @@ def gather_placed(
     return halves[0], halves[1]
 
 
+def fill_cells(
+    kv: KVPair, head: int, blocks: torch.Tensor, row: int, places: PagePlaces, seq_len: int
+) -> None:
+    """Write the pages among these that are to be in cells to them, and enter them."""
+    if places.cells is None:
+        return
+    of, pool = places.cells
+    page, heads = places.host.shape[4], pool.kv_heads
+    for block in blocks.tolist():
+        number = -1 - int(places.places[row, head, block])
+        if number < 0 or (block + 1) * page > seq_len:
+            continue
+        cell = -2 - int(of[number, places.layer, head])
+        if cell < 0:
+            continue
+        tokens = torch.arange(block * page, (block + 1) * page)
+        first = cell // (pool.layers * heads) * page
+        for buffers, rows in zip((pool.k, pool.v), gather_placed(kv, head, tokens, row, places), strict=True):
+            buffer = buffers[cell // heads % pool.layers]
+            buffer[first : first + page, cell % heads] = rows.to(buffer.dtype)
+        of[number, places.layer, head] = cell
+
+
 def cells_of(places: PagePlaces, head: int, found: torch.Tensor) -> torch.Tensor:
-    """Return the cells of pages of one head, int64 on the host, of their ``places``; -1: not in one."""
+    """Return the cells of pages of one head, int64 on the host, of their ``places``; less than 0:
+    not in one."""
     if places.cells is None:
         return torch.full_like(found, -1)
     of = places.cells.of[:, places.layer, head].cpu().long()
@@ -138,5 +162,6 @@ def progressive_decode(
             if places is not None and from_host is not None:
                 found = places.places[b, h, blocks[:n].to(q.device)].long().cpu()
                 from_host[b, h] = ((found < 0) & (cells_of(places, h, found) < 0)).sum()
+                fill_cells(kv, h, blocks[:n], b, places, seq_len)
             weight[b, rows] = estimate.float()
     return Progressive(out, used, weight, from_host)

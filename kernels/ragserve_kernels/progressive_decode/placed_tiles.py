@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ragserve_kernels.context_gather.context_rows import context_rows
+from ragserve_kernels.context_gather.context_rows import context_rows, store_context_rows
 from ragserve_kernels.decode_tiles import Softmax, fold_scores
 from ragserve_kernels.dot import dot
 
 ON_HOST: tl.constexpr = tl.constexpr(1)  # bits of an address: rows lie one behind the other
 IN_CONTEXT: tl.constexpr = tl.constexpr(2)  # it is that of the rows' places, see `HostContexts.tokens`
-FLAGS: tl.constexpr = tl.constexpr(3)
+FILLS: tl.constexpr = tl.constexpr(4)  # it is that of a cell, to which the page is written first
+FLAGS: tl.constexpr = tl.constexpr(7)  # all of them: the page is read from the host
 
 
 class Contexts(NamedTuple):
@@ -120,6 +121,129 @@ def attend_placed(
 
 
 @triton.jit
+def _cells(
+    i_tile,
+    walk,
+    p_index,
+    p_places,
+    p_fills,
+    stride,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Return where K and V of a tile's page, which fills a cell, are on the host, with the bits above; and of
+    its tokens the place in it, those of K and V in the cell, and which of them count."""
+    a_k, a_v, i_within, m_row = _tile_pages(i_tile, walk, p_index, p_places, PAGE, BLOCK_N)
+    f_k, f_v, _, _ = _tile_pages(i_tile, walk, p_index, p_fills, PAGE, BLOCK_N)
+    p_k = tl.multiple_of((a_k & -16).to(tl.pointer_type(DTYPE)) + i_within * stride, 16)
+    p_v = tl.multiple_of((a_v & -16).to(tl.pointer_type(DTYPE)) + i_within * stride, 16)
+    return f_k, f_v, i_within, p_k, p_v, m_row & ((a_k & FILLS) != 0)
+
+
+@triton.jit
+def fill_placed(
+    i_tile,
+    walk,
+    p_index,
+    p_places,
+    p_fills,  # int64 [pages, 2]: addresses, likewise, of pages whose own say that they fill cells
+    stride,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # divides PAGE
+    DTYPE: tl.constexpr,
+):
+    """Write the page of a tile to the cell that is to have it, if it is in a host page of its request."""
+    f_k, f_v, i_within, p_k, p_v, m_row = _cells(
+        i_tile, walk, p_index, p_places, p_fills, stride, PAGE, BLOCK_N, DTYPE
+    )
+    o_dim = tl.arange(0, D)[None, :]
+    m_row = (m_row & ((f_k & IN_CONTEXT) == 0))[:, None]
+    q_k = tl.multiple_of((f_k & -16).to(tl.pointer_type(DTYPE)) + i_within * D, 16)
+    q_v = tl.multiple_of((f_v & -16).to(tl.pointer_type(DTYPE)) + i_within * D, 16)
+    # [N, D], both loads before their first use
+    b_k = tl.load(q_k[:, None] + o_dim, mask=m_row)
+    b_v = tl.load(q_v[:, None] + o_dim, mask=m_row)
+    tl.store(p_k[:, None] + o_dim, b_k, mask=m_row)
+    tl.store(p_v[:, None] + o_dim, b_v, mask=m_row)
+
+
+@triton.jit
+def fill_context(
+    i_tile,
+    walk,
+    p_index,
+    p_places,
+    p_fills,
+    stride,
+    contexts,
+    i_list,  # as `attend_context`
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    B_HALF: tl.constexpr,
+    B_REST: tl.constexpr,
+    CODES: tl.constexpr,
+    PAIR: tl.constexpr,
+):
+    """`fill_placed` for a page in documents' host pages, whose keys are turned on the way."""
+    f_k, _, i_within, p_k, p_v, m_row = _cells(
+        i_tile, walk, p_index, p_places, p_fills, stride, PAGE, BLOCK_N, DTYPE
+    )
+    m_row = m_row & ((f_k & IN_CONTEXT) != 0)
+    b_1, b_2, b_rest, b_v = _context_tile(
+        f_k, i_within, m_row, contexts, i_list, D, BLOCK, HALF, B_HALF, B_REST, DTYPE, CODES, PAIR
+    )
+    store_context_rows(p_k, p_v, b_1, b_2, b_rest, b_v, m_row[:, None], D, HALF, B_HALF, B_REST)
+
+
+@triton.jit
+def _context_tile(
+    a_token,  # address of the rows' places, with the bits above
+    i_within,
+    m_row,
+    contexts,
+    i_list,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    B_HALF: tl.constexpr,
+    B_REST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    CODES: tl.constexpr,
+    PAIR: tl.constexpr,
+):
+    """Return K and V of a tile of a context's page, as `context_rows`."""
+    p_token = (a_token & -16).to(tl.pointer_type(tl.int32)) + 2 * i_within
+    i_row = tl.load(p_token, mask=m_row, other=0).to(tl.int64)
+    i_turn = tl.load(p_token + 1, mask=m_row, other=0).to(tl.int64)
+    a_host = tl.load(contexts.p_base)
+    p_host = tl.multiple_of(a_host.to(tl.pointer_type(tl.int8 if CODES else DTYPE)), 16)
+    return context_rows(
+        p_host,
+        a_host.to(tl.pointer_type(tl.int32)),
+        contexts.p_turns,
+        i_row,
+        i_turn,
+        m_row,
+        i_list,
+        contexts.n_lists.to(tl.int64),
+        BLOCK,
+        D,
+        HALF,
+        B_HALF,
+        B_REST,
+        DTYPE,
+        CODES,
+        PAIR,
+    )
+
+
+@triton.jit
 def load_context_query(
     p_group,  # the first row of a group
     stride_head,
@@ -169,28 +293,8 @@ def attend_context(
     DTYPE: tl.constexpr = query.b_1.dtype
     a_k, _, i_within, m_row = _tile_pages(i_tile, walk, p_index, p_places, PAGE, BLOCK_N)
     m_row = m_row & ((a_k & IN_CONTEXT) != 0)
-    p_token = (a_k & -16).to(tl.pointer_type(tl.int32)) + 2 * i_within
-    i_row = tl.load(p_token, mask=m_row, other=0).to(tl.int64)
-    i_turn = tl.load(p_token + 1, mask=m_row, other=0).to(tl.int64)
-    a_host = tl.load(contexts.p_base)
-    p_host = tl.multiple_of(a_host.to(tl.pointer_type(tl.int8 if CODES else DTYPE)), 16)
-    b_1, b_2, b_rest, b_v = context_rows(
-        p_host,
-        a_host.to(tl.pointer_type(tl.int32)),
-        contexts.p_turns,
-        i_row,
-        i_turn,
-        m_row,
-        i_list,
-        contexts.n_lists.to(tl.int64),
-        BLOCK,
-        D,
-        HALF,
-        B_HALF,
-        B_REST,
-        DTYPE,
-        CODES,
-        PAIR,
+    b_1, b_2, b_rest, b_v = _context_tile(
+        a_k, i_within, m_row, contexts, i_list, D, BLOCK, HALF, B_HALF, B_REST, DTYPE, CODES, PAIR
     )
     b_s = dot(query.b_1, tl.trans(b_1), tl.zeros([query.b_1.shape[0], BLOCK_N], tl.float32), PRECISION)
     b_s = dot(query.b_2, tl.trans(b_2), b_s, PRECISION)

@@ -36,11 +36,19 @@ from ragserve_kernels.paged import (
     tile_rows,
     tile_tokens,
 )
-from ragserve_kernels.progressive_decode.addresses import Reading, addresses
+from ragserve_kernels.progressive_decode.addresses import (
+    SOME_CONTEXT,
+    SOME_CONTEXT_FILL,
+    SOME_FILL,
+    Reading,
+    addresses,
+)
+from ragserve_kernels.progressive_decode.finish import finish
 from ragserve_kernels.progressive_decode.placed_tiles import (
-    FLAGS,
     attend_context,
     attend_placed,
+    fill_context,
+    fill_placed,
     load_context_query,
 )
 from ragserve_kernels.progressive_decode.stopping_rule import bounded, estimate
@@ -50,7 +58,6 @@ LN2 = math.log(2.0)
 # Tokens of a page: with heads of 128 as many programs run at once as without contexts. Never of several
 # pages: codes of such tiles are more than Triton 3.6 compiles.
 CONTEXT_TILE = 32
-COUNTED: tl.constexpr = tl.constexpr(128)  # ranked blocks that are counted at once
 
 
 @triton.jit(do_not_specialize=["n_parts", "i_first_list"])
@@ -79,9 +86,10 @@ def _round(
     scale_2,
     stride_table,
     contexts,  # Contexts; read with CONTEXTS
-    p_in_context,  # int32 [items, n_parts]: nonzero if a part of the table has a page of a context; likewise
-    n_parts,
     i_first_list,  # of the layer: layer * KV heads; likewise
+    p_fills,  # see `Addresses`; read with CELLS
+    p_kinds,  # int32 [items, n_parts], likewise; read with CONTEXTS or CELLS
+    n_parts,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
@@ -94,6 +102,7 @@ def _round(
     MEAN: tl.constexpr,
     FIRST: tl.constexpr,
     PLACED: tl.constexpr,  # the table has addresses, int64 [batch, kv_heads, stride_table, 2]
+    CELLS: tl.constexpr,  # some pages on the host may fill cells
     CONTEXTS: tl.constexpr,  # some may be those of contexts
     CONTEXT_N: tl.constexpr,  # tokens of a tile of these
     PARTS: tl.constexpr,  # n_parts, rounded up
@@ -133,6 +142,65 @@ def _round(
                 tl.store(p_stopped + i_item, i_round)
                 tl.store(p_weight + i_item * GROUP + o_head, b_share, mask=o_head < GROUP)
     if m_go:
+        i_until = tl.minimum(i_end, n_ranked)
+        PER_TILE: tl.constexpr = max(1, BLOCK_N // BLOCK)  # whole blocks of a tile, or
+        PER_BLOCK: tl.constexpr = max(1, BLOCK // BLOCK_N)  # tiles of a block
+        n_each = (tl.maximum(i_until - i_start, 0) + SPLITS - 1) // SPLITS
+        n_each = (n_each + PER_TILE - 1) // PER_TILE * PER_TILE
+        i_mine = i_start + i_split * n_each
+        i_last = tl.minimum(i_mine + n_each, i_until)
+        i_first_tile = i_mine // PER_TILE * PER_BLOCK
+        i_end_tile = tl.where(i_last > i_mine, (i_last + PER_TILE - 1) // PER_TILE * PER_BLOCK, i_first_tile)
+        walk = Walk(i_until, i_until, 0, True, n_len)
+        p_index_row = p_index + i_item.to(tl.int64) * capacity
+        p_table_row = p_table + (i_item.to(tl.int64) * 2 if PLACED else i_b) * stride_table
+        C_PER_BLOCK: tl.constexpr = BLOCK // CONTEXT_N
+        if CONTEXTS or CELLS:
+            o_part = tl.arange(0, PARTS)
+            b_kinds = tl.load(p_kinds + i_item * n_parts + o_part, mask=o_part < n_parts, other=0)
+            i_list = i_first_list.to(tl.int64) + i_h
+        if CELLS:
+            # before all else, as it takes registers: pages are read below where they are written here
+            p_fill_row = p_fills + i_item.to(tl.int64) * 2 * stride_table
+            if tl.max(b_kinds & SOME_FILL, 0) > 0:
+                for i_tile in tl.range(i_mine * C_PER_BLOCK, i_last * C_PER_BLOCK, num_stages=1):
+                    fill_placed(
+                        i_tile,
+                        walk,
+                        p_index_row,
+                        p_table_row,
+                        p_fill_row,
+                        kv.k.stride,
+                        D,
+                        PAGE,
+                        CONTEXT_N,
+                        q.p.dtype.element_ty,
+                    )
+            if CONTEXTS:
+                n_some = tl.max(b_kinds & SOME_CONTEXT_FILL, 0)
+                if n_some > 0:
+                    for i_tile in tl.range(i_mine * C_PER_BLOCK, i_last * C_PER_BLOCK, num_stages=1):
+                        fill_context(
+                            i_tile,
+                            walk,
+                            p_index_row,
+                            p_table_row,
+                            p_fill_row,
+                            kv.k.stride,
+                            contexts,
+                            i_list,
+                            D,
+                            PAGE,
+                            CONTEXT_N,
+                            q.p.dtype.element_ty,
+                            DOCUMENT,
+                            TURNED,
+                            B_TURNED,
+                            B_REST,
+                            CODES,
+                            PAIR,
+                        )
+            tl.debug_barrier()  # what a thread has written others of the program read
         HALF: tl.constexpr = D // 2
         o_dim = tl.arange(0, HALF)
         i_segment = (i_item * SPLITS + i_split).to(tl.int64)
@@ -154,18 +222,6 @@ def _round(
             softmax = Softmax(b_low, b_high, tl.zeros([BLOCK_M], tl.float32), b_max, b_sum)
         if MEAN:  # the bound is that of this round only
             b_part = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        i_until = tl.minimum(i_end, n_ranked)
-        PER_TILE: tl.constexpr = max(1, BLOCK_N // BLOCK)  # whole blocks of a tile, or
-        PER_BLOCK: tl.constexpr = max(1, BLOCK // BLOCK_N)  # tiles of a block
-        n_each = (tl.maximum(i_until - i_start, 0) + SPLITS - 1) // SPLITS
-        n_each = (n_each + PER_TILE - 1) // PER_TILE * PER_TILE
-        i_mine = i_start + i_split * n_each
-        i_last = tl.minimum(i_mine + n_each, i_until)
-        i_first_tile = i_mine // PER_TILE * PER_BLOCK
-        i_end_tile = tl.where(i_last > i_mine, (i_last + PER_TILE - 1) // PER_TILE * PER_BLOCK, i_first_tile)
-        walk = Walk(i_until, i_until, 0, True, n_len)
-        p_index_row = p_index + i_item.to(tl.int64) * capacity
-        p_table_row = p_table + (i_item.to(tl.int64) * 2 if PLACED else i_b) * stride_table
         b_within = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)  # log sum of a block that spans tiles
         query = load_query(q, i_b, i_h, GROUP, BLOCK_M, HALF)
         if not PLACED:
@@ -198,11 +254,8 @@ def _round(
         if CONTEXTS:
             # pages of contexts after all others, as few requests have any, and in parts: turning keys takes
             # registers
-            C_PER_BLOCK: tl.constexpr = BLOCK // CONTEXT_N
-            o_part = tl.arange(0, PARTS)
-            b_some = tl.load(p_in_context + i_item * n_parts + o_part, mask=o_part < n_parts, other=0)
-            if tl.max(b_some, 0) > 0:
-                i_list = i_first_list.to(tl.int64) + i_h
+            n_some = tl.max(b_kinds & SOME_CONTEXT, 0)
+            if n_some > 0:
                 p_group = q.p + i_b * q.stride + i_h * GROUP * q.stride_head
                 turning = load_context_query(
                     p_group, q.stride_head, m_head, BLOCK_M, D, TURNED, B_TURNED, B_REST
@@ -240,76 +293,6 @@ def _round(
         tl.store(p_acc_row + HALF, softmax.b_high + softmax.b_zero[:, None], mask=m_head)
 
 
-@triton.jit
-def _finish(
-    p_out,
-    p_weight,
-    p_used,
-    p_stopped,
-    p_acc,
-    p_states,  # float32 [rounds, items, 3, SPLITS, M]
-    p_lens,
-    p_index,
-    p_counts,
-    p_table,  # those of `addresses` with PLACED, else not read
-    stride_table,
-    p_from_host,  # int32 [items], likewise
-    kv_heads,
-    capacity,
-    n_rounds,
-    stride_round,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PLACED: tl.constexpr,
-):
-    i_item = tl.program_id(0)
-    i_g = tl.program_id(1)
-    n_ranked = tl.minimum(tl.maximum(tl.load(p_counts + i_item), 0), capacity)
-    n_ranked = tl.where(tl.load(p_lens + i_item // kv_heads) > 0, n_ranked, 0)
-    i_stop = tl.load(p_stopped + i_item)
-    o_row = i_item.to(tl.int64) * GROUP + i_g
-    if i_stop < 0:  # ran to the end: the rounds cover the whole capacity
-        i_stop = n_rounds
-        tl.store(p_weight + o_row, 1.0)
-        if i_g == 0:
-            tl.store(p_used + i_item, n_ranked)
-        n_used = n_ranked
-    else:
-        n_used = tl.load(p_used + i_item)
-    if PLACED:
-        p_row = p_table + i_item.to(tl.int64) * 2 * stride_table
-        n_host = tl.zeros([COUNTED], tl.int32)
-        for i_first in tl.range(0, n_used, COUNTED):
-            o_rank = i_first + tl.arange(0, COUNTED)
-            m_used = o_rank < n_used
-            i_block = tl.load(p_index + i_item.to(tl.int64) * capacity + o_rank, mask=m_used, other=0)
-            a_k = tl.load(p_row + 2 * i_block, mask=m_used, other=0)
-            n_host += ((a_k & FLAGS) != 0).to(tl.int32)
-        tl.store(p_from_host + i_item, tl.sum(n_host, 0), mask=i_g == 0)
-    p_state = p_states + (i_stop - 1).to(tl.int64) * stride_round
-    o_split = tl.arange(0, SPLITS)
-    o_state = (i_item * 3 * SPLITS + o_split).to(tl.int64) * BLOCK_M + i_g
-    # [SPLITS] each
-    b_max = tl.load(p_state + o_state)
-    b_sum = tl.load(p_state + SPLITS * BLOCK_M + o_state)
-    m_some = b_sum > 0.0
-    b_top = tl.max(tl.where(m_some, b_max, float("-inf")), 0)
-    b_factor = tl.where(m_some, tl.math.exp2(b_max - tl.where(b_top == float("-inf"), 0.0, b_top)), 0.0)
-    b_total = tl.sum(tl.where(m_some, b_sum, 0.0) * b_factor, 0)
-    o_dim = tl.arange(0, D)
-    p_acc_row = p_acc + ((i_item * SPLITS + o_split).to(tl.int64) * GROUP + i_g)[:, None] * D + o_dim[None, :]
-    # [SPLITS, D]
-    b_acc = tl.sum(tl.load(p_acc_row, mask=m_some[:, None], other=0.0) * b_factor[:, None], 0)
-    tl.store(
-        p_out + o_row * D + o_dim,
-        tl.where(b_total > 0.0, b_acc / tl.where(b_total > 0.0, b_total, 1.0), 0.0).to(
-            p_out.dtype.element_ty
-        ),
-    )
-
-
 def progressive_decode(
     q: torch.Tensor,
     kv: KVPair,
@@ -342,10 +325,14 @@ def progressive_decode(
     weight = torch.empty(batch.size, heads, dtype=torch.float32, device=q.device)
     query, cache = rows_of(q), kv_rows(kv)
     table, stride_table, from_host = batch.page_table, batch.page_table.stride(0), None
-    in_context, reading = used, Reading.of(places, used)
+    fills, kinds, reading = used, used, Reading.of(places, used)
+    marks: tuple[torch.Tensor | int, ...] = (used, 0, 0, used, 0, 1)
     if places is not None:
-        table, in_context = addresses(batch, ranking, kv, places)
+        table, fills, kinds = addresses(batch, ranking, kv, places)
         stride_table, from_host = table.shape[2], torch.empty_like(used)
+        if places.cells is not None:
+            strides, layers = places.places.stride()[:2], places.host.shape[2]
+            marks = (places.places, *strides, places.cells.of, places.layer, layers)
     # a fill, not a copy from the host: a CUDA graph can capture it
     if not isinstance(threshold, torch.Tensor):
         threshold = torch.full((1,), threshold, dtype=torch.float32, device=q.device)
@@ -375,9 +362,10 @@ def progressive_decode(
             scale / LN2,
             stride_table,
             reading.contexts,
-            in_context,
-            in_context.shape[1],
             0 if places is None else places.layer * kv_heads,
+            fills,
+            kinds,
+            kinds.shape[1],
             GROUP=group,
             BLOCK_M=block_m,
             D=head_dim,
@@ -390,14 +378,15 @@ def progressive_decode(
             MEAN=bound == "round",
             FIRST=number == 0,
             PLACED=places is not None,
+            CELLS=places is not None and places.cells is not None,
             **reading.constants,
             CONTEXT_N=min(tokens, CONTEXT_TILE, batch.page_size),
-            PARTS=next_power_of_2(in_context.shape[1]),
+            PARTS=next_power_of_2(kinds.shape[1]),
             STAGES=2 if q.element_size() == 4 else 5,
             num_warps=4,
         )
         previous, start = start, end
-    _finish[(n_items, group)](
+    finish[(n_items, group)](
         out,
         weight,
         used,
@@ -409,6 +398,7 @@ def progressive_decode(
         table,
         stride_table,
         used if from_host is None else from_host,
+        *marks,
         kv_heads,
         capacity,
         len(ends),
@@ -418,6 +408,7 @@ def progressive_decode(
         D=head_dim,
         SPLITS=splits,
         PLACED=places is not None,
+        CELLS=places is not None and places.cells is not None,
         num_warps=4,
     )
     return Progressive(out, used, weight, from_host)

@@ -38,8 +38,9 @@ class PageCells(NamedTuple):
 
     of: torch.Tensor
     """int32 [numbers, layers, kv_heads], contiguous, on the pool's device: the cell that holds a host page of
-    a layer and head; negative: none does. As many numbers as there are host pages, or more for pages of
-    contexts."""
+    a layer and head; -1: none does; less: cell ``-2 - value`` is to. Attention to such a page, if it is
+    whole, writes it there, reads it there, and enters the cell here. As many numbers as there are host pages,
+    or more for pages of contexts. Each is read for one request at a time."""
     pool: KVLayers
     """The pool, of which K and V that attention is given are one layer."""
 

@@ -217,7 +217,8 @@ def test_tables_that_forgot_a_choice_get_it_again_with_the_page_that_began() -> 
 def test_pages_of_progressive_rows_are_loaded_by_their_own_clock_and_placed_nowhere() -> None:
     plan, backend, told = planner(), Backend(), list[tuple[str, int]]()
 
-    def load(row: Any, choice: PageSelection) -> PageSelection:
+    def load(row: Any, choice: PageSelection, lag: int) -> PageSelection:
+        assert lag == 2
         told.append(("load", int(choice.counts)))
         return choice
 
@@ -230,6 +231,7 @@ def test_pages_of_progressive_rows_are_loaded_by_their_own_clock_and_placed_nowh
         copy=lambda: None,
         begin_step=lambda now: None,
         load=load,
+        load_rest=lambda row: None,
         arrive=arrive,
     )
     lagged = LaggedChoices(backend, hosted, PAGE)  # type: ignore[arg-type]

@@ -37,8 +37,11 @@ REACHED = {  # kernels, by the kind of request that launches each
     "_attend": "decode hierarchical",
     "_choose": "decode hierarchical",
     "_enter": "decode hosted progressive",
+    "_expect": "decode hosted progressive",
+    "_leave": "decode hosted progressive",
+    "_rest": "decode hosted progressive",
     "_find": "decode hosted progressive",
-    "_finish": "decode progressive",
+    "finish": "decode progressive",
     "_gather": "long documents",
     "_merge": "decode hierarchical",
     "_quantize": "long documents",  # where pages or the pool have few bits

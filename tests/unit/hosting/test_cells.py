@@ -14,6 +14,7 @@ import torch
 from ragserve_kernels.cell_assign import CellMoves
 from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.paged import PageSelection
+from sglang_ext.documents.types import IntegrityError
 from sglang_ext.hosting import cells as hosting_cells
 from sglang_ext.hosting.cells import Cells, CellTable
 from sglang_ext.hosting.columns import EMPTY, RECENT
@@ -134,6 +135,55 @@ def test_cells_follow_a_dict_over_all_layers_and_heads() -> None:
     cells.settle()
     assert told(cells) == rows[1][1].held
     assert not cells.used[cells.within(columns)].any()
+
+
+def test_cells_that_attention_fills_follow_the_same_dict() -> None:
+    """Of two requests in turn, which end and begin again while cells are still to be filled."""
+    draw = np.random.default_rng(8)
+    cells, held = some_cells(), {0: dict[int, int](), 1: dict[int, int]()}
+    hosts, pages = draw.permutation(2 * PAGES).reshape(2, PAGES), np.arange(1, 13).reshape(2, 6)
+    tensors = [
+        (torch.tensor(a, dtype=torch.int32), torch.tensor(b, dtype=torch.int32))
+        for a, b in zip(hosts, pages, strict=True)
+    ]
+    rows = [
+        (CellTable(cells, 6, PAGES, CHOICE), Model(hosts[i].tolist(), pages[i].tolist())) for i in range(2)
+    ]
+    for step in range(200):
+        which = step % 2
+        table, model = rows[which]
+        host, columns = tensors[which]
+        lists = [draw.permutation(PAGES)[: draw.integers(1, RANKED + 1)].tolist() for _ in range(LISTS)]
+        used = draw.integers(0, 6, LISTS).tolist()
+        moves = table.assign(choice_of(lists, used), host, columns)
+        loads, tally = model.assign(lists, used)
+        assert moved(moves) == loads
+        table.expect()
+        with pytest.raises(IntegrityError, match="to be filled"):
+            table.arrive()
+        filled = [draw.random() < 0.5 for _ in loads]
+        for (entry, cell), is_filled in zip(loads, filled, strict=True):
+            assert int(cells.of[entry]) == -2 - cell
+            if is_filled:
+                cells.of[entry] = cell
+        held[which] = model.held | dict(each for each, there in zip(loads, filled, strict=True) if there)
+        if draw.random() < 0.1:  # it ends
+            table.drop(columns)
+            cells.settle()
+            held[which] = {}
+            rows[which] = CellTable(cells, 6, PAGES, CHOICE), Model(model.host, pages[which].tolist())
+        else:
+            rest = table.rest()
+            assert rest is not None
+            assert moved(rest) == [each for each, there in zip(loads, filled, strict=True) if not there]
+            assert table.filled(rest.tally) == sum(filled)
+            assert table.tallied(rest.tally)[:2] == (tally[0], tally[1] - sum(filled))
+            assert table.rest() is None
+            assert told(cells) == held[0] | held[1]
+            table.arrive()
+            model.held |= dict(loads)
+            held[which] = model.held
+        assert told(cells) == held[0] | held[1]
 
 
 def test_a_head_that_needs_much_takes_what_others_leave() -> None:
