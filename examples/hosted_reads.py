@@ -93,7 +93,7 @@ def main() -> None:
                 if said is None:
                     raise RuntimeError("the answer has no report on its decoding")
                 attended += said.pages / len(prompts)
-                for name in ("hosted_steps", "host_reads", "misses", "hits"):
+                for name in ("hosted_steps", "host_reads", "misses", "hits", "fills"):
                     total[name] = total.get(name, 0) + getattr(said, name)
             rows.append(
                 {
@@ -105,6 +105,7 @@ def main() -> None:
                     "of": round(said.pages_held, 1),
                     "reads": total["host_reads"],
                     "loads": total["misses"],
+                    "fills": total["fills"],
                     "in columns": total["hits"],
                     "differing": differing,
                     "seconds": round(seconds, 1),
