@@ -12,6 +12,7 @@ from ragserve.measuring.server import RunningServer, running_server
 from tests.conftest import MODEL
 from tests.integration import engines
 from tests.integration.engines import Server, WarmedElsewhere
+from tests.integration.forked_starts import forked_server
 from tests.integration.models import random_llama
 from tests.integration.reference import Reference
 from tests.integration.small_engine import Engine
@@ -87,7 +88,7 @@ def warmed_elsewhere(quick_server: Server, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="session")
 def _small_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("small-engine")
-    engine = Engine(running_server, random_llama(folder / "model", kv_heads=2), folder / "data")
+    engine = Engine(forked_server, random_llama(folder / "model", kv_heads=2), folder / "data")
     yield engine
     engine.down()
 
