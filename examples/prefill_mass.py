@@ -70,7 +70,8 @@ class PrefillMass:
         pool = torch.zeros(pages * _PAGE, k.shape[1], k.shape[3], device=q.device)
         pool[:tokens] = k[0].transpose(0, 1)
         share = block_lse(rows, pool, batch, 0, self._drawn, scale=scaling).softmax(-1)
-        possible = float(mask_of(all_blocks(batch, 1), -(-tokens // BLOCK_K)).sum())
+        everything = mask_of(all_blocks(batch, 1), -(-tokens // BLOCK_K))
+        possible = float(everything.sum())
         held, taken = [], []
         for mode in self._modes:
             if mode.mode == "lines":
@@ -81,6 +82,8 @@ class PrefillMass:
                 mask = choose_blocks(
                     rows, pool, batch, alpha=mode.alpha, sink=sink, local=local, scale=scaling
                 )
+            last = torch.arange(len(mask), device=q.device) >= (tokens - mode.dense_last) // BLOCK_Q
+            mask |= last[:, None, None] & everything
             seen = mask[self._drawn.long() // BLOCK_Q].transpose(0, 1)  # [heads, queries, key blocks]
             held.append((share * seen).sum(-1).mean(-1))
             taken.append(mask.sum((0, 2)) / possible)

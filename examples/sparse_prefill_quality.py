@@ -1,8 +1,9 @@
 """Answers of the small model after sparse prefill: exact match, the share of blocks computed and the
 attention mass that they hold, by mode and alpha, beside dense prefill of the same prompts in the same engine.
 
-    python examples/sparse_prefill_quality.py OUT.json SET.jsonl.gz [SET ...] [--rows N] [--alphas A,A]
-        [--shares S,S] [--model PATH] [--mass | --answers] [--side-by-side [--seconds S]] [--in-flight N]
+    python examples/sparse_prefill_quality.py OUT.json SET.jsonl.gz [SET ...] [--rows N]
+        [--alphas A,A] [--shares S,S] [--dense-last N,N] [--model PATH] [--mass | --answers]
+        [--side-by-side [--seconds S]] [--in-flight N]
 
 Sets as for gpu_decode_quality.py; prompts over 8,000 tokens are left out. Decoding is dense. On a CPU a
 prompt takes 1 to 20 seconds in each mode. Mass is measured in transformers (prefill_mass.py). --mass: without
@@ -35,9 +36,9 @@ from ragserve.engine.offline import run_once
 from ragserve.measuring import report
 from ragserve.measuring.engine_run import first_token
 from ragserve.measuring.metrics import contains_answer, exact_match
-from sglang_ext.prefill_options import PrefillOptions
+from sglang_ext.prefill_options import DENSE_LAST, PrefillOptions
 
-KEY = ("set", "mode", "alpha", "asked share")
+KEY = ("set", "mode", "alpha", "asked share", "dense last")
 NOTE = (
     "right: exact match, percent (LongEval: the answer contains the number). kept: of the prompts that dense "
     "prefill answers rightly (of), those that are still right, percent, with the 95 % Wilson interval. "
@@ -108,24 +109,25 @@ async def measure(engine: Any, given: argparse.Namespace) -> None:
             continue
         row = {"set": path.name.split(".")[0], "n": len(asked)}
         row["prompt tokens"] = sum(len(ids) for ids, _, _ in asked) // len(asked)
-        modes = [{"mode": mode, "alpha": a} for a in given.alphas for mode in ("lines", "blocks")]
+        kinds = [{"mode": m, "dense_last": n} for n in given.dense_last for m in ("lines", "blocks")]
+        modes: list[dict[str, Any]] = [kind | {"alpha": a} for a in given.alphas for kind in kinds]
         dense: list[tuple[bool, float]] = []
         mass: list[dict[str, Any]] = [{} for _ in modes]
         if engine is not None:
             dense = await ask(engine, {"mode": "dense"}, asked, given.in_flight)
-            growing.add({**row, "mode": "dense", "alpha": None, **_means(dense)})
+            growing.add({**row, "mode": "dense", "alpha": None, "dense last": None, **_means(dense)})
         if not given.answers:
             mass = await asyncio.to_thread(held, given, modes, asked)
         if engine is not None:
-            modes += [{"mode": mode, "share": s} for s in given.shares for mode in ("lines", "blocks")]
+            modes += [kind | {"share": s} for s in given.shares for kind in kinds]
             mass += [{} for _ in modes[len(mass) :]]
         for mode, more in zip(modes, mass, strict=True):
             found = more
             if engine is not None:
                 done = await ask(engine, {"dense_below": 0} | mode, asked, given.in_flight)
                 found = more | _means(done) | kept(dense, done)
-            named = {"mode": mode["mode"], "alpha": mode.get("alpha"), "asked share": mode.get("share")}
-            growing.add({**row, **named, **found})
+            named = {"alpha": mode.get("alpha"), "asked share": mode.get("share")}
+            growing.add({**row, "mode": mode["mode"], "dense last": mode["dense_last"], **named, **found})
     growing.show()
 
 
@@ -180,6 +182,12 @@ def main() -> int:
     )
     parser.add_argument(
         "--shares", type=lambda text: [float(a) for a in text.split(",")], default=list[float]()
+    )
+    parser.add_argument(
+        "--dense-last",
+        type=lambda text: [int(n) for n in text.split(",")],
+        default=[0, DENSE_LAST],
+        help="last tokens of the prompt that attend to everything",
     )
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--mass", action="store_true")

@@ -12,6 +12,7 @@ from sglang_ext.option_checks import PlanError, RequestOptions, checked, given_i
 PrefillMode = Literal["dense", "lines", "blocks"]
 MAX_OBSERVE = 256  # sampled queries of 1,024
 DENSE_BELOW = 49_152  # where nothing is calibrated: below it attention is the smaller part of a prefill
+DENSE_LAST = 256  # a question and the template behind it
 _MARK = "|prefill="  # in no namespace's name, session's id or document's key
 
 
@@ -47,6 +48,12 @@ class PrefillOptions(RequestOptions):
         "the weight that is held is not. `lines` takes lines of this length together, and computes less "
         "where they cross.",
     )
+    dense_last: int = Field(
+        default=DENSE_LAST,
+        ge=0,
+        description="Last tokens of the prompt, such as the question, that attend to everything, with those "
+        "before them in their block of 128.",
+    )
     streaming: bool = Field(
         default=False,
         description="blocks: heads of the server's pattern file attend to the first and local blocks only.",
@@ -79,7 +86,7 @@ class PrefillOptions(RequestOptions):
         observe = f",{self.observe}" if self.mode == "lines" else ""
         amount = repr(self.alpha) if self.share is None else f"share={self.share!r}"
         streaming = ",streaming" if self.mode == "blocks" and self.streaming else ""
-        return f"{extra_key or ''}{_MARK}{self.mode},{amount}{observe}{streaming}"
+        return f"{extra_key or ''}{_MARK}{self.mode},{amount}{observe},last={self.dense_last}{streaming}"
 
 
 def exact_key(extra_key: str) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SETTINGS = (
     *("model", "data_dir", "embedder", "embed_device", "system_prompt", "kv_disk_bytes"),
     *ENGINE_SETTINGS,
-    *("sparse_attention", "prefill_mode", "prefill_alpha", "prefill_observe"),
+    *("sparse_attention", "prefill_mode", "prefill_alpha", "prefill_observe", "prefill_dense_last"),
 )
 
 

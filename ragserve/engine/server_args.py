@@ -196,6 +196,7 @@ def _attention_config(settings: Settings) -> dict[str, Any]:
             mode=settings.prefill_mode,
             alpha=settings.prefill_alpha,
             observe=settings.prefill_observe,
+            dense_last=settings.prefill_dense_last,
             streaming=settings.decode_heads is not None,
             dense_below=_prefill_dense_below(settings),
         ).model_dump(),

@@ -49,7 +49,11 @@ class PrefillProfile:
 def options_of(settings: Settings) -> dict[str, Any]:
     """The prefill options that determine the cost; mode `lines` for a server whose default is dense."""
     mode = "lines" if settings.prefill_mode == "dense" else settings.prefill_mode
-    found: dict[str, Any] = {"mode": mode, "alpha": settings.prefill_alpha}
+    found: dict[str, Any] = {
+        "mode": mode,
+        "alpha": settings.prefill_alpha,
+        "dense_last": settings.prefill_dense_last,
+    }
     if mode == "lines":
         return found | {"observe": settings.prefill_observe}
     return found | ({"streaming": True} if settings.decode_heads is not None else {})

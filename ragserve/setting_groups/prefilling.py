@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from sglang_ext.prefill_options import MAX_OBSERVE, PrefillMode
+from sglang_ext.prefill_options import DENSE_LAST, MAX_OBSERVE, PrefillMode
 
 
 class PrefillSettings(BaseModel):
@@ -24,6 +24,11 @@ class PrefillSettings(BaseModel):
     )
     prefill_observe: int = Field(
         64, ge=1, le=MAX_OBSERVE, description="lines: queries sampled of every 1,024."
+    )
+    prefill_dense_last: int = Field(
+        DENSE_LAST,
+        ge=0,
+        description="lines, blocks: last tokens of a prompt, its question, that attend to everything.",
     )
     prefill_dense_below: int | None = Field(
         None,

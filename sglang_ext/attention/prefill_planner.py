@@ -54,9 +54,14 @@ class ExtendRow:
     state: PrefillState | None
 
     @property
+    def prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.req.origin_input_ids)
+
+    @property
     def ends_prompt(self) -> bool:
         """True in the last pass of the prompt."""
-        return self.prefix + self.new >= len(self.req.origin_input_ids)
+        return self.prefix + self.new >= self.prompt
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -12,6 +12,8 @@ from ragserve_kernels.sparse_prefill import (
     BlockLists,
     PrefillBatch,
     all_blocks,
+    key_blocks,
+    list_all,
     list_room,
     lists_at,
     sparse_prefill,
@@ -26,13 +28,15 @@ BLOCK_Q, BLOCK_K = 128, 64
 
 @dataclass(frozen=True, eq=False)
 class _SparseRow:
-    """A sparse request of the batch: it alone as a batch, its rows of q, and its query blocks. ``given``: the
-    lines of an earlier turn, uint8 ``[layers, 2, heads, bytes]``. ``ends``: the prompt ends in this pass."""
+    """A sparse request of the batch: it alone as a batch, its rows of q, and its query blocks, of which
+    those in ``dense`` list all key blocks. ``given``: the lines of an earlier turn, uint8
+    ``[layers, 2, heads, bytes]``. ``ends``: the prompt ends in this pass."""
 
     options: PrefillOptions
     batch: PrefillBatch
     rows: slice
     blocks: slice
+    dense: slice
     given: torch.Tensor | None
     ends: bool
 
@@ -79,9 +83,16 @@ class SparsePrefill:
             alone = PrefillBatch.of(
                 table[i : i + 1], page_size, [row.prefix], [row.new], block_q=BLOCK_Q, block_k=BLOCK_K
             )
-            self._sparse.append(
-                _SparseRow(row.state.options, alone, own, blocks, row.state.given, row.ends_prompt)
-            )
+            options = row.state.options
+            place = max(0, row.prompt - options.dense_last) // BLOCK_Q - row.prefix // BLOCK_Q
+            dense_from = min(len(span), max(0, place)) if options.dense_last else len(span)
+            dense = slice(span.start + dense_from, span.stop)
+            given, ends = row.state.given, row.ends_prompt
+            self._sparse.append(_SparseRow(options, alone, own, blocks, dense, given, ends))
+        # int32 [query blocks, 1]; None if no query block lists all
+        self._all = None
+        if any(_some(row.dense) for row in self._sparse):
+            self._all = key_blocks(self._batch)[:, None]
         count = len(self._sparse)
         # int64 [sparse requests, 2]: lines of the turn before, and others
         self._taken = torch.zeros(count, 2, dtype=torch.int64, device=table.device)
@@ -142,19 +153,21 @@ class SparsePrefill:
             options, own, lists = row.options, q[row.rows], lists_at(self._room, row.blocks)
             if options.mode == "lines":
                 self._by_lines(i, own, k, lists, scale)
-                continue
-            list_blocks(
-                own,
-                k,
-                row.batch,
-                lists,
-                alpha=options.alpha,
-                share=options.share,
-                sink=self._sink,
-                local=self._local,
-                streaming=None if pattern is None or not options.streaming else pattern[self._layer],
-                scale=scale,
-            )
+            else:
+                list_blocks(
+                    own,
+                    k,
+                    row.batch,
+                    lists,
+                    alpha=options.alpha,
+                    share=options.share,
+                    sink=self._sink,
+                    local=self._local,
+                    streaming=None if pattern is None or not options.streaming else pattern[self._layer],
+                    scale=scale,
+                )
+            if self._all is not None and _some(row.dense):
+                list_all(self._room, row.dense, self._all)
         return self._room
 
     def _by_lines(self, i: int, q: torch.Tensor, k: torch.Tensor, lists: BlockLists, scale: float) -> None:
@@ -180,3 +193,7 @@ class SparsePrefill:
         )
         if last is not None:
             self._lines.setdefault(first, []).append(last.packed())
+
+
+def _some(blocks: slice) -> bool:
+    return bool(blocks.start < blocks.stop)

@@ -104,7 +104,7 @@ class SparseReference(Reference):
                 seen_v = torch.cat((stored_v[:, :, :first], v[:, :, first : first + end - start]), 2)
                 visible = torch.ones(end - start, seen_k.shape[2], dtype=torch.bool).tril(first)
                 if self.prefill.mode != "dense":
-                    visible = visible & self._prefilled(layer, q[0, :, start:end], seen_k[0], first)
+                    visible = visible & self._prefilled(layer, q[0, :, start:end], seen_k[0], first, tokens)
                 parts.append(
                     scaled_dot_product_attention(
                         q[:, :, start:end], seen_k, seen_v, attn_mask=visible, scale=scaling, enable_gqa=True
@@ -137,9 +137,12 @@ class SparseReference(Reference):
         options = self.decode
         return max(options.dense_below, options.budget if options.mode == "hierarchical" else 0)
 
-    def _prefilled(self, layer: int, q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tensor:
+    def _prefilled(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, first: int, prompt: int
+    ) -> torch.Tensor:
         """Return what a chunk attends to, bool [heads, new, tokens], by the functions that choose in the
-        engine. q [heads, new, head_dim], k [kv_heads, tokens, head_dim]; ``first``: of the chunk."""
+        engine. q [heads, new, head_dim], k [kv_heads, tokens, head_dim]; ``first``: of the chunk;
+        ``prompt``: tokens."""
         tokens, options = k.shape[1], self.prefill
         pages = -(-tokens // self.page)
         pool = torch.zeros(pages * self.page, k.shape[0], k.shape[2])
@@ -160,6 +163,10 @@ class SparseReference(Reference):
             mask = choose_blocks(
                 rows, pool, batch, alpha=options.alpha, sink=sink, local=local, streaming=streaming
             )
+        block = torch.arange(first // BLOCK_Q, first // BLOCK_Q + batch.query_blocks)
+        for end in (self.turn, prompt):  # the last blocks of each turn's prompt attend to all
+            last = (block >= (end - options.dense_last) // BLOCK_Q) & (block * BLOCK_Q < end)
+            mask |= last[:, None, None] & mask_of(all_blocks(batch, 1), mask.shape[2])
         own = mask[:, : len(q) // 2]  # of the first of two ranks
         possible = mask_of(all_blocks(batch, own.shape[1]), mask.shape[2])
         self.blocks += torch.tensor([own.sum(), possible.sum()])

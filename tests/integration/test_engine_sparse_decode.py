@@ -323,7 +323,7 @@ def test_prefill_attends_to_the_chosen_blocks_and_its_kv_stays_apart(
     after = generate(sparse.client, ids, 8)
     assert after["meta_info"]["cached_tokens"] == 0
     assert worst(result(after), dense) < TOLERANCE
-    other = prefilled(sparse.client, ids, mode=prefill["mode"], share=0.4)
+    other = prefilled(sparse.client, ids, mode=prefill["mode"], share=0.4, dense_last=0)
     assert other["meta_info"]["cached_tokens"] == 0
     assert 0.2 < sparse_prefix(other).share < 0.7
     again = prefilled(sparse.client, ids, **prefill)

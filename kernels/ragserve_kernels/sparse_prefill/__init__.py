@@ -8,7 +8,15 @@ import torch
 
 from ragserve_kernels.dispatch import FLOAT_DTYPES, check, use_triton
 from ragserve_kernels.kv import check_head_dim, query_group
-from ragserve_kernels.sparse_prefill.lists import all_blocks, list_room, lists_at, lists_of, mask_of
+from ragserve_kernels.sparse_prefill.lists import (
+    all_blocks,
+    key_blocks,
+    list_all,
+    list_room,
+    lists_at,
+    lists_of,
+    mask_of,
+)
 from ragserve_kernels.sparse_prefill.naive import sparse_prefill_naive
 from ragserve_kernels.sparse_prefill.types import BlockLists, PrefillBatch
 
@@ -16,6 +24,8 @@ __all__ = [
     "BlockLists",
     "PrefillBatch",
     "all_blocks",
+    "key_blocks",
+    "list_all",
     "list_room",
     "lists_at",
     "lists_of",

@@ -39,22 +39,23 @@ def request(plan: PrefillPlanner, tokens: int = 101, key: str = "namespace:a", *
 def test_long_prompts_are_sparse_and_cached_with_those_of_the_same_options() -> None:
     plan = planner()
     long = request(plan)
-    assert long.extra_key == "namespace:a|prefill=lines,0.955,64"
+    assert long.extra_key == "namespace:a|prefill=lines,0.955,64,last=256"
     assert exact_key(long.extra_key) == "namespace:a"
     keys = [
         request(plan, **options).extra_key
         for options in (
             {"alpha": 0.9},
             {"observe": 8},
+            {"dense_last": 8},
             {"mode": "blocks"},
             {"share": 0.955},
             {"mode": "dense"},
             {"dense_below": 7},
         )
     ]
-    assert len({long.extra_key, *keys[:5]}) == 6
-    assert keys[4] == "namespace:a"
-    assert keys[5] == long.extra_key
+    assert len({long.extra_key, *keys[:6]}) == 7
+    assert keys[5] == "namespace:a"
+    assert keys[6] == long.extra_key
     assert request(plan, tokens=100).extra_key == "namespace:a", "its KV is exact"
 
 

@@ -22,8 +22,8 @@ def test_each_request_of_a_batch_attends_to_its_own_choice_in_every_layer() -> N
     table = torch.stack([torch.randperm(2112 // PAGE) for _ in ROWS]) * PAGE
     table += torch.arange(len(ROWS))[:, None] * 2112
     slots = (table[:, :, None] + torch.arange(PAGE)).flatten(1).int()  # the request table
-    blocks = PrefillOptions(mode="blocks", alpha=0.8, streaming=True)
-    options = blocks, PrefillOptions(mode="lines", share=0.3, observe=16)
+    blocks = PrefillOptions(mode="blocks", alpha=0.8, streaming=True, dense_last=0)
+    options = blocks, PrefillOptions(mode="lines", share=0.3, observe=16, dense_last=200)
     states = None, PrefillState(options[0]), PrefillState(options[1])
     ends = torch.rand(LAYERS, 2, HEADS, 11) < 0.2
     states[2].given = torch.stack([Lines(*layer).packed() for layer in ends])
@@ -58,6 +58,8 @@ def test_each_request_of_a_batch_attends_to_its_own_choice_in_every_layer() -> N
                 chosen, taken = choice.mask, taken + choice.counts[0]
                 assert choice.last[0] is not None
                 last.append(choice.last[0].packed())
+                full = torch.arange(chosen.shape[2]) < all_blocks(alone, 1).counts[:, :, None]
+                chosen = torch.where(torch.arange(6)[:, None, None] < 3, chosen, full)  # 500 of 700 tokens
             mask[spans[i].start : spans[i].stop, :, : chosen.shape[2]] = chosen
             computed[i - 1] += int(chosen.sum())
         want = sparse_prefill(q[:-2], k, v, whole, lists_of(mask), scale=DIM**-0.5)
