@@ -297,22 +297,34 @@ def test_pages_that_are_read_from_the_host_fill_cells(
     codes: bool,
     threshold: float,
 ) -> None:
-    """Of pages of their requests and of contexts. Nothing else is written, and what is not read is not
-    entered."""
+    """Of pages of requests and of contexts. Nothing else is written; what is not read is not entered."""
     lens = [9001, 0, 130, 64] if GPU else [271, 0, 66]
     if not GPU:
         dtype = torch.float32
-    batch = make_batch(
-        lens, device=device, page_size=page_size, head_dim=head_dim, heads=6, dtype=dtype, peak=6.0
-    )
-    there, places = celled(*moved(batch, 0.8), 0.3)
-    if half is not None:
-        batch, places = in_documents(batch, places, 0.6, half, codes)
-    ranking, options = ranked(batch), {"rounds": Rounds(2, 1.5), "threshold": threshold, "bound": "round"}
-    want = progressive_decode(*there.inputs(), ranking, **options, places=places)
-    places = coming(there, places, 0.6)
-    cells = places.cells
-    assert cells is not None
+    for _ in range(50):  # few pages: now and then none that is read has a cell
+        batch = make_batch(
+            lens, device=device, page_size=page_size, head_dim=head_dim, heads=6, dtype=dtype, peak=6.0
+        )
+        there, places = celled(*moved(batch, 0.8), 0.3)
+        if half is not None:
+            batch, places = in_documents(batch, places, 0.6, half, codes)
+        ranking, options = ranked(batch), {"rounds": Rounds(2, 1.5), "threshold": threshold, "bound": "round"}
+        with forced_naive(True):
+            want = progressive_decode(*there.inputs(), ranking, **options, places=places)
+        places = coming(there, places, 0.6)
+        cells = places.cells
+        assert cells is not None
+        read = torch.zeros_like(cells.of, dtype=torch.bool)
+        for row, length in enumerate(lens):
+            for head in range(2):
+                for block in ranking.blocks[row, head, : int(want.blocks_used[row, head])].tolist():
+                    place = int(places.places[row, head, block])
+                    if place < 0 and (block + 1) * page_size <= length:
+                        read[-1 - place, LAYER, head] = True
+        filled = read & (cells.of < -1)
+        if filled.any():
+            break
+    assert filled.any()
     before = cells.of.clone(), [each.clone() for each in (*cells.pool.k, *cells.pool.v)]
     found = []
     for naive in (True, False):
@@ -329,15 +341,6 @@ def test_pages_that_are_read_from_the_host_fill_cells(
     for wanted, made in zip(found[0][1], found[1][1], strict=True):
         assert torch.equal(wanted.isnan(), made.isnan())
         assert_close(made.nan_to_num(), wanted.nan_to_num(), dtype)
-    read = torch.zeros_like(before[0], dtype=torch.bool)
-    for row, length in enumerate(lens):
-        for head in range(2):
-            for block in ranking.blocks[row, head, : int(want.blocks_used[row, head])].tolist():
-                place = int(places.places[row, head, block])
-                if place < 0 and (block + 1) * page_size <= length:
-                    read[-1 - place, LAYER, head] = True
-    filled = read & (before[0] < -1)
-    assert filled.any()
     assert torch.equal(cells.of, torch.where(filled, -2 - before[0], before[0]))
     again = progressive_decode(*there.inputs(), ranking, **options, places=places)
     assert_close(again.out, want.out, dtype)

@@ -33,7 +33,7 @@ from sglang_ext.prefill_options import DENSE_BELOW
 from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE, PrefillReport
 from tests.conftest import MODEL
 
-OPTIONS = {"mode": "lines", "alpha": 0.955, "observe": 64}
+OPTIONS = {"mode": "lines", "alpha": 0.955, "dense_last": 256, "observe": 64}
 
 
 def points(*rows: tuple[int, float, float]) -> tuple[PrefillPoint, ...]:
@@ -129,7 +129,7 @@ def test_the_server_prefills_densely_up_to_the_length_found(
 
     assert options_of(Settings()) == OPTIONS
     blocks = Settings(prefill_mode="blocks", sparse_attention="on")
-    assert options_of(blocks) == {"mode": "blocks", "alpha": 0.955}
+    assert options_of(blocks) == {"mode": "blocks", "alpha": 0.955, "dense_last": 256}
     assert dense_below(prefill_mode="lines") == DENSE_BELOW, "nothing is known yet"
     save(3000)
     assert dense_below(prefill_mode="lines") == dense_below() == 3000
