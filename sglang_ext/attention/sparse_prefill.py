@@ -12,7 +12,6 @@ from ragserve_kernels.sparse_prefill import (
     BlockLists,
     PrefillBatch,
     all_blocks,
-    key_blocks,
     list_all,
     list_room,
     lists_at,
@@ -89,14 +88,11 @@ class SparsePrefill:
             dense = slice(span.start + dense_from, span.stop)
             given, ends = row.state.given, row.ends_prompt
             self._sparse.append(_SparseRow(options, alone, own, blocks, dense, given, ends))
-        # int32 [query blocks, 1]; None if no query block lists all
-        self._all = None
-        if any(_some(row.dense) for row in self._sparse):
-            self._all = key_blocks(self._batch)[:, None]
         count = len(self._sparse)
         # int64 [sparse requests, 2]: lines of the turn before, and others
         self._taken = torch.zeros(count, 2, dtype=torch.int64, device=table.device)
         self._room: BlockLists | None = None  # the lists, written anew by every layer
+        self._whole: BlockLists | None = None  # lists of all blocks
         # int64 [query blocks, heads]: their lengths, summed over the layers so far
         self._listed: torch.Tensor | None = None
         self._plans: dict[int, LinePlan] = {}  # by a request's first query block; for all layers
@@ -166,8 +162,9 @@ class SparsePrefill:
                     streaming=None if pattern is None or not options.streaming else pattern[self._layer],
                     scale=scale,
                 )
-            if self._all is not None and _some(row.dense):
-                list_all(self._room, row.dense, self._all)
+            if row.dense.start < row.dense.stop:
+                self._whole = self._whole or all_blocks(self._batch, q.shape[1])
+                list_all(self._room, row.dense, self._whole)
         return self._room
 
     def _by_lines(self, i: int, q: torch.Tensor, k: torch.Tensor, lists: BlockLists, scale: float) -> None:
@@ -193,7 +190,3 @@ class SparsePrefill:
         )
         if last is not None:
             self._lines.setdefault(first, []).append(last.packed())
-
-
-def _some(blocks: slice) -> bool:
-    return bool(blocks.start < blocks.stop)

@@ -117,13 +117,13 @@ def _take(
 
 
 @triton.jit(do_not_specialize=["n_order"])
-def _enter(p_entries, p_cells, p_n_moves, p_of, p_held, n_order, STEP: tl.constexpr):
+def _enter(p_entries, p_cells, p_n_moves, p_of, p_held, n_order, STEP: tl.constexpr, EXPECTED: tl.constexpr):
     o_move = tl.program_id(0) * STEP + tl.arange(0, STEP)
     m_move = o_move < tl.minimum(tl.load(p_n_moves), n_order)
     # [STEP] each
     i_entry = tl.load(p_entries + o_move, mask=m_move, other=0)
     i_cell = tl.load(p_cells + o_move, mask=m_move, other=0)
-    tl.store(p_of + i_entry, i_cell, mask=m_move)
+    tl.store(p_of + i_entry, -2 - i_cell if EXPECTED else i_cell, mask=m_move)
     tl.store(p_held + i_cell, i_entry, mask=m_move)
 
 
@@ -166,17 +166,6 @@ def cell_assign(
     )
     torch.sum(named[:-1] > max(0, number - recent), 0, keepdim=True, dtype=torch.int32, out=tally[3:])
     return CellMoves(entries, cells, n_moves, tally)
-
-
-@triton.jit(do_not_specialize=["n_order"])
-def _expect(p_entries, p_cells, p_n_moves, p_of, p_held, n_order, STEP: tl.constexpr):
-    o_move = tl.program_id(0) * STEP + tl.arange(0, STEP)
-    m_move = o_move < tl.minimum(tl.load(p_n_moves), n_order)
-    # [STEP] each
-    i_entry = tl.load(p_entries + o_move, mask=m_move, other=0)
-    i_cell = tl.load(p_cells + o_move, mask=m_move, other=0)
-    tl.store(p_of + i_entry, -2 - i_cell, mask=m_move)
-    tl.store(p_held + i_cell, i_entry, mask=m_move)
 
 
 @triton.jit(do_not_specialize=["n_order", "none", "nowhere"])
@@ -235,10 +224,7 @@ def _leave(p_entries, p_n_moves, p_of, n_order, STEP: tl.constexpr):
 
 def cell_expect(moves: CellMoves, state: CellState) -> None:
     """Launch the kernel; see :func:`ragserve_kernels.cell_assign.cell_expect`."""
-    n_order = len(moves.entries)
-    _expect[(triton.cdiv(n_order, _STEP),)](
-        *(moves.entries, moves.cells, moves.n_moves, state.of, state.held, n_order), STEP=_STEP, num_warps=4
-    )
+    _launch_enter(moves, state, expected=True)
 
 
 def cell_rest(moves: CellMoves, state: CellState) -> CellMoves:
@@ -259,7 +245,14 @@ def cell_rest(moves: CellMoves, state: CellState) -> CellMoves:
 
 def cell_arrive(moves: CellMoves, state: CellState) -> None:
     """Launch the kernel; see :func:`ragserve_kernels.cell_assign.cell_arrive`."""
+    _launch_enter(moves, state, expected=False)
+
+
+def _launch_enter(moves: CellMoves, state: CellState, *, expected: bool) -> None:
     n_order = len(moves.entries)
     _enter[(triton.cdiv(n_order, _STEP),)](
-        *(moves.entries, moves.cells, moves.n_moves, state.of, state.held, n_order), STEP=_STEP, num_warps=4
+        *(moves.entries, moves.cells, moves.n_moves, state.of, state.held, n_order),
+        STEP=_STEP,
+        EXPECTED=expected,
+        num_warps=4,
     )

@@ -10,7 +10,6 @@ from ragserve_kernels.dispatch import FLOAT_DTYPES, check, use_triton
 from ragserve_kernels.kv import check_head_dim, query_group
 from ragserve_kernels.sparse_prefill.lists import (
     all_blocks,
-    key_blocks,
     list_all,
     list_room,
     lists_at,
@@ -24,7 +23,6 @@ __all__ = [
     "BlockLists",
     "PrefillBatch",
     "all_blocks",
-    "key_blocks",
     "list_all",
     "list_room",
     "lists_at",

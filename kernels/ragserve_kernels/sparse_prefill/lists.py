@@ -56,12 +56,11 @@ def lists_at(lists: BlockLists, blocks: slice) -> BlockLists:
     return BlockLists(lists.blocks, lists.starts[blocks], lists.counts[blocks])
 
 
-def list_all(room: BlockLists, blocks: slice, counts: torch.Tensor) -> None:
-    """Let some query blocks of a :func:`list_room` list all their key blocks again. ``counts``: int32
-    ``[query blocks of the room, 1]``, see :func:`key_blocks`. Waits for nothing."""
-    entries = room.blocks.view(*room.starts.shape, -1)[blocks]
-    entries.copy_(torch.arange(entries.shape[2], dtype=torch.int32, device=entries.device).expand_as(entries))
-    room.counts[blocks] = counts[blocks]
+def list_all(room: BlockLists, blocks: slice, whole: BlockLists) -> None:
+    """Let some query blocks of a :func:`list_room` list all their key blocks again. ``whole``: what
+    :func:`all_blocks` returns for the room's batch and heads. Waits for nothing."""
+    room.blocks.view(*room.starts.shape, -1)[blocks] = whole.blocks
+    room.counts[blocks] = whole.counts[blocks]
 
 
 def write_lists(mask: torch.Tensor, lists: BlockLists) -> None:

@@ -37,7 +37,6 @@ REACHED = {  # kernels, by the kind of request that launches each
     "_attend": "decode hierarchical",
     "_choose": "decode hierarchical",
     "_enter": "decode hosted progressive",
-    "_expect": "decode hosted progressive",
     "_leave": "decode hosted progressive",
     "_rest": "decode hosted progressive",
     "_find": "decode hosted progressive",
