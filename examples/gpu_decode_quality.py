@@ -92,8 +92,8 @@ STREAMING = [
 THRESHOLDS = [threshold(value) for value in (0.5, 0.8, 0.9, 0.95, 0.98, 1.0)]
 
 
-def prompts(path: Path, rows: int, builder: PromptBuilder) -> list[Asked]:
-    """Prompts of ``rows`` rows, spread over a set."""
+def prompts(path: Path, rows: int, builder: PromptBuilder, longest: int = LONGEST) -> list[Asked]:
+    """Prompts of ``rows`` rows, spread over a set, without those of more than ``longest`` tokens."""
     raw = [row for _, row in json_lines(path)]
     raw = [raw[i * len(raw) // rows] for i in range(rows)] if rows < len(raw) else raw
     found = []
@@ -111,7 +111,7 @@ def prompts(path: Path, rows: int, builder: PromptBuilder) -> list[Asked]:
             documents = [PromptDocument(str(i), title, text) for i, (title, text) in enumerate(row["docs"])]
             question, answers, exact = row["question"], row["answers"], True
         built = builder.build(question, documents, max_prompt_tokens=10**9)
-        if len(built.input_ids) <= LONGEST:
+        if len(built.input_ids) <= longest:
             found.append((built.input_ids, answers, exact))
     return found
 

@@ -3,14 +3,14 @@ attention mass that they hold, by mode and alpha, beside dense prefill of the sa
 
     python examples/sparse_prefill_quality.py OUT.json SET.jsonl.gz [SET ...] [--rows N]
         [--alphas A,A] [--shares S,S] [--dense-last N,N] [--model PATH] [--mass | --answers]
-        [--side-by-side [--seconds S]] [--in-flight N]
+        [--side-by-side [--seconds S]] [--in-flight N] [--longest TOKENS]
 
-Sets as for gpu_decode_quality.py; prompts over 8,000 tokens are left out. Decoding is dense. On a CPU a
-prompt takes 1 to 20 seconds in each mode. Mass is measured in transformers (prefill_mass.py). --mass: without
-answers, and without an engine; blocks are those of a dense prefill's queries and keys then. --answers:
-without mass. --shares: also a fixed share of the blocks, answers only. --side-by-side: an engine for each
-set, all at once on one GPU; OUT-SET.json is written as they go, and OUT when they have ended or time is up.
-Rows of other sets, modes, alphas and shares in OUT stay."""
+Sets as for gpu_decode_quality.py; prompts over ``--longest`` tokens, 8,000, are left out. Decoding is dense.
+On a CPU a prompt of 8,000 takes 1 to 20 seconds in each mode. Mass is measured in transformers
+(prefill_mass.py). --mass: without answers, and without an engine; blocks are those of a dense prefill's
+queries and keys then. --answers: without mass. --shares: also a fixed share of the blocks, answers only.
+--side-by-side: an engine for each set, all at once on one GPU; OUT-SET.json is written as they go, and OUT
+when they have ended or time is up. Rows of other sets, modes, alphas and shares in OUT stay."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def measure(engine: Any, given: argparse.Namespace) -> None:
     growing = _report(given.out)
     growing.workload = {"model": Path(given.model).name}
     for path in given.sets:
-        asked = await asyncio.to_thread(prompts, path, given.rows, builder)
+        asked = await asyncio.to_thread(prompts, path, given.rows, builder, given.longest)
         if not asked:
             print(f"{path.name}: every prompt is too long", flush=True)
             continue
@@ -195,6 +195,7 @@ def main() -> int:
     parser.add_argument("--side-by-side", action="store_true")
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--in-flight", type=int, default=2)
+    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of the longest prompt asked")
     given = parser.parse_args()
     if given.side_by_side:
         return side_by_side(given)
@@ -211,7 +212,7 @@ def main() -> int:
             kv_disk_bytes=0,
             sparse_attention="on",
             decode_mode="dense",
-            max_total_tokens=2 * given.in_flight * LONGEST,
+            max_total_tokens=2 * given.in_flight * given.longest,
             engine_timeout_s=3600,
             engine_args=engine_args(None) | graphs,
         )

@@ -7,16 +7,20 @@ import gzip
 import json
 import math
 import random
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from examples.models.recipe import architecture, attention, facts, prepare, sources, squad_parts
 from examples.models.recipe.architecture import Shape, grown, init_params
+from examples.models.recipe.corpus import MODEL, Corpus
 from examples.models.recipe.export import logits
 from examples.models.recipe.forward import taught_loss
 from examples.models.recipe.heldout import right
+from examples.models.recipe.long_prompts import long_documents, question_set
 from examples.models.recipe.optimizer import Muon
 from examples.models.recipe.overlap import Evaluated, report
 from examples.models.recipe.question_forms import as_typed, typo
@@ -278,3 +282,32 @@ def test_a_question_finds_the_passage_with_its_answer_in_place() -> None:
     assert passages.find("Where did the old king live until 1450 ?", "Gora", 30) is None
     assert passages.find("Who painted a blue horse ?", "Gora", 5) is None
     assert squad_parts.as_written("Gora 's king", "It was Gora's King.") == "Gora's King"
+
+
+@pytest.fixture
+def little_corpus() -> Corpus:
+    """A corpus of a tokenizer, no real names and one sentence to put between facts."""
+    corpus = Corpus.__new__(Corpus)
+    corpus.tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    corpus.names, corpus.sentences = NO_NAMES, ["The bridge over the river was closed for repairs in spring."]
+    return corpus
+
+
+@pytest.mark.parametrize("tokens", [700, 5000, 20_011])
+def test_long_prompts_hold_what_is_asked_and_fit(little_corpus: Corpus, tokens: int) -> None:
+    docs, asked = long_documents(little_corpus, Synthetic(tokens, NO_NAMES), tokens)
+    sizes = list(map(len, little_corpus.encode_all([f"{title}\n{text}\n" for title, text in docs])))
+    assert tokens / 2 < sum(sizes) + len(sizes) <= tokens
+    text = "\n".join(body for _, body in docs)
+    assert all(answer in text for pairs in asked.values() for _, answer in pairs)
+
+
+def test_names_of_long_question_sets_are_kept_from_training(little_corpus: Corpus) -> None:
+    for kind in ("onehop", "crossdoc"):
+        rows = question_set(little_corpus, kind, 3000, 4, seed=5)
+        assert len({row["question"] for row in rows}) == 4
+        assert rows == question_set(little_corpus, kind, 3000, 4, seed=5)
+    kept, trained = Synthetic(1, NO_NAMES, evaluated=True), Synthetic(1, NO_NAMES)
+    people = [{names.name("person") for _ in range(300)} for names in (kept, trained)]
+    assert not people[0] & people[1]
+    assert all(zlib.crc32(name.encode()) % 16 == 0 for name in people[0])

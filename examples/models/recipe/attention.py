@@ -114,7 +114,7 @@ def prepare_flex(visible: Visible) -> None:
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible) -> torch.Tensor:
     """FlashAttention over samples; segments are not looked at."""
-    at, longest = visible.offsets, 8192
+    at, longest = visible.offsets, len(visible.sample)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     found = torch.ops.aten._flash_attention_forward(q, k, v, at, at, longest, longest, 0.0, True, False)

@@ -83,7 +83,7 @@ class Reader:
         self.shape = Shape.read(folder)
         loaded = model.load(folder)
         self.params: Params = {n: p.to(self.device, self.dtype) for n, p in loaded.items()}
-        self.table = model.rope_table(self.shape, CONTEXT, self.device)
+        self.table = model.rope_table(self.shape, self.shape.max_position_embeddings, self.device)
 
     @torch.no_grad()
     def answers(self, prompts: Sequence[Prompt]) -> list[list[int]]:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from examples.models.recipe import architecture as model
 from examples.models.recipe import attention
 from examples.models.recipe.architecture import Params, Shape
-from examples.models.recipe.corpus import CONTEXT
 from examples.models.recipe.samples import Batch
 
 TEACHING = 1.0
@@ -59,7 +58,7 @@ class Forward:
 
     def __init__(self, shape: Shape, device: str) -> None:
         self.shape, self.device = shape, device
-        self.table = model.rope_table(shape, CONTEXT, device)
+        self.table = model.rope_table(shape, shape.max_position_embeddings, device)
         self.dtype, self.attention = torch.float32, attention.REFERENCE
         parts: tuple[Any, ...] = (
             model.before_attention,

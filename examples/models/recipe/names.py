@@ -20,14 +20,23 @@ class Names:
     """A stream of names and sentences from one seed.
 
     ``pools`` holds real first, last and place names; ``sentences`` are real sentences to put between facts;
-    ``short`` replaces names by words of one token, which makes a task easier at the beginning."""
+    ``short`` replaces names by words of one token, which makes a task easier at the beginning. ``evaluated``:
+    the names that are kept from training."""
 
-    def __init__(self, seed: int, pools: dict[str, list[str]], sentences: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        seed: int,
+        pools: dict[str, list[str]],
+        sentences: Sequence[str] = (),
+        *,
+        evaluated: bool = False,
+    ) -> None:
         self.random = random.Random(seed)
         self.pools = pools
         self.sentences = sentences or FILLER
         self.used: set[str] = set()
         self.short: Sequence[str] = ()
+        self.evaluated = evaluated
 
     def word(self, syllables: int = 0) -> str:
         r = self.random
@@ -36,13 +45,17 @@ class Names:
         return (word + (r.choice(WORDS["codas"]) if r.random() < 0.7 else "")).capitalize()
 
     def name(self, kind: str) -> str:
-        """Return a name that this sample has not used and that is open to training."""
+        """Return a name that this sample has not used, open to training or, where so asked, kept from it."""
         for _ in range(200):
             name = self._draw(kind)
-            if name not in self.used and (kind == "alias" or zlib.crc32(name.encode()) % 16):
+            if name not in self.used and (kind == "alias" or self._kept(name) == self.evaluated):
                 break
         self.used.add(name)
         return name
+
+    @staticmethod
+    def _kept(name: str) -> bool:
+        return zlib.crc32(name.encode()) % 16 == 0
 
     def _draw(self, kind: str) -> str:
         r = self.random

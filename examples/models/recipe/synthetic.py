@@ -193,8 +193,9 @@ class Synthetic(Names):
             docs.insert(r.randint(0, len(docs)), self.stranger(filler_words))
         return Sample(docs, self.pick(pools, n, {"alias": 0.75, "1hop": 0.25}))
 
-    def continued(self, k: int, filler_words: int, n: int) -> Sample:
-        """A document introduces something; the next one speaks only of "he", "it" or "this town"."""
+    def continued(self, k: int, filler_words: int, n: int, near: float = 0.25) -> Sample:
+        """A document introduces something; the next one speaks only of "he", "it" or "this town". ``near`` is
+        the share of questions about the first."""
         r = self.random
         self.used = set()
         groups: list[list[Document]] = []
@@ -215,7 +216,7 @@ class Synthetic(Names):
         groups += [[self.stranger(filler_words)] for _ in range(k - total)]
         r.shuffle(groups)
         docs = [doc for group in groups for doc in group]
-        return Sample(docs, self.pick(pools, n, {"next": 0.75, "1hop": 0.25}))
+        return Sample(docs, self.pick(pools, n, {"next": 1 - near, "1hop": near} if near else {"next": 1.0}))
 
     def _group(
         self, kind: str, name: str, own: Sequence[Fact], facts: list[Fact], filler_words: int

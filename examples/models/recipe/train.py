@@ -6,7 +6,8 @@ The schedule follows the clock. OUT gets ``log.jsonl``, the weights (bfloat16 sh
 every two minutes and at the end. The same command goes on from the checkpoint, so a run may be cut into
 several with ``--stop-after`` seconds each; ``--seconds`` is the time of all together. ``--start`` names
 weights to start from, grown if they are shallower; the ``--teacher`` is the start unless another is named.
-With ``--only-new`` the layers that the start lacks are trained and everything else is left as it is."""
+With ``--only-new`` the layers that the start lacks are trained and everything else is left as it is.
+``--longest 131072 --theta 2e6 --alone`` trains a reader of prompts of so many tokens (long_prompts.py)."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ import torch
 
 from examples.models.recipe import architecture as model
 from examples.models.recipe.architecture import Shape
-from examples.models.recipe.corpus import Corpus
+from examples.models.recipe.corpus import CONTEXT, Corpus
 from examples.models.recipe.forward import Forward
 from examples.models.recipe.heldout import HeldOut, as_tensors
+from examples.models.recipe.long_prompts import LongMixture
 from examples.models.recipe.mixture import Mixture
 from examples.models.recipe.optimizer import Muon, rate_at
 from examples.models.recipe.samples import Batch
@@ -42,13 +44,17 @@ GROWN_RATE = 0.5  # of both rates, where weights that are trained already go on
 class Stream(torch.utils.data.IterableDataset):
     """Batches of the mixture; ``shared`` holds the progress and whether documents may be hidden."""
 
-    def __init__(self, corpus: Corpus, tokens: int, seed: int, shared: Any) -> None:
+    def __init__(self, corpus: Corpus, tokens: int, seed: int, shared: Any, longest: int) -> None:
         self.corpus, self.tokens, self.seed, self.shared = corpus, tokens, seed, shared
+        self.longest = longest
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
         worker = torch.utils.data.get_worker_info()
         torch.set_num_threads(1)
-        mixture = Mixture(self.corpus, self.seed * 1000 + (worker.id if worker else 0), self.tokens)
+        seed = self.seed * 1000 + (worker.id if worker else 0)
+        mixture = Mixture(self.corpus, seed, self.tokens)
+        if self.longest > CONTEXT:
+            mixture = LongMixture(self.corpus, seed, self.tokens, self.longest)
         while True:
             mixture.hide = bool(self.shared[1])
             batch = mixture.batch(self.shared[0])
@@ -94,6 +100,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--teacher", type=Path, help="folder of weights whose predictions count on real text")
     parser.add_argument("--only-new", action="store_true", help="train only layers that the start lacks")
     parser.add_argument("--rate", type=float, help="factor of the learning rates")
+    parser.add_argument("--longest", type=int, default=CONTEXT, help="tokens of the longest sample")
+    parser.add_argument("--theta", type=float, default=Shape.rope_theta, help="base of the rotary angles")
     parser.add_argument("--alone", action="store_true", help="no teacher")
     return parser.parse_args()
 
@@ -101,7 +109,7 @@ def parsed() -> argparse.Namespace:
 def loader(corpus: Corpus, options: argparse.Namespace, seed: int, shared: Any, device: str) -> Any:
     many = options.workers > 0
     return torch.utils.data.DataLoader(
-        Stream(corpus, options.tokens, seed, shared),
+        Stream(corpus, options.tokens, seed, shared, options.longest),
         batch_size=None,
         num_workers=options.workers,
         prefetch_factor=3 if many else None,
@@ -115,7 +123,11 @@ class Run:
 
     def __init__(self, options: argparse.Namespace, device: str, before: dict[str, Any] | None) -> None:
         self.options, self.device = options, device
-        self.shape = Shape(num_hidden_layers=options.layers)
+        self.shape = Shape(
+            num_hidden_layers=options.layers,
+            rope_theta=options.theta,
+            max_position_embeddings=options.longest,
+        )
         self.params = model.init_params(self.shape, device, options.seed)
         onward = bool(options.start) and not options.only_new  # weights that are trained already go on
         self.rate = options.rate or (GROWN_RATE if onward else 1.0)
