@@ -2,34 +2,42 @@
 beside dense prefill?
 
     python examples/gpu_whole_prompts.py OUT.json [--lengths 32768,131072] [--shares 0.1,0.2,0.4]
-        [--modes blocks,lines] [--repeats N] [--chunk 8192] [--parts sparse,whole] [--embedded]
+        [--modes blocks,lines] [--repeats N] [--chunk 8192] [--parts sparse,whole] [--no-streaming]
+        [--embedded]
 
 Two engines after each other, each in a process of its own, with the shape of Llama-3.1-8B and random weights.
 `sparse`: with sparse attention on, prompts in chunks of ``--chunk`` tokens, dense and sparse in turns.
 `whole`: SGLang's dense prefill of each prompt as one chunk, without sparse attention. With FlashInfer both
 are FA3 on Hopper GPUs. Every row has the time beside the faster dense one of the same length so far. Random
 weights choose no lines or blocks that a text would, so each request asks for a fixed share and the answer
-says what was computed; how many blocks a text needs is measured by sparse_prefill_quality.py.
+says what was computed; how many blocks a text needs is measured by sparse_prefill_quality.py. `blocks` is
+also timed with every other KV head streaming: its query heads attend to the first and local blocks only.
 
 ``--embedded``: the small model and short prompts, to try the script without a GPU."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from fan_out import engine_args, fan_out
 
 from ragserve.bench import model_shapes
+from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import EngineError
 from ragserve.measuring import report
 from ragserve.measuring.engine_run import TimedAnswer, first_token, random_tokens
+from sglang_ext.attention.streaming_heads import save_pattern
 
+STREAMING = "blocks, half of the heads streaming"
 RESERVED = 8  # tokens of SGLang, and the answer's
 NOTE = (
     "Milliseconds to the first token of a prompt of random tokens with nothing cached, medians after one "
@@ -71,6 +79,10 @@ def measure(given: argparse.Namespace) -> None:
         ("dense", {"mode": "dense"}),
         *((mode, {"mode": mode, "share": share}) for mode in given.modes for share in given.shares),
     ]
+    if given.streaming and "blocks" in given.modes:
+        cases += [
+            (STREAMING, {"mode": "blocks", "share": share, "streaming": True}) for share in given.shares
+        ]
     arguments = engine_args(None) | ({} if given.embedded else {"cuda_graph_max_bs_decode": 8})
     if sparse:
         arguments |= {"chunked_prefill_size": given.chunk}
@@ -111,12 +123,25 @@ def measure(given: argparse.Namespace) -> None:
                 )
 
     settings: dict[str, Any] = {"kv_disk_bytes": 0, "max_total_tokens": longest + 16_384}
-    if sparse:
-        settings |= {"sparse_attention": "on", "decode_mode": "dense"}
-    elif not given.embedded:  # SGLang leaves room for a chunk's activations by rule, for such a one too much
-        settings["mem_fraction_static"] = 0.6
-    model_shapes.run_engine(shape, work, engine_args=arguments, **settings)
+    with tempfile.TemporaryDirectory() as folder:
+        if sparse:
+            settings |= {"sparse_attention": "on", "decode_mode": "dense"}
+            if given.streaming:
+                settings["decode_heads"] = _every_other_head(shape, Path(folder))
+        elif (
+            not given.embedded
+        ):  # SGLang leaves room for a chunk's activations by rule, for such a one too much
+            settings["mem_fraction_static"] = 0.6
+        model_shapes.run_engine(shape, work, engine_args=arguments, **settings)
     growing.show()
+
+
+def _every_other_head(shape: str, folder: Path) -> Path:
+    config = model_shapes.SHAPES.get(shape) or json.loads((DEFAULT_MODEL / "config.json").read_text())
+    gates = torch.arange(config["num_key_value_heads"]).remainder(2).float()
+    path = folder / "heads.json"
+    save_pattern(path, gates.expand(config["num_hidden_layers"], -1), share=0.5, model=shape)
+    return path
 
 
 def main() -> int:
@@ -130,6 +155,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--parts", type=_numbers(str), default=["whole", "sparse"])
+    parser.add_argument("--no-streaming", dest="streaming", action="store_false")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--embedded", action="store_true")
     given = parser.parse_args()
