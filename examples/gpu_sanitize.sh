@@ -13,7 +13,7 @@ limit=${2:-240}
 export PYTHONPATH="$PWD:$PWD/kernels:$PWD/index${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
-shared=(columns_and_sparse_decode progressive_decode_over_places prefix_rows_attention page_select)
+shared=(columns_and_sparse_decode progressive_decode_over_places filling prefix_rows_attention page_select)
 failed=0
 
 "$python" -m tests.kernels.memcheck_hosted || { echo "it fails without the tool"; exit 1; }

@@ -113,6 +113,20 @@ def progressive_decode_over_places(device: torch.device) -> None:
     pp.test_pages_after_the_stop_are_not_read(device)
 
 
+def filling(device: torch.device) -> None:
+    for page_size, head_dim, dtype, half, codes, threshold in (
+        (16, 64, torch.float32, None, False, 0.6),
+        (64, 128, torch.bfloat16, None, False, 1.0),
+        (16, 64, torch.float32, 32, True, 0.6),
+        (64, 128, torch.bfloat16, 64, False, 1.0),
+    ):
+        pp.test_pages_that_are_read_from_the_host_fill_cells(
+            device, page_size, head_dim, dtype, half, codes, threshold
+        )
+    for n, pages, columns in ((5, 30, 3), (33, 60, 12)):
+        cas.test_what_attention_has_not_filled_is_left(device, n, pages, columns, 0.4)
+
+
 def prefix_rows_attention(device: torch.device) -> None:
     pra.test_ragged_batch(device, torch.bfloat16)
     pra.test_log_sum_exp_of_every_row(device, naive=False)
@@ -142,6 +156,7 @@ KERNELS: tuple[Callable[[torch.device], None], ...] = (
     gather_h2d,
     scatter_d2h,
     progressive_decode_over_places,
+    filling,
     prefix_rows_attention,
     page_stats,
     page_select,
