@@ -35,23 +35,31 @@ PROGRAMS = (1, 2, 3, 4, 8, 16)
 DEVICE = torch.device("cuda")
 
 
-def context_of(pages: int, head_dim: int, *, scattered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def context_of(
+    pages: int,
+    head_dim: int,
+    *,
+    scattered: bool,
+    page: int = PAGE,
+    length: int = LENGTH,
+    device: torch.device = DEVICE,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and turns of a context that takes so many of the documents' pages, as `context_gather` reads
-    them."""
-    each = -(-LENGTH // BLOCK)
+    them: in pages of ``page`` tokens, of documents of ``length`` tokens."""
+    each = -(-length // BLOCK)
     order = torch.randperm(pages) if scattered else torch.arange(pages)
-    token = torch.arange(LENGTH)
+    token = torch.arange(length)
     rows = [
         order[first : first + each][token // BLOCK] * BLOCK + token % BLOCK
         for first in range(0, pages - each + 1, each)
     ]
-    which = torch.arange(len(rows)).repeat_interleave(LENGTH)
-    whole = len(which) // PAGE * PAGE
-    tokens = torch.stack((torch.cat(rows), which), -1)[:whole].view(-1, PAGE, 2)
+    which = torch.arange(len(rows)).repeat_interleave(length)
+    whole = len(which) // page * page
+    tokens = torch.stack((torch.cat(rows), which), -1)[:whole].view(-1, page, 2)
     frequencies = 500_000.0 ** -(torch.arange(head_dim // 2).double() / (head_dim // 2))
-    angles = (torch.arange(len(rows)) * LENGTH).double()[:, None] * frequencies
+    angles = (torch.arange(len(rows)) * length).double()[:, None] * frequencies
     turns = torch.stack((angles.cos(), angles.sin()), 1).float()
-    return tokens.int().to(DEVICE), turns.to(DEVICE)
+    return tokens.int().to(device), turns.to(device)
 
 
 def differs(host: torch.Tensor | HostCodes, kv: KVLayers, tokens: torch.Tensor, turns: torch.Tensor) -> float:
