@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 
 from ragserve_kernels.block_summary import BlockPlan, block_summary
+from ragserve_kernels.context_gather import HostContexts, context_cell_gather, context_gather
 from ragserve_kernels.key_scores import key_scores
+from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.prefill_lists import LinePlan, list_blocks, list_lines
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
 from ragserve_kernels.sparse_prefill import PrefillBatch, list_room
@@ -27,6 +30,8 @@ def key(value: Any, *, whole: bool, aligned: bool) -> Any:
     divisible by 16."""
     if isinstance(value, tuple):
         return tuple(key(each, whole=whole, aligned=aligned) for each in value)
+    if isinstance(value, tl.constexpr):
+        return value.value
     if isinstance(value, torch.Tensor):
         return value.dtype, whole and aligned and value.data_ptr() % 16 == 0
     if isinstance(value, int):
@@ -64,7 +69,9 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> Keys:
     """Keys of the launches so far."""
     found: Keys = {}
     lists = ("prefill_lists.triton", "prefill_lists.blocks_triton", "prefill_lists.lines_triton")
-    for name in ("block_summary.launches", "prefix_rows_attention.triton", "key_scores.triton", *lists):
+    contexts = ("context_gather.triton", "context_gather.context_cells")
+    others = ("block_summary.launches", "prefix_rows_attention.triton", "key_scores.triton")
+    for name in (*others, *lists, *contexts):
         module = importlib.import_module(f"ragserve_kernels.{name}")
         for attribute, kernel in list(vars(module).items()):
             if attribute.endswith("_kernel"):
@@ -124,6 +131,27 @@ def test_sparse_prefills_and_questions_of_any_length(
         "list_lines_kernel",
         "key_scores_kernel",
     } <= seen.keys()
+
+
+def test_any_number_of_pages_of_contexts(
+    device: torch.device, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Recorded, "runs", False)
+    layers, heads, dim = 3, 2, 64
+    pool = KVLayers(*([torch.zeros(64, heads, dim, device=device) for _ in range(layers)] for _ in "kv"))
+    for host_pages, pages, moved in ((1, 1, 1), (16, 32, 16), (7, 100, 33)):
+        host = torch.zeros(host_pages, 2, layers, heads, 16, dim, pin_memory=not INTERPRETED)
+        tokens = torch.zeros(pages, 16, 2, dtype=torch.int32, device=device)
+        turns = torch.zeros(host_pages, 2, dim // 2, device=device)
+        for own in range(layers):
+            one = KVLayers(pool.k[:1], pool.v[:1])
+            chosen = torch.zeros(1, heads, moved, dtype=torch.int32, device=device)
+            context_gather(host, one, tokens, turns, chosen, chosen, first_layer=own)
+        base = torch.zeros(1, dtype=torch.int64, device=device)
+        some, count = torch.zeros(2, moved, dtype=torch.int32, device=device), base.int()
+        context_cell_gather(HostContexts(host, base, tokens, turns), pool, some[0], some[0], count)
+    seen = {name: len(found) for name, found in keys.items() if found}
+    assert seen == {"context_gather_kernel": 1, "context_cells_kernel": 1}
 
 
 def test_a_few_numbers_of_rows_compile_what_any_number_needs(

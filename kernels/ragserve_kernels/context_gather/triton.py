@@ -9,20 +9,16 @@ import triton
 import triton.language as tl
 
 from ragserve_kernels.context_gather.context_rows import context_rows, store_context_rows
-from ragserve_kernels.context_gather.types import PAIR_BYTES, HostCodes
-from ragserve_kernels.dispatch import host_tile_bytes, next_power_of_2
+from ragserve_kernels.context_gather.gather_launch import GatherLaunch
+from ragserve_kernels.context_gather.types import HostCodes
 from ragserve_kernels.kv import KVLayers
 
 _STEP = 64
-PROGRAMS = 3  # as `column_gather`
-CODE_PROGRAMS = 8  # as `rotate_gather` from codes
-TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit(do_not_specialize=["n_lists", "n_entries", "n_layers", "i_first_layer"])
 def context_gather_kernel(
     p_host,  # [pages, 2, n_layers, KV_HEADS, BLOCK, D], and PAIR bytes more a row with CODES
-    p_pairs,  # int32: the same memory in words; read with CODES
     p_dst_k,  # int64 [layers]: addresses
     p_dst_v,
     p_tokens,  # int32 [context pages, PAGE, 2]
@@ -33,18 +29,12 @@ def context_gather_kernel(
     n_entries,
     n_layers,  # of the host's pages
     i_first_layer,
+    form,  # RowForm
     KV_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    B_HALF: tl.constexpr,  # HALF rounded up to a power of two
-    B_REST: tl.constexpr,  # the dimensions that do not rotate, rounded up; 0: none
     TILE: tl.constexpr,  # tokens: whole pages, or a part of one
     STEP: tl.constexpr,  # entries that are looked through at a time
     DTYPE: tl.constexpr,
-    CODES: tl.constexpr,  # the pages hold 8-bit codes
-    PAIR: tl.constexpr,  # bytes of a row's scale and zero point
 ):
     o_token = tl.arange(0, TILE)
     o_entry = tl.arange(0, STEP)
@@ -71,39 +61,9 @@ def context_gather_kernel(
             i_out = tl.load(p_target + o_list + i_entry, mask=m_entry, other=0).to(tl.int64)
             m_page = i_page >= 0
             p_token = p_tokens + (tl.maximum(i_page, 0) * PAGE + i_token % PAGE) * 2
-            i_row = tl.load(p_token, mask=m_page, other=0).to(tl.int64)
-            i_turn = tl.load(p_token + 1, mask=m_page, other=0).to(tl.int64)
-            b_1, b_2, b_rest, b_v = context_rows(
-                p_host,
-                p_pairs,
-                p_turns,
-                i_row,
-                i_turn,
-                m_page,
-                i_from,
-                n_heads,
-                BLOCK,
-                D,
-                HALF,
-                B_HALF,
-                B_REST,
-                DTYPE,
-                CODES,
-                PAIR,
-            )
-            o_dst = tl.multiple_of(((i_out * PAGE + i_token % PAGE) * KV_HEADS + i_head) * D, 16)
-            m_row = m_page[:, None]
-            store_context_rows(
-                p_k + o_dst, p_v + o_dst, b_1, b_2, b_rest, b_v, m_row, D, HALF, B_HALF, B_REST
-            )
-
-
-def tile_of(programs: int, head_dim: int, dtype: torch.dtype, codes: bool) -> tuple[int, int]:
-    """Return the tokens of a tile, a power of two, and its warps."""
-    value_bytes = 2 * head_dim * dtype.itemsize
-    row_bytes = 2 * head_dim if codes else value_bytes
-    tile = max(1, min(host_tile_bytes(programs) // row_bytes, (64 << 10) // value_bytes))
-    return tile, max(4, min(16, tile * value_bytes // 4096))
+            rows = context_rows(p_host, p_turns, p_token, m_page, i_from, n_heads, form, DTYPE)
+            o_dst = tl.multiple_of(((i_out * PAGE + i_token % PAGE) * KV_HEADS + i_head) * form.D, 16)
+            store_context_rows(p_k + o_dst, p_v + o_dst, rows, m_page[:, None], form)
 
 
 def context_gather(
@@ -118,21 +78,14 @@ def context_gather(
     programs: int | None = None,
 ) -> None:
     """Launch the kernel; see :func:`ragserve_kernels.context_gather.context_gather`."""
-    codes = host if isinstance(host, HostCodes) else None
-    programs = programs or (PROGRAMS if codes is None else CODE_PROGRAMS)
-    layers, kv_heads, head_dim, dtype = dst.layout
-    half = turns.shape[2]
-    rest = head_dim - 2 * half
-    tile, warps = tile_of(programs, head_dim, dtype, codes is not None)
+    launch = GatherLaunch.of(host, dst, turns, tokens.shape[1], programs)
     if isinstance(host, HostCodes):
-        pool, pairs = host.pool.view(-1).view(torch.int8), host.pool.view(-1).view(torch.int32)
-        there, block = host.layers, host.block
+        pool, there = host.pool.view(-1).view(torch.int8), host.layers
     else:
-        pool, pairs, there, block = host, host, host.shape[2], host.shape[4]
-    lists = layers * kv_heads
-    context_gather_kernel[(min(programs, lists),)](
+        pool, there = host, host.shape[2]
+    lists = dst.layers * dst.kv_heads
+    context_gather_kernel[(min(launch.programs, lists),)](
         pool,
-        pairs,
         dst.k_ptrs,
         dst.v_ptrs,
         tokens,
@@ -143,17 +96,7 @@ def context_gather(
         source.shape[2],
         there,
         first_layer,
-        KV_HEADS=kv_heads,
-        BLOCK=block,
-        PAGE=tokens.shape[1],
-        D=head_dim,
-        HALF=half,
-        B_HALF=next_power_of_2(half),
-        B_REST=next_power_of_2(rest) if rest else 0,
-        TILE=tile,
+        launch.form,
         STEP=_STEP,
-        DTYPE=TL_DTYPE[dtype],
-        CODES=codes is not None,
-        PAIR=PAIR_BYTES,
-        num_warps=warps,
+        **launch.constants,
     )

@@ -4,15 +4,13 @@ there."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ragserve_kernels.context_gather import HostCodes
-from ragserve_kernels.context_gather.types import PAIR_BYTES
-from ragserve_kernels.dispatch import next_power_of_2
+from ragserve_kernels.context_gather.context_rows import NO_ROWS, RowForm
 from ragserve_kernels.kv import rows_of
 from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection, kv_rows
 from ragserve_kernels.progressive_decode.placed_tiles import FILLS, IN_CONTEXT, ON_HOST, Contexts
@@ -116,31 +114,19 @@ def _resolve(
 
 
 class Reading(NamedTuple):
-    """How contexts are read: their tensors and the constants of the kernel."""
+    """How contexts are read, as the kernel takes it."""
 
     contexts: Contexts
-    constants: dict[str, Any]
+    form: RowForm
 
     @classmethod
     def of(cls, places: PagePlaces | None, unused: torch.Tensor) -> Reading:
         """``unused``: any tensor, in place of those of contexts where there are none."""
         if places is None or (found := places.contexts) is None:
-            none = dict.fromkeys(("DOCUMENT", "TURNED", "B_TURNED", "B_REST", "PAIR"), 0)
-            return cls(Contexts(unused, unused, 0), {"CONTEXTS": False, "CODES": False, **none})
-        layers, kv_heads, block, head_dim = found.sizes
-        half = found.turns.shape[2]
-        rest = head_dim - 2 * half
-        constants = {
-            "CONTEXTS": True,
-            "CODES": isinstance(found.host, HostCodes),
-            "DOCUMENT": block,
-            "TURNED": half,
-            # the matrix units want at least 16
-            "B_TURNED": max(16, next_power_of_2(half)),
-            "B_REST": max(16, next_power_of_2(rest)) if rest else 0,
-            "PAIR": PAIR_BYTES,
-        }
-        return cls(Contexts(found.base, found.turns, layers * kv_heads), constants)
+            return cls(Contexts(unused, unused, 0), NO_ROWS)
+        layers, kv_heads = found.sizes[:2]
+        form = RowForm.of(found.host, found.turns, least=16)  # the matrix units want so many
+        return cls(Contexts(found.base, found.turns, layers * kv_heads), form)
 
 
 class Addresses(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ragserve_kernels.context_gather.context_rows import context_rows, store_context_rows
+from ragserve_kernels.context_gather.context_rows import context_pages, context_rows, store_context_rows
 from ragserve_kernels.decode_tiles import Softmax, fold_scores
 from ragserve_kernels.dot import dot
 
@@ -179,26 +179,18 @@ def fill_context(
     stride,
     contexts,
     i_list,  # as `attend_context`
-    D: tl.constexpr,
+    form,  # RowForm of a document's pages
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
-    B_HALF: tl.constexpr,
-    B_REST: tl.constexpr,
-    CODES: tl.constexpr,
-    PAIR: tl.constexpr,
 ):
     """`fill_placed` for a page in documents' host pages, whose keys are turned on the way."""
     f_k, _, i_within, p_k, p_v, m_row = _cells(
         i_tile, walk, p_index, p_places, p_fills, stride, PAGE, BLOCK_N, DTYPE
     )
     m_row = m_row & ((f_k & IN_CONTEXT) != 0)
-    b_1, b_2, b_rest, b_v = _context_tile(
-        f_k, i_within, m_row, contexts, i_list, D, BLOCK, HALF, B_HALF, B_REST, DTYPE, CODES, PAIR
-    )
-    store_context_rows(p_k, p_v, b_1, b_2, b_rest, b_v, m_row[:, None], D, HALF, B_HALF, B_REST)
+    rows = _context_tile(f_k, i_within, m_row, contexts, i_list, form, DTYPE)
+    store_context_rows(p_k, p_v, rows, m_row[:, None], form)
 
 
 @triton.jit
@@ -208,39 +200,14 @@ def _context_tile(
     m_row,
     contexts,
     i_list,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
-    B_HALF: tl.constexpr,
-    B_REST: tl.constexpr,
+    form,
     DTYPE: tl.constexpr,
-    CODES: tl.constexpr,
-    PAIR: tl.constexpr,
 ):
     """Return K and V of a tile of a context's page, as `context_rows`."""
     p_token = (a_token & -16).to(tl.pointer_type(tl.int32)) + 2 * i_within
-    i_row = tl.load(p_token, mask=m_row, other=0).to(tl.int64)
-    i_turn = tl.load(p_token + 1, mask=m_row, other=0).to(tl.int64)
-    a_host = tl.load(contexts.p_base)
-    p_host = tl.multiple_of(a_host.to(tl.pointer_type(tl.int8 if CODES else DTYPE)), 16)
-    return context_rows(
-        p_host,
-        a_host.to(tl.pointer_type(tl.int32)),
-        contexts.p_turns,
-        i_row,
-        i_turn,
-        m_row,
-        i_list,
-        contexts.n_lists.to(tl.int64),
-        BLOCK,
-        D,
-        HALF,
-        B_HALF,
-        B_REST,
-        DTYPE,
-        CODES,
-        PAIR,
-    )
+    p_host = context_pages(contexts.p_base, form, DTYPE)
+    n_lists = contexts.n_lists.to(tl.int64)
+    return context_rows(p_host, contexts.p_turns, p_token, m_row, i_list, n_lists, form, DTYPE)
 
 
 @triton.jit
@@ -248,22 +215,20 @@ def load_context_query(
     p_group,  # the first row of a group
     stride_head,
     m_head,  # bool [M, 1]
+    form,  # RowForm
     BLOCK_M: tl.constexpr,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    B_HALF: tl.constexpr,
-    B_REST: tl.constexpr,
 ):
     """Return the :class:`ContextQuery` of a request and KV head."""
+    HALF: tl.constexpr = form.HALF
     p_row = p_group + tl.arange(0, BLOCK_M)[:, None] * stride_head
-    o_half = tl.arange(0, B_HALF)
+    o_half = tl.arange(0, form.B_HALF)
     m_half = m_head & (o_half < HALF)[None, :]
     b_1 = tl.load(p_row + o_half[None, :], mask=m_half, other=0.0)
     b_2 = tl.load(p_row + HALF + o_half[None, :], mask=m_half, other=0.0)
     b_rest = b_2
-    if B_REST > 0:
-        o_rest = 2 * HALF + tl.arange(0, B_REST)
-        b_rest = tl.load(p_row + o_rest[None, :], mask=m_head & (o_rest < D)[None, :], other=0.0)
+    if form.B_REST > 0:
+        o_rest = 2 * HALF + tl.arange(0, form.B_REST)
+        b_rest = tl.load(p_row + o_rest[None, :], mask=m_head & (o_rest < form.D)[None, :], other=0.0)
     return ContextQuery(b_1, b_2, b_rest)
 
 
@@ -278,27 +243,20 @@ def attend_context(
     query,  # ContextQuery
     softmax,
     scale_2,
-    D: tl.constexpr,
+    form,  # RowForm of a document's pages
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr,  # tokens of a document's page
-    HALF: tl.constexpr,
-    B_HALF: tl.constexpr,
-    B_REST: tl.constexpr,
-    CODES: tl.constexpr,
-    PAIR: tl.constexpr,
 ):
     """`attend_placed` for the pages that are in documents' host pages, whose keys are turned on the way."""
+    D: tl.constexpr = form.D
     DTYPE: tl.constexpr = query.b_1.dtype
     a_k, _, i_within, m_row = _tile_pages(i_tile, walk, p_index, p_places, PAGE, BLOCK_N)
     m_row = m_row & ((a_k & IN_CONTEXT) != 0)
-    b_1, b_2, b_rest, b_v = _context_tile(
-        a_k, i_within, m_row, contexts, i_list, D, BLOCK, HALF, B_HALF, B_REST, DTYPE, CODES, PAIR
-    )
+    b_1, b_2, b_rest, b_v = _context_tile(a_k, i_within, m_row, contexts, i_list, form, DTYPE)
     b_s = dot(query.b_1, tl.trans(b_1), tl.zeros([query.b_1.shape[0], BLOCK_N], tl.float32), PRECISION)
     b_s = dot(query.b_2, tl.trans(b_2), b_s, PRECISION)
-    if B_REST > 0:
+    if form.B_REST > 0:
         b_s = dot(query.b_rest, tl.trans(b_rest), b_s, PRECISION)
     b_low, b_high = tl.split(tl.permute(tl.reshape(b_v, [BLOCK_N, 2, D // 2]), [0, 2, 1]))
     return _fold(b_s, b_low, b_high, m_row, softmax, scale_2, PRECISION)

@@ -86,6 +86,7 @@ def _round(
     scale_2,
     stride_table,
     contexts,  # Contexts; read with CONTEXTS
+    form,  # RowForm of these
     i_first_list,  # of the layer: layer * KV heads; likewise
     p_fills,  # see `Addresses`; read with CELLS
     p_kinds,  # int32 [items, n_parts], likewise; read with CONTEXTS or CELLS
@@ -106,12 +107,6 @@ def _round(
     CONTEXTS: tl.constexpr,  # some may be those of contexts
     CONTEXT_N: tl.constexpr,  # tokens of a tile of these
     PARTS: tl.constexpr,  # n_parts, rounded up
-    DOCUMENT: tl.constexpr,  # tokens of a document's page, and what else `context_rows` takes
-    TURNED: tl.constexpr,
-    B_TURNED: tl.constexpr,
-    B_REST: tl.constexpr,
-    CODES: tl.constexpr,
-    PAIR: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     i_item = tl.program_id(0)
@@ -155,6 +150,7 @@ def _round(
         p_index_row = p_index + i_item.to(tl.int64) * capacity
         p_table_row = p_table + (i_item.to(tl.int64) * 2 if PLACED else i_b) * stride_table
         C_PER_BLOCK: tl.constexpr = BLOCK // CONTEXT_N
+        DTYPE: tl.constexpr = q.p.dtype.element_ty
         if CONTEXTS or CELLS:
             o_part = tl.arange(0, PARTS)
             b_kinds = tl.load(p_kinds + i_item * n_parts + o_part, mask=o_part < n_parts, other=0)
@@ -174,7 +170,7 @@ def _round(
                         D,
                         PAGE,
                         CONTEXT_N,
-                        q.p.dtype.element_ty,
+                        DTYPE,
                     )
             if CONTEXTS:
                 n_some = tl.max(b_kinds & SOME_CONTEXT_FILL, 0)
@@ -189,16 +185,10 @@ def _round(
                             kv.k.stride,
                             contexts,
                             i_list,
-                            D,
+                            form,
                             PAGE,
                             CONTEXT_N,
-                            q.p.dtype.element_ty,
-                            DOCUMENT,
-                            TURNED,
-                            B_TURNED,
-                            B_REST,
-                            CODES,
-                            PAIR,
+                            DTYPE,
                         )
             tl.debug_barrier()  # what a thread has written others of the program read
         HALF: tl.constexpr = D // 2
@@ -257,9 +247,7 @@ def _round(
             n_some = tl.max(b_kinds & SOME_CONTEXT, 0)
             if n_some > 0:
                 p_group = q.p + i_b * q.stride + i_h * GROUP * q.stride_head
-                turning = load_context_query(
-                    p_group, q.stride_head, m_head, BLOCK_M, D, TURNED, B_TURNED, B_REST
-                )
+                turning = load_context_query(p_group, q.stride_head, m_head, form, BLOCK_M)
                 b_within = tl.full([BLOCK_M, 1], float("-inf"), tl.float32)
                 for i_tile in tl.range(i_mine * C_PER_BLOCK, i_last * C_PER_BLOCK, num_stages=1):
                     b_s, softmax = attend_context(
@@ -272,16 +260,10 @@ def _round(
                         turning,
                         softmax,
                         scale_2,
-                        D,
+                        form,
                         PAGE,
                         CONTEXT_N,
                         PRECISION,
-                        DOCUMENT,
-                        TURNED,
-                        B_TURNED,
-                        B_REST,
-                        CODES,
-                        PAIR,
                     )
                     b_part, b_within = bounded(
                         b_s, b_part, b_within, i_tile, n_forced, i_until, 1, C_PER_BLOCK, MEAN, True
@@ -361,7 +343,7 @@ def progressive_decode(
             int(len(threshold) > 1),
             scale / LN2,
             stride_table,
-            reading.contexts,
+            *reading,
             0 if places is None else places.layer * kv_heads,
             fills,
             kinds,
@@ -379,7 +361,7 @@ def progressive_decode(
             FIRST=number == 0,
             PLACED=places is not None,
             CELLS=places is not None and places.cells is not None,
-            **reading.constants,
+            CONTEXTS=places is not None and places.contexts is not None,
             CONTEXT_N=min(tokens, CONTEXT_TILE, batch.page_size),
             PARTS=next_power_of_2(kinds.shape[1]),
             STAGES=2 if q.element_size() == 4 else 5,
