@@ -30,9 +30,9 @@ from ragserve.measuring.engine_run import TimedAnswer, first_token
 PAGE = 16
 NOTE = (
     "All but attended are counts of pages of layers and KV heads, of all prompts. reads: by steps, over the "
-    "link; loads: into columns, beside steps; in columns: of those that choices named. attended: pages that "
-    "a step attends to in each layer and head, mean, of so many. differing: answers that are not those of "
-    "requests whose KV is on the device."
+    "link; fills: of these, written to columns, too; loads: into columns, beside steps; in columns: of those "
+    "that choices named. attended: pages that a step attends to in each layer and head, mean, of so many. "
+    "differing: answers that are not those of requests whose KV is on the device."
 )
 
 
@@ -128,6 +128,7 @@ def main() -> None:
             sparse_attention="on",
             decode_page_size=PAGE,
             kv_hosted_bytes=2**30,
+            engine_timeout_s=3600,  # on a CPU that has other work
             engine_args=graphs | engine_args(None),
         )
         run_once(settings, work)
