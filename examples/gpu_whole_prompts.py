@@ -137,7 +137,7 @@ def measure(given: argparse.Namespace) -> None:
 
 
 def _every_other_head(shape: str, folder: Path) -> Path:
-    config = model_shapes.SHAPES.get(shape) or json.loads((DEFAULT_MODEL / "config.json").read_text())
+    config = model_shapes.SHAPES.get(shape) or json.loads((Path(DEFAULT_MODEL) / "config.json").read_text())
     gates = torch.arange(config["num_key_value_heads"]).remainder(2).float()
     path = folder / "heads.json"
     save_pattern(path, gates.expand(config["num_hidden_layers"], -1), share=0.5, model=shape)
