@@ -18,6 +18,7 @@ from ragserve.ingest.tokenizer import Counter, TokenizerSource
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
 from tests.unit.api.scripted_server import DOCUMENTS, Live, serving
+from tests.unit.ingest.lent_parsers import lent_parsers
 
 if TYPE_CHECKING:
     from tests.unit.index.postgres_server import PostgresServer
@@ -49,6 +50,14 @@ def parse(parser: ParseProcess) -> Callable[..., ParsedFile | Unchanged | Failed
         return parser.parse(ParseRequest(str(path), path.name, path.suffix.lower(), salt="s", **known))
 
     return parse_file
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _lent_parsers() -> Iterator[None]:
+    """Jobs of this process take over each other's parsing process. What that one does with files, time
+    limits and failures is tested in `ingest/parsing`; commands under test start one each."""
+    with lent_parsers():
+        yield
 
 
 @pytest.fixture(scope="session")
