@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import torch
 from ragserve.measuring.server import RunningServer, running_server
 from sglang_ext.attention.streaming_heads import save_pattern
 from tests.conftest import REPO
-from tests.integration.forked_starts import forked_server
+from tests.integration.forked_starts import forked_server, run_forked
 from tests.integration.models import LLAMA3, random_llama
 
 Start = Callable[..., contextlib.AbstractContextManager[RunningServer]]
@@ -125,12 +124,8 @@ def warmed_elsewhere(folder: Path, model: Path | None) -> WarmedElsewhere:
         Path(path).write_text(text)
     options = ["--namespace", namespace, "--data-dir", str(data), "--model", str(model), "--warm", "--json"]
     store = shared_folder(shared, value=0)
-    done = subprocess.run(
-        [sys.executable, "-m", "ragserve.cli", "ingest", *inputs, *options],
-        capture_output=True,
-        check=False,
-        env=os.environ | {f"RAGSERVE_{name.upper()}": str(value) for name, value in store.items()},
-    )
+    settings = {f"RAGSERVE_{name.upper()}": str(value) for name, value in store.items()}
+    done = run_forked(["ingest", *inputs, *options], settings)
     assert done.returncode == 0, done.stderr[-2000:]
     return WarmedElsewhere(namespace, texts, data, shared, json.loads(done.stdout))
 

@@ -11,6 +11,7 @@ import pytest
 
 from ragserve.measuring.server import RunningServer
 from tests.integration.engines import Server, WarmedElsewhere, shared_folder
+from tests.integration.forked_starts import forked_server
 from tests.integration.prompts import rows
 
 KEY = "workers-key"
@@ -32,13 +33,12 @@ TEXTS = {
 def worker(
     quick_server: Server,
     warmed_elsewhere: WarmedElsewhere,
-    start_server: Any,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[RunningServer]:
     """It reads the store to which another engine has given documents, and gives it none."""
     flags = {"model": quick_server.model, "worker": True, "api_key": KEY}
     flags |= shared_folder(warmed_elsewhere.shared, value=1e9)
-    with start_server(data_dir=tmp_path_factory.mktemp("worker") / "data", **flags) as running:
+    with forked_server(data_dir=tmp_path_factory.mktemp("worker") / "data", **flags) as running:
         yield running
 
 
