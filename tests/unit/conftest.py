@@ -70,6 +70,15 @@ def postgres() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Callable[[Callable[[int, Path], None], Path], None]]:
+    """Lets two processes work as ranks, see `rank_processes`."""
+    from tests.unit.rank_processes import rank_processes
+
+    with rank_processes() as work:
+        yield work
+
+
+@pytest.fixture(scope="session")
 def embedder() -> Embedder:
     return Embedder()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 
 from sglang_ext import shared_ballots
 from sglang_ext.ranks import Ranks
@@ -86,10 +86,10 @@ def one_of_two(rank: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def found(two_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By rank, what it found by gloo and in shared memory."""
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(one_of_two, args=(folder,), nprocs=2)
+    two_ranks(one_of_two, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

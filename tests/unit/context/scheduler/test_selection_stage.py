@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 
 from sglang_ext import stages
 from sglang_ext.analysis import document_analysis
@@ -193,8 +193,10 @@ def one_of_two(rank: int, folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-def test_ranks_whose_analyses_differ_choose_the_same_tokens(tmp_path: Path) -> None:
-    multiprocessing.spawn(one_of_two, args=(tmp_path,), nprocs=2)
+def test_ranks_whose_analyses_differ_choose_the_same_tokens(
+    two_ranks: Callable[..., None], tmp_path: Path
+) -> None:
+    two_ranks(one_of_two, tmp_path)
     alone, together = (
         [(tmp_path / f"{name}-{rank}").read_text() for rank in range(2)] for name in ("alone", "together")
     )
