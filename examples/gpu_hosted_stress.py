@@ -1,7 +1,7 @@
 """Stress of hosted requests beside decode graphs: random requests to one engine with little room.
 
     python examples/gpu_hosted_stress.py OUT.json [--seconds 290] [--seed 1] [--page 64] [--dtype DTYPE]
-        [--retract-every 41] [--compare 30] [--tp 2] [--merge EARLIER.json] [--embedded]
+        [--retract-every 41] [--compare 30] [--tp 2] [--merge EARLIER.json] [--ended PART] [--embedded]
 
 The small model in bfloat16, a KV pool of 6,144 tokens in pages of 64, host pages for five times as many.
 Rounds of up to 24 requests, at once or spread over seconds: hosted, `auto`, and on the device with the same
@@ -66,6 +66,7 @@ MOST = 16  # requests that run at once
 FLOAT32 = 1e-3  # difference of log-probabilities that rounding explains
 HEAD_DIM = 64
 EVERYTHING = "all"
+COUNTED = ("steps", "hosted_steps", "resumed", "segmented_tokens", "misses", "hits", "host_reads", "fills")
 HELD = ("used", "in_documents", "document_pages", "requests", "copying", "retracted", "prefilling")
 
 
@@ -269,9 +270,8 @@ class Stress:
     def note_report(self, job: Job, answer: Answer) -> None:
         said, counts = answer.report, self.counts[job.kind]
         assert said is not None
-        for name in ("steps", "hosted_steps", "resumed", "segmented_tokens", "misses", "hits", "host_reads"):
+        for name in (*COUNTED, "loaded_bytes"):
             counts[name] += getattr(said, name)
-        counts["loaded_bytes"] += said.loaded_bytes
         # the overlap scheduler has launched a step more when it sees the last token
         undisturbed = answer.taken_back == 0 and said.steps in (job.n_new - 1, job.n_new)
         whole = said.resumed == answer.taken_back  # not prefilled again
@@ -366,6 +366,7 @@ def main() -> int:
     parser.add_argument("--retract-every", type=int, default=41, help="steps")
     parser.add_argument("--compare", type=int, default=30, help="answers of a kind, at most")
     parser.add_argument("--tp", type=int, default=1, help="GPUs (with --embedded: processes) of an engine")
+    parser.add_argument("--ended", type=Path, help="OUT.stress.json of a run that was ended: its report")
     parser.add_argument("--merge", type=Path, help="an earlier report, whose rows of other seeds stay")
     parser.add_argument(
         "--attention", default=None, help="SGLang's attention backend; default: its own choice"
@@ -377,6 +378,8 @@ def main() -> int:
     if given.part:
         PARTS[given.part](given)
         return 0
+    if given.ended:
+        return write(given, json.loads(given.ended.read_text(encoding="utf-8")), {}, [])
     with tempfile.TemporaryDirectory(prefix="ragserve-choices-") as folder:
         if given.tp == 1:  # others would follow the choices of the first rank's heads
             os.environ[hosted_choices.FOLDER] = folder
@@ -409,7 +412,12 @@ def run_parts(given: argparse.Namespace) -> int:
             failed.append(f"{part} ended with {code}")
     for path in (samples_of(given), *(part_of(given, part) for part in PARTS)):
         path.unlink()
-    ran, compared, sizes = found["stress"], found["compare"], Sizes(given)
+    return write(given, found["stress"], found["compare"], failed)
+
+
+def write(given: argparse.Namespace, ran: dict[str, Any], compared: dict[str, Any], failed: list[str]) -> int:
+    """Write the report; return the exit status."""
+    sizes = Sizes(given)
     wrong = failed + judge(compared, sizes.rounding, exact=sizes.dtype == "float32" and not given.rounded)
     ran["violations"] += len(wrong)
     ran["first violations"] = [*ran["first violations"], *wrong][:20]

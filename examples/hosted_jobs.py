@@ -258,6 +258,7 @@ def row_of(kind: str, counts: Counter[str], compared: dict[str, Any]) -> dict[st
         "composed on the host": counts["on the host from the start"],
         "misses": counts["misses"],
         "host reads": counts["host_reads"],
+        "fills": counts["fills"],
         "loaded GB": round(counts["loaded_bytes"] / 1e9, 3),
         **{name: compared.get(name) for name in COMPARED},
     }
