@@ -113,12 +113,23 @@ def test_questions_of_their_own_see_the_documents_but_not_each_other() -> None:
 
 
 def test_the_blocks_for_the_gpu_cover_what_is_visible() -> None:
-    sample = torch.tensor([0] * 300 + [1] * 20 + [2] * 448, dtype=torch.int32)
-    visible = attention.Visible(sample, torch.full_like(sample, -1))
-    attention.prepare_flex(visible)
+    sample = torch.tensor([0] * 300 + [1] * 20 + [2] * 448 + [3] * 896, dtype=torch.int32)
+    plain = torch.full_like(sample, attention.SEEN)
+    hidden, asked = plain.clone(), plain.clone()
+    hidden[320:700], hidden[900:1300] = 0, 1  # a document of its own, all through a block
+    asked[1500:1560], asked[1560:] = attention.BRANCH, attention.BRANCH + 1
     n = len(sample) // attention.BLOCK
-    needed = attention.mask(sample, visible.segment).view(n, attention.BLOCK, n, attention.BLOCK)
-    assert torch.equal(visible.blocks.to_dense()[0, 0].bool(), needed.any(3).any(1))
+    for segment, least in ((plain, 15), (hidden, 1), (asked, 10)):
+        visible = attention.Visible(sample, segment)
+        attention.prepare_flex(visible)
+        seen = attention.mask(sample, segment).view(n, attention.BLOCK, n, attention.BLOCK)
+        listed = visible.blocks.to_dense()[0, 0].bool()
+        assert not (seen.any(3).any(1) & ~listed).any()
+        whole = torch.zeros_like(listed)
+        for row, count in enumerate(visible.blocks.full_kv_num_blocks[0, 0].tolist()):
+            whole[row, visible.blocks.full_kv_indices[0, 0, row, :count].long()] = True
+        assert whole.sum() >= least
+        assert not (whole & ~seen.all(3).all(1)).any()
 
 
 def test_a_grown_model_computes_what_the_shallower_one_does() -> None:

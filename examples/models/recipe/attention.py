@@ -87,29 +87,42 @@ def _compiled_flex() -> Any:
 
 
 def prepare_flex(visible: Visible) -> None:
-    """Name the blocks of keys for each block of queries: from the start of the first query's sample."""
+    """Name the blocks of keys for each block of queries: from the start of the first query's sample.
+
+    Where every query of a block sees every key of another the rule is not asked; of long samples these are
+    most."""
     from torch.nn.attention.flex_attention import BlockMask
 
     sample, segment = visible.sample, visible.segment
-    n = len(sample) // BLOCK
     number = torch.arange(len(sample), device=sample.device)
     begins = torch.cat([number[:1], torch.where(sample[1:] != sample[:-1], number[1:], 0)]).cummax(0).values
-    first = (begins[::BLOCK] // BLOCK).to(torch.int32)
-    block = torch.arange(n, device=sample.device, dtype=torch.int32)
-    count = block - first + 1
-    # the blocks that count come first; the rest of a row is never read
-    indices = (first[:, None] + block[None]).clamp(max=n - 1)
+    first = begins[::BLOCK] // BLOCK
+    block = torch.arange(len(sample) // BLOCK, device=sample.device)
+    near = (block[None] >= first[:, None]) & (block[None] <= block[:, None])
+    samples, segments = sample.view(-1, BLOCK), segment.view(-1, BLOCK)
+    single = (samples == samples[:, :1]).all(1)
+    queries = single & ((segments == SEEN) | (segments >= BRANCH)).all(1)
+    keys = single & (segments < BRANCH).all(1)
+    whole = near & (block[None] < block[:, None]) & queries[:, None] & keys[None]
+    whole &= samples[:, :1] == samples[None, :, 0]
 
     def allowed(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (sample[q] == sample[k]) & opens(segment[q], segment[k]) & (q >= k)
 
     visible.blocks = BlockMask.from_kv_blocks(
-        count[None, None].contiguous(),
-        indices[None, None].contiguous(),
+        *_listed(near & ~whole),
+        *_listed(whole),
         BLOCK_SIZE=BLOCK,
         mask_mod=allowed,
         seq_lengths=(len(sample), len(sample)),
     )
+
+
+def _listed(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counts [1, 1, rows] and indices [1, 1, rows, columns] of a mask [rows, columns]: what is chosen comes
+    first, the rest of a row is never read."""
+    order = torch.argsort(chosen.to(torch.int8), dim=1, descending=True, stable=True)
+    return chosen.sum(1).to(torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
 
 
 def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: Visible) -> torch.Tensor:

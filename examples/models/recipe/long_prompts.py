@@ -26,8 +26,6 @@ from examples.models.recipe.synthetic import Sample, Synthetic
 
 SHORTEST = 8192
 USUAL = 32_768
-LENGTHENED = 0.5
-"""From this point of the schedule on most batches have one sample of the largest length."""
 ASKED = 0.06  # share of a sample's tokens that its questions get
 WORDS = ((0, 80), (80, 250), (250, 1100), (250, 1100))
 """Words of other text in each document of a run, one of these ranges."""
@@ -65,17 +63,19 @@ def _run(invented: Synthetic, kind: str, k: int, words: int) -> Sample:
 
 
 class LongMixture(Mixture):
-    """The mixture with samples of up to ``longest`` tokens, and the usual ones where these do not fit."""
+    """The mixture with samples of up to ``longest`` tokens, and the usual ones where these do not fit.
 
-    def __init__(self, corpus: Corpus, seed: int, tokens: int, longest: int) -> None:
+    From the point ``lengthened`` of the schedule on most batches have one sample of the largest length."""
+
+    def __init__(self, corpus: Corpus, seed: int, tokens: int, longest: int, lengthened: float = 0.5) -> None:
         super().__init__(corpus, seed, tokens)
-        self.longest = longest
+        self.longest, self.lengthened = longest, lengthened
 
     def draw(self, room: int) -> Tokens:
         if room < SHORTEST:
             return super().draw(room)
         length = int(math.exp(self.random.uniform(math.log(SHORTEST), math.log(USUAL))))
-        if self.progress >= LENGTHENED and self.random.random() < 0.7:
+        if self.progress >= self.lengthened and self.random.random() < 0.7:
             length = self.longest
         return self.long(min(length, room, self.longest))
 

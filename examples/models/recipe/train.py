@@ -44,17 +44,17 @@ GROWN_RATE = 0.5  # of both rates, where weights that are trained already go on
 class Stream(torch.utils.data.IterableDataset):
     """Batches of the mixture; ``shared`` holds the progress and whether documents may be hidden."""
 
-    def __init__(self, corpus: Corpus, tokens: int, seed: int, shared: Any, longest: int) -> None:
-        self.corpus, self.tokens, self.seed, self.shared = corpus, tokens, seed, shared
-        self.longest = longest
+    def __init__(self, corpus: Corpus, options: argparse.Namespace, seed: int, shared: Any) -> None:
+        self.corpus, self.options, self.seed, self.shared = corpus, options, seed, shared
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:
         worker = torch.utils.data.get_worker_info()
         torch.set_num_threads(1)
         seed = self.seed * 1000 + (worker.id if worker else 0)
-        mixture = Mixture(self.corpus, seed, self.tokens)
-        if self.longest > CONTEXT:
-            mixture = LongMixture(self.corpus, seed, self.tokens, self.longest)
+        tokens, longest = self.options.tokens, self.options.longest
+        mixture = Mixture(self.corpus, seed, tokens)
+        if longest > CONTEXT:
+            mixture = LongMixture(self.corpus, seed, tokens, longest, self.options.lengthened)
         while True:
             mixture.hide = bool(self.shared[1])
             batch = mixture.batch(self.shared[0])
@@ -101,6 +101,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--only-new", action="store_true", help="train only layers that the start lacks")
     parser.add_argument("--rate", type=float, help="factor of the learning rates")
     parser.add_argument("--longest", type=int, default=CONTEXT, help="tokens of the longest sample")
+    parser.add_argument(
+        "--lengthened", type=float, default=0.5, help="part of the time before most are so long"
+    )
     parser.add_argument("--theta", type=float, default=Shape.rope_theta, help="base of the rotary angles")
     parser.add_argument("--alone", action="store_true", help="no teacher")
     return parser.parse_args()
@@ -109,7 +112,7 @@ def parsed() -> argparse.Namespace:
 def loader(corpus: Corpus, options: argparse.Namespace, seed: int, shared: Any, device: str) -> Any:
     many = options.workers > 0
     return torch.utils.data.DataLoader(
-        Stream(corpus, options.tokens, seed, shared, options.longest),
+        Stream(corpus, options, seed, shared),
         batch_size=None,
         num_workers=options.workers,
         prefetch_factor=3 if many else None,
