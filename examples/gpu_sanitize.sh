@@ -4,12 +4,12 @@
 #     examples/gpu_sanitize.sh OUT [SECONDS]
 #
 # memcheck over all of them, then racecheck and synccheck over those that use shared memory. OUT gets kernels_hosted_memcheck.txt, which says
-# what ran, on what, and what was found. SECONDS: of all tools, default 240, half of them memcheck's; a tool that takes longer than its part is
+# what ran, on what, and what was found. SECONDS: of all tools, default 480, half of them racecheck's; a tool that takes longer than its part is
 # ended, and the file says so. Kernels are compiled before, without a tool. Without PyTorch's caching allocator, every tensor is an allocation of its own.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$(mkdir -p "$1" && cd "$1" && pwd)/kernels_hosted_memcheck.txt
-limit=${2:-240}
+limit=${2:-480}
 export PYTHONPATH="$PWD:$PWD/kernels:$PWD/index${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
@@ -40,7 +40,7 @@ run() { # TOOL SECONDS KERNEL...
   echo "$((SECONDS - began)) s" | tee -a "$out"
 }
 
-run memcheck $((limit / 2))
-run synccheck $((limit / 4)) "${shared[@]}"
-run racecheck $((limit / 4)) "${shared[@]}"
+run memcheck $((limit * 3 / 8))
+run synccheck $((limit / 8)) "${shared[@]}"
+run racecheck $((limit / 2)) "${shared[@]}"
 exit "$failed"
