@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -172,20 +173,20 @@ def _means(done: list[tuple[bool, float]]) -> dict[str, Any]:
     }
 
 
+def numbers(kind: Callable[[str], float]) -> Callable[[str], list[float]]:
+    return lambda text: [kind(each) for each in text.split(",") if each]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("sets", nargs="+", type=Path)
     parser.add_argument("--rows", type=int, default=40)
-    parser.add_argument(
-        "--alphas", type=lambda text: [float(a) for a in text.split(",")], default=[0.9, 0.955]
-    )
-    parser.add_argument(
-        "--shares", type=lambda text: [float(a) for a in text.split(",")], default=list[float]()
-    )
+    parser.add_argument("--alphas", type=numbers(float), default=[0.9, 0.955], help='"": none')
+    parser.add_argument("--shares", type=numbers(float), default=list[float]())
     parser.add_argument(
         "--dense-last",
-        type=lambda text: [int(n) for n in text.split(",")],
+        type=numbers(int),
         default=[0, DENSE_LAST],
         help="last tokens of the prompt that attend to everything",
     )
