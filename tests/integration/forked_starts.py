@@ -1,13 +1,11 @@
-"""Servers and commands of tests whose engine's processes are forked: what is imported is imported once
-(`forked_main`)."""
+"""Servers of tests whose engine's processes are forked: what is imported is imported once (`forked_main`)."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from subprocess import CompletedProcess, Popen, run
+from subprocess import Popen
 from typing import Any, BinaryIO
 from unittest import mock
 
@@ -28,26 +26,12 @@ def forked_server(**options: Any) -> Iterator[RunningServer]:
         yield running
 
 
-def run_forked(arguments: Sequence[str], env: Mapping[str, str]) -> CompletedProcess[bytes]:
-    """Run `ragserve` with these arguments likewise, to its end; ``env``: in addition to this process's."""
-    command = [sys.executable, "-m", "ragserve.cli", *arguments]
-    env = {**os.environ, **env}
-    if not torch.cuda.is_available():
-        command, env = _forked(command, env)
-    return run(command, capture_output=True, check=False, env=env)
-
-
 _spawn = server.spawn
 
 
 def _forking(
     command: Sequence[str], output: BinaryIO, env: Mapping[str, str], *, outlive: bool = False
 ) -> Popen[bytes]:
-    program, env = _forked(command, env)
-    return _spawn(program, output, env, outlive=outlive)
-
-
-def _forked(command: Sequence[str], env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     program = ["tests.integration.forked_main" if part == "ragserve.cli" else part for part in command]
     folders = [str(REPO), *filter(None, [env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
-    return program, {**env, "PYTHONPATH": os.pathsep.join(folders)}
+    return _spawn(program, output, {**env, "PYTHONPATH": os.pathsep.join(folders)}, outlive=outlive)
