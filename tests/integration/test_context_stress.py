@@ -178,22 +178,25 @@ def test_a_request_taken_back_whose_documents_are_gone_meanwhile_says_so(
     from other KV."""
     prompts = [prompt(builder, row, 2) for row in rows("onehop")[:4]]
     with stress_server.running.client() as client:
-        want = [result(composed(client, ids, spans, n_new=120)).ids for ids, spans in prompts]
 
-        async def crowd() -> list[Any]:
+        async def crowd() -> list[httpx.Response]:
             async with httpx.AsyncClient(base_url=stress_server.url, timeout=300) as http:
                 asking = [
                     asyncio.create_task(http.post("/generate", json=_body(ids, plan_of(spans), 120)))
                     for ids, spans in prompts
                 ]
-                while not (await http.post("/dumper/ragserve", json={"op": "slots"})).json()[0]["now"]:
-                    early = [task.result().text for task in asking if task.done()]
-                    assert not early, early
+                while not any(task.done() for task in asking):
+                    if (await http.post("/dumper/ragserve", json={"op": "slots"})).json()[0]["now"]:
+                        break
                 assert (await http.delete("/rag/cache")).status_code == 200
                 return await asyncio.gather(*asking)
 
-        answers = asyncio.run(crowd())
-        lost = [answer for answer in answers if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE]
+        for _ in range(10):  # all may have been answered before the documents are deleted
+            want = [result(composed(client, ids, spans, n_new=120)).ids for ids, spans in prompts]
+            answers = asyncio.run(crowd())
+            lost = [answer for answer in answers if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE]
+            if lost:
+                break
         assert lost, "every third step takes all but one back"
         assert all("its documents were evicted meanwhile" in answer.text for answer in lost)
         whole = [

@@ -88,7 +88,8 @@ def _cut_streams(engine: Engine) -> tuple[list[str], list[str], list[threading.T
 
     def read_ours() -> None:
         query = {"query": "?", "documents": [], "stream": True, "max_new_tokens": 60}
-        _read(url, "/rag/query", query, ours, kill_between_words)
+        while not killed.is_set():  # an answer may be whole before a word of the other one comes
+            _read(url, "/rag/query", query, ours, kill_between_words)
 
     readers = [threading.Thread(target=read, daemon=True) for read in (read_theirs, read_ours)]
     readers[0].start()
