@@ -5,18 +5,25 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ragserve.engine.base import EngineInfo
+
+T = TypeVar("T")
 
 
 def engine_args(attention: str | None) -> dict[str, Any]:
     """SGLang's options for an attention backend; None: SGLang's default, or what RAGSERVE_ATTENTION names."""
     attention = attention or os.environ.get("RAGSERVE_ATTENTION")
     return {"attention_backend": attention, "sampling_backend": "pytorch"} if attention else {}
+
+
+def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """Return the type of an option whose values are separated by commas; an empty text has none."""
+    return lambda text: [kind(each) for each in text.split(",") if each]
 
 
 def described(info: EngineInfo) -> str:

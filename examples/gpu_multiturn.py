@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch  # noqa: F401  (the report names the GPU)
-from fan_out import engine_args
+from fan_out import engine_args, listed
 
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.config import load
@@ -167,7 +167,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=270)
     parser.add_argument("--units", default=UNITS)
     parser.add_argument("--strategies", default=STRATEGIES)
-    parser.add_argument("--refresh-turns", type=lambda t: [int(n) for n in t.split(",") if n], default=[3])
+    parser.add_argument("--refresh-turns", type=listed(int), default=[3])
     parser.add_argument("--decode-budget", type=int, default=512)
     parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()

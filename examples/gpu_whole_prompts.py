@@ -11,14 +11,13 @@ Two engines after each other, each in a process of its own, with the shape of Ll
 are FA3 on Hopper GPUs. Every row has the time beside the faster dense one of the same length so far. Random
 weights choose no lines or blocks that a text would, so each request asks for a fixed share and the answer
 says what was computed; how many blocks a text needs is measured by sparse_prefill_quality.py. `blocks` is
-also timed with every other KV head streaming: its query heads attend to the first and local blocks only.
+also timed with half of the KV heads streaming: their query heads attend to the first and local blocks only.
 
 ``--embedded``: the small model and short prompts, to try the script without a GPU."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -26,16 +25,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from fan_out import engine_args, fan_out
+from fan_out import engine_args, fan_out, listed
+from streaming_pool import pattern_of
 
 from ragserve.bench import model_shapes
-from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import EngineError
 from ragserve.measuring import report
 from ragserve.measuring.engine_run import TimedAnswer, first_token, random_tokens
-from sglang_ext.attention.streaming_heads import save_pattern
 
 STREAMING = "blocks, half of the heads streaming"
 RESERVED = 8  # tokens of SGLang, and the answer's
@@ -127,21 +124,12 @@ def measure(given: argparse.Namespace) -> None:
         if sparse:
             settings |= {"sparse_attention": "on", "decode_mode": "dense"}
             if given.streaming:
-                settings["decode_heads"] = _every_other_head(shape, Path(folder))
-        elif (
-            not given.embedded
-        ):  # SGLang leaves room for a chunk's activations by rule, for such a one too much
+                settings["decode_heads"] = pattern_of(shape, Path(folder))
+        elif not given.embedded:
+            # SGLang leaves room for a chunk's activations by rule, for such a one too much
             settings["mem_fraction_static"] = 0.6
         model_shapes.run_engine(shape, work, engine_args=arguments, **settings)
     growing.show()
-
-
-def _every_other_head(shape: str, folder: Path) -> Path:
-    config = model_shapes.SHAPES.get(shape) or json.loads((Path(DEFAULT_MODEL) / "config.json").read_text())
-    gates = torch.arange(config["num_key_value_heads"]).remainder(2).float()
-    path = folder / "heads.json"
-    save_pattern(path, gates.expand(config["num_hidden_layers"], -1), share=0.5, model=shape)
-    return path
 
 
 def main() -> int:
@@ -149,12 +137,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--lengths", type=_numbers(int), default=[32_768, 131_072])
-    parser.add_argument("--shares", type=_numbers(float), default=[0.1, 0.2, 0.4])
-    parser.add_argument("--modes", type=_numbers(str), default=["blocks", "lines"])
+    parser.add_argument("--lengths", type=listed(int), default=[32_768, 131_072])
+    parser.add_argument("--shares", type=listed(float), default=[0.1, 0.2, 0.4])
+    parser.add_argument("--modes", type=listed(str), default=["blocks", "lines"])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--chunk", type=int, default=8192)
-    parser.add_argument("--parts", type=_numbers(str), default=["whole", "sparse"])
+    parser.add_argument("--parts", type=listed(str), default=["whole", "sparse"])
     parser.add_argument("--no-streaming", dest="streaming", action="store_false")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--embedded", action="store_true")
@@ -167,10 +155,6 @@ def main() -> int:
         return 0
     command = [sys.executable, __file__, *sys.argv[1:], "--part"]
     return int(bool(fan_out({part: [*command, part] for part in given.parts}, 1)))
-
-
-def _numbers(kind: Any) -> Any:
-    return lambda text: [kind(each) for each in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fan_out import engine_args
+from fan_out import engine_args, listed
 
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.config import DEFAULT_MODEL, Settings
@@ -36,26 +36,22 @@ NOTE = (
 )
 
 
-def numbers(text: str, kind: type) -> list[Any]:
-    return [kind(each) for each in text.split(",")]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("set", type=Path)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--steps", type=int, default=96)
-    parser.add_argument("--thresholds", default="0.7,0.9")
-    parser.add_argument("--budgets", default="1024")
-    parser.add_argument("--columns", default="1,2")
+    parser.add_argument("--thresholds", type=listed(float), default=[0.7, 0.9])
+    parser.add_argument("--budgets", type=listed(int), default=[1024])
+    parser.add_argument("--columns", type=listed(int), default=[1, 2])
     parser.add_argument("--model", default=DEFAULT_MODEL)
     given = parser.parse_args()
     points = [
         (threshold, budget, columns)
-        for threshold in numbers(given.thresholds, float)
-        for budget in numbers(given.budgets, int)
-        for columns in numbers(given.columns, int)
+        for threshold in given.thresholds
+        for budget in given.budgets
+        for columns in given.columns
     ]
     questions = list(load(given.set, given.rows))
 

@@ -21,12 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from fan_out import engine_args
+from fan_out import engine_args, listed
 from gpu_decode_quality import LONGEST, Asked, prompts
 from prefill_mass import PrefillMass
 
@@ -173,20 +172,16 @@ def _means(done: list[tuple[bool, float]]) -> dict[str, Any]:
     }
 
 
-def numbers(kind: Callable[[str], float]) -> Callable[[str], list[float]]:
-    return lambda text: [kind(each) for each in text.split(",") if each]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("sets", nargs="+", type=Path)
     parser.add_argument("--rows", type=int, default=40)
-    parser.add_argument("--alphas", type=numbers(float), default=[0.9, 0.955], help='"": none')
-    parser.add_argument("--shares", type=numbers(float), default=list[float]())
+    parser.add_argument("--alphas", type=listed(float), default=[0.9, 0.955], help='"": none')
+    parser.add_argument("--shares", type=listed(float), default=list[float]())
     parser.add_argument(
         "--dense-last",
-        type=numbers(int),
+        type=listed(int),
         default=[0, DENSE_LAST],
         help="last tokens of the prompt that attend to everything",
     )

@@ -43,16 +43,15 @@ NOTE = (
 )
 
 
-def pattern_of(given: argparse.Namespace, folder: Path) -> Path:
-    if given.pattern is not None:
-        return Path(given.pattern)
-    if given.shape == "embedded":
+def pattern_of(name: str, folder: Path) -> Path:
+    """Return a pattern file in which half of a shape's heads stream, of random weights every other one."""
+    if name == "embedded":
         return PATTERN
-    shape = model_shapes.SHAPES[given.shape]
+    shape = model_shapes.SHAPES[name]
     layers, heads = shape["num_hidden_layers"], shape["num_key_value_heads"]
     number = torch.arange(layers * heads)
     gates = ((number % 2).float() + number / number.numel() / 2).view(layers, heads)
-    save_pattern(folder / "heads.json", gates, share=0.5, model=given.shape)
+    save_pattern(folder / "heads.json", gates, share=0.5, model=name)
     return folder / "heads.json"
 
 
@@ -64,7 +63,7 @@ def settings_of(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     common = {"kv_disk_bytes": 0, "kv_host_bytes": 2**24}
     if given.kind == "shared":
         return common | {"max_total_tokens": given.kv_tokens, "engine_args": own | {"page_size": PAGE}}
-    path = pattern_of(given, folder)
+    path = given.pattern or pattern_of(given.shape, folder)
     streaming = torch.tensor(json.loads(path.read_text(encoding="utf-8"))["streaming"]).float()
     share = float(streaming.mean())
     # the rings of SGLang's row for padding, too

@@ -306,8 +306,9 @@ def little_corpus() -> Corpus:
 
 @pytest.mark.parametrize("tokens", [700, 5000, 20_011])
 def test_long_prompts_hold_what_is_asked_and_fit(little_corpus: Corpus, tokens: int) -> None:
-    docs, asked = long_documents(little_corpus, Synthetic(tokens, NO_NAMES), tokens)
+    docs, ids, asked = long_documents(little_corpus, Synthetic(tokens, NO_NAMES), tokens)
     sizes = list(map(len, little_corpus.encode_all([f"{title}\n{text}\n" for title, text in docs])))
+    assert sizes == list(map(len, ids))
     assert tokens / 2 < sum(sizes) + len(sizes) <= tokens
     text = "\n".join(body for _, body in docs)
     assert all(answer in text for pairs in asked.values() for _, answer in pairs)

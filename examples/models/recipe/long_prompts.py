@@ -15,6 +15,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,28 +33,35 @@ WORDS = ((0, 80), (80, 250), (250, 1100), (250, 1100))
 TOKENS_PER_WORD, TOKENS_OF_FACTS, LEAST = 1.55, 45, 600
 
 
-def long_documents(
-    corpus: Corpus, invented: Synthetic, tokens: int
-) -> tuple[list[Document], dict[str, list[tuple[str, str]]]]:
-    """Documents of up to ``tokens`` tokens in all, and (question, answer) pairs by kind."""
+class LongDocuments(NamedTuple):
+    """Documents, their token ids as a prompt has them, and (question, answer) pairs by kind."""
+
+    docs: list[Document]
+    ids: list[np.ndarray]
+    asked: dict[str, list[tuple[str, str]]]
+
+
+def long_documents(corpus: Corpus, invented: Synthetic, tokens: int) -> LongDocuments:
+    """Documents of up to ``tokens`` tokens in all."""
     r = invented.random
-    docs: list[Document] = []
-    asked: dict[str, list[tuple[str, str]]] = {"onehop": [], "crossdoc": []}
+    found = LongDocuments([], [], {"onehop": [], "crossdoc": []})
     taken: set[str] = set()
     while tokens > LEAST:
         k, words = r.randint(2, 8), r.randint(*r.choice(WORDS))
         words = min(words, int(tokens / TOKENS_PER_WORD / k) - TOKENS_OF_FACTS)
         kind = r.choice(("onehop", "crossdoc"))
         made = _run(invented, kind, k, max(0, words))
-        cost = sum(map(len, corpus.encode_all([f"{title}\n{text}\n" for title, text in made.docs])))
+        ids = corpus.encode_all([f"{title}\n{text}\n" for title, text in made.docs])
+        cost = sum(map(len, ids))
         if cost > tokens or taken & invented.used:
             tokens -= 50  # another run may fit, or has other names; this ends
             continue
         taken |= invented.used
         tokens -= cost + len(made.docs)
-        docs += made.docs
-        asked[kind] += made.qas
-    return docs, asked
+        found.docs.extend(made.docs)
+        found.ids.extend(np.array(each, dtype=np.uint16) for each in ids)
+        found.asked[kind] += made.qas
+    return found
 
 
 def _run(invented: Synthetic, kind: str, k: int, words: int) -> Sample:
@@ -81,13 +89,11 @@ class LongMixture(Mixture):
 
     def long(self, length: int) -> Tokens:
         """A sample of at most ``length`` tokens whose questions are branches."""
-        documents, asked = long_documents(self.corpus, self.invented, int(length * (1 - ASKED)) - 64)
-        turns = [(self._typed(q, 0.4), answer) for pairs in asked.values() for q, answer in pairs]
+        made = long_documents(self.corpus, self.invented, int(length * (1 - ASKED)) - 64)
+        turns = [(self._typed(q, 0.4), answer) for pairs in made.asked.values() for q, answer in pairs]
         self.random.shuffle(turns)
-        texts = self.corpus.encode_all([f"{title}\n{text}\n" for title, text in documents])
-        docs = [np.array(ids, dtype=np.uint16) for ids in texts]
         while True:
-            tokens = prompt_sample(self.corpus, self.random, docs, turns, branches=True)
+            tokens = prompt_sample(self.corpus, self.random, made.ids, turns, branches=True)
             if len(tokens) <= length:
                 return tokens
             turns = turns[: len(turns) // 2]
@@ -98,11 +104,11 @@ def question_set(corpus: Corpus, kind: str, tokens: int, rows: int, seed: int) -
     invented = Synthetic(seed, corpus.names, corpus.sentences, evaluated=True)
     out: list[dict[str, object]] = []
     while len(out) < rows:
-        docs, asked = long_documents(corpus, invented, tokens - 200)
-        if asked[kind]:
-            question, answer = invented.random.choice(asked[kind])
-            name = f"{kind}-{tokens}-{len(out)}"
-            out.append({"id": name, "docs": docs, "question": question, "answers": [answer], "kind": kind})
+        made = long_documents(corpus, invented, tokens - 200)
+        if made.asked[kind]:
+            question, answer = invented.random.choice(made.asked[kind])
+            row = {"id": f"{kind}-{tokens}-{len(out)}", "docs": made.docs, "kind": kind}
+            out.append(row | {"question": question, "answers": [answer]})
     return out
 
 

@@ -52,9 +52,10 @@ class Stream(torch.utils.data.IterableDataset):
         torch.set_num_threads(1)
         seed = self.seed * 1000 + (worker.id if worker else 0)
         tokens, longest = self.options.tokens, self.options.longest
-        mixture = Mixture(self.corpus, seed, tokens)
         if longest > CONTEXT:
-            mixture = LongMixture(self.corpus, seed, tokens, longest, self.options.lengthened)
+            mixture: Mixture = LongMixture(self.corpus, seed, tokens, longest, self.options.lengthened)
+        else:
+            mixture = Mixture(self.corpus, seed, tokens)
         while True:
             mixture.hide = bool(self.shared[1])
             batch = mixture.batch(self.shared[0])
