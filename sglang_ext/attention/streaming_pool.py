@@ -143,7 +143,8 @@ class OtherHeadsPool(MHATokenToKVPool):
         return self.k_buffer[layer], self.v_buffer[layer]
 
     def get_key_buffer(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise NotImplementedError: what asks expects all heads. So for the names below."""
+        """Raise NotImplementedError, by design: what asks expects all heads, and streaming ones are not here.
+        So for the names below."""
         raise NotImplementedError(f"KV of all heads is not in one pool, for {_ADVICE}")
 
     get_value_buffer = get_kv_buffer = set_kv_buffer = move_kv_cache = get_key_buffer
