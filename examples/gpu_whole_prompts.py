@@ -74,7 +74,12 @@ def measure(given: argparse.Namespace) -> None:
     longest = max(given.lengths)
     cases: list[tuple[str, dict[str, Any]]] = [
         ("dense", {"mode": "dense"}),
-        *((mode, {"mode": mode, "share": share}) for mode in given.modes for share in given.shares),
+        # with a pattern file the server's blocks stream unless a request says otherwise
+        *(
+            (mode, {"mode": mode, "share": share, "streaming": False})
+            for mode in given.modes
+            for share in given.shares
+        ),
     ]
     if given.streaming and "blocks" in given.modes:
         cases += [
