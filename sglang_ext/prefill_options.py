@@ -11,7 +11,10 @@ from sglang_ext.option_checks import PlanError, RequestOptions, checked, given_i
 
 PrefillMode = Literal["dense", "lines", "blocks"]
 MAX_OBSERVE = 256  # sampled queries of 1,024
-DENSE_BELOW = 49_152  # where nothing is calibrated: below it attention is the smaller part of a prefill
+SHARE_DENSE_BELOW = (
+    49_152  # of a `share`, not calibrated: below it attention is the smaller part of a prefill
+)
+NEVER = 2**31 - 1  # tokens that no prompt exceeds
 DENSE_LAST = 256  # a question and the template behind it
 _MARK = "|prefill="  # in no namespace's name, session's id or document's key
 
@@ -58,11 +61,20 @@ class PrefillOptions(RequestOptions):
         default=False,
         description="blocks: heads of the server's pattern file attend to the first and local blocks only.",
     )
-    dense_below: int = Field(
-        default=DENSE_BELOW,
+    dense_below: int | None = Field(
+        default=None,
         ge=0,
-        description="Prompt length in tokens up to which prefill is dense in any mode.",
+        description="Prompt length in tokens up to which prefill is dense in any mode. Where none is given "
+        f"or calibrated, it is dense up to {SHARE_DENSE_BELOW:,} with a `share`, and always with `alpha`: "
+        "how many blocks that takes, and so whether it is faster, depends on the model.",
     )
+
+    @property
+    def dense_up_to(self) -> int:
+        """Tokens of the longest prompt that is prefilled densely."""
+        if self.dense_below is not None:
+            return self.dense_below
+        return NEVER if self.share is None else SHARE_DENSE_BELOW
 
     def updated(self, changes: Mapping[str, Any]) -> PrefillOptions:
         """These options with some replaced. Raises PlanError for unknown names and bad values."""

@@ -19,8 +19,9 @@ def context_use(
     retrieved: int,
     choice: StrategyChoice | None = None,
     session: SessionUse | None = None,
+    sparse: bool = False,
 ) -> ContextUse:
-    """Account for the document tokens of an answer.
+    """Account for the document tokens of an answer. ``sparse``: the request asked for sparse prefill.
 
     Composed contexts are reported by the engine. For exact strategies, document tokens within the cached
     prefix count as reused. ``choice`` is the decision of strategy ``auto``."""
@@ -52,6 +53,11 @@ def context_use(
     if last.fallback:
         strategy = "prefix"
         notes.append(f"Answered by strategy prefix: {last.fallback}.")
+    if sparse and last.prefill is None:
+        notes.append(
+            "Nothing was prefilled sparsely: the prompt has no more tokens than prefill.dense_below, which "
+            "ragserve calibrate --part prefill measures, or they were cached."
+        )
     return ContextUse(
         strategy=strategy,
         documents_retrieved=retrieved,

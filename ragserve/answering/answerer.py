@@ -246,7 +246,9 @@ class Answerer:
             answer=answer,
             citations=citations,
             usage=Usage.model_validate(last.usage, from_attributes=True),
-            context=context_use(request.strategy, prompt, last, len(found), choice, session),
+            context=context_use(
+                request.strategy, prompt, last, len(found), choice, session, sparse=request.asks_sparse
+            ),
             session=session,
             timings=timings,
             decode=None
@@ -296,11 +298,10 @@ class Answerer:
         if request.prefill and not info.sparse_prefill:
             raise InvalidRequest(
                 "This engine has no sparse prefill.",
-                hint=f"Start the server with --sparse-attention on{more} and with KV of 16 bits, or leave "
-                "prefill out.",
+                hint=f"Start the server with 16-bit KV and --sparse-attention on{more}, or omit prefill.",
                 param="prefill",
             )
-        if request.prefill.get("mode", "dense") != "dense" and request.strategy not in EXACT_STRATEGIES:
+        if request.asks_sparse and request.strategy not in EXACT_STRATEGIES:
             raise InvalidRequest(
                 f"Sparse prefill is for exact strategies, and this request's is {request.strategy!r}.",
                 hint="Name strategy prefix or full, or leave prefill out.",

@@ -81,6 +81,11 @@ class GenerateRequest:
     earlier: Callable[[], GenerateRequest] | None = None
     background: bool = False
 
+    @property
+    def asks_sparse(self) -> bool:
+        """It asks for sparse prefill itself, whatever the server's default."""
+        return self.prefill.get("mode", "dense") != "dense"
+
 
 @dataclass(frozen=True, slots=True)
 class EngineUsage:

@@ -13,7 +13,7 @@ from ragserve import logs, tracing
 from ragserve.config import Settings
 from ragserve.engine import shared_store
 from ragserve.errors import InvalidRequest
-from sglang_ext.prefill_options import DENSE_BELOW, PrefillOptions
+from sglang_ext.prefill_options import PrefillOptions
 from sglang_ext.protocol import (
     ATTENTION_CONFIG_VARIABLE,
     CACHE_BACKEND,
@@ -240,9 +240,9 @@ def _dense_below(settings: Settings) -> int:
     return default
 
 
-def _prefill_dense_below(settings: Settings) -> int:
+def _prefill_dense_below(settings: Settings) -> int | None:
     """Resolve `dense_below` of prefill: the setting, else the calibration for this model with the same
-    options, else the protocol's default."""
+    options, else None."""
     if settings.prefill_dense_below is not None:
         return settings.prefill_dense_below
     from ragserve.profiles.prefill_crossover import FILE_NAME, PREFILL, options_of
@@ -252,22 +252,16 @@ def _prefill_dense_below(settings: Settings) -> int:
         settings.data_dir / FILE_NAME, model_fingerprint(settings.model, options=settings.engine_args)
     )
     if found is None:
-        return DENSE_BELOW
-    is_sparse = settings.prefill_mode != "dense"
-    if options_of(settings) != found.options:
-        if is_sparse:
-            log.warning(
-                "prefill was calibrated with %s: run ragserve calibrate --part prefill for these settings",
-                found.options,
-            )
-        return DENSE_BELOW
-    if found.dense_below is None and is_sparse:
-        log.warning(
-            "sparse prefill is off: it was slower at the longest prompt measured, %d tokens; give "
-            "--prefill-dense-below to have it all the same",
-            found.points[-1].tokens,
-        )
-    return found.default
+        why = "it is not known from which length on it is faster; run ragserve calibrate --part prefill"
+    elif options_of(settings) != found.options:
+        why = f"it was calibrated with {found.options}; run ragserve calibrate --part prefill again"
+    elif found.dense_below is None:
+        why = f"it was slower at the longest prompt measured, {found.points[-1].tokens} tokens"
+    else:
+        return found.dense_below
+    if settings.prefill_mode != "dense":
+        log.warning("sparse prefill is off: %s, or give --prefill-dense-below to have it all the same", why)
+    return None
 
 
 def _default_cpu_tokens(settings: Settings, itemsize: int) -> int:

@@ -13,8 +13,6 @@ from ragserve.profiles.file import ProfileFile
 
 FILE_NAME = "ragserve-prefill.json"
 VERSION = 1
-NEVER = 2**31 - 1
-"""Tokens: a `dense_below` that no prompt exceeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +37,6 @@ class PrefillProfile:
     model: str
     hardware: str
     date: str
-
-    @property
-    def default(self) -> int:
-        """`dense_below` of requests that do not say."""
-        return NEVER if self.dense_below is None else self.dense_below
 
 
 def options_of(settings: Settings) -> dict[str, Any]:

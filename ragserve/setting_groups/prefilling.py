@@ -34,5 +34,6 @@ class PrefillSettings(BaseModel):
         None,
         ge=0,
         description="Prompt length, in tokens, up to which prefill is dense. Default: the result of "
-        "calibrate --part prefill, else 49,152.",
+        "calibrate --part prefill; without one prefill with an alpha is dense, and with a request's share "
+        "sparse above 49,152.",
     )

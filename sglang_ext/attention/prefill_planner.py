@@ -122,7 +122,7 @@ class PrefillPlanner:
                 )
             return
         self._check(options)
-        if len(req.origin_input_ids) > options.dense_below:
+        if len(req.origin_input_ids) > options.dense_up_to:
             req.ragserve_prefill = PrefillState(options)
             req.extra_key = options.sparse_key(req.extra_key)
 

@@ -107,7 +107,7 @@ class ScriptedEngine:
                     distributions=[_ALIKE] * request.distributions if last else (),
                     output_ids=tuple(range(len(deltas))) if last else (),
                     prefill=PrefillReport("lines", 0.9, 40, 0.25, 3.5, 1.0)
-                    if last and request.prefill
+                    if last and request.prefill and "dense_below" not in request.prefill
                     else None,
                 )
                 await asyncio.sleep(0)

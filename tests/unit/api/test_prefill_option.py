@@ -33,8 +33,12 @@ def test_sparse_prefill_is_for_exact_strategies_of_engines_that_have_it(
         {"mode": "lines", "alpha": 0.9},
         {"mode": "lines", "alpha": 0.9, "tokens": 40, "share": 0.25, "reused_lines": 3.5, "new_lines": 1.0},
     )
-    assert ask(**options).json()["prefill"] == said
-    assert live.engine.requests[-1].prefill == options
+    answer = ask(**options).json()
+    assert answer["prefill"] == said
+    assert not answer["context"]["notes"]
+    dense = ask(**options, dense_below=100_000).json()
+    assert dense["prefill"] is None
+    assert "Nothing was prefilled sparsely" in dense["context"]["notes"][0]
     chat = {"messages": [{"role": "user", "content": QUESTION}], "strategy": "full", "prefill": options}
     answer = client.post("/v1/chat/completions", json=chat | {"model": f"ragserve/{docs}"}).json()
     assert answer["ragserve"]["prefill"] == said

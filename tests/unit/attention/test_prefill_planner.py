@@ -14,7 +14,7 @@ from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.kept_lines import KeptLines
 from sglang_ext.attention.prefill_planner import Computed, PrefillPlanner
 from sglang_ext.documents.device import DeviceDocuments
-from sglang_ext.prefill_options import PrefillOptions, exact_key
+from sglang_ext.prefill_options import SHARE_DENSE_BELOW, PrefillOptions, exact_key
 from sglang_ext.protocol import PREFILL_FIELD, PlanError, PrefillReport, prefix_key
 
 SPARSE = PrefillOptions(mode="lines", dense_below=100)
@@ -57,6 +57,16 @@ def test_long_prompts_are_sparse_and_cached_with_those_of_the_same_options() -> 
     assert keys[5] == "namespace:a"
     assert keys[6] == long.extra_key
     assert request(plan, tokens=100).extra_key == "namespace:a", "its KV is exact"
+
+
+def test_what_is_not_calibrated_is_sparse_only_where_its_cost_is_known() -> None:
+    plan = planner(PrefillOptions())
+    longest = SHARE_DENSE_BELOW + 1
+    assert request(plan, longest, mode="lines").ragserve_prefill is None, "the model decides what alpha costs"
+    assert request(plan, longest, mode="lines", dense_below=longest - 1).ragserve_prefill is not None
+    assert request(plan, longest, mode="blocks", share=0.1).ragserve_prefill is not None
+    assert request(plan, longest - 1, mode="blocks", share=0.1).ragserve_prefill is None
+    assert request(planner(), 101, share=0.1).ragserve_prefill is not None, "calibrated"
 
 
 def test_streaming_heads_have_a_cache_of_their_own() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from ragserve.errors import InvalidRequest
 from ragserve.measuring.engine_run import first_token
 from ragserve.profiles.prefill_crossover import (
     FILE_NAME,
-    NEVER,
     PREFILL,
     PrefillPoint,
     PrefillProfile,
@@ -29,7 +27,6 @@ from ragserve.profiles.prefill_crossover import (
     options_of,
 )
 from sglang_ext.documents.fingerprint import model_fingerprint
-from sglang_ext.prefill_options import DENSE_BELOW
 from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE, PrefillReport
 from tests.conftest import MODEL
 
@@ -117,11 +114,12 @@ def test_short_prompts_and_engines_without_sparse_prefill_are_refused(
 def test_the_server_prefills_densely_up_to_the_length_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def dense_below(**flags: Any) -> int:
+    def dense_below(**flags: Any) -> int | None:
         monkeypatch.setenv(ATTENTION_CONFIG_VARIABLE, "")
         fixed: dict[str, Any] = {"model": str(MODEL), "sparse_attention": "on", "max_total_tokens": 4096}
         server_args(Settings(data_dir=tmp_path, **fixed, **flags))
-        return int(json.loads(os.environ[ATTENTION_CONFIG_VARIABLE])["prefill"]["dense_below"])
+        found: int | None = json.loads(os.environ[ATTENTION_CONFIG_VARIABLE])["prefill"]["dense_below"]
+        return found
 
     def save(found: int | None) -> None:
         profile = PrefillProfile(found, OPTIONS, points((2048, 10, 5)), "m", "h", "d")
@@ -130,17 +128,20 @@ def test_the_server_prefills_densely_up_to_the_length_found(
     assert options_of(Settings()) == OPTIONS
     blocks = Settings(prefill_mode="blocks", sparse_attention="on")
     assert options_of(blocks) == {"mode": "blocks", "alpha": 0.955, "dense_last": 256}
-    assert dense_below(prefill_mode="lines") == DENSE_BELOW, "nothing is known yet"
+    assert dense_below() is None
+    assert "sparse prefill is off" not in caplog.text
+    assert dense_below(prefill_mode="lines") is None
+    assert "sparse prefill is off: it is not known" in caplog.text
+    caplog.clear()
     save(3000)
     assert dense_below(prefill_mode="lines") == dense_below() == 3000
     assert dense_below(prefill_mode="lines", prefill_dense_below=7) == 7, "the setting has the last word"
-    assert dense_below(prefill_alpha=0.9) == DENSE_BELOW
-    assert "calibrat" not in caplog.text
-    caplog.set_level(logging.WARNING)
-    assert dense_below(prefill_mode="blocks") == DENSE_BELOW
-    assert "run ragserve calibrate --part prefill for these settings" in caplog.text
+    assert dense_below(prefill_alpha=0.9) is None
+    assert "sparse prefill is off" not in caplog.text
+    assert dense_below(prefill_mode="blocks") is None
+    assert "run ragserve calibrate --part prefill again" in caplog.text
     save(None)
-    assert dense_below(prefill_mode="lines") == NEVER
+    assert dense_below(prefill_mode="lines") is None
     assert "sparse prefill is off: it was slower at the longest prompt measured, 2048" in caplog.text
     (tmp_path / FILE_NAME).write_text("{}")
     with pytest.raises(InvalidRequest, match="ragserve calibrate --part prefill"):
