@@ -76,11 +76,18 @@ class PrefillMass:
         for mode in self._modes:
             if mode.mode == "lines":
                 plan = LinePlan.of(batch, q.shape[1], observe=mode.observe)
-                mask = choose_lines(rows, pool, plan, alpha=mode.alpha, scale=scaling).mask
+                mask = choose_lines(rows, pool, plan, alpha=mode.alpha, share=mode.share, scale=scaling).mask
             else:
                 sink, local = -(-config.sink_tokens // BLOCK_K), -(-config.local_tokens // BLOCK_K)
                 mask = choose_blocks(
-                    rows, pool, batch, alpha=mode.alpha, sink=sink, local=local, scale=scaling
+                    rows,
+                    pool,
+                    batch,
+                    alpha=mode.alpha,
+                    share=mode.share,
+                    sink=sink,
+                    local=local,
+                    scale=scaling,
                 )
             last = torch.arange(len(mask), device=q.device) >= (tokens - mode.dense_last) // BLOCK_Q
             mask |= last[:, None, None] & everything

@@ -8,7 +8,7 @@ attention mass that they hold, by mode and alpha, beside dense prefill of the sa
 Sets as for gpu_decode_quality.py; prompts over ``--longest`` tokens, 8,000, are left out. Decoding is dense.
 On a CPU a prompt of 8,000 takes 1 to 20 seconds in each mode. Mass is measured in transformers
 (prefill_mass.py). --mass: without answers, and without an engine; blocks are those of a dense prefill's
-queries and keys then. --answers: without mass. --shares: also a fixed share of the blocks, answers only.
+queries and keys then. --answers: without mass. --shares: also a fixed share of the blocks.
 --side-by-side: an engine for each set, all at once on one GPU; OUT-SET.json is written as they go, and OUT
 when they have ended or time is up. Rows of other sets, modes, alphas and shares in OUT stay."""
 
@@ -111,6 +111,7 @@ async def measure(engine: Any, given: argparse.Namespace) -> None:
         row["prompt tokens"] = sum(len(ids) for ids, _, _ in asked) // len(asked)
         kinds = [{"mode": m, "dense_last": n} for n in given.dense_last for m in ("lines", "blocks")]
         modes: list[dict[str, Any]] = [kind | {"alpha": a} for a in given.alphas for kind in kinds]
+        modes += [kind | {"share": s} for s in given.shares for kind in kinds]
         dense: list[tuple[bool, float]] = []
         mass: list[dict[str, Any]] = [{} for _ in modes]
         if engine is not None:
@@ -118,9 +119,6 @@ async def measure(engine: Any, given: argparse.Namespace) -> None:
             growing.add({**row, "mode": "dense", "alpha": None, "dense last": None, **_means(dense)})
         if not given.answers:
             mass = await asyncio.to_thread(held, given, modes, asked)
-        if engine is not None:
-            modes += [kind | {"share": s} for s in given.shares for kind in kinds]
-            mass += [{} for _ in modes[len(mass) :]]
         for mode, more in zip(modes, mass, strict=True):
             found = more
             if engine is not None:
