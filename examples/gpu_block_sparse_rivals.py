@@ -123,15 +123,15 @@ class Kernel:
     load: Callable[[], Attention]
 
 
-def ours() -> Attention:
+def ours(block_k: int) -> Callable[[], Attention]:
     def made(prompt: Prompt, pattern: Pattern) -> Run:
         table = prompt.slots[::PAGE].div(PAGE, rounding_mode="floor").to(torch.int32)[None]
-        batch = PrefillBatch.of(table, PAGE, [prompt.prefix], [prompt.new], block_q=SIDE, block_k=SIDE)
+        batch = PrefillBatch.of(table, PAGE, [prompt.prefix], [prompt.new], block_q=SIDE, block_k=block_k)
         heads = max(pattern.mask.shape[0], KV_HEADS)
-        lists = lists_of(pattern.for_heads(heads).transpose(0, 1).contiguous())
+        lists = lists_of(pattern.divided(heads, SIDE, block_k).transpose(0, 1).contiguous())
         return lambda: sparse_prefill(prompt.q, *prompt.pool, batch, lists, scale=SCALE)
 
-    return made
+    return lambda: made
 
 
 def sglang_triton(block_q: int, block_k: int) -> Callable[[], Attention]:
@@ -279,10 +279,11 @@ def first(found: Any) -> torch.Tensor:
     return found[0] if isinstance(found, tuple) else found
 
 
-PIECE, SCATTERED = "in one piece", "scattered"
+PIECE, SCATTERED, PAGES = "in one piece", "scattered", f"pages of {PAGE}, scattered"
 KERNELS = {
     BASELINE: Kernel((SIDE, SIDE), (), PIECE, fa3_dense),
-    "ragserve": Kernel((SIDE, SIDE), (KV_HEADS, HEADS, 1), f"pages of {PAGE}, scattered", ours),
+    "ragserve, 128 x 128": Kernel((SIDE, SIDE), (KV_HEADS, HEADS, 1), PAGES, ours(SIDE)),
+    "ragserve, 128 x 64": Kernel((SIDE, 64), (KV_HEADS, HEADS), PAGES, ours(64)),  # as requests get it
     "SGLang Triton, 32 x 128": Kernel((32, 128), (KV_HEADS,), SCATTERED, sglang_triton(32, 128)),
     "SGLang Triton, 32 x 64": Kernel((32, 64), (KV_HEADS,), SCATTERED, sglang_triton(32, 64)),
     "FA4": Kernel((SIDE, SIDE), (KV_HEADS, HEADS, 1), PIECE, fa4),
