@@ -230,11 +230,12 @@ def sparse_attn() -> Attention:
     return made
 
 
-def workspaces(wrapper: Any, device: torch.device) -> Any:
-    """Give a FlashInfer wrapper room for the plan of many lists."""
-    rooms = (torch.empty(size << 20, dtype=torch.uint8, device=device) for size in (512, 256))
-    wrapper.reset_workspace_buffer(*rooms)
-    return wrapper
+def with_room(wrapper: Any, device: torch.device) -> Any:
+    """Return a FlashInfer ``wrapper`` with room for the plan of many lists."""
+    room, plan = (torch.empty(size << 20, dtype=torch.uint8, device=device) for size in (512, 256))
+    made = wrapper(room)
+    made.reset_workspace_buffer(room, plan)
+    return made
 
 
 def flashinfer_blocks() -> Attention:
@@ -243,8 +244,7 @@ def flashinfer_blocks() -> Attention:
     from flashinfer import BlockSparseAttentionWrapper
 
     def made(prompt: Prompt, pattern: Pattern) -> Run:
-        room = torch.empty(1, dtype=torch.uint8, device=prompt.device)
-        wrapper = workspaces(BlockSparseAttentionWrapper(room), prompt.device)
+        wrapper = with_room(BlockSparseAttentionWrapper, prompt.device)
         mask = pattern.mask[0]
         ends = torch.cat([prompt.numbers(0), mask.sum(1).cumsum(0).to(torch.int32)])
         sizes = (prompt.new, prompt.tokens, SIDE, SIDE, HEADS, KV_HEADS, DIM)
@@ -261,8 +261,7 @@ def flashinfer_variable() -> Attention:
     from flashinfer import VariableBlockSparseAttentionWrapper
 
     def made(prompt: Prompt, pattern: Pattern) -> Run:
-        room = torch.empty(1, dtype=torch.uint8, device=prompt.device)
-        wrapper = workspaces(VariableBlockSparseAttentionWrapper(room), prompt.device)
+        wrapper = with_room(VariableBlockSparseAttentionWrapper, prompt.device)
         mask = pattern.for_heads(KV_HEADS)
         sizes = [
             torch.full((KV_HEADS, n), SIDE, dtype=torch.int32, device=prompt.device) for n in mask.shape[1:]
