@@ -16,9 +16,10 @@ def block_logs(scores: torch.Tensor, blocks: torch.Tensor, block_size: int, seq_
     """Return the log of each block's sum of exponentials, [heads, blocks].
 
     ``scores`` [heads, tokens]: of the tokens of ``blocks``, in their order."""
-    sizes = (seq_len - blocks * block_size).clamp(0, block_size).tolist()
-    parts = torch.split(scores, sizes, dim=-1)
-    return torch.stack([torch.logsumexp(part, -1) for part in parts], -1)
+    there = blocks[:, None] * block_size + torch.arange(block_size) < seq_len  # [blocks, tokens of each]
+    each = scores.new_full((len(scores), *there.shape), -torch.inf)
+    each[:, there.to(scores.device)] = scores
+    return torch.logsumexp(each, -1)
 
 
 def weight_estimate(logs: torch.Tensor, forced: int, left: int, since: int | None = None) -> torch.Tensor:
@@ -84,17 +85,14 @@ def fill_cells(
     kv: KVPair, head: int, blocks: torch.Tensor, row: int, places: PagePlaces, seq_len: int
 ) -> None:
     """Write the pages among these that are to be in cells to them, and enter them."""
-    if places.cells is None:
+    if places.cells is None or not len(places.cells.of):
         return
     of, pool = places.cells
     page, heads = places.host.shape[4], pool.kv_heads
-    for block in blocks.tolist():
-        number = -1 - int(places.places[row, head, block])
-        if number < 0 or (block + 1) * page > seq_len:
-            continue
-        cell = -2 - int(of[number, places.layer, head])
-        if cell < 0:
-            continue
+    numbers = -1 - places.places[row, head].cpu()[blocks].long()
+    expected = -2 - of[:, places.layer, head].cpu()[numbers.clamp_min(0)].long()
+    filled = (numbers >= 0) & (expected >= 0) & ((blocks + 1) * page <= seq_len)
+    for block, number, cell in torch.stack((blocks, numbers, expected), 1)[filled].tolist():
         tokens = torch.arange(block * page, (block + 1) * page)
         first = cell // (pool.layers * heads) * page
         for buffers, rows in zip((pool.k, pool.v), gather_placed(kv, head, tokens, row, places), strict=True):
