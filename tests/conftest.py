@@ -79,10 +79,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs Chromium"))
 
 
+@pytest.fixture(scope="session")
+def _directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("directories")
+
+
 @pytest.fixture(autouse=True)
-def _no_settings_file(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test in an empty directory: a ragserve.toml there would change the defaults."""
-    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
+def _no_settings_file(_directories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test in an empty directory: a ragserve.toml there would change the defaults. ``mktemp`` would
+    look at those of all tests before to number it."""
+    monkeypatch.chdir(tempfile.mkdtemp(dir=_directories))
 
 
 @pytest.fixture(scope="session")
