@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 
 import pytest
 
 from ragserve.answering.prompt import PromptBuilder
-from ragserve.measuring.server import RunningServer, running_server
 from tests.conftest import MODEL
 from tests.integration import engines
 from tests.integration.engines import Server, WarmedElsewhere
-from tests.integration.forked_starts import forked_server
+from tests.integration.forked_starts import end_fork_parent, forked_server
 from tests.integration.models import random_llama
 from tests.integration.reference import Reference
 from tests.integration.small_engine import Engine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_parent() -> Iterator[None]:
+    """Set up before all others, so that it ends after all servers."""
+    yield
+    end_fork_parent()
 
 
 @pytest.fixture(scope="session")
@@ -71,12 +76,6 @@ def stress_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def streaming_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with engines.streaming(tmp_path_factory.mktemp("streaming-server")) as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def start_server() -> Callable[..., AbstractContextManager[RunningServer]]:
-    """The context manager itself, for a server that no other test can use."""
-    return running_server
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import torch
 from ragserve.measuring.server import RunningServer, running_server
 from sglang_ext.attention.streaming_heads import save_pattern
 from tests.conftest import REPO
-from tests.integration.forked_starts import forked_server
+from tests.integration.forked_starts import fork_parent, forked_server
 from tests.integration.models import LLAMA3, random_llama
 
 Start = Callable[..., contextlib.AbstractContextManager[RunningServer]]
@@ -125,14 +124,12 @@ def warmed_elsewhere(folder: Path, model: Path | None) -> WarmedElsewhere:
         Path(path).write_text(text)
     options = ["--namespace", namespace, "--data-dir", str(data), "--model", str(model), "--warm", "--json"]
     store = shared_folder(shared, value=0)
-    done = subprocess.run(
-        [sys.executable, "-m", "ragserve.cli", "ingest", *inputs, *options],
-        capture_output=True,
-        check=False,
-        env=os.environ | {f"RAGSERVE_{name.upper()}": str(value) for name, value in store.items()},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return WarmedElsewhere(namespace, texts, data, shared, json.loads(done.stdout))
+    env = {f"RAGSERVE_{name.upper()}": str(value) for name, value in store.items()}
+    with (folder / "report.json").open("wb") as report, (folder / "said.txt").open("wb") as said:
+        # its engine's processes are spawned, as users' are
+        command = fork_parent().start("ragserve.cli", ["ingest", *inputs, *options], env, report, said)
+        assert command.wait(600) == 0, (folder / "said.txt").read_text()[-2000:]
+    return WarmedElsewhere(namespace, texts, data, shared, json.loads((folder / "report.json").read_text()))
 
 
 def shared_folder(folder: Path, *, value: float) -> dict[str, Any]:

@@ -62,8 +62,8 @@ def _descriptors() -> set[int]:
 
 def _detach(descriptors: set[int]) -> None:
     """Point descriptors at nothing. Their objects still exist and would close a number used again."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in descriptors & _descriptors():
+    nothing = os.open(os.devnull, os.O_RDWR)  # it may have a number that was free again at the fork
+    for number in (descriptors & _descriptors()) - {nothing}:
         os.dup2(nothing, number, inheritable=False)
     os.close(nothing)
 

@@ -1,11 +1,18 @@
-"""Servers of tests whose engine's processes are forked: what is imported is imported once (`forked_main`)."""
+"""Servers of tests that are forked, and whose engine's processes are: what is imported is imported once
+(`fork_parent`, `forked_main`)."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
+import select
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from subprocess import Popen
 from typing import Any, BinaryIO
 from unittest import mock
 
@@ -18,20 +25,93 @@ from tests.conftest import REPO
 
 @contextlib.contextmanager
 def forked_server(**options: Any) -> Iterator[RunningServer]:
-    """`running_server`, for tests that do not ask how an engine's processes are started. With an accelerator
-    they are spawned, as in production."""
+    """`running_server`, for tests that do not ask how processes are started. With an accelerator they are
+    spawned, as in production."""
     with contextlib.ExitStack() as stack:
         with mock.patch.object(server, "spawn", server.spawn if torch.cuda.is_available() else _forking):
             running = stack.enter_context(server.running_server(**options))
         yield running
 
 
-_spawn = server.spawn
+def _forking(command: Sequence[str], output: BinaryIO, env: Mapping[str, str], *, outlive: bool) -> Forked:
+    assert not outlive, "it ends with the fork parent"
+    assert list(command[:3]) == [sys.executable, "-m", "ragserve.cli"]
+    return fork_parent().start("tests.integration.forked_main", command[3:], env, output)
 
 
-def _forking(
-    command: Sequence[str], output: BinaryIO, env: Mapping[str, str], *, outlive: bool = False
-) -> Popen[bytes]:
-    program = ["tests.integration.forked_main" if part == "ragserve.cli" else part for part in command]
-    folders = [str(REPO), *filter(None, [env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
-    return _spawn(program, output, {**env, "PYTHONPATH": os.pathsep.join(folders)}, outlive=outlive)
+class Forked:
+    """What `subprocess.Popen` is for a child of its own, for one of the fork parent, which writes to the pipe
+    ``ended`` how it has ended."""
+
+    def __init__(self, command: Sequence[str], pid: int, ended: int) -> None:
+        self.args, self.pid, self.returncode = command, pid, None
+        self._ended = ended
+
+    def poll(self) -> int | None:
+        return self._code(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if (code := self._code(timeout)) is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _code(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._ended], [], [], timeout)[0]:
+            self.returncode = int(os.read(self._ended, 16) or -signal.SIGKILL)
+            os.close(self._ended)
+        return self.returncode
+
+
+class ForkParent:
+    """The process that is forked. It ends with this one."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            program = [sys.executable, "-m", "tests.integration.fork_parent"]
+            self._process = subprocess.Popen(
+                [*program, str(theirs.fileno()), str(os.getpid())],
+                cwd=REPO,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        output: BinaryIO,
+        errors: BinaryIO | None = None,
+    ) -> Forked:
+        """Run a module as a program with this environment added, in a session of its own. ``errors``: where
+        they go if not to the ``output``."""
+        env = {**os.environ, **env}
+        env["PYTHONPATH"] = os.pathsep.join([str(REPO), *filter(None, [env.get("PYTHONPATH")])])
+        request = {"module": module, "arguments": list(arguments), "env": env, "cwd": os.getcwd()}
+        ended, reported = os.pipe()
+        descriptors = [output.fileno(), (errors or output).fileno(), reported]
+        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+        os.close(reported)
+        return Forked([module, *arguments], int(self._socket.recv(16)), ended)
+
+    def end(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+@functools.cache
+def fork_parent() -> ForkParent:
+    return ForkParent()
+
+
+def end_fork_parent() -> None:
+    """At the end of the session, if a test has started one."""
+    if fork_parent.cache_info().currsize:
+        fork_parent().end()
+        fork_parent.cache_clear()

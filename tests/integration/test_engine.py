@@ -14,6 +14,7 @@ import pytest
 from ragserve.answering.prompt import PromptBuilder
 from sglang_ext.protocol import SGLANG_VERSION
 from tests.conftest import EXHAUSTIVE, MODEL
+from tests.integration.forked_starts import forked_server
 from tests.integration.prompts import built, rows
 
 
@@ -106,10 +107,10 @@ def test_the_engine_reports_its_timings(quick_server: Any) -> None:
     assert 0 < timings["prefill_ms"] <= timings["ttft_ms"] <= timings["total_ms"]
 
 
-def test_in_front_of_a_remote_engine(server: Any, start_server: Any, tmp_path: Path) -> None:
+def test_in_front_of_a_remote_engine(server: Any, tmp_path: Path) -> None:
     row = rows("crossdoc")[1]
     with (
-        start_server(data_dir=tmp_path / "data", engine_url=server.url, api_key="sesame") as front,
+        forked_server(data_dir=tmp_path / "data", engine_url=server.url, api_key="sesame") as front,
         front.client() as client,
     ):
         assert client.get("/info").json()["engine"]["kind"] == "remote"

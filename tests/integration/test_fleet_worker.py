@@ -44,12 +44,10 @@ def worker(
 
 
 @pytest.fixture(scope="module")
-def front(
-    worker: RunningServer, start_server: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def front(worker: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("front")
     flags = {"workers": worker.url, "engine_api_key": KEY, "warm_ingested": False}
-    with start_server(data_dir=folder / "data", **flags) as running, running.client() as client:
+    with forked_server(data_dir=folder / "data", **flags) as running, running.client() as client:
         yield Server(running, client)
 
 
