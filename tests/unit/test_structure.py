@@ -395,7 +395,7 @@ def test_pre_commit_runs_the_pinned_tools() -> None:
 def test_files_whose_engine_another_group_has_are_named_in_scripts_test() -> None:
     """Left out, a file is in the group of the default engine, which would start its engine once more."""
     groups = (REPO / "scripts" / "test").read_text(encoding="utf-8")
-    engine = re.compile(r"\b(?:(?:parallel|stress|locked|streaming)_server|small_engine)\b")
+    engine = re.compile(r"\b(?:(?:parallel|stress|streaming)_server|small_engine)\b")
     named = set(re.findall(r"\w+", groups))
     for file in sorted((REPO / "tests" / "integration").glob("test_*.py")):
         if engine.search(file.read_text(encoding="utf-8")):
