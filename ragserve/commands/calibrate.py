@@ -25,6 +25,7 @@ SETTINGS = (
     *("model", "data_dir", "embedder", "embed_device", "system_prompt", "kv_disk_bytes"),
     *ENGINE_SETTINGS,
     *("sparse_attention", "prefill_mode", "prefill_alpha", "prefill_observe", "prefill_dense_last"),
+    "prefill_kernels",  # of dense prefill, which sparse prefill is measured against
 )
 
 
