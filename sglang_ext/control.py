@@ -131,6 +131,8 @@ def _stat(runtime: Any, body: dict[str, Any]) -> Answer:
     runtime.sweep()
     tokens = runtime.documents.document_tokens()
     below = runtime.tiers.stat()
+    sessions = runtime.documents.sessions
+    below["host"]["sessions"] = 0 if sessions is None else len(sessions.keys())
     return {
         "device": {
             "documents": len(tokens),

@@ -259,7 +259,7 @@ _DEVICE = {
 _PAGES = {"documents": 33, "pages": 340}
 CACHE: dict[str, Any] = {
     "device": _DEVICE,
-    "host": {"bytes": 55705600, "budget_bytes": 536739840, **_PAGES},
+    "host": {"bytes": 55705600, "budget_bytes": 536739840, **_PAGES, "sessions": 0},
     "disk": {"backend": "file", "bytes": 55840768, "budget_bytes": 17179869184, **_PAGES},
     "hits": {"device": 212, "host": 49, "disk": 9},
     "misses": 65,
