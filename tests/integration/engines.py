@@ -30,6 +30,7 @@ GATES = torch.rand(
     2, 4, generator=torch.Generator().manual_seed(5)
 )  # [layers, KV heads] of the parallel engine
 STRESS_CHUNK = 128
+SESSION_REFRESH = 3  # turns after which the stress engine's sessions are computed anew
 STREAMING_GATES = torch.tensor([[0.9, 0.3], [0.1, 0.2]])  # of the streaming engine; its second layer streams
 STORAGE = {
     "backend_name": "slow",
@@ -179,6 +180,7 @@ def parallel(folder: Path) -> Iterator[Server]:
         "max_total_tokens": 8192,  # twelve requests at once, or a composed context and its documents
         "engine_args": json.dumps({"chunked_prefill_size": 256, "enable_mixed_chunk": True}),
         "kv_page_bits": 8,
+        "session_refresh_turns": 2,
         **shared_folder(storage, value=1e9),
     }
     env = {
@@ -207,6 +209,7 @@ def stress(folder: Path) -> Iterator[Server]:
         "control_routes": True,  # for /dumper
         "kv_host_bytes": 2**26,
         "session_on_host": True,
+        "session_refresh_turns": SESSION_REFRESH,
         "kv_storage": "dynamic",
         "kv_storage_args": json.dumps(STORAGE | {"folder": str(storage)}),
     }

@@ -14,7 +14,8 @@ import pytest
 
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from sglang_ext.protocol import session_key
-from tests.integration.engines import PARALLEL_PAGE, STRESS_CHUNK, Server
+from tests.integration.context_client import generate
+from tests.integration.engines import PARALLEL_PAGE, SESSION_REFRESH, STRESS_CHUNK, Server
 from tests.integration.prompts import rows
 from tests.integration.reference import Reference
 
@@ -24,6 +25,10 @@ TURNS = (  # documents and question of each turn; the second brings one again, t
     (ROWS[0]["docs"][:2], ROWS[0]["question"]),
     ([*ROWS[0]["docs"][1:2], *ROWS[1]["docs"][:1]], ROWS[1]["question"]),
     ((), "Which of these did you name first?"),
+)
+LATER = (  # turns after TURNS; the first of them is computed anew
+    (ROWS[1]["docs"][1:2], "Who is named in the last of these?"),
+    ((), ROWS[0]["question"]),
 )
 ALL = {"strategy": "concat", "strategy_options": {"recompute": "all", "force": True}}
 SENTENCES = {
@@ -47,7 +52,7 @@ class Talk:
         return answer
 
     def body(self, number: int) -> dict[str, Any]:
-        texts, question = TURNS[number]
+        texts, question = (*TURNS, *LATER)[number]
         documents = [{"title": title, "text": text} for title, text in texts]
         fields = self.fields if number == 0 else {}
         body = {"query": question, "namespace": self.space, "documents": documents, "max_new_tokens": 8}
@@ -70,6 +75,10 @@ def control(server: Server, operation: str, **arguments: Any) -> dict[str, Any]:
     answer = server.client.post("/dumper/ragserve", json={"op": operation, **arguments})
     assert answer.status_code == httpx.codes.OK, answer.text
     return dict(answer.json()[0])
+
+
+def sessions_on_host(server: Server) -> int:
+    return int(control(server, "stat")["host"]["sessions"])
 
 
 def on_host_of(server: Server) -> int:
@@ -176,6 +185,98 @@ def test_a_turn_reads_its_new_documents_from_the_cache(stress_server: Server) ->
     settled(stress_server)
 
 
+@pytest.fixture(scope="module")
+def wanted_later(stress_server: Server) -> list[dict[str, Any]]:
+    """The answers of `full` to the turns of LATER."""
+    talk = Talk(stress_server, "sessions-anew-full", strategy="full")
+    answers = [talk.turn(number) for number in range(len(TURNS) + len(LATER))]
+    talk.end()
+    assert not any(answer["session"]["refreshed"] for answer in answers)
+    return answers[len(TURNS) :]
+
+
+def test_a_dialogue_that_was_computed_anew_says_what_full_prefill_says(
+    stress_server: Server, wanted_later: list[dict[str, Any]]
+) -> None:
+    """All that was said so far gets KV under a key of its own; what lay under the former one is dropped, on
+    the device and on the host."""
+    assert len(TURNS) == SESSION_REFRESH
+    for on_host in (False, True):
+        talk = Talk(stress_server, f"sessions-anew-{on_host}", **ALL)
+        before = [talk.turn(number) for number in range(len(TURNS))]
+        assert not any(answer["session"]["refreshed"] for answer in before)
+        if on_host:
+            control(stress_server, "evict", tiers=["sessions"])
+            assert sessions_on_host(stress_server) == 1
+        anew = talk.turn(len(TURNS))
+        assert anew["session"]["refreshed"]
+        if on_host:
+            assert sessions_on_host(stress_server) == 0, "pages under the former key are gone"
+        control(stress_server, "evict", tiers=["sessions"])
+        assert sessions_on_host(stress_server) == 1, "the device had the new key's KV alone"
+        after = talk.turn(len(TURNS) + 1)
+        assert not after["session"]["refreshed"]
+        assert after["session"]["tokens_computed"] <= PAGE + 8, "it goes on from what was computed anew"
+        for got, right in zip((anew, after), wanted_later, strict=True):
+            assert got["answer"] == right["answer"]
+            assert got["session"]["tokens"] == right["session"]["tokens"]
+            assert got["context"]["notes"] == []
+        assert anew["session"]["documents_added"] == 1
+        assert anew["context"]["tokens_recomputed"] == anew["context"]["tokens_kept"] > 0
+        talk.end()
+        settled(stress_server)
+        assert sessions_on_host(stress_server) == 0
+
+
+def test_what_was_computed_anew_is_computed_as_it_was_once_it_is_lost(stress_server: Server) -> None:
+    answers = []
+    for is_lost in (False, True):
+        talk = Talk(stress_server, "sessions-anew-lost", **SENTENCES)
+        *_, anew = [talk.turn(number) for number in range(len(TURNS) + 1)]
+        assert anew["session"]["refreshed"]
+        if is_lost:
+            key = session_key(talk.space, f"{talk.name}-{SESSION_REFRESH}")
+            control(stress_server, "remove_session", key=key)
+        answers.append(talk.turn(len(TURNS) + 1))
+        talk.end()
+    (kept, lost), last = answers, anew["session"]["tokens"]
+    assert lost["answer"] == kept["answer"]
+    for answer in answers:
+        assert answer["session"]["tokens_held"] > last - PAGE - 8 - 2
+        assert answer["context"]["notes"] == []
+    settled(stress_server)
+
+
+def test_the_same_question_outside_a_session_finds_nothing_of_it(stress_server: Server) -> None:
+    """Not in the session's own namespace either: only documents are shared there. So waiting times tell
+    nothing about what a session has said."""
+    for fields in (ALL, {"strategy": "prefix"}):
+        is_exact, space = fields is not ALL, f"sessions-apart-{fields['strategy']}"
+        talk, other = (Talk(stress_server, space, **fields) for _ in range(2))
+        for number in (0, 1):
+            own, theirs = talk.turn(number), other.turn(number)
+            assert theirs["answer"] == own["answer"]
+            assert theirs["session"] == own["session"] | {"id": other.name}
+            held = own["session"]["tokens_held"]
+            assert theirs["context"]["tokens_by_tier"].get("session", 0) == held
+            if is_exact:
+                assert theirs["usage"]["cached"] == own["usage"]["cached"] == held
+        plain = talk.body(0) | fields
+        del plain["session"]
+        answer = stress_server.client.post("/rag/query", json=plain).json()
+        assert answer["context"]["tokens_by_tier"].get("session", 0) == 0
+        if is_exact:
+            assert answer["usage"]["cached"] == 0
+        for each in (talk, other):
+            each.end()
+    builder, (texts, question) = PromptBuilder.load(str(stress_server.model)), TURNS[0]
+    documents = [PromptDocument("", title, text) for title, text in texts]
+    ids = builder.build(question, documents, max_prompt_tokens=10**6).input_ids
+    assert len(ids) == answer["usage"]["prompt"]
+    assert generate(stress_server.client, list(ids), n_new=1)["meta_info"]["cached_tokens"] == 0
+    settled(stress_server)
+
+
 def test_a_shortened_dialogue_is_computed_as_the_text_that_it_is(stress_server: Server) -> None:
     """Exact strategies and everything recomputed say the same over it, with and without its KV. Without it,
     words choose what stays; with it, so does attention."""
@@ -251,7 +352,58 @@ def test_with_two_ranks(parallel_server: Server) -> None:
         talk = Talk(parallel_server, f"sessions-ranks-{name}", **fields)
         answers[name] = [talk.turn(number) for number in range(len(TURNS))]
         talk.end()
+    assert [a["session"]["refreshed"] for a in answers["all"]] == [False, False, True]
+    assert not any(a["session"]["refreshed"] for a in answers["full"])
     assert [a["answer"] for a in answers["all"]] == [a["answer"] for a in answers["full"]]
     held = [a["session"]["tokens_held"] for a in answers["all"]]
     before = [0, *(a["session"]["tokens"] for a in answers["all"])]
     assert all(now > then - PARALLEL_PAGE - 1 for now, then in zip(held, before, strict=False))
+
+
+def test_a_session_that_outgrows_dense_prefill_goes_on_from_sparse_lines(parallel_server: Server) -> None:
+    """It is prefilled anew once, sparsely; later turns begin from its lines. Others do not find that KV."""
+    space, dense_below = "sessions-sparse", 400
+    prefill = {"mode": "lines", "alpha": 0.5, "observe": 32, "dense_last": 64, "dense_below": dense_below}
+    fields: dict[str, Any] = {"strategy": "prefix", "prefill": prefill}
+
+    def ask(session: str | None, number: int, sentences: int, **fields: Any) -> dict[str, Any]:
+        text = " ".join(
+            f"Station {number}{i} was built by keeper {7 * i + number}." for i in range(sentences)
+        )
+        body = {
+            "query": f"Who built station {number}?",
+            "namespace": space,
+            "documents": [{"title": f"Part {number}", "text": text}],
+            "max_new_tokens": 8,
+        }
+        named = {} if session is None else {"session": session}
+        response = parallel_server.client.post("/rag/query", json=body | named | fields)
+        assert response.status_code == httpx.codes.OK, response.text
+        return dict(response.json())
+
+    first = ask("new", 1, 12, **fields)
+    name, prompts = first["session"]["id"], [first["usage"]["prompt"]]
+    assert prompts[0] <= dense_below
+    assert first["prefill"] is None
+    second = ask(name, 2, 36, prefill=prefill)
+    prompts.append(second["usage"]["prompt"])
+    assert prompts[1] > dense_below
+    assert second["usage"]["cached"] == second["session"]["tokens_held"] == 0, "nothing of it is dense"
+    assert second["prefill"]["tokens"] == prompts[1]
+    assert 0.1 < second["prefill"]["share"] < 0.95
+    assert second["prefill"]["reused_lines"] == 0 < second["prefill"]["new_lines"]
+    third = ask(name, 3, 12, prefill=prefill)
+    cached = third["usage"]["cached"]
+    assert prompts[1] - PARALLEL_PAGE < cached == third["session"]["tokens_held"]
+    assert third["prefill"]["tokens"] == third["usage"]["prompt"] - cached
+    assert third["prefill"]["reused_lines"] > 0
+    # the session itself, asked exactly, has the KV of its dense turn; another session of this text has none
+    exact = ask(name, 4, 4)
+    assert exact["prefill"] is None
+    assert exact["usage"]["cached"] <= prompts[0] + 8
+    other = ask("new", 2, 36, **fields)
+    for answer in (other, ask(None, 2, 36, **fields), ask(None, 2, 36, strategy="prefix")):
+        assert answer["usage"]["cached"] == 0
+    for each in (name, other["session"]["id"]):
+        assert parallel_server.client.delete(f"/rag/sessions/{each}").status_code == httpx.codes.OK
+    settled(parallel_server)
