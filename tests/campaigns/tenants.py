@@ -181,6 +181,26 @@ class Tenants:
             misses = after["misses"] - before["misses"]
             assert misses > asked.kept, f"{strategy} {options} found {asked.kept + 1 - misses} of theirs"
 
+    def session_kv(self, chance: random.Random) -> None:
+        """What a session of theirs has computed is of no use to its passages and questions outside it: not
+        here, and without its id not in their namespace."""
+        strategy, options = chance.choice((("prefix", {}), ("concat", {}), ("concat", {"recompute": "all"})))
+        body = self._question(strategy, options)
+        self._empty()
+        begun = self.site.ask(namespace=THEIRS, session="new", **body).answer["session"]["id"]
+        self.site.ask(namespace=THEIRS, session=begun, **body | {"query": "And who lit its lamps?"})
+        names = [begun]
+        new = {"session": "new"}
+        for space, session in ((MINE, dict[str, str]()), (MINE, new), (THEIRS, new), (THEIRS, {})):
+            answer = self.site.ask(namespace=space, **body, **session).answer
+            where = f"{strategy} {options} in {space} {session}"
+            assert not answer["context"]["tokens_by_tier"].get("session"), f"{where}: {answer['context']}"
+            if strategy == "prefix" or (space, session) == (MINE, {}):
+                assert answer["usage"]["cached"] == 0, f"{where}: {answer['usage']}"
+            names += [answer["session"]["id"]] if session else []
+        for name in names:
+            self.site.call("DELETE", f"/rag/sessions/{name}")
+
     def removed_kv(self, chance: random.Random) -> None:
         """Removing a namespace's KV leaves that of the same texts in the other one."""
         body = self._question("concat", {})
@@ -253,7 +273,7 @@ PROBES: dict[str, tuple[Callable[[Tenants, random.Random], None], ...]] = {
     "POST /rag/retrieve": (Tenants.retrieve,),
     "POST /rag/query": (
         *(Tenants.query, Tenants.query, Tenants.session),
-        *(Tenants.shared_kv, Tenants.removed_kv, Tenants.waiting),
+        *(Tenants.shared_kv, Tenants.session_kv, Tenants.removed_kv, Tenants.waiting),
     ),
     "POST /v1/chat/completions": (Tenants.chat,),
 }
