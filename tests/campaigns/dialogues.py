@@ -1,9 +1,11 @@
-"""Random dialogues of several turns on a real engine, three at once: KV is evicted between turns, clients
-leave, two turns of one session come together, documents are removed. Every turn must go on from the one
-before, exact strategies must say what full prefill says of the same dialogue, also where a budget shortens
-it, and when all sessions have ended, no slot, page or session is left.
+"""Random dialogues of several turns on a real engine, three at once: KV is evicted between turns, that of
+sessions to the host, dialogues are computed anew, clients leave, two turns of one session come together,
+documents are removed. Every turn must go on from the one before, exact strategies must say what full prefill
+says of the same dialogue, also where a budget shortens it by words, and when all sessions have ended, no
+slot, page or session is left, on the device or on the host.
 
-An operation is a dialogue. Model and embedder are small ones with random weights, as in `operations`."""
+An operation is a dialogue. Model and embedder are small ones with random weights, as in `operations`. A
+server that tests share may neither keep sessions on the host nor compute them anew."""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from typing import Any
 import httpx
 
 from tests.campaigns.load import assert_nothing_left
-from tests.campaigns.operations import FLAGS, NAMES, text_of
+from tests.campaigns.operations import FLAGS, NAMES, TOKEN_BYTES, text_of
 from tests.campaigns.progress import Progress
 from tests.campaigns.site import Site
 from tests.integration.models import small_models
@@ -25,6 +27,14 @@ from tests.integration.models import small_models
 TARGET = 1000
 LANES = 3  # dialogues at once, each in a namespace of its own
 MOST_TURNS = 5
+REFRESH = 2  # turns after which a composed dialogue is computed anew
+_SERVER: dict[str, Any] = FLAGS | {
+    "kv_host_bytes": 1024 * TOKEN_BYTES,  # documents and sessions of all lanes take more
+    "session_on_host": True,
+    "session_refresh_turns": REFRESH,
+    "control_routes": True,  # for /dumper, which evicts sessions
+    "env": {"DUMPER_SERVER_PORT": "reuse"},
+}
 SPECS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("full", {}),
     ("prefix", {}),
@@ -43,6 +53,7 @@ class Lane:
 
     def __init__(self, site: Site, number: int) -> None:
         self.site = site
+        self.refresh = REFRESH if site.own else 0
         self.space = f"campaign-dialogues-{number}"
         self.editions: dict[str, int] = {}
         self.did: Counter[str] = Counter()
@@ -86,7 +97,8 @@ class Talk:
     def __init__(self, lane: Lane, chance: random.Random) -> None:
         self.lane, self.chance, self.site = lane, chance, lane.site
         strategy, options = chance.choice(SPECS)
-        force = {"force": True} if strategy not in ("full", "prefix", "auto") else {}
+        self.composed = strategy not in ("full", "prefix", "auto")
+        force = {"force": True} if self.composed else {}
         self.named = {"strategy": strategy, "strategy_options": options | force}
         self.budget = chance.choice((0, 0, 40, 120))
         self.exact = strategy in ("full", "prefix") or "all" in options.values()
@@ -115,8 +127,13 @@ class Talk:
         return answer is not None
 
     def evict(self) -> bool:
-        tiers = self.chance.choice((["device"], ["host"], ["device", "host"]))
-        self.site.call("POST", "/rag/cache/evict", json={"tiers": tiers})
+        tiers = self.chance.choice((["device"], ["host"], ["device", "host"], ["sessions"], ["sessions"]))
+        if tiers != ["sessions"]:
+            self.site.call("POST", "/rag/cache/evict", json={"tiers": tiers})
+        elif self.site.own:
+            self.site.call("POST", "/dumper/ragserve", json={"op": "evict", "tiers": tiers})
+            figures = self.site.call("GET", "/rag/cache")
+            self.lane.did["to the host"] += figures["host"]["sessions"] > 0
         if self.chance.random() < 0.2:
             self.site.call("DELETE", "/rag/cache")
         return True
@@ -159,7 +176,8 @@ class Talk:
         return False
 
     def repeat_in_full(self) -> None:
-        """Hold the same dialogue with every turn prefilled whole, and compare."""
+        """Hold the same dialogue with every turn prefilled whole, and compare, up to a turn for which
+        attention has chosen what stays of earlier ones."""
         self.lane.did["repeat_in_full"] += 1
         session: str = "new"
         named: dict[str, Any] = {"strategy": "full", "strategy_options": {}, "session_budget": self.budget}
@@ -167,6 +185,9 @@ class Talk:
             for body, before in self.turns or ():
                 now = self.site.call("POST", "/rag/query", json=body | named | {"session": session})
                 session, named = now["session"]["id"], {}
+                if _is_chosen_by_attention(before):  # to KV that `full` has none of
+                    self.lane.did["chosen by attention"] += 1
+                    return
                 assert now["answer"] == before["answer"], (
                     f"turn {now['session']['turn']} of {self.named} said {before['answer']!r}, in full "
                     f"{now['answer']!r}"
@@ -218,12 +239,21 @@ class Talk:
     def _goes_on(self, answer: dict[str, Any]) -> None:
         """The prompt has all that was said before, and is what the next turn goes on from."""
         prompt, use = answer["usage"]["prompt"], answer["session"]
+        self.lane.did["refreshed"] += use["refreshed"]
         if self.budget:
             self._is_within(use)
         else:
             assert prompt > self.tokens, f"a prompt of {prompt} tokens after {self.tokens}"
+            self._is_anew_in_time(use)
         assert use["tokens"] >= prompt, f"{use} of a prompt of {prompt} tokens"
         self.number, self.tokens = use["turn"], use["tokens"]
+
+    def _is_anew_in_time(self, use: dict[str, Any]) -> None:
+        """Every so many turns a composed dialogue is computed anew."""
+        every, before = self.lane.refresh, use["turn"] - 1
+        due = self.composed and every > 0 and before > 0 and before % every == 0
+        if self.named["strategy"] != "auto":  # which may choose either
+            assert use["refreshed"] == due, f"{self.named}: {use}"
 
     def _is_within(self, use: dict[str, Any]) -> None:
         """Turns before the last one keep to the budget, and the last one is whole."""
@@ -243,6 +273,10 @@ class Talk:
         return True
 
 
+def _is_chosen_by_attention(answer: dict[str, Any]) -> bool:
+    return any(each["rule"] in ("attention", "mixed") for each in answer["session"]["earlier"] or ())
+
+
 @contextlib.contextmanager
 def _lanes(site: Site) -> Iterator[list[Lane]]:
     lanes = [Lane(site, number) for number in range(LANES)]
@@ -259,7 +293,7 @@ def run(progress: Progress, site: Site | None = None) -> None:
     with contextlib.ExitStack() as stack:
         if site is None:
             site = stack.enter_context(
-                Site(folder=progress.folder / "data", **small_models(progress.folder), **FLAGS)
+                Site(folder=progress.folder / "data", **small_models(progress.folder), **_SERVER)
             )
         lanes = stack.enter_context(_lanes(site))
         pool = stack.enter_context(ThreadPoolExecutor(LANES))
@@ -270,7 +304,8 @@ def run(progress: Progress, site: Site | None = None) -> None:
                 with progress.operation("dialogue"):
                     each.result()
             with progress.operation("settled", 0):
-                site.settled()
+                on_host = site.settled()["host"]["sessions"]
+                assert on_host == 0, f"{on_host} sessions that have ended are still on the host"
             progress.data["figures"] = dict(sum((lane.did for lane in lanes), Counter()))
             if not site.is_up:
                 progress.violation(f"the server ended:\n{site.running.log.read_text()[-3000:]}")
