@@ -13,9 +13,10 @@ from ragserve import tracing
 from ragserve.answering.accounting import Clock, context_use, no_context, observe
 from ragserve.answering.auto import AUTO, Candidates, Chooser
 from ragserve.answering.citations import Marker, MarkerFilter, cite
-from ragserve.answering.dialogues import NEW, Dialogues, NextTurn
+from ragserve.answering.dialogues import NEW, Dialogues
 from ragserve.answering.follow_ups import DialogueSearch, Found
 from ragserve.answering.in_flight import InFlight, QueryLimiter
+from ragserve.answering.next_turn import NextTurn
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.query import Query
 from ragserve.answering.results import (
@@ -392,12 +393,9 @@ class Answerer:
                 cut=query.documents is not None and query.overflow == "cut",
             )
 
-        size = (
-            len(query.question)
-            + sum(len(passage.text) for passage in found)
-            + sum(len(m.content) for m in query.history)
-        )
-        is_short = size < _INLINE_PROMPT_CHARS and not (later is not None and later.may_shorten)
+        texts = [query.question, *(each.text for each in found), *(each.content for each in query.history)]
+        is_short = sum(map(len, texts)) < _INLINE_PROMPT_CHARS
+        is_short = is_short and not (later is not None and later.may_shorten)
         return build() if is_short else await asyncio.to_thread(build)
 
 
