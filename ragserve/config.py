@@ -303,6 +303,11 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
         3600, gt=0, description="Seconds after a session's last turn at which the server forgets it."
     )
     max_sessions: int = Field(64, ge=0, description="Most sessions of an API key in a namespace; 0: none.")
+    sessions_on_disk: bool = Field(
+        True,
+        description="Keep sessions in the data folder as well, so that they go on after a restart. Off: in "
+        "memory only, and the next start removes those on disk.",
+    )
     session_budget: int = Field(
         0,
         ge=0,

@@ -235,7 +235,7 @@ class Answerer:
         if turn is not None:
             spec = StrategySpec(request.strategy, request.options)
             ids = self._prompts.answer_ids(last.output_ids, "".join(said))
-            session = turn.done(query, asked, spec, prompt, (ids, answer.strip()), last)
+            session = await turn.done(query, asked, spec, prompt, (ids, answer.strip()), last)
         indices, basis = cite(answer, markers.markers, [passage.text for passage in kept])
         citations = [
             Citation(basis=basis, **kept[index - 1].model_dump(exclude={"metadata"})) for index in indices

@@ -15,9 +15,10 @@ from sglang_ext.protocol import session_key
 
 @dataclass(eq=False)
 class Dialogue:
-    """A session. ``owner`` is the API key that began it. ``budget``: most tokens of the turns before the
-    last; 0 for all. ``exact``: its first turns whose KV is exact, computed anew in one piece; ``keys``: those
-    that KV of it may lie under."""
+    """A session. ``owner``: id of the API key that began it, not its secret. ``budget``: most tokens of the
+    turns before the last; 0 for all. ``exact``: its first turns whose KV is exact, computed anew in one
+    piece; ``keys``: those that KV of it may lie under. ``namespace_made_at``: when its namespace was made,
+    Unix seconds; None if there was none when the session began."""
 
     id: str
     owner: str
@@ -35,6 +36,7 @@ class Dialogue:
     exact: int = 0
     keys: set[str] = field(default_factory=set)
     outdated: str | None = None  # why it cannot go on; its texts are gone then
+    namespace_made_at: float | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from ragserve.answering.kept_dialogue import Dialogue
@@ -29,8 +29,10 @@ class NextTurn:
         expires_s: float,
         is_kept: Callable[[], bool],
         refresh_turns: int = 0,
+        write: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """``refresh_turns``: turns after which the dialogue's KV is computed anew; 0: never."""
+        """``refresh_turns``: turns after which the dialogue's KV is computed anew; 0: never. ``write``: put
+        the dialogue on disk as it is now."""
         self._dialogue = dialogue
         self._exact = dialogue.exact
         if refresh_turns and dialogue.turns % refresh_turns == 0:
@@ -39,6 +41,7 @@ class NextTurn:
         self._candidates: TurnCandidates | None = None
         self._expires_s = expires_s
         self._is_kept = is_kept
+        self._write = write
         self._budget = dialogue.budget
         self._past: Sequence[PastTurn] = tuple(dialogue.past)  # as this turn's prompt has them
         self._left: list[EarlierTurn] = []
@@ -179,7 +182,7 @@ class NextTurn:
         self._dialogue.keys.add(key)
         return SessionKv(self._past, key, exact=0 if is_shortened else self._exact).request(request)
 
-    def done(
+    async def done(
         self,
         query: Query,
         asked: GenerateRequest,
@@ -188,8 +191,8 @@ class NextTurn:
         answer: tuple[Sequence[int], str],
         last: GenerateChunk,
     ) -> SessionUse:
-        """Let the dialogue go on from here. ``asked`` was answered by ``spec``; ``answer``: its token ids,
-        and its text as the user sees it."""
+        """Let the dialogue go on from here, and wait until that is on disk. ``asked`` was answered by
+        ``spec``; ``answer``: its token ids, and its text as the user sees it."""
         dialogue, (ids, text) = self._dialogue, answer
         earlier = 0 if self.is_first else prompt.segments[0].end
         held = min(last.usage.cached, earlier) if last.context is None else last.context.session_held
@@ -222,6 +225,8 @@ class NextTurn:
         dialogue.budget, dialogue.exact = self._budget, self._exact
         dialogue.messages += [Message("user", query.question), Message("assistant", text)]
         dialogue.turns += 1
+        if self._write is not None:
+            await self._write()
         return use
 
 

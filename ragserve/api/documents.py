@@ -159,6 +159,8 @@ async def drop(name: NamespaceName, svc: Svc, caller: Caller) -> NamespaceInfo:
         dropped = await asyncio.to_thread(svc.store.drop_namespace, name)
     except NotFound:
         await svc.engine.forget(name, None)
+        await svc.dialogues.end_namespace(name)
         raise
     await svc.evict()
+    await svc.dialogues.end_namespace(name)
     return dropped

@@ -19,6 +19,7 @@ from ragserve.answering.in_flight import Idleness, QueryLimiter
 from ragserve.answering.key_reranker import make_rerankers
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.answering.query_log import QueryLog
+from ragserve.answering.session_store import SessionStore, forget_all
 from ragserve.answering.turn_attention import TurnAttention
 from ragserve.answering.turn_compression import TurnCompressor
 from ragserve.cache.evictions import Evictor, clean_files, note_engine
@@ -145,6 +146,7 @@ async def open_services(
             compressor=TurnCompressor(prompts, TurnAttention(engine, prompts)),
             budget=settings.session_budget,
             refresh_turns=settings.session_refresh_turns,
+            disk=await _sessions_on_disk(settings, info, prompts),
         )
         await stack.enter_async_context(dialogues.running())
 
@@ -281,6 +283,19 @@ async def _evictions(
 
         await clean()
         yield clean
+
+
+async def _sessions_on_disk(
+    settings: Settings, info: EngineInfo, prompts: PromptBuilder
+) -> SessionStore | None:
+    if settings.sessions_on_disk:
+        model = info.fingerprint or info.model
+        return SessionStore(settings.data_dir, lambda: f"{model} {prompts.fingerprint()}")
+    try:
+        await asyncio.to_thread(forget_all, settings.data_dir)
+    except OSError as error:
+        log.warning("sessions of an earlier run are still on disk: %s", error)
+    return None
 
 
 def load_embedder(settings: Settings) -> Embedder:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.answering.prompt import PromptBuilder
+from ragserve.answering.session_store import forget_lost
 from ragserve.cache import folder, lock
 from ragserve.config import Settings
 from ragserve.engine.base import Engine
@@ -162,9 +163,10 @@ def note_engine(settings: Settings, tokenizer: str, *, elsewhere: bool = False) 
 
 
 def clean_files(settings: Settings, store: IndexStore) -> bool:
-    """Remove the files of logged texts, if no server runs. False, keeping the log, where a server has to do
-    it.
+    """Remove the files of logged texts, and the texts in sessions on disk, if no server runs. False, keeping
+    the log, where a server has to do it.
     """
+    forget_lost(settings.data_dir, store)
     entries = EvictionLog(store.database)
     try:
         if store.database.shared:  # servers elsewhere read the log, too, but none may prune it

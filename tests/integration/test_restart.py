@@ -1,5 +1,5 @@
-"""The document cache after a kill and after a clean stop, and the older SGLang that the hooks fit: the engine
-starts again on that one. Runs after all other tests of the small engine."""
+"""The document cache and sessions after a kill, the cache after a clean stop, and the older SGLang that the
+hooks fit: the engine starts again on that one. Runs after all other tests of the small engine."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from sglang_ext.protocol import SGLANG_VERSIONS, ContextPlan
 from tests.integration.context_client import composed, generate, plan_of, report, result
 from tests.integration.processes import assert_gone, family_of
 from tests.integration.small_engine import NEW, Engine
+from tests.integration.talks import STRATEGIES, Talk, ingest
 
 OLDER = Path(sys.prefix) / f"sglang-{SGLANG_VERSIONS[-1]}"
 """Where `scripts/install` puts it on a machine without a GPU."""
@@ -34,6 +35,7 @@ def test_documents_survive_a_kill_while_they_are_written_and_streams_end_with_it
     texts = [5, 6]
     ids, spans = engine.prompt(texts)
     composed(engine.client, ids, spans, namespace="left")
+    talks, wanted = _begun_talks(engine)
     engine.control("flush")
     family = family_of(engine.server.process.pid)
     writing = threading.Thread(target=_write_until_it_dies, args=(engine.server.url,), daemon=True)
@@ -56,6 +58,7 @@ def test_documents_survive_a_kill_while_they_are_written_and_streams_end_with_it
     )  # no document request first
     engine.right("concat", texts, result(answer))
     assert set(report(answer)["by_tier"]) == {"disk"}
+    _assert_talks_go_on(engine, talks, wanted)
     figures = engine.check()
     assert figures["disk"]["namespaces"]["written"]["documents"] > 0, "those that were whole"
     assert not any((engine.folder / "kv" / "rank-0-of-1" / ".tmp").glob("*"))
@@ -63,6 +66,31 @@ def test_documents_survive_a_kill_while_they_are_written_and_streams_end_with_it
     engine.server.process.send_signal(signal.SIGTERM)
     assert engine.server.process.wait(240) == 0, "a clean stop"
     assert_gone(family)
+
+
+def _begun_talks(engine: Engine) -> tuple[dict[str, Talk], dict[str, str]]:
+    """Sessions of two turns, and what their third turn says when the server is not started again."""
+    ingest(engine, "talks")
+    talks, wanted = {}, {}
+    for strategy in STRATEGIES:
+        whole = Talk(engine, "talks", strategy)
+        talks[strategy] = Talk(engine, "talks", strategy)
+        for _ in range(2):
+            assert talks[strategy].turn()["answer"] == whole.turn()["answer"]
+        wanted[strategy] = whole.turn()["answer"]
+    assert wanted["all"] == wanted["prefix"]
+    return talks, wanted
+
+
+def _assert_talks_go_on(engine: Engine, talks: dict[str, Talk], wanted: dict[str, str]) -> None:
+    for strategy, talk in talks.items():
+        engine.control("flush")
+        before = engine.control("stat")["moved_bytes"]["from_disk"]
+        answer = talk.turn()
+        assert answer["answer"] == wanted[strategy]
+        if strategy != "prefix":
+            assert answer["context"]["tokens_by_tier"]["session"] > 0, "its turns were composed again"
+            assert engine.control("stat")["moved_bytes"]["from_disk"] > before
 
 
 def _cut_streams(engine: Engine) -> tuple[list[str], list[str], list[threading.Thread]]:

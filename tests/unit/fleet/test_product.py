@@ -11,9 +11,10 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.cache.evictions import clean_files
 from ragserve.config import load
 from ragserve_index import EvictionLog, IndexStore
-from sglang_ext.protocol import document_key
+from sglang_ext.protocol import document_key, session_key
 from tests.conftest import MODEL
 from tests.unit.api.scripted_server import eventually
+from tests.unit.fleet.conftest import in_front
 from tests.unit.fleet.fake_worker import PRINT, FakeWorker
 
 
@@ -107,3 +108,37 @@ def test_without_a_worker_requests_are_refused_with_retry_after(
     eventually(lambda: client.get("/ready").status_code == 200, "it is back")
     assert states(client) == ["lost", "serving"]
     assert client.post("/rag/query", json=body).json()["answer"] == first.json()["answer"]
+
+
+def ended(worker: FakeWorker, session: str) -> bool:
+    """True if a session's KV was removed from a worker."""
+    removal = {"op": "remove_session", "key": session_key("default", session)}
+    return removal in worker.ledger.removed
+
+
+def test_a_session_goes_on_after_a_restart_and_its_end_reaches_the_workers(
+    two: list[FakeWorker], tmp_path: Path
+) -> None:
+    """The workers live on, with the KV of its turns."""
+    body: dict[str, Any] = {"query": "What swims?", "strategy": "prefix"}
+    given = [{"title": "Eels", "text": "Eels swim to the Sargasso Sea."}]
+    with in_front(two, tmp_path / "front") as client:
+        answer = client.post("/rag/query", json={**body, "documents": given, "session": "new"}).json()
+        name = answer["session"]["id"]
+    with in_front(two, tmp_path / "front") as client:
+        body = {"query": "And whereto?", "documents": [], "session": name}
+        answer = client.post("/rag/query", json=body).json()
+        assert (answer["session"]["turn"], answer["session"]["documents"]) == (2, 1)
+    with in_front(two, tmp_path / "front") as client:
+        client.delete(f"/rag/sessions/{name}").raise_for_status()
+    assert all(ended(each, name) for each in two)
+
+
+def test_the_kv_of_sessions_that_expire_while_the_server_is_down_is_removed(
+    two: list[FakeWorker], tmp_path: Path
+) -> None:
+    body: dict[str, Any] = {"query": "What swims?", "strategy": "prefix", "documents": [], "session": "new"}
+    with in_front(two, tmp_path / "front") as client:
+        name = client.post("/rag/query", json=body).json()["session"]["id"]
+    with in_front(two, tmp_path / "front", session_ttl_s=1e-3):
+        eventually(lambda: all(ended(each, name) for each in two), "its KV is removed")
