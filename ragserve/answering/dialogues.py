@@ -88,15 +88,16 @@ class Dialogues:
         namespace = query.request.namespace
         if query.session == NEW:
             dialogue = self._new(query.owner, namespace)
-            made_at = await asyncio.to_thread(self._store.made_at)
-            dialogue.namespace_made_at = made_at.get(namespace)
         else:
             dialogue, _ = self.get(query.owner, str(query.session))
             if dialogue.namespace != namespace:
                 raise _not_found(dialogue.id)
         try:
             async with dialogue.lock:
-                if query.session != NEW:
+                if query.session == NEW:
+                    made_at = await asyncio.to_thread(self._store.made_at)
+                    dialogue.namespace_made_at = made_at.get(namespace)
+                else:
                     self.get(query.owner, dialogue.id)  # it may have ended while this request waited
                     await self._end_if_lost([dialogue])
                     check_current(dialogue)

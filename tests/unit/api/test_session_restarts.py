@@ -282,3 +282,14 @@ def test_an_answer_does_not_need_the_disk(
         FullDisk.full.clear()
     with server(tmp_path / "data", model_path) as (_, client):
         assert ask(client, FIRST, session=name)["session"]["turn"] == 4
+
+
+def test_a_session_that_does_not_begin_takes_no_place(
+    tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with server(tmp_path, model_path, max_sessions=1) as (_, client):
+        with monkeypatch.context() as broken:
+            broken.setattr(IndexStore, "made_at", lambda _: 1 / 0)
+            ask(client, FIRST, 500, session="new")
+        ask(client, FIRST, session="new")
+        refused(client, 429, "too_many_sessions", session="new")
