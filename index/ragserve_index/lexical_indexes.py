@@ -59,14 +59,16 @@ class LexicalIndexes:
             return None
         index = self._of(ns)
         with self._tolerant(index, ns):
-            if index.version < ns.version and not self._background.works_on(ns.id):
+            if index.version < ns.version:
                 self._follow(index, connection, ns)
             return index.search(text, k, selection, ns.version)
         return None
 
     def _follow(self, index: LexicalIndex, connection: Connection, ns: registry.Namespace) -> None:
         """Bring the index to ``ns``, or leave that to the background."""
-        if not index.updating.acquire(timeout=_WAIT_S):
+        # The background may take minutes, or be at its end, or busy with another namespace.
+        wait = 0 if self._background.works_on(ns.id) else _WAIT_S
+        if not index.updating.acquire(timeout=wait):
             return
         try:
             index.open(connection, ns)

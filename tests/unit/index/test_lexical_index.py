@@ -68,6 +68,14 @@ def built(store: IndexStore, indexes: LexicalIndexes, text: str = "lamp") -> Sco
     return result
 
 
+def settle(store: IndexStore, indexes: LexicalIndexes) -> None:
+    """Wait until the index is built, and the background has let go of it."""
+    built(store, indexes)
+    with store.database.read() as connection:
+        ns = registry.namespace(connection, "n")
+    indexes.bring_up(ns)
+
+
 def bm25(texts: dict[int, list[str]], words: Sequence[str]) -> dict[int, float]:
     """Scores by the formula; tantivy counts the document with the version, too."""
     total = len(texts) + 1
@@ -86,7 +94,7 @@ def bm25(texts: dict[int, list[str]], words: Sequence[str]) -> dict[int, float]:
 def test_scores_are_those_of_bm25(store: IndexStore, indexes: LexicalIndexes) -> None:
     named = corpus(300)
     write(store, named)
-    built(store, indexes)
+    settle(store, indexes)
     documents = store.documents("n", limit=1000)
     chunks = [store.document_chunks("n", document.doc_id)[0] for document in documents]
     texts = {chunk.chunk_id: chunk.text.split() for chunk in chunks}
@@ -108,7 +116,7 @@ def test_scores_are_those_of_bm25(store: IndexStore, indexes: LexicalIndexes) ->
 def test_it_follows_the_documents(store: IndexStore, indexes: LexicalIndexes) -> None:
     chance = random.Random(2)
     write(store, corpus(60))
-    built(store, indexes)
+    settle(store, indexes)
     for step in range(12):
         names = [f"d{i}" for i in chance.sample(range(80), 5)]
         write(store, {name: f"w1 w2 edition{step} {name}" for name in names[:3]})
@@ -121,9 +129,30 @@ def test_it_follows_the_documents(store: IndexStore, indexes: LexicalIndexes) ->
     assert store.check()[0].problems == ()
 
 
+def test_a_search_takes_in_a_change_beside_work_in_the_background(
+    store: IndexStore, indexes: LexicalIndexes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bring_up, released = indexes.bring_up, threading.Event()
+
+    def bring_up_and_linger(ns: registry.Namespace) -> LexicalIndex:
+        index = bring_up(ns)
+        assert released.wait(240)
+        return index
+
+    monkeypatch.setattr(indexes, "bring_up", bring_up_and_linger)
+    try:
+        write(store, corpus(40))
+        built(store, indexes)
+        write(store, {"d1": "later w1"})
+        now = built(store, indexes, "later")
+        assert {chunk for chunk, _ in now} == in_registry(store, "later") != set()
+    finally:
+        released.set()
+
+
 def test_it_follows_when_the_change_log_is_gone(store: IndexStore, indexes: LexicalIndexes) -> None:
     write(store, corpus(40))
-    built(store, indexes)
+    settle(store, indexes)
     write(store, {"d1": "later w1", "d2": "later w2"})
     store.remove_document("n", store.documents("n", source_prefix="d3", limit=1)[0].doc_id)
     store.save("n")  # of the vector index, which prunes the log
@@ -146,7 +175,7 @@ def test_a_closed_index_is_up_to_date(store: IndexStore) -> None:
 @on_both_registries
 def test_words_are_cut_as_in_the_registry(store: IndexStore, indexes: LexicalIndexes) -> None:
     write(store, {"cafe": "Ein na\u00efves Caf\u00e9, lamps", "other": "tea", "nfd": "Cafe\u0301 NOT"})
-    built(store, indexes)
+    settle(store, indexes)
     for text in (
         "CAFE",
         "Caf\u00e9",
@@ -250,7 +279,7 @@ def test_a_killed_writer_leaves_an_index_that_is_caught_up_with(tmp_path: Path) 
     with make(data_dir) as store:
         write(store, corpus(50))
         indexes = LexicalIndexes(store.database, data_dir / "indexes")
-        built(store, indexes)
+        settle(store, indexes)
         indexes.close()
     chance = random.Random(3)
     for _ in range(4):
@@ -312,7 +341,7 @@ def test_a_long_comparison_is_left_to_the_background(
     store: IndexStore, indexes: LexicalIndexes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(store, corpus(40))
-    built(store, indexes)
+    settle(store, indexes)
     monkeypatch.setattr(lexical_indexes, "COMPARED", 10)
     write(store, {"d1": "later w1"})
     store.save("n")  # of the vector index, which prunes the log
