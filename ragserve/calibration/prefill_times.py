@@ -20,6 +20,15 @@ _DOCUMENTS = 16  # of a probe, which has names for some 80
 _RESERVED_TOKENS = 8  # of SGLang, and the answer's
 
 
+def check_longest(tokens: int) -> None:
+    """Raise InvalidRequest if prompts of at most so many tokens are too short for this."""
+    if tokens < _SHORTEST:
+        raise InvalidRequest(
+            f"Prompts of {tokens} tokens are too short to compare dense and sparse prefill.",
+            hint=f"Give at least {_SHORTEST} with --max-tokens, --context-length and --max-total-tokens.",
+        )
+
+
 async def measure(
     engine: Engine,
     builder: PromptBuilder,
@@ -47,11 +56,7 @@ async def measure(
         )
     longest = engine.info.max_prompt_tokens - _RESERVED_TOKENS
     longest = min(longest, max_tokens) if max_tokens else longest
-    if longest < _SHORTEST:
-        raise InvalidRequest(
-            f"Prompts of {longest} tokens are too short to compare dense and sparse prefill.",
-            hint=f"Give at least {_SHORTEST} with --max-tokens, --context-length and --max-total-tokens.",
-        )
+    check_longest(longest)
     text = _text(builder, longest)
     points = []
     for length in doubling(_SHORTEST, longest):

@@ -86,6 +86,7 @@ def calibrate(
     costs (time to the first token of every strategy) and the length from which prefill is sparse belong to
     this machine and are written to the data folder. Stop a server on the same machine first: it would
     disturb the measurement."""
+    from ragserve.calibration.prefill_times import check_longest
     from ragserve.engine.offline import run_once
     from ragserve.measuring.costs import CostSchedule
     from ragserve.profiles.samkv import FILE_NAME
@@ -97,6 +98,8 @@ def calibrate(
     schedule = CostSchedule(max_tokens, document_tokens, repeats)
     if namespace and part != Part.samkv:
         raise InvalidRequest("--namespace is of --part samkv.", hint="Add --part samkv.", param="namespace")
+    if part == Part.prefill and max_tokens is not None:
+        check_longest(max_tokens)
     passages = _passages(settings, namespace) if namespace else []
 
     async def work(engine: LocalEngine) -> None:

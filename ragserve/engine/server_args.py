@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ _CPU_POOL_BYTES = 2**30  # default KV pool without a GPU; memory is touched only
 
 
 def server_args(settings: Settings) -> Any:
-    """Build SGLang's ServerArgs; ``settings.engine_args`` overrides everything. Raises InvalidRequest for a
-    file of the settings that is not what they say."""
+    """Build SGLang's ServerArgs; ``settings.engine_args`` overrides everything. Raises InvalidRequest for
+    settings that SGLang refuses, and for a file of theirs that is not what they say."""
     from ragserve.engine.compat import prepare, without_collection
     from sglang_ext import quiet
 
@@ -108,7 +109,17 @@ def server_args(settings: Settings) -> Any:
                 settings, 2 if options["dtype"] in ("bfloat16", "float16") else 4
             )
     options |= _observed(settings, options["log_level"]) | settings.engine_args
-    return ServerArgs(**{name: value for name, value in options.items() if value is not None})
+    if unknown := sorted(settings.engine_args.keys() - {field.name for field in fields(ServerArgs)}):
+        raise InvalidRequest(
+            f"engine_args: SGLang has no setting {', '.join(map(repr, unknown))}.",
+            hint="Its names are those of SGLang's ServerArgs, with underscores.",
+            param="engine_args",
+        )
+    try:
+        return ServerArgs(**{name: value for name, value in options.items() if value is not None})
+    except (ValueError, TypeError, AssertionError) as error:
+        log.debug("SGLang refuses the settings", exc_info=True)
+        raise InvalidRequest(f"SGLang refuses these settings: {error}") from error
 
 
 def _check_heads(heads: Path, *, own_pool: bool) -> None:
