@@ -87,6 +87,7 @@ def calibrate(
     this machine and are written to the data folder. Stop a server on the same machine first: it would
     disturb the measurement."""
     from ragserve.calibration.prefill_times import check_longest
+    from ragserve.commands.serve_checks import check_engine
     from ragserve.engine.offline import run_once
     from ragserve.measuring.costs import CostSchedule
     from ragserve.profiles.samkv import FILE_NAME
@@ -100,6 +101,7 @@ def calibrate(
         raise InvalidRequest("--namespace is of --part samkv.", hint="Add --part samkv.", param="namespace")
     if part == Part.prefill and max_tokens is not None:
         check_longest(max_tokens)
+    check_engine(settings)
     passages = _passages(settings, namespace) if namespace else []
 
     async def work(engine: LocalEngine) -> None:

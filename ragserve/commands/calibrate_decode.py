@@ -42,10 +42,12 @@ def calibrate_decode(
     --decode-dense-below is given. Stop a server on the same machine first: it would disturb the
     measurement."""
     from ragserve.calibration.decode import find_and_save
+    from ragserve.commands.serve_checks import check_engine
     from ragserve.engine.offline import run_once
     from ragserve.profiles.decode import FILE_NAME, options_of
 
     options_of(settings)  # refuse dense decoding before an engine is started
+    check_engine(settings)
 
     async def work(engine: LocalEngine) -> DecodeProfile:
         return await find_and_save(

@@ -170,6 +170,7 @@ def evaluate(
     --namespace or --documents evaluates RAG over your own documents, through a server: what the search finds,
     the answers, their citations, and the time. The questions' format is in docs/evaluation.md."""
     from ragserve.answering.auto import AUTO
+    from ragserve.commands.serve_checks import check_engine
     from ragserve.eval.data import find
     from ragserve.eval.run import Options
     from ragserve.strategy_spec import parse
@@ -200,6 +201,8 @@ def evaluate(
         )
     if namespace and documents:
         raise InvalidRequest("--namespace and --documents say where to ask.", hint="Give one of them.")
+    if url is None:
+        check_engine(settings, writes=write_gate)
     if own:
         from ragserve.eval.own_report import OwnRun, evaluate_own, load_sets
 

@@ -1,4 +1,4 @@
-"""Checks of `ragserve serve` before it loads anything: each failure is a message that says what to do."""
+"""Checks before an engine or a server loads anything: each failure is a message that says what to do."""
 
 from __future__ import annotations
 
@@ -14,20 +14,27 @@ from ragserve.retrieval.reranker import check_cross_encoder, reranker_names
 _OWNER_WAIT_S = 5.0  # a server that is being stopped saves its state
 
 
+def check_engine(settings: Settings, *, writes: bool = True) -> None:
+    """Raise the error that would end an engine's start, or of the data folder if a command ``writes`` to it.
+
+    Raises Unavailable (the doctor's findings on data folder, engine and model) and InvalidRequest (no such
+    model)."""
+    for check in examine(settings, (*(["data folder"] if writes else ()), "engine", "model")):
+        if check.status == "fail":
+            raise Unavailable(f"Cannot start: {check.name}: {check.found}.", hint=check.advice)
+        if check.name == "model" and check.status == "warn":
+            _fetch_config(settings.model)
+
+
 def check_start(settings: Settings, *, worker: bool = False) -> None:
     """Raise the error that would end the start later. A ``worker`` has no registry.
 
-    Raises Unavailable (the doctor's findings on data folder, model and engine), InvalidRequest (no such
-    model or reranker), Conflict (another server has the documents' KV), and the errors of opening the
-    registry.
+    Raises the errors of `check_engine`, InvalidRequest (no such reranker), Conflict (another server has the
+    documents' KV), and the errors of opening the registry.
     """
     from ragserve.retrieval.document_store import open_store
 
-    for check in examine(settings, ("data folder", "engine", "model")):
-        if check.status == "fail":
-            raise Unavailable(f"Cannot serve: {check.name}: {check.found}.", hint=check.advice)
-        if check.name == "model" and check.status == "warn":
-            _fetch_config(settings.model)
+    check_engine(settings)
     if worker:
         _check_worker(settings)
     else:
@@ -90,7 +97,7 @@ def _fetch_config(model: str) -> None:
     except EntryNotFoundError as error:
         why, cause = "it has no config.json", error
     raise InvalidRequest(
-        f"Cannot serve {model}: {why}.",
+        f"Cannot load {model}: {why}.",
         hint="Give --model a folder with config.json, or a Hugging Face id.",
         code="model_not_found",
         param="model",

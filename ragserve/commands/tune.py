@@ -70,6 +70,7 @@ def tune(
     gate's record and the cost profile that strategy auto needs, and samkv's profile where there is none and,
     with --sparse-attention on, from which length sparse decoding pays. Stop a server on the same machine
     first: it would disturb the measurement."""
+    from ragserve.commands.serve_checks import check_engine
     from ragserve.eval.console import progress
     from ragserve.retrieval.document_store import open_store
     from ragserve.strategy_spec import parse
@@ -80,6 +81,7 @@ def tune(
     labels = [spec.label for spec in parse(strategies, names)]
     with open_store(settings) as store:
         store.namespace(namespace)  # before an engine is started for nothing
+    check_engine(settings)
     settings = settings.model_copy(update={"max_new_tokens": max_new_tokens})
     with progress("tune", most) as step:
         result = run(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragserve.cache import lock
 from ragserve.children import ENDING
+from ragserve.commands.serve_checks import check_engine
 from ragserve.config import Settings
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.ingest.jobs.job_report import JobReport, OnProgress, failures_of, progress_of
@@ -24,7 +25,7 @@ _ALONE_WAIT_S = 0.5  # another command may hold the cache for a moment
 
 
 def check_warm(settings: Settings, *, repeated: bool = False) -> None:
-    """Raise ``InvalidRequest`` if a warm-up after the work at hand, once or ``repeated``, could not run."""
+    """Raise the error for which a warm-up after the work at hand, once or ``repeated``, could not run."""
     with lock.alone(settings.data_dir) as nobody_else:
         if not nobody_else:
             return
@@ -37,7 +38,8 @@ def check_warm(settings: Settings, *, repeated: bool = False) -> None:
 
 
 def _check_local(settings: Settings) -> None:
-    """Raise ``InvalidRequest`` if KV computed by an engine started here would not outlive it."""
+    """Raise ``InvalidRequest`` if KV computed by an engine started here would not outlive it, and the error
+    that would end its start."""
     if settings.engine_url:
         raise InvalidRequest("A remote engine has no document cache to warm.", hint="Unset engine_url.")
     if settings.engine_elsewhere:
@@ -50,6 +52,7 @@ def _check_local(settings: Settings) -> None:
             hint="Set kv_disk_bytes, or warm a running server.",
             param="kv_disk_bytes",
         )
+    check_engine(settings)
 
 
 def show_warm(

@@ -1,0 +1,63 @@
+"""Commands that start an engine say what is wrong before they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ragserve.commands import calibrate, calibrate_decode, evaluate, ingest, tune
+from ragserve.errors import RagserveError
+from tests.conftest import MODEL
+from tests.integration.prompts import QUESTIONS
+from tests.unit.index.index_samples import make
+
+ONEHOP = ("eval", "--data", str(QUESTIONS / "onehop_8.jsonl"))
+COMMANDS: dict[str, tuple[Any, Sequence[str]]] = {
+    "calibrate": (calibrate, ["calibrate"]),
+    "calibrate-decode": (calibrate_decode, ["calibrate-decode"]),
+    "eval": (evaluate, ONEHOP),
+    "eval-gate": (evaluate, [*ONEHOP, "--write-gate"]),
+    "eval-multiturn": (evaluate, [*ONEHOP, "--mode", "multiturn"]),
+    "tune": (tune, ["tune", "--namespace", "n"]),
+    "ingest": (ingest, ["ingest", "--warm", "somewhere"]),
+}
+
+
+def error_of(command: str, *arguments: str) -> str:
+    module, begin = COMMANDS[command]
+    app = typer.Typer()
+    module.register(app)
+    app.command("other")(lambda: None)  # a Typer app with one command takes no command name
+    error = CliRunner().invoke(app, [*begin, *arguments]).exception
+    assert isinstance(error, RagserveError), error
+    return str(error)
+
+
+@pytest.fixture(autouse=True)
+def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("ragserve.engine.offline.run_once", start)
+    monkeypatch.setattr("ragserve.tuning.process.tune", start)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_model_that_is_not_there(command: str, tmp_path: Path) -> None:
+    make(tmp_path / "data").close()
+    folder = ("--data-dir", str(tmp_path / "data"))
+    assert "no/model does not exist" in error_of(command, *folder, "--model", str(tmp_path / "no" / "model"))
+    if command != "ingest":
+        too_long = error_of(command, *folder, "--model", str(MODEL), "--context-length", "9000")
+        assert "context_length 9000 exceeds the model's" in too_long
+
+
+@pytest.mark.parametrize("command", ["calibrate", "calibrate-decode", "eval-gate"])
+def test_a_data_folder_that_cannot_be_used(command: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "is a file" in error_of(command, "--data-dir", str(tmp_path / "file"))
