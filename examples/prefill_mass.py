@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ragserve_kernels.prefill_lists import LinePlan, block_lse, choose_blocks, choose_lines
+from ragserve_kernels.prefill_lists import LinePlan, block_lse, choose_blocks, greedy_lines
 from ragserve_kernels.sparse_prefill import PrefillBatch, all_blocks, mask_of
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.sparse_prefill import BLOCK_K, BLOCK_Q
@@ -18,6 +18,30 @@ from sglang_ext.prefill_options import PrefillOptions
 
 _NAME = "ragserve_prefill_mass"
 _PAGE = 64
+
+
+class SampledLines:
+    """What `choose_lines` of ragserve_kernels chooses for one layer of a prompt, by several alphas and
+    shares: the attention of the sampled queries, nearly all of its time, is computed once."""
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, batch: PrefillBatch, observe: int, scale: float
+    ) -> None:
+        """q ``[tokens, heads, head_dim]``, k ``[pool slots, kv_heads, head_dim]``, a batch of one prompt."""
+        self._groups = LinePlan.of(batch, q.shape[1], observe=observe).groups
+        self._shape = (batch.query_blocks, q.shape[1], -(-len(q) // batch.block_k))
+        self._mass = []  # [segments, heads, sampled queries, key blocks] of each group of segments
+        for group in self._groups:
+            share = block_lse(q, k, batch, 0, group.positions.flatten(), scale=scale).softmax(-1)
+            share = share.unflatten(1, group.positions.shape).transpose(0, 1)
+            self._mass.append(share * group.weight[:, None, :, None])
+
+    def mask(self, alpha: float, share: float | None) -> torch.Tensor:
+        """Return the blocks that lines cross, bool ``[query blocks, heads, key blocks]``."""
+        mask = torch.zeros(self._shape, dtype=torch.bool, device=self._groups[0].positions.device)
+        for group, mass in zip(self._groups, self._mass, strict=True):
+            mask[group.blocks] = group.crossed(greedy_lines(mass, group.shape, alpha, None, share))
+        return mask
 
 
 class PrefillMass:
@@ -33,7 +57,8 @@ class PrefillMass:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self._model = loaded.to(self._device)
         self._model.set_attn_implementation(_NAME)
-        self._modes, self._queries = tuple(modes), queries
+        self._modes, self.queries = tuple(modes), queries
+        self.layers, self.heads = loaded.config.num_hidden_layers, loaded.config.num_attention_heads
         self._drawn = torch.empty(0, dtype=torch.int32)
         self._found: list[torch.Tensor] = []  # [2, modes, heads] of each layer
 
@@ -42,7 +67,7 @@ class PrefillMass:
         blocks of dense attention that they are: ``[2, modes, layers, heads]``."""
         draw = random.Random(seed)
         self._drawn = torch.tensor(
-            sorted(draw.sample(range(len(ids)), min(self._queries, len(ids)))),
+            sorted(draw.sample(range(len(ids)), min(self.queries, len(ids)))),
             dtype=torch.int32,
             device=self._device,
         )
@@ -73,10 +98,12 @@ class PrefillMass:
         everything = mask_of(all_blocks(batch, 1), -(-tokens // BLOCK_K))
         possible = float(everything.sum())
         held, taken = [], []
+        sampled: dict[int, SampledLines] = {}
         for mode in self._modes:
             if mode.mode == "lines":
-                plan = LinePlan.of(batch, q.shape[1], observe=mode.observe)
-                mask = choose_lines(rows, pool, plan, alpha=mode.alpha, share=mode.share, scale=scaling).mask
+                if mode.observe not in sampled:
+                    sampled[mode.observe] = SampledLines(rows, pool, batch, mode.observe, scaling)
+                mask = sampled[mode.observe].mask(mode.alpha, mode.share)
             else:
                 sink, local = -(-config.sink_tokens // BLOCK_K), -(-config.local_tokens // BLOCK_K)
                 mask = choose_blocks(

@@ -45,7 +45,8 @@ NOTE = (
     "blocks: share of the blocks of dense attention that were computed, mean over prompts, layers and query "
     "heads; in rows without answers those that the queries and keys of a dense prefill choose. mass: "
     "attention of 128 random queries of each prompt to such blocks, mean, and of the layer and head with the "
-    "least. Blocks are 128 queries by 64 keys: a prompt of few blocks cannot leave out much."
+    "least. seconds: of a prompt, all modes together. Blocks are 128 queries by 64 keys: a prompt of few "
+    "blocks cannot leave out much."
 )
 
 
@@ -83,15 +84,18 @@ def kept(dense: list[tuple[bool, float]], sparse: list[tuple[bool, float]]) -> d
     }
 
 
-def held(given: argparse.Namespace, modes: list[dict[str, Any]], asked: list[Asked]) -> list[dict[str, Any]]:
-    """Return the attention mass that each mode's blocks hold, and the blocks."""
-    mass = PrefillMass(given.model, [PrefillOptions(**mode) for mode in modes])
+def held(mass: PrefillMass, asked: list[Asked]) -> list[dict[str, Any]]:
+    """Return the attention mass that each mode's blocks hold, and the blocks; with the seconds that a prompt
+    took in all modes together."""
+    start = time.monotonic()
     found = torch.stack([mass.of(ids, seed) for seed, (ids, _, _) in enumerate(asked)]).mean(0)
+    seconds = (time.monotonic() - start) / len(asked)
     return [
         {
             "blocks": round(float(blocks.mean()), 3),
             "mass": round(float(held.mean()), 4),
             "least mass": round(float(held.min()), 4),
+            "seconds": round(seconds, 1),
         }
         for held, blocks in zip(*found, strict=True)
     ]
@@ -118,7 +122,10 @@ async def measure(engine: Any, given: argparse.Namespace) -> None:
             dense = await ask(engine, {"mode": "dense"}, asked, given.in_flight)
             growing.add({**row, "mode": "dense", "alpha": None, "dense last": None, **_means(dense)})
         if not given.answers:
-            mass = await asyncio.to_thread(held, given, modes, asked)
+            measured = PrefillMass(given.model, [PrefillOptions(**mode) for mode in modes])
+            growing.workload |= {"queries of a prompt": measured.queries, "layers": measured.layers}
+            growing.workload |= {"query heads": measured.heads}
+            mass = await asyncio.to_thread(held, measured, asked)
         for mode, more in zip(modes, mass, strict=True):
             found = more
             if engine is not None:
