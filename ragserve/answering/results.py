@@ -187,8 +187,10 @@ class SessionUse(Result):
     documents_added: int = Field(description="Of these, passages that this turn has added.")
     documents_known: int = Field(description="Passages that were found again, and are not added twice.")
     tokens: int = Field(description="Tokens of the dialogue with its passages and this answer.")
-    tokens_held: int = Field(description="Tokens of earlier turns whose KV was there.")
-    tokens_computed: int = Field(description="Tokens of earlier turns that were computed again.")
+    tokens_held: int = Field(description="Tokens of earlier turns whose KV was there when the turn came.")
+    tokens_computed: int = Field(
+        description="Tokens of earlier turns that were computed again, or composed again of documents."
+    )
     earlier: list[EarlierTurn] | None = Field(
         default=None, description="What is left of each earlier turn, with a `session_budget`; null without."
     )

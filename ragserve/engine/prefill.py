@@ -74,24 +74,24 @@ class Documents:
 
     async def _composed(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         """Stream a composed request, after computing what it lacks: documents and, of a session, the turns
-        before it, each once. Raises _NotKept."""
-        repeated = False
+        before it, each once. What is computed for it is not reported as held. Raises _NotKept."""
+        reused: int | None = None  # tokens of a dialogue that had to be computed
         for _ in range(ROUNDS):
             try:
                 async with aclosing(self._send(request)) as chunks:
                     async for chunk in chunks:
-                        yield chunk
+                        yield chunk if reused is None else _holding(chunk, reused)
                 return
             except DocumentsMissing as missing:  # always before the first chunk
                 documents = [i for i in missing.spans if i or request.earlier is None]
                 if request.earlier is not None and 0 in missing.spans:
-                    if repeated:
+                    if reused is not None:
                         raise _NotKept(
                             "its dialogue did not stay in the cache: give it more memory"
                         ) from None
-                    repeated = True
-                    async for _chunk in self._composed(request.earlier()):
-                        pass
+                    reused = 0
+                    async for chunk in self._composed(request.earlier()):
+                        reused = chunk.context.session_held if chunk.context else reused
                 # Not analysed: if this request needs analyses, the engine computes them before composing.
                 await self.prefill(request, [request.spans[i] for i in documents], analyse=False)
         raise _NotKept(f"its documents did not stay in the cache, {ROUNDS} times: give the cache more memory")
@@ -131,3 +131,21 @@ class Documents:
             task.add_done_callback(lambda _: [self._running.pop(key) for key in new])
         # Shielded: a client that leaves must not cancel a prefill that others wait for.
         await asyncio.gather(*(asyncio.shield(task) for task in {self._running[key] for key in wanted}))
+
+
+def _holding(chunk: GenerateChunk, reused: int) -> GenerateChunk:
+    """The chunk of a request whose dialogue was computed for it, but for the first ``reused`` tokens. The
+    engine has found all of it under the session's key."""
+    report = chunk.context
+    if report is None:
+        return chunk
+    computed = max(0, report.session_held - reused)
+    return replace(
+        chunk,
+        usage=replace(chunk.usage, cached=max(0, chunk.usage.cached - computed)),
+        context=replace(
+            report,
+            session_held=report.session_held - computed,
+            session_computed=report.session_computed + computed,
+        ),
+    )

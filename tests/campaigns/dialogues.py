@@ -225,6 +225,8 @@ class Talk:
         use = answer["session"]
         assert use["turn"] - self.number in ((1, 2) if beside else (1,)), f"turn {use} after {self.number}"
         assert use["tokens_held"] + use["tokens_computed"] <= use["tokens"], use
+        assert use["tokens_held"] <= answer["usage"]["cached"], answer
+        assert use["tokens_held"] == answer["context"]["tokens_by_tier"]["session"], answer
         assert self.session in ("new", use["id"]), f"{use['id']} answers {self.session}"
         known = {(name, text_of(name, edition)) for name, edition in self.lane.editions.items()}
         cited = {(row["source"], row["text"]) for row in answer["citations"]}

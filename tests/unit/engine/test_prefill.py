@@ -16,7 +16,7 @@ from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, Gene
 from ragserve.engine.prefill import ROUNDS, Documents
 from ragserve.engine.stream import DocumentsMissing
 from ragserve.errors import EngineError, InvalidRequest, Unavailable
-from sglang_ext.protocol import PLAN_FIELD, ContextPlan, SessionPart, Span, session_key
+from sglang_ext.protocol import PLAN_FIELD, ContextPlan, ContextReport, SessionPart, Span, session_key
 
 
 class Engine:
@@ -38,7 +38,7 @@ class Engine:
         self.documents = Documents(self._run, self._run_together)
 
     async def _run(self, fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
-        plan = fields["sampling_params"].get("custom_params")
+        plan, report, there = fields["sampling_params"].get("custom_params"), None, 0
         if plan is not None:
             spans = json.loads(plan[PLAN_FIELD])["spans"]
             _, held = json.loads(plan[PLAN_FIELD]).get("session", (None, 0))
@@ -50,13 +50,17 @@ class Engine:
             self.asked.append(list(ids))
             if missing:
                 raise DocumentsMissing(missing)
+            if held:
+                there = max(n for n in range(held, spans[0][1] + 1) if tuple(ids[:n]) in self.dialogues)
+            report = ContextReport(
+                "concat", 1, 1, 0, {}, 0.0, 0.0, 0.0, session_held=there, session_computed=spans[0][1] - there
+            )
             if not self.forgets:
                 self.dialogues |= {tuple(ids[:end]) for end in range(1, len(ids) + 1)}
         elif prompt_tokens > self.largest:
             raise InvalidRequest("The engine refused the request: it is too large.")
-        yield GenerateChunk(
-            "composed" if plan else "exact", EngineUsage(prompt_tokens), EngineTimings(), "stop"
-        )
+        text, usage = "composed" if plan else "exact", EngineUsage(prompt_tokens, there)
+        yield GenerateChunk(text, usage, EngineTimings(), "stop", report)
 
     async def _run_together(self, requests: Sequence[dict[str, Any]]) -> None:
         self.messages.append(list(requests))
@@ -232,6 +236,24 @@ def test_evicted_turns_of_a_session_are_composed_again_as_far_back_as_they_are_m
         engine.asked.clear()
         assert (await answer(engine, last)).fallback is None
         assert engine.asked == [ids]
+
+    asyncio.run(work())
+
+
+def test_what_was_computed_for_a_request_is_not_reported_as_held() -> None:
+    async def work() -> None:
+        engine, last = Engine(), dialogue(4)
+        ids, earlier = last.input_ids, last.spans[0].end
+        for there in (0, 2):  # nothing, or the first turn up to its document
+            engine.dialogues = {tuple(ids[:there])} if there else set()
+            assert figures(await answer(engine, last)) == (there, earlier - there, there)
+        engine.dialogues = {tuple(ids[:end]) for end in range(1, earlier)}
+        held = earlier - 1  # the answer has one token that no pass has read
+        assert figures(await answer(engine, last)) == (held, 1, held)
+
+    def figures(chunk: GenerateChunk) -> tuple[int, int, int]:
+        assert chunk.context is not None
+        return chunk.context.session_held, chunk.context.session_computed, chunk.usage.cached
 
     asyncio.run(work())
 
