@@ -89,7 +89,9 @@ def _assert_talks_go_on(engine: Engine, talks: dict[str, Talk], wanted: dict[str
         answer = talk.turn()
         assert answer["answer"] == wanted[strategy]
         if strategy != "prefix":
-            assert answer["context"]["tokens_by_tier"]["session"] > 0, "its turns were composed again"
+            assert answer["session"]["tokens_held"] == 0, "its turns were composed again"
+            assert answer["session"]["tokens_computed"] > 0
+            assert answer["context"]["notes"] == []
             assert engine.control("stat")["moved_bytes"]["from_disk"] > before
 
 
