@@ -27,7 +27,7 @@ import torch
 from fan_out import engine_args, listed
 
 from ragserve.answering.prompt import PromptBuilder
-from ragserve.config import load
+from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.offline import run_once
 from ragserve.errors import InvalidRequest
 from ragserve.eval.data import find
@@ -45,7 +45,7 @@ AT = ", question at the "
 SHORT = (
     "By turn: kl, KL(full || strategy) in nats a token, mean over the answer of full that the strategy is "
     "led along; last to first: that of the last turn by that of the first; f1, percent, of what would be "
-    "answered; ttft, milliseconds to the first token, documents on the device, beside other engines on the "
+    "answered; ttft, milliseconds to the first token, documents on the device, beside all engines on the "
     "device. anew every N: every N turns the dialogue before the new documents is prefilled exactly. prefix, "
     "N by: decode steps read N tokens in each KV head, of pages chosen as named."
 )
@@ -187,7 +187,8 @@ def main() -> int:
         if errors:
             print(f"{label}: {len(errors)} dialogues ended early: {sorted(errors)[0]}", flush=True)
     machine = "GPU" if torch.cuda.is_available() else "CPU"
-    workload = {"dialogues": len(found), f"engines on one {machine}": given.engines}
+    workload: dict[str, Any] = {"model": Path(DEFAULT_MODEL).name}
+    workload |= {"dialogues": len(found), f"engines on one {machine}": given.engines}
     workload |= {"max_new_tokens": 24, "decode budget": given.decode_budget}
     report.write("dialogues", workload, rows, out=given.out / "multiturn.json", note=NOTE, shown=("set",))
     report.write("dialogues", workload, short(rows), out=given.out / "multiturn-short.json", note=SHORT)
