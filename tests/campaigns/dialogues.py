@@ -2,10 +2,11 @@
 sessions to the host, dialogues are computed anew, clients leave, two turns of one session come together,
 documents are removed. Every turn must go on from the one before, exact strategies must say what full prefill
 says of the same dialogue, also where a budget shortens it by words, and when all sessions have ended, no
-slot, page or session is left, on the device or on the host.
+slot, page or session is left, on the device or on the host. Some dialogues are prefilled sparsely: whoever
+asks the same exactly afterwards gets the answer of full prefill.
 
 An operation is a dialogue. Model and embedder are small ones with random weights, as in `operations`. A
-server that tests share may neither keep sessions on the host nor compute them anew."""
+server that tests share may neither keep sessions on the host, nor compute them anew, nor prefill sparsely."""
 
 from __future__ import annotations
 
@@ -14,22 +15,29 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tests.campaigns.load import assert_nothing_left
-from tests.campaigns.operations import FLAGS, NAMES, TOKEN_BYTES, text_of
+from tests.campaigns.operations import FLAGS, NAMES, text_of
 from tests.campaigns.progress import Progress
 from tests.campaigns.site import Site
-from tests.integration.models import small_models
+from tests.integration.models import random_llama, small_models
 
 TARGET = 1000
 LANES = 3  # dialogues at once, each in a namespace of its own
 MOST_TURNS = 5
 REFRESH = 2  # turns after which a composed dialogue is computed anew
+HEAD = 64  # elements of a head: the least that sparse prefill takes
+_TOKEN_BYTES = 2 * 2 * 2 * HEAD * 4  # KV of a token: layers, K and V, KV heads, float32
 _SERVER: dict[str, Any] = FLAGS | {
-    "kv_host_bytes": 1024 * TOKEN_BYTES,  # documents and sessions of all lanes take more
+    "kv_host_bytes": 1024 * _TOKEN_BYTES,  # documents and sessions of all lanes take more
+    "kv_disk_bytes": 1200 * _TOKEN_BYTES,
+    "sparse_attention": "on",
+    "decode_mode": "dense",
+    "decode_page_size": 16,
     "session_on_host": True,
     "session_refresh_turns": REFRESH,
     "control_routes": True,  # for /dumper, which evicts sessions
@@ -38,12 +46,19 @@ _SERVER: dict[str, Any] = FLAGS | {
 SPECS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("full", {}),
     ("prefix", {}),
+    ("prefix", {}),  # more often, since most of these are prefilled sparsely
+    ("prefix", {}),
     ("concat", {"recompute": "all"}),
     ("concat", {"recompute": "sentences", "share": 0.3}),
     ("concat", {}),
     ("epic", {"first": 4}),
     ("cacheblend", {"share": 0.3}),
     ("auto", {}),
+)
+SPARSE: tuple[dict[str, Any], ...] = (
+    {},
+    {"mode": "lines", "share": 0.3, "observe": 16, "dense_last": 16, "dense_below": 100},
+    {"mode": "blocks", "share": 0.3, "dense_last": 16, "dense_below": 100},
 )
 _TAKEN_BACK = "its documents were evicted meanwhile"  # a request that gave its slots to others
 
@@ -74,6 +89,8 @@ class Lane:
             talk.hold()
             if talk.exact and talk.turns:
                 talk.repeat_in_full()
+            if talk.prefill:
+                talk.ask_exactly()
         finally:
             talk.end()
         own = [each for each in self._sessions() if each["namespace"] == self.space]
@@ -101,7 +118,8 @@ class Talk:
         force = {"force": True} if self.composed else {}
         self.named = {"strategy": strategy, "strategy_options": options | force}
         self.budget = chance.choice((0, 0, 40, 120))
-        self.exact = strategy in ("full", "prefix") or "all" in options.values()
+        self.prefill = chance.choice(SPARSE) if strategy == "prefix" and self.site.own else {}
+        self.exact = not self.prefill and (strategy in ("full", "prefix") or "all" in options.values())
         self.session, self.number, self.tokens = "new", 0, 0
         self.sources: set[str] = set()
         self.turns: list[tuple[dict[str, Any], dict[str, Any]]] | None = []
@@ -197,6 +215,17 @@ class Talk:
             if session != "new":
                 self.site.call("DELETE", f"/rag/sessions/{session}")
 
+    def ask_exactly(self) -> None:
+        """Nothing that was prefilled sparsely is found by an exact request for the same text."""
+        body = self._question()
+        del body["prefill"]
+        said = [
+            self.site.call("POST", "/rag/query", json=body | {"strategy": strategy})
+            for strategy in ("prefix", "full")
+        ]
+        assert said[0]["answer"] == said[1]["answer"], f"{body}: {[each['answer'] for each in said]}"
+        self.lane.did["asked exactly"] += 1
+
     def end(self) -> None:
         if self.session == "new":
             return
@@ -212,6 +241,7 @@ class Talk:
             "k": self.chance.choice((1, 1, 2)),
             "follow_ups": "alone",
             "max_new_tokens": self.chance.randint(1, 3),
+            **({"prefill": self.prefill} if self.prefill else {}),
         }
 
     def _asked(self, body: dict[str, Any], *, beside: bool = False) -> dict[str, Any] | None:
@@ -242,6 +272,10 @@ class Talk:
         """The prompt has all that was said before, and is what the next turn goes on from."""
         prompt, use = answer["usage"]["prompt"], answer["session"]
         self.lane.did["refreshed"] += use["refreshed"]
+        if (sparse := answer["prefill"]) is not None:
+            assert self.prefill, f"{self.named} is prefilled sparsely"
+            assert sparse["tokens"] == prompt - answer["usage"]["cached"], answer
+            self.lane.did["sparse"] += 1
         if self.budget:
             self._is_within(use)
         else:
@@ -279,6 +313,10 @@ def _is_chosen_by_attention(answer: dict[str, Any]) -> bool:
     return any(each["rule"] in ("attention", "mixed") for each in answer["session"]["earlier"] or ())
 
 
+def _models(folder: Path) -> dict[str, Any]:
+    return small_models(folder) | {"model": random_llama(folder / "model", kv_heads=2, head_dim=HEAD)}
+
+
 @contextlib.contextmanager
 def _lanes(site: Site) -> Iterator[list[Lane]]:
     lanes = [Lane(site, number) for number in range(LANES)]
@@ -295,7 +333,7 @@ def run(progress: Progress, site: Site | None = None) -> None:
     with contextlib.ExitStack() as stack:
         if site is None:
             site = stack.enter_context(
-                Site(folder=progress.folder / "data", **small_models(progress.folder), **_SERVER)
+                Site(folder=progress.folder / "data", **_models(progress.folder), **_SERVER)
             )
         lanes = stack.enter_context(_lanes(site))
         pool = stack.enter_context(ThreadPoolExecutor(LANES))
