@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -14,61 +12,12 @@ from ragserve_kernels.sparse_prefill import (
     all_blocks,
     lists_of,
     mask_of,
-    sparse_prefill,
+    split_lists,
 )
-from tests.kernels.reference import assert_close, attention64, poisoned
+from tests.kernels.extend_cases import Case, make, random_lists
+from tests.kernels.reference import assert_close, attention64
 
 ids = {"ids": lambda value: str(value).removeprefix("torch.")}
-
-
-@dataclass
-class Case:
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    batch: PrefillBatch
-
-    def attend(self, lists: BlockLists) -> torch.Tensor:
-        out = poisoned(*self.q.shape, dtype=self.q.dtype, device=self.q.device)
-        assert sparse_prefill(self.q, self.k, self.v, self.batch, lists, out=out) is out
-        return out
-
-
-def make(
-    device: torch.device,
-    requests: list[tuple[int, int]],
-    *,
-    heads: tuple[int, int] = (4, 2),
-    head_dim: int = 64,
-    dtype: torch.dtype = torch.float32,
-    page: int = 16,
-    blocks: tuple[int, int] = (32, 16),
-) -> Case:
-    """``requests``: (prefix, new tokens) each. Slots without a token are NaN."""
-    lengths = [prefix + new for prefix, new in requests]
-    pages = [-(-length // page) for length in lengths]
-    order = torch.randperm(sum(pages) + 2).to(torch.int32)
-    table = torch.full((len(requests), max(pages) + 1), 2**30, dtype=torch.int32)
-    k, v = (poisoned(len(order) * page, heads[1], head_dim, dtype=dtype, device=device) for _ in "kv")
-    used = 0
-    for i, (length, count) in enumerate(zip(lengths, pages, strict=True)):
-        table[i, :count] = order[used : used + count]
-        used += count
-        token = torch.arange(length)
-        slots = (table[i, token // page].long() * page + token % page).to(device)
-        for side in (k, v):
-            side[slots] = torch.randn(length, heads[1], head_dim, device=device).to(dtype)
-    prefix, new = zip(*requests, strict=True)
-    batch = PrefillBatch.of(table.to(device), page, prefix, new, block_q=blocks[0], block_k=blocks[1])
-    q = torch.randn(batch.rows, heads[0], head_dim, device=device).to(dtype)
-    return Case(q, k, v, batch)
-
-
-def random_lists(case: Case, heads: int, share: float) -> BlockLists:
-    """A share of the blocks that each query block may list, none for some of them."""
-    blocks = int(max(a + b for a, b in zip(case.batch.prefix, case.batch.new, strict=True)))
-    possible = mask_of(all_blocks(case.batch, heads), -(-blocks // case.batch.block_k))
-    return lists_of(possible & (torch.rand(possible.shape, device=possible.device) < share))
 
 
 def truth(case: Case, lists: BlockLists) -> torch.Tensor:
@@ -141,6 +90,38 @@ def test_chunks_are_the_whole(device: torch.device) -> None:
         part = Case(whole.q[first:last], whole.k, whole.v, batch)
         lists = lists_of(blocks[first // 32 : -(-last // 32)] & reach)
         assert_close(part.attend(lists), want[first:last], torch.float32)
+
+
+@pytest.mark.parametrize("blocks", [(128, 64), (64, 64), (16, 32)], ids=str)
+@pytest.mark.parametrize("list_heads", [4, 2])
+def test_lists_are_split_at_their_queries(
+    device: torch.device, blocks: tuple[int, int], list_heads: int
+) -> None:
+    requests = [(300, 400), (0, 0), (5, 130)]
+    case = make(device, requests, blocks=blocks)
+    lists = random_lists(case, list_heads, 0.6)
+    for request in (0, 2):
+        span, (prefix, _) = case.batch.spans()[request], requests[request]
+        first = torch.arange(len(span)) + prefix // blocks[0]
+        listed = (
+            mask_of(lists, -(-700 // blocks[1]))[span.start : span.stop]
+            .repeat_interleave(4 // list_heads, 1)
+            .cpu()
+        )
+        for naive in (False, True):
+            with forced_naive(naive):
+                split = split_lists(case.batch, lists, request, 4)
+            for head in range(4):
+                for i, block in enumerate(first.tolist()):
+                    entries = listed[i, head].nonzero().flatten().tolist()
+                    before = [entry for entry in entries if (entry + 1) * blocks[1] <= block * blocks[0]]
+                    own = entries[len(before) :]
+                    assert split.full_counts[head, i] == len(before)
+                    assert split.full[head, i, : len(before)].tolist() == before
+                    assert split.masked_counts[head, i] == len(own)
+                    assert split.masked[head, i, : len(own)].tolist() == own
+    with pytest.raises(ValueError, match="request 1 has 0 query blocks"):
+        split_lists(case.batch, lists, 1, 4)
 
 
 def test_bad_arguments_are_named(device: torch.device) -> None:

@@ -17,11 +17,13 @@ from ragserve_kernels.sparse_prefill.lists import (
     mask_of,
 )
 from ragserve_kernels.sparse_prefill.naive import sparse_prefill_naive
-from ragserve_kernels.sparse_prefill.types import BlockLists, PrefillBatch
+from ragserve_kernels.sparse_prefill.split import split_lists
+from ragserve_kernels.sparse_prefill.types import BlockLists, PrefillBatch, SplitLists
 
 __all__ = [
     "BlockLists",
     "PrefillBatch",
+    "SplitLists",
     "all_blocks",
     "list_all",
     "list_room",
@@ -30,6 +32,7 @@ __all__ = [
     "mask_of",
     "sparse_prefill",
     "sparse_prefill_naive",
+    "split_lists",
 ]
 
 

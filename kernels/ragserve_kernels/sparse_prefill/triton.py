@@ -202,7 +202,7 @@ def sparse_prefill_triton(
         BLOCK_K=block_k,
         B_ROWS=tile.rows,
         B_KEYS=tile.keys,
-        MOST_MASKED=max(1, block_q // block_k),
+        MOST_MASKED=batch.most_masked,
         PRECISION=dot_precision(q.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ragserve_kernels.dispatch import check
 from ragserve_kernels.kv import check_page_size
 
-__all__ = ["BLOCK_SIZES", "BlockLists", "PrefillBatch"]
+__all__ = ["BLOCK_SIZES", "BlockLists", "PrefillBatch", "SplitLists"]
 
 BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -97,6 +97,11 @@ class PrefillBatch:
     def query_blocks(self) -> int:
         return self.places.shape[0]
 
+    @property
+    def most_masked(self) -> int:
+        """Key blocks of a list that any of its queries sees only a part of, at most."""
+        return max(1, self.block_q // self.block_k)
+
     def spans(self) -> list[range]:
         """Return which query blocks of the batch are whose: a range per request, empty without new tokens."""
         spans, first = [], 0
@@ -105,6 +110,22 @@ class PrefillBatch:
             spans.append(range(first, first + count))
             first += count
         return spans
+
+    def part(self, requests: range) -> PrefillBatch:
+        """Return the batch of some requests that follow each other. Waits for nothing."""
+        own, spans = slice(requests.start, requests.stop), self.spans()[requests.start : requests.stop]
+        bounds = self.bounds[own].clone()
+        bounds[:, 2] -= sum(self.new[: requests.start])
+        places = self.places[spans[0].start : spans[-1].stop].clone()
+        places[:, 0] -= requests.start
+        return replace(
+            self,
+            page_table=self.page_table[own],
+            prefix=self.prefix[own],
+            new=self.new[own],
+            bounds=bounds,
+            places=places,
+        )
 
 
 class BlockLists(NamedTuple):
@@ -118,6 +139,20 @@ class BlockLists(NamedTuple):
     """int32 [query blocks, heads]: query heads, or KV heads whose lists serve their whole query group."""
     counts: torch.Tensor
     """int32, as ``starts``"""
+
+
+class SplitLists(NamedTuple):
+    """Key blocks of the query blocks of one request, by query head, ascending; entries behind a count are
+    unspecified. All int32."""
+
+    full_counts: torch.Tensor
+    """[heads, query blocks]: blocks that end before the query block begins."""
+    full: torch.Tensor
+    """[heads, query blocks, key blocks of the request]"""
+    masked_counts: torch.Tensor
+    """[heads, query blocks]: blocks of the query block's own positions, which each query sees a part of."""
+    masked: torch.Tensor
+    """[heads, query blocks, max(1, block_q / block_k)]"""
 
 
 def _sent(rows: Sequence[tuple[int, ...]], width: int, device: torch.device) -> torch.Tensor:
