@@ -29,6 +29,7 @@ _KERNEL_CACHES = {  # variables and folders in kernel_cache_dir
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TVM_FFI_CACHE_DIR": "tvm-ffi",  # of SGLang's own kernels
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
     "SGLANG_DG_CACHE_DIR": "deep-gemm",
     "SGLANG_CACHE_DIR": "sglang",
 }
@@ -144,6 +145,7 @@ def _keep_kernels(folder: Path | None) -> None:
         return
     for variable, name in _KERNEL_CACHES.items():
         os.environ.setdefault(variable, str(folder.resolve() / name))
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 def _observed(settings: Settings, log_level: str) -> dict[str, Any]:

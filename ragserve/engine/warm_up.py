@@ -147,6 +147,8 @@ def _exact(info: EngineInfo) -> Iterator[tuple[str, GenerateRequest]]:
         yield f"decode hosted {decode['mode']}", hosted
     for prefill in PREFILL if info.sparse_prefill else ():
         yield f"prefill {prefill['mode']}", replace(_request(3, "prefix"), prefill=prefill)
+    if info.sparse_prefill:  # long prompts have a kernel of their own on some GPUs
+        yield "long prefill", replace(_request(8, "prefix", _LONG), prefill=PREFILL[-1])
 
 
 async def _read(engine: WarmedEngine, request: GenerateRequest) -> None:

@@ -18,6 +18,7 @@ from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection
 from ragserve_kernels.sparse_decode import HeadKinds, sparse_decode
 from sglang_ext.attention.config import AttentionConfig
 from sglang_ext.attention.decode_state import DecodeState
+from sglang_ext.attention.hopper_prefill import HopperPrefill
 from sglang_ext.attention.page_stats import PageStatistics
 from sglang_ext.attention.progressive_attention import ProgressiveAttention
 from sglang_ext.attention.prompt_queries import PromptQueries
@@ -102,6 +103,7 @@ class SparseDecodeBackend(AttentionBackend):
         self._step = IDLE
         self._asked = PromptQueries(self.shape, self._device)
         self._prefixes: torch.Tensor | None = None  # slots that the extend at hand reads and does not write
+        self._attend_prefill = HopperPrefill(self._device)
         self.prefill: SparsePrefill | None = None  # of the extend at hand, if some request's is sparse
 
     def __getattr__(self, name: str) -> Any:
@@ -130,8 +132,9 @@ class SparseDecodeBackend(AttentionBackend):
             self._prefixes = torch.cat(cached).long() if cached else None
         self.prefill = None
         if step.prefill:
+            page, pattern = self.shape.page_size, self._pattern
             self.prefill = SparsePrefill(
-                step.prefill, self._table, self.shape.page_size, self.config, self._pattern
+                step.prefill, self._table, page, self.config, pattern, self._attend_prefill
             )
         if step.rows and not self._is_wrapped(decode=True):
             self._tables_for(len(step.rows)).set_step(step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,9 +57,12 @@ class SparsePrefill:
         page_size: int,
         config: AttentionConfig,
         pattern: torch.Tensor | None = None,
+        attend: Callable[..., torch.Tensor] = sparse_prefill,
     ) -> None:
         """``req_to_token``: SGLang's request table, int32 ``[requests, tokens]``: slots. ``pattern``: bool
-        ``[layers, kv_heads]``, streaming heads of this rank's; None if there are none."""
+        ``[layers, kv_heads]``, streaming heads of this rank's; None if there are none. ``attend``: computes
+        as `sparse_prefill`."""
+        self._attend = attend
         self.rows = tuple(rows)
         prefix, new = [row.prefix for row in rows], [row.new for row in rows]
         longest = max(a + b for a, b in zip(prefix, new, strict=True))
@@ -114,7 +117,7 @@ class SparsePrefill:
         self._layer += 1
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         out[self._batch.rows :] = 0
-        sparse_prefill(
+        self._attend(
             q[: self._batch.rows], k, v, self._batch, lists, scale=scale, out=out[: self._batch.rows]
         )
         return out

@@ -74,6 +74,7 @@ REACHED = {  # kernels, by the kind of request that launches each
     "received_kernel": "long documents",
     "rotate_gather_kernel": "concat {} from host",
     "sparse_prefill_kernel": "prefill blocks",
+    "split_lists_kernel": "long prefill",
 }
 
 
@@ -133,7 +134,7 @@ def test_a_prompt_whose_beginning_is_cached_sampling_and_sparse_steps_are_asked(
     assert modes == {"hierarchical", "progressive"}
     assert all("hosted" in r.decode for r in requests if r.decode), "the server's own may be hosted"
     prefills = [PrefillOptions.model_validate(dict(r.prefill)) for r in requests if r.prefill]
-    assert [prefill.mode for prefill in prefills] == ["lines", "blocks"]
+    assert [prefill.mode for prefill in prefills] == ["lines", "blocks", "blocks"], "the last, a long one"
     assert not any(prefill.dense_below for prefill in prefills)
 
 
@@ -222,5 +223,6 @@ def test_compiled_kernels_are_kept_for_the_next_start(
         }
         return
     assert kept.pop("TRITON_CACHE_DIR") == "/own", "a variable that is set counts"
+    assert kept.pop("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED") == "1"
     assert {"FLASHINFER_WORKSPACE_BASE", "TORCHINDUCTOR_CACHE_DIR", "TVM_FFI_CACHE_DIR"} <= kept.keys()
     assert {Path(value).parent for value in kept.values()} == {given.resolve()}
