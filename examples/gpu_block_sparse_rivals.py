@@ -134,6 +134,25 @@ def ours(block_k: int) -> Callable[[], Attention]:
     return lambda: made
 
 
+def served(block_k: int) -> Callable[[], Attention]:
+    """FA4 as requests get it: with the copy of the KV and the division of the lists."""
+
+    def load() -> Attention:
+        from sglang_ext.attention.hopper_prefill import HopperPrefill
+
+        def made(prompt: Prompt, pattern: Pattern) -> Run:
+            table = prompt.slots[::PAGE].div(PAGE, rounding_mode="floor").to(torch.int32)[None]
+            batch = PrefillBatch.of(table, PAGE, [prompt.prefix], [prompt.new], block_q=SIDE, block_k=block_k)
+            heads = max(pattern.mask.shape[0], KV_HEADS)
+            lists = lists_of(pattern.divided(heads, SIDE, block_k).transpose(0, 1).contiguous())
+            attend, out = HopperPrefill(prompt.device), torch.empty_like(prompt.q)
+            return lambda: attend(prompt.q, *prompt.pool, batch, lists, scale=SCALE, out=out)
+
+        return made
+
+    return load
+
+
 def sglang_triton(block_q: int, block_k: int) -> Callable[[], Attention]:
     """SGLang's kernel of MiniMax-M3: lists of a KV head serve its query group; any token's KV anywhere."""
 
@@ -283,8 +302,9 @@ KERNELS = {
     BASELINE: Kernel((SIDE, SIDE), (), PIECE, fa3_dense),
     "ragserve, 128 x 128": Kernel((SIDE, SIDE), (KV_HEADS, HEADS, 1), PAGES, ours(SIDE)),
     "ragserve, 128 x 64": Kernel((SIDE, 64), (KV_HEADS, HEADS), PAGES, ours(64)),  # as requests get it
+    "ragserve by FA4, 128 x 128": Kernel((SIDE, SIDE), (KV_HEADS, HEADS), PAGES, served(SIDE)),
+    "ragserve by FA4, 128 x 64": Kernel((SIDE, 64), (KV_HEADS, HEADS), PAGES, served(64)),
     "SGLang Triton, 32 x 128": Kernel((32, 128), (KV_HEADS,), SCATTERED, sglang_triton(32, 128)),
-    "SGLang Triton, 32 x 64": Kernel((32, 64), (KV_HEADS,), SCATTERED, sglang_triton(32, 64)),
     "FA4": Kernel((SIDE, SIDE), (KV_HEADS, HEADS, 1), PIECE, fa4),
     "FA4, dense": Kernel((SIDE, SIDE), (), PIECE, fa4_dense),
     "sparse_attn_func": Kernel((64, 64), (KV_HEADS, HEADS), PIECE, sparse_attn),

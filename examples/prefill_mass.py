@@ -18,6 +18,7 @@ from sglang_ext.prefill_options import PrefillOptions
 
 _NAME = "ragserve_prefill_mass"
 _PAGE = 64
+_AT_ONCE = 2048  # queries: on a GPU all scores of theirs lie in memory
 
 
 class SampledLines:
@@ -122,5 +123,14 @@ class PrefillMass:
             held.append((share * seen).sum(-1).mean(-1))
             taken.append(mask.sum((0, 2)) / possible)
         self._found.append(torch.stack((torch.stack(held), torch.stack(taken))))
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2), None
+        out = []
+        for rows in torch.arange(tokens, device=q.device).split(_AT_ONCE):
+            end = int(rows[-1]) + 1
+            seen = torch.arange(end, device=q.device) <= rows[:, None]
+            own, keys, values = q[:, :, rows], k[:, :, :end], v[:, :, :end]
+            out.append(
+                scaled_dot_product_attention(
+                    own, keys, values, attn_mask=seen, scale=scaling, enable_gqa=True
+                )
+            )
+        return torch.cat(out, 2).transpose(1, 2), None
