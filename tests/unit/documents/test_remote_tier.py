@@ -319,6 +319,25 @@ def test_a_store_that_hangs_keeps_no_request_waiting(tmp_path: Path, monkeypatch
             other.check_integrity()
 
 
+def test_a_document_that_is_found_between_two_questions_is_no_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = Sample(1, 16)
+    with engine(tmp_path, "a") as one:
+        document.put(one)
+        flushed(one)
+    with engine(tmp_path, "b") as other:
+        asked = other.host_pages
+
+        def then_found(*given: Any) -> Any:
+            pages = asked(*given)
+            until(lambda: not other.looks_for(document.key, document.namespace))
+            return pages
+
+        monkeypatch.setattr(other, "host_pages", then_found)
+        assert resolved_tiers(other, [document]) == {"remote"}
+
+
 def test_damaged_and_dropped_pages_are_misses(tmp_path: Path) -> None:
     documents = [Sample(i, 16) for i in range(2)]
     with engine(tmp_path, "a") as one:
