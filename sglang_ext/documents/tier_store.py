@@ -144,6 +144,15 @@ class TierStore:
             entry.wait_copied()
             return np.array(entry.pages, dtype=np.int64)
 
+    def host_pages_or_look(
+        self, key: str, token_ids: Sequence[int], namespace: str
+    ) -> tuple[npt.NDArray[np.int64] | None, bool]:
+        """``host_pages``, and where that is None what ``looks_for`` says, as one question: the shared store
+        cannot answer in between."""
+        with self._tiers.open() as tiers:
+            pages = self.host_pages(key, token_ids, namespace)
+            return pages, pages is None and tiers.looks_for(key, namespace)
+
     def looks_for(self, key: str, namespace: str) -> bool:
         """Look in the shared store for a document that this engine does not have whole. True while that is
         worth waiting for; then ``host_pages`` or ``where`` tells."""

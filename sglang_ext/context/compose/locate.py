@@ -84,14 +84,10 @@ class Locator:
             found = DocumentOnDevice(parts[0] if len(parts) == 1 else torch.cat(parts), node)
             self._tree.inc_lock_ref(node)
             return found
-        ids, namespace = context.ids_32[span.start : span.end], context.plan.namespace
-        pages = self._tiers.host_pages(key, ids, namespace)
+        ids = context.ids_32[span.start : span.end]
+        pages, looking = self._tiers.host_pages_or_look(key, ids, context.plan.namespace)
         if pages is None:
-            if self._tiers.looks_for(key, namespace):
-                return "loading"
-            pages = self._tiers.host_pages(key, ids, namespace)  # found since it was asked first
-            if pages is None:
-                return None
+            return "loading" if looking else None
         blocks = context.blocks(number, self._block)
         absent = blocks[pages[blocks] < 0].tolist()
         if not absent:

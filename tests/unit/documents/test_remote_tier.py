@@ -330,8 +330,9 @@ def test_a_document_that_is_found_between_two_questions_is_no_miss(
         asked = other.host_pages
 
         def then_found(*given: Any) -> Any:
-            pages = asked(*given)
-            until(lambda: not other.looks_for(document.key, document.namespace))
+            pages, end = asked(*given), time.monotonic() + 0.3
+            while other.looks_for(document.key, document.namespace) and time.monotonic() < end:
+                time.sleep(0.002)
             return pages
 
         monkeypatch.setattr(other, "host_pages", then_found)
