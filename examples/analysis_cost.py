@@ -23,7 +23,7 @@ from ragserve.engine.base import GenerateRequest
 from ragserve.engine.local import LocalEngine
 from ragserve.engine.offline import run_once
 from ragserve.measuring.report import write
-from sglang_ext.protocol import Span
+from sglang_ext.wire.protocol import Span
 
 CORPUS = Path(__file__).parent / "corpus" / "files"
 DOCUMENTS, TOKENS, BATCHES = 16, 250, 4

@@ -27,7 +27,7 @@ from ragserve.engine.offline import run_once
 from ragserve.measuring.engine_run import first_token
 from ragserve.measuring.report import write
 from ragserve.strategy_spec import parse
-from sglang_ext.protocol import Span
+from sglang_ext.wire.protocol import Span
 
 CORPUS = Path(__file__).parent / "corpus" / "files"
 STRATEGIES = "full,concat:recompute=sentences,share=0.3"

@@ -37,7 +37,7 @@ from ragserve.eval.multiturn_engine import answered_turn, earlier_of, kept_of
 from ragserve.measuring import report
 from ragserve.measuring.engine_run import first_token
 from ragserve.measuring.metrics import contains_answer, token_f1
-from sglang_ext.protocol import session_key
+from sglang_ext.wire.protocol import session_key
 
 NAMESPACE = "earlier"
 POOL_TOKENS = 65_536  # several dialogues' KV

@@ -138,7 +138,7 @@ def served(block_k: int) -> Callable[[], Attention]:
     """FA4 as requests get it: with the copy of the KV and the division of the lists."""
 
     def load() -> Attention:
-        from sglang_ext.attention.hopper_prefill import HopperPrefill
+        from sglang_ext.attention.prefill.hopper_prefill import HopperPrefill
 
         def made(prompt: Prompt, pattern: Pattern) -> Run:
             table = prompt.slots[::PAGE].div(PAGE, rounding_mode="floor").to(torch.int32)[None]

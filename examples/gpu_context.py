@@ -97,8 +97,8 @@ class Answers:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         from ragserve.engine.stream import payload
-        from sglang_ext.launch import tokenizer_manager
-        from sglang_ext.protocol import PLAN_FIELD
+        from sglang_ext.process.launch import tokenizer_manager
+        from sglang_ext.wire.protocol import PLAN_FIELD
 
         fields = payload(self.request(row, strategy, options), uuid.uuid4().hex) | {
             "return_logprob": True,

@@ -26,9 +26,9 @@ from ragserve.measuring import report
 from ragserve_kernels.column_gather import column_gather
 from ragserve_kernels.context_gather import HostCodes, context_gather, context_gather_naive
 from ragserve_kernels.kv import KVLayers
-from sglang_ext.documents.types import KvShape
-from sglang_ext.hosting.host_pages import HostPages
-from sglang_ext.hosting.host_reader import HostReader
+from sglang_ext.documents.pages.types import KvShape
+from sglang_ext.kv_offload.host.host_pages import HostPages
+from sglang_ext.kv_offload.host.host_reader import HostReader
 
 BLOCK, LENGTH = 16, 1237  # tokens of a document's page, and of a document
 PROGRAMS = (1, 2, 3, 4, 8, 16)

@@ -34,7 +34,7 @@ from ragserve.files import write_json
 from ragserve.measuring.engine_run import first_token
 from ragserve.measuring.json_lines import json_lines
 from ragserve.measuring.metrics import contains_answer, exact_match
-from sglang_ext.attention.streaming_heads import save_pattern
+from sglang_ext.attention.pools.streaming_heads import save_pattern
 
 LONGEST = 8000
 IN_FLIGHT = 16

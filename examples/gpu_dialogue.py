@@ -39,7 +39,7 @@ from ragserve.errors import EngineError
 from ragserve.measuring import report
 from ragserve.measuring.engine_run import TIERS, TimedAnswer, first_token, in_tier, random_tokens
 from ragserve.strategy_spec import StrategySpec, parse
-from sglang_ext.protocol import SessionPart, Span, document_key, session_key
+from sglang_ext.wire.protocol import SessionPart, Span, document_key, session_key
 
 SYSTEM = QUESTION = 32  # tokens
 ANSWER = 16

@@ -42,9 +42,9 @@ from ragserve_kernels.dispatch import forced_naive
 from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.paged import PagedBatch, PageSelection
 from ragserve_kernels.progressive_decode import PageCells, PagePlaces, Progressive, progressive_decode
-from sglang_ext.documents.types import KvShape
-from sglang_ext.hosting.beside import CopyStream
-from sglang_ext.hosting.host_pages import HostPages
+from sglang_ext.documents.pages.types import KvShape
+from sglang_ext.kv_offload.host.copy_stream import CopyStream
+from sglang_ext.kv_offload.host.host_pages import HostPages
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

@@ -59,7 +59,7 @@ from ragserve.engine.local import LocalEngine
 from ragserve.files import write_json
 from ragserve.measuring import report
 from ragserve.measuring.engine_run import TimedAnswer, first_token, random_tokens
-from sglang_ext.hosting.beside import COPIES_VARIABLE
+from sglang_ext.kv_offload.host.copy_stream import COPIES_VARIABLE
 
 SIDES = ("plain", "resident", "hosted", "naive")
 GROUPS = ("plain+resident+hosted", "naive")

@@ -43,9 +43,9 @@ from ragserve_kernels.paged import PagedBatch, PageSelection
 from ragserve_kernels.progressive_decode import PageCells, PagePlaces, progressive_decode
 from ragserve_kernels.sparse_decode import sparse_decode
 from sglang_ext.documents.fill import COPY_BYTES, DocumentKv, fill_pages
-from sglang_ext.documents.types import KvShape
-from sglang_ext.hosting.host_pages import HostPages
-from sglang_ext.hosting.hosted_rows import STEP_BYTES
+from sglang_ext.documents.pages.types import KvShape
+from sglang_ext.kv_offload.host.host_pages import HostPages
+from sglang_ext.kv_offload.hosted_rows import STEP_BYTES
 
 PAGE, CHOSEN = 64, 32  # tokens; pages that a layer and KV head misses
 REPEATS = 5

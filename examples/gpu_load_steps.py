@@ -35,7 +35,7 @@ from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.measuring import report
 from ragserve.strategy_spec import StrategySpec, parse
-from sglang_ext.protocol import EXACT_STRATEGIES
+from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 if __name__ == "__mp_main__":  # a process of the engine
     step_times.install()

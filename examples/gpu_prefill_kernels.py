@@ -21,7 +21,7 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRagg
 
 from ragserve.bench.kernels.timing import event_ms
 from ragserve.measuring import report
-from sglang_ext.attention.flashinfer_prefill import PrefillKernels
+from sglang_ext.attention.prefill.flashinfer_prefill import PrefillKernels
 
 try:
     from sglang.kernels.ops.attention.flash_attn.cute import flash_attn_func as fa4

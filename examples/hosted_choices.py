@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sglang_ext.protocol import DECODE_FIELD
+from sglang_ext.wire.protocol import DECODE_FIELD
 
 FOLDER = "RAGSERVE_EXAMPLE_CHOICES"
 ROUNDED = "RAGSERVE_EXAMPLE_ROUNDED"  # if set, linear layers round their results to bfloat16
@@ -105,11 +105,11 @@ class _Notes:
         self._written = self._rank = 0
 
     def patch(self) -> None:
-        from sglang_ext.attention.backend import SparseDecodeBackend
+        from sglang_ext.attention.decode.backend import SparseDecodeBackend
+        from sglang_ext.attention.decode.step_planner import StepPlanner
         from sglang_ext.attention.decode_runtime import DecodeRuntime
-        from sglang_ext.attention.hosted_extends import HostedExtends
-        from sglang_ext.attention.lagged_choices import LaggedChoices
-        from sglang_ext.attention.step_planner import StepPlanner
+        from sglang_ext.attention.offload.extends import HostedExtends
+        from sglang_ext.attention.offload.lagged_selection import LaggedChoices
 
         _around(StepPlanner, "admit", self._admit)
         _around(SparseDecodeBackend, "choose", self._score)

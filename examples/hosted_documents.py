@@ -29,7 +29,7 @@ from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.local import LocalEngine
 from ragserve.measuring import report
 from ragserve.measuring.engine_run import TimedAnswer, first_token, random_tokens
-from sglang_ext.protocol import Span
+from sglang_ext.wire.protocol import Span
 
 NAMESPACE, QUESTION, LOOK_S = "bench", 24, 0.05
 SIDES = ("in place", "copied", "device")

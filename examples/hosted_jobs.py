@@ -19,7 +19,7 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.stream import new_rid, payload
 from ragserve.errors import EngineError
-from sglang_ext.protocol import DECODE_FIELD, MISSING_PREFIX, DecodeReport, Span
+from sglang_ext.wire.protocol import DECODE_FIELD, MISSING_PREFIX, DecodeReport, Span
 
 QUESTIONS = Path(__file__).parents[1] / "tests" / "data" / "questions"
 POSITIONS = 8192  # of the small model

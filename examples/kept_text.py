@@ -42,7 +42,7 @@ from ragserve.retrieval.embedder import Embedder
 from sglang_ext.analysis import retrieval_heads
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.selection.sentences import SINKS
-from sglang_ext.request_options import SamKvOptions
+from sglang_ext.wire.request_options import SamKvOptions
 
 OUT = Path(__file__).resolve().parent / "results" / "kept-text.json"
 NEW_TOKENS, END = 24, 2

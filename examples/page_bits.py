@@ -32,7 +32,7 @@ from ragserve.measuring.report import environment, write
 from ragserve.measuring.rows import Row, appending, read
 from ragserve.retrieval.embedder import Embedder
 from ragserve.strategy_spec import parse
-from sglang_ext.protocol import EXACT_STRATEGIES
+from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 OUT = Path(__file__).parent / "results" / "page-bits.json"
 BITS = (16, 8)

@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ragserve_kernels.prefill_lists import LinePlan, block_lse, choose_blocks, greedy_lines
 from ragserve_kernels.sparse_prefill import PrefillBatch, all_blocks, mask_of
-from sglang_ext.attention.config import AttentionConfig
-from sglang_ext.attention.sparse_prefill import BLOCK_K, BLOCK_Q
-from sglang_ext.prefill_options import PrefillOptions
+from sglang_ext.attention.prefill.sparse_prefill import BLOCK_K, BLOCK_Q
+from sglang_ext.wire.attention_config import AttentionConfig
+from sglang_ext.wire.prefill_options import PrefillOptions
 
 _NAME = "ragserve_prefill_mass"
 _PAGE = 64

@@ -30,7 +30,7 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.config import DEFAULT_MODEL
 from ragserve.files import write_json
 from ragserve.measuring import report
-from sglang_ext.protocol import DecodeOptions
+from sglang_ext.wire.protocol import DecodeOptions
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.integration.sparse_reference import Chosen, SparseReference

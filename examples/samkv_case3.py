@@ -35,11 +35,11 @@ from ragserve.measuring.report import GrowingReport  # noqa: E402
 from ragserve_kernels.block_summary import BlockPlan, block_summary_naive  # noqa: E402
 from sglang_ext.analysis.document_analysis import Analysis, quantize  # noqa: E402
 from sglang_ext.context.recompute.row_attention import fused  # noqa: E402
-from sglang_ext.context.rope import Rotation  # noqa: E402
 from sglang_ext.context.selection.base import ContextSelection, ModelShape  # noqa: E402
 from sglang_ext.context.selection.samkv import choose, select_by_samkv  # noqa: E402
-from sglang_ext.protocol import ContextPlan, Span  # noqa: E402
-from sglang_ext.request_options import SamKvOptions  # noqa: E402
+from sglang_ext.tensors.rope import Rotation  # noqa: E402
+from sglang_ext.wire.protocol import ContextPlan, Span  # noqa: E402
+from sglang_ext.wire.request_options import SamKvOptions  # noqa: E402
 
 READINGS = ("prefilled", "new")
 NEW_TOKENS = 24

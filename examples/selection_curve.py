@@ -34,8 +34,8 @@ from ragserve.measuring.given_scores import GivenScores
 from ragserve.measuring.metrics import contains_answer
 from ragserve.retrieval.embedder import Embedder
 from ragserve.strategy_spec import parse
-from sglang_ext.protocol import RetrievalScores
-from sglang_ext.request_options import SamKvOptions
+from sglang_ext.wire.protocol import RetrievalScores
+from sglang_ext.wire.request_options import SamKvOptions
 
 OUT = Path(__file__).resolve().parent / "results" / "selection-curve.json"
 SHARES = (0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.6)

@@ -41,7 +41,7 @@ from ragserve.measuring import report
 from ragserve.measuring.given_scores import GivenScores
 from ragserve.measuring.metrics import contains_answer
 from ragserve.retrieval.embedder import Embedder
-from sglang_ext.request_options import SamKvOptions
+from sglang_ext.wire.request_options import SamKvOptions
 
 CORPUS = Path(__file__).resolve().parent / "corpus"
 OUT = Path(__file__).resolve().parent / "results" / "selection-weights.json"

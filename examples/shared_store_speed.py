@@ -30,13 +30,13 @@ import torch
 
 from ragserve.engine.ports import LOOPBACK, hold_port, port_of
 from ragserve.measuring.report import write
-from sglang_ext.documents import page_format
-from sglang_ext.documents.page_format import Record
+from sglang_ext.documents.pages import page_format
+from sglang_ext.documents.pages.page_format import Record
+from sglang_ext.documents.pages.types import KvShape
 from sglang_ext.documents.remote.folder_backend import FolderBackend
 from sglang_ext.documents.remote.mooncake_backend import MooncakeBackend
 from sglang_ext.documents.remote.remote_backend import RemoteBackend, StoreAway
 from sglang_ext.documents.remote.remote_options import mooncake_options
-from sglang_ext.documents.types import KvShape
 
 SHAPE = KvShape(layers=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16, block=16)
 LAYOUT = SHAPE.layout("shared-store-speed", 0, 1)

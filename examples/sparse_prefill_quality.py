@@ -36,7 +36,7 @@ from ragserve.engine.offline import run_once
 from ragserve.measuring import report
 from ragserve.measuring.engine_run import first_token
 from ragserve.measuring.metrics import contains_answer, exact_match
-from sglang_ext.prefill_options import DENSE_LAST, PrefillOptions
+from sglang_ext.wire.prefill_options import DENSE_LAST, PrefillOptions
 
 KEY = ("set", "mode", "alpha", "asked share", "dense last")
 NOTE = (

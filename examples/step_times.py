@@ -32,10 +32,10 @@ _TIMED = {  # functions of the scheduler's thread, by module and class, "": none
     "sglang_ext.attention.decode_runtime": {
         "DecodeRuntime": ("before_schedule", "before_forward", "after_forward", "_account", "_count_requests")
     },
-    "sglang_ext.attention.step_planner": {"StepPlanner": ("step",)},
-    "sglang_ext.attention.backend": {"SparseDecodeBackend": ("begin", "_before_forward", "taken")},
-    "sglang_ext.attention.lagged_choices": {"LaggedChoices": ("before", "after")},
-    "sglang_ext.hosting.hosted_rows": {"HostedRows": ("load", "copy", "arrive", "join", "resize")},
+    "sglang_ext.attention.decode.step_planner": {"StepPlanner": ("step",)},
+    "sglang_ext.attention.decode.backend": {"SparseDecodeBackend": ("begin", "_before_forward", "taken")},
+    "sglang_ext.attention.offload.lagged_selection": {"LaggedChoices": ("before", "after")},
+    "sglang_ext.kv_offload.hosted_rows": {"HostedRows": ("load", "copy", "arrive", "join", "resize")},
     "sglang_ext.context.scheduler.composition": {
         "Composition": ("attach", "before_forward", "_unlock", "after_forward", "before_result")
     },

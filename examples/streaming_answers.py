@@ -33,7 +33,7 @@ from ragserve.engine.compat import prepare
 from ragserve.measuring import report
 from ragserve.measuring.engine_run import first_token
 from ragserve.measuring.metrics import exact_match
-from sglang_ext.attention.streaming_heads import even_streaming_heads, save_pattern
+from sglang_ext.attention.pools.streaming_heads import even_streaming_heads, save_pattern
 
 PATTERN = Path(__file__).parent / "results" / "streaming-memory-heads.json"
 ANSWER, AT_ONCE = 40, 4
@@ -49,7 +49,7 @@ def choose(out: Path, tokens: int) -> None:
 
     `ragserve calibrate-heads` learns better ones, in a hundred times as long."""
     prepare()
-    from sglang_ext.attention.calibration import GatedModel, make_passkeys
+    from sglang_ext.attention.pools.calibration import GatedModel, make_passkeys
 
     gated = GatedModel(DEFAULT_MODEL)
     text = make_passkeys(gated.encode, tokens, random.Random(0))

@@ -30,7 +30,7 @@ from ragserve.bench import model_shapes
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.measuring import report
 from ragserve.measuring.engine_run import TimedAnswer, first_token, random_tokens
-from sglang_ext.attention.streaming_heads import save_pattern
+from sglang_ext.attention.pools.streaming_heads import save_pattern
 
 PAGE, SINK, LOCAL = 64, 64, 256
 RING = 6  # pages of a request's streaming heads

@@ -23,8 +23,8 @@ from ragserve.setting_groups.conflicts import conflict
 from ragserve.setting_groups.ingestion import IngestionSettings
 from ragserve.setting_groups.prefilling import PrefillSettings
 from ragserve.strategy_spec import StrategySpec, one_label, parse
-from sglang_ext.protocol import NAMESPACE
-from sglang_ext.request_options import DecodeMode, Observer
+from sglang_ext.wire.protocol import NAMESPACE
+from sglang_ext.wire.request_options import DecodeMode, Observer
 
 KEYS_FILE = "keys.json"  # in data_dir: API keys
 SHARED_STORES = ("mooncake", "shared")  # of kv_storage

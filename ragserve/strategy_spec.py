@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragserve.errors import InvalidRequest
-from sglang_ext.request_options import STRATEGY_OPTIONS, PlanError, merged, strategy_options
+from sglang_ext.wire.request_options import STRATEGY_OPTIONS, PlanError, merged, strategy_options
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _HINT = "Write for example: full,epic:first=16,cacheblend:share=0.15"

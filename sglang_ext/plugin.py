@@ -3,26 +3,23 @@
 Registers the document cache (selected with ``--radix-cache-backend ragserve``), the hooks that compose
 contexts, FA3 kernels for FlashInfer's prefill, sparse decoding around SGLang's attention backends where it
 is configured, and on the CPU platform a faster torch-native attention. SGLang only logs a plugin that fails,
-so a scheduler process calls `require_loaded()` at its start.
+so a scheduler process calls `hooks.require_loaded()` at its start.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sglang_ext.protocol import CACHE_BACKEND, SGLANG_VERSIONS
-
-_loaded = False
+from sglang_ext.wire.protocol import CACHE_BACKEND
 
 
 def register() -> None:
     """Register everything. SGLang calls it once in every process, before its classes are used."""
-    global _loaded
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_ext import hooks
     from sglang_ext.cpu.activate import activate
+    from sglang_ext.process import hooks
 
     if activate() is not None:
         # under SGLang's own name: several of its modules take another path for an unknown name
@@ -31,13 +28,12 @@ def register() -> None:
     _wrap_attention()
     register_radix_cache_backend(CACHE_BACKEND, _document_cache)
     hooks.install()
-    _loaded = True
 
 
 def _choose_prefill_kernels() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from sglang_ext.attention.flashinfer_prefill import with_fa3
+    from sglang_ext.attention.prefill.flashinfer_prefill import with_fa3
 
     ATTENTION_BACKENDS["flashinfer"] = with_fa3(ATTENTION_BACKENDS["flashinfer"])
 
@@ -46,7 +42,7 @@ def _wrap_attention() -> None:
     """Wrap every backend for plain attention in sparse decoding, under SGLang's own names, which it compares
     in many places.
     """
-    from sglang_ext.attention.config import from_environment
+    from sglang_ext.wire.attention_config import from_environment
 
     config = from_environment()
     if config is None:
@@ -66,31 +62,6 @@ def _torch_native(runner: Any) -> Any:
 
 
 def _document_cache(context: Any) -> Any:
-    from sglang_ext.documents.build import create_cache
+    from sglang_ext.process.build import create_cache
 
     return create_cache(context)
-
-
-def require_loaded() -> None:
-    """Raise RuntimeError, with what to do, unless the plugin runs in this process and SGLang's hooked
-    functions are as expected.
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    from sglang_ext import hooks
-
-    if not _loaded:
-        raise RuntimeError(
-            "SGLang did not load the ragserve plugin: its entry point is missing (reinstall: pip install "
-            "--no-deps -e .), SGLANG_PLUGINS excludes it (add 'ragserve'), or it failed (see the log above)"
-        )
-    problems = hooks.check() + [
-        f"the hook on {hook.target} was not applied"
-        for hook in hooks.HOOKS
-        if hook.target not in HookRegistry._patched
-    ]
-    if problems:
-        raise RuntimeError(
-            f"ragserve is written for SGLang {' and '.join(SGLANG_VERSIONS)}, and this one differs:\n  "
-            + "\n  ".join(problems)
-        )

@@ -3,9 +3,9 @@
     scripts/canary VERSION [--out FILE]
 
 Downloads SGLang's wheel without its dependencies and compares it with the installed version: the functions
-that ragserve hooks, overrides or calls (`sglang_ext.hooks`), every name that ragserve imports from SGLang,
-how much of each of these modules has changed, and the requirements. The output lists what to port and what
-to read. Exits with 1 if something that ragserve needs is gone or has other parameters."""
+that ragserve hooks, overrides or calls (`sglang_ext.process.hooks`), every name that ragserve imports from
+SGLang, how much of each of these modules has changed, and the requirements. The output lists what to port
+and what to read. Exits with 1 if something that ragserve needs is gone or has other parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sglang_ext.cpu.torchvision import prepare
 
 prepare()
 
-from sglang_ext import hooks  # noqa: E402  (SGLang imports torchvision)
+from sglang_ext.process import hooks  # noqa: E402  (SGLang imports torchvision)
 
 REPO = Path(__file__).resolve().parents[1]
 ROOMS = ("ragserve", "sglang_ext", "index/ragserve_index", "kernels/ragserve_kernels")

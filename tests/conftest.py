@@ -14,7 +14,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.internal import entropy
 
-from sglang_ext.imports import collect_again
+from sglang_ext.sglang_internals.imports import collect_again
 from tests.unit.api.browser import PROGRAM
 
 EXHAUSTIVE = os.environ.get("RAGSERVE_EXHAUSTIVE") == "1"

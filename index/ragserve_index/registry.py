@@ -20,7 +20,7 @@ from ragserve_index.evictions import log_document, unlog_present
 from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.structures.base import Ids
 from ragserve_index.types import Chunk, Document, NamespaceInfo, Position
-from sglang_ext.protocol import NAMESPACE
+from sglang_ext.wire.protocol import NAMESPACE
 
 _DOCUMENT = (
     "d.doc_id, d.source, d.title, d.content_hash, d.mime, d.size_bytes, d.n_chunks, d.n_tokens, "

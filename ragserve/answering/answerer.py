@@ -36,7 +36,7 @@ from ragserve.errors import DocumentsTooLong, EngineError, InvalidRequest
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate
 from ragserve.strategy_spec import FORCE, StrategySpec
-from sglang_ext.protocol import EXACT_STRATEGIES
+from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,7 +14,7 @@ from ragserve.profiles.costs import ABSENT, COSTS, Costs
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.strategy_spec import StrategySpec, keeps_whole, parse
-from sglang_ext.protocol import EXACT_STRATEGIES
+from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 AUTO = "auto"
 MIN_GAIN = 0.05  # composed contexts are approximate: a smaller gain is not worth it

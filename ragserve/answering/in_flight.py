@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ragserve.errors import TooManyRequests
 from ragserve.metrics import metrics
-from sglang_ext.protocol import Span
+from sglang_ext.wire.protocol import Span
 
 
 class LaidOut(Protocol):

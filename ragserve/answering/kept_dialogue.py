@@ -10,7 +10,7 @@ from ragserve.answering.past_turns import PastTurn, ids_of
 from ragserve.answering.prompt import Message
 from ragserve.answering.results import RetrievedPassage
 from ragserve.strategy_spec import StrategySpec
-from sglang_ext.protocol import session_key
+from sglang_ext.wire.protocol import session_key
 
 
 @dataclass(eq=False)

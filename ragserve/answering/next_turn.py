@@ -16,7 +16,7 @@ from ragserve.answering.turn_compression import TurnCompressor
 from ragserve.engine.base import GenerateChunk, GenerateRequest
 from ragserve.errors import Conflict, InvalidRequest, PromptTooLong
 from ragserve.strategy_spec import StrategySpec, keeps_whole
-from sglang_ext.protocol import EXACT_STRATEGIES
+from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 
 class NextTurn:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ragserve.answering.prompt import Message, Prompt
 from ragserve.answering.results import RetrievedPassage
 from ragserve.engine.base import GenerateRequest, Sampling
-from sglang_ext.protocol import SessionPart, Span
+from sglang_ext.wire.protocol import SessionPart, Span
 
 
 @dataclass(frozen=True, slots=True)

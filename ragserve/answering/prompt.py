@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ragserve.answering.chat_template import ChatLayout, Message
 from ragserve.errors import InvalidRequest, PromptTooLong, Unavailable
-from sglang_ext.protocol import Span
+from sglang_ext.wire.protocol import Span
 
 __all__ = ["Message", "Prompt", "PromptBuilder", "PromptDocument", "Segment"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ragserve.answering.prompt import Prompt, PromptBuilder
 from ragserve.answering.results import RetrievedPassage
-from sglang_ext.protocol import RetrievalScores
+from sglang_ext.wire.protocol import RetrievalScores
 
 if TYPE_CHECKING:
     from ragserve.retrieval.retriever import SentenceScores

@@ -12,7 +12,7 @@ from ragserve.answering.past_turns import PastTurn
 from ragserve.answering.prompt import Message
 from ragserve.answering.results import RetrievedPassage
 from ragserve.strategy_spec import StrategySpec
-from sglang_ext.protocol import Span
+from sglang_ext.wire.protocol import Span
 
 _FIELDS = (
     *("owner", "namespace", "budget", "created_at", "used_at", "turns", "system", "exact", "outdated"),

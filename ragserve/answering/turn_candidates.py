@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ragserve.answering.past_turns import PastTurn
 from ragserve.answering.prompt import Prompt, PromptBuilder, Segment
 from ragserve.answering.results import RetrievedPassage, TurnRule
-from sglang_ext.protocol import Span
-from sglang_ext.request_options import SamKvOptions
+from sglang_ext.wire.protocol import Span
+from sglang_ext.wire.request_options import SamKvOptions
 
 if TYPE_CHECKING:
     from ragserve.engine.sentence_choice import PromptSentences, SentenceChooser

@@ -21,7 +21,7 @@ from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.results import EarlierTurn, RetrievedPassage
 from ragserve.answering.turn_attention import AskedPrompts, TurnAttention
 from ragserve.answering.turn_candidates import TurnCandidates, TurnSentence, TurnSource
-from sglang_ext.protocol import Span
+from sglang_ext.wire.protocol import Span
 
 if TYPE_CHECKING:
     from ragserve.engine.sentence_choice import SentenceChooser

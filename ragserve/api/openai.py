@@ -40,7 +40,7 @@ from ragserve.api.upstream import Upstream
 from ragserve.config import Namespace
 from ragserve.engine.base import Sampling
 from ragserve.errors import InvalidRequest, NotFound, RagserveError, TooLarge
-from sglang_ext.protocol import longest_text
+from sglang_ext.wire.protocol import longest_text
 
 PREFIX = "ragserve/"
 SGLANG_DEFAULT = "default"  # what SGLang's own clients say for "the model that is there"

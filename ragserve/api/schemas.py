@@ -11,8 +11,8 @@ from ragserve.answering.results import Overflow
 from ragserve.api.body import NonBlank, RequestModel, Text
 from ragserve.api.search_fields import SearchFields
 from ragserve.config import Namespace, StrategyName
-from sglang_ext.prefill_options import PrefillOptions
-from sglang_ext.request_options import STRATEGY_OPTIONS, DecodeOptions, RequestOptions
+from sglang_ext.wire.prefill_options import PrefillOptions
+from sglang_ext.wire.request_options import STRATEGY_OPTIONS, DecodeOptions, RequestOptions
 
 MAX_DOCUMENTS = 256
 MAX_TEXT_CHARS = 4 * 2**20

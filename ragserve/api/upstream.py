@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ragserve.api.access import Access, Need
 from ragserve.api.body import Replayed, parse_json
 from ragserve.errors import EngineError, Forbidden, InvalidRequest, NotFound
-from sglang_ext.cache_scope import CacheScope
-from sglang_ext.token_meter import metered
+from sglang_ext.wire.cache_scope import CacheScope
+from sglang_ext.wire.token_meter import metered
 
 # Set by the web server; the other keys are our routers' and must not reach another app.
 _SERVER_KEYS = (

@@ -22,7 +22,7 @@ from ragserve.measuring.engine_run import TIERS, TimedAnswer, first_token, in_ti
 from ragserve.measuring.report import GrowingReport, read_report
 from ragserve.profiles.costs import CostSample
 from ragserve.strategy_spec import StrategySpec
-from sglang_ext.protocol import EXACT_STRATEGIES, Span
+from sglang_ext.wire.protocol import EXACT_STRATEGIES, Span
 
 SYSTEM_TOKENS = 32
 QUESTION_TOKENS = 32

@@ -27,7 +27,7 @@ from ragserve.errors import RagserveError
 from ragserve.measuring.engine_run import first_token
 from ragserve.measuring.report import GrowingReport, percentile
 from ragserve.strategy_spec import StrategySpec, parse
-from sglang_ext.protocol import EXACT_STRATEGIES
+from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 STRATEGIES = "full,prefix,samkv:keep=0.15,concat:keep=0.15,concat:recompute=sentences"
 NEW_TOKENS = 32

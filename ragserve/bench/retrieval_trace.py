@@ -21,7 +21,7 @@ from ragserve.engine.local import LocalEngine
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.measuring.engine_run import in_tier
 from ragserve.measuring.json_lines import json_lines
-from sglang_ext.protocol import Span
+from sglang_ext.wire.protocol import Span
 
 SEED = 0
 _FORMAT = "See `ragserve bench --help` for the format."

@@ -19,8 +19,8 @@ from ragserve.errors import InvalidRequest
 from ragserve.eval.data import Question, load, set_name
 from ragserve.measuring import report
 from ragserve.measuring.metrics import contains_answer
-from sglang_ext.protocol import RetrievalScores
-from sglang_ext.request_options import SamKvOptions
+from sglang_ext.wire.protocol import RetrievalScores
+from sglang_ext.wire.request_options import SamKvOptions
 
 if TYPE_CHECKING:
     from ragserve.answering.prompt import Prompt, PromptBuilder

@@ -27,7 +27,7 @@ from ragserve.ingest.prune import every_document
 from ragserve.metrics import metrics
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.types import Document, Job, JobItem
-from sglang_ext.protocol import EXACT_STRATEGIES, Span
+from sglang_ext.wire.protocol import EXACT_STRATEGIES, Span
 
 __all__ = ["KIND", "Warmer", "submit_warm", "warming"]
 

@@ -17,8 +17,8 @@ from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.calibration.passage_probes import PassageProbe, make_probes
 from ragserve.errors import InvalidRequest
 from ragserve.measuring.bounds import better
-from sglang_ext.protocol import RetrievalScores
-from sglang_ext.request_options import SamKvExperiment, SamKvOptions
+from sglang_ext.wire.protocol import RetrievalScores
+from sglang_ext.wire.request_options import SamKvExperiment, SamKvOptions
 
 if TYPE_CHECKING:
     from ragserve.engine.sentence_choice import PromptSentences, SentenceChooser

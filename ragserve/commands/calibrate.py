@@ -92,7 +92,7 @@ def calibrate(
     from ragserve.measuring.costs import CostSchedule
     from ragserve.profiles.samkv import FILE_NAME
     from ragserve.strategy_spec import parse
-    from sglang_ext.protocol import EXACT_STRATEGIES
+    from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
     names = [name for name in get_args(StrategyName) if name not in (*EXACT_STRATEGIES, "auto")]
     given = parse(strategies, names) if strategies else []

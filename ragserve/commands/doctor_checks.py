@@ -20,7 +20,7 @@ import httpx
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.files import bundled
-from sglang_ext.protocol import SGLANG_VERSION, SGLANG_VERSIONS
+from sglang_ext.wire.protocol import SGLANG_VERSION, SGLANG_VERSIONS
 
 Status = Literal["ok", "warn", "fail", "skip"]
 _MIB = 2**20

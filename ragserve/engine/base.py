@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from ragserve.strategy_spec import FORCE
-from sglang_ext.protocol import (
+from sglang_ext.wire.protocol import (
     DOCUMENT_PAGE,
     ContextReport,
     DecodeReport,
@@ -16,7 +16,7 @@ from sglang_ext.protocol import (
     SessionPart,
     Span,
 )
-from sglang_ext.request_options import STRATEGY_OPTIONS, PlanError, copies_documents, strategy_options
+from sglang_ext.wire.request_options import STRATEGY_OPTIONS, PlanError, copies_documents, strategy_options
 
 # SGLang keeps a few positions of the context to itself; they must not cut an answer short.
 _RESERVED_TOKENS = 8
@@ -51,9 +51,9 @@ class GenerateRequest:
         options: Options of the strategy.
         distributions: Number of first tokens whose distributions are returned. Costs time; for measurements.
         forced: Token ids that the answer begins with, whatever the model would say; for measurements.
-        decode: Fields of `sglang_ext.protocol.DecodeOptions` that differ from the server's default, for an
+        decode: Fields of `sglang_ext.wire` `DecodeOptions` that differ from the server's default, for an
             engine with sparse decoding.
-        prefill: Fields of `sglang_ext.prefill_options.PrefillOptions` that differ from the server's default,
+        prefill: Fields of `sglang_ext.wire` `PrefillOptions` that differ from the server's default,
             for the same engines. For exact strategies.
         unregistered: Numbers of the spans whose texts no index has, such as documents sent with a query.
             Their KV stays in memory: no removal would ever name it, to erase it from disk.

@@ -1,6 +1,6 @@
 """Prepare a process for the import of SGLang; also for frontend programs."""
 
 from sglang_ext.cpu.torchvision import prepare
-from sglang_ext.imports import without_collection
+from sglang_ext.sglang_internals.imports import without_collection
 
 __all__ = ["prepare", "without_collection"]

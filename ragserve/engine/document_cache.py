@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ragserve.engine.base import EngineInfo, GenerateRequest
-from sglang_ext.protocol import document_key
+from sglang_ext.wire.protocol import document_key
 
 Below = Literal["disk", "remote", "host", "writing", "absent"]
 
@@ -112,7 +112,7 @@ class ControlledCache(ABC):
 
     @abstractmethod
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """See `CachingEngine`; `sglang_ext.control` lists the operations."""
+        """See `CachingEngine`; `sglang_ext.process.control` lists the operations."""
 
     async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
         """See `CachingEngine`."""

@@ -23,7 +23,7 @@ from ragserve.engine.server_args import server_args
 from ragserve.engine.stream import DocumentsMissing, StreamReader, timed_out
 from ragserve.engine.warm_up import NAMESPACE, warm_up
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
-from sglang_ext.protocol import CONTROL_METHOD, EXACT_STRATEGIES
+from sglang_ext.wire.protocol import CONTROL_METHOD, EXACT_STRATEGIES
 
 _FLUSH_S = 5.0  # for the write queue at the end; a service manager kills what takes too long
 # Between two looks at an operation that waits for the disk: doubled from the first to the second time.
@@ -54,9 +54,9 @@ class LocalEngine(ControlledCache):
         """Read model and limits, and send requests so that the first users do not pay for the warm-up."""
         from sglang.version import __version__ as version
 
-        from sglang_ext import request_checks
         from sglang_ext.documents.fingerprint import model_fingerprint
-        from sglang_ext.launch import scheduler_info
+        from sglang_ext.process.launch import scheduler_info
+        from sglang_ext.sglang_internals import request_checks
 
         asked = time.monotonic()
         manager, info = _manager(), scheduler_info()
@@ -149,7 +149,7 @@ class LocalEngine(ControlledCache):
         await self._documents.prefill(request, request.spans, analyse=True)
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
-        """See `CachingEngine`; `sglang_ext.control` lists the operations. Asks again while one is pending."""
+        """See `CachingEngine`; `sglang_ext.process.control` lists the operations. Waits while pending."""
         wait = _FIRST_LOOK_S
         while "pending" in (answer := await self._ask(operation, arguments)):
             arguments["pending"] = answer["pending"]
@@ -295,7 +295,7 @@ class LocalEngine(ControlledCache):
 
 def _traced() -> dict[str, Any]:
     """The field that puts SGLang's spans below the current one."""
-    from sglang_ext.request_checks import OwnTraceHeaders
+    from sglang_ext.sglang_internals.request_checks import OwnTraceHeaders
 
     return {"external_trace_header": OwnTraceHeaders(headers)} if (headers := tracing.headers()) else {}
 
@@ -329,7 +329,7 @@ def _hosting(decode: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _manager() -> Any:
-    from sglang_ext.launch import tokenizer_manager
+    from sglang_ext.process.launch import tokenizer_manager
 
     return tokenizer_manager()
 
@@ -355,7 +355,7 @@ def serve(
     launched = time.monotonic()
     host, port = listener.getsockname()[:2]
     args = server_args(settings.model_copy(update={"host": host, "port": port}))
-    from sglang_ext.launch import Launcher
+    from sglang_ext.process.launch import Launcher
 
     engines: list[LocalEngine] = []
 

@@ -12,8 +12,8 @@ from typing import Any
 from ragserve.engine.base import GenerateChunk, GenerateRequest
 from ragserve.engine.stream import DocumentsMissing, document_payload, new_rid, payload
 from ragserve.errors import InvalidRequest, Unavailable
-from sglang_ext.background_prefill import OwnChunk
-from sglang_ext.protocol import BACKGROUND_FIELD, EXACT_STRATEGIES, Span
+from sglang_ext.sglang_internals.background_prefill import OwnChunk
+from sglang_ext.wire.protocol import BACKGROUND_FIELD, EXACT_STRATEGIES, Span
 
 log = logging.getLogger(__name__)
 

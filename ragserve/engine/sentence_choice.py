@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.protocol import RetrievalScores
-from sglang_ext.request_options import SamKvOptions
+from sglang_ext.wire.protocol import RetrievalScores
+from sglang_ext.wire.request_options import SamKvOptions
 
 if TYPE_CHECKING:
     from ragserve.answering.prompt import Prompt
@@ -117,10 +117,10 @@ class SentenceChooser:
         given."""
         import torch
 
-        from sglang_ext.context.rope import Rotation
         from sglang_ext.context.selection.blocks import Blocks
         from sglang_ext.context.selection.sentences import Sentences
         from sglang_ext.context.selection.signals import SIGNALS, Evidence
+        from sglang_ext.tensors.rope import Rotation
 
         spans = prompt.spans[1:]
         ids = torch.tensor(prompt.input_ids)

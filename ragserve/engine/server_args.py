@@ -14,8 +14,8 @@ from ragserve import logs, tracing
 from ragserve.config import Settings
 from ragserve.engine import shared_store
 from ragserve.errors import InvalidRequest
-from sglang_ext.prefill_options import PrefillOptions
-from sglang_ext.protocol import (
+from sglang_ext.wire.prefill_options import PrefillOptions
+from sglang_ext.wire.protocol import (
     ATTENTION_CONFIG_VARIABLE,
     CACHE_BACKEND,
     KV_CONFIG_VARIABLE,
@@ -40,7 +40,7 @@ def server_args(settings: Settings) -> Any:
     """Build SGLang's ServerArgs; ``settings.engine_args`` overrides everything. Raises InvalidRequest for
     settings that SGLang refuses, and for a file of theirs that is not what they say."""
     from ragserve.engine.compat import prepare, without_collection
-    from sglang_ext import quiet
+    from sglang_ext.sglang_internals import quiet
 
     os.environ.pop(quiet.QUIET_VARIABLE, None)
     if settings.log_level != "debug":
@@ -125,8 +125,8 @@ def server_args(settings: Settings) -> Any:
 
 def _check_heads(heads: Path, *, own_pool: bool) -> None:
     """Raise InvalidRequest for a pattern file with which no engine would start, whatever its model."""
-    from sglang_ext.attention.streaming_heads import read_pattern
-    from sglang_ext.attention.streaming_pool import check_pattern
+    from sglang_ext.attention.pools.streaming_heads import read_pattern
+    from sglang_ext.attention.pools.streaming_pool import check_pattern
 
     try:
         check_pattern(heads) if own_pool else read_pattern(heads)
@@ -290,8 +290,8 @@ def _default_cpu_tokens(settings: Settings, itemsize: int) -> int:
     tokens = int(max(context, min(8 * context, 65_536, _CPU_POOL_BYTES // slot_bytes)))
     if settings.decode_heads_pool == "shared":
         return tokens
-    from sglang_ext.attention.config import from_environment
-    from sglang_ext.attention.streaming_pool import StreamingPlan
+    from sglang_ext.attention.pools.streaming_pool import StreamingPlan
+    from sglang_ext.wire.attention_config import from_environment
 
     attention, ranks = from_environment(), settings.tp_size
     if attention is None:  # the settings have been checked

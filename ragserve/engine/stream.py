@@ -10,7 +10,7 @@ from typing import Any
 
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, TooManyRequests, Unavailable
-from sglang_ext.protocol import (
+from sglang_ext.wire.protocol import (
     DECODE_FIELD,
     DISTRIBUTION_FIELD,
     EXACT_STRATEGIES,

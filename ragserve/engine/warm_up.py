@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import RagserveError
-from sglang_ext.protocol import EXACT_STRATEGIES, SessionPart, Span, session_key
+from sglang_ext.wire.protocol import EXACT_STRATEGIES, SessionPart, Span, session_key
 
 NAMESPACE = "ragserve-warm-up"
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (  # each has passes that the others have not

@@ -24,7 +24,7 @@ from ragserve.measuring.given_scores import GivenScores
 from ragserve.measuring.metrics import exact_match, token_f1
 from ragserve.measuring.rows import Key, Row
 from ragserve.strategy_spec import FULL, StrategySpec
-from sglang_ext.protocol import EXACT_STRATEGIES
+from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 if TYPE_CHECKING:
     from ragserve.retrieval.embedder import Embedder

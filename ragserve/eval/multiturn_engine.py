@@ -24,7 +24,7 @@ from ragserve.measuring.distribution import Closeness, ReferenceAnswer, answer_o
 from ragserve.measuring.engine_run import TimedAnswer, first_token
 from ragserve.measuring.metrics import contains_answer, token_f1
 from ragserve.strategy_spec import FULL, StrategySpec
-from sglang_ext.protocol import EXACT_STRATEGIES, session_key
+from sglang_ext.wire.protocol import EXACT_STRATEGIES, session_key
 
 NAMESPACE = "eval"
 NOTE = (

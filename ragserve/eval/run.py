@@ -22,7 +22,7 @@ from ragserve.errors import NotFound, RagserveError
 from ragserve.eval.data import GivenPassage, Question, distinct_passages
 from ragserve.measuring.metrics import contains_answer, exact_match, token_f1
 from ragserve.strategy_spec import FORCE, StrategySpec
-from sglang_ext.protocol import EXACT_STRATEGIES
+from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 _SEED = 0
 _INGEST_CHARS = 1_000_000  # per request, below every sensible body limit

@@ -70,7 +70,7 @@ class Holders:
         self._by_document: dict[int, dict[str, float]] = {}
 
     def begin(self, worker: str, held: Mapping[str, Any]) -> None:
-        """Replace what is known of a worker by its own account (``held`` of `sglang_ext.control`)."""
+        """Replace what is known of a worker by its own account (``held`` of `sglang_ext.process.control`)."""
         for document in self._shelf_documents(worker):
             self._forget(worker, document)
         shelf = _Shelf(held["memory_tokens"], held["disk_tokens"] or math.inf)

@@ -23,7 +23,7 @@ from ragserve.fleet.unconfirmed import Unconfirmed
 from ragserve.fleet.worker_about import WorkerAbout, differences
 from ragserve.fleet.worker_link import PROBE_S, WorkerLink, checked, is_loss
 from ragserve.metrics import metrics
-from sglang_ext.protocol import document_key
+from sglang_ext.wire.protocol import document_key
 
 T = TypeVar("T")
 Hashed = Sequence[tuple[int, int]]

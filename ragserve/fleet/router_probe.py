@@ -16,7 +16,7 @@ from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.stream import new_rid, payload
 from ragserve.errors import InvalidRequest, Unavailable
 from ragserve.fleet.routing_key import MARK, PROBE
-from sglang_ext.protocol import RetrievalScores, SessionPart, Span
+from sglang_ext.wire.protocol import RetrievalScores, SessionPart, Span
 
 FIRST_S = 5.0
 """Seconds for the first event of a stream, which the worker keeps open for longer."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ragserve.errors import Unavailable
 from ragserve.files import write_json
-from sglang_ext.protocol import session_namespace
+from sglang_ext.wire.protocol import session_namespace
 
 FILE_NAME = "ragserve-workers.json"
 MOST = 10_000

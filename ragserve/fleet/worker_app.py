@@ -47,7 +47,7 @@ class ServedEngine(Protocol):
 
 
 class ControlRequest(RequestModel):
-    """An operation of the document cache (`sglang_ext.control`)."""
+    """An operation of the document cache (`sglang_ext.process.control`)."""
 
     operation: str = Field(max_length=64)
     arguments: dict[str, Any] = Field(default_factory=dict)

@@ -31,7 +31,7 @@ from ragserve.metrics import metrics
 from ragserve.retrieval.embedder import embedder_name, embedder_options
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.types import Job, JobItem
-from sglang_ext.protocol import NAMESPACE
+from sglang_ext.wire.protocol import NAMESPACE
 
 log = logging.getLogger(__name__)
 _ALL = 1_000_000  # jobs are listed without paging

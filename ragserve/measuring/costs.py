@@ -21,7 +21,7 @@ from ragserve.errors import InvalidRequest
 from ragserve.measuring.engine_run import REMOTE, TIERS, doubling, first_token, in_tier, random_tokens
 from ragserve.profiles.costs import ABSENT, CostSample
 from ragserve.strategy_spec import StrategySpec
-from sglang_ext.protocol import Span, document_key
+from sglang_ext.wire.protocol import Span, document_key
 
 NAMESPACE = "calibration"
 SYSTEM_TOKENS, QUESTION_TOKENS = 16, 32

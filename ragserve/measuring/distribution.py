@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ragserve.engine.base import Engine, GenerateRequest
 from ragserve.errors import EngineError
 from ragserve.measuring.engine_run import TimedAnswer, first_token
-from sglang_ext.protocol import MAX_TRACED
+from sglang_ext.wire.protocol import MAX_TRACED
 
 if TYPE_CHECKING:
     import numpy as np

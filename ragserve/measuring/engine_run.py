@@ -16,7 +16,7 @@ from typing import Any
 
 from ragserve.engine.base import Engine, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import EngineError
-from sglang_ext.protocol import ContextReport, DecodeReport
+from sglang_ext.wire.protocol import ContextReport, DecodeReport
 
 TIERS = ("device", "host", "disk")  # fastest first
 REMOTE = "remote"  # below them, if engines share a store

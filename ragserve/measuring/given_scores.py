@@ -10,7 +10,7 @@ from ragserve.answering.scores import retrieval_scores
 from ragserve.ingest.chunk_embedding import embedding_text
 from ragserve.ingest.sentence_plan import SentencePlan
 from ragserve.retrieval.retriever import scored
-from sglang_ext.protocol import RetrievalScores
+from sglang_ext.wire.protocol import RetrievalScores
 
 if TYPE_CHECKING:
     from ragserve.answering.prompt import Prompt, PromptBuilder

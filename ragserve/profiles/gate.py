@@ -24,7 +24,7 @@ from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile
 from ragserve.strategy_spec import parse
-from sglang_ext.protocol import EXACT_STRATEGIES
+from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 log = logging.getLogger(__name__)
 

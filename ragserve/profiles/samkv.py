@@ -16,7 +16,7 @@ from typing import Any
 from ragserve.config import Settings
 from ragserve.files import in_package
 from ragserve.profiles.file import ProfileFile
-from sglang_ext.request_options import strategy_options
+from sglang_ext.wire.request_options import strategy_options
 
 log = logging.getLogger(__name__)
 FILE_NAME = "ragserve-samkv.json"

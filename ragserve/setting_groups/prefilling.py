@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from sglang_ext.prefill_options import DENSE_LAST, MAX_OBSERVE, PrefillMode
+from sglang_ext.wire.prefill_options import DENSE_LAST, MAX_OBSERVE, PrefillMode
 
 
 class PrefillSettings(BaseModel):

@@ -19,7 +19,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from ragserve.config import KEYS_FILE
 from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from ragserve.files import locked, write_text
-from sglang_ext.protocol import NAMESPACE
+from sglang_ext.wire.protocol import NAMESPACE
 
 ALL = "*"
 Right = Literal["read", "ingest", "delete", "metrics", "admin"]

@@ -27,7 +27,7 @@ from ragserve.setting_groups.answering import Retrieval
 from ragserve.strategy_spec import FULL, StrategySpec
 from ragserve.verification.questions import WRITE, DrawnQuestion, Kind, cloze, written
 from ragserve_index.types import Chunk
-from sglang_ext.protocol import RetrievalScores
+from sglang_ext.wire.protocol import RetrievalScores
 
 ALONE = 10  # usable questions that are asked one at a time, for times of an idle engine
 TRIED, USABLE = 10, 3  # chunks for which the model may write questions before so many must be usable

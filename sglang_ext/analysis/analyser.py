@@ -17,7 +17,7 @@ from sglang_ext.analysis import retrieval_heads
 from sglang_ext.analysis.document_analysis import Analysis, Cut, quantize
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.analysis.texts import Texts
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
 
 Keep = Callable[[int, torch.Tensor, torch.Tensor], None]
 """Called for each layer with K and V, [tokens, kv_heads, head_dim], of the documents one after another."""

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ragserve_kernels import dispatch as kernels
 from ragserve_kernels.kv import HEAD_DIMS
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
-from sglang_ext.model import decoder_layers, forward_batch
+from sglang_ext.sglang_internals.model import decoder_layers, forward_batch
 
 ROWS = 8192  # rows that go through a layer at once
 CPU_ROWS = 2048  # as many on a CPU: what a layer computes of more leaves the processor's caches

@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
-from sglang_ext import sglang_requests
-from sglang_ext.attention.backend import SparseDecodeBackend
-from sglang_ext.attention.config import AttentionConfig
-from sglang_ext.attention.decode_state import DecodeState, Row
-from sglang_ext.attention.hosted_extends import HostedExtends
-from sglang_ext.attention.hosted_requests import HostedRequests
-from sglang_ext.attention.lagged_choices import LaggedChoices
+from sglang_ext.attention.decode.backend import SparseDecodeBackend
+from sglang_ext.attention.decode.decode_state import DecodeState, Row
+from sglang_ext.attention.decode.page_stats import PageStatistics
+from sglang_ext.attention.decode.step_planner import IDLE, Step, StepPlanner, Variant
 from sglang_ext.attention.metrics import decode_metrics, prefill_metrics
-from sglang_ext.attention.page_stats import PageStatistics
-from sglang_ext.attention.prefill_planner import PrefillPlanner
-from sglang_ext.attention.segmented_prefill import SegmentedPrefill
-from sglang_ext.attention.step_planner import IDLE, Step, StepPlanner, Variant
-from sglang_ext.context.rope import Rotation
-from sglang_ext.hosting.host_documents import HostDocuments
-from sglang_ext.hosting.hosted_rows import HostedRows
-from sglang_ext.protocol import DECODE_FIELD, PREFILL_FIELD, PlanError
-from sglang_ext.ranks import Ranks
+from sglang_ext.attention.offload.extends import HostedExtends
+from sglang_ext.attention.offload.lagged_selection import LaggedChoices
+from sglang_ext.attention.offload.requests import HostedRequests
+from sglang_ext.attention.offload.segmented_prefill import SegmentedPrefill
+from sglang_ext.attention.prefill.planner import PrefillPlanner
+from sglang_ext.kv_offload.documents.host_documents import HostDocuments
+from sglang_ext.kv_offload.hosted_rows import HostedRows
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.sglang_internals import sglang_requests
+from sglang_ext.tensors.rope import Rotation
+from sglang_ext.wire.attention_config import AttentionConfig
+from sglang_ext.wire.protocol import DECODE_FIELD, PREFILL_FIELD, PlanError
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class _Pending:
 class DecodeRuntime:
     """Owns the step planner and the page statistics, and hands the backend one step per forward pass.
 
-    Called by `sglang_ext.hooks` and the control channel; one per process, scheduler thread only."""
+    Called by `sglang_ext.process.hooks` and the control channel; one per process, scheduler thread only."""
 
     def __init__(
         self,

@@ -8,10 +8,10 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from ragserve_kernels.dispatch import FLOAT_DTYPES
 from ragserve_kernels.kv import HEAD_DIMS
-from sglang_ext.attention.config import AttentionConfig
-from sglang_ext.attention.quantized_pool import QuantizedKVPool
-from sglang_ext.attention.streaming_pool import OtherHeadsPool
-from sglang_ext.protocol import CACHE_BACKEND
+from sglang_ext.attention.pools.quantized_pool import QuantizedKVPool
+from sglang_ext.attention.pools.streaming_pool import OtherHeadsPool
+from sglang_ext.wire.attention_config import AttentionConfig
+from sglang_ext.wire.protocol import CACHE_BACKEND
 
 _PAGE_SIZES = (16, 32, 64, 128)
 

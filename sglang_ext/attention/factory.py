@@ -8,25 +8,25 @@ from typing import Any
 
 import torch
 
-from sglang_ext.attention.backend import SparseDecodeBackend
-from sglang_ext.attention.config import AttentionConfig
+from sglang_ext.attention.decode.backend import SparseDecodeBackend
+from sglang_ext.attention.decode.page_stats import PageStatistics
+from sglang_ext.attention.decode.step_planner import StepPlanner
 from sglang_ext.attention.decode_runtime import DecodeRuntime
 from sglang_ext.attention.engine_checks import check_engine
-from sglang_ext.attention.page_stats import PageStatistics
-from sglang_ext.attention.step_planner import StepPlanner
-from sglang_ext.attention.streaming_pool import StreamingRings
-from sglang_ext.attention.streaming_pool_attention import StreamingPoolBackend
-from sglang_ext.attention.streaming_pool_runtime import StreamingPoolRuntime
-from sglang_ext.context.rope import rotation_of
+from sglang_ext.attention.pools.streaming_pool import StreamingRings
+from sglang_ext.attention.pools.streaming_pool_attention import StreamingPoolBackend
+from sglang_ext.attention.pools.streaming_pool_runtime import StreamingPoolRuntime
 from sglang_ext.documents.kv_config import kv_config, page_bits
-from sglang_ext.documents.types import KvShape
-from sglang_ext.hosting.context_table import ContextTable
-from sglang_ext.hosting.host_pages import HostPages
-from sglang_ext.hosting.hosted_rows import HostedRows
-from sglang_ext.model import NotComposable
-from sglang_ext.protocol import DOCUMENT_PAGE
-from sglang_ext.ranks import Ranks
+from sglang_ext.documents.pages.types import KvShape
+from sglang_ext.kv_offload.documents.context_table import ContextTable
+from sglang_ext.kv_offload.host.host_pages import HostPages
+from sglang_ext.kv_offload.hosted_rows import HostedRows
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.sglang_internals.model import NotComposable
 from sglang_ext.state import current
+from sglang_ext.tensors.rope import rotation_of
+from sglang_ext.wire.attention_config import AttentionConfig
+from sglang_ext.wire.protocol import DOCUMENT_PAGE
 
 
 def with_sparse_decode(make: Callable[[Any], Any], config: AttentionConfig) -> Callable[[Any], Any]:

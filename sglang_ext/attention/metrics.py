@@ -7,7 +7,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from sglang_ext.protocol import DecodeReport, PrefillReport
+from sglang_ext.wire.protocol import DecodeReport, PrefillReport
 
 
 class DecodeMetrics:

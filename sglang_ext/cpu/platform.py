@@ -27,7 +27,7 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_mha_kv_pool_cls(self) -> Any:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        from sglang_ext.pool_hooks import pool_class
+        from sglang_ext.attention.pools.pool_hooks import pool_class
 
         return pool_class() or MHATokenToKVPool
 

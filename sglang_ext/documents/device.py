@@ -9,8 +9,8 @@ from weakref import WeakSet
 
 from sglang_ext.documents.radix import is_document_key
 from sglang_ext.documents.session_pages import SessionPages, is_composed_session
-from sglang_ext.prefill_options import exact_key
-from sglang_ext.protocol import FULL_KEY, composed_session_key, prefix_key, session_key
+from sglang_ext.wire.prefill_options import exact_key
+from sglang_ext.wire.protocol import FULL_KEY, composed_session_key, prefix_key, session_key
 
 _SWEEP_AT = 10_000  # namespaces remembered before those of evicted documents are forgotten
 
@@ -154,7 +154,7 @@ class DeviceDocuments:
 
     def check(self) -> None:
         """Raise IntegrityError when the tree's count of document tokens is not their sum."""
-        from sglang_ext.documents.types import IntegrityError
+        from sglang_ext.documents.pages.types import IntegrityError
 
         tokens = sum(self.document_tokens().values())
         if tokens != self._tree.document_tokens:

@@ -12,9 +12,9 @@ import torch
 
 from ragserve_kernels.gather_pages import gather_pages, gather_pages_naive
 from ragserve_kernels.kv import HEAD_DIMS, PAGE_SIZES, KVLayers
-from sglang_ext.documents.page_files import runs
-from sglang_ext.documents.stored_pages import StoredPages
-from sglang_ext.documents.types import KvShape
+from sglang_ext.documents.disk.page_files import runs
+from sglang_ext.documents.pages.stored_pages import StoredPages
+from sglang_ext.documents.pages.types import KvShape
 
 COPY_BYTES = 64 * 2**20  # values of pages put together at a time, on the device of the KV
 STAGED = 2  # so many are there at once: one that is put together, and one that is copied

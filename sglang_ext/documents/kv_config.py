@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from sglang_ext.protocol import KV_CONFIG_VARIABLE
+from sglang_ext.wire.protocol import KV_CONFIG_VARIABLE
 
 
 def kv_config() -> dict[str, Any]:

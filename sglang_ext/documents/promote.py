@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from sglang_ext.documents.disk import NO_DESCRIPTOR
-from sglang_ext.documents.host import HostEntry
-from sglang_ext.documents.page_format import Record
+from sglang_ext.documents.disk.disk import NO_DESCRIPTOR
+from sglang_ext.documents.pages.host import HostEntry
+from sglang_ext.documents.pages.page_format import Record
+from sglang_ext.documents.pages.types import LoadPart, LoadTicket
 from sglang_ext.documents.remote.tier import LOAD_S
 from sglang_ext.documents.tiers import Tiers
-from sglang_ext.documents.types import LoadPart, LoadTicket
 
 _PART_BYTES = 2 * 2**20  # below this a second thread costs more than it saves
 

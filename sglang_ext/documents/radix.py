@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
-from sglang_ext.documents.types import whole_pages
+from sglang_ext.documents.pages.types import whole_pages
 
 _DOCUMENT_KEY = re.compile(r"[0-9a-f]{32}")
 

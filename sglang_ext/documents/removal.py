@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_ext.documents.disk import FileTier
+from sglang_ext.documents.disk.disk import FileTier
 from sglang_ext.documents.tiers import Tiers
 from sglang_ext.documents.writeback import WriteBack
 

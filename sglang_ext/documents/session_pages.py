@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_ext.documents.types import DocumentMeta
-from sglang_ext.protocol import session_namespace
+from sglang_ext.documents.pages.types import DocumentMeta
+from sglang_ext.wire.protocol import session_namespace
 
 MOST = 4096
 """Entries of all sessions that are remembered; the oldest go."""

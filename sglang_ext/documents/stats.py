@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from sglang_ext.documents.page_format import pages_of_file
+from sglang_ext.documents.pages.page_format import pages_of_file
+from sglang_ext.documents.pages.types import DiskConfig
 from sglang_ext.documents.tiers import Tiers
-from sglang_ext.documents.types import DiskConfig
 from sglang_ext.documents.writeback import WriteBack
 
 

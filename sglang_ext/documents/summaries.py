@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field, replace
 
-from sglang_ext.documents import page_format
-from sglang_ext.documents.disk import DiskTier
-from sglang_ext.documents.page_format import PageError, Record
+from sglang_ext.documents.disk.disk import DiskTier
+from sglang_ext.documents.pages import page_format
+from sglang_ext.documents.pages.page_format import PageError, Record
 from sglang_ext.documents.tiers import Tiers
 
 

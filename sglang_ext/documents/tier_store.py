@@ -12,21 +12,17 @@ import numpy.typing as npt
 import torch
 
 from sglang_ext.documents import stats
-from sglang_ext.documents.disk import DiskTier, Faults, FileTier
-from sglang_ext.documents.disk_index import DiskIndex
+from sglang_ext.documents.disk.disk import DiskTier, Faults, FileTier
+from sglang_ext.documents.disk.disk_index import DiskIndex
+from sglang_ext.documents.disk.hicache import BackendTier, by_pool_index
+from sglang_ext.documents.disk.page_files import PageFile
+from sglang_ext.documents.disk.verification import Verification, VerifyReport
 from sglang_ext.documents.fill import DocumentKv, fill_pages
-from sglang_ext.documents.hicache import BackendTier, by_pool_index
-from sglang_ext.documents.host import HostEntry, HostTier
-from sglang_ext.documents.metrics import KvMetrics, kv_metrics
-from sglang_ext.documents.page_files import PageFile
-from sglang_ext.documents.page_format import digest, token_array
-from sglang_ext.documents.promote import Promoter
-from sglang_ext.documents.remote.remote_build import remote_tier
-from sglang_ext.documents.removal import Removal
-from sglang_ext.documents.stored_pages import StoredPages
-from sglang_ext.documents.summaries import Summaries, SummaryTicket
-from sglang_ext.documents.tiers import Tiers
-from sglang_ext.documents.types import (
+from sglang_ext.documents.pages.host import HostEntry, HostTier
+from sglang_ext.documents.pages.metrics import KvMetrics, kv_metrics
+from sglang_ext.documents.pages.page_format import digest, token_array
+from sglang_ext.documents.pages.stored_pages import StoredPages
+from sglang_ext.documents.pages.types import (
     OWN_BACKEND,
     DiskConfig,
     DocumentMeta,
@@ -35,7 +31,11 @@ from sglang_ext.documents.types import (
     LoadTicket,
     RemoteConfig,
 )
-from sglang_ext.documents.verification import Verification, VerifyReport
+from sglang_ext.documents.promote import Promoter
+from sglang_ext.documents.remote_build import remote_tier
+from sglang_ext.documents.removal import Removal
+from sglang_ext.documents.summaries import Summaries, SummaryTicket
+from sglang_ext.documents.tiers import Tiers
 from sglang_ext.documents.writeback import WriteBack
 
 # Pool pages for reading, for writing and for verifying records and summaries, where a backend accesses only

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from sglang_ext.documents.disk import DiskTier, Faults, FileTier, lacks_descriptor
-from sglang_ext.documents.disk_index import DiskEntry, DiskIndex
-from sglang_ext.documents.host import HostEntry, HostTier
-from sglang_ext.documents.io_pool import IoPool
-from sglang_ext.documents.metrics import KvMetrics
-from sglang_ext.documents.page_format import (
+from sglang_ext.documents.disk.disk import DiskTier, Faults, FileTier, lacks_descriptor
+from sglang_ext.documents.disk.disk_index import DiskEntry, DiskIndex
+from sglang_ext.documents.disk.io_pool import IoPool
+from sglang_ext.documents.pages.host import HostEntry, HostTier
+from sglang_ext.documents.pages.metrics import KvMetrics
+from sglang_ext.documents.pages.page_format import (
     PageError,
     PageLayout,
     Record,
@@ -20,8 +20,8 @@ from sglang_ext.documents.page_format import (
     valid_key,
     valid_namespace,
 )
+from sglang_ext.documents.pages.types import KvShape
 from sglang_ext.documents.remote.tier import RemoteTier
-from sglang_ext.documents.types import KvShape
 
 _SCAN_BATCH = 256
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.documents import page_format
 from sglang_ext.documents.fill import DocumentKv, fill_pages
-from sglang_ext.documents.host import HostEntry
-from sglang_ext.documents.page_format import Record
+from sglang_ext.documents.pages import page_format
+from sglang_ext.documents.pages.host import HostEntry
+from sglang_ext.documents.pages.page_format import Record
+from sglang_ext.documents.pages.types import DocumentMeta, IntegrityError
 from sglang_ext.documents.tiers import Tiers
-from sglang_ext.documents.types import DocumentMeta, IntegrityError
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from sglang_ext.documents.page_format import ALIGN
+from sglang_ext.documents.pages.page_format import ALIGN
 from sglang_ext.documents.tier_store import TierStore
 from tests.campaigns.progress import Progress
 from tests.unit.documents.document_samples import FINGERPRINT, Sample, files_of, flushed, opened

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from sglang_ext.protocol import DECODE_FIELD, MISSING_PREFIX, PLAN_FIELD, ContextPlan, Span
-from sglang_ext.request_options import ConcatExperiment, SamKvExperiment
+from sglang_ext.wire.protocol import DECODE_FIELD, MISSING_PREFIX, PLAN_FIELD, ContextPlan, Span
+from sglang_ext.wire.request_options import ConcatExperiment, SamKvExperiment
 from tests.integration.reference import Generated
 
 NEW = 10

@@ -18,7 +18,7 @@ import httpx
 import torch
 
 from ragserve.measuring.server import RunningServer, running_server
-from sglang_ext.attention.streaming_heads import save_pattern
+from sglang_ext.attention.pools.streaming_heads import save_pattern
 from tests.conftest import REPO
 from tests.integration.forked_starts import fork_parent, forked_server
 from tests.integration.models import LLAMA3, random_llama

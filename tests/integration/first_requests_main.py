@@ -24,7 +24,7 @@ from typing import Any
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import EngineError, RagserveError
 from ragserve.measuring.engine_run import first_token, in_tier, random_tokens
-from sglang_ext.protocol import SessionPart, Span, session_key
+from sglang_ext.wire.protocol import SessionPart, Span, session_key
 
 TIMES = 6
 SYSTEM, DOCUMENTS, QUESTION = 37, (523, 210, 96), 29  # tokens

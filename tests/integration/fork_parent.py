@@ -20,7 +20,7 @@ from typing import Any
 
 from ragserve.children import end_with_parent
 from sglang_ext.cpu.torchvision import prepare
-from sglang_ext.imports import collect_again, with_sklearn, without_sklearn
+from sglang_ext.sglang_internals.imports import collect_again, with_sklearn, without_sklearn
 
 MODULES = (
     "torch._functorch.aot_autograd",

@@ -18,7 +18,7 @@ from typing import Any
 
 from ragserve.children import end_with_parent
 from ragserve.cli import main
-from sglang_ext import processes
+from sglang_ext.process import processes
 
 STANDARD = {0, 1, 2}
 

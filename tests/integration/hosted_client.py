@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from sglang_ext.protocol import DECODE_FIELD, ContextPlan, DecodeReport
+from sglang_ext.wire.protocol import DECODE_FIELD, ContextPlan, DecodeReport
 from tests.integration import context_client
 from tests.integration.context_client import result
 from tests.integration.reference import Generated

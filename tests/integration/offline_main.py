@@ -32,7 +32,7 @@ def must_be_cut_off() -> None:
 
 def main(work: Path, model: str) -> None:
     from ragserve.measuring.server import running_server
-    from sglang_ext.protocol import PLAN_FIELD, ContextPlan, Span
+    from sglang_ext.wire.protocol import PLAN_FIELD, ContextPlan, Span
 
     loopback_up()
     must_be_cut_off()

@@ -17,7 +17,7 @@ import psutil
 
 from ragserve.profiles.samkv import FILE_NAME, SAMKV, SamkvProfile
 from sglang_ext.documents.fingerprint import model_fingerprint
-from sglang_ext.protocol import ContextPlan, document_key
+from sglang_ext.wire.protocol import ContextPlan, document_key
 from tests.integration.context_client import assert_same, generate
 from tests.integration.reference import Generated, Reference
 

@@ -17,9 +17,9 @@ from ragserve_kernels.prefill_lists import LinePlan, Lines, choose_blocks, choos
 from ragserve_kernels.progressive_decode import progressive_decode
 from ragserve_kernels.quantize_kv import QuantizedKV, dequantize_kv, quantize_kv
 from ragserve_kernels.sparse_prefill import PrefillBatch, all_blocks, mask_of
-from sglang_ext.attention.sparse_prefill import BLOCK_K, BLOCK_Q
-from sglang_ext.prefill_options import PrefillOptions
-from sglang_ext.protocol import DecodeOptions
+from sglang_ext.attention.prefill.sparse_prefill import BLOCK_K, BLOCK_Q
+from sglang_ext.wire.prefill_options import PrefillOptions
+from sglang_ext.wire.protocol import DecodeOptions
 from tests.integration.reference import Reference
 
 NAME = "ragserve_sparse_reference"

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sglang_ext.protocol import PLAN_FIELD, ContextPlan
+from sglang_ext.wire.protocol import PLAN_FIELD, ContextPlan
 from tests.integration.context_client import assert_same, composed, generate, missing_of, plan_of, result
 from tests.integration.small_engine import DRAW, HOST_PAGES, NEW, PAGE, RECORD, TEXTS, Engine
 

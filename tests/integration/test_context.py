@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ragserve.answering.prompt import PromptBuilder
-from sglang_ext.protocol import PLAN_FIELD
+from sglang_ext.wire.protocol import PLAN_FIELD
 from tests.conftest import EXHAUSTIVE
 from tests.integration.context_client import (
     NEW,

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from ragserve.config import Settings
-from sglang_ext.protocol import MISSING_PREFIX
+from sglang_ext.wire.protocol import MISSING_PREFIX
 from tests.integration.context_client import (
     NEW,
     assert_same,

@@ -17,7 +17,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from ragserve.answering.prompt import PromptBuilder
-from sglang_ext.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, DecodeOptions, DecodeReport
+from sglang_ext.wire.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, DecodeOptions, DecodeReport
 from tests.conftest import EXHAUSTIVE
 from tests.integration.context_client import NEW, assert_same, composed, generate, missing_of, plan_of, result
 from tests.integration.engines import STRESS_CHUNK, Server

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ragserve.answering.prompt import PromptBuilder
-from sglang_ext.protocol import SGLANG_VERSION
+from sglang_ext.wire.protocol import SGLANG_VERSION
 from tests.conftest import EXHAUSTIVE, MODEL
 from tests.integration.forked_starts import forked_server
 from tests.integration.prompts import built, rows

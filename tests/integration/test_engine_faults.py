@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from ragserve.answering.prompt import PromptBuilder
-from sglang_ext.protocol import DISTRIBUTION_FIELD, PLAN_FIELD, PREFILL_FIELD, ContextPlan
-from sglang_ext.stages import STAGES
+from sglang_ext.stages.stages import STAGES
+from sglang_ext.wire.protocol import DISTRIBUTION_FIELD, PLAN_FIELD, PREFILL_FIELD, ContextPlan
 from tests.integration.context_client import assert_same, composed, generate, plan_of, result
 from tests.integration.engines import Server
 from tests.integration.prompts import prompt, rows
@@ -118,7 +118,8 @@ GOES_ON: dict[str, Ask] = {  # stages whose failure takes nothing from a request
     "ended": Bench.ask,
 }
 NOT_HERE = {"control"}  # has a test of its own
-ONLY_ON_GPU = {"graph"}  # SGLang replays decode steps as CUDA graphs; tests/unit/test_hooks.py runs the stage
+# SGLang replays decode steps as CUDA graphs; tests/unit/process/test_hooks.py runs the stage.
+ONLY_ON_GPU = {"graph"}
 
 
 def test_every_stage_has_a_request() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_ext.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, DecodeOptions, DecodeReport, Span
+from sglang_ext.wire.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, DecodeOptions, DecodeReport, Span
 from tests.integration import context_client
 from tests.integration.context_client import result
 from tests.integration.engines import PARALLEL_LOGICAL, PARALLEL_PAGE, Server

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, Span
+from sglang_ext.wire.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, Span
 from tests.integration import context_client
 from tests.integration.context_client import result
 from tests.integration.engines import Server

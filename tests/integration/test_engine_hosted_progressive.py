@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sglang_ext.protocol import ContextPlan, Span
+from sglang_ext.wire.protocol import ContextPlan, Span
 from tests.integration import context_client
 from tests.integration.context_client import result
 from tests.integration.engines import PARALLEL_PAGE, Server

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ragserve.answering.prompt import PromptBuilder
-from sglang_ext.protocol import DISTRIBUTION_FIELD, PLAN_FIELD
+from sglang_ext.wire.protocol import DISTRIBUTION_FIELD, PLAN_FIELD
 from tests.integration.context_client import NEW, assert_same, composed, generate, plan_of, report, result
 from tests.integration.engines import STRESS_CHUNK, Server
 from tests.integration.prompts import prompt, rows

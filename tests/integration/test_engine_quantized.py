@@ -10,7 +10,7 @@ import pytest
 from ragserve.client import Client
 from ragserve.errors import Forbidden
 from ragserve.tenants.key_file import KeyFile
-from sglang_ext.protocol import DECODE_FIELD, DecodeOptions, DecodeReport
+from sglang_ext.wire.protocol import DECODE_FIELD, DecodeOptions, DecodeReport
 from tests.conftest import MODEL
 from tests.integration.context_client import generate, plan_of, result
 from tests.integration.prompts import some_ids

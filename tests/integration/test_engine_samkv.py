@@ -16,9 +16,9 @@ from ragserve_kernels.block_summary import BlockPlan, block_summary_naive, defau
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.selection.samkv import KEEP
-from sglang_ext.documents.page_files import DocumentFiles
-from sglang_ext.protocol import ContextPlan
-from sglang_ext.request_options import MIN_TOKENS
+from sglang_ext.documents.disk.page_files import DocumentFiles
+from sglang_ext.wire.protocol import ContextPlan
+from sglang_ext.wire.request_options import MIN_TOKENS
 from tests.analyses import local_queries, mean_keys
 from tests.conftest import MODEL
 from tests.integration.context_client import NEW, assert_same, composed, generate, report, result

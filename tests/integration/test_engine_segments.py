@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from sglang_ext.protocol import DECODE_FIELD, PREFILL_FIELD, DecodeOptions
+from sglang_ext.wire.protocol import DECODE_FIELD, PREFILL_FIELD, DecodeOptions
 from tests.integration import context_client
 from tests.integration.context_client import result
 from tests.integration.engines import Server

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
-from sglang_ext.protocol import session_key
+from sglang_ext.wire.protocol import session_key
 from tests.integration.context_client import generate
 from tests.integration.engines import PARALLEL_PAGE, SESSION_REFRESH, STRESS_CHUNK, Server
 from tests.integration.prompts import rows

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.attention.streaming_heads import streaming_heads
-from sglang_ext.prefill_options import PrefillOptions
-from sglang_ext.protocol import (
+from sglang_ext.attention.pools.streaming_heads import streaming_heads
+from sglang_ext.wire.prefill_options import PrefillOptions
+from sglang_ext.wire.protocol import (
     DECODE_FIELD,
     MISSING_PREFIX,
     PLAN_FIELD,

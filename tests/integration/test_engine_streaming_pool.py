@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_ext.attention.streaming_heads import streaming_heads
-from sglang_ext.protocol import PREFILL_FIELD
+from sglang_ext.attention.pools.streaming_heads import streaming_heads
+from sglang_ext.wire.protocol import PREFILL_FIELD
 from tests.integration.context_client import assert_same, generate, plan_of, result
 from tests.integration.engines import STREAMING_GATES, STRESS_CHUNK, Server
 from tests.integration.prompts import some_ids

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from sglang_ext.protocol import SGLANG_VERSIONS, ContextPlan
+from sglang_ext.wire.protocol import SGLANG_VERSIONS, ContextPlan
 from tests.integration.context_client import composed, generate, plan_of, report, result
 from tests.integration.processes import assert_gone, family_of
 from tests.integration.small_engine import NEW, Engine

@@ -21,7 +21,7 @@ from ragserve.verification.comparison import Comparison, TunedQueries, compare_a
 from ragserve.verification.questions import DrawnQuestion, drawn
 from ragserve.verification.verdicts import verdict
 from ragserve_index import IndexStore
-from sglang_ext.protocol import DISTRIBUTION_FIELD, FORCED_FIELD, Span
+from sglang_ext.wire.protocol import DISTRIBUTION_FIELD, FORCED_FIELD, Span
 from tests.integration.context_client import composed
 from tests.integration.engines import Server
 from tests.integration.prompts import prompt, rows

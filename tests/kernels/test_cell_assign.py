@@ -1,4 +1,4 @@
-"""cell_assign, choice after choice, against plain torch; tests/unit/hosting/test_cells.py holds that to a
+"""cell_assign, choice after choice, against plain torch; tests/unit/kv_offload/test_cells.py holds that to a
 dict."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """column_assign against plain torch, over choices that follow each other; that against a dict in order of use
-in tests/unit/hosting/test_columns.py."""
+in tests/unit/kv_offload/test_columns.py."""
 
 from __future__ import annotations
 

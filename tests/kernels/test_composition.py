@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragserve_kernels.dispatch import forced_naive
-from sglang_ext.context.buffers import PADDING_SLOT
 from sglang_ext.context.compose.gather import Filling, Gather, needed_blocks
 from sglang_ext.context.recompute.graphs import MANY_REQUESTS, MOST_REQUESTS, REQUESTS, StaticRows
 from sglang_ext.context.recompute.job import RecomputeJob
 from sglang_ext.context.recompute.row_attention import Rows
-from sglang_ext.context.rope import Rotation
-from sglang_ext.documents.stored_pages import StoredPages
-from sglang_ext.documents.types import PAGE_BITS, KvShape
+from sglang_ext.documents.pages.stored_pages import StoredPages
+from sglang_ext.documents.pages.types import PAGE_BITS, KvShape
+from sglang_ext.tensors.buffers import PADDING_SLOT
+from sglang_ext.tensors.rope import Rotation
 from tests.kernels.reference import assert_close
 
 LAYERS, HEADS, DIM, BLOCK = 2, 2, 64, 4

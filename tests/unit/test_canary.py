@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext import hooks
+from sglang_ext.process import hooks
 from tests import canary
 
 

@@ -13,8 +13,8 @@ from ragserve.commands.options import settings_from, with_settings
 from ragserve.commands.serve import serve
 from ragserve.config import Settings, StrategyName, load
 from ragserve.errors import InvalidRequest
-from sglang_ext.protocol import EXACT_STRATEGIES
-from sglang_ext.request_options import STRATEGY_OPTIONS
+from sglang_ext.wire.protocol import EXACT_STRATEGIES
+from sglang_ext.wire.request_options import STRATEGY_OPTIONS
 
 
 def test_flags_win_over_environment_over_file_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_ext import stages
-from sglang_ext.context.buffers import upload
 from sglang_ext.context.compose.fused_question import FusedQuestion
 from sglang_ext.context.compose.gather import Filling, Gather
 from sglang_ext.context.compose.host_fill import gather_to_host
@@ -23,10 +21,12 @@ from sglang_ext.context.recompute.graphs import capture_graphs
 from sglang_ext.context.recompute.job import RecomputeJob
 from sglang_ext.context.recompute.question_attention import QuestionRows, attention, warm_questions
 from sglang_ext.context.recompute.recompute_pass import recompute, warm
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.anchors import anchors_of
 from sglang_ext.context.selection.recompute_rules import Kept
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.stages import stages
+from sglang_ext.tensors.buffers import upload
+from sglang_ext.tensors.rope import Rotation
 
 
 class Composer:

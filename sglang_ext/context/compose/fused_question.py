@@ -19,8 +19,8 @@ from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.recompute.graphs import RecomputeGraphs
 from sglang_ext.context.recompute.job import Passed, RecomputeJob
 from sglang_ext.context.recompute.recompute_pass import recompute
-from sglang_ext.model import unlike_plain_attention
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.sglang_internals.model import unlike_plain_attention
 
 # Most slots of a context of which nothing is recomputed, on each rank: with several every rank reads a share
 # of the heads. For 5,120 the pass takes two thirds of SGLang's extend (H200, 8B model, one GPU); more was not

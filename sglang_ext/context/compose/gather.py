@@ -21,10 +21,10 @@ import torch
 from ragserve_kernels import dispatch as kernels
 from ragserve_kernels import rotate_gather as op
 from ragserve_kernels.kv import HEAD_DIMS, KVLayers
-from sglang_ext.context.buffers import PADDING_SLOT, Buffers, Ints, upload, upload_all
 from sglang_ext.context.compose.layer_transfer import LayerLoads
-from sglang_ext.context.rope import Rotation
-from sglang_ext.documents.stored_pages import StoredPages
+from sglang_ext.documents.pages.stored_pages import StoredPages
+from sglang_ext.tensors.buffers import PADDING_SLOT, Buffers, Ints, upload, upload_all
+from sglang_ext.tensors.rope import Rotation
 
 _SHIFT = 4  # column of runs
 _LAYERS_AT_ONCE = 4  # per launch from host: with 32 layers, work on the first begins after an eighth of them

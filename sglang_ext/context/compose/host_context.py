@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
-from sglang_ext.hosting.context_pages import ContextPages
-from sglang_ext.hosting.host_documents import HostDocuments, WantedDocument
+from sglang_ext.kv_offload.documents.context_pages import ContextPages
+from sglang_ext.kv_offload.documents.host_documents import HostDocuments, WantedDocument
 
 
 def context_on_host(

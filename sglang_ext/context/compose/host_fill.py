@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
-from sglang_ext.context.buffers import Buffers
 from sglang_ext.context.compose.gather import Filling, Gather
+from sglang_ext.tensors.buffers import Buffers
 
 
 class Target(Protocol):
-    """Takes KV in whole pages, as `sglang_ext.hosting.host_target.HostTarget` does."""
+    """Takes KV in whole pages, as `sglang_ext.kv_offload.host_target.HostTarget` does."""
 
     piece: int
     """Tokens at a time, at most."""

@@ -13,7 +13,7 @@ import torch
 
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, DocumentOnHost
 from sglang_ext.documents.session_pages import SessionPages
-from sglang_ext.protocol import SessionPart, Span, composed_session_key
+from sglang_ext.wire.protocol import SessionPart, Span, composed_session_key
 
 _LACKS_ROOM_S = 1.0  # a context that waits for a load asks again far sooner
 _MAX_LOADS = 9  # of one block: requests that evict each other's host pages end as misses, not in a loop

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
-from sglang_ext.context.buffers import Ints, upload
 from sglang_ext.context.compose.gather import needed_blocks
 from sglang_ext.context.compose.stage_timer import StageTimer
 from sglang_ext.context.recompute.job import RecomputeJob, question_job
 from sglang_ext.context.selection.base import ContextSelection, PartialSelection
 from sglang_ext.context.selection.recompute_rules import Kept
-from sglang_ext.documents.page_format import token_array
+from sglang_ext.documents.pages.page_format import token_array
 from sglang_ext.documents.session_pages import TurnPages
-from sglang_ext.protocol import ContextPlan, ContextReport
+from sglang_ext.tensors.buffers import Ints, upload
+from sglang_ext.wire.protocol import ContextPlan, ContextReport
 
 
 @dataclass(slots=True)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
-from sglang_ext.context.buffers import upload
 from sglang_ext.context.recompute.question_attention import QuestionRows, by_token
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.tensors.buffers import upload
 
 _SCORES = 2**26  # attention scores held at once
 

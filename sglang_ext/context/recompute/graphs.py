@@ -13,11 +13,11 @@ import torch
 
 from ragserve_kernels import dispatch as kernels
 from ragserve_kernels.kv import HEAD_DIMS
-from sglang_ext.context.buffers import PADDING_SLOT, upload
 from sglang_ext.context.recompute.job import LastQueries, RecomputeJob
 from sglang_ext.context.recompute.layers import run_layers
 from sglang_ext.context.recompute.row_attention import Rows
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.tensors.buffers import PADDING_SLOT, upload
 
 log = logging.getLogger(__name__)
 # Rows; beyond them an 8B model computes longer than it takes to launch, on slow CPUs, too: with one H100 811

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext.context.buffers import PADDING_SLOT, Ints, upload, upload_all
+from sglang_ext.tensors.buffers import PADDING_SLOT, Ints, upload, upload_all
 
 
 class QueryObserver(Protocol):

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from sglang_ext import giving_way
-from sglang_ext.context.buffers import Buffers, Ints, upload
 from sglang_ext.context.recompute.job import QueryObserver, RecomputeJob, slices
 from sglang_ext.context.recompute.row_attention import Rows
-from sglang_ext.model import forward_batch
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.sglang_internals.model import forward_batch
+from sglang_ext.stages import cancelled_pass
+from sglang_ext.tensors.buffers import Buffers, Ints, upload
 
 _CHOOSING_LAYER = 1
 
@@ -41,7 +41,7 @@ class _Pass:
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
     ) -> torch.Tensor:
         """q [rows, heads * head_dim], k and v [rows, kv_heads, head_dim] of all jobs, one after the other."""
-        giving_way.look(q.device)
+        cancelled_pass.look(q.device)
         number = layer.layer_id
         keys, values = (
             self.token_to_kv_pool.get_key_buffer(number),

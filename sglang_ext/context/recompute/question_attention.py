@@ -18,12 +18,12 @@ import torch
 
 from ragserve_kernels.key_scores import key_scores
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
-from sglang_ext.context.buffers import PADDING_SLOT, Ints, upload
-from sglang_ext.context.joint import alike
 from sglang_ext.context.recompute.graphs import RecomputeGraphs
 from sglang_ext.context.recompute.job import LastQueries, RecomputeJob
 from sglang_ext.context.recompute.recompute_pass import recompute
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.tensors.buffers import PADDING_SLOT, Ints, upload
+from sglang_ext.tensors.joint import alike
 
 _SCORES_AT_ONCE = 2**25  # float32 of all heads and layers that are made probabilities in one go: 128 MB
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_ext.context.buffers import PADDING_SLOT, Buffers, Ints, upload
 from sglang_ext.context.recompute.graphs import RecomputeGraphs
 from sglang_ext.context.recompute.job import Passed, QueryObserver, RecomputeJob
 from sglang_ext.context.recompute.layers import choose_rows, run_slices
+from sglang_ext.tensors.buffers import PADDING_SLOT, Buffers, Ints, upload
 
 NO_ROWS: Ints = np.empty(0, dtype=np.int64)
 _ROWS = 8192  # in one call of the model where prefills come in one piece

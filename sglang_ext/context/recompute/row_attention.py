@@ -15,8 +15,8 @@ from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
 from ragserve_kernels import dispatch as kernels
 from ragserve_kernels.kv import HEAD_DIMS
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
-from sglang_ext.context.buffers import upload
 from sglang_ext.context.recompute.job import RecomputeJob
+from sglang_ext.tensors.buffers import upload
 
 
 @dataclass(slots=True)

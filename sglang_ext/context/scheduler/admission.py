@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
-from sglang_ext import sglang_requests, stages
 from sglang_ext.context.compose.host_context import context_on_host
 from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, tier_of
 from sglang_ext.context.scheduler import sglang_req
 from sglang_ext.context.scheduler.selection_stage import SelectionStage, absent, present
-from sglang_ext.hosting.context_pages import ContextPages
-from sglang_ext.hosting.host_documents import HostDocuments
-from sglang_ext.protocol import MISSING_PREFIX
-from sglang_ext.ranks import Ranks
+from sglang_ext.kv_offload.documents.context_pages import ContextPages
+from sglang_ext.kv_offload.documents.host_documents import HostDocuments
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.sglang_internals import sglang_requests
+from sglang_ext.stages import stages
+from sglang_ext.wire.protocol import MISSING_PREFIX
 
 _POLL_S = 0.0005  # between two looks at a load, when the scheduler has nothing else to do
 _EVICTED = (

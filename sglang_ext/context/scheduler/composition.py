@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from sglang_ext import sglang_requests, stages
 from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.document_analysis import Cut
 from sglang_ext.analysis.texts import Texts
@@ -17,7 +16,6 @@ from sglang_ext.context.compose.composer import Composer
 from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, is_composed, report_of
 from sglang_ext.context.compose.stage_timer import StageTimer
-from sglang_ext.context.rope import rotation_of
 from sglang_ext.context.scheduler import recall_probe, sglang_req
 from sglang_ext.context.scheduler.admission import Admission
 from sglang_ext.context.scheduler.document_pass import DocumentPass
@@ -34,10 +32,13 @@ from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.strategies import ModelShape, partial_selection
 from sglang_ext.documents.session_pages import SessionPages
-from sglang_ext.giving_way import TakenBack, watched
-from sglang_ext.model import NotComposable, check_layers, forward_stream
-from sglang_ext.protocol import PLAN_FIELD, ContextPlan, PlanError, composed_session_key
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.sglang_internals import sglang_requests
+from sglang_ext.sglang_internals.model import NotComposable, check_layers, forward_stream
+from sglang_ext.stages import stages
+from sglang_ext.stages.cancelled_pass import TakenBack, watched
+from sglang_ext.tensors.rope import rotation_of
+from sglang_ext.wire.protocol import PLAN_FIELD, ContextPlan, PlanError, composed_session_key
 
 ANALYSIS_BYTES = 2**30  # default memory for decoded analyses
 
@@ -57,7 +58,7 @@ class AnalysisConfig:
 
 
 def check_pool(pool: Any) -> None:
-    """Raise NotComposable for quantised KV (`sglang_ext.attention.quantized_pool`)."""
+    """Raise NotComposable for quantised KV (`sglang_ext.attention.pools.quantized_pool`)."""
     if (bits := getattr(pool, "bits", 16)) != 16:
         raise NotComposable(
             f"documents are composed in plain KV, and this server's has {bits} bits: use strategy 'prefix' "

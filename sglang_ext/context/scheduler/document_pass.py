@@ -12,7 +12,7 @@ import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
-from sglang_ext.distribution import is_traced
+from sglang_ext.diagnostics.distribution import is_traced
 
 TOGETHER = 4096  # tokens of documents in one pass: bounds its memory
 

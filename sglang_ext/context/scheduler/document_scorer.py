@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from sglang_ext.analysis.forward import LayerState, Text, run
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.context.selection.document_scores import document_scores
-from sglang_ext.protocol import PlanError, document_key
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.tensors.rope import Rotation
+from sglang_ext.wire.protocol import PlanError, document_key
 
 _READ_S = 5.0  # of waiting for analyses on disk; those that take longer have no score
 _QUESTION_TOKENS = 256  # the last ones of a longer question

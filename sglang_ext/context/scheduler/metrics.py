@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from sglang_ext.protocol import ContextReport
+from sglang_ext.wire.protocol import ContextReport
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 

@@ -21,7 +21,12 @@ from sglang_ext.analysis.forward import LayerState, Text, run
 from sglang_ext.context.compose.gather import Filling, Gather
 from sglang_ext.context.recompute.job import RecomputeJob
 from sglang_ext.context.recompute.recompute_pass import recompute
-from sglang_ext.model import NotComposable, forward_stream, prompt_batch, unlike_plain_attention
+from sglang_ext.sglang_internals.model import (
+    NotComposable,
+    forward_stream,
+    prompt_batch,
+    unlike_plain_attention,
+)
 
 log = logging.getLogger(__name__)
 _TOKENS, _QUESTION = 48, 8  # of the prompt; the question is its end

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_ext.context.buffers import Buffers, upload
 from sglang_ext.context.compose.composer import Composer, filling_of
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.recompute.job import LastQueries
 from sglang_ext.context.recompute.recompute_pass import recompute
-from sglang_ext.request_options import QuestionQuery
+from sglang_ext.tensors.buffers import Buffers, upload
+from sglang_ext.wire.request_options import QuestionQuery
 
 _BYTES = 2**30  # KV of one pass: 8,192 tokens of an 8B model in bfloat16 on one GPU
 

@@ -18,7 +18,6 @@ from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.analysis.stability import outlying
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.base import ModelShape, PartialSelection
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
@@ -26,7 +25,8 @@ from sglang_ext.context.selection.samkv import stable_layers
 from sglang_ext.context.selection.sentences import SINKS, Sentences, take_best
 from sglang_ext.context.selection.signals.attention import attention
 from sglang_ext.context.selection.strategies import partial_selection
-from sglang_ext.protocol import ContextPlan, PlanError, RetrievalScores, Span
+from sglang_ext.tensors.rope import Rotation
+from sglang_ext.wire.protocol import ContextPlan, PlanError, RetrievalScores, Span
 
 _HEADS_KEEP = 0.05  # share of the tokens that one head alone may keep
 

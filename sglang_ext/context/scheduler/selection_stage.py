@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_ext import stages
 from sglang_ext.analysis.analyser import Analyser, Keep
 from sglang_ext.analysis.analysis_cache import AnalysisCache
 from sglang_ext.analysis.document_analysis import Analysis, Cut, SummaryError
@@ -36,9 +35,10 @@ from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.samkv import Chosen
 from sglang_ext.context.selection.signals import Evidence
 from sglang_ext.context.selection.signals.attention import Attention, begin_attention
-from sglang_ext.model import forward_stream
-from sglang_ext.ranks import Ranks
-from sglang_ext.request_options import QuestionQuery
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.sglang_internals.model import forward_stream
+from sglang_ext.stages import stages
+from sglang_ext.wire.request_options import QuestionQuery
 
 log = logging.getLogger(__name__)
 _ANALYSED_TOKENS = 8192  # document tokens analysed in one scheduler step; bounds how long decoding waits

@@ -19,13 +19,13 @@ import torch
 from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.document_analysis import Analysis, quantize
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.signals.attention import attention
-from sglang_ext.protocol import ContextPlan, PlanError, Span, composed_session_key
-from sglang_ext.ranks import Ranks
-from sglang_ext.request_options import SamKvOptions
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.tensors.rope import Rotation
+from sglang_ext.wire.protocol import ContextPlan, PlanError, Span, composed_session_key
+from sglang_ext.wire.request_options import SamKvOptions
 
 _LARGEST_BLOCK = 64
 

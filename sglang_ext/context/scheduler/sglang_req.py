@@ -12,7 +12,7 @@ import numpy as np
 
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.compose.request import ComposedContext
-from sglang_ext.documents.types import whole_pages
+from sglang_ext.documents.pages.types import whole_pages
 
 
 @dataclass(slots=True)

@@ -17,8 +17,8 @@ from sglang_ext.context.selection import recompute_rules as rules
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.recompute_rules import Kept, Rule
-from sglang_ext.protocol import ContextPlan
-from sglang_ext.request_options import SamKvOptions
+from sglang_ext.wire.protocol import ContextPlan
+from sglang_ext.wire.request_options import SamKvOptions
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from sglang_ext.protocol import Span
+from sglang_ext.wire.protocol import Span
 
 
 @dataclass(frozen=True, eq=False)

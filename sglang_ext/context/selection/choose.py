@@ -9,7 +9,6 @@ import torch
 
 from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.document_analysis import Analysis
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection import samkv
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.choose_sentences import begin_sentences
@@ -18,9 +17,10 @@ from sglang_ext.context.selection.signals import Evidence
 from sglang_ext.context.selection.signals.attention import Attention
 from sglang_ext.context.selection.signals.document import document_prior
 from sglang_ext.context.selection.strategies import PartialSelection
-from sglang_ext.protocol import ContextPlan
-from sglang_ext.ranks import Ranks
-from sglang_ext.request_options import SamKvOptions
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.tensors.rope import Rotation
+from sglang_ext.wire.protocol import ContextPlan
+from sglang_ext.wire.request_options import SamKvOptions
 
 
 class Selector:

@@ -11,7 +11,7 @@ from sglang_ext.context.selection.samkv import Chosen, budget
 from sglang_ext.context.selection.sentences import Sentences
 from sglang_ext.context.selection.signals import Evidence, Scores, fused, scored
 from sglang_ext.context.selection.signals.attention import Attention
-from sglang_ext.request_options import SamKvOptions
+from sglang_ext.wire.request_options import SamKvOptions
 
 
 def choose_sentences(evidence: Evidence) -> Chosen:

@@ -16,9 +16,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from sglang_ext.analysis.document_analysis import Analysis
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.queries import CHUNK_BYTES
 from sglang_ext.context.selection.sentences import SINKS
+from sglang_ext.tensors.rope import Rotation
 
 
 def document_scores(

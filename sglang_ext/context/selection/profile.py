@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_ext.request_options import merged, strategy_options
+from sglang_ext.wire.request_options import merged, strategy_options
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
-from sglang_ext.context.buffers import Ints, upload
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.blocks import Blocks
-from sglang_ext.request_options import SamKvOptions
+from sglang_ext.tensors.buffers import Ints, upload
+from sglang_ext.tensors.rope import Rotation
+from sglang_ext.wire.request_options import SamKvOptions
 
 CHUNK_BYTES = 256 * 2**20  # of float32 numbers in one product at a time
 

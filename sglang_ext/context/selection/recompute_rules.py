@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
-from sglang_ext.context.buffers import Ints
 from sglang_ext.context.selection.sentences import SINKS, Sentences
-from sglang_ext.protocol import ContextPlan
-from sglang_ext.request_options import ComposedOptions, PlanError, SamKvOptions
+from sglang_ext.tensors.buffers import Ints
+from sglang_ext.wire.protocol import ContextPlan
+from sglang_ext.wire.request_options import ComposedOptions, PlanError, SamKvOptions
 
 _SHARE = 0.15
 _SENTENCES_SHARE = 0.1  # more gained nothing on any set measured

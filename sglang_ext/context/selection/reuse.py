@@ -11,8 +11,8 @@ import torch
 
 from sglang_ext.context.selection.base import ModelShape, PartialSelection
 from sglang_ext.context.selection.recompute_rules import Rule
-from sglang_ext.protocol import ContextPlan, Span
-from sglang_ext.request_options import ComposedOptions, ConcatOptions, KeepOptions, PlanError
+from sglang_ext.wire.protocol import ContextPlan, Span
+from sglang_ext.wire.request_options import ComposedOptions, ConcatOptions, KeepOptions, PlanError
 
 BLOCK = 16  # tokens; unit of option `keep`
 

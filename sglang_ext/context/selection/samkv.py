@@ -21,13 +21,13 @@ from dataclasses import dataclass
 import torch
 
 from sglang_ext.analysis.document_analysis import Analysis, Cut
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.base import ModelShape, PartialSelection
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.queries import block_attention, block_products, document_queries
 from sglang_ext.context.selection.recompute_rules import Rule
-from sglang_ext.protocol import ContextPlan
-from sglang_ext.request_options import SamKvOptions
+from sglang_ext.tensors.rope import Rotation
+from sglang_ext.wire.protocol import ContextPlan
+from sglang_ext.wire.request_options import SamKvOptions
 
 KEEP = 0.15  # default share of the document tokens, for sentences
 MOST = 0.6  # default ceiling of that share with `top_p`

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
-from sglang_ext.context.buffers import Ints
+from sglang_ext.tensors.buffers import Ints
 
 SINKS = 3  # first tokens of a document, on which models park attention
 _SHARPNESS = 2  # exponent that makes a score a weight

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from sglang_ext.documents import page_format
-from sglang_ext.documents.page_files import DocumentFiles, PageFile
-from sglang_ext.documents.page_format import PageError, PageLayout, Record
+from sglang_ext.documents.disk.page_files import DocumentFiles, PageFile
+from sglang_ext.documents.pages import page_format
+from sglang_ext.documents.pages.page_format import PageError, PageLayout, Record
 from sglang_ext.documents.remote.remote_backend import RemoteBackend, StoreAway
 
 _COUNT_EVERY_S = 60.0  # other engines write, too: the sum is counted anew

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from sglang_ext.documents.disk import Faults
-from sglang_ext.documents.metrics import remote_metrics
+from sglang_ext.documents.disk.disk import Faults
+from sglang_ext.documents.pages.metrics import remote_metrics
 from sglang_ext.documents.remote.deletions import Deletion, Deletions
 from sglang_ext.documents.remote.remote_backend import RemoteBackend, StoreAway
 

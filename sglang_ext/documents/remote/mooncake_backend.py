@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from sglang_ext.documents import page_format
-from sglang_ext.documents.page_format import PageLayout, Record
+from sglang_ext.documents.pages import page_format
+from sglang_ext.documents.pages.page_format import PageLayout, Record
 from sglang_ext.documents.remote.mooncake_client import MooncakeClient
 from sglang_ext.documents.remote.remote_backend import RemoteBackend
 

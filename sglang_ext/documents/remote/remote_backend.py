@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.documents.page_format import Record
+from sglang_ext.documents.pages.page_format import Record
 
 
 class StoreAway(OSError):

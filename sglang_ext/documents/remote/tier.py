@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from sglang_ext.documents import page_format
-from sglang_ext.documents.disk import DiskTier, Faults
-from sglang_ext.documents.disk_index import DiskIndex
-from sglang_ext.documents.host import HostEntry, HostTier
-from sglang_ext.documents.io_pool import IoPool
-from sglang_ext.documents.metrics import KvMetrics
-from sglang_ext.documents.page_format import PageError, PageLayout, Record
+from sglang_ext.documents.disk.disk import DiskTier, Faults
+from sglang_ext.documents.disk.disk_index import DiskIndex
+from sglang_ext.documents.disk.io_pool import IoPool
+from sglang_ext.documents.pages import page_format
+from sglang_ext.documents.pages.host import HostEntry, HostTier
+from sglang_ext.documents.pages.metrics import KvMetrics
+from sglang_ext.documents.pages.page_format import PageError, PageLayout, Record
 from sglang_ext.documents.remote.deletions import Deletion, Deletions
 from sglang_ext.documents.remote.document_values import DocumentValues
 from sglang_ext.documents.remote.keeper import Keeper

@@ -8,7 +8,7 @@ from ragserve.answering.accounting import context_use
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.answering.results import DecodeUse
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk
-from sglang_ext.protocol import ContextReport, DecodeReport
+from sglang_ext.wire.protocol import ContextReport, DecodeReport
 from tests.conftest import MODEL
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument, load_tokenizer
 from ragserve.answering.results import RetrievedPassage
 from ragserve.answering.scores import retrieval_scores
-from sglang_ext.protocol import ContextPlan, RetrievalScores
+from sglang_ext.wire.protocol import ContextPlan, RetrievalScores
 from tests.conftest import MODEL
 
 TEXTS = ["It rained. Then snow came. It was cold.", "Nobody slept.", "A third one. It is long."]

@@ -23,7 +23,7 @@ from ragserve.answering.results import RetrievedPassage
 from ragserve.answering.session_record import SessionRecord, dialogue_of
 from ragserve.answering.session_store import ASIDE, FILE_NAME, SessionStore
 from ragserve.strategy_spec import StrategySpec
-from sglang_ext.protocol import Span
+from sglang_ext.wire.protocol import Span
 from tests.conftest import EXHAUSTIVE
 
 SECRET = "the wine cellar under the west wing"

@@ -14,7 +14,7 @@ from ragserve.answering.prompt import Message, PromptBuilder, PromptDocument, lo
 from ragserve.answering.results import RetrievedPassage
 from ragserve.answering.turn_compression import TurnCompressor
 from ragserve.engine.base import GenerateRequest
-from sglang_ext.protocol import session_key
+from sglang_ext.wire.protocol import session_key
 from tests.conftest import MODEL
 from tests.unit.answering.test_dialogue_prompt import BRACKETS
 from tests.unit.answering.test_prompt import LLAMA, NO_SYSTEM

@@ -32,7 +32,7 @@ from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, Generat
 from ragserve.errors import RagserveError
 from ragserve.tenants.key_file import KeyFile
 from ragserve_index.types import NewChunk, NewDocument
-from sglang_ext.protocol import PrefillReport
+from sglang_ext.wire.protocol import PrefillReport
 from tests.unit.api.word_embedder import DIM, WordEmbedder
 
 _PREFILLED = PrefillReport("lines", 0.9, 40, 0.25, 3.5, 1.0)

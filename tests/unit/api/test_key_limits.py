@@ -16,7 +16,7 @@ from starlette.routing import Route
 from ragserve.api.app import create_app
 from ragserve.config import Settings
 from ragserve.tenants.key_file import KeyFile, KeyLimits
-from sglang_ext.token_meter import count_answers, count_prompt
+from sglang_ext.wire.token_meter import count_answers, count_prompt
 from tests.unit.api.scripted_server import (
     DOCUMENTS,
     ScriptedEngine,

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ragserve.metrics import metrics
 from sglang_ext.attention.metrics import decode_metrics, prefill_metrics
 from sglang_ext.context.scheduler.metrics import context_metrics
-from sglang_ext.documents.metrics import kv_metrics, remote_metrics
+from sglang_ext.documents.pages.metrics import kv_metrics, remote_metrics
 from tests.monitoring import FUNCTIONS, alerts, exposed, panels, words
 
 QUERIES = {**panels(), **alerts()}

@@ -14,7 +14,7 @@ import pytest
 from ragserve.engine.base import EngineInfo
 from ragserve.engine.document_cache import CachingEngine
 from ragserve.errors import EngineError
-from sglang_ext.protocol import session_key
+from sglang_ext.wire.protocol import session_key
 from tests.unit.api import scripted_server
 from tests.unit.api.scripted_server import DOCUMENTS, ScriptedEngine, eventually, serving
 from tests.unit.api.test_sessions import FIRST, THEN, ask, refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sglang_ext.protocol import session_key
+from sglang_ext.wire.protocol import session_key
 from tests.unit.api.scripted_server import DOCUMENTS, serving
 from tests.unit.api.test_sessions import FIRST, THEN, ask
 

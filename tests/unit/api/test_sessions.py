@@ -14,7 +14,7 @@ import pytest
 
 from ragserve.answering.prompt import load_tokenizer
 from ragserve.config import DEFAULT_MODEL
-from sglang_ext.protocol import SessionPart, session_key
+from sglang_ext.wire.protocol import SessionPart, session_key
 from tests.unit.api.scripted_server import DOCUMENTS, Live, Tenants, eventually, serving
 from tests.unit.api.test_query import sse
 

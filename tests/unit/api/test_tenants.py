@@ -23,8 +23,8 @@ from ragserve.api.access import NEEDS
 from ragserve.api.app import create_app
 from ragserve.config import Settings
 from ragserve.tenants.key_file import KeyFile
-from sglang_ext.cache_scope import CacheScope, confine
-from sglang_ext.protocol import ContextPlan, SessionPart, Span, session_key
+from sglang_ext.wire.cache_scope import CacheScope, confine
+from sglang_ext.wire.protocol import ContextPlan, SessionPart, Span, session_key
 from tests.unit.api.scripted_server import DOCUMENTS, ScriptedEngine, Tenants, asgi_client, serving
 
 

@@ -20,7 +20,7 @@ from ragserve import logs, tracing
 from ragserve.config import Settings
 from ragserve.engine.base import EngineTimings, GenerateChunk, GenerateRequest
 from ragserve.errors import InvalidRequest
-from sglang_ext.protocol import ContextReport
+from sglang_ext.wire.protocol import ContextReport
 from tests.unit.api.scripted_server import DOCUMENTS, Live, ScriptedEngine, eventually, serving
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

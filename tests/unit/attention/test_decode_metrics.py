@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import REGISTRY
 
 from sglang_ext.attention.metrics import decode_metrics
-from sglang_ext.protocol import DecodeReport
+from sglang_ext.wire.protocol import DecodeReport
 
 
 def lags() -> tuple[float, float]:

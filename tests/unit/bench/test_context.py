@@ -18,7 +18,7 @@ from ragserve.bench.context import ContextCase, cost_samples
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import Whereabouts
 from ragserve.errors import EngineError
-from sglang_ext.protocol import ContextReport, Span
+from sglang_ext.wire.protocol import ContextReport, Span
 
 
 class Engine:

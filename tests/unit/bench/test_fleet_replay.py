@@ -13,7 +13,7 @@ from ragserve.bench.retrieval_trace import Trace, TraceQuery
 from ragserve.config import load
 from ragserve.engine.ports import LOOPBACK, hold_port, port_of
 from ragserve.measuring.running_router import running_router
-from sglang_ext.protocol import Span
+from sglang_ext.wire.protocol import Span
 from tests.unit.fleet.fake_worker import KEY, workers
 
 SYSTEM = list(range(1, 5))

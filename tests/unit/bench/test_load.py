@@ -24,7 +24,7 @@ from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, Gene
 from ragserve.engine.document_cache import Whereabouts
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.strategy_spec import parse
-from sglang_ext.protocol import ContextReport
+from sglang_ext.wire.protocol import ContextReport
 
 LIMIT_S = 0.1
 

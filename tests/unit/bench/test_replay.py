@@ -20,7 +20,7 @@ from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, Gene
 from ragserve.engine.document_cache import Whereabouts
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.strategy_spec import StrategySpec
-from sglang_ext.protocol import ContextReport
+from sglang_ext.wire.protocol import ContextReport
 
 
 def write(folder: Path, queries: list[object], documents: list[object], *, packed: bool = True) -> Path:

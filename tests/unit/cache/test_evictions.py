@@ -21,9 +21,9 @@ from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.errors import Conflict, EngineError
 from ragserve_index import EvictionLog, IndexStore, NewChunk, NewDocument
+from sglang_ext.documents.pages.types import DiskConfig, DocumentMeta, KvShape
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.documents.types import DiskConfig, DocumentMeta, KvShape
-from sglang_ext.protocol import document_key
+from sglang_ext.wire.protocol import document_key
 
 SHAPE = KvShape(layers=2, kv_heads=2, head_dim=8, dtype=torch.float32, block=16)
 TEXTS = {

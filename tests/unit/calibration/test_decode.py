@@ -20,7 +20,7 @@ from ragserve.errors import EngineError, InvalidRequest
 from ragserve.measuring.engine_run import decode_step
 from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, Point, crossover, options_of
 from sglang_ext.documents.fingerprint import model_fingerprint
-from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE
+from sglang_ext.wire.protocol import ATTENTION_CONFIG_VARIABLE
 from tests.conftest import MODEL
 
 OPTIONS = {"mode": "hierarchical", "budget": 512, "reuse": 16}

@@ -27,7 +27,7 @@ from ragserve.profiles.prefill_crossover import (
     options_of,
 )
 from sglang_ext.documents.fingerprint import model_fingerprint
-from sglang_ext.protocol import ATTENTION_CONFIG_VARIABLE, PrefillReport
+from sglang_ext.wire.protocol import ATTENTION_CONFIG_VARIABLE, PrefillReport
 from tests.conftest import MODEL
 
 OPTIONS = {"mode": "lines", "alpha": 0.955, "dense_last": 256, "observe": 64}

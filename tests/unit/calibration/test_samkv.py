@@ -29,7 +29,7 @@ from ragserve.errors import InvalidRequest
 from ragserve.measuring.bounds import better
 from ragserve.profiles.samkv import FILE_NAME, SAMKV, SamkvProfile, load, place_of
 from sglang_ext.documents.fingerprint import model_fingerprint
-from sglang_ext.protocol import KV_CONFIG_VARIABLE
+from sglang_ext.wire.protocol import KV_CONFIG_VARIABLE
 from tests.conftest import MODEL
 
 PROFILE = SamkvProfile(

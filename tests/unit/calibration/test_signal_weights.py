@@ -27,7 +27,7 @@ from ragserve.config import DEFAULT_MODEL
 from ragserve.errors import InvalidRequest
 from ragserve.measuring.given_scores import GivenScores
 from sglang_ext.context.selection.signals import weights
-from sglang_ext.request_options import SamKvExperiment, SamKvOptions
+from sglang_ext.wire.request_options import SamKvExperiment, SamKvOptions
 
 SYLLABLES = ("ba", "do", "ki", "lu", "mer", "nas", "pol", "rit", "sev", "tur")
 

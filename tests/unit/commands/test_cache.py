@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from ragserve.commands.cache import _app
+from sglang_ext.documents.pages.types import DiskConfig, DocumentMeta, KvShape
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.documents.types import DiskConfig, DocumentMeta, KvShape
 
 SHAPE = KvShape(layers=2, kv_heads=2, head_dim=8, dtype=torch.float32, block=16)
 

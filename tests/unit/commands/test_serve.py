@@ -21,7 +21,7 @@ from ragserve.config import Settings
 from ragserve.engine import local
 from ragserve.engine.base import EngineInfo
 from ragserve.errors import RagserveError
-from sglang_ext.documents.page_files import DocumentFiles
+from sglang_ext.documents.disk.page_files import DocumentFiles
 from tests.conftest import MODEL
 
 

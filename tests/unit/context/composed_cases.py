@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from sglang_ext.context.buffers import PADDING_SLOT
 from sglang_ext.context.compose import fused_question
 from sglang_ext.context.compose.composer import Composer
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.strategies import partial_selection
-from sglang_ext.documents.stored_pages import StoredPages
-from sglang_ext.documents.types import KvShape
-from sglang_ext.protocol import ContextPlan, Span
-from sglang_ext.ranks import Ranks
+from sglang_ext.documents.pages.stored_pages import StoredPages
+from sglang_ext.documents.pages.types import KvShape
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.tensors.buffers import PADDING_SLOT
+from sglang_ext.tensors.rope import Rotation
+from sglang_ext.wire.protocol import ContextPlan, Span
 from tests.unit.context.small_model import DIM, KV_HEADS, LAYERS, VOCABULARY
 
 SLOTS, SYSTEM = 600, 3

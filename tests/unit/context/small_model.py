@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sglang_ext.context.buffers import Buffers
 from sglang_ext.context.compose.fused_question import WITHOUT
+from sglang_ext.tensors.buffers import Buffers
 
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, VOCABULARY = 3, 4, 2, 8, 16, 50
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from sglang_ext.documents.pages.types import DiskConfig, DocumentMeta, KvShape
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.documents.types import DiskConfig, DocumentMeta, KvShape
 
 FINGERPRINT = "model-a/tokenizer-a"
 SHAPE = KvShape(layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, block=4)  # pages of 512 bytes

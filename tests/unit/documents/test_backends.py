@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.documents.pages.types import PAGE_BITS, DiskConfig, KvShape
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.documents.types import PAGE_BITS, DiskConfig, KvShape
 from tests.unit.documents.document_samples import FINGERPRINT, LARGE, SHAPE, Sample, flushed, look_up
 
 

@@ -12,8 +12,8 @@ import torch
 
 from ragserve_kernels.kv import KVLayers
 from sglang_ext.documents import fill
+from sglang_ext.documents.pages.types import PAGE_BITS, DiskConfig, KvShape
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.documents.types import PAGE_BITS, DiskConfig, KvShape
 from tests.unit.documents.document_samples import FINGERPRINT, Sample, flushed, pages_of
 
 pytestmark = pytest.mark.gpu

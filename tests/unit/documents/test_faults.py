@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.documents import page_format
-from sglang_ext.documents.page_format import ALIGN, FIXED_BYTES
+from sglang_ext.documents.pages import page_format
+from sglang_ext.documents.pages.page_format import ALIGN, FIXED_BYTES
 from sglang_ext.documents.tier_store import TierStore
 from tests.campaigns.troubles import few_descriptors
 from tests.conftest import EXHAUSTIVE

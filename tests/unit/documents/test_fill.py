@@ -13,11 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_ext.context.scheduler.composition import AnalysisConfig
-from sglang_ext.context.scheduler.runtime import ContextRuntime
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
 from sglang_ext.documents import fill
+from sglang_ext.documents.pages.types import PAGE_BITS, KvShape
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.documents.types import PAGE_BITS, KvShape
+from sglang_ext.process.runtime import ContextRuntime
 from tests.unit.documents.document_samples import FINGERPRINT, Sample, flushed, opened
 
 SHAPE = KvShape(layers=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16, block=16)  # pages of 8 KiB

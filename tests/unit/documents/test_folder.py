@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.documents import folder as offline
+from sglang_ext.documents.disk import folder as offline
 from tests.unit.documents.document_samples import Sample, bytes_under, files_of, flushed, opened
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.documents.page_format import PageLayout
+from sglang_ext.documents.pages.page_format import PageLayout
 from sglang_ext.documents.remote.mooncake_client import MooncakeClient
 from sglang_ext.documents.remote.remote_backend import StoreAway
 from sglang_ext.documents.tier_store import TierStore
@@ -136,6 +136,6 @@ def test_a_client_process_that_dies_is_started_again(master: Master) -> None:
 
 def _prefix(store: TierStore) -> str:
     layout: PageLayout = store._tiers.layout
-    from sglang_ext.documents.page_format import OLDEST, digest
+    from sglang_ext.documents.pages.page_format import OLDEST, digest
 
     return f"ragserve/v{OLDEST}/{digest(layout.fingerprint).hex()[:32]}/0-1"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.documents.page_files import DocumentFiles
-from sglang_ext.documents.page_format import PageError
+from sglang_ext.documents.disk.page_files import DocumentFiles
+from sglang_ext.documents.pages.page_format import PageError
 
 KEY = "ab" * 32
 
@@ -86,7 +86,7 @@ def test_only_the_pages_asked_for_are_read_in_runs(
     import os
     from array import array
 
-    from sglang_ext.documents import page_format
+    from sglang_ext.documents.pages import page_format
 
     layout = page_format.PageLayout("model", 0, 1, 1, 1, 16, 4, 1, 512)
     record = page_format.encode(KEY, "default", array("i", range(40)), array("I", [0] * 10), layout)

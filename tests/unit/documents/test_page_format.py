@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.documents import page_format
-from sglang_ext.documents.page_format import PageError, PageLayout
+from sglang_ext.documents.pages import page_format
+from sglang_ext.documents.pages.page_format import PageError, PageLayout
 
 LAYOUT = PageLayout(
     fingerprint="model-a",

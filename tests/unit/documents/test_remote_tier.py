@@ -17,13 +17,13 @@ import torch
 
 from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import tier_of
-from sglang_ext.control import answer
-from sglang_ext.documents.metrics import remote_metrics
+from sglang_ext.documents.pages.metrics import remote_metrics
+from sglang_ext.documents.pages.types import DiskConfig, RemoteConfig
 from sglang_ext.documents.remote.document_values import DocumentValues
 from sglang_ext.documents.remote.folder_backend import FolderBackend
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.documents.types import DiskConfig, RemoteConfig
-from sglang_ext.ranks import Ranks
+from sglang_ext.process.control import answer
+from sglang_ext.ranks.ranks import Ranks
 from tests.unit.context.compose.test_locate import context_of, resolved
 from tests.unit.documents.document_samples import FINGERPRINT, LARGE, SHAPE, Sample, flushed, pages_of
 

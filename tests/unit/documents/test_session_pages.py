@@ -13,7 +13,7 @@ from sglang_ext.documents import session_pages
 from sglang_ext.documents.device import DeviceDocuments
 from sglang_ext.documents.session_pages import SessionPages
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.protocol import composed_session_key, session_key
+from sglang_ext.wire.protocol import composed_session_key, session_key
 from tests.unit.documents.document_samples import FINGERPRINT, SHAPE
 from tests.unit.documents.test_radix import insert, tree_of
 

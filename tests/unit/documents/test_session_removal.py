@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_ext.documents.device import DeviceDocuments
-from sglang_ext.protocol import composed_session_key, prefix_key, session_key
+from sglang_ext.wire.protocol import composed_session_key, prefix_key, session_key
 from tests.unit.documents.test_radix import insert, tree_of
 
 OURS, THEIRS = session_key("acme", "a" * 32), session_key("acme-old", "b" * 32)

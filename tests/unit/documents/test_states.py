@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from sglang_ext.documents.page_format import ALIGN
+from sglang_ext.documents.pages.page_format import ALIGN
+from sglang_ext.documents.pages.types import DiskConfig, LoadTicket
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.documents.types import DiskConfig, LoadTicket
 from tests.conftest import EXHAUSTIVE
 from tests.unit.documents.document_samples import (
     FINGERPRINT,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.documents.disk import FileTier
+from sglang_ext.documents.disk.disk import FileTier
+from sglang_ext.documents.pages.types import DiskConfig
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.documents.types import DiskConfig
 from tests.unit.documents.document_samples import FINGERPRINT, LARGE, SHAPE, Sample, files_of, flushed, opened
 
 SUMMARY = bytes(range(256)) * 5

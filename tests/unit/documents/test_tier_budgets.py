@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.documents import page_format
+from sglang_ext.documents.pages import page_format
 from tests.unit.documents.document_samples import (
     SHAPE,
     Sample,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.documents import page_format
-from sglang_ext.documents.types import DocumentMeta
+from sglang_ext.documents.pages import page_format
+from sglang_ext.documents.pages.types import DocumentMeta
 from tests.unit.documents.document_samples import (
     FINGERPRINT,
     SHAPE,

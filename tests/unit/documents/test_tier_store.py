@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_ext.documents import page_format
-from sglang_ext.documents.disk import FileTier
+from sglang_ext.documents.disk.disk import FileTier
+from sglang_ext.documents.pages import page_format
+from sglang_ext.documents.pages.types import PAGE_BITS, DiskConfig, DocumentMeta, KvShape, StoreInUse
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.documents.types import PAGE_BITS, DiskConfig, DocumentMeta, KvShape, StoreInUse
 from tests.unit.documents.document_samples import (
     FINGERPRINT,
     SHAPE,
@@ -182,7 +182,7 @@ def test_documents_are_found_after_a_restart_without_the_scan(
 
 
 def test_a_folder_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_ext.documents import page_files as files
+    from sglang_ext.documents.disk import page_files as files
 
     with opened(tmp_path):
         original = files.DocumentFiles.acquire

@@ -16,7 +16,7 @@ from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, Gene
 from ragserve.engine.prefill import ROUNDS, Documents
 from ragserve.engine.stream import DocumentsMissing
 from ragserve.errors import EngineError, InvalidRequest, Unavailable
-from sglang_ext.protocol import PLAN_FIELD, ContextPlan, ContextReport, SessionPart, Span, session_key
+from sglang_ext.wire.protocol import PLAN_FIELD, ContextPlan, ContextReport, SessionPart, Span, session_key
 
 
 class Engine:

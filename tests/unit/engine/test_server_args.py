@@ -10,7 +10,7 @@ import pytest
 from ragserve.config import load
 from ragserve.engine.server_args import server_args
 from ragserve.errors import InvalidRequest
-from sglang_ext.protocol import KV_CONFIG_VARIABLE, PREFILL_KERNELS_VARIABLE
+from sglang_ext.wire.protocol import KV_CONFIG_VARIABLE, PREFILL_KERNELS_VARIABLE
 
 
 @pytest.mark.parametrize(

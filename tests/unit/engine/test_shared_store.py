@@ -12,9 +12,9 @@ from ragserve.config import Settings
 from ragserve.engine import shared_store
 from ragserve.errors import InvalidRequest, Unavailable
 from ragserve.profiles.costs import COSTS, FILE_NAME, CostSample, fit
-from sglang_ext.documents.build import _remote_config
 from sglang_ext.documents.fingerprint import model_fingerprint
 from sglang_ext.documents.remote import mooncake_process
+from sglang_ext.process.build import _remote_config
 from tests.conftest import MODEL
 
 MOONCAKE = {"master_server_address": "127.0.0.1:50051"}

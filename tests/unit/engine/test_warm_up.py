@@ -19,9 +19,9 @@ from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest
 from ragserve.engine.local import LocalEngine
 from ragserve.engine.warm_up import NAMESPACE, warm_up
 from ragserve.errors import EngineError
-from sglang_ext.prefill_options import PrefillOptions
-from sglang_ext.protocol import EXACT_STRATEGIES
-from sglang_ext.request_options import STRATEGY_OPTIONS, DecodeOptions, strategy_options
+from sglang_ext.wire.prefill_options import PrefillOptions
+from sglang_ext.wire.protocol import EXACT_STRATEGIES
+from sglang_ext.wire.request_options import STRATEGY_OPTIONS, DecodeOptions, strategy_options
 from tests.conftest import REPO
 
 INFO = EngineInfo(

@@ -24,7 +24,7 @@ from ragserve.eval.engine import Ask, evaluate
 from ragserve.eval.summary import summarise
 from ragserve.measuring import rows
 from ragserve.strategy_spec import parse
-from sglang_ext.protocol import ContextReport
+from sglang_ext.wire.protocol import ContextReport
 from tests.conftest import MODEL
 
 

@@ -17,7 +17,7 @@ from ragserve.eval.data import GivenPassage, Question
 from ragserve.eval.multiturn import DOCUMENTS_FIRST, dialogues_of
 from ragserve.eval.multiturn_engine import by_turn, led_along
 from ragserve.strategy_spec import parse
-from sglang_ext.protocol import ContextReport, DecodeReport
+from sglang_ext.wire.protocol import ContextReport, DecodeReport
 from tests.conftest import MODEL
 
 SPECS = parse("full,prefix,concat:recompute=all")

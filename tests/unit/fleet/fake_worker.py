@@ -29,7 +29,14 @@ from ragserve.fleet.fleet_engine import FleetEngine
 from ragserve.fleet.routing_key import ROUTING_KEY
 from ragserve.fleet.worker_app import create_worker_app
 from ragserve.metrics import metrics
-from sglang_ext.protocol import MISSING_PREFIX, PLAN_FIELD, ContextPlan, ContextReport, Span, document_key
+from sglang_ext.wire.protocol import (
+    MISSING_PREFIX,
+    PLAN_FIELD,
+    ContextPlan,
+    ContextReport,
+    Span,
+    document_key,
+)
 from tests.conftest import MODEL
 from tests.unit.api.scripted_server import eventually
 

@@ -19,7 +19,7 @@ from ragserve.fleet import worker_link
 from ragserve.fleet.fleet_engine import FleetEngine
 from ragserve.fleet.unconfirmed import Unconfirmed
 from ragserve.fleet.worker_engine import WorkerEngine
-from sglang_ext.protocol import SessionPart, Span, document_key
+from sglang_ext.wire.protocol import SessionPart, Span, document_key
 from tests.unit.fleet.fake_worker import KEY, PRINT, FakeWorker, answer_to, run_on, workers
 
 T = TypeVar("T")

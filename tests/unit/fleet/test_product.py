@@ -11,7 +11,7 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.cache.evictions import clean_files
 from ragserve.config import load
 from ragserve_index import EvictionLog, IndexStore
-from sglang_ext.protocol import document_key, session_key
+from sglang_ext.wire.protocol import document_key, session_key
 from tests.conftest import MODEL
 from tests.unit.api.scripted_server import eventually
 from tests.unit.fleet.conftest import in_front

@@ -20,7 +20,7 @@ from ragserve.errors import EngineError, InvalidRequest, Unavailable
 from ragserve.fleet.plain_generate import plain_fields
 from ragserve.fleet.worker_about import differences, identity
 from ragserve.fleet.worker_engine import WorkerEngine
-from sglang_ext.protocol import Span
+from sglang_ext.wire.protocol import Span
 from tests.unit.fleet.fake_worker import KEY, FakeWorker, answer_to, run_on, workers
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import pytest
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import EngineError
 from ragserve.measuring.distribution import ReferenceAnswer, answer_of, decode, forced_along, kl
-from sglang_ext.protocol import MAX_TRACED
+from sglang_ext.wire.protocol import MAX_TRACED
 
 TABLES = {  # by strategy, before each token
     "full": [(0.5, 0.25, 0.25), (0.25, 0.5, 0.25), (0.25, 0.25, 0.5)],

@@ -14,7 +14,7 @@ from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, Gene
 from ragserve.errors import EngineError
 from ragserve.measuring.engine_run import first_token, in_tier
 from ragserve.measuring.report import GrowingReport
-from sglang_ext.protocol import ContextReport
+from sglang_ext.wire.protocol import ContextReport
 
 REQUEST = GenerateRequest("r", [1, 2], "n", "concat")
 

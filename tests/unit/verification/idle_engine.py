@@ -15,7 +15,7 @@ from ragserve.engine.document_cache import Whereabouts
 from ragserve.profiles.gate import Entry, Figures
 from ragserve_index import IndexStore
 from ragserve_index.types import NewChunk, NewDocument
-from sglang_ext.protocol import ContextReport
+from sglang_ext.wire.protocol import ContextReport
 from tests.conftest import MODEL
 
 FINGERPRINT = "print"

@@ -18,7 +18,7 @@ from ragserve.profiles.gate import Gate, record
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.verification.answer_watch import MAX_TOKENS, MOST_WAITING, AnswerWatch
 from ragserve_index import IndexStore
-from sglang_ext.protocol import Span
+from sglang_ext.wire.protocol import Span
 from tests.unit.verification.idle_engine import FINGERPRINT, IdleEngine, entry, fill
 
 SECRET = 4242  # a token of the prompt

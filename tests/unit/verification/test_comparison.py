@@ -19,7 +19,7 @@ from ragserve.strategy_spec import parse
 from ragserve.verification.comparison import ALONE, TRIED, Comparison, TunedQueries, compare_all
 from ragserve.verification.questions import WRITE, DrawnQuestion
 from ragserve_index.types import Chunk, Hit
-from sglang_ext.protocol import ContextReport
+from sglang_ext.wire.protocol import ContextReport
 from tests.conftest import MODEL
 
 QUERIES = TunedQueries("notes", k=2, retrieval="dense", max_new_tokens=8)

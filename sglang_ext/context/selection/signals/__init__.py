@@ -12,7 +12,7 @@ from sglang_ext.context.selection.signals.document import document
 from sglang_ext.context.selection.signals.feedback import feedback
 from sglang_ext.context.selection.signals.sentence import sentence
 from sglang_ext.context.selection.signals.words import words
-from sglang_ext.request_options import SamKvExperiment
+from sglang_ext.wire.request_options import SamKvExperiment
 
 __all__ = ["SIGNALS", "Evidence", "Scores", "contributions", "fused", "scored"]
 

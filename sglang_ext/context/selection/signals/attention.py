@@ -9,8 +9,6 @@ import numpy as np
 import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
-from sglang_ext.context.buffers import Ints, upload
-from sglang_ext.context.joint import alike
 from sglang_ext.context.selection.queries import (
     CHUNK_BYTES,
     block_attention,
@@ -22,6 +20,8 @@ from sglang_ext.context.selection.queries import (
 )
 from sglang_ext.context.selection.sentences import SINKS
 from sglang_ext.context.selection.signals.base import Evidence, scaled
+from sglang_ext.tensors.buffers import Ints, upload
+from sglang_ext.tensors.joint import alike
 
 _TILE = 128  # tokens of a document that are multiplied together
 _CPU_BYTES = 32 * 2**20  # instead of `CHUNK_BYTES`: malloc keeps no larger pieces, and fresh ones are slow

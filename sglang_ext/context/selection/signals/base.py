@@ -10,12 +10,12 @@ import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.texts import Texts
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.sentences import Sentences
 from sglang_ext.context.selection.signals.terms import ContextTerms, terms_in, terms_of
-from sglang_ext.protocol import RetrievalScores
-from sglang_ext.request_options import SamKvOptions
+from sglang_ext.tensors.rope import Rotation
+from sglang_ext.wire.protocol import RetrievalScores
+from sglang_ext.wire.request_options import SamKvOptions
 
 TEMPERATURE = 0.1  # of cosines: chosen on questions of SQuAD and MuSiQue
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_ext.context.selection.signals.base import Evidence, calibrated
-from sglang_ext.protocol import RetrievalScores
+from sglang_ext.wire.protocol import RetrievalScores
 
 
 def document(evidence: Evidence) -> torch.Tensor | None:

@@ -16,8 +16,8 @@ import torch
 
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.texts import Texts
-from sglang_ext.context.buffers import Ints
 from sglang_ext.context.selection.sentences import Sentences
+from sglang_ext.tensors.buffers import Ints
 
 # Scripts that write no spaces between words: a character is taken for a word, and so is a pair of them.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"

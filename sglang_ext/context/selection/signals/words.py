@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sglang_ext.context.buffers import Ints
 from sglang_ext.context.selection.signals.base import Evidence, scaled
+from sglang_ext.tensors.buffers import Ints
 
 
 def words(evidence: Evidence) -> torch.Tensor:

@@ -16,7 +16,7 @@ from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext, tier_of
 from sglang_ext.documents.session_pages import TurnPages
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.protocol import ContextPlan, SessionPart, Span, composed_session_key, session_key
+from sglang_ext.wire.protocol import ContextPlan, SessionPart, Span, composed_session_key, session_key
 from tests.unit.documents.document_samples import SHAPE, Sample, flushed, opened
 
 BLOCK = SHAPE.block

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.context.buffers import PADDING_SLOT
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, report_of
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.strategies import partial_selection
-from sglang_ext.protocol import ContextPlan, SessionPart, Span, session_key
+from sglang_ext.tensors.buffers import PADDING_SLOT
+from sglang_ext.wire.protocol import ContextPlan, SessionPart, Span, session_key
 from tests.unit.context.composed_cases import SLOTS, composer_of
 from tests.unit.context.small_model import LAYERS, VOCABULARY, runner_of
 

@@ -15,7 +15,7 @@ from sglang_ext.context.recompute.anchor_attention import anchor_attention, mean
 from sglang_ext.context.recompute.question_attention import QuestionRows
 from sglang_ext.context.selection.anchors import anchors_of
 from sglang_ext.context.selection.recompute_rules import Kept
-from sglang_ext.protocol import ContextPlan, Span
+from sglang_ext.wire.protocol import ContextPlan, Span
 from tests.unit.context.composed_cases import SLOTS, Case, composer_of
 from tests.unit.context.small_model import DIM, HEADS, KV_HEADS, LAYERS, runner_of
 

@@ -12,8 +12,8 @@ import torch
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
 from sglang_ext.context.scheduler.admission import Admission
 from sglang_ext.context.selection.strategies import ModelShape, partial_selection
-from sglang_ext.protocol import ContextPlan, Span
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.wire.protocol import ContextPlan, Span
 
 TOTAL = 12  # tokens of the context: system text and one document
 QUESTION, ANSWER, PAGE = 3, 10, 4

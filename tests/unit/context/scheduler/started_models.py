@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_ext.imports import without_collection
+from sglang_ext.sglang_internals.imports import without_collection
 
 COMMON: dict[str, Any] = {
     "vocab_size": 256,
@@ -107,7 +107,7 @@ def _document_cache(worker: Any) -> Any:
     """Our cache over a worker's pools; `sglang_ext.state.current` has its runtime."""
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
-    from sglang_ext.documents.build import create_cache
+    from sglang_ext.process.build import create_cache
 
     runner = worker.model_runner
     return create_cache(
@@ -135,7 +135,7 @@ def _document_cache(worker: Any) -> Any:
 
 def tried(worker: Any) -> dict[str, Any]:
     """Return what ragserve's cache finds out about the engine, and the state that it leaves it in."""
-    from sglang_ext.control import answer
+    from sglang_ext.process.control import answer
     from sglang_ext.state import current
 
     runner = worker.model_runner

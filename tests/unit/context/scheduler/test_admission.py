@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_ext import stages
 from sglang_ext.context.compose.request import ComposedContext
-from sglang_ext.protocol import MISSING_PREFIX, SessionPart, session_key
+from sglang_ext.stages import stages
+from sglang_ext.wire.protocol import MISSING_PREFIX, SessionPart, session_key
 from tests.unit.context.scheduler.admission_bench import (
     ANSWER,
     HELD,

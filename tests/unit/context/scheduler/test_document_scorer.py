@@ -11,12 +11,12 @@ import torch
 from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.document_analysis import Cut
 from sglang_ext.analysis.texts import Texts
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.scheduler.document_scorer import DocumentScorer
 from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.documents.summaries import SummaryTicket
-from sglang_ext.protocol import PlanError, document_key
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.tensors.rope import Rotation
+from sglang_ext.wire.protocol import PlanError, document_key
 from tests.unit.context.small_model import DIM, KV_HEADS, runner_of
 
 SYSTEM = [1, 2, 3, 4, 5]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sglang.srt.managers.schedule_policy import AddReqResult
 
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
 from tests.unit.context.scheduler.admission_bench import (
     TOTAL,
     Divided,

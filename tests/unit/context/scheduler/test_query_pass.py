@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.context.buffers import PADDING_SLOT
 from sglang_ext.context.compose.gather import Gather
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice
 from sglang_ext.context.recompute import recompute_pass
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.scheduler import query_pass
 from sglang_ext.context.scheduler.query_pass import QueryPass
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.strategies import partial_selection
-from sglang_ext.protocol import ContextPlan, Span
+from sglang_ext.tensors.buffers import PADDING_SLOT
+from sglang_ext.tensors.rope import Rotation
+from sglang_ext.wire.protocol import ContextPlan, Span
 from tests.unit.context.composed_cases import NO_PAGES
 from tests.unit.context.small_model import DIM, HEADS, KV_HEADS, LAYERS, runner_of
 

@@ -14,13 +14,13 @@ from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.document_analysis import Cut
 from sglang_ext.analysis.stability import outlying
 from sglang_ext.analysis.texts import Texts
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.scheduler.recall_probe import ProbeEngine, answer
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
-from sglang_ext.protocol import PlanError
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.tensors.rope import Rotation
+from sglang_ext.wire.protocol import PlanError
 from tests.unit.context.selection.test_samkv import analysis_of
 from tests.unit.context.small_model import DIM, KV_HEADS, LAYERS, runner_of
 

@@ -15,12 +15,12 @@ from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import DocumentOnDevice, DocumentOnHost
 from sglang_ext.context.scheduler.composition import Composition
 from sglang_ext.context.scheduler.release_queue import ReleaseQueue
-from sglang_ext.context.scheduler.runtime import ContextRuntime
-from sglang_ext.control import answer
 from sglang_ext.documents.device import DeviceDocuments
+from sglang_ext.documents.pages.types import DocumentMeta, KvShape
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.documents.types import DocumentMeta, KvShape
-from sglang_ext.ranks import Ranks
+from sglang_ext.process.control import answer
+from sglang_ext.process.runtime import ContextRuntime
+from sglang_ext.ranks.ranks import Ranks
 
 SHAPE = KvShape(layers=1, kv_heads=1, head_dim=8, dtype=torch.float32, block=4)
 

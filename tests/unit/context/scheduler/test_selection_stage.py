@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import distributed
 
-from sglang_ext import stages
 from sglang_ext.analysis import document_analysis
 from sglang_ext.analysis.document_analysis import Analysis, Cut
 from sglang_ext.context.compose.request import ComposedContext
@@ -21,8 +20,9 @@ from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.protocol import ContextPlan, Span
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.stages import stages
+from sglang_ext.wire.protocol import ContextPlan, Span
 from tests.unit.context.selection.test_samkv import LAYERS, analysis_of
 from tests.unit.documents.document_samples import Sample, files_of, flushed, opened
 

@@ -13,11 +13,11 @@ from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.document_analysis import Cut
 from sglang_ext.analysis.forward import Text, run
 from sglang_ext.analysis.texts import Texts
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.scheduler.session_attention import SessionAttention
 from sglang_ext.context.selection.choose import Selector
-from sglang_ext.protocol import PlanError, composed_session_key
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.tensors.rope import Rotation
+from sglang_ext.wire.protocol import PlanError, composed_session_key
 from tests.unit.context.small_model import DIM, HEADS, KV_HEADS, runner_of
 
 KEY, SLOTS = "session:n:s", 300

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from sglang_ext.context.scheduler.slot_usage import SlotUsage
-from sglang_ext.control import answer
-from sglang_ext.ranks import Ranks
+from sglang_ext.process.control import answer
+from sglang_ext.ranks.ranks import Ranks
 
 
 class Tree:

@@ -13,8 +13,8 @@ from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.documents.summaries import SummaryTicket
-from sglang_ext.protocol import ContextPlan, Span
-from sglang_ext.ranks import Ranks
+from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.wire.protocol import ContextPlan, Span
 
 
 class Bench:

@@ -11,8 +11,8 @@ import pytest
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.strategies import partial_selection
-from sglang_ext.protocol import ContextPlan, Span
-from sglang_ext.request_options import SamKvOptions
+from sglang_ext.wire.protocol import ContextPlan, Span
+from sglang_ext.wire.request_options import SamKvOptions
 
 LAYERS, KV_HEADS = 4, 2
 RAW: dict[str, Any] = {

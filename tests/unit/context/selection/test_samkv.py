@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from sglang_ext.analysis.document_analysis import Analysis, Cut, SummaryError, quantize
 from sglang_ext.context.recompute.row_attention import fused
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection import recompute_rules as rules
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.queries import personalised
 from sglang_ext.context.selection.recompute_rules import Kept, Rule
 from sglang_ext.context.selection.samkv import choose
-from sglang_ext.protocol import ContextPlan, Span
-from sglang_ext.request_options import SamKvExperiment, SamKvOptions
+from sglang_ext.tensors.rope import Rotation
+from sglang_ext.wire.protocol import ContextPlan, Span
+from sglang_ext.wire.request_options import SamKvExperiment, SamKvOptions
 from tests.analyses import local_queries, mean_keys
 
 LAYERS, HEADS, KV_HEADS, DIM, SYSTEM = 3, 4, 2, 8, 5
@@ -195,7 +195,7 @@ def test_selection_equals_the_equations(
 def test_a_passage_that_is_nearer_the_question_comes_first(power: float) -> None:
     """Three equal documents, of which the first one's passage is nearest."""
     from sglang_ext.context.selection.signals.document import document_prior
-    from sglang_ext.protocol import RetrievalScores
+    from sglang_ext.wire.protocol import RetrievalScores
 
     generator = torch.Generator().manual_seed(1)
     one = analysis_of(40, 4, generator)
@@ -353,7 +353,7 @@ def test_fusion_blends_by_likeness() -> None:
 )
 def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
     from sglang_ext.context.selection.strategies import ModelShape, partial_selection
-    from sglang_ext.protocol import PlanError
+    from sglang_ext.wire.protocol import PlanError
 
     plan = plan_of([40, 60])
     with pytest.raises(PlanError, match=says):

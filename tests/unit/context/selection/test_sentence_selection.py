@@ -21,8 +21,8 @@ from sglang_ext.context.selection.choose_sentences import choose_sentences
 from sglang_ext.context.selection.sentences import Sentences
 from sglang_ext.context.selection.signals import Evidence
 from sglang_ext.context.selection.strategies import partial_selection
-from sglang_ext.protocol import ContextPlan
-from sglang_ext.request_options import MIN_TOKENS, SamKvExperiment, SamKvOptions
+from sglang_ext.wire.protocol import ContextPlan
+from sglang_ext.wire.request_options import MIN_TOKENS, SamKvExperiment, SamKvOptions
 from tests.analyses import local_queries, mean_keys
 from tests.unit.context.selection.signals.evidence import evidence_of
 from tests.unit.context.selection.test_samkv import (

@@ -17,7 +17,7 @@ from sglang_ext.context.selection import recompute_rules as rules
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.recompute_rules import Kept, Rule
 from sglang_ext.context.selection.strategies import partial_selection
-from sglang_ext.protocol import ContextPlan
+from sglang_ext.wire.protocol import ContextPlan
 from tests.sentences import chosen, sentences_of
 from tests.unit.context.selection.test_samkv import LAYERS, SYSTEM, analysis_of, plan_of
 

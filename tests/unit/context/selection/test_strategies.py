@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.context.rope import Rotation
 from sglang_ext.context.selection.base import ContextSelection, ModelShape
 from sglang_ext.context.selection.recompute_rules import RULES
 from sglang_ext.context.selection.reuse import BLOCK
 from sglang_ext.context.selection.strategies import partial_selection
-from sglang_ext.protocol import (
+from sglang_ext.tensors.rope import Rotation
+from sglang_ext.wire.protocol import (
     ContextPlan,
     ContextReport,
     PlanError,
@@ -23,7 +23,7 @@ from sglang_ext.protocol import (
     Span,
     document_key,
 )
-from sglang_ext.request_options import STRATEGY_OPTIONS, RuleName, copies_documents, strategy_options
+from sglang_ext.wire.request_options import STRATEGY_OPTIONS, RuleName, copies_documents, strategy_options
 
 lengths = st.lists(st.integers(1, 70), min_size=2, max_size=5)
 

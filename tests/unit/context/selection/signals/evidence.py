@@ -12,8 +12,8 @@ from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.sentences import Sentences
 from sglang_ext.context.selection.signals import Evidence
-from sglang_ext.protocol import RetrievalScores, Span
-from sglang_ext.request_options import SamKvOptions
+from sglang_ext.wire.protocol import RetrievalScores, Span
+from sglang_ext.wire.request_options import SamKvOptions
 from tests.unit.context.selection.test_samkv import ROTATION, analysis_of
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.context.selection.signals import SIGNALS, Evidence, fused
 from sglang_ext.context.selection.signals.base import TEMPERATURE
-from sglang_ext.protocol import RetrievalScores
+from sglang_ext.wire.protocol import RetrievalScores
 from tests.unit.context.selection.signals.evidence import evidence_of
 
 DOCUMENTS = [["Title\n", "abcde. "], ["fghij. ", "klmno. "], ["pqrst. "]]

@@ -1,0 +1,1 @@
+"""Sparse decoding: page statistics, page selection, and the attention backend."""

@@ -1,0 +1,371 @@
+"""The plan of each decode step. Host only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from sglang_ext.attention.decode.decode_state import DecodeState, Row
+from sglang_ext.attention.prefill.planner import ExtendRow
+from sglang_ext.wire.attention_config import AttentionConfig
+from sglang_ext.wire.protocol import DECODE_FIELD, DecodeOptions, PlanError
+
+FORCED_PAGES = 2  # the first and the newest page, attended to whatever their score
+_FIRST_WINDOW = 16  # steps until a window of decoded queries chooses for the first time (LoopServe 5.2)
+
+
+class Variant(Enum):
+    """Kind of attention in a decode step. The value labels its CUDA graph, where graphs are on."""
+
+    DENSE = None  # the wrapped backend, for every row
+    SELECTED = (
+        "ragserve-selected"  # pages within a budget; some rows choose theirs in this step, layer by layer
+    )
+    REUSED = "ragserve-reused"  # the same, all rows with pages of an earlier step
+    # as REUSED; at its end pages are chosen for later steps, in all layers at once
+    REFRESHED = "ragserve-refreshed"
+    PROGRESSIVE = "ragserve-progressive"  # some rows by threshold; others dense or by budget
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Plan of the next forward pass; the backend gets one per pass.
+
+    Attributes:
+        variant: of a decode step.
+        rows: the requests of a decode step.
+        active: per row, whether it chooses its pages in this step.
+        opened: per row, whether its newest page is new and joins those chosen for it.
+        changed: the rows differ from those of the step before.
+        kept: per row, its place in the step before if its pages stay, else -1.
+        prefixes: of an extend: per request its row of the request table, and how many of its tokens are in
+            the pool.
+        asked: of an extend: per request whose last new queries may choose pages, its state, the place of the
+            first of these queries in the batch, and their number.
+        apart: of an extend: what attends apart from the wrapped backend, `hosted_extends.SparseToken` or the
+            like.
+        shares: per row, the share of this step's query in the mean that its pages are chosen by.
+        lagged: per row, whether it chooses pages at the end of this step, for steps after its lag.
+        swapped: per row, whether it reads its pending choice from this step on.
+        prefill: of an extend with sparse prefill: its requests.
+    """
+
+    variant: Variant = Variant.DENSE
+    rows: tuple[Row, ...] = ()
+    active: tuple[bool, ...] = ()
+    opened: tuple[bool, ...] = ()
+    changed: bool = False
+    kept: tuple[int, ...] = ()
+    prefixes: tuple[tuple[int, int], ...] = ()
+    asked: tuple[tuple[DecodeState, int, int], ...] = ()
+    apart: tuple[Any, ...] = ()
+    shares: tuple[float, ...] = ()
+    lagged: tuple[bool, ...] = ()
+    swapped: tuple[bool, ...] = ()
+    prefill: tuple[ExtendRow, ...] = ()
+
+
+IDLE = Step()
+"""The plan while no forward pass of ours is under way."""
+
+
+class StepPlanner:
+    """Plans decode steps on the host, from lengths that it knows anyway: nothing waits for the device.
+
+    A row's pages serve ``reuse`` steps and stay with it when others join or leave the batch. A page that
+    begins meanwhile joins them; when a second one begins, or if the row has none yet, its pages are chosen at
+    once. Otherwise they are chosen at the end of the step before, by its queries, for all layers in one
+    launch. Rows in the last three quarters of their interval come along, so that the rows of a batch end up
+    choosing together. With ``reuse`` 1 every step chooses at once, by its own queries.
+
+    A row with a lag chooses by the last query of its prompt, then at the ends of steps, by its own clock:
+    what it reads does not depend on its batch. If its prompt was short, or is a session's, it begins in its
+    first step. An interval is short enough that at most one page begins while a choice serves. A progressive
+    row that is hosted chooses like this what its columns are to hold; it attends to what it ranks highest,
+    wherever that is.
+
+    Pages are chosen by the last query, or by the running mean of a window of decoded ones, 16 steps after the
+    first choice at the latest (LoopServe 5.2), or by queries of the prompt's end for the whole answer."""
+
+    def __init__(self, config: AttentionConfig, page_size: int, context_length: int) -> None:
+        self._config = config
+        self._page = page_size
+        self._context_length = context_length
+        self._before: tuple[Row, ...] = ()  # of the step before
+        self._in_graph: bool | None = None  # whose tables the step before used
+        self.check(config.options)
+
+    def admit(self, req: Any) -> None:
+        """Give a new request its state.
+
+        Raises:
+            PlanError: options that cannot be served; the request then has the server's default ones.
+        """
+        req.ragserve_decode = DecodeState(self._config.options)
+        params = req.sampling_params.custom_params
+        text = params.get(DECODE_FIELD) if isinstance(params, dict) else None
+        if text is not None:
+            options = self._config.options.from_request(str(text))
+            self.check(options)
+            req.ragserve_decode = DecodeState(options)
+
+    def check(self, options: DecodeOptions) -> None:
+        """Check options against this server.
+
+        Raises:
+            PlanError: a budget smaller than the pages that are always read or wider than the tables, or
+                streaming heads without a pattern.
+        """
+        if options.mode == "hierarchical" or options.lag_steps:
+            smallest = FORCED_PAGES * self._page
+            if options.budget < smallest:
+                raise PlanError(
+                    f"a budget of {options.budget} tokens: the first and the newest page alone take "
+                    f"{smallest}, of {self._page} tokens each"
+                )
+            if self._config.max_budget < options.budget < self._context_length:
+                raise PlanError(
+                    f"a budget of {options.budget} tokens: this server's largest is {self._config.max_budget}"
+                )
+        if options.mode == "hierarchical" and options.scores == "exact" and self._config.kv_bits != 16:
+            raise PlanError("exact scores need plain keys: ask for scores=bound, or start it with kv_bits=16")
+        by_keys = options.observe == "recent" or options.scores == "exact"
+        if options.mode == "hierarchical" and options.lag_steps and by_keys:
+            raise PlanError(
+                "hosted or lagging decoding chooses by bounds, for the keys may be on the host: ask for "
+                "scores=bound and another observe than recent"
+            )
+        if options.streaming and self._config.heads is None:
+            raise PlanError("streaming heads: this server was started without a pattern file of them")
+        if options.lag_steps and self._config.kv_bits != 16:
+            raise PlanError(
+                f"hosted or lagging decoding needs a KV pool of 16 bits, and this server's has "
+                f"{self._config.kv_bits}: start it with kv_bits=16 and kv_hosted_bytes"
+            )
+        if options.lag_steps and not self._config.hosted_bytes:
+            raise PlanError(
+                "hosted or lagging decoding: this server keeps no KV of requests on the host: start it with "
+                "kv_hosted_bytes"
+            )
+        if options.hosted and options.streaming and options.lag_steps:
+            raise PlanError(
+                "hosted decoding with streaming heads, whose pages are not on the device: ask for "
+                "streaming=false"
+            )
+
+    def step(self, reqs: Sequence[Any], lengths: Sequence[int], *, in_graph: bool = False) -> Step:
+        """Plan the decode step of these requests.
+
+        Args:
+            reqs: the batch.
+            lengths: tokens of each request, the newest included.
+            in_graph: the step uses the tables of the CUDA graphs. If the step before used others, no page is
+                chosen yet.
+        """
+        rows = tuple(self._row(req, tokens) for req, tokens in zip(reqs, lengths, strict=True))
+        before = self._before if in_graph is self._in_graph else ()
+        self._before, self._in_graph = rows, in_graph
+        changed = [(id(row.state), row.sparse) for row in rows] != [
+            (id(row.state), row.sparse) for row in before
+        ]
+        places = {id(row.state): place for place, row in enumerate(before) if row.hierarchical}
+        kept = tuple(places.get(id(row.state), -1) if row.hierarchical else -1 for row in rows)
+        swapped = tuple(self._swap(row) for row in rows)
+        shares = tuple(self._observe(row, place) for row, place in zip(rows, kept, strict=True))
+        active = tuple(
+            row.hierarchical and (not row.state.chosen_at if row.lag else place < 0 or self._is_due(row))
+            for row, place in zip(rows, kept, strict=True)
+        )
+        opened = tuple(
+            row.hierarchical and not chosen and self._newest(row) != row.state.newest
+            for row, chosen in zip(rows, active, strict=True)
+        )
+        for row, chosen, new in zip(rows, active, opened, strict=True):
+            is_first = row.progressive and row.lag and not row.state.chosen_at
+            if chosen or is_first:
+                self._choose(row, row.tokens)
+            elif new:
+                row.state.newest, row.state.widened = self._newest(row), True
+        lagged = tuple(self._is_time(row) for row in rows)
+        at_once = [row.hierarchical and not row.lag and not row.recent for row in rows]
+        if any(row.progressive for row in rows):
+            variant = Variant.PROGRESSIVE
+        elif any(active):
+            variant = Variant.SELECTED
+        elif any(lagged) or any(
+            self._age(row) + 1 == self._interval(row)
+            for row, chooses in zip(rows, at_once, strict=True)
+            if chooses
+        ):
+            variant = Variant.REFRESHED
+            active = tuple(
+                chooses and 4 * (self._age(row) + 1) >= self._interval(row)
+                for row, chooses in zip(rows, at_once, strict=True)
+            )
+        elif any(row.sparse for row in rows):
+            variant = Variant.REUSED
+        else:
+            variant = Variant.DENSE
+        return Step(
+            variant, rows, active, opened, changed, kept, shares=shares, lagged=lagged, swapped=swapped
+        )
+
+    def after(self, step: Step) -> None:
+        """Note that the step has been launched: pages that it chose for later steps hold from now on."""
+        if step.variant is Variant.REFRESHED:
+            for row, chosen in zip(step.rows, step.active, strict=True):
+                if chosen:
+                    self._choose(row, row.tokens + 1)
+        for row, chosen in zip(step.rows, step.lagged, strict=True):
+            if row.lag:
+                row.state.tokens = row.tokens
+            if chosen:
+                self._choose_for_later(row)
+            if row.state.options.observe == "window":
+                row.state.asked = None  # the tables go on with it
+
+    def place(self, state: DecodeState) -> int:
+        """Return a request's place in the latest decode step; -1: it had none."""
+        return next((i for i, row in enumerate(self._before) if row.state is state), -1)
+
+    def forget(self, state: DecodeState) -> None:
+        """Let a request that leaves its batch have no place in the next step's tables, if it is back then."""
+        gone = Row(DecodeState(state.options), 0, sparse=False)
+        self._before = tuple(gone if row.state is state else row for row in self._before)
+
+    def again(self, req: Any, tokens: int) -> tuple[bool, bool, bool]:
+        """Plan the step of a hosted request that was taken back before it, and now has it as an extend by one
+        token.
+
+        Return whether it reads its pending choice from this step on, whether it chooses at its end, and
+        whether its query is new. With the overlap scheduler the step was planned and launched, and its result
+        is not used: then none of these."""
+        row = self._row(req, tokens)
+        is_new = row.state.tokens < tokens
+        swapped = self._swap(row)
+        if self._newest(row) != row.state.newest:
+            row.state.newest, row.state.widened = self._newest(row), True
+        chooses = self._is_time(row)
+        row.state.tokens = tokens
+        if chooses:
+            self._choose_for_later(row)
+        return swapped, chooses, is_new
+
+    def chooses_early(self, req: Any, end: int) -> bool:
+        """Return True if an extend up to token ``end`` completes a prompt whose last query chooses its first
+        pages: those of requests with a lag, which may be on the host by then. Requests of sessions choose in
+        their first decode step."""
+        state = self.state(req)
+        context = getattr(req, "ragserve", None)
+        if context is not None:
+            plan = getattr(context, "plan", None)  # a document has none
+            if plan is None or plan.session is not None:
+                return False
+        if state.chosen_at:
+            return False
+        return self.is_lagging(req, end) and end == len(req.origin_input_ids) + len(req.output_ids)
+
+    def is_lagging(self, req: Any, tokens: int) -> bool:
+        """Return True if a request has a lag in its decode step behind ``tokens`` tokens."""
+        return self._row(req, tokens + 1).lag > 0
+
+    def chosen_early(self, req: Any, end: int) -> None:
+        """Note that pages have been chosen at the end of that extend, for the steps that follow it."""
+        state = self.state(req)
+        self._choose(self._row(req, end), end)
+        state.chosen_at, state.first_tokens, state.tokens = end, end + 1, end
+
+    def _choose_for_later(self, row: Row) -> None:
+        state = row.state
+        state.chosen_at = row.tokens
+        state.pending_from, state.pending_newest = row.tokens + 1 + row.lag, self._newest(row)
+
+    def asked(
+        self, reqs: Sequence[Any], spans: Sequence[tuple[int, int]]
+    ) -> tuple[tuple[DecodeState, int, int], ...]:
+        """Return `Step.asked` of an extend. ``spans``: of each request the first new token and the end."""
+        found, place = [], 0
+        for req, (start, end) in zip(reqs, spans, strict=True):
+            place += end - start
+            row = self._row(req, end + 1)
+            goes_on = row.state.kept is not None  # its prompt was observed before it was taken back
+            if row.hierarchical and row.state.options.observe == "prompt" and not goes_on:
+                count = min(end - start, row.state.options.window)
+                found.append((row.state, place - count, count))
+        return tuple(found)
+
+    def state(self, req: Any) -> DecodeState:
+        """Return a request's state; a request that SGLang made for itself is dense."""
+        state: DecodeState | None = getattr(req, "ragserve_decode", None)
+        if state is None:
+            state = req.ragserve_decode = DecodeState(DecodeOptions())
+        return state
+
+    def _newest(self, row: Row) -> int:
+        return (row.tokens - 1) // self._page
+
+    @staticmethod
+    def _age(row: Row) -> int:
+        """Return how many steps the row's pages have served."""
+        return row.tokens - row.state.serves_from
+
+    def _is_due(self, row: Row) -> bool:
+        """Return True if pages must be chosen before this step: too old, or more than one page behind."""
+        ahead = self._newest(row) - row.state.newest
+        if row.recent:
+            return ahead > 0
+        return self._age(row) >= self._interval(row) or ahead > 1 or (ahead == 1 and row.state.widened)
+
+    @staticmethod
+    def _interval(row: Row) -> int:
+        """Return the steps that the row's pages serve."""
+        options = row.state.options
+        if options.observe == "prompt":
+            return sys.maxsize
+        is_first = options.observe == "window" and row.state.choices == 1
+        return min(options.reuse, _FIRST_WINDOW) if is_first else options.reuse
+
+    @staticmethod
+    def _observe(row: Row, place: int) -> float:
+        """Return the share of this step's query in the mean that chooses. ``place``: see `Step.kept`."""
+        state = row.state
+        if not row.hierarchical or state.options.observe in ("last", "recent"):
+            return 1.0
+        if place < 0:  # the tables begin with the queries of the prompt's end, if there are any
+            state.observed = 0 if state.asked is None else state.asked.count
+        if state.options.observe == "prompt" and state.observed:
+            return 0.0
+        state.observed = min(state.observed + 1, state.options.window)
+        return 1 / state.observed
+
+    def _choose(self, row: Row, serves_from: int) -> None:
+        row.state.serves_from, row.state.newest, row.state.widened = serves_from, self._newest(row), False
+        row.state.choices += 1
+        if row.lag:
+            row.state.first_tokens = row.state.chosen_at = row.tokens
+
+    @staticmethod
+    def _swap(row: Row) -> bool:
+        """Let a row read its pending choice from this step on, if it is time; return whether it is."""
+        state = row.state
+        if not row.lag or not state.pending_from or row.tokens < state.pending_from:
+            return False
+        state.serves_from, state.newest, state.widened = row.tokens, state.pending_newest, False
+        state.pending_from = 0
+        return True
+
+    def _is_time(self, row: Row) -> bool:
+        """Return True if a row with a lag chooses at the end of this step."""
+        if not row.lag or row.state.pending_from:
+            return False
+        interval = max(row.lag + 1, min(row.state.options.reuse, self._page - row.lag))
+        return row.tokens - row.state.chosen_at >= interval
+
+    def _row(self, req: Any, tokens: int) -> Row:
+        state = self.state(req)
+        options = state.options
+        dense_up_to = max(options.dense_below, options.budget if options.mode == "hierarchical" else 0)
+        return Row(state, tokens, options.mode != "dense" and tokens > dense_up_to)

@@ -1,0 +1,1 @@
+"""KV pools: quantised, and the second pool of streaming heads."""

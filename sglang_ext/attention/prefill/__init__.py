@@ -1,0 +1,1 @@
+"""Sparse and dense prefill kernels, and what chooses their blocks."""

@@ -1,0 +1,1 @@
+"""Figures about the process itself: compiled kernels, traced distributions."""

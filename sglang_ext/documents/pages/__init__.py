@@ -1,0 +1,1 @@
+"""Pages of documents: their types, their format, and the host tier."""

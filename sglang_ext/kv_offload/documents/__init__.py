@@ -1,0 +1,1 @@
+"""Composed contexts that offloaded requests read in their documents' host pages."""

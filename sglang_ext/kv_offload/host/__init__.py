@@ -1,0 +1,1 @@
+"""Host pages of offloaded requests, and copies to and from them."""

@@ -1,0 +1,1 @@
+"""GPU-resident blocks of offloaded requests: which there are, and how they are loaded."""

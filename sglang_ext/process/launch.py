@@ -1,0 +1,77 @@
+"""Starts SGLang's own HTTP server with another ASGI app in front of it, in one process group.
+
+No other module depends on how SGLang's main process is put together. This one relies on
+``launch_server(server_args, run_scheduler_process_func=, run_detokenizer_process_func=)``, which serves the
+module's ``app`` with ``uvicorn.run(app, ...)``, and on ``get_global_state().tokenizer_manager``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_ext.process import processes
+from sglang_ext.sglang_internals.imports import without_collection
+
+GRACEFUL_SHUTDOWN_S = 10
+
+
+class Launcher:
+    """Runs the server. ``make_app(sglang_app)`` builds the app that uvicorn serves in place of SGLang's, on
+    ``listener``, a socket that is bound to the address of the server's arguments."""
+
+    def __init__(self, make_app: Callable[[Any], Any], listener: socket.socket) -> None:
+        self._make_app = make_app
+        self._listener = listener
+        self._server: Any = None
+
+    def run(self, server_args: Any) -> None:
+        """Start the scheduler and detokenizer processes and serve until stopped. Ends all child processes."""
+        with without_collection():
+            from sglang.srt.entrypoints import http_server
+            from sglang.srt.utils import kill_process_tree
+
+        os.environ[processes.PARENT_VARIABLE] = str(os.getpid())  # read by the children
+        original = http_server.uvicorn
+        http_server.uvicorn = SimpleNamespace(run=self._serve, Config=original.Config, Server=original.Server)
+        try:
+            http_server.launch_server(
+                server_args,
+                run_scheduler_process_func=processes.run_scheduler_process,
+                run_detokenizer_process_func=processes.run_detokenizer_process,
+            )
+        finally:
+            http_server.uvicorn = original
+            kill_process_tree(os.getpid(), include_parent=False)
+
+    def _serve(self, sglang_app: Any, **options: Any) -> None:
+        import uvicorn
+
+        options.setdefault("timeout_graceful_shutdown", GRACEFUL_SHUTDOWN_S)
+        self._server = uvicorn.Server(uvicorn.Config(self._make_app(sglang_app), **options))
+        self._server.run(sockets=[self._listener])
+
+    def stop(self) -> None:
+        """Ask the server to finish its requests and stop."""
+        if self._server is not None:
+            self._server.should_exit = True
+
+
+def tokenizer_manager() -> Any:
+    """Return SGLang's TokenizerManager of this process; valid once the server's app is being started."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    state = get_global_state()
+    if state is None:
+        raise RuntimeError("SGLang is not running in this process")
+    return state.tokenizer_manager
+
+
+def scheduler_info() -> dict[str, Any]:
+    """Return the figures that the scheduler sent when it was ready: pool size, longest request, ..."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    return dict(get_global_state().scheduler_info)

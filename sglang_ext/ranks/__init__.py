@@ -1,0 +1,1 @@
+"""Agreement among tensor-parallel ranks, and what happens when one fails."""

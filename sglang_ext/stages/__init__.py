@@ -1,0 +1,1 @@
+"""Named stages of a request whose failure fails that request alone."""

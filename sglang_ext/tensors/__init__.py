@@ -1,0 +1,1 @@
+"""Device buffers, rotary embedding and joined launches that several packages share."""

@@ -1,0 +1,106 @@
+"""Options of sparse prefill and the cache keys of its KV: plain data, without torch or SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from sglang_ext.wire.option_checks import PlanError, RequestOptions, checked, given_in
+
+PrefillMode = Literal["dense", "lines", "blocks"]
+MAX_OBSERVE = 256  # sampled queries of 1,024
+SHARE_DENSE_BELOW = (
+    49_152  # of a `share`, not calibrated: below it attention is the smaller part of a prefill
+)
+NEVER = 2**31 - 1  # tokens that no prompt exceeds
+DENSE_LAST = 256  # a question and the template behind it
+_MARK = "|prefill="  # in no namespace's name, session's id or document's key
+
+
+def _without_defaults(schema: dict[str, Any]) -> None:
+    for field in schema["properties"].values():
+        field.pop("default", None)
+
+
+class PrefillOptions(RequestOptions):
+    """The way in which a request's prompt attends to itself. An option left out has the server's value."""
+
+    model_config = ConfigDict(json_schema_extra=_without_defaults)
+
+    mode: PrefillMode = Field(
+        default="dense",
+        description="`dense`: exact attention; `lines`: to the vertical and slash lines that sampled queries "
+        "point to (LoopServe); `blocks`: to the first, local and best-scoring blocks (LServe).",
+    )
+    alpha: float = Field(
+        default=0.955,
+        gt=0,
+        le=1,
+        description="Share of the attention weight to hold, as the mode estimates it.",
+    )
+    observe: int = Field(
+        default=64, ge=1, le=MAX_OBSERVE, description="lines: queries sampled of every 1,024."
+    )
+    share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of the blocks to compute, instead of as many as hold `alpha`: the cost is known, "
+        "the weight that is held is not. `lines` takes lines of this length together, and computes less "
+        "where they cross.",
+    )
+    dense_last: int = Field(
+        default=DENSE_LAST,
+        ge=0,
+        description="Last tokens of the prompt, such as the question, that attend to everything, with those "
+        "before them in their block of 128.",
+    )
+    streaming: bool = Field(
+        default=False,
+        description="blocks: heads of the server's pattern file attend to the first and local blocks only.",
+    )
+    dense_below: int | None = Field(
+        default=None,
+        ge=0,
+        description="Prompt length in tokens up to which prefill is dense in any mode. Where none is given "
+        f"or calibrated, it is dense up to {SHARE_DENSE_BELOW:,} with a `share`, and always with `alpha`: "
+        "how many blocks that takes, and so whether it is faster, depends on the model.",
+    )
+
+    @property
+    def dense_up_to(self) -> int:
+        """Tokens of the longest prompt that is prefilled densely."""
+        if self.dense_below is not None:
+            return self.dense_below
+        return NEVER if self.share is None else SHARE_DENSE_BELOW
+
+    def updated(self, changes: Mapping[str, Any]) -> PrefillOptions:
+        """These options with some replaced. Raises PlanError for unknown names and bad values."""
+        return checked(PrefillOptions, {**self.model_dump(), **changes}, "sparse prefill")
+
+    def from_request(self, text: str) -> PrefillOptions:
+        """These options, the server's, with those of a request's JSON text. Raises PlanError."""
+        changes = given_in(text, "prefill")
+        options = self.updated(changes)
+        if "observe" in changes and options.mode != "lines":
+            raise PlanError(f"observe is for mode 'lines', and this request's is {options.mode!r}")
+        if changes.get("streaming") and options.mode != "blocks":
+            raise PlanError(f"streaming is for mode 'blocks', and this request's is {options.mode!r}")
+        if changes.get("share") is not None and "alpha" in changes:
+            raise PlanError("alpha and share both say how many blocks are computed: give one of them")
+        return options
+
+    def sparse_key(self, extra_key: str | None) -> str:
+        """The extra key of KV made with these options by requests whose exact KV has ``extra_key``: KV of
+        sparse prefill is approximate, and no other request may find it."""
+        observe = f",{self.observe}" if self.mode == "lines" else ""
+        amount = repr(self.alpha) if self.share is None else f"share={self.share!r}"
+        streaming = ",streaming" if self.mode == "blocks" and self.streaming else ""
+        return f"{extra_key or ''}{_MARK}{self.mode},{amount}{observe},last={self.dense_last}{streaming}"
+
+
+def exact_key(extra_key: str) -> str:
+    """The extra key without what `PrefillOptions.sparse_key` adds."""
+    return extra_key.partition(_MARK)[0]
