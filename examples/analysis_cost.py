@@ -22,7 +22,7 @@ from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateRequest
 from ragserve.engine.local import LocalEngine
 from ragserve.engine.offline import run_once
-from ragserve.measuring.report import write
+from ragserve.verification.report import write
 from sglang_ext.wire.protocol import Span
 
 CORPUS = Path(__file__).parent / "corpus" / "files"

@@ -24,9 +24,9 @@ from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.local import LocalEngine
 from ragserve.engine.offline import run_once
-from ragserve.measuring.engine_run import first_token
-from ragserve.measuring.report import write
 from ragserve.strategy_spec import parse
+from ragserve.verification.engine_run import first_token
+from ragserve.verification.report import write
 from sglang_ext.wire.protocol import Span
 
 CORPUS = Path(__file__).parent / "corpus" / "files"

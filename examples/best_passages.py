@@ -23,10 +23,10 @@ from examples.selection_curve import WHOLE
 from ragserve.answering.prompt import PromptBuilder, PromptDocument, load_tokenizer
 from ragserve.config import DEFAULT_MODEL
 from ragserve.eval.data import Question
-from ragserve.measuring import report, rows
-from ragserve.measuring.given_scores import GivenScores
-from ragserve.measuring.metrics import token_f1
 from ragserve.retrieval.embedder import Embedder
+from ragserve.verification import report, rows
+from ragserve.verification.given_scores import GivenScores
+from ragserve.verification.metrics import token_f1
 
 OUT = Path(__file__).resolve().parent / "results" / "best-passages.json"
 ALL = 1.0

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from ragserve.measuring import report
-from ragserve.measuring.bounds import CONFIDENCE, UPPER_BETS, upper_bound, upper_bound_at_all_times
+from ragserve.profiles.bounds import CONFIDENCE, UPPER_BETS, upper_bound, upper_bound_at_all_times
+from ragserve.verification import report
 
 LIMIT, LOOKS, MOST = 0.02, 20, 400
 Losses = NDArray[np.float64]
@@ -80,7 +80,7 @@ def main() -> int:
         rows,
         out=given.out,
         note="t: Student's t over the losses and one total one, the bound until now. at all times: the "
-        "betting bound of ragserve.measuring.bounds.",
+        "betting bound of ragserve.profiles.bounds.",
     )
     return 0
 

@@ -25,16 +25,16 @@ from typing import Any
 from ragserve.answering.prompt import PromptBuilder, PromptDocument, load_tokenizer
 from ragserve.bench import beir
 from ragserve.config import DEFAULT_MODEL, load
-from ragserve.engine.sentence_choice import PromptSentences, SentenceChooser
 from ragserve.eval.data import GivenPassage, distinct_passages, set_name
 from ragserve.eval.data import load as load_questions
 from ragserve.ingest.chunking import Chunker
 from ragserve.ingest.parsers import Raw, parse
 from ragserve.ingest.tokenizer import Counter, TokenizerSource
-from ragserve.measuring import report
-from ragserve.measuring.given_scores import GivenScores
-from ragserve.measuring.metrics import contains_answer
 from ragserve.retrieval.embedder import Embedder
+from ragserve.verification import report
+from ragserve.verification.given_scores import GivenScores
+from ragserve.verification.metrics import contains_answer
+from ragserve.verification.sentence_choice import PromptSentences, SentenceChooser
 from sglang_ext.context.selection.signals.terms import DocumentTerms
 from sglang_ext.wire.request_options import SamKvOptions
 

@@ -27,9 +27,9 @@ from typing import Any
 from ragserve.bench.retrieval import document_of
 from ragserve.bench.selection import SPELLINGS
 from ragserve.eval.data import Question, find, load, set_name
-from ragserve.measuring import report
 from ragserve.retrieval.embedder import Embedder
 from ragserve.retrieval.spelling import SpellingCorrector
+from ragserve.verification import report
 from ragserve_index import IndexStore
 
 NOTE = (

@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ragserve.engine.running_server import RunningServer, running_server
 from ragserve.errors import RagserveError
-from ragserve.measuring.metrics import contains_answer
-from ragserve.measuring.server import RunningServer, running_server
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
+from ragserve.verification.metrics import contains_answer
 
 REPO = Path(__file__).resolve().parent.parent
 CORPUS = REPO / "examples" / "corpus" / "files"

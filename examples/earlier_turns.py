@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from fan_out import engine_args
 
-from ragserve.answering.past_turns import PastTurn, SessionKv, ids_of
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
-from ragserve.answering.turn_attention import TurnAttention
-from ragserve.answering.turn_compression import ShortenedDialogue, TurnCompressor
+from ragserve.answering.sessions.past_turns import PastTurn, SessionKv, ids_of
+from ragserve.answering.sessions.turn_attention import TurnAttention
+from ragserve.answering.sessions.turn_compression import ShortenedDialogue, TurnCompressor
 from ragserve.config import DEFAULT_MODEL, Settings
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.local import LocalEngine
@@ -34,9 +34,9 @@ from ragserve.engine.offline import run_once
 from ragserve.eval.data import Question, load, set_name
 from ragserve.eval.multiturn import DialogueTurn, brought_ahead
 from ragserve.eval.multiturn_engine import answered_turn, earlier_of, kept_of
-from ragserve.measuring import report
-from ragserve.measuring.engine_run import first_token
-from ragserve.measuring.metrics import contains_answer, token_f1
+from ragserve.verification import report
+from ragserve.verification.engine_run import first_token
+from ragserve.verification.metrics import contains_answer, token_f1
 from sglang_ext.wire.protocol import session_key
 
 NAMESPACE = "earlier"

@@ -18,8 +18,8 @@ import httpx
 
 from ragserve.bench.api import example_corpus
 from ragserve.client import Client
-from ragserve.measuring import report
-from ragserve.measuring.server import RunningServer, running_server
+from ragserve.engine.running_server import RunningServer, running_server
+from ragserve.verification import report
 
 KEY = "fleet-overhead"
 QUESTIONS = tuple(

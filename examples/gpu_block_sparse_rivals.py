@@ -36,7 +36,7 @@ import torch
 from block_lists import SIDE, Pattern, attended, packed, random_pattern
 
 from ragserve.bench.kernels.timing import event_ms, relative_error
-from ragserve.measuring import report
+from ragserve.verification import report
 from ragserve_kernels.sparse_prefill import PrefillBatch, lists_of, sparse_prefill
 
 Run = Callable[[], torch.Tensor]

@@ -22,7 +22,7 @@ import torch
 from gpu_hosted_copies import CHOSEN, PAGE, decoding, gb_per_s
 
 from ragserve.bench.model_shapes import SHAPES
-from ragserve.measuring import report
+from ragserve.verification import report
 from ragserve_kernels.column_gather import column_gather
 from ragserve_kernels.context_gather import HostCodes, context_gather, context_gather_naive
 from ragserve_kernels.kv import KVLayers

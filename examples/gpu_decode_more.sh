@@ -36,7 +36,7 @@ import sys
 from pathlib import Path
 
 from ragserve.config import DEFAULT_MODEL
-from ragserve.calibration.streaming_heads import calibrate_heads
+from ragserve.verification.calibration.streaming_heads import calibrate_heads
 
 options = {"model": DEFAULT_MODEL, "share": 0.5, "steps": 300, "tokens": 2048, "penalty": 0.05, "held_out": 16, "device": "cuda"}
 for row in calibrate_heads(Path(sys.argv[1]), **options, progress=lambda *step: print(*step) if step[0] % 20 == 0 else None):

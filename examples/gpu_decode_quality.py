@@ -31,9 +31,9 @@ from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.offline import run_once
 from ragserve.files import write_json
-from ragserve.measuring.engine_run import first_token
-from ragserve.measuring.json_lines import json_lines
-from ragserve.measuring.metrics import contains_answer, exact_match
+from ragserve.json_lines import json_lines
+from ragserve.verification.engine_run import first_token
+from ragserve.verification.metrics import contains_answer, exact_match
 from sglang_ext.attention.pools.streaming_heads import save_pattern
 
 LONGEST = 8000

@@ -36,9 +36,9 @@ from ragserve.bench import model_shapes
 from ragserve.bench.context import breakdown
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import EngineError
-from ragserve.measuring import report
-from ragserve.measuring.engine_run import TIERS, TimedAnswer, first_token, in_tier, random_tokens
 from ragserve.strategy_spec import StrategySpec, parse
+from ragserve.verification import report
+from ragserve.verification.engine_run import TIERS, TimedAnswer, first_token, in_tier, random_tokens
 from sglang_ext.wire.protocol import SessionPart, Span, document_key, session_key
 
 SYSTEM = QUESTION = 32  # tokens

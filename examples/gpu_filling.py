@@ -34,7 +34,7 @@ import torch
 from gpu_context_reads import BLOCK, LENGTH, context_of
 
 from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, L2_FLUSH_BYTES, agree, link_gb_per_s
-from ragserve.measuring.report import GrowingReport
+from ragserve.verification.report import GrowingReport
 from ragserve_kernels.cell_assign import CellMoves, CellState, cell_arrive, cell_expect
 from ragserve_kernels.cell_gather import cell_gather
 from ragserve_kernels.context_gather import HostContexts, context_cell_gather

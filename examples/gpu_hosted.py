@@ -57,8 +57,8 @@ from ragserve.bench import model_shapes
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.local import LocalEngine
 from ragserve.files import write_json
-from ragserve.measuring import report
-from ragserve.measuring.engine_run import TimedAnswer, first_token, random_tokens
+from ragserve.verification import report
+from ragserve.verification.engine_run import TimedAnswer, first_token, random_tokens
 from sglang_ext.kv_offload.host.copy_stream import COPIES_VARIABLE
 
 SIDES = ("plain", "resident", "hosted", "naive")

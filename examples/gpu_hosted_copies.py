@@ -35,7 +35,7 @@ import torch
 from ragserve.bench.kernels.compose_beside import Decoding
 from ragserve.bench.kernels.timing import median_ms, normal
 from ragserve.bench.model_shapes import SHAPES
-from ragserve.measuring import report
+from ragserve.verification import report
 from ragserve_kernels.cell_gather import cell_gather
 from ragserve_kernels.column_gather import column_gather
 from ragserve_kernels.kv import KVLayers

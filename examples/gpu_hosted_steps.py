@@ -31,8 +31,8 @@ from fan_out import engine_args
 from gpu_hosted import request_of, slots_of
 
 from ragserve.bench import model_shapes
-from ragserve.measuring import report
-from ragserve.measuring.engine_run import random_tokens
+from ragserve.verification import report
+from ragserve.verification.engine_run import random_tokens
 
 if __name__ == "__mp_main__":  # a process of the engine
     step_times.install()

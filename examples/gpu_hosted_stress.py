@@ -53,7 +53,7 @@ from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.offline import run_once
 from ragserve.errors import EngineError
 from ragserve.files import write_json
-from ragserve.measuring import report
+from ragserve.verification import report
 
 if __name__ == "__mp_main__":  # a process of an engine
     hosted_choices.install()

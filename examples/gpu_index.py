@@ -28,7 +28,7 @@ import torch
 
 from ragserve.bench.index import alternate, build_raw, tuned
 from ragserve.bench.index_vectors import SPREAD, multiply_on, sentences
-from ragserve.measuring.report import GrowingReport, percentile, read_report
+from ragserve.verification.report import GrowingReport, percentile, read_report
 from ragserve_index import IndexStore, NewChunk, NewDocument, Range
 from ragserve_index.gpu import GpuMirror
 from ragserve_index.structures import create

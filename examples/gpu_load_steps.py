@@ -33,8 +33,8 @@ from ragserve.bench import model_shapes
 from ragserve.bench.retrieval_trace import Trace, cache_in, read_trace
 from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.base import GenerateRequest, Sampling
-from ragserve.measuring import report
 from ragserve.strategy_spec import StrategySpec, parse
+from ragserve.verification import report
 from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 if __name__ == "__mp_main__":  # a process of the engine

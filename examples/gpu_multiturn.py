@@ -33,8 +33,8 @@ from ragserve.errors import InvalidRequest
 from ragserve.eval.data import find
 from ragserve.eval.dialogue_sets import AskedAt, load_dialogues
 from ragserve.eval.multiturn_engine import NOTE, by_turn, led_along
-from ragserve.measuring import report
 from ragserve.strategy_spec import parse
+from ragserve.verification import report
 
 UNITS = (
     "onehop:5:end+,crossdoc:5:end+,2wikimqa:5:end+,mtrag_un:5:end+,qmsum:3:end+,musique:2:end+,"

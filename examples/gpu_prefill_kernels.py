@@ -20,7 +20,7 @@ import torch
 from flashinfer import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
 from ragserve.bench.kernels.timing import event_ms
-from ragserve.measuring import report
+from ragserve.verification import report
 from sglang_ext.attention.prefill.flashinfer_prefill import PrefillKernels
 
 try:

@@ -26,9 +26,9 @@ from ragserve.engine.offline import run_once
 from ragserve.eval.data import Question, find, set_name
 from ragserve.eval.data import load as load_questions
 from ragserve.files import write_json
-from ragserve.measuring.given_scores import GivenScores
-from ragserve.measuring.metrics import contains_answer
 from ragserve.retrieval.embedder import Embedder
+from ragserve.verification.given_scores import GivenScores
+from ragserve.verification.metrics import contains_answer
 
 if TYPE_CHECKING:
     from ragserve.engine.local import LocalEngine

@@ -24,7 +24,7 @@ from flashinfer import single_prefill_with_kv_cache
 from triton.runtime.errors import OutOfResources
 
 from ragserve.bench.kernels.timing import event_ms
-from ragserve.measuring import report
+from ragserve.verification import report
 from ragserve_kernels.dispatch import forced_naive
 from ragserve_kernels.prefill_lists import (
     LinePlan,

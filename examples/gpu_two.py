@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ragserve.measuring import report
+from ragserve.verification import report
 
 GPUS = (1, 2)
 Runs = dict[int, dict[str, Any]]

@@ -31,8 +31,8 @@ from streaming_pool import pattern_of
 from ragserve.bench import model_shapes
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import EngineError
-from ragserve.measuring import report
-from ragserve.measuring.engine_run import TimedAnswer, first_token, random_tokens
+from ragserve.verification import report
+from ragserve.verification.engine_run import TimedAnswer, first_token, random_tokens
 
 STREAMING = "blocks, half of the heads streaming"
 RESERVED = 8  # tokens of SGLang, and the answer's

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ragserve.measuring.engine_run import TimedAnswer
+from ragserve.verification.engine_run import TimedAnswer
 
 SHORTEST_S = 0.25  # of a time in which as many decode at once as ever do
 

@@ -31,7 +31,7 @@ from column_quotas import Columns
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.config import DEFAULT_MODEL
 from ragserve.eval.data import load, set_name
-from ragserve.measuring import report
+from ragserve.verification import report
 from ragserve_kernels.progressive_decode import Rounds
 from ragserve_kernels.progressive_decode.naive import weight_estimate
 

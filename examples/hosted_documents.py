@@ -27,8 +27,8 @@ from fan_out import engine_args
 from ragserve.bench import model_shapes
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.local import LocalEngine
-from ragserve.measuring import report
-from ragserve.measuring.engine_run import TimedAnswer, first_token, random_tokens
+from ragserve.verification import report
+from ragserve.verification.engine_run import TimedAnswer, first_token, random_tokens
 from sglang_ext.wire.protocol import Span
 
 NAMESPACE, QUESTION, LOOK_S = "bench", 24, 0.05

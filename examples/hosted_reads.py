@@ -24,8 +24,8 @@ from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.local import LocalEngine
 from ragserve.engine.offline import run_once
 from ragserve.eval.data import load, set_name
-from ragserve.measuring import report
-from ragserve.measuring.engine_run import TimedAnswer, first_token
+from ragserve.verification import report
+from ragserve.verification.engine_run import TimedAnswer, first_token
 
 PAGE = 16
 NOTE = (

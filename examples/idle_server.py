@@ -27,10 +27,10 @@ from typing import Any
 import httpx
 
 from ragserve.config import DEFAULT_MODEL
-from ragserve.measuring.report import GrowingReport
-from ragserve.measuring.server import RunningServer, running_server
+from ragserve.engine.running_server import RunningServer, running_server
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.gate import FILE_NAME as GATE_FILE
+from ragserve.verification.report import GrowingReport
 
 CORPUS = Path(__file__).parent / "corpus"
 NAMESPACE = "own"

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from ragserve.ingest.prune import every_document
-from ragserve.measuring import report
+from ragserve.verification import report
 from ragserve_index import IndexStore
 
 BESIDE = Path(__file__).parents[1] / ".venv" / "ray"

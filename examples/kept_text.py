@@ -32,13 +32,13 @@ from examples.models.recipe import architecture as model
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument, load_tokenizer
 from ragserve.config import DEFAULT_MODEL
 from ragserve.config import load as load_settings
-from ragserve.engine.sentence_choice import PromptSentences, SentenceChooser
 from ragserve.eval.data import Question, interleaved, set_name
 from ragserve.eval.data import load as load_questions
-from ragserve.measuring import report, rows
-from ragserve.measuring.given_scores import GivenScores
-from ragserve.measuring.metrics import contains_answer, token_f1
 from ragserve.retrieval.embedder import Embedder
+from ragserve.verification import report, rows
+from ragserve.verification.given_scores import GivenScores
+from ragserve.verification.metrics import contains_answer, token_f1
+from ragserve.verification.sentence_choice import PromptSentences, SentenceChooser
 from sglang_ext.analysis import retrieval_heads
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.selection.sentences import SINKS

@@ -28,10 +28,10 @@ from ragserve.engine.offline import run_once
 from ragserve.eval.data import find, interleaved, load, set_name
 from ragserve.eval.engine import Ask, evaluate
 from ragserve.files import write_json
-from ragserve.measuring.report import environment, write
-from ragserve.measuring.rows import Row, appending, read
 from ragserve.retrieval.embedder import Embedder
 from ragserve.strategy_spec import parse
+from ragserve.verification.report import environment, write
+from ragserve.verification.rows import Row, appending, read
 from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 OUT = Path(__file__).parent / "results" / "page-bits.json"

@@ -24,10 +24,10 @@ from typing import Any
 import httpx
 from demo import NAMESPACE, REPO, ingest
 
+from ragserve.engine.running_server import running_server
 from ragserve.errors import RagserveError
-from ragserve.measuring.metrics import contains_answer, exact_match, token_f1
-from ragserve.measuring.report import write
-from ragserve.measuring.server import running_server
+from ragserve.verification.metrics import contains_answer, exact_match, token_f1
+from ragserve.verification.report import write
 
 sys.path.insert(0, str(REPO))
 from examples.models.recipe.question_forms import capitals, lower, no_mark, typo

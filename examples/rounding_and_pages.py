@@ -29,7 +29,7 @@ from hosted_jobs import Jobs
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.config import DEFAULT_MODEL
 from ragserve.files import write_json
-from ragserve.measuring import report
+from ragserve.verification import report
 from sglang_ext.wire.protocol import DecodeOptions
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

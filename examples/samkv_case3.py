@@ -30,8 +30,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 from ragserve.answering.prompt import PromptBuilder, PromptDocument, load_tokenizer  # noqa: E402
 from ragserve.config import DEFAULT_MODEL  # noqa: E402
 from ragserve.eval.data import Question, load, set_name  # noqa: E402
-from ragserve.measuring.metrics import token_f1  # noqa: E402
-from ragserve.measuring.report import GrowingReport  # noqa: E402
+from ragserve.verification.metrics import token_f1  # noqa: E402
+from ragserve.verification.report import GrowingReport  # noqa: E402
 from ragserve_kernels.block_summary import BlockPlan, block_summary_naive  # noqa: E402
 from sglang_ext.analysis.document_analysis import Analysis, quantize  # noqa: E402
 from sglang_ext.context.recompute.row_attention import fused  # noqa: E402

@@ -26,14 +26,14 @@ from typing import Any
 
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument, load_tokenizer
 from ragserve.config import DEFAULT_MODEL, load
-from ragserve.engine.sentence_choice import SentenceChooser
 from ragserve.eval.data import Question, set_name
 from ragserve.eval.data import load as load_questions
-from ragserve.measuring import report
-from ragserve.measuring.given_scores import GivenScores
-from ragserve.measuring.metrics import contains_answer
 from ragserve.retrieval.embedder import Embedder
 from ragserve.strategy_spec import parse
+from ragserve.verification import report
+from ragserve.verification.given_scores import GivenScores
+from ragserve.verification.metrics import contains_answer
+from ragserve.verification.sentence_choice import SentenceChooser
 from sglang_ext.wire.protocol import RetrievalScores
 from sglang_ext.wire.request_options import SamKvOptions
 

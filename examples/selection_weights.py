@@ -25,7 +25,12 @@ from typing import Any
 
 from ragserve.answering.prompt import PromptBuilder, PromptDocument, load_tokenizer
 from ragserve.bench import beir
-from ragserve.calibration.signal_weights import (
+from ragserve.config import DEFAULT_MODEL, load
+from ragserve.eval.data import GivenPassage, Question, distinct_passages, set_name
+from ragserve.eval.data import load as load_questions
+from ragserve.retrieval.embedder import Embedder
+from ragserve.verification import report
+from ragserve.verification.calibration.signal_weights import (
     LearnedWeights,
     ProbeContext,
     built_in,
@@ -33,14 +38,9 @@ from ragserve.calibration.signal_weights import (
     learn,
     options_of,
 )
-from ragserve.config import DEFAULT_MODEL, load
-from ragserve.engine.sentence_choice import PromptSentences, SentenceChooser
-from ragserve.eval.data import GivenPassage, Question, distinct_passages, set_name
-from ragserve.eval.data import load as load_questions
-from ragserve.measuring import report
-from ragserve.measuring.given_scores import GivenScores
-from ragserve.measuring.metrics import contains_answer
-from ragserve.retrieval.embedder import Embedder
+from ragserve.verification.given_scores import GivenScores
+from ragserve.verification.metrics import contains_answer
+from ragserve.verification.sentence_choice import PromptSentences, SentenceChooser
 from sglang_ext.wire.request_options import SamKvOptions
 
 CORPUS = Path(__file__).resolve().parent / "corpus"

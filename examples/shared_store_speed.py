@@ -29,7 +29,7 @@ import psutil
 import torch
 
 from ragserve.engine.ports import LOOPBACK, hold_port, port_of
-from ragserve.measuring.report import write
+from ragserve.verification.report import write
 from sglang_ext.documents.pages import page_format
 from sglang_ext.documents.pages.page_format import Record
 from sglang_ext.documents.pages.types import KvShape

@@ -33,9 +33,9 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.offline import run_once
-from ragserve.measuring import report
-from ragserve.measuring.engine_run import first_token
-from ragserve.measuring.metrics import contains_answer, exact_match
+from ragserve.verification import report
+from ragserve.verification.engine_run import first_token
+from ragserve.verification.metrics import contains_answer, exact_match
 from sglang_ext.wire.prefill_options import DENSE_LAST, PrefillOptions
 
 KEY = ("set", "mode", "alpha", "asked share", "dense last")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ragserve.bench.selection import SPELLINGS
 from ragserve.eval.data import find, set_name, spread
-from ragserve.measuring.json_lines import json_lines
+from ragserve.json_lines import json_lines
 
 NAMES = {"lower case": "lower", "upper case": "upper", "one typo": "typo"}
 

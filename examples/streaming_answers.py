@@ -30,9 +30,9 @@ from ragserve.bench import model_shapes
 from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.compat import prepare
-from ragserve.measuring import report
-from ragserve.measuring.engine_run import first_token
-from ragserve.measuring.metrics import exact_match
+from ragserve.verification import report
+from ragserve.verification.engine_run import first_token
+from ragserve.verification.metrics import exact_match
 from sglang_ext.attention.pools.streaming_heads import even_streaming_heads, save_pattern
 
 PATTERN = Path(__file__).parent / "results" / "streaming-memory-heads.json"

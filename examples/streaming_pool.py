@@ -28,8 +28,8 @@ from held_at_once import overlap, tokens_between
 
 from ragserve.bench import model_shapes
 from ragserve.engine.base import GenerateRequest, Sampling
-from ragserve.measuring import report
-from ragserve.measuring.engine_run import TimedAnswer, first_token, random_tokens
+from ragserve.verification import report
+from ragserve.verification.engine_run import TimedAnswer, first_token, random_tokens
 from sglang_ext.attention.pools.streaming_heads import save_pattern
 
 PAGE, SINK, LOCAL = 64, 64, 256

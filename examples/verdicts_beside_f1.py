@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ragserve.measuring import report
 from ragserve.profiles.gate import MAX_ANSWER_KL, MAX_F1_LOSS, MAX_KL, MAX_REGRET
+from ragserve.verification import report
 
 NOTE = (
     "f1_vs_full: points above full on the same questions. kl: of the first token, answer_kl, answer_agrees, "

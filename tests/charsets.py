@@ -17,7 +17,7 @@ from charset_normalizer import from_bytes
 
 from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers.charset import decode
-from ragserve.measuring.report import write
+from ragserve.verification.report import write
 
 TEXTS = Path(__file__).resolve().parent / "data" / "languages"
 CHARSETS = (

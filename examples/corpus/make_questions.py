@@ -4,7 +4,7 @@
 
 The input is that of `make_corpus.py`. Questions, wordings and countries are drawn with a fixed seed, so the
 same input gives the same bytes. An answer is right if it contains one of ``answers``, see
-`ragserve.measuring.metrics`."""
+`ragserve.verification.metrics`."""
 
 from __future__ import annotations
 

@@ -13,10 +13,8 @@ from ragserve import tracing
 from ragserve.answering.accounting import Clock, context_use, no_context, observe
 from ragserve.answering.auto import AUTO, Candidates, Chooser
 from ragserve.answering.citations import Marker, MarkerFilter, cite
-from ragserve.answering.dialogues import NEW, Dialogues
 from ragserve.answering.follow_ups import DialogueSearch, Found
 from ragserve.answering.in_flight import InFlight, QueryLimiter
-from ragserve.answering.next_turn import NextTurn
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.query import Query
 from ragserve.answering.results import (
@@ -31,6 +29,8 @@ from ragserve.answering.results import (
     Usage,
 )
 from ragserve.answering.scores import SCORED, retrieval_scores
+from ragserve.answering.sessions.dialogues import NEW, Dialogues
+from ragserve.answering.sessions.next_turn import NextTurn
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import DocumentsTooLong, EngineError, InvalidRequest
 from ragserve.metrics import metrics

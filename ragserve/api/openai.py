@@ -15,10 +15,10 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.responses import JSONResponse
 
 from ragserve.answering.answerer import Event, FinalAnswer, MessageDelta
-from ragserve.answering.dialogues import NEW
 from ragserve.answering.prompt import Message
 from ragserve.answering.query import Query
 from ragserve.answering.results import Answer, SearchResults
+from ragserve.answering.sessions.dialogues import NEW
 from ragserve.api import examples
 from ragserve.api.access import Access, Caller
 from ragserve.api.body import parse_json

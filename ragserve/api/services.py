@@ -13,15 +13,15 @@ from fastapi import Depends, Request
 
 from ragserve.answering.answerer import Answerer
 from ragserve.answering.auto import Chooser
-from ragserve.answering.dialogues import Dialogues
 from ragserve.answering.follow_ups import DialogueSearch
 from ragserve.answering.in_flight import Idleness, QueryLimiter
 from ragserve.answering.key_reranker import make_rerankers
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.answering.query_log import QueryLog
-from ragserve.answering.session_store import SessionStore, forget_all
-from ragserve.answering.turn_attention import TurnAttention
-from ragserve.answering.turn_compression import TurnCompressor
+from ragserve.answering.sessions.dialogues import Dialogues
+from ragserve.answering.sessions.session_store import SessionStore, forget_all
+from ragserve.answering.sessions.turn_attention import TurnAttention
+from ragserve.answering.sessions.turn_compression import TurnCompressor
 from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import Settings
 from ragserve.engine.base import Engine, EngineInfo, TokenizingEngine
@@ -41,8 +41,8 @@ from ragserve.verification.idle_tuner import IdleTuner
 if TYPE_CHECKING:
     from ragserve.ingest.ingestor import Ingestor
     from ragserve.ingest.jobs.runner import JobRunner
-    from ragserve.measuring.costs import CostEngine
     from ragserve.retrieval.embedder import Embedder
+    from ragserve.verification.costs import CostEngine
     from ragserve_index import IndexStore
 
 log = logging.getLogger(__name__)

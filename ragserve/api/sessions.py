@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
 
-from ragserve.answering.dialogues import Dialogue
+from ragserve.answering.sessions.dialogues import Dialogue
 from ragserve.api import examples
 from ragserve.api.access import Caller
 from ragserve.api.openapi import documented

@@ -22,9 +22,9 @@ import httpx
 
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.client import Client
+from ragserve.engine.running_server import running_server
 from ragserve.errors import InvalidRequest, RagserveError
-from ragserve.measuring import report
-from ragserve.measuring.server import running_server
+from ragserve.verification import report
 
 CORPUS = Path(__file__).resolve().parents[2] / "examples" / "corpus" / "files"
 _K = 5

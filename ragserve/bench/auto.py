@@ -13,11 +13,11 @@ from typing import Any
 from ragserve.answering.auto import Chooser
 from ragserve.answering.prompt import Prompt, Segment
 from ragserve.engine.base import GenerateRequest
-from ragserve.measuring.costs import CostSchedule, measure
-from ragserve.measuring.report import measured_on
 from ragserve.profiles.costs import COSTS, FILE_NAME, CostSample, fit
 from ragserve.profiles.gate import Gate
 from ragserve.strategy_spec import StrategySpec
+from ragserve.verification.costs import CostSchedule, measure
+from ragserve.verification.report import measured_on
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.errors import InvalidRequest
-from ragserve.measuring.json_lines import json_lines
+from ragserve.json_lines import json_lines
 
 _LAYOUT = "A collection has corpus.jsonl[.gz], queries.jsonl[.gz] and qrels/test.tsv."
 

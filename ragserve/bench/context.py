@@ -18,10 +18,10 @@ from typing import Any
 from ragserve.bench import auto, model_shapes
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import EngineError, RagserveError
-from ragserve.measuring.engine_run import TIERS, TimedAnswer, first_token, in_tier, random_tokens
-from ragserve.measuring.report import GrowingReport, read_report
 from ragserve.profiles.costs import CostSample
 from ragserve.strategy_spec import StrategySpec
+from ragserve.verification.engine_run import TIERS, TimedAnswer, first_token, in_tier, random_tokens
+from ragserve.verification.report import GrowingReport, read_report
 from sglang_ext.wire.protocol import EXACT_STRATEGIES, Span
 
 SYSTEM_TOKENS = 32

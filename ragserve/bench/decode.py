@@ -15,8 +15,8 @@ from typing import Any
 from ragserve.bench import model_shapes
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import EngineError
-from ragserve.measuring.engine_run import DECODE_TOKENS, decode_step, first_token, prefill, random_tokens
-from ragserve.measuring.report import environment
+from ragserve.verification.engine_run import DECODE_TOKENS, decode_step, first_token, prefill, random_tokens
+from ragserve.verification.report import environment
 
 COPY_BANDWIDTH = {"H200": 4.29e12, "H100": 3.0e12}  # bytes a second of a device copy, for the bound
 _WARM_TOKENS = 32  # generated before the measurement, to warm up a mode

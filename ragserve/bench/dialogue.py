@@ -21,11 +21,11 @@ from ragserve.answering.prompt import Message
 from ragserve.bench.retrieval import document_of
 from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest
-from ragserve.measuring import report
-from ragserve.measuring.ir_metrics import ndcg, recall
-from ragserve.measuring.json_lines import json_lines
+from ragserve.eval.ir_metrics import ndcg, recall
+from ragserve.json_lines import json_lines
 from ragserve.retrieval.retriever import Retriever
 from ragserve.setting_groups.answering import Retrieval
+from ragserve.verification import report
 
 if TYPE_CHECKING:
     from ragserve_index import IndexStore

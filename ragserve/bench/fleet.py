@@ -22,7 +22,7 @@ import numpy as np
 from ragserve.bench import fleet_replay
 from ragserve.files import bundled
 from ragserve.fleet.affinity import Holders, owners, ranked
-from ragserve.measuring.report import percentile, write
+from ragserve.verification.report import percentile, write
 from sglang_ext.documents.remote.document_values import DocumentValues
 
 COSTS_FROM = "examples/results/h200-context-fa2.json"

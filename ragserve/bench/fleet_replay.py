@@ -29,18 +29,18 @@ from pydantic import SecretStr
 
 from ragserve.bench import model_shapes
 from ragserve.bench.retrieval_trace import SEED, Trace, TraceQuery, read_trace, require, warm_missing
+from ragserve.bench.running_router import is_installed, running_router
 from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.engine.base import Engine, GenerateRequest, Sampling
 from ragserve.engine.ports import LOOPBACK, hold_port, port_of
+from ragserve.engine.running_server import RunningServer, running_server
 from ragserve.errors import InvalidRequest, RagserveError, Unavailable
 from ragserve.fleet.fleet_engine import FleetEngine
 from ragserve.fleet.request_parts import documents_of
 from ragserve.fleet.routing_key import ASK, MARK, ROUTING_KEY, WORKER
 from ragserve.fleet.worker_engine import WorkerEngine
-from ragserve.measuring.engine_run import REMOTE, TIERS, first_token
-from ragserve.measuring.report import GrowingReport, percentile, read_report
-from ragserve.measuring.running_router import is_installed, running_router
-from ragserve.measuring.server import RunningServer, running_server
+from ragserve.verification.engine_run import REMOTE, TIERS, first_token
+from ragserve.verification.report import GrowingReport, percentile, read_report
 
 SIZES = (1, 2, 4)
 DEVICE_SHARE, HOST_SHARE, DISK_SHARE = 0.1, 0.1, 0.3  # of the documents' KV, each worker's

@@ -23,7 +23,7 @@ from typing import Any
 
 from ragserve.bench.index_vectors import SPREAD, multiply, sentences
 from ragserve.errors import InvalidRequest
-from ragserve.measuring.report import GrowingReport, percentile
+from ragserve.verification.report import GrowingReport, percentile
 
 _K = 10
 _CHUNKS_PER_DOCUMENT = 50

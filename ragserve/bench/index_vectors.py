@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.errors import InvalidRequest
-from ragserve.measuring.json_lines import json_lines
+from ragserve.json_lines import json_lines
 
 _CORPUS = Path(__file__).resolve().parents[2] / "examples" / "corpus" / "files"
 SPREAD = 0.6

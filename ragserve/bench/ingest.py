@@ -16,8 +16,8 @@ from typing import Any
 
 from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest
-from ragserve.measuring import report
-from ragserve.measuring.json_lines import json_lines
+from ragserve.json_lines import json_lines
+from ragserve.verification import report
 
 _CORPUS = Path(__file__).resolve().parents[2] / "examples" / "corpus" / "files"
 

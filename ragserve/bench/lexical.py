@@ -20,9 +20,9 @@ from typing import Any
 
 from ragserve.bench import beir
 from ragserve.errors import InvalidRequest
-from ragserve.measuring.ir_metrics import ndcg
-from ragserve.measuring.json_lines import json_lines
-from ragserve.measuring.report import GrowingReport, percentile
+from ragserve.eval.ir_metrics import ndcg
+from ragserve.json_lines import json_lines
+from ragserve.verification.report import GrowingReport, percentile
 
 _K = 10
 _PIECE_WORDS = 75

@@ -24,9 +24,9 @@ from ragserve.bench.retrieval_trace import Trace, cache_in, read_trace, require
 from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.base import GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import RagserveError
-from ragserve.measuring.engine_run import first_token
-from ragserve.measuring.report import GrowingReport, percentile
 from ragserve.strategy_spec import StrategySpec, parse
+from ragserve.verification.engine_run import first_token
+from ragserve.verification.report import GrowingReport, percentile
 from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 STRATEGIES = "full,prefix,samkv:keep=0.15,concat:keep=0.15,concat:recompute=sentences"

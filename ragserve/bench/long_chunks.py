@@ -15,8 +15,8 @@ import numpy as np
 
 from ragserve.bench import beir
 from ragserve.errors import InvalidRequest
-from ragserve.measuring import report
-from ragserve.measuring.ir_metrics import ndcg, recall
+from ragserve.eval.ir_metrics import ndcg, recall
+from ragserve.verification import report
 
 _DEPTH = 10
 _WINDOWS = 2  # that a chunk exceeds

@@ -16,9 +16,9 @@ from pydantic import SecretStr
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.local import LocalEngine
 from ragserve.engine.offline import run_once
+from ragserve.engine.running_server import running_server
 from ragserve.files import write_json
 from ragserve.fleet.worker_engine import WorkerEngine
-from ragserve.measuring.server import running_server
 
 T = TypeVar("T")
 _LLAMA = {

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragserve.engine.base import GenerateChunk, GenerateRequest
-from ragserve.measuring.engine_run import first_token
-from ragserve.measuring.report import percentile
+from ragserve.verification.engine_run import first_token
+from ragserve.verification.report import percentile
 
 SEED = 0
 DRAIN_S = 30.0  # to answer the last arrivals

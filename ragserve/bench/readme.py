@@ -2,8 +2,8 @@
 
 A section stands between ``<!-- table: NAME COLUMNS -->`` and ``<!-- /table -->``. NAME ``settings`` is
 generated from `ragserve.config.Settings`, for the settings named as columns. Any other NAME is a file
-``NAME.json`` of examples/results, as `ragserve.measuring.report.write` leaves it. Without COLUMNS, separated
-by commas, a table has all."""
+``NAME.json`` of examples/results, as `ragserve.verification.report.write` leaves it. Without COLUMNS,
+separated by commas, a table has all."""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ from ragserve.engine.base import Sampling
 from ragserve.engine.local import LocalEngine
 from ragserve.engine.offline import run_once
 from ragserve.errors import RagserveError
-from ragserve.measuring.costs import CostSchedule
-from ragserve.measuring.engine_run import TIERS, TimedAnswer, first_token
-from ragserve.measuring.report import GrowingReport, percentile, read_report
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.strategy_spec import parse
+from ragserve.verification.costs import CostSchedule
+from ragserve.verification.engine_run import TIERS, TimedAnswer, first_token
+from ragserve.verification.report import GrowingReport, percentile, read_report
 
 SHARES = (0.05, 0.2, 1.0)
 HOST_SHARE, DISK_SHARE = 0.3, 1.2  # budgets, as shares of the documents' KV

@@ -25,15 +25,15 @@ from ragserve.config import Settings, load
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import InvalidRequest
 from ragserve.eval import data as question_sets
-from ragserve.measuring.engine_run import first_token
-from ragserve.measuring.ir_metrics import ndcg, recall
-from ragserve.measuring.metrics import exact_match, token_f1
-from ragserve.measuring.report import GrowingReport, percentile
+from ragserve.eval.ir_metrics import ndcg, recall
 from ragserve.retrieval.passage_search import FoundPassages, PassageSearch
 from ragserve.retrieval.reranker import CrossEncoderReranker, Reranker
 from ragserve.retrieval.retriever import Retriever
 from ragserve.retrieval.search_options import KEYS, OFF, SearchOptions
 from ragserve.setting_groups.answering import Retrieval
+from ragserve.verification.engine_run import first_token
+from ragserve.verification.metrics import exact_match, token_f1
+from ragserve.verification.report import GrowingReport, percentile
 
 if TYPE_CHECKING:
     from ragserve.retrieval.embedder import Embedder

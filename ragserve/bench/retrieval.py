@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from ragserve.bench import beir
 from ragserve.errors import InvalidRequest
-from ragserve.measuring import report
-from ragserve.measuring.ir_metrics import ndcg, recall
+from ragserve.eval.ir_metrics import ndcg, recall
 from ragserve.setting_groups.ingestion import IndexType
+from ragserve.verification import report
 
 if TYPE_CHECKING:
     from ragserve_index.types import SearchResult

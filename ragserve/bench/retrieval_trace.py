@@ -19,8 +19,8 @@ from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.document_cache import CachingEngine
 from ragserve.engine.local import LocalEngine
 from ragserve.errors import InvalidRequest, RagserveError
-from ragserve.measuring.engine_run import in_tier
-from ragserve.measuring.json_lines import json_lines
+from ragserve.json_lines import json_lines
+from ragserve.verification.engine_run import in_tier
 from sglang_ext.wire.protocol import Span
 
 SEED = 0

@@ -17,15 +17,15 @@ from ragserve.config import DEFAULT_MODEL
 from ragserve.config import load as load_settings
 from ragserve.errors import InvalidRequest
 from ragserve.eval.data import Question, load, set_name
-from ragserve.measuring import report
-from ragserve.measuring.metrics import contains_answer
+from ragserve.verification import report
+from ragserve.verification.metrics import contains_answer
 from sglang_ext.wire.protocol import RetrievalScores
 from sglang_ext.wire.request_options import SamKvOptions
 
 if TYPE_CHECKING:
     from ragserve.answering.prompt import Prompt, PromptBuilder
-    from ragserve.engine.sentence_choice import SentenceChooser
     from ragserve.retrieval.embedder import Embedder
+    from ragserve.verification.sentence_choice import SentenceChooser
 
 SHARES = (0.05, 0.1, 0.15, 0.25, 0.4)
 _LIMIT, _QUICK = 40, 10  # questions a set
@@ -50,8 +50,8 @@ _VARIED = ("token ids", "words", "all with feedback")  # asked in other spelling
 def run(out_dir: Path | None, *, quick: bool = False, data: Sequence[Path] = ()) -> dict[str, Any]:
     """Measure question sets; ``quick``: 10 questions of each. Raises InvalidRequest without ``data``."""
     from ragserve.answering.prompt import PromptBuilder, load_tokenizer
-    from ragserve.engine.sentence_choice import SentenceChooser
     from ragserve.retrieval.embedder import Embedder
+    from ragserve.verification.sentence_choice import SentenceChooser
 
     if not data:
         raise InvalidRequest(
@@ -107,7 +107,7 @@ class _Asked:
         self, question: Question, builder: PromptBuilder, embedder: Embedder, sentence_bytes: int
     ) -> None:
         from ragserve.answering.prompt import PromptDocument
-        from ragserve.measuring.given_scores import GivenScores
+        from ragserve.verification.given_scores import GivenScores
 
         self.question = question
         given = GivenScores(builder, embedder, question.documents, sentence_bytes)

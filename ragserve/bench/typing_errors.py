@@ -23,10 +23,10 @@ from ragserve.bench import beir
 from ragserve.bench.rerank import read
 from ragserve.bench.retrieval import document_of
 from ragserve.errors import InvalidRequest
-from ragserve.measuring import report
-from ragserve.measuring.ir_metrics import ndcg, recall
+from ragserve.eval.ir_metrics import ndcg, recall
 from ragserve.retrieval.spelling import Corrected, SpellingCorrector
 from ragserve.setting_groups.answering import Retrieval
+from ragserve.verification import report
 
 if TYPE_CHECKING:
     from ragserve.retrieval.embedder import Embedder

@@ -21,10 +21,10 @@ from ragserve.api.views import MessageEvent
 from ragserve.bench.api import example_corpus, example_questions
 from ragserve.bench.open_loop import SEED, arrival_times
 from ragserve.client import AsyncClient, Client
+from ragserve.engine.running_server import running_server
 from ragserve.errors import RagserveError, Unavailable
-from ragserve.measuring import report
-from ragserve.measuring.server import running_server
 from ragserve.strategy_spec import StrategySpec, parse
+from ragserve.verification import report
 from ragserve.verification.idle_worker import QUIET_S
 
 SHARES = (0.0, 1.0)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.answering.prompt import PromptBuilder
-from ragserve.answering.session_store import forget_lost
+from ragserve.answering.sessions.session_store import forget_lost
 from ragserve.cache import folder, lock
 from ragserve.config import Settings
 from ragserve.engine.base import Engine

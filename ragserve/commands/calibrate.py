@@ -16,10 +16,10 @@ from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from ragserve.calibration.namespace_weights import NamespacePassage
     from ragserve.engine.local import LocalEngine
-    from ragserve.measuring.costs import CostSchedule
     from ragserve.strategy_spec import StrategySpec
+    from ragserve.verification.calibration.namespace_weights import NamespacePassage
+    from ragserve.verification.costs import CostSchedule
 
 SETTINGS = (
     *("model", "data_dir", "embedder", "embed_device", "system_prompt", "kv_disk_bytes"),
@@ -86,12 +86,12 @@ def calibrate(
     costs (time to the first token of every strategy) and the length from which prefill is sparse belong to
     this machine and are written to the data folder. Stop a server on the same machine first: it would
     disturb the measurement."""
-    from ragserve.calibration.prefill_times import check_longest
     from ragserve.commands.serve_checks import check_engine
     from ragserve.engine.offline import run_once
-    from ragserve.measuring.costs import CostSchedule
     from ragserve.profiles.samkv import FILE_NAME
     from ragserve.strategy_spec import parse
+    from ragserve.verification.calibration.prefill_times import check_longest
+    from ragserve.verification.costs import CostSchedule
     from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
     names = [name for name in get_args(StrategyName) if name not in (*EXACT_STRATEGIES, "auto")]
@@ -127,7 +127,7 @@ def calibrate(
 
 
 def _passages(settings: Settings, namespace: str) -> list[NamespacePassage]:
-    from ragserve.calibration.namespace_weights import drawn_passages
+    from ragserve.verification.calibration.namespace_weights import drawn_passages
     from ragserve_index import IndexStore
 
     with IndexStore(settings.data_dir) as store:
@@ -137,8 +137,8 @@ def _passages(settings: Settings, namespace: str) -> list[NamespacePassage]:
 async def _samkv(
     settings: Settings, engine: LocalEngine, sets: int, questions: int, passages: list[NamespacePassage]
 ) -> None:
-    from ragserve.calibration.namespace_weights import learn_on
-    from ragserve.calibration.samkv import ProbeSchedule, find_and_save, table
+    from ragserve.verification.calibration.namespace_weights import learn_on
+    from ragserve.verification.calibration.samkv import ProbeSchedule, find_and_save, table
 
     learned = await learn_on(settings, engine, passages, say) if passages else None
     schedule = ProbeSchedule(sets=sets, questions=questions)
@@ -158,11 +158,11 @@ async def _costs(
 ) -> None:
     """Measure and fit costs. With a ``new_profile``, which the running engine does not have and nothing was
     verified with, samkv is left out by default."""
-    from ragserve.measuring.costs import measure
-    from ragserve.measuring.report import measured_on
     from ragserve.profiles.costs import COSTS, FILE_NAME, fit
     from ragserve.profiles.gate import Gate
     from ragserve.strategy_spec import parse
+    from ragserve.verification.costs import measure
+    from ragserve.verification.report import measured_on
 
     info = engine.info
     gate = Gate.of(
@@ -197,9 +197,9 @@ async def _costs(
 async def _prefill(settings: Settings, engine: LocalEngine, max_tokens: int | None, repeats: int) -> None:
     """Measure dense and sparse prefill by length, and write the length from which sparse is on."""
     from ragserve.answering.prompt import PromptBuilder
-    from ragserve.calibration.prefill_times import measure
-    from ragserve.measuring.report import measured_on
     from ragserve.profiles.prefill_crossover import FILE_NAME, PREFILL, PrefillProfile, on_from, options_of
+    from ragserve.verification.calibration.prefill_times import measure
+    from ragserve.verification.report import measured_on
 
     options = options_of(settings)
     builder = PromptBuilder.load(engine.info.tokenizer)

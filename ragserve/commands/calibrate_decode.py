@@ -41,10 +41,10 @@ def calibrate_decode(
     `ragserve serve --sparse-attention on` keeps requests dense up to the length found, unless
     --decode-dense-below is given. Stop a server on the same machine first: it would disturb the
     measurement."""
-    from ragserve.calibration.decode import find_and_save
     from ragserve.commands.serve_checks import check_engine
     from ragserve.engine.offline import run_once
     from ragserve.profiles.decode import FILE_NAME, options_of
+    from ragserve.verification.calibration.decode import find_and_save
 
     options_of(settings)  # refuse dense decoding before an engine is started
     check_engine(settings)

@@ -42,7 +42,7 @@ def calibrate_heads(
     random."""
     if out.exists() and out.is_dir():
         raise InvalidRequest(f"{out} is a folder.", hint="Name the file to write.")
-    from ragserve.calibration.streaming_heads import calibrate_heads as calibrate
+    from ragserve.verification.calibration.streaming_heads import calibrate_heads as calibrate
 
     def progress(step: int, error: float, gate: float) -> None:
         if step % 20 == 0 or step == steps - 1:

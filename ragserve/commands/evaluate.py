@@ -19,9 +19,9 @@ from ragserve.files import write_text
 
 if TYPE_CHECKING:
     from ragserve.client import Client
+    from ragserve.engine.running_server import RunningServer
     from ragserve.eval.dialogue_sets import AskedAt
     from ragserve.eval.parallel import Plan
-    from ragserve.measuring.server import RunningServer
     from ragserve.strategy_spec import StrategySpec
 
 Line = dict[str, Any]
@@ -310,7 +310,7 @@ def _dialogues(
     from ragserve.eval.data import set_name
     from ragserve.eval.dialogue_sets import load_dialogues
     from ragserve.eval.multiturn_engine import NOTE, by_turn, led_along
-    from ragserve.measuring import report
+    from ragserve.verification import report
 
     turns, _, asked_at, ahead = shape
     decode_budget, session_budgets, refresh_turns = budgets
@@ -372,7 +372,7 @@ def _client(
 def _server(
     settings: Settings, api_key: str | None, data_dir: Path | None
 ) -> contextlib.AbstractContextManager[RunningServer]:
-    from ragserve.measuring.server import running_server
+    from ragserve.engine.running_server import running_server
 
     given = (name for name in (*ENGINE_SETTINGS, "model") if name in settings.model_fields_set)
     flags: dict[str, Any] = {name: getattr(settings, name) for name in given}

@@ -74,7 +74,7 @@ def tune(
     from ragserve.eval.console import progress
     from ragserve.retrieval.document_store import open_store
     from ragserve.strategy_spec import parse
-    from ragserve.tuning.process import tune as run
+    from ragserve.verification.calibration.tune_process import tune as run
     from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
     names = [name for name in get_args(StrategyName) if name not in (*EXACT_STRATEGIES, "auto")]

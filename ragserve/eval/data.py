@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ragserve.errors import InvalidRequest
-from ragserve.measuring.json_lines import json_lines
-from ragserve.measuring.metrics import contains_answer
+from ragserve.json_lines import json_lines
+from ragserve.verification.metrics import contains_answer
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from ragserve.errors import InvalidRequest
 from ragserve.eval.data import GivenPassage, Question, load, spread
 from ragserve.eval.multiturn import DialogueTurn, alternating, dialogues_of
-from ragserve.measuring.json_lines import json_lines
+from ragserve.json_lines import json_lines
 
 AskedAt = Literal["beginning", "middle", "end"]
 """Where a turn's question stands: before, among or after the documents that it brings."""

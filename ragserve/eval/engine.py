@@ -2,7 +2,7 @@
 prompts.
 
 Each question is asked with `full` first. Then all its documents are cached, and each strategy is led along
-the answer of `full` (`ragserve.measuring.distribution`), so that its distributions are compared token by
+the answer of `full` (`ragserve.verification.distribution`), so that its distributions are compared token by
 token; where it would have said something else, it is asked again for its own answer. So a strategy's time to
 the first token is measured with its documents on the device, and no row depends on another."""
 
@@ -18,12 +18,12 @@ from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
 from ragserve.errors import RagserveError
 from ragserve.eval.data import Question
-from ragserve.measuring.distribution import Closeness, ReferenceAnswer, answer_of, forced_along
-from ragserve.measuring.engine_run import TimedAnswer, first_token
-from ragserve.measuring.given_scores import GivenScores
-from ragserve.measuring.metrics import exact_match, token_f1
-from ragserve.measuring.rows import Key, Row
 from ragserve.strategy_spec import FULL, StrategySpec
+from ragserve.verification.distribution import Closeness, ReferenceAnswer, answer_of, forced_along
+from ragserve.verification.engine_run import TimedAnswer, first_token
+from ragserve.verification.given_scores import GivenScores
+from ragserve.verification.metrics import exact_match, token_f1
+from ragserve.verification.rows import Key, Row
 from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ def run(job: dict[str, Any]) -> None:
     from ragserve.eval.data import interleaved, load, set_name
     from ragserve.eval.engine import Ask, evaluate
     from ragserve.files import write_json
-    from ragserve.measuring.report import environment
-    from ragserve.measuring.rows import appending, read
     from ragserve.retrieval.embedder import Embedder
     from ragserve.strategy_spec import parse
+    from ragserve.verification.report import environment
+    from ragserve.verification.rows import appending, read
 
     folder, index = Path(job["folder"]), job["index"]
     settings = Settings(**job["settings"])

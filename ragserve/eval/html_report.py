@@ -10,7 +10,7 @@ from typing import Any
 from ragserve.eval import charts
 from ragserve.eval.judging import METRICS
 from ragserve.eval.scoreboard import CAUSES, TIMES, recall_curve, worst
-from ragserve.measuring.rows import Row
+from ragserve.verification.rows import Row
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 _WORST = 20

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragserve.answering.results import Answer, Passage
+from ragserve.eval.ir_metrics import ndcg, recall, reciprocal_rank
 from ragserve.eval.own_questions import OwnQuestion
-from ragserve.measuring.ir_metrics import ndcg, recall, reciprocal_rank
-from ragserve.measuring.metrics import contains_answer, exact_match, token_f1
 from ragserve.retrieval.near_copies import shingles
+from ragserve.verification.metrics import contains_answer, exact_match, token_f1
 
 METRICS = {
     "recall": "Recall@k",

@@ -9,21 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ragserve.answering.past_turns import PastTurn, SessionKv, ids_of
 from ragserve.answering.prompt import Message, Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.results import EarlierTurn, RetrievedPassage
-from ragserve.answering.turn_attention import TurnAttention
-from ragserve.answering.turn_compression import TurnCompressor
+from ragserve.answering.sessions.past_turns import PastTurn, SessionKv, ids_of
+from ragserve.answering.sessions.turn_attention import TurnAttention
+from ragserve.answering.sessions.turn_compression import TurnCompressor
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
 from ragserve.errors import RagserveError
 from ragserve.eval.data import GivenPassage
 from ragserve.eval.multiturn import DOCUMENTS_FIRST, DialogueTurn, refreshed_label, within_label
 from ragserve.eval.page_rivals import page_rivals
 from ragserve.eval.run import Progress
-from ragserve.measuring.distribution import Closeness, ReferenceAnswer, answer_of, forced_along
-from ragserve.measuring.engine_run import TimedAnswer, first_token
-from ragserve.measuring.metrics import contains_answer, token_f1
 from ragserve.strategy_spec import FULL, StrategySpec
+from ragserve.verification.distribution import Closeness, ReferenceAnswer, answer_of, forced_along
+from ragserve.verification.engine_run import TimedAnswer, first_token
+from ragserve.verification.metrics import contains_answer, token_f1
 from sglang_ext.wire.protocol import EXACT_STRATEGIES, session_key
 
 NAMESPACE = "eval"

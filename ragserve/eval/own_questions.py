@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError, 
 from ragserve.config import Namespace
 from ragserve.errors import InvalidRequest
 from ragserve.eval.data import spread
-from ragserve.measuring.json_lines import json_lines
+from ragserve.json_lines import json_lines
 
 _HINT = 'A line is {"question": "...", "answers": ["..."], "documents": ["..."]}; see docs/evaluation.md.'
 _SHOWN = 10  # bad lines

@@ -24,8 +24,8 @@ from ragserve.eval.run import Options
 from ragserve.eval.scoreboard import TIMES, lines
 from ragserve.eval.served import ServedPlan, ask_served, ingested_folder
 from ragserve.files import write_json, write_text
-from ragserve.measuring.report import assemble
-from ragserve.measuring.rows import Row
+from ragserve.verification.report import assemble
+from ragserve.verification.rows import Row
 
 NOTE = (
     "In brackets: 95 % confidence intervals. Recall, nDCG and MRR: of the gold passages or, where none are "

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
+from ragserve.engine.running_server import kill_session, spawn
 from ragserve.errors import EngineError
 from ragserve.eval.data import load, set_name
 from ragserve.files import write_json
-from ragserve.measuring import rows
-from ragserve.measuring.server import kill_session, spawn
 from ragserve.strategy_spec import StrategySpec
+from ragserve.verification import rows
 
 _POLL_S = 0.2
 _RESTARTS = 1  # per engine: several that start at once may pick the same port

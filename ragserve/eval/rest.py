@@ -13,8 +13,8 @@ from ragserve.eval.console import progress
 from ragserve.eval.data import Question, distinct_passages, load, set_name
 from ragserve.eval.dialogue_sets import AskedAt, Dialogue, load_dialogues
 from ragserve.eval.run import Options, ask_given, ask_retrieved, ingested, losses, summary
-from ragserve.measuring import report
 from ragserve.strategy_spec import FULL
+from ragserve.verification import report
 
 Line = dict[str, Any]
 

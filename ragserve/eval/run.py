@@ -20,8 +20,8 @@ from ragserve.client import Client, QueryArguments, TextDocument
 from ragserve.config import StrategyName
 from ragserve.errors import NotFound, RagserveError
 from ragserve.eval.data import GivenPassage, Question, distinct_passages
-from ragserve.measuring.metrics import contains_answer, exact_match, token_f1
 from ragserve.strategy_spec import FORCE, StrategySpec
+from ragserve.verification.metrics import contains_answer, exact_match, token_f1
 from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 _SEED = 0
@@ -176,7 +176,7 @@ def ingested(
 def summary(outcomes: Sequence[AnswerOutcome]) -> dict[str, Any]:
     """Average over a set: exact match and F1 in percent, tokens and milliseconds per question. Failures count
     as wrong."""
-    from ragserve.measuring.report import percentile
+    from ragserve.verification.report import percentile
 
     n = len(outcomes)
     answered = [o for o in outcomes if not o.error]

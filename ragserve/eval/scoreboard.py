@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragserve.eval.judging import METRICS, cause_of
-from ragserve.measuring.bounds import interval
-from ragserve.measuring.report import percentile
-from ragserve.measuring.rows import Row
+from ragserve.profiles.bounds import interval
+from ragserve.verification.report import percentile
+from ragserve.verification.rows import Row
 
 TIMES = {"ttft_ms": "First token, ms", "total_ms": "Whole answer, ms"}
 SHOWN = (5, 25, 50, 75, 95)  # percentiles of times

@@ -22,8 +22,8 @@ from ragserve.eval.judging import gold_of, judged, missed, supports
 from ragserve.eval.own_questions import OwnQuestion
 from ragserve.eval.run import Options
 from ragserve.ingest.sources import scan
-from ragserve.measuring import rows
-from ragserve.measuring.rows import Row
+from ragserve.verification import rows
+from ragserve.verification.rows import Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragserve.measuring import report
-from ragserve.measuring.bounds import answer_figures, upper_bound
-from ragserve.measuring.report import percentile
+from ragserve.profiles.bounds import answer_figures, upper_bound
+from ragserve.verification import report
+from ragserve.verification.report import percentile
 
 if TYPE_CHECKING:
     from ragserve.eval.parallel import Plan
@@ -52,7 +52,7 @@ def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def write(
     plan: Plan, rows: Sequence[Mapping[str, Any]], served: Mapping[str, Any], out: Path | None
 ) -> dict[str, Any]:
-    """Print the table of a run and write its report (see `ragserve.measuring.report`). ``served`` as
+    """Print the table of a run and write its report (see `ragserve.verification.report`). ``served`` as
     `parallel.run` returns it."""
     workload = {
         "model": Path(plan.settings.model).name,

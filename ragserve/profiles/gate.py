@@ -2,7 +2,7 @@
 
 Composed KV is approximate; how approximate depends on the model, the strategy's options and the data. So a
 strategy that was not measured, or fell short of full prefill, is refused unless forced. What counts is not
-the mean that was measured but its upper confidence bound (`ragserve.measuring.bounds`): a strategy passes
+the mean that was measured but its upper confidence bound (`ragserve.profiles.bounds`): a strategy passes
 where too few questions would hide a loss as little as where the loss is seen. Records of version 1 have no
 bounds and keep the rule that they were measured by. The record is a JSON
 file in the data folder; a model's folder may bring one, measured on another machine. It belongs to the

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from ragserve.errors import InvalidRequest
-from ragserve.measuring.bounds import lower_bound, upper_bound, upper_bound_at_all_times
+from ragserve.profiles.bounds import lower_bound, upper_bound, upper_bound_at_all_times
 from ragserve.profiles.file import ProfileFile
 from ragserve.profiles.gate import MAX_ANSWER_KL, MAX_REGRET
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ragserve.answering.past_turns import PastTurn, ids_of
 from ragserve.answering.prompt import PromptDocument
 from ragserve.answering.results import RetrievedPassage
-from ragserve.answering.turn_compression import ShortenedDialogue, TurnCompressor
+from ragserve.answering.sessions.past_turns import PastTurn, ids_of
+from ragserve.answering.sessions.turn_compression import ShortenedDialogue, TurnCompressor
 from ragserve.errors import InvalidRequest
 
 if TYPE_CHECKING:

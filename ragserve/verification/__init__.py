@@ -1,4 +1,6 @@
-"""Compare composed strategies with full prefill: for `ragserve tune`, and in a server while it is idle."""
+"""Compare composed strategies with full prefill, for `ragserve tune` and in an idle server, and measure what
+their records need: costs, distributions, answers' scores.
+"""
 
 MAX_TOKENS = 64  # of an answer that is compared
 MOST_QUESTIONS = 400  # of a namespace

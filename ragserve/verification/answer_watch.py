@@ -18,13 +18,13 @@ from ragserve.answering.in_flight import QueryLimiter
 from ragserve.engine.base import Engine, GenerateRequest, Sampling
 from ragserve.engine.document_cache import CachingEngine, answering
 from ragserve.errors import RagserveError
-from ragserve.measuring.distribution import Closeness, forced_along, given_answer
 from ragserve.metrics import metrics
 from ragserve.profiles.costs import ABSENT
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUse, InUseRecord
 from ragserve.strategy_spec import FULL, StrategySpec
 from ragserve.verification import MAX_TOKENS
+from ragserve.verification.distribution import Closeness, forced_along, given_answer
 from ragserve_index import IndexStore
 
 log = logging.getLogger(__name__)

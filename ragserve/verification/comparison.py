@@ -17,15 +17,15 @@ from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.scores import retrieval_scores
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
 from ragserve.errors import RagserveError
-from ragserve.measuring.distribution import ReferenceAnswer, answer_of, forced_along
-from ragserve.measuring.engine_run import first_token
-from ragserve.measuring.metrics import contains_answer, normalise
-from ragserve.measuring.rows import Key, Row
 from ragserve.profiles.gate import set_of
 from ragserve.retrieval.retriever import Retriever
 from ragserve.setting_groups.answering import Retrieval
 from ragserve.strategy_spec import FULL, StrategySpec
+from ragserve.verification.distribution import ReferenceAnswer, answer_of, forced_along
+from ragserve.verification.engine_run import first_token
+from ragserve.verification.metrics import contains_answer, normalise
 from ragserve.verification.questions import WRITE, DrawnQuestion, Kind, cloze, written
+from ragserve.verification.rows import Key, Row
 from ragserve_index.types import Chunk
 from sglang_ext.wire.protocol import RetrievalScores
 

@@ -24,18 +24,17 @@ from ragserve.answering.query_log import LoggedQuestions
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest
 from ragserve.errors import NotFound, RagserveError
-from ragserve.measuring import rows
-from ragserve.measuring.costs import CostEngine, CostMeasurement, CostSchedule
-from ragserve.measuring.report import measured_on
 from ragserve.profiles.costs import COSTS, Costs, fit
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval.retriever import Retriever
 from ragserve.strategy_spec import CANDIDATES, parse
-from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS
+from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS, rows
 from ragserve.verification.comparison import Comparison, TunedQueries, without_texts
+from ragserve.verification.costs import CostEngine, CostMeasurement, CostSchedule
 from ragserve.verification.questions import DrawnQuestion, asked, drawn
+from ragserve.verification.report import measured_on
 from ragserve.verification.verdicts import FOLDER, record_verdicts, state_name, verdicts
 from ragserve_index import IndexStore
 from ragserve_index.types import Chunk

@@ -15,7 +15,7 @@ from typing import Literal
 from ragserve.answering.query_log import LoggedQuestions, question_id
 from ragserve.errors import InvalidRequest
 from ragserve.ingest.prune import every_document
-from ragserve.measuring.json_lines import json_lines
+from ragserve.json_lines import json_lines
 from ragserve_index import IndexStore
 from ragserve_index.types import Chunk
 

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo
-from ragserve.measuring.bounds import above_at_all_times, answer_figures, regret_of
-from ragserve.measuring.report import environment, measured_on, percentile
 from ragserve.profiles import gate, in_use
+from ragserve.profiles.bounds import above_at_all_times, answer_figures, regret_of
 from ragserve.profiles.gate import MAX_ANSWER_KL, MAX_FALLBACKS, MAX_REGRET, Figures
 from ragserve.verification.comparison import TunedQueries
+from ragserve.verification.report import environment, measured_on, percentile
 
 FOLDER = "tune"  # in the data folder: rows of all runs
 _ENOUGH = 20  # questions, before a mean beyond the limits refuses

@@ -27,11 +27,11 @@ from pathlib import Path
 import httpx
 
 from ragserve.errors import RagserveError, explained
-from ragserve.measuring import rows
 from ragserve.profiles import gate
 from ragserve.profiles.costs import COSTS, CostSample, fit
 from ragserve.tenants.key_file import KeyFile
 from ragserve.tenants.keyring import Keyring
+from ragserve.verification import rows
 from ragserve_index import IndexStore
 from sglang_ext.documents.tier_store import TierStore
 from tests.campaigns.progress import Progress

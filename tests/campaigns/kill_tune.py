@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from ragserve.measuring import rows
+from ragserve.verification import rows
 from ragserve.verification.verdicts import FOLDER
 from tests.integration.models import small_models
 from tests.integration.processes import assert_gone
@@ -100,7 +100,7 @@ def kill_one(process: subprocess.Popen[bytes], chance: random.Random) -> bool:
 
 def _is_needed(process: psutil.Process, command: psutil.Process) -> bool:
     """The command, its worker, and the scheduler and the detokenizer of the worker's engine."""
-    worker = "ragserve.tuning.tune_worker" in process.cmdline()
+    worker = "ragserve.verification.calibration.tune_worker" in process.cmdline()
     return process == command or worker or process.name().startswith("sglang::")
 
 

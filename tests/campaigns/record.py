@@ -9,7 +9,7 @@ from typing import Any
 
 from ragserve.bench import readme
 from ragserve.files import write_json
-from ragserve.measuring.report import environment
+from ragserve.verification.report import environment
 from tests.campaigns.progress import Progress
 
 REPO = Path(__file__).resolve().parents[2]

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
+from ragserve.engine.running_server import RunningServer, running_server
 from ragserve.errors import Unavailable
-from ragserve.measuring.server import RunningServer, running_server
 
 WAIT_S = 120.0
 _LEAVES_S = 60.0

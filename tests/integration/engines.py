@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import torch
 
-from ragserve.measuring.server import RunningServer, running_server
+from ragserve.engine.running_server import RunningServer, running_server
 from sglang_ext.attention.pools.streaming_heads import save_pattern
 from tests.conftest import REPO
 from tests.integration.forked_starts import fork_parent, forked_server

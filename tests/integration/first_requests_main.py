@@ -23,7 +23,7 @@ from typing import Any
 
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import EngineError, RagserveError
-from ragserve.measuring.engine_run import first_token, in_tier, random_tokens
+from ragserve.verification.engine_run import first_token, in_tier, random_tokens
 from sglang_ext.wire.protocol import SessionPart, Span, session_key
 
 TIMES = 6

@@ -18,8 +18,8 @@ from unittest import mock
 
 import torch
 
-from ragserve.measuring import server
-from ragserve.measuring.server import RunningServer
+from ragserve.engine import running_server as server
+from ragserve.engine.running_server import RunningServer
 from tests.conftest import REPO
 
 

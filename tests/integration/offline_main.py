@@ -31,7 +31,7 @@ def must_be_cut_off() -> None:
 
 
 def main(work: Path, model: str) -> None:
-    from ragserve.measuring.server import running_server
+    from ragserve.engine.running_server import running_server
     from sglang_ext.wire.protocol import PLAN_FIELD, ContextPlan, Span
 
     loopback_up()

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from ragserve.bench.running_router import is_installed, running_router
 from ragserve.config import load
 from ragserve.engine.ports import LOOPBACK, hold_port, port_of
 from ragserve.fleet import fleet_engine
 from ragserve.fleet.fleet_engine import FleetEngine
-from ragserve.measuring.running_router import is_installed, running_router
 from tests.unit.fleet.fake_worker import KEY, answered, request, run_on, until, workers
 
 if not is_installed():

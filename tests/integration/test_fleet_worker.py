@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ragserve.measuring.server import RunningServer
+from ragserve.engine.running_server import RunningServer
 from tests.integration.engines import Server, WarmedElsewhere, shared_folder
 from tests.integration.forked_starts import forked_server
 from tests.integration.prompts import rows

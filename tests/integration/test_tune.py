@@ -12,12 +12,12 @@ import torch
 
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import GenerateRequest, Sampling
-from ragserve.measuring.distribution import answer_of, decode, forced_along, given_answer
-from ragserve.measuring.engine_run import first_token
 from ragserve.retrieval.embedder import Embedder
 from ragserve.retrieval.retriever import Retriever
 from ragserve.strategy_spec import parse
 from ragserve.verification.comparison import Comparison, TunedQueries, compare_all
+from ragserve.verification.distribution import answer_of, decode, forced_along, given_answer
+from ragserve.verification.engine_run import first_token
 from ragserve.verification.questions import DrawnQuestion, drawn
 from ragserve.verification.verdicts import verdict
 from ragserve_index import IndexStore

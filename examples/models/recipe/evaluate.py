@@ -28,7 +28,7 @@ from examples.models.recipe import architecture as model
 from examples.models.recipe import attention
 from examples.models.recipe.architecture import Params, Shape
 from examples.models.recipe.corpus import ANSWER, CONTEXT, DOCUMENT, EOS, MODEL, QUESTION, Corpus
-from ragserve.measuring.metrics import contains_answer, exact_match, token_f1
+from ragserve.verification.metrics import contains_answer, exact_match, token_f1
 
 NEW_TOKENS = 24
 FIGURES = ("em", "f1", "holds")

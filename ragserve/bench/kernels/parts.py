@@ -9,7 +9,7 @@ from typing import Any
 
 from ragserve.bench.kernels.timing import Row
 from ragserve.errors import InvalidRequest
-from ragserve.measuring.report import GrowingReport, environment, read_report
+from ragserve.verification.report import GrowingReport, environment, read_report
 
 Part = Callable[[], Iterable[Row]]
 

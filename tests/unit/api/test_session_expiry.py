@@ -76,8 +76,8 @@ class Looks:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("ragserve.answering.dialogues.time", clock)
-    monkeypatch.setattr("ragserve.answering.dialogues._SWEEP_S", 0.01)
+    monkeypatch.setattr("ragserve.answering.sessions.dialogues.time", clock)
+    monkeypatch.setattr("ragserve.answering.sessions.dialogues._SWEEP_S", 0.01)
     monkeypatch.setattr(scripted_server, "ScriptedEngine", CachingScripted)
     return clock
 

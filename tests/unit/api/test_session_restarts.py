@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ragserve.answering import dialogues
-from ragserve.answering.session_store import FILE_NAME
+from ragserve.answering.sessions import dialogues
+from ragserve.answering.sessions.session_store import FILE_NAME
 from ragserve.cache.evictions import clean_files
 from ragserve.engine.base import GenerateRequest
 from ragserve_index import IndexStore

@@ -10,9 +10,9 @@ from pydantic import SecretStr
 
 from ragserve.bench import fleet_replay
 from ragserve.bench.retrieval_trace import Trace, TraceQuery
+from ragserve.bench.running_router import running_router
 from ragserve.config import load
 from ragserve.engine.ports import LOOPBACK, hold_port, port_of
-from ragserve.measuring.running_router import running_router
 from sglang_ext.wire.protocol import Span
 from tests.unit.fleet.fake_worker import KEY, workers
 

@@ -8,7 +8,7 @@ import pytest
 
 from ragserve.bench import readme
 from ragserve.errors import InvalidRequest
-from ragserve.measuring import report
+from ragserve.verification import report
 
 
 def test_a_section_shows_the_chosen_columns_of_a_report(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.bench import rerank
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.errors import InvalidRequest
-from ragserve.measuring.report import GrowingReport
+from ragserve.verification.report import GrowingReport
 from tests.unit.api.scripted_server import ScriptedEngine, WordEmbedder
 
 # words of the question are in the wrong passages, so that the search has the right one last

@@ -44,7 +44,7 @@ def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("an engine was started")
 
     monkeypatch.setattr("ragserve.engine.offline.run_once", start)
-    monkeypatch.setattr("ragserve.tuning.process.tune", start)
+    monkeypatch.setattr("ragserve.verification.calibration.tune_process.tune", start)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -22,8 +22,8 @@ from ragserve.eval import engine_worker
 from ragserve.eval.data import GivenPassage, Question, find, interleaved
 from ragserve.eval.engine import Ask, evaluate
 from ragserve.eval.summary import summarise
-from ragserve.measuring import rows
 from ragserve.strategy_spec import parse
+from ragserve.verification import rows
 from sglang_ext.wire.protocol import ContextReport
 from tests.conftest import MODEL
 

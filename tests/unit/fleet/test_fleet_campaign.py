@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import httpx
 
-from ragserve.measuring.server import RunningServer
+from ragserve.engine.running_server import RunningServer
 from tests.campaigns import fleet
 from tests.campaigns.progress import Progress
 from tests.campaigns.site import Site

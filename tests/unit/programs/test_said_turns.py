@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from ragserve.answering.past_turns import PastTurn, ids_of
 from ragserve.answering.prompt import load_tokenizer
-from ragserve.answering.turn_compression import TurnCompressor
+from ragserve.answering.sessions.past_turns import PastTurn, ids_of
+from ragserve.answering.sessions.turn_compression import TurnCompressor
 from ragserve.errors import InvalidRequest
 from ragserve.programs.prompt_text import PromptText
 from ragserve.programs.rag import Rag
-from tests.unit.answering.test_turn_compression import BELL, SOUP, TALK, TOWER, spoken
+from tests.unit.answering.sessions.test_turn_compression import BELL, SOUP, TALK, TOWER, spoken
 
 QUESTION = "Who was the builder of Skerryvore?"
 ANSWERS = {"one": TALK[0][2], "two": TALK[1][2], "three": TALK[2][2], "four": " Alan Stevenson."}

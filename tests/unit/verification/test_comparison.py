@@ -14,10 +14,10 @@ import pytest
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import EngineError
-from ragserve.measuring.rows import Key, Row
 from ragserve.strategy_spec import parse
 from ragserve.verification.comparison import ALONE, TRIED, Comparison, TunedQueries, compare_all
 from ragserve.verification.questions import WRITE, DrawnQuestion
+from ragserve.verification.rows import Key, Row
 from ragserve_index.types import Chunk, Hit
 from sglang_ext.wire.protocol import ContextReport
 from tests.conftest import MODEL

@@ -1,0 +1,1 @@
+"""Dialogues: sessions, their records and store, and what a turn reuses of earlier ones."""

@@ -1,1 +1,0 @@
-"""Measurements that write the profiles: costs, decode and prefill crossovers, samkv, streaming heads."""

@@ -1,1 +1,0 @@
-"""Helpers that benchmarks, evaluation and calibration share."""

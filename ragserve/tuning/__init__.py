@@ -1,1 +1,0 @@
-"""The engine process of `ragserve tune`."""

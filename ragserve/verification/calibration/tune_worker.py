@@ -1,0 +1,247 @@
+"""The engine of `ragserve tune`, in its own process: ``python -m MODULE JOB.json``.
+
+It looks for samkv's profile where there is none, compares strategies, writes the gate's record, the cost
+profile and, with ``sparse_attention``, the decode profile, and leaves its progress, and its result or why it
+failed, in the job's folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragserve.config import Settings
+from ragserve.errors import InvalidRequest, RagserveError, explained
+from ragserve.files import write_json
+from ragserve.profiles import gate
+from ragserve.profiles.costs import COSTS, fit
+from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
+from ragserve.profiles.samkv import FILE_NAME as SAMKV_FILE
+
+if TYPE_CHECKING:
+    from ragserve.engine.local import LocalEngine
+    from ragserve.strategy_spec import StrategySpec
+    from ragserve.verification.comparison import Comparison
+
+RESTART = 75  # exit status: a new samkv profile was found, which only a new engine reads
+PROGRESS, RESULT, FAILURE = "progress.json", "result.json", "failure.json"
+_COMPARING = 0.75  # share of the time for comparisons; the rest is for costs
+
+
+@dataclass(frozen=True, slots=True)
+class TuneJob:
+    """A run, until ``until`` (``time.time``). ``questions``: a file; None asks those of the query log, then
+    about the namespace's chunks. ``at_once``: questions in flight. ``folder``: of progress and result;
+    ``state``: of the rows of all runs."""
+
+    namespace: str
+    strategies: list[str]
+    folder: str
+    state: str
+    began: float
+    until: float
+    most: int
+    at_once: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    questions: str | None = None
+
+    @property
+    def compare_until(self) -> float:
+        """When the comparisons end, in favour of the costs."""
+        return self.began + _COMPARING * (self.until - self.began)
+
+
+def run(job: TuneJob) -> int:
+    """Run on an engine of its own and return the exit status: 0, or `RESTART`."""
+    from ragserve.engine.offline import run_once
+    from ragserve.strategy_spec import parse
+
+    settings = Settings(**job.settings)
+    specs = [spec for label in job.strategies for spec in parse(label)]
+
+    def report(phase: str, done: int = 0) -> None:
+        write_json(Path(job.folder) / PROGRESS, {"phase": phase, "done": done})
+
+    report("starting the engine")
+
+    async def work(engine: LocalEngine) -> int:
+        if engine.info.only_exact:
+            raise InvalidRequest(f"Nothing can be composed with this model: {engine.info.only_exact}.")
+        if any(spec.name == "samkv" for spec in specs) and not engine.info.samkv:
+            from ragserve.verification.calibration.samkv import ProbeSchedule, find_and_save
+
+            await find_and_save(settings, engine, ProbeSchedule(), lambda line: report(f"samkv: {line}"))
+            return RESTART
+        await _tune(job, settings, specs, engine, report)
+        return 0
+
+    with tempfile.TemporaryDirectory(prefix="ragserve-tune-") as folder:
+        # A temporary cache folder: a running server may own that of the data folder.
+        if (settings.data_dir / SAMKV_FILE).exists():
+            shutil.copy(settings.data_dir / SAMKV_FILE, folder)
+        return run_once(settings.model_copy(update={"data_dir": Path(folder)}), work)
+
+
+async def _tune(
+    job: TuneJob,
+    settings: Settings,
+    specs: Sequence[StrategySpec],
+    engine: LocalEngine,
+    report: Callable[..., None],
+) -> None:
+    from ragserve.answering.prompt import PromptBuilder
+    from ragserve.answering.query_log import LoggedQuestions
+    from ragserve.retrieval.document_store import open_store
+    from ragserve.retrieval.embedder import Embedder
+    from ragserve.retrieval.retriever import Retriever
+    from ragserve.verification import rows
+    from ragserve.verification.comparison import Comparison, TunedQueries, compare_all
+    from ragserve.verification.questions import asked, drawn, given
+    from ragserve.verification.verdicts import record_verdicts, state_name, verdicts
+
+    queries = TunedQueries(job.namespace, settings.top_k, settings.retrieval, settings.max_new_tokens)
+    folder = Path(job.state) / state_name(engine.info, queries, job.questions)
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(open_store(settings))
+        embedder = await asyncio.to_thread(
+            Embedder, settings.embedder, device=settings.embed_device, batch_size=settings.embed_batch
+        )
+        retriever = Retriever(store, embedder)
+        stack.push_async_callback(retriever.close)
+        builder = await asyncio.to_thread(PromptBuilder.load, engine.info.tokenizer, settings.system_prompt)
+        append = stack.enter_context(rows.appending(folder / "rows-0.jsonl"))
+
+        def write(row: rows.Row) -> None:
+            append(row)
+            report("comparing", comparison.compared)
+
+        comparison = Comparison(
+            engine, retriever, builder, queries, specs, known=rows.read(folder), write=write
+        )
+        report("comparing", comparison.compared)
+        logged = LoggedQuestions(settings.data_dir, store, job.namespace, job.most)
+
+        def decided() -> set[str]:
+            found = verdicts(comparison.labels, comparison.rows, project=False, ended=False)
+            return {one.label for one in found if one.decision != "undecided"}
+
+        finished = await compare_all(
+            comparison,
+            () if job.questions else drawn(store, job.namespace),
+            given(Path(job.questions)) if job.questions else asked(logged),
+            time_left=lambda: time.time() < job.compare_until,
+            most=job.most,
+            at_once=job.at_once,
+            decided=decided,
+        )
+    found = verdicts([spec.label for spec in specs], comparison.rows)
+    record_verdicts(settings, engine.info, queries, found)
+    priced = await _costs(settings, engine, comparison, report, time_left=lambda: time.time() < job.until)
+    decode = await _decode(settings, engine, comparison, report, time_left=lambda: time.time() < job.until)
+    result = {
+        "verdicts": [asdict(one) | {"line": one.line} for one in found],
+        "questions": comparison.kinds,
+        "tried": sum("usable" in row for row in comparison.rows),
+        "finished": finished,
+        "costs": priced,
+        "decode": decode,
+        "model": engine.info.model,
+    }
+    write_json(Path(job.folder) / RESULT, result)
+
+
+async def _costs(
+    settings: Settings,
+    engine: LocalEngine,
+    comparison: Comparison,
+    report: Callable[..., None],
+    *,
+    time_left: Callable[[], bool],
+) -> str:
+    """Measure what all verified strategies cost, unless that is known, and say what came of it."""
+    from ragserve.strategy_spec import parse
+    from ragserve.verification.costs import CostSchedule, measure
+    from ragserve.verification.report import measured_on
+
+    info = engine.info
+    records = gate.Gate.of(
+        settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv
+    )
+    verified = records.verified_anywhere()  # the profile is of all namespaces
+    place = settings.data_dir / COSTS_FILE
+    known = COSTS.load(place, info.fingerprint)
+    if not verified:
+        return "no costs were measured: nothing is verified"
+    if known is not None and set(verified) <= set(known.composed):
+        return "the costs of all verified strategies are known"
+    if not time_left():
+        return "no time was left to measure costs: run ragserve calibrate --part costs"
+    schedule = CostSchedule(max_tokens=max(2 * _longest(comparison), 1024), repeats=1)
+    specs = [spec for label in verified for spec in parse(label)]
+    samples = await measure(
+        engine, specs, schedule, lambda line: report(f"costs: {line}", comparison.compared)
+    )
+    COSTS.save(place, info.fingerprint, fit(samples, **measured_on(settings.model)))
+    return f"costs of {len(verified)} verified strategies were measured"
+
+
+async def _decode(
+    settings: Settings,
+    engine: LocalEngine,
+    comparison: Comparison,
+    report: Callable[..., None],
+    *,
+    time_left: Callable[[], bool],
+) -> str | None:
+    """Find from which length sparse decoding pays, unless that is known, and say what came of it; None where
+    the engine decodes densely."""
+    from ragserve.profiles.decode import DECODE, options_of
+    from ragserve.profiles.decode import FILE_NAME as DECODE_FILE
+    from ragserve.verification.calibration.decode import enough, find_and_save
+
+    if not engine.info.sparse_decode or settings.decode_mode == "dense":
+        return None
+    found = DECODE.load(settings.data_dir / DECODE_FILE, engine.info.fingerprint)
+    if found is None or found.options != options_of(settings):
+        if not time_left():
+            return "no time was left for sparse decoding: run ragserve calibrate-decode"
+        try:
+            found = await find_and_save(
+                settings,
+                engine,
+                max_tokens=enough(settings, _longest(comparison)),
+                report=lambda line: report(f"decoding: {line}", comparison.compared),
+                time_left=time_left,
+            )
+        except InvalidRequest as error:
+            return f"from which length sparse decoding pays is unknown: {error.message} {error.hint}"
+    return f"requests decode densely up to {found.dense_below} tokens"
+
+
+def _longest(comparison: Comparison) -> int:
+    """Tokens of the longest prompt that was compared."""
+    return max((row.get("prompt_tokens", 0) for row in comparison.rows), default=0)
+
+
+def main(job: TuneJob) -> int:
+    """Run a job; return its exit status."""
+    try:
+        return run(job)
+    except (RagserveError, OSError) as error:  # the command shows it without the log
+        said = explained(error) if isinstance(error, OSError) else error
+        if said is None:
+            raise
+        write_json(Path(job.folder) / FAILURE, {"message": said.message, "hint": said.hint})
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(TuneJob(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))))

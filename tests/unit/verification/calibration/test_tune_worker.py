@@ -1,0 +1,112 @@
+"""What `ragserve tune` asks, and what it reports of that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragserve.answering.query_log import QueryLog
+from ragserve.commands.tune import _print
+from ragserve.config import Settings
+from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, Point, options_of
+from ragserve.retrieval import embedder
+from ragserve.strategy_spec import parse
+from ragserve.verification.calibration.tune_worker import RESULT, TuneJob, _tune
+from ragserve_index import IndexStore
+from tests.conftest import MODEL
+from tests.unit.verification.idle_engine import FINGERPRINT, IdleEngine, fill
+
+USERS = ["Of which stone is Corran 1?", "And where does it stand?"]
+
+
+class Vectors:
+    """Stands where the embedder does, and notes what is searched for."""
+
+    name = "words"
+    asked: list[str]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        Vectors.asked = []
+
+    def encode_queries(self, texts: list[str]) -> np.ndarray:
+        Vectors.asked += texts
+        return np.tile(np.asarray([1.0, 0.0, 0.0, 0.0], dtype=np.float32), (len(texts), 1))
+
+
+def tuned(settings: Settings, questions: Path | None, most: int = 6, engine: Any = None) -> dict[str, Any]:
+    """Tune in this process with a scripted engine, and return the result."""
+    folder = settings.data_dir / "job"
+    folder.mkdir(exist_ok=True)
+    now = time.time()
+    job = TuneJob(
+        "notes",
+        ["concat"],
+        str(folder),
+        str(settings.data_dir / "tune"),
+        now,
+        now + 1000,
+        most,
+        at_once=1,
+        questions=None if questions is None else str(questions),
+    )
+    asyncio.run(_tune(job, settings, parse("concat"), engine or IdleEngine(), lambda *_: None))
+    return dict(json.loads((folder / RESULT).read_text()))
+
+
+def test_the_decode_profile_is_found_where_sparse_decoding_is_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine of these tests does not decode several requests at once, so only a known profile, and why
+    there is none, can be said here; `tests/unit/calibration` measures."""
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2, decode_budget=512)
+    with IndexStore(tmp_path) as store:
+        fill(store, "notes", 3)
+    engine = IdleEngine()
+    assert tuned(settings, None, 1, engine)["decode"] is None, "sparse decoding is off"
+    engine.info = replace(engine.info, sparse_decode=True, max_total_tokens=2048)
+    said = tuned(settings, None, 1, engine)["decode"]
+    assert said.startswith("from which length sparse decoding pays is unknown: Contexts of")
+    options = options_of(settings)
+    profile = DecodeProfile(3000, options, 4, (Point(1024, 1.0, 3.0), Point(4096, 4.0, 3.0)), "m", "h", "d")
+    DECODE.save(tmp_path / FILE_NAME, FINGERPRINT, profile)
+    assert tuned(settings, None, 1, engine)["decode"] == "requests decode densely up to 3000 tokens"
+
+
+def test_users_questions_come_first_and_the_report_says_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2)
+    with IndexStore(tmp_path) as store:
+        fill(store, "notes", 20)
+
+        async def log() -> None:
+            users = QueryLog(tmp_path, 2**20, store)
+            async with users.running():
+                for question in USERS:
+                    request = SimpleNamespace(namespace="notes")
+                    query: Any = SimpleNamespace(question=question, private=False, request=request)
+                    users.answered(query, None, time.time())
+
+        asyncio.run(log())
+    result = tuned(settings, None)
+    assert Vectors.asked[:2] == USERS[::-1], "the newest first"
+    assert len(Vectors.asked) > 2
+    assert result["questions"] == {"asked": 2, "cloze": 4}
+    _print(result, "notes", 10, 6)
+    assert "2 asked by users, 4 sentences with a gap" in capsys.readouterr().out
+    assert "stone" not in "".join(path.read_text() for path in (tmp_path / "tune").rglob("*.jsonl"))
+
+    given = tmp_path / "questions.txt"
+    given.write_text("Where is it?\n")
+    assert tuned(settings, given)["questions"] == {"given": 1}, "a file's questions are asked alone"
+    assert Vectors.asked == ["Where is it?"]

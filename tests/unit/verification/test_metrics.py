@@ -1,0 +1,43 @@
+"""SQuAD's exact match and F1, against values worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragserve.verification.metrics import contains_answer, exact_match, normalise, token_f1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The  Cat.", "cat"),
+        ("a theatre, an anthem", "theatre anthem"),
+        ("U.S.A.", "usa"),
+        ("  1,234\n", "1234"),
+        ("Été – à Paris", "été – à paris"),
+    ],
+)
+def test_normalise(text: str, expected: str) -> None:
+    assert normalise(text) == expected
+
+
+def test_exact_match_takes_the_best_answer() -> None:
+    assert exact_match(" the Dou Systems.", ["Springer Museum", "Dou Systems"]) == 1.0
+    assert exact_match("Dou", ["Dou Systems"]) == 0.0
+
+
+def test_f1_by_hand() -> None:
+    # predicted {brown, fox}, wanted {quick, brown, fox}: precision 1, recall 2/3
+    assert token_f1("the brown fox", ["quick brown fox"]) == pytest.approx(0.8)
+    # a repeated word counts once: precision 1/2, recall 1
+    assert token_f1("fox fox", ["fox"]) == pytest.approx(2 / 3)
+    assert token_f1("cat", ["dog"]) == 0.0
+    assert token_f1("", ["dog"]) == 0.0
+    assert token_f1("the", ["a"]) == 1.0  # nothing left on either side
+    assert token_f1("cat", ["dog", "cat"]) == 1.0
+
+
+def test_contains_answer_wants_whole_words() -> None:
+    assert contains_answer("It stands in Westert, by the river.", ["westert"])
+    assert not contains_answer("It stands in Westertown.", ["Westert"])
+    assert not contains_answer("anything", ["the"])  # nothing left of the answer

@@ -1,0 +1,24 @@
+"""Rows of an evaluation on disk: what was written is read, whatever its text, and what was cut off is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ragserve.verification import rows
+
+
+def row(number: int, text: str) -> rows.Row:
+    return {"set": "s", "id": str(number), "strategy": "full", "answer": text, "error": ""}
+
+
+def test_rows_are_read_whatever_their_text_and_a_cut_one_is_not(tmp_path: Path) -> None:
+    written = [row(0, "one\u2028two"), row(1, "\x85 \x0b \x1e \u2029")]
+    with rows.appending(tmp_path / "rows-0.jsonl") as append:
+        for each in written:
+            append(each)
+    with (tmp_path / "rows-0.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"set": "s", "id"')
+    assert list(rows.read(tmp_path).values()) == written
+    with rows.appending(tmp_path / "rows-0.jsonl") as append:
+        append(row(2, "after it"))
+    assert [key[1] for key in rows.read(tmp_path)] == ["0", "1", "2"]
