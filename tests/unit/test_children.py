@@ -60,7 +60,7 @@ class Loading:
     def __reduce__(self):
         return exec, ("import time; open({ready!r}, 'w').write(''); time.sleep(600)",)
 if __name__ == "__main__":
-    from sglang_ext import processes
+    from sglang_ext.process import processes
     os.environ[processes.PARENT_VARIABLE] = str(os.getpid())
     child = multiprocessing.get_context("spawn").Process(
         target=processes.run_scheduler_process, args=(Loading(),))

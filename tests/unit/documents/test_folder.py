@@ -87,7 +87,7 @@ def test_names_cannot_leave_the_folder(tmp_path: Path) -> None:
 
 def test_neither_torch_nor_sglang_is_imported(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from sglang_ext.documents import folder; "
+        "import sys; from pathlib import Path; from sglang_ext.documents.disk import folder; "
         "folder.stat(Path(sys.argv[1])); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'sglang')))"
     )
