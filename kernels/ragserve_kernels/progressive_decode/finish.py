@@ -71,9 +71,9 @@ def finish(
                 i_b, i_h = (i_item // kv_heads).to(tl.int64), (i_item % kv_heads).to(tl.int64)
                 p_place = p_places + i_b * stride_places + i_h * stride_places_head + i_block
                 i_page = -1 - tl.load(p_place, mask=m_fill, other=-1).to(tl.int64)
-                p_cell = p_cells + (i_page * n_layers + i_layer) * kv_heads + i_h
-                i_cell = tl.load(p_cell, mask=m_fill, other=-1)
-                tl.store(p_cell, tl.where(i_cell < -1, -2 - i_cell, i_cell), mask=m_fill)
+                p_entry = p_cells + (i_page * n_layers + i_layer) * kv_heads + i_h
+                i_cell = tl.load(p_entry, mask=m_fill, other=-1)
+                tl.store(p_entry, tl.where(i_cell < -1, -2 - i_cell, i_cell), mask=m_fill)
         tl.store(p_from_host + i_item, tl.sum(n_host, 0), mask=i_g == 0)
     p_state = p_states + (i_stop - 1).to(tl.int64) * stride_round
     o_split = tl.arange(0, SPLITS)

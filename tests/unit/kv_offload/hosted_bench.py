@@ -189,9 +189,9 @@ class Bench:
         )
         outs = []
         for layer in range(LAYERS):
-            selection = PageSelection(choice.blocks[layer][None], choice.counts[layer][None])
+            in_layer = PageSelection(choice.blocks[layer][None], choice.counts[layer][None])
             with forced_naive():
-                outs.append(sparse_decode(q[layer], (kv.k[layer], kv.v[layer]), batch, selection=selection))
+                outs.append(sparse_decode(q[layer], (kv.k[layer], kv.v[layer]), batch, selection=in_layer))
         return torch.stack(outs)
 
     def attends(self, choice: PageSelection, placed: PageSelection) -> None:
