@@ -1,11 +1,12 @@
-"""GB/s at which hosted requests read composed contexts in their documents' host pages, beside host pages of
-their own.
+"""GB/s at which offloaded requests read composed contexts in their documents' host pages, beside host pages
+of their own.
 
     python examples/gpu_context_reads.py OUT.json [--shape llama-3.1-8b] [--gb GB] [--requests N]
 
-Columns: `context_gather` of random pages of 64 tokens out of documents of odd lengths, whose pages of 16 lie
-in order or anywhere, or in order in codes of 8 bits, and `column_gather` of as many pages of the request's
-own, by the number of programs; alone, and beside decode steps as in gpu_hosted_copies.py, without a pause. A
+ResidentBlocks: `context_gather` of random pages of 64 tokens out of documents of odd lengths, whose pages of
+16 lie in order or anywhere, or in order in codes of 8 bits, and `resident_gather` of as many pages of the
+request's own, by the number of programs; alone, and beside decode steps as in gpu_offloaded_copies.py,
+without a pause. A
 question: all of a layer of the context, in one piece, by `context_gather` and by `gather_h2d` from pages of
 its own. The rival is one copy of as many bytes from pinned memory. What `context_gather` loads is compared
 with the plain forward. Every figure is the best of five. Pinned memory: 2.6 times ``--gb``. A minute on an
@@ -19,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_hosted_copies import CHOSEN, PAGE, decoding, gb_per_s
+from gpu_offloaded_copies import CHOSEN, PAGE, decoding, gb_per_s
 
 from ragserve.bench.model_shapes import SHAPES
 from ragserve.verification import report
-from ragserve_kernels.column_gather import column_gather
 from ragserve_kernels.context_gather import HostCodes, context_gather, context_gather_naive
 from ragserve_kernels.kv import KVLayers
+from ragserve_kernels.resident_gather import resident_gather
 from sglang_ext.documents.pages.types import KvShape
 from sglang_ext.kv_offload.host.host_pages import HostPages
 from sglang_ext.kv_offload.host.host_reader import HostReader
@@ -109,7 +110,7 @@ def main() -> None:
     rate = gb_per_s(there.nbytes, lambda: there.copy_(own.pool, non_blocking=True))
     rows: list[dict[str, Any]] = [{"read": "one copy", "GB/s": rate}]
     for programs in PROGRAMS:
-        reads = {"own pages": partial(column_gather, own.pool, kv, source, target, programs=programs)}
+        reads = {"own pages": partial(resident_gather, own.pool, kv, source, target, programs=programs)}
         for name, context in contexts.items():
             reads[f"documents, {name}"] = partial(
                 context_gather, host, kv, *context, source, target, programs=programs
@@ -119,7 +120,7 @@ def main() -> None:
         )
         for name, read in reads.items():
             size = moved if "codes" not in name else moved * code_shape.page_bytes // shape.page_bytes
-            row = {"read": f"columns, {name}", "programs": programs, "GB/s": gb_per_s(size, read)}
+            row = {"read": f"resident_blocks, {name}", "programs": programs, "GB/s": gb_per_s(size, read)}
             found = steps.beside(read, size / 1e9)
             row["GB/s beside decode"] = round(size / 1e6 / found["ms"], 1)
             row["slowdown without a pause"] = found["decode_slowdown"]

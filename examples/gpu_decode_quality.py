@@ -1,15 +1,15 @@
 """Answers of the small model with sparse decoding: exact match over budget and threshold, by kind of page.
 
     python examples/gpu_decode_quality.py OUT SET.jsonl.gz [SET ...] [--gpus N] [--rows N]
-        [--reuse | --observers | --hosted]
+        [--reuse | --observers | --offloaded]
 
 Sets are question sets (see ragserve/eval/data.py), LongEval lines, or key-value retrieval; prompts over 8,000
 tokens are left out. Each kind of page is an engine of its own, N at a time, each on its own GPU. OUT gets
 quality.json, and a file per kind of page before. Every prompt is prefilled once: modes differ in decode steps
 only. With streaming heads (of results/heads-embedded.json) budgets are tried with and without them.
 ``--reuse``: only dense, and budgets by reuse interval; ``--observers``: dense, and what chooses pages;
-``--hosted``: dense, and budgets and thresholds with the KV on the device and, in a second engine whose pool
-holds few prompts, on the host, with the same lag; ``same answers`` counts those with the same text.
+``--offloaded``: dense, and budgets and thresholds with the KV on the device and, in a second engine whose
+pool holds few prompts, on the host, with the same lag; ``same answers`` counts those with the same text.
 Takes about 2 minutes per kind of page on an H200; also runs on a CPU. RAGSERVE_ATTENTION names SGLang's
 attention backend if its default is not installed."""
 
@@ -48,7 +48,10 @@ PAGES: dict[str, dict[str, Any]] = {
     "64 by centre": {"decode_ranking": "center", "decode_bound": "lowest"},
 }
 ON_HOST = "64 of 16 on the host"
-ROOM = {ON_HOST: {"max_total_tokens": 3072, "kv_hosted_bytes": 2**30}, "64 of 16": {"kv_hosted_bytes": 2**24}}
+ROOM = {
+    ON_HOST: {"max_total_tokens": 3072, "kv_offload_bytes": 2**30},
+    "64 of 16": {"kv_offload_bytes": 2**24},
+}
 GATES = Path(__file__).parent / "results" / "heads-embedded.json"
 TEXTS = "answers"  # of a row, until they have been compared
 Asked = tuple[list[int], list[str], bool]  # prompt, answers, whether the answer must be exact
@@ -82,8 +85,8 @@ OBSERVERS = [
     ),
 ]
 LAGGING = [*budgets((256, 512), (4,), lag=2), threshold(0.9)]
-HOSTED = [mode | {"hosted": True} for mode in LAGGING[:2]]
-HOSTED.append(LAGGING[2] | {"hosted": True, "budget": 512, "reuse": 4})
+OFFLOADED = [mode | {"offloaded": True} for mode in LAGGING[:2]]
+OFFLOADED.append(LAGGING[2] | {"offloaded": True, "budget": 512, "reuse": 4})
 FRESH = budgets((256, 512, 1024), (1, 16))
 STREAMING = [
     threshold(1.0, streaming=True),  # the other heads attend to everything
@@ -138,9 +141,9 @@ async def measure(
     if "streaming" in name:
         modes = [DENSE, *STREAMING]
     if study:
-        modes = [DENSE, *{"reuse": REUSE, "observers": OBSERVERS, "hosted": LAGGING}[study]]
+        modes = [DENSE, *{"reuse": REUSE, "observers": OBSERVERS, "offloaded": LAGGING}[study]]
     if name == ON_HOST:
-        modes = HOSTED
+        modes = OFFLOADED
     for path in sets:
         asked = await asyncio.to_thread(prompts, path, rows, builder)
         if not asked:
@@ -157,11 +160,13 @@ async def measure(
                 row["share read"] = round(sum(use.share for use in read) / len(read), 4)
                 weights = [use.weight for use in read if use.weight is not None]
                 row["weight"] = round(sum(weights) / len(weights), 4) if weights else None
-            if study == "hosted":
+            if study == "offloaded":
                 row[TEXTS] = [text for _, _, text in done]
-            if mode.get("hosted"):
-                steps, hosted = (sum(getattr(use, n) for use in read) for n in ("steps", "hosted_steps"))
-                row["hosted share of steps"] = round(hosted / max(1, steps), 3)
+            if mode.get("offloaded"):
+                steps, offloaded = (
+                    sum(getattr(use, n) for use in read) for n in ("steps", "offloaded_steps")
+                )
+                row["offloaded share of steps"] = round(offloaded / max(1, steps), 3)
                 row["prompts prefilled by layers"] = sum(use.segmented_tokens > 0 for use in read)
                 row["misses"] = sum(use.misses for use in read)
                 row["host reads"] = sum(use.host_reads for use in read)
@@ -190,7 +195,7 @@ def child(name: str, out: Path, sets: list[Path], rows: int, study: str) -> None
         "decode_page_size": 64,
         "decode_logical_page": 16,
     } | PAGES.get(name, {})
-    if study == "hosted":
+    if study == "offloaded":
         options |= ROOM[name]
     if (share := options.pop("streaming", None)) is not None:
         options["decode_heads"] = heads = out / f"heads-{share}.json"
@@ -207,11 +212,11 @@ def child(name: str, out: Path, sets: list[Path], rows: int, study: str) -> None
 
 
 def compare_answers(reports: list[dict[str, Any]]) -> None:
-    """Count the hosted answers that are those of the device, and leave the texts out."""
+    """Count the offloaded answers that are those of the device, and leave the texts out."""
     rows = [row for report in reports for row in report["rows"]]
-    device = {place(row): row[TEXTS] for row in rows if TEXTS in row and not row.get("hosted")}
+    device = {place(row): row[TEXTS] for row in rows if TEXTS in row and not row.get("offloaded")}
     for row in rows:
-        if TEXTS in row and row.get("hosted") and (texts := device.get(place(row))) is not None:
+        if TEXTS in row and row.get("offloaded") and (texts := device.get(place(row))) is not None:
             row["same answers"] = sum(a == b for a, b in zip(texts, row[TEXTS], strict=True))
     for row in rows:
         row.pop(TEXTS, None)
@@ -231,12 +236,12 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--rows", type=int, default=100)
     studies = parser.add_mutually_exclusive_group()
-    for study in ("reuse", "observers", "hosted"):
+    for study in ("reuse", "observers", "offloaded"):
         studies.add_argument(f"--{study}", dest="study", action="store_const", const=study, default="")
     parser.add_argument("--pages", choices=[*PAGES, ON_HOST], action="append")
     parser.add_argument("--child", action="store_true")
     given = parser.parse_args()
-    names = given.pages or list(ROOM if given.study == "hosted" else PAGES)
+    names = given.pages or list(ROOM if given.study == "offloaded" else PAGES)
     if given.child:
         child(names[0], given.out, given.sets, given.rows, given.study)
         return 0
@@ -246,7 +251,7 @@ def main() -> int:
     failed = fan_out({name: [sys.executable, __file__, *same, "--pages", name] for name in names}, given.gpus)
     paths = sorted(given.out.glob("quality-*.json"))
     reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    if given.study == "hosted":
+    if given.study == "offloaded":
         compare_answers(reports)
     write_json(given.out / "quality.json", reports)
     return len(failed)

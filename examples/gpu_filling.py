@@ -1,18 +1,20 @@
-"""Times a decode step's attention that reads pages from the host and fills cells with them, beside loads.
+"""Times a decode step's attention that reads pages from the host and fills shared blocks with them, beside
+loads.
 
     python examples/gpu_filling.py OUT.json [--page 64] [--requests 8] [--tokens 32768] [--attended 4096]
 
 One layer with the heads of Llama-3.1-8B in bfloat16. Each KV head of a request attends to random pages, half
-to one and a half times ``--attended`` tokens, of which a share is in no cell of the pool. These lie in host
-pages of the requests (own), or in documents' host pages, anywhere, whose keys are turned on the way.
+to one and a half times ``--attended`` tokens, of which a share is in no shared block of the pool. These lie
+in host pages of the requests (own), or in documents' host pages, anywhere, whose keys are turned on the way.
 
 resident: no page is missing. reads: attention reads missing pages from the host. reads and fills: and writes
-them to their cells. load, then attend: the engine's kernel loads them, with as many programs as there or with
-16, and attention follows. load beside: attention reads them while they are loaded on another stream, as the
-engine did before it filled cells.
+them to their shared blocks. load, then attend: the engine's kernel loads them, with as many programs as there
+or with 16, and attention follows. load beside: attention reads them while they are loaded on another stream,
+as the engine did before it filled shared blocks.
 
-Columns: missing: share of what is attended to. output ms: until attention is done; ms: until the loads are,
-too; medians with a cold L2, without making tables of cells. GB: over the link; GB/s: of these, in ms. link
+ResidentBlocks: missing: share of what is attended to. output ms: until attention is done; ms: until the loads
+are, too; medians with a cold L2, without making tables of shared blocks. GB: over the link; GB/s: of these,
+in ms. link
 ms: of one copy of the missing pages. over bound: ms over the larger of link ms and the resident step, less 1.
 
 Each output is compared with the plain forward, and the pool with what a plain load makes of it; a difference
@@ -35,13 +37,13 @@ from gpu_context_reads import BLOCK, LENGTH, context_of
 
 from ragserve.bench.kernels.timing import HEAD_DIM, KV_HEADS, L2_FLUSH_BYTES, agree, link_gb_per_s
 from ragserve.verification.report import GrowingReport
-from ragserve_kernels.cell_assign import CellMoves, CellState, cell_arrive, cell_expect
-from ragserve_kernels.cell_gather import cell_gather
-from ragserve_kernels.context_gather import HostContexts, context_cell_gather
+from ragserve_kernels.context_gather import HostContexts, context_shared_gather
 from ragserve_kernels.dispatch import forced_naive
 from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.paged import PagedBatch, PageSelection
-from ragserve_kernels.progressive_decode import PageCells, PagePlaces, Progressive, progressive_decode
+from ragserve_kernels.progressive_decode import PagePlaces, Progressive, SharedPages, progressive_decode
+from ragserve_kernels.shared_assign import SharedMoves, SharedState, shared_arrive, shared_expect
+from ragserve_kernels.shared_gather import shared_gather
 from sglang_ext.documents.pages.types import KvShape
 from sglang_ext.kv_offload.host.copy_stream import CopyStream
 from sglang_ext.kv_offload.host.host_pages import HostPages
@@ -64,7 +66,7 @@ NOTE = (
 
 
 class Step:
-    """Attention of a step in one layer, with a cell for each page and head that it attends to."""
+    """Attention of a step in one layer, with a shared block for each page and head that it attends to."""
 
     def __init__(self, shape: KvShape, given: Any, host: torch.Tensor, contexts: HostContexts | None) -> None:
         requests, pages, heads = given.requests, given.tokens // given.page, shape.kv_heads
@@ -77,24 +79,26 @@ class Step:
         entries = (numbers.gather(-1, order) * LAYERS + LAYER) * heads + head
         entries = entries[torch.arange(pages, device=DEVICE) < counts[..., None]]
         room, lists = 2 * len(entries) // (LAYERS * heads) + 1, LAYERS * heads
-        cells = torch.randperm(room * lists, device=DEVICE)[: len(entries)]
-        self._moves = torch.stack((entries, cells), -1).int()[torch.randperm(len(cells), device=DEVICE)]
+        shared_blocks = torch.randperm(room * lists, device=DEVICE)[: len(entries)]
+        self._moves = torch.stack((entries, shared_blocks), -1).int()[
+            torch.randperm(len(shared_blocks), device=DEVICE)
+        ]
         form = LAYERS, room * given.page, heads, shape.head_dim
         self.values = torch.full((2, *form), torch.nan, dtype=DTYPE, device=DEVICE)
         self._pool = KVLayers(*(list(each) for each in self.values))
         # one launch for what the engine launches by request
-        self.load: Callable[..., None] = partial(cell_gather, host, self._pool)
+        self.load: Callable[..., None] = partial(shared_gather, host, self._pool)
         if contexts is not None:
-            self.load = partial(context_cell_gather, contexts, self._pool)
+            self.load = partial(context_shared_gather, contexts, self._pool)
         self._limit = 0.0 if contexts is None else LIMIT  # keys of contexts are turned
         named = len(host) if contexts is None else len(contexts.tokens)
         of, held = (torch.full((n * lists + 1,), -1, dtype=torch.int32, device=DEVICE) for n in (named, room))
-        self.state = CellState(of, held, torch.zeros_like(held), torch.zeros_like(held[:1]))
+        self.state = SharedState(of, held, torch.zeros_like(held), torch.zeros_like(held[:1]))
         self._q = torch.randn(requests, GROUP * heads, shape.head_dim, dtype=DTYPE, device=DEVICE)
         lengths = torch.full((requests,), given.tokens, dtype=torch.int32, device=DEVICE)
         table = torch.zeros(requests, pages, dtype=torch.int32, device=DEVICE)  # not read
         self._batch = PagedBatch(table, lengths, given.page)
-        in_pool = PageCells(of[:-1].view(named, LAYERS, heads), self._pool)
+        in_pool = SharedPages(of[:-1].view(named, LAYERS, heads), self._pool)
         self.places = PagePlaces(-1 - numbers.int(), host, LAYER, in_pool, contexts)
 
     def attend(self, places: PagePlaces) -> Progressive:
@@ -102,33 +106,35 @@ class Step:
         given = self._q, kv, self._batch, self._ranking
         return progressive_decode(*given, threshold=1.0, bound="round", places=places)
 
-    def parts(self, share: float) -> tuple[CellMoves, ...]:
+    def parts(self, share: float) -> tuple[SharedMoves, ...]:
         """Return the moves of what is there and of the ``share`` that is missing."""
         at = round(share * len(self._moves))
         tally = torch.zeros(4, dtype=torch.int32, device=DEVICE)
         return tuple(
-            CellMoves(*(each.contiguous() for each in part.unbind(-1)), tally[:1] + len(part), tally)
+            SharedMoves(*(each.contiguous() for each in part.unbind(-1)), tally[:1] + len(part), tally)
             for part in (self._moves[at:], self._moves[:at])
         )
 
-    def loaded(self, moves: CellMoves) -> torch.Tensor:
+    def loaded(self, moves: SharedMoves) -> torch.Tensor:
         """Return the pool with these pages, by the plain forward, and NaN elsewhere."""
         self.values.fill_(torch.nan)
         with forced_naive():
             self.load(*moves[:3])
         return self.values.clone()
 
-    def set_tables(self, there: CellMoves, expected: CellMoves) -> None:
+    def set_tables(self, there: SharedMoves, expected: SharedMoves) -> None:
         for each in self.state[:2]:
             each.fill_(-1)
         if len(there.entries):
-            cell_arrive(there, self.state)
-        cell_expect(expected, self.state)
+            shared_arrive(there, self.state)
+        shared_expect(expected, self.state)
 
     def check_pool(self, wanted: torch.Tensor, what: str) -> None:
         """Raise ValueError unless the pool is ``wanted``, bit by bit but for keys that were turned."""
         if not torch.allclose(self.values, wanted, self._limit, self._limit / 10, equal_nan=True):
-            raise ValueError(f"{what}: cells do not hold what a load brings, or others have been written")
+            raise ValueError(
+                f"{what}: shared blocks do not hold what a load brings, or others have been written"
+            )
 
 
 def instant() -> Any:
@@ -168,7 +174,7 @@ def measure(step: Step, source: str, shape: KvShape, link: float, report: Growin
     """Add the rows of a source; ``link``: GB/s of one copy."""
     copies = CopyStream(DEVICE)
 
-    def run(way: str, missing: CellMoves) -> tuple[Progressive, Any, Any]:
+    def run(way: str, missing: SharedMoves) -> tuple[Progressive, Any, Any]:
         if way == "load beside":
             with copies.behind(*missing):
                 step.load(*missing[:3])
@@ -180,7 +186,7 @@ def measure(step: Step, source: str, shape: KvShape, link: float, report: Growin
         return found, output, instant()
 
     with forced_naive():
-        plain = step.attend(step.places._replace(cells=None)).out
+        plain = step.attend(step.places._replace(shared_blocks=None)).out
     every, none = step.parts(0.0)
     full, resident_ms = step.loaded(every), 0.0
     for share in (0.0, *SHARES):
@@ -233,7 +239,7 @@ def main() -> None:
     context = context_of(len(blocks), shape.head_dim, scattered=True, **form)
     contexts = HostContexts(blocks, torch.tensor([blocks.data_ptr()], device=DEVICE), *context)
     link = link_gb_per_s()[0] if GPU else torch.inf
-    report = GrowingReport("filling cells", given.out, note=NOTE)
+    report = GrowingReport("filling shared_blocks", given.out, note=NOTE)
     report.workload = {
         "requests": f"{given.requests} of {given.tokens} tokens, {given.attended} attended to in the mean",
         "page": given.page,

@@ -27,7 +27,7 @@ from typing import Any
 
 import step_times
 from fan_out import engine_args
-from gpu_hosted_steps import until
+from gpu_offloaded_steps import until
 
 from ragserve.bench import model_shapes
 from ragserve.bench.retrieval_trace import Trace, cache_in, read_trace

@@ -1,18 +1,20 @@
-"""Pages that hosted requests in progressive mode read from the host in a step, by how their columns are used.
+"""Pages that offloaded requests in progressive mode read from the host in a step, by how their resident
+blocks are used.
 
     python examples/host_reads.py OUT.json SET.jsonl.gz [--rows N] [--steps N] [--model MODEL]
 
 The last ``--steps`` tokens of every prompt of a question set with long documents (ragserve/eval/data.py)
-stand for decoded ones, and what comes before them for the hosted prompt. In every step each layer and KV head
-of the model ranks pages of 16 tokens by the upper bounds of their scores, and attends to them in rounds until
-the estimate of progressive_decode passes the threshold. Every 16th step the ranking fills columns, which are
-read from the third step after it on. Pages that columns lack are loaded beside steps; hosted pages that a
-step attends to and columns lack are read by the step itself. Ways to use as many columns:
+stand for decoded ones, and what comes before them for the offloaded prompt. In every step each layer and KV
+head of the model ranks pages of 16 tokens by the upper bounds of their scores, and attends to them in rounds
+until the estimate of progressive_decode passes the threshold. Every 16th step the ranking fills resident
+blocks, which are read from the third step after it on. Pages that resident blocks lack are loaded beside
+steps; offloaded pages that a step attends to and resident blocks lack are read by the step itself. Ways to
+use as many resident blocks:
 
 * choice: each layer and head has its own. Twice as many pages as it attended to, as far as the budget goes,
-  are its choice, and steps read those in columns.
-* own: likewise, and steps read all that columns hold.
-* filled: its own columns are filled from the start of its ranking, and steps read all of them.
+  are its choice, and steps read those in resident blocks.
+* own: likewise, and steps read all that resident blocks hold.
+* filled: its own resident blocks are filled from the start of its ranking, and steps read all of them.
 * shared: one pool for all layers and heads, filled from the start of their rankings, by rank over pages
   attended to; steps read all of it.
 
@@ -26,7 +28,7 @@ from pathlib import Path
 
 import page_observers
 import torch
-from column_quotas import Columns
+from resident_block_quotas import ResidentBlocks
 
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.config import DEFAULT_MODEL
@@ -41,9 +43,9 @@ BUDGETS = (512, 1024)  # tokens of a choice
 COLUMNS = (1, 2)  # for each page of a choice
 WAYS = ("choice", "own", "filled", "shared")
 NOTE = (
-    "attended: hosted pages that steps attended to, of all layers and heads. choice to shared: percent of "
-    "these that steps read from the host, by how columns are used. loaded: pages loaded into columns beside "
-    "steps; choice loads what own does. columns: for each page of the budget."
+    "attended: offloaded pages that steps attended to, of all layers and heads. choice to shared: percent of "
+    "these that steps read from the host, by how resident blocks are used. loaded: pages loaded into blocks "
+    "beside steps; choice loads what own does. resident_blocks: for each page of the budget."
 )
 LISTED = 2  # pages of a choice for each that its step attended to
 Step = tuple[list[int], int]
@@ -78,21 +80,23 @@ def attended(q: torch.Tensor, k: torch.Tensor, scaling: float, threshold: float)
     return found
 
 
-def count(steps: list[Step], prompt: int, budget: int, columns: int) -> Counter[str]:
-    """Count the pages of one layer and head with columns of its own; hosted are the first ``prompt`` ones."""
+def count(steps: list[Step], prompt: int, budget: int, resident_blocks: int) -> Counter[str]:
+    """Count the pages of one layer and head with resident blocks of its own; offloaded are the first
+    ``prompt`` ones.
+    """
     pages, counts = budget // PAGE, Counter[str]()
-    size, current, pending = columns * pages, set[int](), set[int]()
-    ways = {"own": Columns(size), "filled": Columns(size)}
+    size, current, pending = resident_blocks * pages, set[int](), set[int]()
+    ways = {"own": ResidentBlocks(size), "filled": ResidentBlocks(size)}
     coming = {way: set[int]() for way in ways}
     for number, (order, used) in enumerate(steps):
         if number % EVERY == LAG + 1:
             current, coming = pending, {way: set() for way in ways}
         if number > LAG:
-            hosted = [page for page in order[:used] if page < prompt]
-            counts["attended"] += len(hosted)
-            counts["choice"] += sum(page not in current for page in hosted)
+            offloaded = [page for page in order[:used] if page < prompt]
+            counts["attended"] += len(offloaded)
+            counts["choice"] += sum(page not in current for page in offloaded)
             for way, held in ways.items():
-                counts[way] += sum(page not in held or page in coming[way] for page in hosted)
+                counts[way] += sum(page not in held or page in coming[way] for page in offloaded)
         if number % EVERY == 0:
             pending = {page for page in order[: min(pages, LISTED * used)] if page < prompt}
             first = [page for page in order if page < prompt][:size]
@@ -102,18 +106,18 @@ def count(steps: list[Step], prompt: int, budget: int, columns: int) -> Counter[
     return counts
 
 
-def count_shared(lists: list[list[Step]], prompt: int, budget: int, columns: int) -> Counter[str]:
-    """Count the pages of all layers and heads, which share their columns."""
-    counts, size = Counter[str](), columns * budget // PAGE * len(lists)
-    held, coming = Columns(size), set[tuple[int, int]]()
+def count_shared(lists: list[list[Step]], prompt: int, budget: int, resident_blocks: int) -> Counter[str]:
+    """Count the pages of all layers and heads, which share their resident blocks."""
+    counts, size = Counter[str](), resident_blocks * budget // PAGE * len(lists)
+    held, coming = ResidentBlocks(size), set[tuple[int, int]]()
     for number in range(len(lists[0])):
         if number % EVERY == LAG + 1:
             coming = set()
         if number > LAG:
             for i, steps in enumerate(lists):
                 order, used = steps[number]
-                hosted = [(i, page) for page in order[:used] if page < prompt]
-                counts["shared"] += sum(page not in held or page in coming for page in hosted)
+                offloaded = [(i, page) for page in order[:used] if page < prompt]
+                counts["shared"] += sum(page not in held or page in coming for page in offloaded)
         if number % EVERY == 0:
             worth = [
                 (rank / steps[number][1], rank, i, page)
@@ -149,21 +153,21 @@ def main() -> None:
         for threshold in THRESHOLDS:
             lists = [own for q, k, scaling in recorded for own in attended(q, k, scaling, threshold)]
             for budget in BUDGETS:
-                for columns in COLUMNS:
-                    total = sums.setdefault((threshold, budget, columns), Counter())
+                for resident_blocks in COLUMNS:
+                    total = sums.setdefault((threshold, budget, resident_blocks), Counter())
                     for steps in lists:
-                        total.update(count(steps, prompt, budget, columns))
-                    total.update(count_shared(lists, prompt, budget, columns))
+                        total.update(count(steps, prompt, budget, resident_blocks))
+                    total.update(count_shared(lists, prompt, budget, resident_blocks))
     rows = [
         {
             "threshold": threshold,
             "budget": budget,
-            "columns": columns,
+            "resident_blocks": resident_blocks,
             "attended": counts["attended"],
             **{way: round(100 * counts[way] / counts["attended"], 1) for way in WAYS},
             **{f"loaded {way}": counts[f"loaded {way}"] for way in WAYS[1:]},
         }
-        for (threshold, budget, columns), counts in sums.items()
+        for (threshold, budget, resident_blocks), counts in sums.items()
     ]
     workload = {
         "model": Path(given.model).name,

@@ -1,15 +1,15 @@
-"""How far apart rounding alone lets answers be whose pages are chosen: a control for the hosted stress.
+"""How far apart rounding alone lets answers be whose pages are chosen: a control for the offloaded stress.
 
     python examples/rounding_and_pages.py OUT.json [--page 16] [--seed 1] [--seconds 100] [--merge]
         [--float32]
 
-The small model in transformers on a CPU, without an engine and without hosting. All that it hands on is
+The small model in transformers on a CPU, without an engine and without offloading. All that it hands on is
 rounded to bfloat16, as on a GPU: results of matrix products, norms, attention and layers, queries, keys and
 values. A second model multiplies each before rounding with 1 + 1e-6 x, x normal, as sums in another order do.
-Both answer prompts like those of gpu_hosted_stress.py, with its budgets of 3, 4 and 8 pages, reuses and lags;
-the second one once more by the pages that the first one has chosen. Log-probabilities are compared up to the
-first token that differs. Rows are added to OUT with ``--merge``; ``--float32`` does not round. Five to ten
-seconds a prompt."""
+Both answer prompts like those of gpu_offloaded_stress.py, with its budgets of 3, 4 and 8 pages, reuses and
+lags; the second one once more by the pages that the first one has chosen. Log-probabilities are compared up
+to the first token that differs. Rows are added to OUT with ``--merge``; ``--float32`` does not round. Five to
+ten seconds a prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from gpu_context import BFLOAT16, apart
-from hosted_jobs import Jobs
+from offloaded_jobs import Jobs
 
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.config import DEFAULT_MODEL
@@ -38,7 +38,7 @@ from tests.integration.sparse_reference import Chosen, SparseReference
 POOLS = {16: 1100, 64: 2400}  # by page: tokens of the pool that prompts are drawn for
 ANSWER = 48  # tokens, at most
 NOISE = 1e-6
-ONLY = ("hosted", "larger than the pool")  # kinds of prompts; where their KV is, says nothing here
+ONLY = ("offloaded", "larger than the pool")  # kinds of prompts; where their KV is, says nothing here
 
 
 class Rounded(SparseReference):
@@ -139,7 +139,9 @@ def main() -> None:
         rows = json.loads(given.out.read_text(encoding="utf-8"))["rows"][0]["each"]
     while time.monotonic() - begun < given.seconds:
         job = jobs.draw(chance, list(ONLY))
-        asked = {name: value for name, value in job.decode.items() if name not in ("hosted", "columns")}
+        asked = {
+            name: value for name, value in job.decode.items() if name not in ("offloaded", "resident_blocks")
+        }
         model.decode = DecodeOptions(**asked, dense_below=0)
         if len(job.ids) <= 2 * model.decode.budget:
             continue

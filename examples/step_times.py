@@ -1,4 +1,4 @@
-"""Timers and torch's profiler around decode steps, in an engine's process (gpu_hosted_steps.py,
+"""Timers and torch's profiler around decode steps, in an engine's process (gpu_offloaded_steps.py,
 gpu_load_steps.py).
 
 `install` belongs into the main module, where it runs in the processes that the engine spawns. A file
@@ -34,8 +34,8 @@ _TIMED = {  # functions of the scheduler's thread, by module and class, "": none
     },
     "sglang_ext.attention.decode.step_planner": {"StepPlanner": ("step",)},
     "sglang_ext.attention.decode.backend": {"SparseDecodeBackend": ("begin", "_before_forward", "taken")},
-    "sglang_ext.attention.offload.lagged_selection": {"LaggedChoices": ("before", "after")},
-    "sglang_ext.kv_offload.hosted_rows": {"HostedRows": ("load", "copy", "arrive", "join", "resize")},
+    "sglang_ext.attention.offload.lagged_selection": {"LaggedSelection": ("before", "after")},
+    "sglang_ext.kv_offload.offloaded_rows": {"OffloadedRows": ("load", "copy", "arrive", "join", "resize")},
     "sglang_ext.context.scheduler.composition": {
         "Composition": ("attach", "before_forward", "_unlock", "after_forward", "before_result")
     },

@@ -168,24 +168,24 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
         "so that more tokens fit. They stream in every request and in prefill; no KV serves other requests, "
         "and nothing is composed.",
     )
-    decode_hosted: Literal["off", "on", "auto"] = Field(
+    decode_offload: Literal["off", "on", "auto"] = Field(
         "off",
         description="Keep prompts' KV on the host, in sparse modes; auto: where others wait for room.",
     )
-    kv_hosted_bytes: int = Field(
-        0, ge=0, description="Host memory of all ranks for the KV of hosted requests, bytes."
+    kv_offload_bytes: int = Field(
+        0, ge=0, description="Host memory of all ranks for the KV of offloaded requests, bytes."
     )
-    kv_hosted_tokens: int = Field(
+    kv_offload_tokens: int = Field(
         0,
         ge=0,
-        description="Tokens of hosted requests whose page statistics the GPU has room for, where that is to "
-        "be more than kv_hosted_bytes holds: composed contexts are read from their documents' host pages.",
+        description="GPU room for page statistics of offloaded requests, in tokens, where that is to "
+        "be more than kv_offload_bytes holds: composed contexts are read from their documents' host pages.",
     )
     max_inject_tokens: int | None = Field(
         None,
         ge=0,
-        description="Of a hosted prompt that the KV pool cannot take: tokens times layers that are prefilled "
-        "beside one batch. Default: a prefill chunk in every layer; 0: such prompts wait, or are refused.",
+        description="Of an offloaded prompt that the KV pool cannot take: tokens times layers that are "
+        "prefilled per batch. Default: a prefill chunk in every layer; 0: such prompts wait, or are refused.",
     )
 
     kv_bits: Annotated[Literal[16, 8, 4], BeforeValidator(int)] = Field(

@@ -85,8 +85,8 @@ class Chooser:
     ) -> StrategyChoice:
         """Choose for one prompt, among ``candidates`` if they are known already; with ``whole`` only among
         strategies that keep whole documents. The choice is exact, and the reason says what to do, where
-        nothing is verified or measured, or the engine cannot be asked; and where the prompt is hosted because
-        the KV pool cannot take it."""
+        nothing is verified or measured, or the engine cannot be asked; and where the prompt is offloaded
+        because the KV pool cannot take it."""
         if len(prompt.input_ids) > self._engine.info.max_prompt_tokens:
             return StrategyChoice(_EXACT, "the prompt is larger than the KV pool: it is prefilled")
         found = self.candidates(namespace) if candidates is None else candidates

@@ -128,17 +128,21 @@ class DecodeUse(Result):
         description="Estimated share of the attention weight in the pages read; null without an estimate."
     )
     lag: int = Field(description="Steps between a choice of pages and its use.")
-    hosted_steps: int = Field(description="Steps that read the prompt's pages from columns.")
-    hits: int = Field(description="Hosted pages of KV heads that choices named and columns had.")
-    misses: int = Field(description="Hosted pages that choices named and that were loaded into columns.")
+    offloaded_steps: int = Field(description="Steps that read the prompt's pages from columns.")
+    hits: int = Field(description="Offloaded pages of KV heads that choices named and columns had.")
+    misses: int = Field(description="Offloaded pages that choices named and that were loaded into columns.")
     fills: int = Field(
-        description="`progressive`: hosted pages that choices named and steps wrote to columns, reading them."
+        description="`progressive`: selected pages that steps read on the host and wrote to resident blocks"
     )
-    host_reads: int = Field(description="`progressive`: hosted pages that steps read from the host itself.")
+    host_reads: int = Field(
+        description="`progressive`: offloaded pages that steps read from the host itself."
+    )
     loaded_bytes: int = Field(description="Bytes of these misses and reads.")
-    columns: int = Field(description="Pages on the device for each KV head of a hosted request.")
-    working_set: float = Field(description="Hosted pages that a head's latest choices have named, the mean.")
-    resumed: int = Field(description="How often it was taken back and went on from its host pages.")
+    columns: int = Field(description="Pages on the device for each KV head of an offloaded request.")
+    working_set: float = Field(
+        description="Offloaded pages that a head's latest choices have named, the mean."
+    )
+    resumed: int = Field(description="How often it was retracted and went on from its host pages.")
     segmented_tokens: int = Field(description="Prompt tokens prefilled layer by layer, onto host pages.")
 
 

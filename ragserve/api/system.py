@@ -105,15 +105,15 @@ async def info(svc: Svc, caller: Caller) -> Info:
 async def _held(svc: Services) -> dict[str, dict[str, Any]]:
     """What requests hold whose KV is on the host, and what bounds their number; or where streaming heads have
     a pool of their own, what requests hold in the two."""
-    hosted, own = svc.settings.kv_hosted_bytes, svc.settings.decode_heads_pool == "own"
-    if not (hosted or own) or not isinstance(svc.engine, ControlledCache):
+    offloaded, own = svc.settings.kv_offload_bytes, svc.settings.decode_heads_pool == "own"
+    if not (offloaded or own) or not isinstance(svc.engine, ControlledCache):
         return {}
     try:
         async with asyncio.timeout(_ENGINE_ANSWERS_WITHIN_S):
             info = await svc.engine.control("info")
     except (TimeoutError, EngineError):
         return {}
-    return {"streaming_pool": info["streaming_pool"]} if own else {"hosted": info["decode"]["hosted"]}
+    return {"streaming_pool": info["streaming_pool"]} if own else {"offloaded": info["decode"]["offloaded"]}
 
 
 def _workers(svc: Services, caller: Caller) -> dict[str, list[dict[str, Any]]]:

@@ -138,10 +138,10 @@ class EngineInfo:
     only_exact: str | None = None  # why only exact strategies are available
     sparse_decode: bool = False  # requests may carry decode options
     sparse_prefill: bool = False  # and prefill options: the same engines, with KV of 16 bits
-    hosted: bool = False  # requests are hosted unless their decode options say otherwise
+    offloaded: bool = False  # requests are offloaded unless their decode options say otherwise
     decode_mode: str = "dense"  # of requests whose decode options name none
-    hosted_tokens: int = 0  # of prompts, which host memory holds; 0: no request can be hosted
-    by_layers: bool = False  # hosted prompts that the KV pool cannot take are prefilled layer by layer
+    offloaded_tokens: int = 0  # of prompts, which host memory holds; 0: no request can be offloaded
+    by_layers: bool = False  # offloaded prompts that the KV pool cannot take are prefilled layer by layer
     context_tokens: int = 0  # of a composed context that is read in documents' host pages; 0: none
     context_pages: int = 0  # that their documents may take of the host tier
     dtype: str = ""  # "bfloat16", or "bfloat16, KV fp8_e5m2" if weights and KV differ; empty if unknown
@@ -157,13 +157,14 @@ class EngineInfo:
 
     def prompt_room(self, request: GenerateRequest, documents: int = 0) -> int:
         """Tokens for prompt and answer of a request whose prompt is to be laid out, with so many documents: a
-        hosted one may be larger than the KV pool, and a composed one than the host memory of prompts, too."""
+        offloaded one may be larger than the KV pool, and a composed one than the host memory of prompts,
+        too."""
         decode, most = request.decode, self.max_total_tokens
-        if not decode.get("hosted", self.hosted):
+        if not decode.get("offloaded", self.offloaded):
             return self.max_prompt_tokens
         copies = _copies(request)
         if self.by_layers or copies:
-            most = max(most, self.hosted_tokens)
+            most = max(most, self.offloaded_tokens)
         if copies and decode.get("mode", self.decode_mode) != "dense":
             # the last page of each document, and of the system text, may be filled by one token
             pages = self.context_pages - documents - 1

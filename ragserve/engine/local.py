@@ -87,7 +87,7 @@ class LocalEngine(ControlledCache):
             only_exact=cache["unsupported"],
             sparse_decode=decode is not None,
             sparse_prefill=decode is not None and decode["kv_bits"] == 16,
-            **_hosting(decode),
+            **_offloading(decode),
             dtype=_dtype(manager.model_config.dtype, args.kv_cache_dtype),
             page_bits=cache["page_bits"],
             samkv=cache["samkv"],
@@ -312,19 +312,19 @@ def _dtype(weights: Any, kv: str) -> str:
     return name if kv in ("auto", name) else f"{name}, KV {kv}"
 
 
-def _hosting(decode: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the fields of `EngineInfo` about hosted requests."""
+def _offloading(decode: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the fields of `EngineInfo` about offloaded requests."""
     if decode is None:
         return {}
-    default, hosted, page = decode["default"], decode["hosted"], decode["page_size"]
-    fields = {"decode_mode": default["mode"], "hosted": bool(default["hosted"])}
-    if hosted is None:
+    default, offloaded, page = decode["default"], decode["offloaded"], decode["page_size"]
+    fields = {"decode_mode": default["mode"], "offloaded": bool(default["offloaded"])}
+    if offloaded is None:
         return fields
     return fields | {
-        "hosted_tokens": hosted["pages"] * page,
-        "by_layers": hosted["prefilling"] is not None,
-        "context_tokens": hosted["numbers"] * page if hosted["document_limit"] else 0,
-        "context_pages": hosted["document_limit"],
+        "offloaded_tokens": offloaded["pages"] * page,
+        "by_layers": offloaded["prefilling"] is not None,
+        "context_tokens": offloaded["numbers"] * page if offloaded["document_limit"] else 0,
+        "context_pages": offloaded["document_limit"],
     }
 
 

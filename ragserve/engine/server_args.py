@@ -201,7 +201,7 @@ def _attention_config(settings: Settings) -> dict[str, Any]:
         threshold=settings.decode_threshold,
         dense_below=_dense_below(settings),
         streaming=settings.decode_heads is not None,
-        hosted="auto" if settings.decode_hosted == "auto" else settings.decode_hosted == "on",
+        offloaded="auto" if settings.decode_offload == "auto" else settings.decode_offload == "on",
     )
     config: dict[str, Any] = {
         "options": options.model_dump(),
@@ -218,8 +218,8 @@ def _attention_config(settings: Settings) -> dict[str, Any]:
         "ranking": settings.decode_ranking,
         "bound": settings.decode_bound,
         "kv_bits": settings.kv_bits,
-        "hosted_bytes": settings.kv_hosted_bytes,
-        "hosted_tokens": settings.kv_hosted_tokens,
+        "offload_bytes": settings.kv_offload_bytes,
+        "offloaded_tokens": settings.kv_offload_tokens,
         "inject_tokens": settings.max_inject_tokens,
     }
     if settings.decode_heads:

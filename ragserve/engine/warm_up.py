@@ -33,16 +33,16 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (  # each has passes that t
     ("samkv", {"keep": 0.3, "recompute": "sentences", "share": 0.5}),
     ("samkv", {"keep": 0.5, "update": "fusion", "selection": "layers"}),
 )
-_ON_DEVICE = {"dense_below": 0, "hosted": False, "lag": 0}  # whatever the server's own options are
+_ON_DEVICE = {"dense_below": 0, "offloaded": False, "lag": 0}  # whatever the server's own options are
 DECODE: tuple[dict[str, Any], ...] = (
     {"mode": "hierarchical", "budget": 256, "reuse": 4} | _ON_DEVICE,
     {"mode": "progressive", "threshold": 0.9} | _ON_DEVICE,
 )
 EXACT = DECODE[0] | {"scores": "exact"}
-HOSTED: tuple[dict[str, Any], ...] = tuple(each | {"hosted": True} for each in DECODE)
+OFFLOADED: tuple[dict[str, Any], ...] = tuple(each | {"offloaded": True} for each in DECODE)
 PREFILL: tuple[dict[str, Any], ...] = tuple({"mode": mode, "dense_below": 0} for mode in ("lines", "blocks"))
 _SYSTEM, _DOCUMENTS, _QUESTION = 48, (400, 272, 131), 24  # tokens
-_LONG_ANSWER = Sampling(40, ignore_eos=True)  # a hosted request moves after a few steps
+_LONG_ANSWER = Sampling(40, ignore_eos=True)  # an offloaded request moves after a few steps
 _LONG = (2000, 1000)  # tokens of documents; more than a recompute graph has rows
 _FLUSH_S = 30.0
 _FIRST_ID, _IDS = 3, 251  # of the tokens: every vocabulary has them
@@ -88,7 +88,7 @@ def _kinds(engine: WarmedEngine, info: EngineInfo) -> Iterator[tuple[str, Callab
     composed = [each for each in STRATEGIES if each[0] in info.strategies]
     for kind, request in _exact(info):
         yield kind, partial(_read, engine, request)
-    if info.hosted_tokens:
+    if info.offloaded_tokens:
         yield "prompt by layers", partial(_by_layers, engine)
     yield "turns", partial(_in_turn, engine, _turns("prefix", {}))
     yield "rare launches", partial(engine.control, "launch")
@@ -104,10 +104,10 @@ def _kinds(engine: WarmedEngine, info: EngineInfo) -> Iterator[tuple[str, Callab
         for number, (strategy, options) in enumerate(composed):
             request = replace(_request(number, strategy), options=options)
             yield f"{strategy} {options} from {tier}", partial(_read, engine, request)
-    if info.hosted_tokens:
-        for decode in HOSTED:
-            hosted = replace(_request(21, composed[0][0]), decode=decode, sampling=_LONG_ANSWER)
-            yield f"composed on the host, {decode['mode']}", partial(_read, engine, hosted)
+    if info.offloaded_tokens:
+        for decode in OFFLOADED:
+            offloaded = replace(_request(21, composed[0][0]), decode=decode, sampling=_LONG_ANSWER)
+            yield f"composed on the host, {decode['mode']}", partial(_read, engine, offloaded)
     for strategy, options in composed:
         if options.get("recompute") == "sentences":
             yield f"turns, {strategy} {options}", partial(_in_turn, engine, _turns(strategy, options))
@@ -142,9 +142,9 @@ def _exact(info: EngineInfo) -> Iterator[tuple[str, GenerateRequest]]:
     if info.sparse_decode and info.sparse_prefill:  # both need KV of 16 bits
         exact = replace(_request(5, "prefix"), decode=EXACT, sampling=Sampling(8, ignore_eos=True))
         yield "decode exact", exact
-    for decode in HOSTED if info.hosted_tokens else ():
-        hosted = replace(_request(4, "full"), decode=decode, sampling=_LONG_ANSWER)
-        yield f"decode hosted {decode['mode']}", hosted
+    for decode in OFFLOADED if info.offloaded_tokens else ():
+        offloaded = replace(_request(4, "full"), decode=decode, sampling=_LONG_ANSWER)
+        yield f"decode offloaded {decode['mode']}", offloaded
     for prefill in PREFILL if info.sparse_prefill else ():
         yield f"prefill {prefill['mode']}", replace(_request(3, "prefix"), prefill=prefill)
     if info.sparse_prefill:  # long prompts have a kernel of their own on some GPUs
@@ -165,7 +165,7 @@ async def _together(engine: WarmedEngine, requests: Sequence[GenerateRequest]) -
 async def _by_layers(engine: WarmedEngine) -> None:
     """Ask with a prompt that is prefilled layer by layer onto the host, as one larger than the KV pool."""
     if (await engine.control("segment")).get("segments"):
-        request = replace(_request(6, "full", _LONG), decode=HOSTED[0], sampling=_LONG_ANSWER)
+        request = replace(_request(6, "full", _LONG), decode=OFFLOADED[0], sampling=_LONG_ANSWER)
         await _read(engine, request)
 
 

@@ -88,7 +88,7 @@ class FleetEngine:
             tokenizer=self._settings.tokenizer or reference.engine.tokenizer,
             context_length=min(one.engine.context_length for one in about),
             max_total_tokens=min(one.engine.max_total_tokens for one in about),
-            hosted_tokens=min(one.engine.hosted_tokens for one in about),
+            offloaded_tokens=min(one.engine.offloaded_tokens for one in about),
             by_layers=all(one.engine.by_layers for one in about),
             context_tokens=min(one.engine.context_tokens for one in about),
             context_pages=min(one.engine.context_pages for one in about),

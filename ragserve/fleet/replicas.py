@@ -36,7 +36,7 @@ _OWN = frozenset(
     {"host", "port", "data_dir", "api_key", "engine_api_key", "engine_url", "workers", "replicas"}
     | {"allowed_hosts", "cors_origins", "registry_url", "router_url"}
 )
-_SHARED = ("kv_host_bytes", "kv_hosted_bytes", "kv_disk_bytes")  # the settings say how much in all
+_SHARED = ("kv_host_bytes", "kv_offload_bytes", "kv_disk_bytes")  # the settings say how much in all
 
 
 @dataclass(eq=False)

@@ -29,37 +29,40 @@ def conflict(settings: Any) -> str | None:
             f"kv_page_bits={settings.kv_page_bits}: aibrix lays pages out by the model's shape and dtype: "
             "leave kv_page_bits out, or set another --kv-storage"
         )
-    if settings.kv_hosted_bytes and (settings.sparse_attention == "off" or settings.kv_bits != 16):
+    if settings.kv_offload_bytes and (settings.sparse_attention == "off" or settings.kv_bits != 16):
         return (
-            f"kv_hosted_bytes={settings.kv_hosted_bytes}: hosted requests need 16 bits and chosen pages: "
-            "set --sparse-attention on, and leave kv_bits out"
+            f"kv_offload_bytes={settings.kv_offload_bytes}: offloaded requests need 16 bits and chosen "
+            "pages: set --sparse-attention on, and leave kv_bits out"
         )
-    if settings.kv_hosted_tokens and not settings.kv_hosted_bytes:
+    if settings.kv_offload_tokens and not settings.kv_offload_bytes:
         return (
-            f"kv_hosted_tokens={settings.kv_hosted_tokens}: hosted requests need host memory, for what no "
-            "document holds: set --kv-hosted-bytes"
+            f"kv_offload_tokens={settings.kv_offload_tokens}: offloaded requests need host memory, for what "
+            "no document holds: set --kv-offload-bytes"
         )
     if settings.prefill_mode != "dense" and (settings.sparse_attention == "off" or settings.kv_bits != 16):
         return (
             f"prefill_mode={settings.prefill_mode!r}: sparse prefill needs our attention backend and keys of "
             "16 bits: set --sparse-attention on, and leave kv_bits out"
         )
-    if settings.decode_hosted != "off" and not settings.kv_hosted_bytes:
+    if settings.decode_offload != "off" and not settings.kv_offload_bytes:
         return (
-            f"decode_hosted={settings.decode_hosted}: hosted requests need host memory: set --kv-hosted-bytes"
+            f"decode_offload={settings.decode_offload}: offloaded requests need host memory: "
+            "set --kv-offload-bytes"
         )
-    if settings.decode_hosted != "off" and settings.decode_heads is not None:
+    if settings.decode_offload != "off" and settings.decode_heads is not None:
         return (
-            f"decode_hosted={settings.decode_hosted}: hosted requests need heads that do not stream, "
+            f"decode_offload={settings.decode_offload}: offloaded requests need heads that do not stream, "
             "for their pages are not on the device: leave decode_heads out"
         )
-    if settings.decode_scores == "exact" and (settings.decode_hosted != "off" or settings.kv_bits != 16):
+    if settings.decode_scores == "exact" and (settings.decode_offload != "off" or settings.kv_bits != 16):
         return (
-            "decode_scores='exact': keys are read, of 16 bits and on the device: leave decode_hosted and "
+            "decode_scores='exact': keys are read, of 16 bits and on the device: leave decode_offload and "
             "kv_bits out, or set --decode-scores bound"
         )
-    if settings.decode_observe == "recent" and settings.decode_hosted != "off":
-        return "decode_observe='recent': hosted requests choose pages by queries: set --decode-observe window"
+    if settings.decode_observe == "recent" and settings.decode_offload != "off":
+        return (
+            "decode_observe='recent': offloaded requests choose pages by queries: set --decode-observe window"
+        )
     if settings.rerank == "keys" and (settings.engine_url is not None or settings.kv_bits != 16):
         return (
             "rerank='keys': only an engine of this server, with KV of 16 bits, has documents' keys: name a "
@@ -77,9 +80,9 @@ def _unlike_own_pool(settings: Any) -> str | None:
         )
     if settings.decode_mode != "dense" or settings.prefill_mode != "dense":
         return "the other heads are dense: set --decode-mode dense, and leave prefill_mode out"
-    if settings.kv_bits != 16 or settings.kv_hosted_bytes or settings.session_on_host:
+    if settings.kv_bits != 16 or settings.kv_offload_bytes or settings.session_on_host:
         return (
-            "the KV has 16 bits and stays on the device: leave kv_bits, kv_hosted_bytes and session_on_host "
+            "the KV has 16 bits and stays on the device: leave kv_bits, kv_offload_bytes and session_on_host "
             "out"
         )
     return None

@@ -15,13 +15,13 @@ from sglang_ext.attention.decode.decode_state import DecodeState, Row
 from sglang_ext.attention.decode.page_stats import PageStatistics
 from sglang_ext.attention.decode.step_planner import IDLE, Step, StepPlanner, Variant
 from sglang_ext.attention.metrics import decode_metrics, prefill_metrics
-from sglang_ext.attention.offload.extends import HostedExtends
-from sglang_ext.attention.offload.lagged_selection import LaggedChoices
-from sglang_ext.attention.offload.requests import HostedRequests
+from sglang_ext.attention.offload.extends import OffloadedExtends
+from sglang_ext.attention.offload.lagged_selection import LaggedSelection
+from sglang_ext.attention.offload.requests import OffloadedRequests
 from sglang_ext.attention.offload.segmented_prefill import SegmentedPrefill
 from sglang_ext.attention.prefill.planner import PrefillPlanner
 from sglang_ext.kv_offload.documents.host_documents import HostDocuments
-from sglang_ext.kv_offload.hosted_rows import HostedRows
+from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.sglang_internals import sglang_requests
 from sglang_ext.tensors.rope import Rotation
@@ -54,11 +54,12 @@ class DecodeRuntime:
         planner: StepPlanner,
         statistics: PageStatistics,
         backend: SparseDecodeBackend,
-        hosted: HostedRows | None = None,
+        offloaded: OffloadedRows | None = None,
         runner: Any = None,
     ) -> None:
-        """``hosted``: None where no KV of requests is kept on the host, and no choice has a lag. ``runner``:
-        SGLang's model runner, which prefills prompts that the pool cannot take; None: they are refused."""
+        """``offloaded``: None where no KV of requests is kept on the host, and no selection has a lag.
+        ``runner``: SGLang's model runner, which prefills prompts that the pool cannot take; None: they are
+        refused."""
         self.backend = backend
         self._config = config
         self._planner = planner
@@ -69,36 +70,36 @@ class DecodeRuntime:
         self._step: Step | None = None  # the decode step at hand
         self._decoding: list[Any] = []  # requests of the latest decode step
         self._pending: deque[_Pending] = deque()
-        self._hosted = hosted
+        self._offloaded = offloaded
         self._runner = runner
         self._lagged = self._extends = None
-        if hosted is not None:
-            self._lagged = LaggedChoices(backend, hosted, self._page)
-            self._extends = HostedExtends(planner, backend, hosted, self._lagged, statistics)
-        self._requests: HostedRequests | None = None
+        if offloaded is not None:
+            self._lagged = LaggedSelection(backend, offloaded, self._page)
+            self._extends = OffloadedExtends(planner, backend, offloaded, self._lagged, statistics)
+        self._requests: OffloadedRequests | None = None
         self._shown: Any = None  # of the latest step, in the metrics
         self._mixes: bool | None = None  # SGLang's setting
         log.info("page statistics take %.1f MiB", statistics.bytes / 2**20)
 
     def attach(self, tree: Any, ranks: Ranks) -> None:
-        """``tree``: SGLang's prefix cache, if it is ours; nothing is hosted otherwise. ``ranks``: those that
-        vote."""
-        if self._hosted is not None:
-            self._hosted.attach(tree, ranks)
+        """``tree``: SGLang's prefix cache, if it is ours; nothing is offloaded otherwise. ``ranks``: those
+        that vote."""
+        if self._offloaded is not None:
+            self._offloaded.attach(tree, ranks)
             segments, inject = None, self._config.inject_tokens
             if self._runner is not None and inject != 0:
-                segments = SegmentedPrefill(self._planner, self._hosted, tree, self._runner, inject)
-            self._requests = HostedRequests(self._planner, self.backend, self._hosted, tree, segments)
+                segments = SegmentedPrefill(self._planner, self._offloaded, tree, self._runner, inject)
+            self._requests = OffloadedRequests(self._planner, self.backend, self._offloaded, tree, segments)
 
     def read_documents(self, tiers: Any, rotation: Rotation) -> None:
-        """Let hosted requests read composed contexts in their documents' host pages, without copies.
+        """Let offloaded requests read composed contexts in their documents' host pages, without copies.
 
         ``tiers``: the `TierStore`; contexts are copied where keys rotate by neighbours."""
-        hosted = self._hosted
-        if hosted is not None and rotation.neox and tiers.shape.dtype == hosted.kv.dtype:
-            hosted.documents = HostDocuments(tiers, rotation, hosted.copies, hosted.kv.device)
-            if hosted.contexts is not None and hosted.contexts.shape == tiers.shape:
-                hosted.contexts.open(hosted.documents.host)
+        offloaded = self._offloaded
+        if offloaded is not None and rotation.neox and tiers.shape.dtype == offloaded.kv.dtype:
+            offloaded.documents = HostDocuments(tiers, rotation, offloaded.copies, offloaded.kv.device)
+            if offloaded.contexts is not None and offloaded.contexts.shape == tiers.shape:
+                offloaded.contexts.open(offloaded.documents.host)
 
     def on_request(self, req: Any) -> str | None:
         """Read a new request's options. Return the reason to refuse it, or None."""
@@ -107,30 +108,30 @@ class DecodeRuntime:
             self._prefill.admit(req)
         except PlanError as error:
             return str(error)
-        hosted = self._hosted
-        if hosted is None or not self._planner.state(req).options.hosted:
+        offloaded = self._offloaded
+        if offloaded is None or not self._planner.state(req).options.offloaded:
             return None
-        if not hosted.ready:
-            return "hosted decoding: the prefix cache of this model is not ragserve's"
-        pages, most = len(req.origin_input_ids) // self._page, hosted.pages.capacity
-        wanted = self._planner.state(req).options.hosted
+        if not offloaded.ready:
+            return "offloaded decoding: the prefix cache of this model is not ragserve's"
+        pages, most = len(req.origin_input_ids) // self._page, offloaded.pages.capacity
+        wanted = self._planner.state(req).options.offloaded
         # a composed prompt keeps less
         if pages > most and wanted is True and getattr(req, "ragserve", None) is None:
             return (
-                f"hosted decoding: the prompt takes {pages} host pages and kv_hosted_bytes holds "
-                f"{most}: raise it, or ask with hosted=false"
+                f"offloaded decoding: the prompt takes {pages} host pages and kv_offload_bytes holds "
+                f"{most}: raise it, or ask with offloaded=false"
             )
         segments = None if self._requests is None else self._requests.segments
         return None if segments is None else segments.show_end(req)
 
     def before_schedule(self, scheduler: Any, running_batch: Any) -> None:
-        """Let hosted requests change what they hold, before SGLang decides on its next batch.
+        """Let offloaded requests change what they hold, before SGLang decides on its next batch.
 
         A decode row in a prefill batch would be dense: rows whose prompt is not there are not mixed."""
         if self._lagged is None:
             return
-        if self._hosted is not None and self._hosted.ready:
-            self._hosted.slots.promised = sglang_requests.slots_to_come(scheduler.chunked_req, self._page)
+        if self._offloaded is not None and self._offloaded.ready:
+            self._offloaded.slots.promised = sglang_requests.slots_to_come(scheduler.chunked_req, self._page)
         if self._requests is not None:
             queued = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
             if self._requests.before_schedule(queued):
@@ -142,55 +143,60 @@ class DecodeRuntime:
         # SGLang asks no further once a request found no room; more than so many it does not run anyway
         waiting = running_batch.batch_is_full and len(scheduler.waiting_queue) > 0
         short = waiting and len(running_batch.reqs) < scheduler.max_running_requests
-        rows = [self._planner.state(req).hosted for req in running_batch.reqs] if lagging else []
+        rows = [self._planner.state(req).offloaded for req in running_batch.reqs] if lagging else []
         if self._lagged.before_schedule(rows, short=short):
             running_batch.batch_is_full = False
 
     def due_tokens(self, reqs: Iterable[Any]) -> int:
-        """Return the slots to keep free for the columns of the next of these requests that will be hosted."""
-        hosted = self._hosted
-        if hosted is None or not hosted.ready:
+        """Return the slots to keep free for the resident blocks of the next of these requests that will be
+        offloaded.
+        """
+        offloaded = self._offloaded
+        if offloaded is None or not offloaded.ready:
             return 0
-        most = hosted.due_tokens // self._page
+        most = offloaded.due_tokens // self._page
         for req in reqs:
             state = self._planner.state(req)
             options = state.options
-            if state.hosted is None and state.prefix is None and options.hosted and options.lag_steps:
-                columns = hosted.columns_of(options.budget // self._page, options.columns)
-                if len(req.origin_input_ids) > columns * self._page:  # others are never hosted
-                    most = max(most, columns)
+            if state.offloaded is None and state.prefix is None and options.offloaded and options.lag_steps:
+                resident_blocks = offloaded.resident_blocks_of(
+                    options.budget // self._page, options.resident_blocks
+                )
+                if len(req.origin_input_ids) > resident_blocks * self._page:  # others are never offloaded
+                    most = max(most, resident_blocks)
         return most * self._page
 
     def give_back(self, req: Any) -> None:
-        """Free the host pages and columns of a request that ends. One that is taken back keeps its KV on the
-        host, if there is room for what follows the prompt, and the choice of pages that it goes on by."""
+        """Free the host pages and resident blocks of a request that ends. One that is retracted keeps its KV
+        on the host, if there is room for what follows the prompt, and the selection of pages that it goes on
+        by."""
         state: DecodeState | None = getattr(req, "ragserve_decode", None)
         if state is None:
             return
         if self._requests is not None:
             self._requests.give_back(req, state)
         if state.prefix is None:
-            state.forget_choice()
+            state.forget_selection()
 
     def admit(self, adder: Any, req: Any, add: Callable[[], Any]) -> Any:
-        """Admit a request whose KV is on the host: see `HostedRequests.admit`."""
+        """Admit a request whose KV is on the host: see `OffloadedRequests.admit`."""
         return None if self._requests is None else self._requests.admit(adder, req, add)
 
     @property
-    def hosted(self) -> HostedRows | None:
-        """What hosted requests have; None where there are none."""
-        return self._hosted
+    def offloaded(self) -> OffloadedRows | None:
+        """What offloaded requests have; None where there are none."""
+        return self._offloaded
 
     @property
-    def requests(self) -> HostedRequests | None:
+    def requests(self) -> OffloadedRequests | None:
         """Requests whose KV is on the host; None where there are none."""
         return self._requests
 
     def before_forward(self, batch: Any) -> None:
         """Plan a decode step, or note what an extend writes (before its composed slots are filled)."""
         mode = batch.forward_mode
-        if self._hosted is not None:
-            self._hosted.join()  # an extend, too, may write to columns that have been given back
+        if self._offloaded is not None:
+            self._offloaded.join()  # an extend, too, may write to resident blocks that have been given back
         if mode.is_decode():
             self._decoding = list(batch.reqs)
             lengths = batch.seq_lens_cpu.tolist()
@@ -273,17 +279,17 @@ class DecodeRuntime:
         if state is None or state.options.mode == "dense" or not state.steps:
             return
         self._collect()
-        if state.hosted is not None:
-            state.hosted.collect()
+        if state.offloaded is not None:
+            state.offloaded.collect()
         report = state.report()
         if self.backend.rank == 0:  # the other ranks have read as much, for heads of their own
             decode_metrics().observe(report)
         _tell(req, DECODE_FIELD, report.to_json())
 
     def limit_link(self, rate: float) -> None:
-        """Let loads of this rank's hosted requests take so many bytes a second; 0: what is measured."""
-        if self._hosted is not None:
-            self._hosted.bounds.link.given = rate
+        """Let loads of this rank's offloaded requests take so many bytes a second; 0: what is measured."""
+        if self._offloaded is not None:
+            self._offloaded.bounds.link.given = rate
 
     def capture(self, runner: Any, capture_one: Callable[[str], Any]) -> None:
         """Capture the other variants' graphs of a batch size, under their labels.
@@ -311,14 +317,14 @@ class DecodeRuntime:
             "streaming_heads": self.backend.streaming_share,
             "kv_bits": config.kv_bits,
             "statistics_bytes": self._statistics.bytes,
-            "hosted": self._describe_hosted(),
+            "offloaded": self._describe_offloaded(),
         }
 
-    def _describe_hosted(self) -> dict[str, Any] | None:
-        if self._hosted is None:
+    def _describe_offloaded(self) -> dict[str, Any] | None:
+        if self._offloaded is None:
             return None
         segments = None if self._requests is None else self._requests.segments
-        return {**self._hosted.describe(), "prefilling": None if segments is None else segments.running}
+        return {**self._offloaded.describe(), "prefilling": None if segments is None else segments.running}
 
     def check_integrity(self, tree: Any) -> None:
         """Compare the statistics of pages with their keys, in the prefix cache and in decoding requests.
@@ -330,8 +336,8 @@ class DecodeRuntime:
         """
         statistics = self._statistics
         statistics.settle()
-        if self._hosted is not None:
-            self._hosted.check()
+        if self._offloaded is not None:
+            self._offloaded.check()
         cached = tree.cached_slots() // self._page
         decoding = [
             self._decoded_pages(req)
@@ -347,18 +353,18 @@ class DecodeRuntime:
         """Return the first token whose KV the extend at hand writes, or brings to the device before it."""
         from sglang_ext.context.compose.request import is_composed
 
-        hosted = self._planner.state(req).hosted
-        if hosted is not None and hosted.moved:
-            return hosted.pages * self._page
+        offloaded = self._planner.state(req).offloaded
+        if offloaded is not None and offloaded.moved:
+            return offloaded.pages * self._page
         return 0 if is_composed(req) and not req.ragserve.filled else prefix
 
     def _count_requests(self, step: Step) -> None:
         """Show how many requests of each kind a step has, where that changes."""
-        rows = [row.state.hosted for row in step.rows]
-        hosted = sum(row is not None and row.moved for row in rows)
+        rows = [row.state.offloaded for row in step.rows]
+        offloaded = sum(row is not None and row.moved for row in rows)
         copying = sum(row is not None and not row.moved for row in rows)
-        kinds = hosted, copying, len(rows) - hosted - copying
-        shown = (kinds, {} if self._hosted is None else self._hosted.describe())
+        kinds = offloaded, copying, len(rows) - offloaded - copying
+        shown = (kinds, {} if self._offloaded is None else self._offloaded.describe())
         if self.backend.rank == 0 and shown != self._shown:
             decode_metrics().hold(*kinds)
             decode_metrics().bound(shown[1])
@@ -367,8 +373,8 @@ class DecodeRuntime:
     def _decoded_pages(self, req: Any) -> torch.Tensor:
         """Return the full pages of a decoding request that hold its own tokens, int32."""
         full = max(0, len(req.origin_input_ids) + len(req.output_ids) - 2) // self._page
-        row = self._planner.state(req).hosted
-        first = row.pages if row is not None and row.moved else 0  # before them are columns
+        row = self._planner.state(req).offloaded
+        first = row.pages if row is not None and row.moved else 0  # before them are resident blocks
         return self._statistics.pages_of(req.req_pool_idx, full)[first:]
 
     def _account(self, step: Step) -> None:
@@ -381,7 +387,7 @@ class DecodeRuntime:
             state.steps += 1
             state.context_pages += total
             state.sparse_steps += 1
-            state.hosted_counts.hosted_steps += state.hosted is not None and state.hosted.moved
+            state.offload_counts.offloaded_steps += state.offloaded is not None and state.offloaded.moved
             streaming = share if row.streaming else 0.0
             if streaming:
                 state.pages += streaming * self._streaming_pages(row.tokens, total)
@@ -396,8 +402,8 @@ class DecodeRuntime:
                 use = use.to("cpu", non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
-            hosted = (row.state.hosted for row in step.rows)
-            sizes = tuple(0 if each is None else each.head_bytes for each in hosted)
+            offloaded = (row.state.offloaded for row in step.rows)
+            sizes = tuple(0 if each is None else each.head_bytes for each in offloaded)
             self._pending.append(_Pending(event, use, step.rows, sizes))
         self._collect()
 
@@ -414,8 +420,8 @@ class DecodeRuntime:
             for row, head_bytes, pages, weight, reads in used:
                 if not row.progressive:
                     continue
-                if self._hosted is not None:
-                    self._hosted.count_reads(row.state.hosted_counts, int(reads), head_bytes)
+                if self._offloaded is not None:
+                    self._offloaded.count_reads(row.state.offload_counts, int(reads), head_bytes)
                 streaming = self.backend.streaming_share if row.streaming else 0.0
                 row.state.pages += pages
                 if streaming < 1:  # streaming heads estimate nothing and count as 1

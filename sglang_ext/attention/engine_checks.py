@@ -55,10 +55,10 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
         problems.append(
             f"the logical page has {config.logical_page} tokens, more than a page, {runner.page_size}"
         )
-    if config.hosted_bytes and config.kv_bits != 16:
+    if config.offload_bytes and config.kv_bits != 16:
         problems.append(
-            f"kv_hosted_bytes is {config.hosted_bytes} and kv_bits {config.kv_bits}: KV of few bits is not "
-            "hosted, leave one of them out"
+            f"kv_offload_bytes is {config.offload_bytes} and kv_bits {config.kv_bits}: KV of few bits is not "
+            "offloaded, leave one of them out"
         )
     if problems:
         raise ValueError("sparse decoding (sparse_attention=on) does not work here: " + "; ".join(problems))
@@ -79,10 +79,10 @@ def _unlike_own_pool(args: Any, config: AttentionConfig) -> list[str]:
         )
         if getattr(args, flag, wanted) not in (wanted, *([] if wanted else [None]))
     ]
-    if config.kv_bits != 16 or config.hosted_bytes:
+    if config.kv_bits != 16 or config.offload_bytes:
         problems.append(
-            "decode_heads_pool is own: leave kv_bits and kv_hosted_bytes out, for the pool is of 16 bits and "
-            "on the device"
+            "decode_heads_pool is own: leave kv_bits and kv_offload_bytes out, for the pool is of 16 bits "
+            "and on the device"
         )
     if config.options.mode != "dense" or config.prefill.mode != "dense":
         problems.append(

@@ -20,7 +20,7 @@ from sglang_ext.documents.kv_config import kv_config, page_bits
 from sglang_ext.documents.pages.types import KvShape
 from sglang_ext.kv_offload.documents.context_table import ContextTable
 from sglang_ext.kv_offload.host.host_pages import HostPages
-from sglang_ext.kv_offload.hosted_rows import HostedRows
+from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.sglang_internals.model import NotComposable
 from sglang_ext.state import current
@@ -51,17 +51,20 @@ def with_sparse_decode(make: Callable[[Any], Any], config: AttentionConfig) -> C
         planner = StepPlanner(config, page, runner.model_config.context_len)
         table = runner.req_to_token_pool.req_to_token
         pages = host_pages(runner, config)
-        hosted_pages = 0 if pages is None else pages.numbers
+        offloaded_pages = 0 if pages is None else pages.numbers
         pool = runner.token_to_kv_pool
-        statistics = PageStatistics(pool, table, page, config.logical_page, hosted_pages)
+        statistics = PageStatistics(pool, table, page, config.logical_page, offloaded_pages)
         host = None if pages is None else pages.pool
         backend = SparseDecodeBackend(wrapped, runner, config, statistics, host)
-        hosted = None
+        offloaded = None
         if pages is not None:
             contexts = context_table(runner, pages)
-            hosted = HostedRows(pool, table, page, pages, statistics.tables, contexts)
-            backend.progressive.cells, backend.progressive.contexts = hosted.cells.places, contexts
-        current.attention = DecodeRuntime(config, planner, statistics, backend, hosted, runner)
+            offloaded = OffloadedRows(pool, table, page, pages, statistics.tables, contexts)
+            backend.progressive.shared_blocks, backend.progressive.contexts = (
+                offloaded.shared_blocks.places,
+                contexts,
+            )
+        current.attention = DecodeRuntime(config, planner, statistics, backend, offloaded, runner)
         return backend
 
     return factory
@@ -73,15 +76,15 @@ def host_pages(runner: Any, config: AttentionConfig) -> HostPages | None:
     Raises:
         ValueError: it holds no page.
     """
-    if not config.hosted_bytes:
+    if not config.offload_bytes:
         return None
     pool = runner.token_to_kv_pool
     shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, runner.page_size)
     on_gpu = torch.device(runner.device).type == "cuda"
-    budget, numbers = config.hosted_bytes // Ranks(runner.tp_group).world, config.hosted_tokens
+    budget, numbers = config.offload_bytes // Ranks(runner.tp_group).world, config.offloaded_tokens
     if budget < shape.page_bytes:
         raise ValueError(
-            f"kv_hosted_bytes is {config.hosted_bytes}: a page of {runner.page_size} tokens takes "
+            f"kv_offload_bytes is {config.offload_bytes}: a page of {runner.page_size} tokens takes "
             f"{shape.page_bytes} bytes of it on each rank; raise it, or leave it out"
         )
     return HostPages(shape, budget, pin=on_gpu, numbers=numbers // runner.page_size)

@@ -32,24 +32,24 @@ class DecodeMetrics:
             buckets=(0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999, 1.0),
         )
 
-        self.hosted = Counter(
-            "ragserve_decode_hosted_pages",
-            "Pages of KV heads of hosted requests that choices named: hit, or miss and loaded from the host; "
-            "read: by progressive steps from the host, being in no column; fill: those of them that "
-            "steps wrote to one.",
+        self.offloaded = Counter(
+            "ragserve_decode_offloaded_pages",
+            "Pages of KV heads of offloaded requests that selections named: hit, or miss and loaded from the "
+            "host; read: by progressive steps from the host, being in no resident block; fill: those of them "
+            "that steps wrote to one.",
             ["kind"],
         )
         self.loaded = Counter(
-            "ragserve_decode_loaded_bytes", "Bytes loaded from the host for choices of hosted requests."
+            "ragserve_decode_loaded_bytes", "Bytes loaded from the host for selections of offloaded requests."
         )
         self.lag = Histogram(
             "ragserve_decode_lag",
-            "Steps between a choice of pages and its use, of requests with a lag, at their end.",
+            "Steps between a selection of pages and its use, of requests with a lag, at their end.",
             buckets=(1, 2, 4, 8, 16, 32, 64),
         )
         self.resumed = Counter(
             "ragserve_decode_resumed",
-            "Hosted requests that were taken back for want of room and went on from their host pages.",
+            "Offloaded requests that were retracted for want of room and went on from their host pages.",
         )
         self.segmented = Counter(
             "ragserve_decode_segmented_tokens",
@@ -57,33 +57,33 @@ class DecodeMetrics:
         )
         self.requests = Gauge(
             "ragserve_decode_requests",
-            "Requests of the latest decode step: hosted, copying to the host, or resident.",
+            "Requests of the latest decode step: offloaded, copying to the host, or resident.",
             ["kind"],
             multiprocess_mode="mostrecent",
         )
         self.waiting = Gauge(
-            "ragserve_decode_hosting_waits",
-            "Requests of the latest decode step that are not hosted for want of: device slots for columns, "
-            "host pages, or a link that others leave free.",
+            "ragserve_decode_offload_waits",
+            "Requests of the latest decode step that are not offloaded for want of: device slots for "
+            "resident blocks, host pages, or a link that others leave free.",
             ["bound"],
             multiprocess_mode="mostrecent",
         )
-        self.columns = Gauge(
-            "ragserve_decode_hosted_columns",
-            "Pages of the KV pool that are columns of hosted requests, or are kept free to become some.",
+        self.resident_blocks = Gauge(
+            "ragserve_decode_resident_blocks",
+            "Pages of the KV pool that are resident blocks of offloaded requests, or kept free for them.",
             ["state"],
             multiprocess_mode="mostrecent",
         )
         self.host_pages = Gauge(
             "ragserve_decode_host_pages",
-            "Pages on the host at the latest decode step: own ones of hosted requests, those of contexts "
+            "Pages on the host at the latest decode step: own ones of offloaded requests, those of contexts "
             "that are read in documents, and pages, of 16 tokens, of the documents that are kept for that.",
             ["kind"],
             multiprocess_mode="mostrecent",
         )
         self.link = Gauge(
             "ragserve_decode_link_share",
-            "Bytes that hosted requests load a step, by those that the link moves in a step's time.",
+            "Bytes that offloaded requests load a step, by those that the link moves in a step's time.",
             multiprocess_mode="mostrecent",
         )
 
@@ -98,31 +98,33 @@ class DecodeMetrics:
         self.segmented.inc(report.segmented_tokens)
         if report.lag:
             self.lag.observe(report.lag)
-        if report.hosted_steps or report.misses:
-            self.hosted.labels("hit").inc(report.hits)
-            self.hosted.labels("miss").inc(report.misses)
-            self.hosted.labels("fill").inc(report.fills)
-            self.hosted.labels("read").inc(report.host_reads)
+        if report.offloaded_steps or report.misses:
+            self.offloaded.labels("hit").inc(report.hits)
+            self.offloaded.labels("miss").inc(report.misses)
+            self.offloaded.labels("fill").inc(report.fills)
+            self.offloaded.labels("read").inc(report.host_reads)
             self.loaded.inc(report.loaded_bytes)
         self.resumed.inc(report.resumed)
 
-    def hold(self, hosted: int, copying: int, resident: int) -> None:
+    def hold(self, offloaded: int, copying: int, resident: int) -> None:
         """Set the requests of a decode step."""
-        for kind, count in (("hosted", hosted), ("copying", copying), ("resident", resident)):
+        for kind, count in (("offloaded", offloaded), ("copying", copying), ("resident", resident)):
             self.requests.labels(kind).set(count)
 
-    def bound(self, hosted: dict[str, Any]) -> None:
-        """Set what bounds hosting, as `HostedRows.describe` tells it; empty where nothing is hosted."""
-        if not hosted:
+    def bound(self, offloaded: dict[str, Any]) -> None:
+        """Set what bounds offloading, as `OffloadedRows.describe` tells it; empty where nothing is
+        offloaded.
+        """
+        if not offloaded:
             return
-        for bound, count in hosted["waiting"].items():
+        for bound, count in offloaded["waiting"].items():
             self.waiting.labels(bound).set(count)
-        self.columns.labels("held").set(hosted["columns"])
-        self.columns.labels("due").set(hosted["columns_due"])
-        self.host_pages.labels("own").set(hosted["used"])
-        self.host_pages.labels("context").set(hosted["in_documents"])
-        self.host_pages.labels("document").set(hosted["document_pages"])
-        self.link.set(hosted["link_share"])
+        self.resident_blocks.labels("held").set(offloaded["resident_blocks"])
+        self.resident_blocks.labels("due").set(offloaded["resident_blocks_due"])
+        self.host_pages.labels("own").set(offloaded["used"])
+        self.host_pages.labels("context").set(offloaded["in_documents"])
+        self.host_pages.labels("document").set(offloaded["document_pages"])
+        self.link.set(offloaded["link_share"])
 
 
 class PrefillMetrics:

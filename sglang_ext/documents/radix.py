@@ -66,7 +66,7 @@ class DocumentRadixCache(RadixCache):
         return super().match_prefix(params)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
-        if not self.observer.is_composed(req) and not _is_private(req) and not _is_hosted(req):
+        if not self.observer.is_composed(req) and not _is_private(req) and not _is_offloaded(req):
             super().cache_unfinished_req(req, chunked=chunked)
             if not self.disable:
                 self.observer.on_cached(req, req.last_node)
@@ -77,9 +77,9 @@ class DocumentRadixCache(RadixCache):
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         self.observer.before_release(req, kv_len_to_handle)
         slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle]
-        if _is_hosted(req):
+        if _is_offloaded(req):
             # its prompt is in the tree or gone, and what it decoded has no place there
-            (held, tail), req.ragserve_columns = req.ragserve_columns, None
+            (held, tail), req.ragserve_resident_blocks = req.ragserve_resident_blocks, None
             self.token_to_kv_pool_allocator.free(torch.cat((held, slots[tail:].to(held.dtype))))
             self.observer.on_finished()
             return
@@ -215,9 +215,9 @@ def _is_private(req: Any) -> bool:
     return bool(getattr(req, "ragserve_private", False))
 
 
-def _is_hosted(req: Any) -> bool:
-    """True if the request table names columns of the request, which hold any of its pages."""
-    return getattr(req, "ragserve_columns", None) is not None
+def _is_offloaded(req: Any) -> bool:
+    """True if the request table names resident blocks of the request, which hold any of its pages."""
+    return getattr(req, "ragserve_resident_blocks", None) is not None
 
 
 def _subtree(node: TreeNode) -> list[TreeNode]:

@@ -1,1 +1,1 @@
-"""Hosted requests: the prompt's KV in host memory, chosen pages of it in columns on the device."""
+"""Offloaded requests: the prompt's KV in host memory, chosen pages of it in resident blocks on the device."""

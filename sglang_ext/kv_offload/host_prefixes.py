@@ -1,4 +1,4 @@
-"""KV on host pages of requests that are not in a batch: they wait for columns."""
+"""KV on host pages of requests that are not in a batch: they wait for resident blocks."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any
 
 import torch
 
-from ragserve_kernels.column_gather import column_gather
+from ragserve_kernels.resident_gather import resident_gather
 from sglang_ext.documents.fill import DocumentKv, fill_pages
 from sglang_ext.kv_offload.documents.context_pages import ContextPages
 from sglang_ext.kv_offload.host_prefix import HostPrefix
-from sglang_ext.kv_offload.hosted_rows import HostedRows
-from sglang_ext.kv_offload.resident.hosted_row import HostedCounts, HostedRow
+from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
+from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts, OffloadedRow
 
 
 class HostPrefixes:
-    """Makes hosted requests such ones and back, and fills host pages before there is a request on the device.
-    Scheduler thread only."""
+    """Makes offloaded requests such ones and back, and fills host pages before there is a request on the
+    device. Scheduler thread only."""
 
-    def __init__(self, rows: HostedRows) -> None:
+    def __init__(self, rows: OffloadedRows) -> None:
         self._rows = rows
 
     def reserve(
         self,
         req: Any,
         tokens: int,
-        choice: int,
-        columns: int,
-        counts: HostedCounts,
+        selection: int,
+        resident_blocks: int,
+        counts: OffloadCounts,
         *,
         shared: bool = False,
         find: Callable[[], ContextPages | None] | None = None,
@@ -36,11 +36,11 @@ class HostPrefixes:
         """Take host pages for the whole pages of ``tokens`` tokens, which `write` fills.
 
         ``find``: tells whether the documents' pages hold them; then nothing has to be written. Other
-        arguments and None as those of `HostedRows.begin`."""
+        arguments and None as those of `OffloadedRows.begin`."""
         rows = self._rows
-        pages, fixed = tokens // rows.page_size, columns > 0
-        columns = rows.columns_of(choice, columns)
-        if pages <= columns or not rows.may_begin():
+        pages, fixed = tokens // rows.page_size, resident_blocks > 0
+        resident_blocks = rows.resident_blocks_of(selection, resident_blocks)
+        if pages <= resident_blocks or not rows.may_begin():
             return None
         context = None if find is None else find()
         owned = None
@@ -53,13 +53,14 @@ class HostPrefixes:
             return None
         owner, numbers, host = owned
         prefix = HostPrefix(
-            *(req, owner, choice, columns, fixed, shared, host, numbers, [], tokens, counts), context
+            *(req, owner, selection, resident_blocks, fixed, shared, host, numbers, [], tokens, counts),
+            context,
         )
         self._rows.waiting[owner] = prefix
         return prefix
 
-    def retract(self, row: HostedRow, tokens: int) -> HostPrefix | None:
-        """`release` a request that is taken back, but keep the KV of its first ``tokens`` tokens on the host.
+    def retract(self, row: OffloadedRow, tokens: int) -> HostPrefix | None:
+        """`release` a request that is retracted, but keep the KV of its first ``tokens`` tokens on the host.
 
         None: the prompt is not copied whole yet, or there is no room for what follows it; nothing is kept.
         """
@@ -75,7 +76,7 @@ class HostPrefixes:
             self._rows.waiting[row.owner] = prefix
         return prefix
 
-    def _kept(self, row: HostedRow, tokens: int) -> HostPrefix | None:
+    def _kept(self, row: OffloadedRow, tokens: int) -> HostPrefix | None:
         rows, first = self._rows, row.pages * self._rows.page_size
         if row.copied < row.pages or tokens < first:
             return None
@@ -89,21 +90,21 @@ class HostPrefixes:
             fill_pages(rows.pages.pool, rows.pages.shape, list(range(count)), tail, kv)
             rows.joins.append(rows.copies.event())  # its slots are free now, and those of its prompt
         return HostPrefix(
-            *(row.req, row.owner, row.choice, row.n_columns, row.fixed, row.shared),
+            *(row.req, row.owner, row.selection, row.n_resident, row.fixed, row.shared),
             *(row.host, row.numbers, tail, tokens, row.counts, row.context),
         )
 
-    def admit(self, prefix: HostPrefix, columns: torch.Tensor) -> HostedRow:
-        """Make a waiting request a hosted one that has moved. ``columns``: int64, their slots."""
+    def admit(self, prefix: HostPrefix, resident_blocks: torch.Tensor) -> OffloadedRow:
+        """Make a waiting request an offloaded one that has moved. ``resident_blocks``: int64, their slots."""
         rows, context = self._rows, prefix.context
         head_bytes = rows.head_bytes if context is None else context.head_bytes
-        row = HostedRow(
-            *(prefix.req, prefix.owner, -1, prefix.choice, prefix.n_columns, prefix.fixed, prefix.shared),
-            *(columns[:0], prefix.host, prefix.numbers, head_bytes, prefix.counts, rows.bounds.link),
+        row = OffloadedRow(
+            *(prefix.req, prefix.owner, -1, prefix.selection, prefix.n_resident, prefix.fixed, prefix.shared),
+            *(resident_blocks[:0], prefix.host, prefix.numbers, head_bytes, prefix.counts, rows.bounds.link),
             context=context,
             copied=prefix.pages,
-            columns=columns,
-            column_pages=rows.slots.pages_of(columns),
+            resident_blocks=resident_blocks,
+            resident_pages=rows.slots.pages_of(resident_blocks),
             moved=True,
             placed=True,
         )
@@ -112,12 +113,12 @@ class HostPrefixes:
         rows.add(row)
         return row
 
-    def put_back(self, row: HostedRow, prefix: HostPrefix) -> None:
+    def put_back(self, row: OffloadedRow, prefix: HostPrefix) -> None:
         """Undo `admit`, but for the slots: SGLang has not admitted the request."""
         self._rows.remove(row)
         self._rows.waiting[prefix.owner] = prefix
 
-    def enter(self, row: HostedRow, request: int, tail: Sequence[int]) -> None:
+    def enter(self, row: OffloadedRow, request: int, tail: Sequence[int]) -> None:
         """Bring what follows the prompt back to the device, before the request's first pass.
 
         ``request``: its row of the request table, which names its slots. ``tail``: host pages."""
@@ -134,12 +135,14 @@ class HostPrefixes:
         source = torch.tensor(tail, dtype=torch.int32, device=slots.device).expand(shape).contiguous()
         target = (slots // page).to(torch.int32).expand(shape).contiguous()
         with rows.copies.behind(source, target):
-            column_gather(rows.pages.pool, rows.kv, source, target)
+            resident_gather(rows.pages.pool, rows.kv, source, target)
             event = rows.copies.event()
         rows.copies.await_on_current(event)
         rows.pages.shrink(row.owner, len(tail))
 
-    def write(self, row: HostedRow, first: int, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> None:
+    def write(
+        self, row: OffloadedRow, first: int, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]
+    ) -> None:
         """Copy KV into the prompt's pages from number ``first`` on, and make their statistics.
 
         ``k``, ``v``: per layer [tokens, kv_heads, head_dim] on the device, whole pages; what is launched next

@@ -1,4 +1,4 @@
-"""Where a composed context's KV goes that is hosted from the start."""
+"""Where a composed context's KV goes that is offloaded from the start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_ext.kv_offload.host_prefixes import HostPrefixes
-from sglang_ext.kv_offload.resident.hosted_row import HostedRow
+from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
 
 PIECE_BYTES = 128 * 2**20  # of KV on the device at a time, on its way to the host
 
@@ -23,7 +23,7 @@ class HostTarget:
     """
 
     prefixes: HostPrefixes
-    row: HostedRow
+    row: OffloadedRow
     page_size: int
     piece: int
 

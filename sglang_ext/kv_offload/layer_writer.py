@@ -6,7 +6,7 @@ import torch
 
 from ragserve_kernels.scatter_d2h import Saver, scatter_d2h
 from sglang_ext.kv_offload.host_prefix import HostPrefix
-from sglang_ext.kv_offload.hosted_rows import HostedRows
+from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
 
 _BUFFERS = 4  # chunks of K or V on their way to host pages
 
@@ -15,7 +15,7 @@ class LayerWriter:
     """FlashD2H (SparseServe, section 3.2.2): one contiguous copy down for K and for V of a chunk, then CPU
     threads spread them over the host pages. Scheduler thread only."""
 
-    def __init__(self, rows: HostedRows, chunk: int) -> None:
+    def __init__(self, rows: OffloadedRows, chunk: int) -> None:
         """``chunk``: tokens that `write` takes, at most."""
         self._rows = rows
         self._chunk = chunk

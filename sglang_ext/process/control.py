@@ -59,10 +59,10 @@ def answer(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _over_ranks(
-    name: str, values: list[Any], *, add: bool = False, store: bool = False, hosted: bool = False
+    name: str, values: list[Any], *, add: bool = False, store: bool = False, offloaded: bool = False
 ) -> Any:
-    """Put the ranks' figures of one name together, ``store``: of the store that engines share, ``hosted``: of
-    hosted requests, whose pages have as many tokens on every rank.
+    """Put the ranks' figures of one name together, ``store``: of the store that engines share, ``offloaded``:
+    of offloaded requests, whose pages have as many tokens on every rank.
 
     Every rank has its heads of every document. So bytes, pages and faults are sums, a document is in a tier
     if all ranks have it there, and the rest, as numbers of documents, is the first rank's. In a shared folder
@@ -78,7 +78,7 @@ def _over_ranks(
                 [value[key] for value in values if key in (value or ())],
                 add=inside,
                 store=name == "remote",
-                hosted=name == "hosted",
+                offloaded=name == "offloaded",
             )
             for key in names
         }
@@ -94,7 +94,7 @@ def _over_ranks(
         return any(values)
     if store and name in ("bytes", "budget_bytes"):
         return max(values)
-    if add or name.endswith("bytes") or name == "dropped_writes" or (name == "pages" and not hosted):
+    if add or name.endswith("bytes") or name == "dropped_writes" or (name == "pages" and not offloaded):
         return None if first is None else sum(values)
     return first
 
@@ -267,7 +267,7 @@ def _evict(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _budget(runtime: Any, body: dict[str, Any]) -> Answer:
-    """Set budgets, in bytes over all ranks; ``link_bytes``: a second, for loads of hosted requests, 0 for
+    """Set budgets, in bytes over all ranks; ``link_bytes``: a second, for loads of offloaded requests, 0 for
     what is measured."""
     given = [name for name in ("host_bytes", "disk_bytes") if name in body]
     runtime.tiers.set_budget(**{name: int(body[name]) // runtime.ranks.world for name in given})
@@ -338,7 +338,7 @@ def _launch(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _segment(runtime: Any, body: dict[str, Any]) -> Answer:
-    """Prefill the next hosted request's prompt layer by layer onto the host, though the pool has room.
+    """Prefill the next offloaded request's prompt layer by layer onto the host, though the pool has room.
     Nothing happens where prompts are not prefilled so."""
     requests = None if current.attention is None else current.attention.requests
     segments = None if requests is None else requests.segments

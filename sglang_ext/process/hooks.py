@@ -276,7 +276,7 @@ HOOKS = (
         ("self", "running_batch"),
         _before_schedule,
         "before",
-        ("queue", "segments", "hosting"),
+        ("queue", "segments", "offloading"),
     ),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",

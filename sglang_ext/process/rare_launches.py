@@ -20,7 +20,7 @@ from sglang_ext.attention.decode_runtime import DecodeRuntime
 from sglang_ext.attention.offload.extends import SparseToken
 from sglang_ext.attention.offload.streamed_attention import StreamedTokens
 from sglang_ext.kv_offload.host.host_reader import HostReader
-from sglang_ext.kv_offload.hosted_rows import HostedRows
+from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.sglang_internals.model import forward_stream
 
@@ -40,8 +40,8 @@ def launch(runner: Any, attention: DecodeRuntime | None, *, recomputes: bool) ->
             return
         for requests in steps_without_graph(attention.backend.graph_size, runner.max_running_requests):
             decode_step(runner, attention.backend, requests)
-        if attention.hosted is not None:
-            lone_tokens(runner, attention.backend, attention.hosted)
+        if attention.offloaded is not None:
+            lone_tokens(runner, attention.backend, attention.offloaded)
 
 
 def recomputed_rows(runner: Any) -> None:
@@ -101,8 +101,8 @@ def decode_step(runner: Any, backend: SparseDecodeBackend, requests: int) -> Non
     )
 
 
-def lone_tokens(runner: Any, backend: SparseDecodeBackend, hosted: HostedRows) -> None:
-    """What a request does whose prompt is on the host: its question reads it, and when it was taken back its
+def lone_tokens(runner: Any, backend: SparseDecodeBackend, offloaded: OffloadedRows) -> None:
+    """What a request does whose prompt is on the host: its question reads it, and when it was retracted its
     next token attends apart and chooses pages."""
     (heads, head_dim), *kv = _layer(runner)
     device, shape, layers = kv[0].device, backend.shape, backend.shape.layers
@@ -110,7 +110,7 @@ def lone_tokens(runner: Any, backend: SparseDecodeBackend, hosted: HostedRows) -
     def zeros(*sizes: int) -> torch.Tensor:
         return torch.zeros(sizes, dtype=torch.int32, device=device)
 
-    width = hosted.statistics_of.shape[1]
+    width = offloaded.statistics_of.shape[1]
     batch = PagedBatch(zeros(1, width), zeros(1) + 1, shape.page_size)
     queries = torch.zeros(layers, heads, head_dim, dtype=runner.dtype, device=device)
     q, out, pair = queries[:1], torch.empty_like(queries[:1]), (kv[0], kv[1])
@@ -119,7 +119,7 @@ def lone_tokens(runner: Any, backend: SparseDecodeBackend, hosted: HostedRows) -
     for token in (
         SparseToken(0, batch, selection),
         ProgressiveToken(0, backend.progressive, batch, batch, places, 0.5),
-        StreamedTokens(0, 1, HostReader(hosted.pages, zeros(1)), zeros(1).long()),
+        StreamedTokens(0, 1, HostReader(offloaded.pages, zeros(1)), zeros(1).long()),
     ):
         token.attend(q, out, pair, 0, 1.0)
 

@@ -1,4 +1,4 @@
-"""A composed pass that the server runs for itself ends between two layers once its request is taken back.
+"""A composed pass that the server runs for itself ends between two layers once its request is retracted.
 
 A comparison in idle time is cancelled when a request arrives. SGLang reads messages between steps only, and a
 composed context is computed within one step. So the pass of a marked request looks for its own abort before
@@ -20,7 +20,7 @@ PULL = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerReque
 
 
 class TakenBack(Exception):
-    """All requests of the running pass have been taken back."""
+    """All requests of the running pass have been retracted."""
 
 
 class Inbox:
@@ -39,7 +39,7 @@ class Inbox:
         early, self._early = self._early, []
         return early + (pulled or [])
 
-    def taken_back(self, rids: Sequence[str]) -> bool:
+    def retracted(self, rids: Sequence[str]) -> bool:
         """Read what has come; tell whether it takes back all requests ``rids``, as SGLang matches them."""
         from sglang.srt.managers.io_struct import AbortReq
 
@@ -61,10 +61,10 @@ def around_pull(original: Callable[..., Any], receiver: Any) -> Any:
 
 @contextmanager
 def watched(reqs: Sequence[Any]) -> Iterator[None]:
-    """Let `look` raise TakenBack in the block if every request is the server's own and all are taken back."""
+    """Let `look` raise TakenBack in the block if every request is the server's own and all are retracted."""
     global _look
     if reqs and all(getattr(req, "ragserve_gives_way", False) for req in reqs):
-        _look = partial(inbox.taken_back, [req.rid for req in reqs])
+        _look = partial(inbox.retracted, [req.rid for req in reqs])
     try:
         yield
     finally:
@@ -73,10 +73,10 @@ def watched(reqs: Sequence[Any]) -> Iterator[None]:
 
 def look(device: torch.device) -> None:
     """Called before a layer of a pass. A device computes what it has been given first: else all layers would
-    be launched before a request can be taken back. Raises TakenBack."""
+    be launched before a request can be retracted. Raises TakenBack."""
     if _look is None:
         return
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     if _look():
-        raise TakenBack("the request was taken back while its context was computed")
+        raise TakenBack("the request was retracted while its context was computed")

@@ -54,7 +54,7 @@ STAGES = {  # name: work
     "extended": "ends the stages of an extend",
     "document": "analyses a document at its ingestion",
     "segments": "prefills a prompt that the pool cannot take, layer by layer onto host pages",
-    "hosting": "gives a hosted request its columns, or takes its prompt from the device",
+    "offloading": "gives an offloaded request its resident blocks, or takes its prompt from the device",
     "statistics": "follows a forward pass with statistics of pages, choices and copies to the host",
     "report": "writes the reports of composed requests",
     "release": "reports on an ended request and completes the statistics of its pages",

@@ -31,14 +31,14 @@ class AttentionConfig(RequestOptions):
     kv_bits: Literal[16, 8, 4] = Field(
         default=16, description="Bits of the KV pool; 8 and 4: `sglang_ext.attention.pools.quantized_pool`."
     )
-    hosted_bytes: int = Field(
-        default=0, ge=0, description="Host memory of all ranks for the KV of hosted requests; 0: none are."
+    offload_bytes: int = Field(
+        default=0, ge=0, description="Host memory of all ranks for the KV of offloaded requests; 0: none are."
     )
-    hosted_tokens: int = Field(
+    offloaded_tokens: int = Field(
         default=0,
         ge=0,
-        description="Tokens of hosted prompts whose page statistics the device keeps, if more than "
-        "hosted_bytes holds: contexts that are read in their documents' pages take no more.",
+        description="Tokens of offloaded prompts whose page statistics the device keeps, if more than "
+        "offload_bytes holds: contexts that are read in their documents' pages take no more.",
     )
     inject_tokens: int | None = Field(
         default=None,

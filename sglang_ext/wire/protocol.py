@@ -316,13 +316,13 @@ class DecodeReport:
     ``share`` is their quotient. ``weight``: estimated share of the attention weight that was read, mean over
     progressive steps; None without an estimate.
 
-    ``hosted_steps`` read the prompt's pages from columns. Choices named ``hits`` + ``misses`` hosted pages,
-    summed over layers and KV heads; the misses were loaded from the host. ``host_reads``: hosted pages that
-    progressive steps read from the host themselves, because they were in no column. Both are in
-    ``loaded_bytes``. ``fills`` of those reads were written to columns, too: choices named them, and they were
-    not loaded. ``columns``: pages on the device, of each head; ``working_set``: hosted pages that a
-    head's latest choices have named.
-    ``resumed``: how often the request was taken back and went on from its pages on the host.
+    ``offloaded_steps`` read the prompt's pages from resident blocks. Choices named ``hits`` + ``misses``
+    offloaded pages, summed over layers and KV heads; the misses were loaded from the host. ``host_reads``:
+    offloaded pages that progressive steps read from the host themselves, because they were in no resident
+    block. Both are in ``loaded_bytes``. ``fills`` of those reads were written to resident blocks, too:
+    choices named them, and they were not loaded. ``resident_blocks``: pages on the device, of each head;
+    ``working_set``: offloaded pages that a head's latest choices have named.
+    ``resumed``: how often the request was retracted and went on from its pages on the host.
     ``segmented_tokens`` of its prompt were prefilled layer by layer, onto host pages.
     ``lag``: steps between a choice and its use."""
 
@@ -334,13 +334,13 @@ class DecodeReport:
     share: float
     weight: float | None
     lag: int = 0
-    hosted_steps: int = 0
+    offloaded_steps: int = 0
     hits: int = 0
     misses: int = 0
     fills: int = 0
     host_reads: int = 0
     loaded_bytes: int = 0
-    columns: int = 0
+    resident_blocks: int = 0
     working_set: float = 0.0
     resumed: int = 0
     segmented_tokens: int = 0

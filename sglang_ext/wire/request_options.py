@@ -50,7 +50,7 @@ SCORINGS = {
     "shared": ("attention", "zscore", "softmax", "raw"),
     "layers": ("attention", "zscore", "softmax", "raw"),
 }
-HOSTED_LAG = 2  # steps in which the link loads what a choice misses
+OFFLOAD_LAG = 2  # steps in which the link loads what a choice misses
 MAX_LAG = 7  # with it, pages of 16 still see one page begin at most while a choice serves
 MIN_TOKENS = 1024  # so few cost next to nothing, and a share of them answers less
 _SCORED_RULES = ("anchors", "question", "sensitivity", "sentences")
@@ -352,7 +352,7 @@ class DecodeOptions(RequestOptions):
     budget: int = Field(
         default=2048,
         ge=1,
-        description="hierarchical: tokens a step reads for a KV head; progressive, hosted: of a choice.",
+        description="hierarchical: tokens a step reads for a KV head; progressive, offloaded: of a choice.",
     )
     reuse: int = Field(default=16, ge=1, description="Steps that share one choice of pages.")
     observe: Observer = Field(
@@ -374,25 +374,28 @@ class DecodeOptions(RequestOptions):
     streaming: bool = Field(
         default=False, description="Heads of the server's pattern file attend to the first and latest tokens."
     )
-    hosted: bool | Literal["auto"] = Field(
+    offloaded: bool | Literal["auto"] = Field(
         default=False,
         description="hierarchical, progressive: the prompt's KV is on the host; `auto`: once others wait.",
     )
-    columns: int = Field(
-        default=0, ge=0, le=16, description="hosted: device pages per page of a choice; 0: a working set's."
+    resident_blocks: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="offloaded: device pages per page of a choice; 0: a working set's.",
     )
     lag: int = Field(
-        default=0, ge=0, le=MAX_LAG, description="Steps until a choice of pages is used; hosted: 0 is 2."
+        default=0, ge=0, le=MAX_LAG, description="Steps until a choice of pages is used; offloaded: 0 is 2."
     )
 
     @property
     def lag_steps(self) -> int:
-        """``lag``, or the default one of hosted requests; 0 where no choice serves later steps.
+        """``lag``, or the default one of offloaded requests; 0 where no choice serves later steps.
 
-        A progressive request chooses only what its columns are to hold."""
-        if self.mode == "dense" or (self.mode == "progressive" and not self.hosted):
+        A progressive request chooses only what its resident blocks are to hold."""
+        if self.mode == "dense" or (self.mode == "progressive" and not self.offloaded):
             return 0
-        return self.lag or (HOSTED_LAG if self.hosted else 0)
+        return self.lag or (OFFLOAD_LAG if self.offloaded else 0)
 
     @property
     def chooses_by_window(self) -> bool:
@@ -407,14 +410,14 @@ class DecodeOptions(RequestOptions):
         """These options, the server's, with those of a request's JSON text. Raises PlanError."""
         changes = given_in(text, "decode")
         options = self.updated(changes)
-        for name in ("hosted", "lag", "observe", "window", "scores"):
-            modes = ["hierarchical", *(["progressive"] if name in ("hosted", "lag") else [])]
+        for name in ("offloaded", "lag", "observe", "window", "scores"):
+            modes = ["hierarchical", *(["progressive"] if name in ("offloaded", "lag") else [])]
             if changes.get(name) and options.mode not in modes:
                 known = " or ".join(repr(mode) for mode in modes)
                 raise PlanError(f"{name} is for mode {known}, and this request's is {options.mode!r}")
-        if changes.get("lag") and options.mode == "progressive" and not options.hosted:
+        if changes.get("lag") and options.mode == "progressive" and not options.offloaded:
             raise PlanError(
-                "lag is of hosted requests in mode 'progressive': ask with hosted=true, or without lag"
+                "lag is of offloaded requests in mode 'progressive': ask with offloaded=true, or without lag"
             )
         return options
 
@@ -429,7 +432,7 @@ def strategy_options(strategy: str, given: Mapping[str, Any]) -> ComposedOptions
 
 def copies_documents(options: ComposedOptions) -> bool:
     """Return whether options alone say that a context is its documents' KV as it is, the same tokens in all
-    layers; a hosted request reads such a context on the host."""
+    layers; an offloaded request reads such a context on the host."""
     if isinstance(options, SamKvOptions) or options.recompute != "none" or options.update != "overwrite":
         return False
     concat = options if isinstance(options, ConcatOptions) else ConcatOptions()

@@ -140,7 +140,7 @@ class Clients:
 
     def _done(self, answer: httpx.Response, label: str, seconds: float) -> Done:
         if _TAKEN_BACK in answer.text:
-            return Done("taken back")
+            return Done("retracted")
         whole = answer.is_success and "event: error" not in answer.text
         return Done("asked", label, seconds, "" if whole else f"{answer.status_code}: {answer.text[-400:]}")
 

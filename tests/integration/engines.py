@@ -176,7 +176,7 @@ def parallel(folder: Path) -> Iterator[Server]:
         "decode_heads": heads,
         "tp_size": RANKS,
         "control_routes": True,  # for /dumper
-        "kv_hosted_bytes": 2**25,
+        "kv_offload_bytes": 2**25,
         "max_total_tokens": 8192,  # twelve requests at once, or a composed context and its documents
         "engine_args": json.dumps({"chunked_prefill_size": 256, "enable_mixed_chunk": True}),
         "kv_page_bits": 8,
@@ -201,7 +201,7 @@ def stress(folder: Path) -> Iterator[Server]:
     flags = SPARSE | {
         "decode_page_size": 16,
         "decode_logical_page": 4,
-        "kv_hosted_bytes": 2**25,
+        "kv_offload_bytes": 2**25,
         "engine_args": json.dumps(
             {"chunked_prefill_size": STRESS_CHUNK, "enable_return_hidden_states": True}
         ),

@@ -4,7 +4,7 @@ warm-up's.
 
     python -m tests.integration.first_requests_main DATA_FOLDER OUT.json [MODE [ENGINE]]
 
-MODE: dense, the default; pages: with documents' pages of 8 bits; sparse: with sparse decoding and hosted
+MODE: dense, the default; pages: with documents' pages of 8 bits; sparse: with sparse decoding and offloaded
 requests, and their kinds; bits: with sparse decoding of KV of 8 bits. ENGINE: options of SGLang's, as JSON.
 """
 
@@ -39,12 +39,12 @@ DECODE: dict[str, dict[str, Any]] = {
     "progressive": {"mode": "progressive", "threshold": 0.8, "dense_below": 0},
 }
 EXACT = DECODE["hierarchical"] | {"scores": "exact"}
-HOSTED = {f"hosted {name}": decode | {"hosted": True} for name, decode in DECODE.items()}
+OFFLOADED = {f"offloaded {name}": decode | {"offloaded": True} for name, decode in DECODE.items()}
 PREFILL: dict[str, dict[str, Any]] = {name: {"mode": name, "dense_below": 0} for name in ("lines", "blocks")}
 LONG = Sampling(24, ignore_eos=True)
 MODES: dict[str, dict[str, Any]] = {
     "dense": {},
-    "sparse": {"sparse_attention": "on", "kv_hosted_bytes": 2**30},
+    "sparse": {"sparse_attention": "on", "kv_offload_bytes": 2**30},
     "bits": {"sparse_attention": "on", "kv_bits": 8},
     "pages": {"kv_page_bits": 8},
 }
@@ -116,7 +116,7 @@ class Kinds:
         await self._engine.control("segment")
         ids = random_tokens(self._draw, SYSTEM + sum(DOCUMENTS) + QUESTION)
         request = replace(self._request, input_ids=ids, strategy="full", sampling=LONG, spans=())
-        answer = await first_token(self._engine, replace(request, decode=HOSTED["hosted hierarchical"]))
+        answer = await first_token(self._engine, replace(request, decode=OFFLOADED["offloaded hierarchical"]))
         if answer.last.decode is None or not answer.last.decode.segmented_tokens:
             raise EngineError(f"the prompt was not prefilled by layers: {answer.last.decode}")
         return (answer.chunks[-1][0] - answer.started) * 1e3
@@ -143,14 +143,16 @@ class Kinds:
             decode["exact"] = EXACT
             for name, prefill in PREFILL.items():
                 kinds[f"prefill {name}"] = partial(self.ask, "full", prefill=prefill)
-        if info.hosted_tokens:
-            decode |= HOSTED
+        if info.offloaded_tokens:
+            decode |= OFFLOADED
         for name, fields in decode.items():
             kinds[f"decode {name}"] = partial(self.ask, "full", decode=fields, sampling=LONG)
-        if info.hosted_tokens:
-            hosted = HOSTED["hosted hierarchical"]
+        if info.offloaded_tokens:
+            offloaded = OFFLOADED["offloaded hierarchical"]
             kinds["prompt by layers"] = self.by_layers
-            kinds["composed on the host"] = partial(self.ask, "concat", "host", decode=hosted, sampling=LONG)
+            kinds["composed on the host"] = partial(
+                self.ask, "concat", "host", decode=offloaded, sampling=LONG
+            )
         return kinds
 
 

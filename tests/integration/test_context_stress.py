@@ -214,7 +214,7 @@ def test_sparse_requests_taken_back_choose_from_right_statistics_afterwards(stre
     elsewhere.
     """
     chance = random.Random(8)
-    lengths = (210, 240, 270, 300, 420, 450)  # the longest prompts are taken back first
+    lengths = (210, 240, 270, 300, 420, 450)  # the longest prompts are retracted first
     prompts = [[chance.randrange(10, 8000) for _ in range(length)] for length in lengths]
     budget = {"mode": "hierarchical", "budget": 64, "reuse": 3}
     modes: list[dict[str, Any]] = [
@@ -233,9 +233,7 @@ def test_sparse_requests_taken_back_choose_from_right_statistics_afterwards(stre
             assert mode["mode"] == "hierarchical" or answer["output_ids"] == ids, mode
         said = [DecodeReport.from_json(answers[i]["meta_info"][DECODE_FIELD][-1]) for i in (1, 4, 5)]
         assert all(report.sparse_steps and report.pages < report.pages_held for report in said)
-        assert min(report.steps for report in said) < 39, (
-            "a step that was taken back comes again as a prefill"
-        )
+        assert min(report.steps for report in said) < 39, "a step that was retracted comes again as a prefill"
         settled(client)
         reference = SparseReference(stress_server.model, 16, 4)
         reference.decode = DecodeOptions(mode="hierarchical", budget=64, reuse=3, dense_below=0)
@@ -245,7 +243,7 @@ def test_sparse_requests_taken_back_choose_from_right_statistics_afterwards(stre
         sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True, **custom}
         fresh = [
             chance.randrange(10, 8000) for _ in range(450)
-        ]  # alone, so never taken back, in pages used before
+        ]  # alone, so never retracted, in pages used before
         assert_same(result(generate(client, fresh, sampling_params=sampling)), reference.plain(fresh, 20))
 
 

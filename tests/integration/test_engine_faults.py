@@ -57,14 +57,14 @@ def sparse(bench: Bench) -> dict[str, Any]:
     return bench.plain(decode={"mode": "hierarchical", "budget": 64, "dense_below": 0})
 
 
-def hosted(bench: Bench) -> dict[str, Any]:
-    options = {"budget": 32, "reuse": 1, "dense_below": 0, "hosted": True}
+def offloaded(bench: Bench) -> dict[str, Any]:
+    options = {"budget": 32, "reuse": 1, "dense_below": 0, "offloaded": True}
     return generate(bench.client, bench.ids, n_new=16, decode={"mode": "hierarchical", **options})
 
 
 def segmented(bench: Bench) -> dict[str, Any]:
     """A prompt larger than the pool."""
-    options = {"mode": "hierarchical", "budget": 64, "dense_below": 0, "hosted": True}
+    options = {"mode": "hierarchical", "budget": 64, "dense_below": 0, "offloaded": True}
     return generate(bench.client, (bench.ids * 100)[:6200], n_new=2, decode=options)
 
 
@@ -103,7 +103,7 @@ REQUESTS: dict[str, Ask] = {
     "extended": Bench.ask,
     "document": Bench.document,
     "segments": segmented,
-    "hosting": hosted,
+    "offloading": offloaded,
     "sparse prefill": lambda bench: bench.sampling(custom_params={PREFILL_FIELD: LINES}),
     "statistics": sparse,
     "report": Bench.ask,

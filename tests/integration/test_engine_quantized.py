@@ -152,5 +152,5 @@ def test_keys_share_no_cached_prompts(locked_server: Any) -> None:
 
 
 def test_a_pool_of_8_bits_hosts_no_requests_and_says_so(locked_server: Any) -> None:
-    answer = ask(locked_server.client, some_ids(80, 3), mode="hierarchical", hosted=True)
+    answer = ask(locked_server.client, some_ids(80, 3), mode="hierarchical", offloaded=True)
     assert "needs a KV pool of 16 bits, and this server's has 8" in answer["error"]["message"]

@@ -16,12 +16,12 @@ from sglang_ext.wire.protocol import DECODE_FIELD, PREFILL_FIELD, DecodeOptions
 from tests.integration import context_client
 from tests.integration.context_client import result
 from tests.integration.engines import Server
-from tests.integration.hosted_client import assert_same, generate, held, idle, report, verify
+from tests.integration.offloaded_client import assert_same, generate, held, idle, report, verify
 from tests.integration.prompts import some_ids
 from tests.integration.sparse_reference import SparseReference
 
 LAGGING = {"mode": "hierarchical", "budget": 64, "reuse": 4, "lag": 2, "streaming": False}
-HOSTED = LAGGING | {"hosted": True}
+OFFLOADED = LAGGING | {"offloaded": True}
 PAGE, LOGICAL = 16, 4
 
 
@@ -32,10 +32,10 @@ def test_a_prompt_larger_than_the_pool_gets_the_answer_of_one_on_the_device(stre
     assert held(client)["pages"] * PAGE > len(ids) > client.get("/info").json()["engine"]["max_total_tokens"]
     refused = context_client.generate(client, ids, None, n_new, decode=LAGGING)
     assert "exceeds the maximum allowed length" in refused["error"]["message"]
-    alone = generate(client, ids, n_new, **HOSTED)
+    alone = generate(client, ids, n_new, **OFFLOADED)
     said, meta = report(alone), alone["meta_info"]
     assert said.segmented_tokens == len(ids) // PAGE * PAGE
-    assert said.hosted_steps == said.steps == n_new - 1
+    assert said.offloaded_steps == said.steps == n_new - 1
     assert (meta["prompt_tokens"], meta["cached_tokens"]) == (len(ids), 0)
     assert stress_server.model is not None
     reference = SparseReference(stress_server.model, PAGE, LOGICAL)
@@ -43,7 +43,7 @@ def test_a_prompt_larger_than_the_pool_gets_the_answer_of_one_on_the_device(stre
     assert_same(result(alone), reference.plain(ids, n_new), 5e-4)
     with ThreadPoolExecutor(3) as pool:
         beside = [pool.submit(generate, client, some_ids(200, 90 + i), 40) for i in range(2)]
-        again = pool.submit(generate, client, ids, n_new, **HOSTED | {"hosted": "auto"})
+        again = pool.submit(generate, client, ids, n_new, **OFFLOADED | {"offloaded": "auto"})
         assert_same(result(again.result()), result(alone))
         for each in beside:
             each.result()
@@ -55,9 +55,9 @@ def test_a_prompt_larger_than_the_pool_gets_the_answer_of_one_on_the_device(stre
 
 def test_one_that_fails_or_is_left_on_its_way_leaves_nothing(stress_server: Server) -> None:
     client, ids = stress_server.client, some_ids(6200, 62)
-    for stage in ("segments", "hosting", "decode plan", "forward", "statistics"):
+    for stage in ("segments", "offloading", "decode plan", "forward", "statistics"):
         client.post("/dumper/ragserve", json={"op": "fault", "stage": stage})
-        answer = context_client.generate(client, ids, None, 6, decode=HOSTED)
+        answer = context_client.generate(client, ids, None, 6, decode=OFFLOADED)
         assert f"'{stage}'" in answer["message"], stage
         verify(client)
     for patience in (0.05, 0.4):
@@ -65,7 +65,7 @@ def test_one_that_fails_or_is_left_on_its_way_leaves_nothing(stress_server: Serv
             sampling = {
                 "max_new_tokens": 150,
                 "ignore_eos": True,
-                "custom_params": {DECODE_FIELD: json.dumps(HOSTED)},
+                "custom_params": {DECODE_FIELD: json.dumps(OFFLOADED)},
             }
             client.post("/generate", json={"input_ids": ids, "sampling_params": sampling}, timeout=patience)
     assert idle(client)["used"] == 0
@@ -76,7 +76,7 @@ def test_one_that_fails_or_is_left_on_its_way_leaves_nothing(stress_server: Serv
 
 def test_what_needs_the_whole_prompt_on_the_device_is_refused(stress_server: Server) -> None:
     client, ids = stress_server.client, some_ids(6200, 63)
-    custom = {DECODE_FIELD: json.dumps(HOSTED)}
+    custom = {DECODE_FIELD: json.dumps(OFFLOADED)}
     for fields, extra, what in (
         ({"return_logprob": True, "logprob_start_len": 0}, {}, "log-probabilities of the prompt"),
         ({"return_hidden_states": True}, {}, "hidden states of the prompt"),
@@ -108,12 +108,12 @@ def test_ranks_prefill_by_segments_what_others_leave_no_room_for(parallel_server
         with ExitStack() as others:
             for i in range(5):
                 others.enter_context(decoding(client, some_ids(1260, 640 + 10 * tries + i)))
-            hosted = generate(client, ids, n_new, **HOSTED | {"columns": 1})
-        assert_same(result(hosted), result(generate(client, ids, n_new, **LAGGING)))
-        said = report(hosted)
+            offloaded = generate(client, ids, n_new, **OFFLOADED | {"resident_blocks": 1})
+        assert_same(result(offloaded), result(generate(client, ids, n_new, **LAGGING)))
+        said = report(offloaded)
         segmented = said.segmented_tokens
     assert segmented == (len(ids) - 1) // PAGE * PAGE
-    assert said.hosted_steps == said.steps == n_new - 1
+    assert said.offloaded_steps == said.steps == n_new - 1
     assert idle(client)["used"] == 0
     verify(client)
 
@@ -125,7 +125,7 @@ def test_what_the_warm_up_of_a_gpu_asks_for(parallel_server: Server) -> None:
     for op in ("launch", "segment"):
         done = client.post("/dumper/ragserve", json={"op": op})
         assert done.status_code == httpx.codes.OK, done.text
-    asked = HOSTED | {"columns": 1}
+    asked = OFFLOADED | {"resident_blocks": 1}
     answers = [generate(client, ids, n_new, **asked) for _ in range(2)]
     for answer in answers:
         assert_same(result(answer), resident)
@@ -136,22 +136,22 @@ def test_what_the_warm_up_of_a_gpu_asks_for(parallel_server: Server) -> None:
     verify(client)
 
 
-def test_a_question_over_more_text_than_the_pool_holds_is_answered_hosted(stress_server: Server) -> None:
+def test_a_question_over_more_text_than_the_pool_holds_is_answered_offloaded(stress_server: Server) -> None:
     client = stress_server.client
     pool = client.get("/info").json()["engine"]["max_total_tokens"]
     texts = [{"text": " ".join(f"Station {i} has {j} rails." for j in range(140))} for i in range(5)]
     body = {"query": "How many rails?", "documents": texts, "strategy": "prefix", "max_new_tokens": 6}
     refused = client.post("/rag/query", json=body)
     assert refused.json()["error"]["code"] == "documents_too_long"
-    hosted = client.post("/rag/query", json=body | {"decode": HOSTED})
-    assert hosted.status_code == httpx.codes.OK, hosted.text
-    answer = hosted.json()
+    offloaded = client.post("/rag/query", json=body | {"decode": OFFLOADED})
+    assert offloaded.status_code == httpx.codes.OK, offloaded.text
+    answer = offloaded.json()
     assert answer["usage"]["prompt"] > pool
     said = answer["decode"]
-    assert said["steps"] == said["sparse_steps"] == said["hosted_steps"] > 0
+    assert said["steps"] == said["sparse_steps"] == said["offloaded_steps"] > 0
     assert said["segmented_tokens"] > pool
-    assert said["columns"] > 0
-    chosen = client.post("/rag/query", json=body | {"decode": HOSTED, "strategy": "auto"}).json()
+    assert said["resident_blocks"] > 0
+    chosen = client.post("/rag/query", json=body | {"decode": OFFLOADED, "strategy": "auto"}).json()
     assert chosen["answer"] == answer["answer"]
     assert "larger than the KV pool" in chosen["context"]["choice"]
     verify(client)

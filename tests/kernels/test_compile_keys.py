@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 
 from ragserve_kernels.block_summary import BlockPlan, block_summary
-from ragserve_kernels.context_gather import HostContexts, context_cell_gather, context_gather
+from ragserve_kernels.context_gather import HostContexts, context_gather, context_shared_gather
 from ragserve_kernels.key_scores import key_scores
 from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.prefill_lists import LinePlan, list_blocks, list_lines
@@ -69,7 +69,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> Keys:
     """Keys of the launches so far."""
     found: Keys = {}
     lists = ("prefill_lists.triton", "prefill_lists.blocks_triton", "prefill_lists.lines_triton")
-    contexts = ("context_gather.triton", "context_gather.context_cells")
+    contexts = ("context_gather.triton", "context_gather.context_shared_blocks")
     others = ("block_summary.launches", "prefix_rows_attention.triton", "key_scores.triton")
     for name in (*others, *lists, *contexts):
         module = importlib.import_module(f"ragserve_kernels.{name}")
@@ -149,9 +149,9 @@ def test_any_number_of_pages_of_contexts(
             context_gather(host, one, tokens, turns, chosen, chosen, first_layer=own)
         base = torch.zeros(1, dtype=torch.int64, device=device)
         some, count = torch.zeros(2, moved, dtype=torch.int32, device=device), base.int()
-        context_cell_gather(HostContexts(host, base, tokens, turns), pool, some[0], some[0], count)
+        context_shared_gather(HostContexts(host, base, tokens, turns), pool, some[0], some[0], count)
     seen = {name: len(found) for name, found in keys.items() if found}
-    assert seen == {"context_gather_kernel": 1, "context_cells_kernel": 1}
+    assert seen == {"context_gather_kernel": 1, "context_shared_blocks_kernel": 1}
 
 
 def test_a_few_numbers_of_rows_compile_what_any_number_needs(

@@ -10,10 +10,10 @@ import torch
 from ragserve_kernels.context_gather import (
     HostCodes,
     HostContexts,
-    context_cell_gather,
-    context_cell_gather_naive,
     context_gather,
     context_gather_naive,
+    context_shared_gather,
+    context_shared_gather_naive,
 )
 from ragserve_kernels.kv import KVLayers
 from tests.kernels.reference import assert_close, poisoned
@@ -187,8 +187,8 @@ def test_arguments_are_checked(device: torch.device) -> None:
         context_gather(*good, programs=0)
 
 
-def in_cells(pool: KVLayers, page: int) -> torch.Tensor:
-    """Copy K and V of a pool as cells, float64 [cells, 2, page, head_dim]."""
+def in_shared_blocks(pool: KVLayers, page: int) -> torch.Tensor:
+    """Copy K and V of a pool as shared blocks, float64 [shared_blocks, 2, page, head_dim]."""
     halves = [
         torch.stack([each.view(-1, page, HEADS, each.shape[2]).transpose(1, 2) for each in half], 1)
         for half in (pool.k, pool.v)
@@ -206,7 +206,7 @@ def in_cells(pool: KVLayers, page: int) -> torch.Tensor:
     ],
     ids=["16", "64-bfloat16", "codes-partly-rotated", "codes-128"],
 )
-def test_pages_of_contexts_arrive_in_cells(
+def test_pages_of_contexts_arrive_in_shared_blocks(
     device: torch.device, page: int, n: int, count: int, rotary: int, dtype: torch.dtype, codes: bool
 ) -> None:
     dim, lists = 64, LAYERS * HEADS
@@ -228,17 +228,17 @@ def test_pages_of_contexts_arrive_in_cells(
     got, plain, whole = (pool(device, LAYERS, each, page, dim, dtype) for each in (n + 3, n + 3, len(tokens)))
     every = torch.arange(len(tokens), dtype=torch.int32, device=device).expand(LAYERS, HEADS, -1).contiguous()
     context_gather_naive(found, whole, tokens, turns, every, every)
-    want, pages = torch.full_like(in_cells(got, page), torch.nan), in_cells(whole, page)
+    want, pages = torch.full_like(in_shared_blocks(got, page), torch.nan), in_shared_blocks(whole, page)
     want[target[:count].cpu().long()] = pages[entries[:count]]
-    context_cell_gather(contexts, got, source, target, moves)
-    context_cell_gather_naive(contexts, plain, source, target, moves)
+    context_shared_gather(contexts, got, source, target, moves)
+    context_shared_gather_naive(contexts, plain, source, target, moves)
     for mine in (got, plain):
-        here = in_cells(mine, page)
-        assert torch.equal(here.isnan(), want.isnan()), "wrote another cell, or left one out"
+        here = in_shared_blocks(mine, page)
+        assert torch.equal(here.isnan(), want.isnan()), "wrote another shared block, or left one out"
         assert_close(here.nan_to_num(), want.nan_to_num(), dtype)
 
 
-def test_arguments_for_cells_are_checked(device: torch.device) -> None:
+def test_arguments_for_shared_blocks_are_checked(device: torch.device) -> None:
     host, rows = documents(16, 64, torch.float32, [40])
     tokens, turns, _ = composed(rows, 16, torch.ones(32, dtype=torch.float64), device)
     dst = pool(device, LAYERS, 4, 16, 64, torch.float32)
@@ -254,13 +254,13 @@ def test_arguments_for_cells_are_checked(device: torch.device) -> None:
         (replace(contexts, host=host[:, :, :2].contiguous()), "contexts have 2 layers"),
     ):
         with pytest.raises(ValueError, match=message):
-            context_cell_gather(bad, *good)
+            context_shared_gather(bad, *good)
     with pytest.raises(ValueError, match="target has shape"):
-        context_cell_gather(contexts, dst, lists, lists[:1], lists[:1])
+        context_shared_gather(contexts, dst, lists, lists[:1], lists[:1])
     with pytest.raises(ValueError, match="count has shape"):
-        context_cell_gather(contexts, dst, lists, lists, lists)
+        context_shared_gather(contexts, dst, lists, lists, lists)
     with pytest.raises(ValueError, match="programs is 0"):
-        context_cell_gather(contexts, *good, programs=0)
+        context_shared_gather(contexts, *good, programs=0)
     empty = replace(contexts, host=host[:0])
-    context_cell_gather(empty, *good)
+    context_shared_gather(empty, *good)
     assert dst.k[0].isnan().all(), "there is nothing to read yet"

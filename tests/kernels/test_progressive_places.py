@@ -16,7 +16,7 @@ from ragserve_kernels.context_gather.naive import context_rows
 from ragserve_kernels.dispatch import forced_naive
 from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.paged import PageSelection
-from ragserve_kernels.progressive_decode import PageCells, PagePlaces, Rounds, progressive_decode
+from ragserve_kernels.progressive_decode import PagePlaces, Rounds, SharedPages, progressive_decode
 from tests.kernels.paged import Batch, make_batch
 from tests.kernels.reference import assert_close
 from tests.kernels.test_context_gather import coded
@@ -29,8 +29,8 @@ LAYERS, LAYER = 3, 1
 def moved(batch: Batch, share: float) -> tuple[Batch, PagePlaces]:
     """Move a ``share`` of each head's pages to the host and the others to new pages of the pool.
 
-    What is left behind, columns of nobody and host pages of nobody are NaN; entries past a request's pages
-    are junk."""
+    What is left behind, resident blocks of nobody and host pages of nobody are NaN; entries past a request's
+    pages are junk."""
     device, page = batch.q.device, batch.page_size
     heads, dim = batch.k.shape[1:]
     counts = [-(-n // page) for n in batch.seq_lens.tolist()]
@@ -40,16 +40,16 @@ def moved(batch: Batch, share: float) -> tuple[Batch, PagePlaces]:
     places = torch.full((len(counts), heads, max(1, *counts) + 1), 2**30, dtype=torch.int32)
     before = [batch.k.cpu(), batch.v.cpu()]
     for head in range(heads):
-        columns, hosts = torch.randperm(2 * total).tolist(), torch.randperm(total).tolist()
+        resident_blocks, hosts = torch.randperm(2 * total).tolist(), torch.randperm(total).tolist()
         for row, count in enumerate(counts):
             for number in range(count):
                 source = int(batch.page_table[row, number]) * page
-                is_hosted = float(torch.rand(())) < share
-                target = hosts.pop() if is_hosted else columns.pop()
-                places[row, head, number] = -1 - target if is_hosted else target
+                is_offloaded = float(torch.rand(())) < share
+                target = hosts.pop() if is_offloaded else resident_blocks.pop()
+                places[row, head, number] = -1 - target if is_offloaded else target
                 for half in range(2):
                     values = before[half][source : source + page, head]
-                    if is_hosted:
+                    if is_offloaded:
                         host[target, half, LAYER, head] = values
                     else:
                         pool[half][target * page : (target + 1) * page, head] = values
@@ -59,9 +59,9 @@ def moved(batch: Batch, share: float) -> tuple[Batch, PagePlaces]:
 
 
 def celled(there: Batch, places: PagePlaces, share: float) -> tuple[Batch, PagePlaces]:
-    """Move a ``share`` of the pages on the host to cells of the pool, in any layer and head.
+    """Move a ``share`` of the pages on the host to shared blocks of the pool, in any layer and head.
 
-    What is left behind is NaN, and so is the pool but for these cells and what it had."""
+    What is left behind is NaN, and so is the pool but for these shared blocks and what it had."""
     page, pages = there.page_size, len(there.k) // there.page_size
     heads, dim = there.k.shape[1:]
     buffers = [[torch.full_like(there.k, math.nan) for _ in range(LAYERS)] for _ in range(2)]
@@ -76,22 +76,25 @@ def celled(there: Batch, places: PagePlaces, share: float) -> tuple[Batch, PageP
         for head in range(heads)
         if layer != LAYER or spoilt[number, head]
     ]
-    cells = [free[i] for i in torch.randperm(len(free)).tolist()]
+    shared = [free[i] for i in torch.randperm(len(free)).tolist()]
     for number in range(len(host)):
         for head in range(heads):
             if float(torch.rand(())) >= share:
                 continue
-            cell = of[number, LAYER, head] = cells.pop()
-            rows = slice(int(cell) // (LAYERS * heads) * page, (int(cell) // (LAYERS * heads) + 1) * page)
+            shared_block = of[number, LAYER, head] = shared.pop()
+            rows = slice(
+                int(shared_block) // (LAYERS * heads) * page,
+                (int(shared_block) // (LAYERS * heads) + 1) * page,
+            )
             for half in range(2):
                 values = host[number, half, LAYER, head]
-                buffers[half][int(cell) // heads % LAYERS][rows, int(cell) % heads] = values.to(
-                    there.k.device
+                buffers[half][int(shared_block) // heads % LAYERS][rows, int(shared_block) % heads] = (
+                    values.to(there.k.device)
                 )
             host[number, :, LAYER, head] = math.nan
     pinned = host.pin_memory() if places.host.is_pinned() else host
     pool = KVLayers(*buffers)
-    found = PagePlaces(places.places, pinned, LAYER, PageCells(of.to(there.k.device), pool))
+    found = PagePlaces(places.places, pinned, LAYER, SharedPages(of.to(there.k.device), pool))
     return replace(there, k=pool.k[LAYER], v=pool.v[LAYER]), found
 
 
@@ -120,7 +123,7 @@ def in_documents(
     now = places.places.clone()
     spoilt = host.clone()
     k, v = batch.k.clone(), batch.v.clone()
-    cells = places.cells
+    shared = places.shared_blocks
     for number, own in zip(numbers, rows, strict=True):
         other = pages + number
         tokens[other] = torch.stack((own, torch.randint(5, (page,), dtype=torch.int32)), -1)
@@ -129,38 +132,36 @@ def in_documents(
         for row, head, logical in (places.places == -1 - number).nonzero().tolist():
             if logical * page >= int(batch.seq_lens[row]):
                 continue
-            if cells is not None and int(cells.of[number, LAYER, head]) >= 0:
+            if shared is not None and int(shared.of[number, LAYER, head]) >= 0:
                 continue
             at = int(batch.page_table[row, logical]) * page
             there = tokens[other].long()
             read = context_rows(documents, turns, there, LAYER, torch.tensor(head), host.dtype)
             k[at : at + page, head], v[at : at + page, head] = (each.to(device) for each in read)
-    if cells is not None:
-        none = torch.full_like(cells.of, -1)
+    if shared is not None:
+        none = torch.full_like(shared.of, -1)
         for number in numbers:
-            none[number] = cells.of[number]
-        of = cells.of.clone()
+            none[number] = shared.of[number]
+        of = shared.of.clone()
         of[numbers] = -1
-        cells = cells._replace(of=torch.cat((of, none)))
+        shared = shared._replace(of=torch.cat((of, none)))
     contexts = HostContexts(
-        documents,
-        torch.tensor([pool.data_ptr()], device=device),
-        tokens.to(device),
-        turns.to(device),
+        documents, torch.tensor([pool.data_ptr()], device=device), tokens.to(device), turns.to(device)
     )
     hosts = spoilt.pin_memory() if device.type == "cuda" else spoilt
-    return replace(batch, k=k, v=v), PagePlaces(now, hosts, LAYER, cells, contexts)
+    return replace(batch, k=k, v=v), PagePlaces(now, hosts, LAYER, shared, contexts)
 
 
 def coming(there: Batch, places: PagePlaces, share: float) -> PagePlaces:
-    """Let a ``share`` of the pages that no cell has be on their way to cells that nobody has."""
-    cells = places.cells
-    assert cells is not None
-    numbers, layers, heads = cells.of.shape
-    page, of = there.page_size, cells.of.cpu()
+    """Let a ``share`` of the pages that no shared block has be on their way to shared blocks that nobody
+    has."""
+    shared = places.shared_blocks
+    assert shared is not None
+    numbers, layers, heads = shared.of.shape
+    page, of = there.page_size, shared.of.cpu()
     free = [
         (slot // page * layers + layer) * heads + head
-        for layer, (k, v) in enumerate(zip(cells.pool.k, cells.pool.v, strict=True))
+        for layer, (k, v) in enumerate(zip(shared.pool.k, shared.pool.v, strict=True))
         for head in range(heads)
         for slot in range(0, len(k), page)
         if bool(k[slot : slot + page, head].isnan().all() and v[slot : slot + page, head].isnan().all())
@@ -170,21 +171,21 @@ def coming(there: Batch, places: PagePlaces, share: float) -> PagePlaces:
         for head in range(heads):
             if int(of[number, LAYER, head]) < 0 and float(torch.rand(())) < share and order:
                 of[number, LAYER, head] = -2 - free[order.pop()]
-    cells.of.copy_(of)
+    shared.of.copy_(of)
     return places
 
 
 def on_host(places: PagePlaces, row: int, head: int, pages: torch.Tensor) -> int:
     """Return how many of a row's pages are in no place of the pool."""
     found = places.places[row, head][pages].long()
-    if places.cells is None:
+    if places.shared_blocks is None:
         return int((found < 0).sum())
-    of = places.cells.of[:, LAYER, head]
+    of = places.shared_blocks.of[:, LAYER, head]
     return sum(place < 0 and int(of[-1 - place]) < 0 for place in found.tolist())
 
 
 @pytest.mark.parametrize(
-    ("share", "cells", "page_size", "head_dim", "dtype"),
+    ("share", "shared", "page_size", "head_dim", "dtype"),
     [
         (0.5, None, 16, 64, torch.float32),
         (0.5, None, 64, 128, torch.bfloat16),
@@ -198,7 +199,7 @@ def on_host(places: PagePlaces, row: int, head: int, pages: torch.Tensor) -> int
 def test_it_attends_as_if_all_pages_were_in_the_pool(
     device: torch.device,
     share: float,
-    cells: float | None,
+    shared: float | None,
     page_size: int,
     head_dim: int,
     dtype: torch.dtype,
@@ -211,8 +212,8 @@ def test_it_attends_as_if_all_pages_were_in_the_pool(
     want = progressive_decode(*batch.inputs(), ranking, **options)
     assert want.from_host is None
     there, places = moved(batch, share)
-    if cells is not None:
-        there, places = celled(there, places, cells)
+    if shared is not None:
+        there, places = celled(there, places, shared)
     for naive in (False, True):
         with forced_naive(naive):
             got = progressive_decode(*there.inputs(), ranking, **options, places=places)
@@ -228,7 +229,7 @@ def test_it_attends_as_if_all_pages_were_in_the_pool(
 
 
 @pytest.mark.parametrize(
-    ("cells", "page_size", "head_dim", "dtype", "half", "codes", "bound"),
+    ("shared", "page_size", "head_dim", "dtype", "half", "codes", "bound"),
     [
         (None, 16, 64, torch.float32, 32, False, "round"),
         (0.5, 64, 128, torch.bfloat16, 64, False, "lowest"),
@@ -241,7 +242,7 @@ def test_it_attends_as_if_all_pages_were_in_the_pool(
 )
 def test_pages_of_contexts_are_read_in_their_documents(
     device: torch.device,
-    cells: float | None,
+    shared: float | None,
     page_size: int,
     head_dim: int,
     dtype: torch.dtype,
@@ -256,8 +257,8 @@ def test_pages_of_contexts_are_read_in_their_documents(
         lens, device=device, page_size=page_size, head_dim=head_dim, heads=6, dtype=dtype, peak=6.0
     )
     there, places = moved(batch, 0.7)
-    if cells is not None:
-        there, places = celled(there, places, cells)
+    if shared is not None:
+        there, places = celled(there, places, shared)
     batch, places = in_documents(batch, places, 0.6, half, codes)
     ranking, options = ranked(batch), {"rounds": Rounds(2, 1.5), "bound": bound}
     for threshold in (0.6, 1.0):
@@ -288,7 +289,7 @@ def test_pages_of_contexts_are_read_in_their_documents(
     ],
     ids=str,
 )
-def test_pages_that_are_read_from_the_host_fill_cells(
+def test_pages_that_are_read_from_the_host_fill_shared_blocks(
     device: torch.device,
     page_size: int,
     head_dim: int,
@@ -301,7 +302,7 @@ def test_pages_that_are_read_from_the_host_fill_cells(
     lens = [9001, 0, 130, 64] if GPU else [271, 0, 66]
     if not GPU:
         dtype = torch.float32
-    for _ in range(50):  # few pages: now and then none that is read has a cell
+    for _ in range(50):  # few pages: now and then none that is read has a shared block
         batch = make_batch(
             lens, device=device, page_size=page_size, head_dim=head_dim, heads=6, dtype=dtype, peak=6.0
         )
@@ -312,36 +313,36 @@ def test_pages_that_are_read_from_the_host_fill_cells(
         with forced_naive(True):
             want = progressive_decode(*there.inputs(), ranking, **options, places=places)
         places = coming(there, places, 0.6)
-        cells = places.cells
-        assert cells is not None
-        read = torch.zeros_like(cells.of, dtype=torch.bool)
+        shared = places.shared_blocks
+        assert shared is not None
+        read = torch.zeros_like(shared.of, dtype=torch.bool)
         for row, length in enumerate(lens):
             for head in range(2):
                 for block in ranking.blocks[row, head, : int(want.blocks_used[row, head])].tolist():
                     place = int(places.places[row, head, block])
                     if place < 0 and (block + 1) * page_size <= length:
                         read[-1 - place, LAYER, head] = True
-        filled = read & (cells.of < -1)
+        filled = read & (shared.of < -1)
         if filled.any():
             break
     assert filled.any()
-    before = cells.of.clone(), [each.clone() for each in (*cells.pool.k, *cells.pool.v)]
+    before = (shared.of.clone(), [each.clone() for each in (*shared.pool.k, *shared.pool.v)])
     found = []
     for naive in (True, False):
-        cells.of.copy_(before[0])
-        for each, was in zip((*cells.pool.k, *cells.pool.v), before[1], strict=True):
+        shared.of.copy_(before[0])
+        for each, was in zip((*shared.pool.k, *shared.pool.v), before[1], strict=True):
             each.copy_(was)
         with forced_naive(naive):
             got = progressive_decode(*there.inputs(), ranking, **options, places=places)
         assert_close(got.out, want.out, dtype)
         assert torch.equal(got.blocks_used, want.blocks_used)
         assert torch.equal(got.from_host, want.from_host), "they have been read from there"
-        found.append((cells.of.clone(), [each.clone() for each in (*cells.pool.k, *cells.pool.v)]))
+        found.append((shared.of.clone(), [each.clone() for each in (*shared.pool.k, *shared.pool.v)]))
     assert torch.equal(found[0][0], found[1][0])
     for wanted, made in zip(found[0][1], found[1][1], strict=True):
         assert torch.equal(wanted.isnan(), made.isnan())
         assert_close(made.nan_to_num(), wanted.nan_to_num(), dtype)
-    assert torch.equal(cells.of, torch.where(filled, -2 - before[0], before[0]))
+    assert torch.equal(shared.of, torch.where(filled, -2 - before[0], before[0]))
     again = progressive_decode(*there.inputs(), ranking, **options, places=places)
     assert_close(again.out, want.out, dtype)
     assert int(again.from_host.sum()) == int(want.from_host.sum()) - int(filled.sum())  # type: ignore[union-attr]
@@ -392,27 +393,27 @@ def test_an_empty_batch_and_wrong_arguments(device: torch.device) -> None:
         call(places._replace(places=places.places.long()))
     with pytest.raises(ValueError, match="host"):
         call(places._replace(host=places.host[:, :, :, :, :8]))
-    in_cells, with_cells = celled(there, places, 0.5)
-    cells = with_cells.cells
-    assert cells is not None
-    with pytest.raises(ValueError, match=r"cells.of has shape"):
+    in_shared, with_shared = celled(there, places, 0.5)
+    shared = with_shared.shared_blocks
+    assert shared is not None
+    with pytest.raises(ValueError, match=r"shared_blocks.of has shape"):
         progressive_decode(
-            *in_cells.inputs(), ranking, places=with_cells._replace(cells=cells._replace(of=cells.of[1:]))
+            *in_shared.inputs(),
+            ranking,
+            places=with_shared._replace(shared_blocks=shared._replace(of=shared.of[1:])),
         )
-    one = KVLayers(cells.pool.k[:1], cells.pool.v[:1])
-    with pytest.raises(ValueError, match=r"cells.pool has layers"):
+    one = KVLayers(shared.pool.k[:1], shared.pool.v[:1])
+    with pytest.raises(ValueError, match=r"shared_blocks.pool has layers"):
         progressive_decode(
-            *in_cells.inputs(), ranking, places=with_cells._replace(cells=cells._replace(pool=one))
+            *in_shared.inputs(), ranking, places=with_shared._replace(shared_blocks=shared._replace(pool=one))
         )
     few = make_batch([40], device=device, bits=8)
     with pytest.raises(ValueError, match="8 bits"):
         progressive_decode(*few.inputs(), ranking, places=places)
-    none = there.paged()
-    none = replace(none, page_table=none.page_table[:0], seq_lens=none.seq_lens[:0])
+    none = replace((paged := there.paged()), page_table=paged.page_table[:0], seq_lens=paged.seq_lens[:0])
     nothing = PageSelection(ranking.blocks[:0], ranking.counts[:0])
-    got = progressive_decode(
-        there.q[:0], there.kv, none, nothing, places=places._replace(places=places.places[:0])
-    )
+    nowhere = places._replace(places=places.places[:0])
+    got = progressive_decode(there.q[:0], there.kv, none, nothing, places=nowhere)
     assert got.from_host is not None
     assert got.from_host.shape == (0, 2)
 
@@ -426,8 +427,8 @@ def test_a_captured_graph_reads_where_the_pages_are_now() -> None:
     ranking = ranked(batch)
     options = {"threshold": 0.9, "rounds": Rounds(8)}
     there, places = celled(*moved(batch, 0.5), 0.5)
-    cells = places.cells
-    assert cells is not None
+    shared = places.shared_blocks
+    assert shared is not None
     progressive_decode(*there.inputs(), ranking, **options, places=places)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -435,12 +436,11 @@ def test_a_captured_graph_reads_where_the_pages_are_now() -> None:
         got = progressive_decode(*there.inputs(), ranking, **options, places=places)
     for share in (0.0, 1.0, 0.3):
         other, now = celled(*moved(batch, share), 0.5)
-        assert now.cells is not None
-        for mine, its in zip(
-            (*cells.pool.k, *cells.pool.v), (*now.cells.pool.k, *now.cells.pool.v), strict=True
-        ):
+        assert now.shared_blocks is not None
+        theirs = now.shared_blocks.pool
+        for mine, its in zip((*shared.pool.k, *shared.pool.v), (*theirs.k, *theirs.v), strict=True):
             mine.copy_(its)
-        cells.of.copy_(now.cells.of)
+        shared.of.copy_(now.shared_blocks.of)
         places.host.copy_(now.host)
         places.places.copy_(now.places)
         got.out.fill_(torch.nan)

@@ -39,17 +39,17 @@ def test_a_server_without_keys_of_documents_cannot_rerank_by_them() -> None:
             load(rerank="keys", **without)
 
 
-def test_hosted_requests_need_what_they_read() -> None:
-    on = {"sparse_attention": "on", "kv_hosted_bytes": 2**30}
-    assert load(**on, decode_hosted="auto").decode_hosted == "auto"
+def test_offloaded_requests_need_what_they_read() -> None:
+    on = {"sparse_attention": "on", "kv_offload_bytes": 2**30}
+    assert load(**on, decode_offload="auto").decode_offload == "auto"
     for wrong in (
-        {"kv_hosted_bytes": 1},
-        {"sparse_attention": "on", "kv_hosted_tokens": 8192},
-        {"sparse_attention": "on", "decode_hosted": "on"},
+        {"kv_offload_bytes": 1},
+        {"sparse_attention": "on", "kv_offload_tokens": 8192},
+        {"sparse_attention": "on", "decode_offload": "on"},
         on | {"kv_bits": 8},
-        on | {"decode_hosted": "auto", "decode_heads": Path("heads.json")},
+        on | {"decode_offload": "auto", "decode_heads": Path("heads.json")},
     ):
-        with pytest.raises(ValueError, match="hosted requests need"):
+        with pytest.raises(ValueError, match="offloaded requests need"):
             load(**wrong)
 
 
@@ -63,15 +63,18 @@ def test_a_storage_that_needs_pages_of_the_models_shape_has_16_bits() -> None:
     ("settings", "reason"),
     [
         ({"decode_scores": "exact", "kv_bits": 8}, "keys are read, of 16 bits"),
-        ({"decode_scores": "exact", "decode_hosted": "on"}, "keys are read, of 16 bits and on the device"),
-        ({"decode_observe": "recent", "decode_hosted": "auto"}, "hosted requests choose pages by queries"),
+        ({"decode_scores": "exact", "decode_offload": "on"}, "keys are read, of 16 bits and on the device"),
+        (
+            {"decode_observe": "recent", "decode_offload": "auto"},
+            "offloaded requests choose pages by queries",
+        ),
     ],
     ids=str,
 )
 def test_pages_are_chosen_by_what_is_there(settings: dict[str, Any], reason: str) -> None:
-    hosting = {} if "kv_bits" in settings else {"kv_hosted_bytes": 2**30}
+    offloading = {} if "kv_bits" in settings else {"kv_offload_bytes": 2**30}
     with pytest.raises(ValueError, match=reason):
-        load(sparse_attention="on", **hosting, **settings)
+        load(sparse_attention="on", **offloading, **settings)
 
 
 def test_sparse_prefill_needs_our_backend_and_keys_of_16_bits() -> None:

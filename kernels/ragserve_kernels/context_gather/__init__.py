@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ragserve_kernels.context_gather.naive import context_cell_gather_naive, context_gather_naive
+from ragserve_kernels.context_gather.naive import context_gather_naive, context_shared_gather_naive
 from ragserve_kernels.context_gather.types import HostCodes, HostContexts, check_host, check_turns
 from ragserve_kernels.dispatch import check, use_triton
 from ragserve_kernels.kv import KVLayers, check_head_dim, check_page_size
@@ -12,10 +12,10 @@ from ragserve_kernels.kv import KVLayers, check_head_dim, check_page_size
 __all__ = [
     "HostCodes",
     "HostContexts",
-    "context_cell_gather",
-    "context_cell_gather_naive",
     "context_gather",
     "context_gather_naive",
+    "context_shared_gather",
+    "context_shared_gather_naive",
 ]
 
 
@@ -80,7 +80,7 @@ def context_gather(
         context_gather_naive(host, dst, tokens, turns, source, target, first_layer=first_layer)
 
 
-def context_cell_gather(
+def context_shared_gather(
     contexts: HostContexts,
     dst: KVLayers,
     source: torch.Tensor,
@@ -89,8 +89,9 @@ def context_cell_gather(
     *,
     programs: int | None = None,
 ) -> None:
-    """Copy one KV head of one layer of a context page into cell ``target[i]`` of the pool, for i < ``count``,
-    each token's K turned: what `ragserve_kernels.cell_gather.cell_gather` does from host pages.
+    """Copy one KV head of one layer of a context page into shared block ``target[i]`` of the pool, for i <
+    ``count``, each token's K turned: what `ragserve_kernels.shared_gather.shared_gather` does from host
+    pages.
 
     Nothing waits for the device, and the launch depends on shapes only.
 
@@ -99,7 +100,8 @@ def context_cell_gather(
         dst: the pool; its page p is slots p * page to (p + 1) * page.
         source: int32 ``[n]`` on the device of ``dst``: ``(number of a page * layers + layer) * kv_heads +
             head``. The page is a context's. Not checked.
-        target: int32 ``[n]``: cells, distinct; numbered like ``source``, by pages of the pool. Not checked.
+        target: int32 ``[n]``: shared blocks, distinct; numbered like ``source``, by pages of the pool. Not
+            checked.
         count: int32 ``[1]``: how many of the entries are used, the first ones.
         programs: of the launch; default as that of `context_gather`.
 
@@ -118,8 +120,8 @@ def context_cell_gather(
     if not source.numel() or not len(contexts.pool):
         return
     if use_triton(like):
-        from ragserve_kernels.context_gather import context_cells
+        from ragserve_kernels.context_gather import context_shared_blocks
 
-        context_cells.context_cell_gather(contexts, dst, source, target, count, programs=programs)
+        context_shared_blocks.context_shared_gather(contexts, dst, source, target, count, programs=programs)
     else:
-        context_cell_gather_naive(contexts, dst, source, target, count)
+        context_shared_gather_naive(contexts, dst, source, target, count)

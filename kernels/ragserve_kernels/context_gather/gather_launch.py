@@ -13,7 +13,7 @@ from ragserve_kernels.dispatch import host_tile_bytes
 from ragserve_kernels.kv import KVLayers
 
 TL_DTYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-PROGRAMS = 3  # as `column_gather`
+PROGRAMS = 3  # as `resident_gather`
 CODE_PROGRAMS = 8  # as `rotate_gather` from codes
 
 

@@ -1,4 +1,4 @@
-"""The truth of ``context_gather`` and ``context_cell_gather`` in plain torch."""
+"""The truth of ``context_gather`` and ``context_shared_gather`` in plain torch."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def context_gather_naive(
         dst.v[layer][slots, head[:, None]] = v
 
 
-def context_cell_gather_naive(
+def context_shared_gather_naive(
     contexts: HostContexts, dst: KVLayers, source: torch.Tensor, target: torch.Tensor, count: torch.Tensor
 ) -> None:
-    """See :func:`ragserve_kernels.context_gather.context_cell_gather`."""
+    """See :func:`ragserve_kernels.context_gather.context_shared_gather`."""
     page, heads, lists = contexts.tokens.shape[1], dst.kv_heads, dst.layers * dst.kv_heads
     n = int(count)
-    taken, cells = source[:n].long(), target[:n].long()
-    within = torch.arange(page, device=cells.device)
+    taken, shared_blocks = source[:n].long(), target[:n].long()
+    within = torch.arange(page, device=shared_blocks.device)
     there = contexts.tokens[taken // lists].long()
     layer, head = (each[:, None] for each in (taken % lists // heads, taken % heads))
     values = context_rows(contexts.host, contexts.turns, there, layer, head, dst.dtype)
-    for number in (cells % lists).unique().tolist():
-        here = cells % lists == number
-        slots = cells[here, None] // lists * page + within
+    for number in (shared_blocks % lists).unique().tolist():
+        here = shared_blocks % lists == number
+        slots = shared_blocks[here, None] // lists * page + within
         for each, buffers in zip(values, (dst.k, dst.v), strict=True):
             buffers[number // heads][slots, number % heads] = each[here]
 

@@ -12,9 +12,9 @@ import torch
 from ragserve_kernels.dispatch import check, use_triton
 from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection, check_attention, check_selection
 from ragserve_kernels.progressive_decode import naive
-from ragserve_kernels.progressive_decode.types import PageCells, PagePlaces, Progressive, Rounds
+from ragserve_kernels.progressive_decode.types import PagePlaces, Progressive, Rounds, SharedPages
 
-__all__ = ["PageCells", "PagePlaces", "Progressive", "Rounds", "progressive_decode"]
+__all__ = ["PagePlaces", "Progressive", "Rounds", "SharedPages", "progressive_decode"]
 
 
 def progressive_decode(
@@ -104,15 +104,17 @@ def _check_places(places: PagePlaces, q: torch.Tensor, kv: KVPair, batch: PagedB
         raise ValueError("host is not pinned, so the GPU cannot read it; allocate it with pin_memory=True.")
     if not 0 <= places.layer < host.shape[2]:
         raise ValueError(f"layer is {places.layer}; host has {host.shape[2]} layers.")
-    if places.cells is not None:
-        of, pool = places.cells
+    if places.shared_blocks is not None:
+        of, pool = places.shared_blocks
         numbers = None if places.contexts is None else len(places.contexts.tokens)
         shape = numbers or len(host), host.shape[2], kv_heads
-        check("cells.of", of, torch.int32, shape, like=q, dense=True)
+        check("shared_blocks.of", of, torch.int32, shape, like=q, dense=True)
         if pool.layout != (host.shape[2], kv_heads, head_dim, q.dtype) or pool.device != q.device:
-            raise ValueError(f"cells.pool has layers, heads and values {pool.layout} on {pool.device}.")
+            raise ValueError(
+                f"shared_blocks.pool has layers, heads and values {pool.layout} on {pool.device}."
+            )
         if any(each.stride() != pool.k[0].stride() for each in kv if isinstance(each, torch.Tensor)):
-            raise ValueError("k and v must lie as the layers of cells.pool do.")
+            raise ValueError("k and v must lie as the layers of shared_blocks.pool do.")
     if places.contexts is not None:
         places.contexts.check(kv[0])  # type: ignore[arg-type]
         there, page = places.contexts.sizes[0], places.contexts.tokens.shape[1]

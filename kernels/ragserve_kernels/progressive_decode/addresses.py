@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Where K and V of pages lie that may be anywhere: in the pool, in cells of it, on the host, or in documents
-there."""
+"""Where K and V of pages lie that may be anywhere: in the pool, in shared blocks of it, on the host, or in
+documents there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ragserve_kernels.progressive_decode.types import PagePlaces
 RESOLVED = 256  # pages of a head whose addresses one program finds
 # bits of what such a program notes of its pages
 SOME_CONTEXT: tl.constexpr = tl.constexpr(1)  # some are those of contexts
-SOME_FILL: tl.constexpr = tl.constexpr(2)  # some, in host pages of their request, fill cells
+SOME_FILL: tl.constexpr = tl.constexpr(2)  # some, in host pages of their request, fill shared blocks
 SOME_CONTEXT_FILL: tl.constexpr = tl.constexpr(4)  # some of contexts do
 
 
@@ -33,7 +33,7 @@ def _resolve(
     kv,  # KVRows of [slots, kv_heads, D]
     host_k,  # HeadRows of [host pages, kv_heads, PAGE, D]
     host_v,
-    p_cells,  # int32 [host pages, layers, kv_heads] with CELLS, as what follows; else not read
+    p_shared,  # int32 [host pages, layers, kv_heads] with CELLS, as what follows; else not read
     p_layers_k,  # int64 [layers]: addresses
     p_layers_v,
     i_layer,
@@ -43,7 +43,8 @@ def _resolve(
     p_tokens,  # int32 [numbers, PAGE, 2] with CONTEXTS, as what follows; else not read
     p_kinds,  # int32 [items, parts]: the bits above; written with either
     p_out,  # int64 [batch, kv_heads, n, 2]: see `attend_placed`
-    p_fills,  # likewise: with CELLS, of pages that fill cells where they are, as p_out has the cells
+    # likewise: with CELLS, of pages that fill shared blocks where they are, as p_out has the shared blocks
+    p_fills,
     PAGE: tl.constexpr,
     BYTES: tl.constexpr,  # of an element
     CELLS: tl.constexpr,
@@ -79,31 +80,31 @@ def _resolve(
         a_k = tl.where(m_context, a_token, a_k)
         a_v = tl.where(m_context, a_token, a_v)
     if CELLS:
-        i_cell_of = tl.load(
-            p_cells + (i_page * n_layers + i_layer) * kv_heads + i_h, mask=m_page & m_host, other=-1
+        i_shared_of = tl.load(
+            p_shared + (i_page * n_layers + i_layer) * kv_heads + i_h, mask=m_page & m_host, other=-1
         )
-        m_cell = i_cell_of >= 0
-        # on its way to a cell; a page that is not whole would leave a part of it as it was
-        m_fill = (i_cell_of < -1) & ((o_page + 1) * PAGE <= tl.load(p_lens + i_b))
-        i_cell = tl.where(m_cell, i_cell_of, tl.where(m_fill, -2 - i_cell_of, 0)).to(tl.int64)
-        i_of = i_cell // kv_heads % n_layers
-        i_row = i_cell // kv_heads // n_layers * PAGE
-        c_k = tl.load(p_layers_k + i_of, mask=m_cell | m_fill, other=0)
-        c_v = tl.load(p_layers_v + i_of, mask=m_cell | m_fill, other=0)
-        c_k += (i_row * kv.k.stride + i_cell % kv_heads * kv.k.stride_head) * BYTES
-        c_v += (i_row * kv.v.stride + i_cell % kv_heads * kv.v.stride_head) * BYTES
+        m_shared = i_shared_of >= 0
+        # on its way to a shared block; a page that is not whole would leave a part of it as it was
+        m_fill = (i_shared_of < -1) & ((o_page + 1) * PAGE <= tl.load(p_lens + i_b))
+        i_shared = tl.where(m_shared, i_shared_of, tl.where(m_fill, -2 - i_shared_of, 0)).to(tl.int64)
+        i_of = i_shared // kv_heads % n_layers
+        i_row = i_shared // kv_heads // n_layers * PAGE
+        c_k = tl.load(p_layers_k + i_of, mask=m_shared | m_fill, other=0)
+        c_v = tl.load(p_layers_v + i_of, mask=m_shared | m_fill, other=0)
+        c_k += (i_row * kv.k.stride + i_shared % kv_heads * kv.k.stride_head) * BYTES
+        c_v += (i_row * kv.v.stride + i_shared % kv_heads * kv.v.stride_head) * BYTES
         p_fills += (i_item.to(tl.int64) * n + o_page) * 2
         tl.store(p_fills, a_k, mask=m_fill)
         tl.store(p_fills + 1, a_v, mask=m_fill)
-        a_k = tl.where(m_cell, c_k, tl.where(m_fill, c_k | FILLS, a_k))
-        a_v = tl.where(m_cell, c_v, tl.where(m_fill, c_v | FILLS, a_v))
+        a_k = tl.where(m_shared, c_k, tl.where(m_fill, c_k | FILLS, a_k))
+        a_v = tl.where(m_shared, c_v, tl.where(m_fill, c_v | FILLS, a_v))
     if CONTEXTS or CELLS:
         b_bits = tl.zeros([STEP], tl.int32)
         if CONTEXTS:
             b_bits = tl.where(m_context, SOME_CONTEXT, b_bits)
         if CELLS:
             b_bits = tl.where(m_fill, tl.where(b_bits > 0, SOME_CONTEXT_FILL, SOME_FILL), b_bits)
-            b_bits = tl.where(m_cell, 0, b_bits)
+            b_bits = tl.where(m_shared, 0, b_bits)
         n_fills = tl.max(tl.where(b_bits == SOME_FILL, b_bits, 0), 0)
         n_fills += tl.max(tl.where(b_bits == SOME_CONTEXT_FILL, b_bits, 0), 0)
         n_bits = n_fills + tl.max(tl.where(b_bits == SOME_CONTEXT, b_bits, 0), 0)
@@ -133,7 +134,7 @@ class Addresses(NamedTuple):
     """Where K and V of every page that may be read lie."""
 
     pages: torch.Tensor  # int64 [batch, kv_heads, n, 2]
-    fills: torch.Tensor  # likewise: where pages are that fill the cells there; undefined for others
+    fills: torch.Tensor  # likewise: where pages are that fill the shared blocks there; undefined for others
     kinds: torch.Tensor  # int32 [batch * kv_heads, parts]: bits of the pages in each part of such a list
 
 
@@ -142,13 +143,13 @@ def addresses(batch: PagedBatch, ranking: PageSelection, kv: KVPair, places: Pag
     cache, (requests, kv_heads, n) = kv_rows(kv), places.places.shape
     found = torch.empty(requests, kv_heads, n, 2, dtype=torch.int64, device=places.places.device)
     host_k, host_v = (rows_of(places.host[:, half, places.layer]) for half in range(2))
-    cells, contexts = places.cells, places.contexts
+    shared_blocks, contexts = places.shared_blocks, places.contexts
     of, layers_k, layers_v, fills = (found,) * 4
-    if cells is not None:
+    if shared_blocks is not None:
         of, layers_k, layers_v, fills = (
-            cells.of,
-            cells.pool.k_ptrs,
-            cells.pool.v_ptrs,
+            shared_blocks.of,
+            shared_blocks.pool.k_ptrs,
+            shared_blocks.pool.v_ptrs,
             torch.empty_like(found),
         )
     items, parts = requests * kv_heads, triton.cdiv(n, RESOLVED)
@@ -175,7 +176,7 @@ def addresses(batch: PagedBatch, ranking: PageSelection, kv: KVPair, places: Pag
         fills,
         PAGE=batch.page_size,
         BYTES=places.host.element_size(),
-        CELLS=cells is not None,
+        CELLS=shared_blocks is not None,
         CONTEXTS=contexts is not None,
         STEP=RESOLVED,
         num_warps=4,

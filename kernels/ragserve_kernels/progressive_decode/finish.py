@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 """The launch behind the rounds: it merges what their programs have, counts the pages that they read from the
-host, and enters the cells that they filled. Import with Triton only."""
+host, and enters the shared blocks that they filled. Import with Triton only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def finish(
     p_places,  # see `_resolve`; read with CELLS, as what follows
     stride_places,
     stride_places_head,
-    p_cells,
+    p_shared,
     i_layer,
     n_layers,
     kv_heads,
@@ -66,14 +66,16 @@ def finish(
             i_block = tl.load(p_index + i_item.to(tl.int64) * capacity + o_rank, mask=m_used, other=0)
             a_k = tl.load(p_row + 2 * i_block, mask=m_used, other=0)
             n_host += ((a_k & FLAGS) != 0).to(tl.int32)
-            if CELLS:  # what the rounds have written to cells can be looked up there from the next step on
+            if (
+                CELLS
+            ):  # what the rounds have written to shared blocks can be looked up there from the next step on
                 m_fill = m_used & ((a_k & FILLS) != 0) & (i_g == 0)
                 i_b, i_h = (i_item // kv_heads).to(tl.int64), (i_item % kv_heads).to(tl.int64)
                 p_place = p_places + i_b * stride_places + i_h * stride_places_head + i_block
                 i_page = -1 - tl.load(p_place, mask=m_fill, other=-1).to(tl.int64)
-                p_entry = p_cells + (i_page * n_layers + i_layer) * kv_heads + i_h
-                i_cell = tl.load(p_entry, mask=m_fill, other=-1)
-                tl.store(p_entry, tl.where(i_cell < -1, -2 - i_cell, i_cell), mask=m_fill)
+                p_entry = p_shared + (i_page * n_layers + i_layer) * kv_heads + i_h
+                i_shared = tl.load(p_entry, mask=m_fill, other=-1)
+                tl.store(p_entry, tl.where(i_shared < -1, -2 - i_shared, i_shared), mask=m_fill)
         tl.store(p_from_host + i_item, tl.sum(n_host, 0), mask=i_g == 0)
     p_state = p_states + (i_stop - 1).to(tl.int64) * stride_round
     o_split = tl.arange(0, SPLITS)

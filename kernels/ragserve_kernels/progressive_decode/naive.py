@@ -46,9 +46,9 @@ def gather_placed(
     """Return one head's K and V, float64 [tokens, head_dim], of the tokens of request ``row``."""
     page = places.host.shape[4]
     found = places.places[row, head, tokens // page].long().cpu()
-    cell = cells_of(places, head, found)
-    in_pool, in_cell, within = found >= 0, cell >= 0, tokens % page
-    in_context = ~in_pool & ~in_cell
+    shared_block = shared_blocks_of(places, head, found)
+    in_pool, in_shared_block, within = found >= 0, shared_block >= 0, tokens % page
+    in_context = ~in_pool & ~in_shared_block
     if places.contexts is None:
         in_context = torch.zeros_like(in_pool)
     else:
@@ -59,54 +59,54 @@ def gather_placed(
         read = context_rows(
             places.contexts.host, places.contexts.turns, there, places.layer, of, places.host.dtype
         )
-    on_host = ~in_pool & ~in_cell & ~in_context
+    on_host = ~in_pool & ~in_shared_block & ~in_context
     halves = []
     for half, cache in enumerate(kv):
         values = torch.empty(len(tokens), cache.shape[2], dtype=torch.float64)
         slots = (found * page + within)[in_pool].to(cache.device)
         values[in_pool] = cache[slots, head].double().cpu()  # type: ignore[index]
-        hosted = places.host[-1 - found[on_host], half, places.layer, head, within[on_host]]
-        values[on_host] = hosted.double()
+        offloaded = places.host[-1 - found[on_host], half, places.layer, head, within[on_host]]
+        values[on_host] = offloaded.double()
         if places.contexts is not None:
             values[in_context] = read[half].double().cpu()
-        if places.cells is not None:
-            pool = places.cells.pool
+        if places.shared_blocks is not None:
+            pool = places.shared_blocks.pool
             buffers, heads = (pool.k, pool.v)[half], pool.kv_heads
-            lists = cell % (pool.layers * heads)
-            for number in lists[in_cell].unique().tolist():
-                here = in_cell & (lists == number)
-                slots = (cell[here] // (pool.layers * heads) * page + within[here]).to(cache.device)
+            lists = shared_block % (pool.layers * heads)
+            for number in lists[in_shared_block].unique().tolist():
+                here = in_shared_block & (lists == number)
+                slots = (shared_block[here] // (pool.layers * heads) * page + within[here]).to(cache.device)
                 values[here] = buffers[number // heads][slots, number % heads].double().cpu()
         halves.append(values.to(cache.device))
     return halves[0], halves[1]
 
 
-def fill_cells(
+def fill_shared_blocks(
     kv: KVPair, head: int, blocks: torch.Tensor, row: int, places: PagePlaces, seq_len: int
 ) -> None:
-    """Write the pages among these that are to be in cells to them, and enter them."""
-    if places.cells is None or not len(places.cells.of):
+    """Write the pages among these that are to be in shared blocks to them, and enter them."""
+    if places.shared_blocks is None or not len(places.shared_blocks.of):
         return
-    of, pool = places.cells
+    of, pool = places.shared_blocks
     page, heads = places.host.shape[4], pool.kv_heads
     numbers = -1 - places.places[row, head].cpu()[blocks].long()
     expected = -2 - of[:, places.layer, head].cpu()[numbers.clamp_min(0)].long()
     filled = (numbers >= 0) & (expected >= 0) & ((blocks + 1) * page <= seq_len)
-    for block, number, cell in torch.stack((blocks, numbers, expected), 1)[filled].tolist():
+    for block, number, shared_block in torch.stack((blocks, numbers, expected), 1)[filled].tolist():
         tokens = torch.arange(block * page, (block + 1) * page)
-        first = cell // (pool.layers * heads) * page
+        first = shared_block // (pool.layers * heads) * page
         for buffers, rows in zip((pool.k, pool.v), gather_placed(kv, head, tokens, row, places), strict=True):
-            buffer = buffers[cell // heads % pool.layers]
-            buffer[first : first + page, cell % heads] = rows.to(buffer.dtype)
-        of[number, places.layer, head] = cell
+            buffer = buffers[shared_block // heads % pool.layers]
+            buffer[first : first + page, shared_block % heads] = rows.to(buffer.dtype)
+        of[number, places.layer, head] = shared_block
 
 
-def cells_of(places: PagePlaces, head: int, found: torch.Tensor) -> torch.Tensor:
-    """Return the cells of pages of one head, int64 on the host, of their ``places``; less than 0:
+def shared_blocks_of(places: PagePlaces, head: int, found: torch.Tensor) -> torch.Tensor:
+    """Return the shared blocks of pages of one head, int64 on the host, of their ``places``; less than 0:
     not in one."""
-    if places.cells is None:
+    if places.shared_blocks is None:
         return torch.full_like(found, -1)
-    of = places.cells.of[:, places.layer, head].cpu().long()
+    of = places.shared_blocks.of[:, places.layer, head].cpu().long()
     if not len(of):
         return torch.full_like(found, -1)
     return torch.where(found < 0, of[(-1 - found).clamp_min(0)], -1)
@@ -159,7 +159,7 @@ def progressive_decode(
             used[b, h] = n
             if places is not None and from_host is not None:
                 found = places.places[b, h, blocks[:n].to(q.device)].long().cpu()
-                from_host[b, h] = ((found < 0) & (cells_of(places, h, found) < 0)).sum()
-                fill_cells(kv, h, blocks[:n], b, places, seq_len)
+                from_host[b, h] = ((found < 0) & (shared_blocks_of(places, h, found) < 0)).sum()
+                fill_shared_blocks(kv, h, blocks[:n], b, places, seq_len)
             weight[b, rows] = estimate.float()
     return Progressive(out, used, weight, from_host)

@@ -16,7 +16,7 @@ from ragserve_kernels.dot import dot
 
 ON_HOST: tl.constexpr = tl.constexpr(1)  # bits of an address: rows lie one behind the other
 IN_CONTEXT: tl.constexpr = tl.constexpr(2)  # it is that of the rows' places, see `HostContexts.tokens`
-FILLS: tl.constexpr = tl.constexpr(4)  # it is that of a cell, to which the page is written first
+FILLS: tl.constexpr = tl.constexpr(4)  # it is that of a shared block, to which the page is written first
 FLAGS: tl.constexpr = tl.constexpr(7)  # all of them: the page is read from the host
 
 
@@ -121,7 +121,7 @@ def attend_placed(
 
 
 @triton.jit
-def _cells(
+def _shared_blocks(
     i_tile,
     walk,
     p_index,
@@ -132,8 +132,9 @@ def _cells(
     BLOCK_N: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Return where K and V of a tile's page, which fills a cell, are on the host, with the bits above; and of
-    its tokens the place in it, those of K and V in the cell, and which of them count."""
+    """Return where K and V of a tile's page, which fills a shared block, are on the host, with the bits
+    above; and of its tokens the place in it, those of K and V in the shared block, and which of them
+    count."""
     a_k, a_v, i_within, m_row = _tile_pages(i_tile, walk, p_index, p_places, PAGE, BLOCK_N)
     f_k, f_v, _, _ = _tile_pages(i_tile, walk, p_index, p_fills, PAGE, BLOCK_N)
     p_k = tl.multiple_of((a_k & -16).to(tl.pointer_type(DTYPE)) + i_within * stride, 16)
@@ -147,15 +148,17 @@ def fill_placed(
     walk,
     p_index,
     p_places,
-    p_fills,  # int64 [pages, 2]: addresses, likewise, of pages whose own say that they fill cells
+    p_fills,  # int64 [pages, 2]: addresses, likewise, of pages whose own say that they fill shared blocks
     stride,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,  # divides PAGE
     DTYPE: tl.constexpr,
 ):
-    """Write the page of a tile to the cell that is to have it, if it is in a host page of its request."""
-    f_k, f_v, i_within, p_k, p_v, m_row = _cells(
+    """Write the page of a tile to the shared block that is to have it, if it is in a host page of its
+    request.
+    """
+    f_k, f_v, i_within, p_k, p_v, m_row = _shared_blocks(
         i_tile, walk, p_index, p_places, p_fills, stride, PAGE, BLOCK_N, DTYPE
     )
     o_dim = tl.arange(0, D)[None, :]
@@ -185,7 +188,7 @@ def fill_context(
     DTYPE: tl.constexpr,
 ):
     """`fill_placed` for a page in documents' host pages, whose keys are turned on the way."""
-    f_k, _, i_within, p_k, p_v, m_row = _cells(
+    f_k, _, i_within, p_k, p_v, m_row = _shared_blocks(
         i_tile, walk, p_index, p_places, p_fills, stride, PAGE, BLOCK_N, DTYPE
     )
     m_row = m_row & ((f_k & IN_CONTEXT) != 0)

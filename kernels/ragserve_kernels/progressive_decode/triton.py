@@ -103,7 +103,7 @@ def _round(
     MEAN: tl.constexpr,
     FIRST: tl.constexpr,
     PLACED: tl.constexpr,  # the table has addresses, int64 [batch, kv_heads, stride_table, 2]
-    CELLS: tl.constexpr,  # some pages on the host may fill cells
+    CELLS: tl.constexpr,  # some pages on the host may fill shared blocks
     CONTEXTS: tl.constexpr,  # some may be those of contexts
     CONTEXT_N: tl.constexpr,  # tokens of a tile of these
     PARTS: tl.constexpr,  # n_parts, rounded up
@@ -312,9 +312,9 @@ def progressive_decode(
     if places is not None:
         table, fills, kinds = addresses(batch, ranking, kv, places)
         stride_table, from_host = table.shape[2], torch.empty_like(used)
-        if places.cells is not None:
+        if places.shared_blocks is not None:
             strides, layers = places.places.stride()[:2], places.host.shape[2]
-            marks = (places.places, *strides, places.cells.of, places.layer, layers)
+            marks = (places.places, *strides, places.shared_blocks.of, places.layer, layers)
     # a fill, not a copy from the host: a CUDA graph can capture it
     if not isinstance(threshold, torch.Tensor):
         threshold = torch.full((1,), threshold, dtype=torch.float32, device=q.device)
@@ -360,7 +360,7 @@ def progressive_decode(
             MEAN=bound == "round",
             FIRST=number == 0,
             PLACED=places is not None,
-            CELLS=places is not None and places.cells is not None,
+            CELLS=places is not None and places.shared_blocks is not None,
             CONTEXTS=places is not None and places.contexts is not None,
             CONTEXT_N=min(tokens, CONTEXT_TILE, batch.page_size),
             PARTS=next_power_of_2(kinds.shape[1]),
@@ -390,7 +390,7 @@ def progressive_decode(
         D=head_dim,
         SPLITS=splits,
         PLACED=places is not None,
-        CELLS=places is not None and places.cells is not None,
+        CELLS=places is not None and places.shared_blocks is not None,
         num_warps=4,
     )
     return Progressive(out, used, weight, from_host)

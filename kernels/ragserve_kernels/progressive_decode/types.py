@@ -11,7 +11,7 @@ import torch
 from ragserve_kernels.context_gather import HostContexts
 from ragserve_kernels.kv import KVLayers
 
-__all__ = ["MAX_TILE", "PageCells", "PagePlaces", "Progressive", "Rounds"]
+__all__ = ["MAX_TILE", "PagePlaces", "Progressive", "Rounds", "SharedPages"]
 
 MAX_TILE = 64
 """Tokens of the largest tile. Rounds end at whole tiles: blocks smaller than a tile are read together."""
@@ -31,16 +31,16 @@ class Progressive(NamedTuple):
     :class:`PagePlaces`."""
 
 
-class PageCells(NamedTuple):
-    """Host pages of which the pool has copies. A *cell* is the place of one page in one layer and KV head of
-    the pool, numbered ``(page * layers + layer) * kv_heads + head``; it may hold a page of any layer and
-    head."""
+class SharedPages(NamedTuple):
+    """Host pages of which the pool has copies. A *shared block* is the place of one page in one layer and KV
+    head of the pool, numbered ``(page * layers + layer) * kv_heads + head``; it may hold a page of any layer
+    and head."""
 
     of: torch.Tensor
-    """int32 [numbers, layers, kv_heads], contiguous, on the pool's device: the cell that holds a host page of
-    a layer and head; -1: none does; less: cell ``-2 - value`` is to. Attention to such a page, if it is
-    whole, writes it there, reads it there, and enters the cell here. As many numbers as there are host pages,
-    or more for pages of contexts. Each is read for one request at a time."""
+    """int32 [numbers, layers, kv_heads], contiguous, on the pool's device: the shared block that holds a host
+    page of a layer and head; -1: none does; less: shared block ``-2 - value`` is to. Attention to such a
+    page, if it is whole, writes it there, reads it there, and enters the shared block here. As many numbers
+    as there are host pages, or more for pages of contexts. Each is read for one request at a time."""
     pool: KVLayers
     """The pool, of which K and V that attention is given are one layer."""
 
@@ -59,7 +59,7 @@ class PagePlaces(NamedTuple):
     on a GPU; q's dtype."""
     layer: int
     """Of ``host``, the layer that attends."""
-    cells: PageCells | None = None
+    shared_blocks: SharedPages | None = None
     """Where pages of the host are read instead, if the pool has them."""
     contexts: HostContexts | None = None
     """Numbers that name a page of a context instead of one of ``host``."""

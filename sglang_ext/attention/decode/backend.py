@@ -90,11 +90,11 @@ class SparseDecodeBackend(AttentionBackend):
             page_size=page,
             head_dim=pool.head_dim,
             dtype=pool.dtype,
-            lags=config.hosted_bytes > 0,
+            lags=config.offload_bytes > 0,
             pool_pages=statistics.tables.k_center.shape[1] - statistics.tables.more,
         )
         self.progressive = ProgressiveAttention(config, statistics, host)
-        self.hosted_statistics: torch.Tensor | None = (
+        self.offloaded_statistics: torch.Tensor | None = (
             None  # int32 [requests, pages]: see `StepTables.set_lengths`
         )
         self._captured: StepTables | None = None  # at the addresses that graphs read
@@ -166,7 +166,7 @@ class SparseDecodeBackend(AttentionBackend):
         return min(options.budget // self.shape.page_size, self.shape.capacity - 1)
 
     def widened(self, selection: PageSelection, state: DecodeState) -> PageSelection:
-        """Return a choice with the page that has begun since, if one has, as `place` would put it."""
+        """Return a selection with the page that has begun since, if one has, as `place` would put it."""
         if not state.widened:
             return selection
         blocks, counts, count = selection.blocks.clone(), selection.counts, self._limit(state.options)
@@ -182,13 +182,13 @@ class SparseDecodeBackend(AttentionBackend):
         return self._tables_for(len(self._step.rows)).taken(row, wanted=wanted)
 
     def listed(self, row: int) -> PageSelection:
-        """Return the pages for cells of a progressive row of the step just launched: see `listed`."""
+        """Return the pages for shared blocks of a progressive row of the step just launched: see `listed`."""
         pages = -(-self._step.rows[row].tokens // self.shape.page_size)
         return self._tables_for(len(self._step.rows)).listed(row, pages)
 
     @property
     def capacity(self) -> int:
-        """Pages of the widest choice."""
+        """Pages of the widest selection."""
         return self.shape.capacity
 
     def observed(self, row: int) -> torch.Tensor:
@@ -297,8 +297,8 @@ class SparseDecodeBackend(AttentionBackend):
             self._tables = self._tables_for(n)
             longest = None if lens_cpu is None else int(lens_cpu[:n].max())
             placed = any(row.progressive and row.lag for row in self._step.rows)
-            hosted = self.hosted_statistics if placed or any(self._step.lagged) else None
-            self._tables.set_lengths(self._table, rows, lens, longest, hosted)
+            offloaded = self.offloaded_statistics if placed or any(self._step.lagged) else None
+            self._tables.set_lengths(self._table, rows, lens, longest, offloaded)
 
     def _sparse_extend(
         self,
@@ -369,7 +369,7 @@ class SparseDecodeBackend(AttentionBackend):
         if self.variant is Variant.PROGRESSIVE:
             self._add_progressive(out, rows, q, kv, number, layer.scaling)
         if for_later and number == self.shape.layers - 1:
-            self._choose_for_later(rows, n)
+            self._select_lagged(rows, n)
         return out.view(n, -1)
 
     def _attend_apart(self, q: torch.Tensor, out: torch.Tensor, layer: Any) -> None:
@@ -380,7 +380,7 @@ class SparseDecodeBackend(AttentionBackend):
         for part in self._step.apart:
             part.attend(q.view(shape), out.view(shape), kv, number, layer.scaling)
 
-    def _choose_for_later(self, rows: TableRows, n: int) -> None:
+    def _select_lagged(self, rows: TableRows, n: int) -> None:
         """Choose pages for the steps that follow, in all layers, by what has been observed so far."""
         at_once = max(1, _SCORE_BYTES // (4 * n * self.shape.kv_heads * self.shape.pages))
         for first in range(0, self.shape.layers, at_once):

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sglang_ext.kv_offload.host_prefix import HostPrefix
-from sglang_ext.kv_offload.resident.hosted_row import HostedCounts, HostedRow
+from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts, OffloadedRow
 from sglang_ext.wire.protocol import DecodeOptions, DecodeReport
 
 
@@ -20,18 +20,19 @@ class DecodeState:
         serves_from: the request's tokens in the first step that reads the pages chosen for it.
         newest: the latest page among those.
         widened: that page began after they were chosen, and is one more than the budget.
-        chosen_at: with a lag: the request's tokens in the step that made its latest choice; 0: none yet.
-        pending_from: with a lag: its tokens in the first step that reads that choice; 0: it is read already.
-        pending_newest: the latest page among those of the pending choice.
+        chosen_at: with a lag: the request's tokens in the step that made its latest selection; 0: none yet.
+        pending_from: with a lag: its tokens in the first step that reads that selection; 0: it is read
+            already.
+        pending_newest: the latest page among those of the pending selection.
         first_tokens: with a lag: its tokens in its first step since it has been prefilled.
         tokens: with a lag: its tokens in its latest step.
-        kept: with a lag: `lagged_choices.KeptChoice`, the chosen pages outside of the step's tables.
-        hosted: None for a request whose KV is on the device.
+        kept: with a lag: `lagged_selection.KeptSelection`, the chosen pages outside of the step's tables.
+        offloaded: None for a request whose KV is on the device.
         prefix: KV on the host of a request that waits to be admitted with it; None for others.
         whole: the prompt, while SGLang sees its last token only: it is larger than the pool, and its prefill
             has not begun.
         segmented: the prompt is prefilled by segments, or has been.
-        choices: how often pages have been chosen at once or for the next step.
+        selections: how often pages have been chosen at once or for the next step.
         observed: queries in the mean that pages are chosen by, at most the window.
         asked: `prompt_queries.PromptMean`; None if no pass has shown the queries of the prompt's end.
     """
@@ -46,12 +47,12 @@ class DecodeState:
     first_tokens: int = 0
     tokens: int = 0
     kept: Any = None
-    hosted: HostedRow | None = None
+    offloaded: OffloadedRow | None = None
     prefix: HostPrefix | None = None
     whole: Any = None
     segmented: bool = False
-    hosted_counts: HostedCounts = field(default_factory=HostedCounts)
-    choices: int = 0
+    offload_counts: OffloadCounts = field(default_factory=OffloadCounts)
+    selections: int = 0
     observed: int = 0
     asked: Any = None
     steps: int = 0
@@ -72,13 +73,13 @@ class DecodeState:
             share=self.pages / self.context_pages if self.context_pages else 1.0,
             weight=self.weights[0] / self.weights[1] if self.weights[1] else None,
             lag=self.options.lag_steps,
-            **asdict(self.hosted_counts),
+            **asdict(self.offload_counts),
         )
 
-    def forget_choice(self) -> None:
-        """The request loses its slots: it ends, or is taken back and begins anew."""
+    def forget_selection(self) -> None:
+        """The request loses its slots: it ends, or is retracted and begins anew."""
         self.serves_from, self.newest, self.widened = 0, -1, False
-        self.chosen_at = self.pending_from = self.choices = self.observed = 0
+        self.chosen_at = self.pending_from = self.selections = self.observed = 0
         self.kept = self.asked = None
 
 
@@ -96,7 +97,9 @@ class Row:
 
     @property
     def lag(self) -> int:
-        """Steps between a choice and its use; 0 for rows that choose as `StepPlanner` says of all others."""
+        """Steps between a selection and its use; 0 for rows that choose as `StepPlanner` says of all
+        others.
+        """
         return self.state.options.lag_steps if self.sparse else 0
 
     @property

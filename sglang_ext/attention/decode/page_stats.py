@@ -27,9 +27,9 @@ class PageStatistics:
     """
 
     def __init__(
-        self, pool: Any, req_to_token: torch.Tensor, page_size: int, logical_page: int, hosted: int = 0
+        self, pool: Any, req_to_token: torch.Tensor, page_size: int, logical_page: int, offloaded: int = 0
     ) -> None:
-        """``hosted``: pages on the host whose statistics are kept, behind those of the pool's pages."""
+        """``offloaded``: pages on the host whose statistics are kept, behind those of the pool's pages."""
         self._table = req_to_token
         self.page_size = page_size
         self._stream: torch.cuda.Stream | None = None
@@ -37,15 +37,15 @@ class PageStatistics:
         try:
             if self._quantized is None:
                 self._kv = KVLayers(list(pool.k_buffer), list(pool.v_buffer))
-                self.tables = PageStats.zeros(self._kv, page_size, logical_page, hosted)
+                self.tables = PageStats.zeros(self._kv, page_size, logical_page, offloaded)
             else:
                 self.tables = pool.new_statistics(logical_page)
         except torch.OutOfMemoryError as error:
             share = 1 / logical_page + 1 / (2 * page_size)
             raise RuntimeError(
                 f"no room for the page statistics of sparse decoding, {share:.1%} of the KV pool and of "
-                "what kv_hosted_bytes or kv_hosted_tokens holds: lower mem_fraction_static, max_total_tokens "
-                f"or these ({error})"
+                "what kv_offload_bytes or kv_offload_tokens holds: lower mem_fraction_static, "
+                f"max_total_tokens or these ({error})"
             ) from error
 
     @property

@@ -1,7 +1,7 @@
 """Attention to pages in descending order of their scores until a threshold is met (PSA, algorithm 1).
 
-Pages on the host that no column has are read by the attention itself, so what is attended to does not depend
-on where pages are."""
+Pages on the host that no resident block has are read by the attention itself, so what is attended to does not
+depend on where pages are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ragserve_kernels.page_select import page_select
 from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection
-from ragserve_kernels.progressive_decode import PageCells, PagePlaces, Progressive, progressive_decode
+from ragserve_kernels.progressive_decode import PagePlaces, Progressive, SharedPages, progressive_decode
 from sglang_ext.attention.decode.page_stats import PageStatistics
 from sglang_ext.kv_offload.documents.context_table import ContextTable
 from sglang_ext.wire.attention_config import AttentionConfig
@@ -23,7 +23,7 @@ class ProgressiveAttention:
     Attributes:
         host: host pages ``[pages, 2 (K, V), layers, kv_heads, page, head_dim]``; None where no request's KV
             is on the host.
-        cells: where the pool has copies of them; set before the first pass, with ``host``.
+        shared_blocks: where the pool has copies of them; set before the first pass, with ``host``.
         contexts: those that are read in documents' host pages; likewise, None where none are.
     """
 
@@ -33,7 +33,7 @@ class ProgressiveAttention:
         self._config = config
         self._statistics = statistics
         self.host = host
-        self.cells: PageCells | None = None
+        self.shared_blocks: SharedPages | None = None
         self.contexts: ContextTable | None = None
 
     def attend(
@@ -58,26 +58,26 @@ class ProgressiveAttention:
             threshold: as that of `progressive_decode`.
             is_ranked: int32 ``[batch, kv_heads]``: 0 for heads that attend otherwise. Default: none does.
             places: int32 ``[batch, kv_heads, n]``: where each head has its pages, as `PagePlaces`, if not in
-                ``cells``; None: in ``batch``.
+                ``shared_blocks``; None: in ``batch``.
         """
         tables = self._statistics.tables
         keys = tables.centers(layer) if self._config.ranking == "center" else tables.bounds(layer)
         ranking = page_select(q, scored, keys)
         if is_ranked is not None:
             ranking = ranking._replace(counts=ranking.counts * is_ranked)
-        hosted = None
+        offloaded = None
         if places is not None and self.host is not None:
             contexts = None if self.contexts is None else self.contexts.contexts
-            hosted = PagePlaces(places, self.host, layer, self.cells, contexts)
+            offloaded = PagePlaces(places, self.host, layer, self.shared_blocks, contexts)
         bound = self._config.bound
         return ranking, progressive_decode(
-            q, kv, batch, ranking, threshold=threshold, bound=bound, scale=scale, places=hosted
+            q, kv, batch, ranking, threshold=threshold, bound=bound, scale=scale, places=offloaded
         )
 
 
 @dataclass(eq=False, slots=True)
 class ProgressiveToken:
-    """The one new token of a request that was taken back: it attends as its decode step would have.
+    """The one new token of a request that was retracted: it attends as its decode step would have.
 
     Attributes:
         place: of the token among the new tokens of the pass.
@@ -108,14 +108,14 @@ class ProgressiveToken:
         self.layers += 1
 
     def listed(self, most: int, capacity: int) -> PageSelection:
-        """Return its pages for columns, in all layers: see `listed`."""
+        """Return its pages for resident blocks, in all layers: see `listed`."""
         blocks = torch.stack([ranked[:, :capacity] for ranked, _ in self._ranked])
         return listed(blocks, torch.stack([used for _, used in self._ranked]), most)
 
 
 def listed(blocks: torch.Tensor, used: torch.Tensor, most: int | torch.Tensor) -> PageSelection:
-    """Return ranked pages ``[layers, kv_heads, capacity]`` as a choice of pages for cells: see
-    `CellTable.assign`.
+    """Return ranked pages ``[layers, kv_heads, capacity]`` as a selection of pages for shared_blocks: see
+    `SharedTable.assign`.
 
     ``used``: int32 ``[layers, kv_heads]``, how many were attended to. ``most``: so many have been ranked,
     one number or int32 ``[layers, kv_heads, 1]``."""

@@ -45,11 +45,11 @@ class Step:
             the pool.
         asked: of an extend: per request whose last new queries may choose pages, its state, the place of the
             first of these queries in the batch, and their number.
-        apart: of an extend: what attends apart from the wrapped backend, `hosted_extends.SparseToken` or the
-            like.
+        apart: of an extend: what attends apart from the wrapped backend, `offloaded_extends.SparseToken` or
+            the like.
         shares: per row, the share of this step's query in the mean that its pages are chosen by.
         lagged: per row, whether it chooses pages at the end of this step, for steps after its lag.
-        swapped: per row, whether it reads its pending choice from this step on.
+        swapped: per row, whether it reads its pending selection from this step on.
         prefill: of an extend with sparse prefill: its requests.
     """
 
@@ -83,12 +83,12 @@ class StepPlanner:
 
     A row with a lag chooses by the last query of its prompt, then at the ends of steps, by its own clock:
     what it reads does not depend on its batch. If its prompt was short, or is a session's, it begins in its
-    first step. An interval is short enough that at most one page begins while a choice serves. A progressive
-    row that is hosted chooses like this what its columns are to hold; it attends to what it ranks highest,
-    wherever that is.
+    first step. An interval is short enough that at most one page begins while a selection serves. A
+    progressive row that is offloaded chooses like this what its resident blocks are to hold; it attends to
+    what it ranks highest, wherever that is.
 
     Pages are chosen by the last query, or by the running mean of a window of decoded ones, 16 steps after the
-    first choice at the latest (LoopServe 5.2), or by queries of the prompt's end for the whole answer."""
+    first selection at the latest (LoopServe 5.2), or by queries of the prompt's end for the whole answer."""
 
     def __init__(self, config: AttentionConfig, page_size: int, context_length: int) -> None:
         self._config = config
@@ -135,24 +135,24 @@ class StepPlanner:
         by_keys = options.observe == "recent" or options.scores == "exact"
         if options.mode == "hierarchical" and options.lag_steps and by_keys:
             raise PlanError(
-                "hosted or lagging decoding chooses by bounds, for the keys may be on the host: ask for "
+                "offloaded or lagging decoding chooses by bounds, for the keys may be on the host: ask for "
                 "scores=bound and another observe than recent"
             )
         if options.streaming and self._config.heads is None:
             raise PlanError("streaming heads: this server was started without a pattern file of them")
         if options.lag_steps and self._config.kv_bits != 16:
             raise PlanError(
-                f"hosted or lagging decoding needs a KV pool of 16 bits, and this server's has "
-                f"{self._config.kv_bits}: start it with kv_bits=16 and kv_hosted_bytes"
+                f"offloaded or lagging decoding needs a KV pool of 16 bits, and this server's has "
+                f"{self._config.kv_bits}: start it with kv_bits=16 and kv_offload_bytes"
             )
-        if options.lag_steps and not self._config.hosted_bytes:
+        if options.lag_steps and not self._config.offload_bytes:
             raise PlanError(
-                "hosted or lagging decoding: this server keeps no KV of requests on the host: start it with "
-                "kv_hosted_bytes"
+                "offloaded or lagging decoding: this server keeps no KV of requests on the host: start it "
+                "with kv_offload_bytes"
             )
-        if options.hosted and options.streaming and options.lag_steps:
+        if options.offloaded and options.streaming and options.lag_steps:
             raise PlanError(
-                "hosted decoding with streaming heads, whose pages are not on the device: ask for "
+                "offloaded decoding with streaming heads, whose pages are not on the device: ask for "
                 "streaming=false"
             )
 
@@ -223,7 +223,7 @@ class StepPlanner:
             if row.lag:
                 row.state.tokens = row.tokens
             if chosen:
-                self._choose_for_later(row)
+                self._select_lagged(row)
             if row.state.options.observe == "window":
                 row.state.asked = None  # the tables go on with it
 
@@ -237,10 +237,10 @@ class StepPlanner:
         self._before = tuple(gone if row.state is state else row for row in self._before)
 
     def again(self, req: Any, tokens: int) -> tuple[bool, bool, bool]:
-        """Plan the step of a hosted request that was taken back before it, and now has it as an extend by one
-        token.
+        """Plan the step of an offloaded request that was retracted before it, and now has it as an extend by
+        one token.
 
-        Return whether it reads its pending choice from this step on, whether it chooses at its end, and
+        Return whether it reads its pending selection from this step on, whether it chooses at its end, and
         whether its query is new. With the overlap scheduler the step was planned and launched, and its result
         is not used: then none of these."""
         row = self._row(req, tokens)
@@ -251,7 +251,7 @@ class StepPlanner:
         chooses = self._is_time(row)
         row.state.tokens = tokens
         if chooses:
-            self._choose_for_later(row)
+            self._select_lagged(row)
         return swapped, chooses, is_new
 
     def chooses_early(self, req: Any, end: int) -> bool:
@@ -278,7 +278,7 @@ class StepPlanner:
         self._choose(self._row(req, end), end)
         state.chosen_at, state.first_tokens, state.tokens = end, end + 1, end
 
-    def _choose_for_later(self, row: Row) -> None:
+    def _select_lagged(self, row: Row) -> None:
         state = row.state
         state.chosen_at = row.tokens
         state.pending_from, state.pending_newest = row.tokens + 1 + row.lag, self._newest(row)
@@ -291,7 +291,7 @@ class StepPlanner:
         for req, (start, end) in zip(reqs, spans, strict=True):
             place += end - start
             row = self._row(req, end + 1)
-            goes_on = row.state.kept is not None  # its prompt was observed before it was taken back
+            goes_on = row.state.kept is not None  # its prompt was observed before it was retracted
             if row.hierarchical and row.state.options.observe == "prompt" and not goes_on:
                 count = min(end - start, row.state.options.window)
                 found.append((row.state, place - count, count))
@@ -325,7 +325,7 @@ class StepPlanner:
         options = row.state.options
         if options.observe == "prompt":
             return sys.maxsize
-        is_first = options.observe == "window" and row.state.choices == 1
+        is_first = options.observe == "window" and row.state.selections == 1
         return min(options.reuse, _FIRST_WINDOW) if is_first else options.reuse
 
     @staticmethod
@@ -343,13 +343,13 @@ class StepPlanner:
 
     def _choose(self, row: Row, serves_from: int) -> None:
         row.state.serves_from, row.state.newest, row.state.widened = serves_from, self._newest(row), False
-        row.state.choices += 1
+        row.state.selections += 1
         if row.lag:
             row.state.first_tokens = row.state.chosen_at = row.tokens
 
     @staticmethod
     def _swap(row: Row) -> bool:
-        """Let a row read its pending choice from this step on, if it is time; return whether it is."""
+        """Let a row read its pending selection from this step on, if it is time; return whether it is."""
         state = row.state
         if not row.lag or not state.pending_from or row.tokens < state.pending_from:
             return False

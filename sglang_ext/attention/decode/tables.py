@@ -211,7 +211,7 @@ class StepTables:
             self.open_pages({row: opened})
 
     def listed(self, row: int, most: int) -> PageSelection:
-        """Return the pages for cells of a progressive row, by its latest step: see `listed`."""
+        """Return the pages for shared blocks of a progressive row, by its latest step: see `listed`."""
         return listed(self.wanted[:, row], self.used[:, row], most)
 
     def taken(self, row: int, *, wanted: bool) -> PageSelection:
@@ -238,7 +238,7 @@ class StepTables:
         rows: torch.Tensor,
         lens: torch.Tensor,
         longest: int | None,
-        hosted_statistics: torch.Tensor | None = None,
+        offloaded_statistics: torch.Tensor | None = None,
     ) -> None:
         """Set lengths and pages.
 
@@ -247,8 +247,9 @@ class StepTables:
             rows: ``[n]``: the requests' rows of it.
             lens: ``[n]``: tokens of each request.
             longest: of the lengths, if the host knows it.
-            hosted_statistics: int32 ``[requests, pages]``: where statistics of hosted pages lie; -1: with the
-                page itself. None: no row has a prompt on the host whose statistics or pages this step reads.
+            offloaded_statistics: int32 ``[requests, pages]``: where statistics of offloaded pages lie; -1:
+                with the page itself. None: no row has a prompt on the host whose statistics or pages this
+                step reads.
         """
         n, page = len(rows), self._shape.page_size
         self.lens[:n].copy_(lens)
@@ -260,10 +261,10 @@ class StepTables:
         if not self._shape.lags:
             return
         scored = places = pages
-        if hosted_statistics is not None:
-            hosted = hosted_statistics[:, :width].index_select(0, rows)
-            scored = torch.where(hosted < 0, pages, hosted)
-            places = torch.where(hosted < 0, pages, self._shape.pool_pages - 1 - hosted)
+        if offloaded_statistics is not None:
+            offloaded = offloaded_statistics[:, :width].index_select(0, rows)
+            scored = torch.where(offloaded < 0, pages, offloaded)
+            places = torch.where(offloaded < 0, pages, self._shape.pool_pages - 1 - offloaded)
         self.scored_pages[:n, : first_slots.shape[1]].copy_(scored)
         self.places[:n, : first_slots.shape[1]].copy_(places)
 

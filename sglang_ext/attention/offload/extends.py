@@ -16,24 +16,24 @@ from sglang_ext.attention.decode.page_stats import PageStatistics
 from sglang_ext.attention.decode.progressive_attention import ProgressiveToken, listed
 from sglang_ext.attention.decode.prompt_queries import PromptMean
 from sglang_ext.attention.decode.step_planner import StepPlanner
-from sglang_ext.attention.offload.lagged_selection import KeptChoice, LaggedChoices
+from sglang_ext.attention.offload.lagged_selection import KeptSelection, LaggedSelection
 from sglang_ext.attention.offload.streamed_attention import StreamedTokens
 from sglang_ext.documents.pages.types import IntegrityError
 from sglang_ext.kv_offload.documents.context_reader import ContextReader, PieceMemory
 from sglang_ext.kv_offload.host.host_reader import HostReader
 from sglang_ext.kv_offload.host_prefixes import HostPrefixes
-from sglang_ext.kv_offload.hosted_rows import HostedRows
-from sglang_ext.kv_offload.resident.hosted_row import HostedRow
+from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
+from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
 
 
 @dataclass(eq=False, slots=True)
 class SparseToken:
-    """The one new token of a request that was taken back: it reads the pages that its step would have read.
+    """The one new token of a request that was retracted: it reads the pages that its step would have read.
 
     Attributes:
         place: of the token among the new tokens of the pass.
         batch: the request alone.
-        selection: its choice in all layers, ``[layers, kv_heads, n]`` and ``[layers, kv_heads]``.
+        selection: its selection in all layers, ``[layers, kv_heads, n]`` and ``[layers, kv_heads]``.
         layers: how many have attended so far.
     """
 
@@ -67,7 +67,7 @@ class _Extended:
 
     req: Any
     state: DecodeState
-    row: HostedRow | None
+    row: OffloadedRow | None
     tokens: int
     last: int
     part: SparseToken | ProgressiveToken | StreamedTokens | None = None
@@ -92,21 +92,21 @@ class _Extended:
         state.asked = PromptMean(mean, state.observed)
 
 
-class HostedExtends:
-    """Extends of hosted requests, and the first choices of those with a lag. Scheduler thread only."""
+class OffloadedExtends:
+    """Extends of offloaded requests, and the first selections of those with a lag. Scheduler thread only."""
 
     def __init__(
         self,
         planner: StepPlanner,
         backend: SparseDecodeBackend,
-        hosted: HostedRows,
-        lagged: LaggedChoices,
+        offloaded: OffloadedRows,
+        lagged: LaggedSelection,
         statistics: PageStatistics,
     ) -> None:
         self._planner = planner
         self._backend = backend
-        self._hosted = hosted
-        self._prefixes = HostPrefixes(hosted)
+        self._offloaded = offloaded
+        self._prefixes = HostPrefixes(offloaded)
         self._lagged = lagged
         self._statistics = statistics
         self._page = statistics.page_size
@@ -131,21 +131,21 @@ class HostedExtends:
         for req, (start, end) in zip(reqs, spans, strict=True):
             place += end - start
             state = self._planner.state(req)
-            each = _Extended(req, state, state.hosted, end, place - 1)
-            if state.hosted is not None and state.kept is not None:
-                self._go_on(each, state.hosted)
+            each = _Extended(req, state, state.offloaded, end, place - 1)
+            if state.offloaded is not None and state.kept is not None:
+                self._go_on(each, state.offloaded)
             else:
-                if state.hosted is not None:
-                    self._question(each, state.hosted, end - start)
+                if state.offloaded is not None:
+                    self._question(each, state.offloaded, end - start)
                 if self._planner.chooses_early(req, end):
                     each.chooses = "next"
             if each.part is not None or each.is_asked:
                 self._extended.append(each)
 
-    def _go_on(self, each: _Extended, row: HostedRow) -> None:
-        """Let a request that was taken back have its next step as this extend, by the choice it had."""
+    def _go_on(self, each: _Extended, row: OffloadedRow) -> None:
+        """Let a request that was retracted have its next step as this extend, by the selection it had."""
         state, kept = each.state, each.state.kept
-        state.hosted_counts.resumed += 1
+        state.offload_counts.resumed += 1
         self._enter(each, row)
         swapped, chooses, is_new = self._planner.again(each.req, each.tokens)
         if swapped:
@@ -159,42 +159,42 @@ class HostedExtends:
         each.chooses = "later" if chooses else "no"
         each.observes = is_new and state.options.chooses_by_window
 
-    def _progressive(self, each: _Extended, row: HostedRow) -> ProgressiveToken:
+    def _progressive(self, each: _Extended, row: OffloadedRow) -> ProgressiveToken:
         # it ranks the pages that are back on the device, too, and they are where they were not before
         back = each.req.req_pool_idx, row.pages * self._page + 1, each.tokens - 1
         self._statistics.after_extend([back])
         batch, scored = self._pages(each, scored=False), self._pages(each, scored=True)
         places = batch.page_table.clone()
         places[0, : row.pages] = -1 - row.host
-        heads = places[:, None].expand(-1, self._hosted.kv.kv_heads, -1)
+        heads = places[:, None].expand(-1, self._offloaded.kv.kv_heads, -1)
         attention, threshold = self._backend.progressive, each.state.options.threshold
         return ProgressiveToken(each.last, attention, batch, scored, heads, threshold)
 
-    def _question(self, each: _Extended, row: HostedRow, count: int) -> None:
+    def _question(self, each: _Extended, row: OffloadedRow, count: int) -> None:
         """Let what follows the prompt's host pages, or a part of it, attend to them."""
         if each.state.prefix is not None:
             self._enter(each, row)
         begin = row.pages * self._page
-        slots = self._hosted.table[row.request, begin : each.tokens].long()
-        reader: HostReader | ContextReader = HostReader(self._hosted.pages, row.host)
+        slots = self._offloaded.table[row.request, begin : each.tokens].long()
+        reader: HostReader | ContextReader = HostReader(self._offloaded.pages, row.host)
         if row.context is not None:
-            where = self._hosted.first_host + row.host.long()
-            self._memory = self._memory or PieceMemory(self._hosted.kv, self._page)
-            reader = ContextReader(row.context, self._memory, self._hosted.statistics, where)
+            where = self._offloaded.first_host + row.host.long()
+            self._memory = self._memory or PieceMemory(self._offloaded.kv, self._page)
+            reader = ContextReader(row.context, self._memory, self._offloaded.statistics, where)
         each.part = StreamedTokens(each.last + 1 - count, count, reader, slots)
 
-    def _enter(self, each: _Extended, row: HostedRow) -> None:
+    def _enter(self, each: _Extended, row: OffloadedRow) -> None:
         prefix, each.state.prefix = each.state.prefix, None
         if prefix is None:
-            raise IntegrityError("a hosted request is extended, and was not admitted as one")
+            raise IntegrityError("an offloaded request is extended, and was not admitted as one")
         self._prefixes.enter(row, each.req.req_pool_idx, prefix.tail)
 
     def _pages(self, each: _Extended, *, scored: bool) -> PagedBatch:
         """The request alone, with its pages; ``scored``: those where their statistics lie."""
-        request, width = each.req.req_pool_idx, self._hosted.statistics_of.shape[1]
+        request, width = each.req.req_pool_idx, self._offloaded.statistics_of.shape[1]
         pages = self._statistics.pages_of(request, width)
         if scored and each.row is not None:
-            pages[: each.row.pages] = self._hosted.statistics_of[request, : each.row.pages]
+            pages[: each.row.pages] = self._offloaded.statistics_of[request, : each.row.pages]
         lens = torch.tensor([each.tokens], dtype=torch.int32).to(pages.device, non_blocking=True)
         return PagedBatch(pages[None], lens, self._page)
 
@@ -207,33 +207,33 @@ class HostedExtends:
         extended = self._extended
         self.drop()
         for each in extended:
-            if each.part is not None and each.part.layers != self._hosted.kv.layers:
-                raise IntegrityError("a pass over hosted requests went past the attention backend")
+            if each.part is not None and each.part.layers != self._offloaded.kv.layers:
+                raise IntegrityError("a pass over offloaded requests went past the attention backend")
             each.observe()
             if each.chooses == "next":
                 self._choose_first(each)
             elif each.chooses == "later":
-                self._lagged.chosen(each.state, self._choice(each))
+                self._lagged.chosen(each.state, self._selection(each))
             elif each.state.pending_from and each.state.kept.pending_named is not None:
-                self._lagged.chosen(each.state, each.state.kept.pending_named)  # its columns are gone
+                self._lagged.chosen(each.state, each.state.kept.pending_named)  # its resident blocks are gone
 
     def _choose_first(self, each: _Extended) -> None:
         if each.asked is None and each.row is None:
             return  # the question was in another pass: its first decode step chooses
-        named = self._choice(each)
-        each.state.kept = KeptChoice(named, named)
+        named = self._selection(each)
+        each.state.kept = KeptSelection(named, named)
         self._planner.chosen_early(each.req, each.tokens)
         if each.row is not None:
             self._lagged.read_again(each.row, each.state.kept)
 
-    def _choice(self, each: _Extended) -> PageSelection:
+    def _selection(self, each: _Extended) -> PageSelection:
         if isinstance(each.part, ProgressiveToken):
             return each.part.listed(-(-each.tokens // self._page), self._backend.capacity)
         by = each.asked
         if each.state.options.observe != "last" and each.state.asked is not None:
             by = each.state.asked
         if by is None:
-            raise IntegrityError("a pass over hosted requests showed no queries")
+            raise IntegrityError("a pass over offloaded requests showed no queries")
         chosen = self._backend.choose(by.mean, self._pages(each, scored=True), each.state.options)
         if each.state.options.mode == "progressive":
             return listed(chosen.blocks, chosen.counts, chosen.counts[..., None])

@@ -1,4 +1,6 @@
-"""Choices of pages that serve only after a lag, for hosted rows and for rows that are compared with them."""
+"""Choices of pages that serve only after a lag, for offloaded rows and for rows that are compared with
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,19 @@ from ragserve_kernels.paged import PageSelection
 from sglang_ext.attention.decode.backend import SparseDecodeBackend
 from sglang_ext.attention.decode.decode_state import DecodeState, Row
 from sglang_ext.attention.decode.step_planner import Step
-from sglang_ext.kv_offload.hosted_rows import HostedRows
-from sglang_ext.kv_offload.resident.hosted_row import HostedRow
+from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
+from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
 
 EXCHANGE_EVERY = 16  # rounds of SGLang's scheduler: ranks tell each other what they have measured
 
 
 @dataclass(slots=True)
-class KeptChoice:
+class KeptSelection:
     """A row's chosen pages, in all layers: [layers, kv_heads, capacity] and [layers, kv_heads].
 
     ``current``: what it reads, but for a page that has begun since; ``pending``: what it will read.
-    ``named``, ``pending_named``: the same, with the logical pages that were chosen in place of columns."""
+    ``named``, ``pending_named``: the same, with the logical pages that were chosen in place of resident
+    blocks."""
 
     current: PageSelection
     named: PageSelection
@@ -29,22 +32,22 @@ class KeptChoice:
     pending_named: PageSelection | None = None
 
     def swap(self, *, reads: bool) -> None:
-        """Forget the pending choice, having let the row read it, unless ``reads`` is False."""
+        """Forget the pending selection, having let the row read it, unless ``reads`` is False."""
         if reads and self.pending is not None and self.pending_named is not None:
             self.current, self.named = self.pending, self.pending_named
         self.pending = self.pending_named = None
 
 
-class LaggedChoices:
+class LaggedSelection:
     """Keeps them outside of the tables of a step, which know the next step only. Scheduler thread only."""
 
-    def __init__(self, backend: SparseDecodeBackend, hosted: HostedRows, page_size: int) -> None:
+    def __init__(self, backend: SparseDecodeBackend, offloaded: OffloadedRows, page_size: int) -> None:
         self._backend = backend
-        self._hosted = hosted
+        self._offloaded = offloaded
         self._page = page_size
         self._short = False
         self._rounds = 0
-        backend.hosted_statistics = hosted.statistics_of
+        backend.offloaded_statistics = offloaded.statistics_of
 
     def before(self, step: Step) -> None:
         """Put what rows read into the tables, where that changes with this step or the tables forgot it."""
@@ -53,8 +56,8 @@ class LaggedChoices:
             if not row.lag or kept is None:
                 continue
             if step.swapped[i]:
-                hosted = row.state.hosted
-                kept.swap(reads=hosted is None or self._hosted.arrive(hosted, kept.pending))
+                offloaded = row.state.offloaded
+                kept.swap(reads=offloaded is None or self._offloaded.arrive(offloaded, kept.pending))
             elif step.kept[i] >= 0:
                 continue
             if row.progressive:
@@ -63,28 +66,28 @@ class LaggedChoices:
 
     def after(self, step: Step, reqs: list[object]) -> None:
         """Take what the step just launched has chosen, and go on with copies and loads behind it."""
-        self._hosted.begin_step(time.monotonic())
+        self._offloaded.begin_step(time.monotonic())
         for i, row in enumerate(step.rows):
             if not row.lag:
                 continue
-            if row.state.hosted is not None:
-                self._hosted.load_rest(row.state.hosted)
+            if row.state.offloaded is not None:
+                self._offloaded.load_rest(row.state.offloaded)
             if step.active[i] or (row.progressive and row.state.kept is None):
                 chosen = self._chosen(i, row, wanted=False)
-                row.state.kept = KeptChoice(chosen, chosen)
+                row.state.kept = KeptSelection(chosen, chosen)
             if step.lagged[i] and row.state.kept is not None:
                 self.chosen(row.state, self._chosen(i, row, wanted=True))
-            elif row.state.hosted is None and may_be_hosted(row, reqs[i], short=self._short):
+            elif row.state.offloaded is None and may_be_offloaded(row, reqs[i], short=self._short):
                 options = row.state.options
-                row.state.hosted = self._hosted.begin(
+                row.state.offloaded = self._offloaded.begin(
                     reqs[i],
                     row.tokens,
                     options.budget // self._page,
-                    options.columns,
-                    row.state.hosted_counts,
+                    options.resident_blocks,
+                    row.state.offload_counts,
                     shared=row.progressive,
                 )
-        self._hosted.copy()
+        self._offloaded.copy()
 
     def _chosen(self, i: int, row: Row, *, wanted: bool) -> PageSelection:
         """Return what a row of the step just launched has chosen: at once, or for after its lag.
@@ -93,38 +96,38 @@ class LaggedChoices:
         return self._backend.listed(i) if row.progressive else self._backend.taken(i, wanted=wanted)
 
     def chosen(self, state: DecodeState, named: PageSelection) -> None:
-        """Let a request read a choice after its lag, and load what that takes meanwhile."""
-        hosted = state.hosted
+        """Let a request read a selection after its lag, and load what that takes meanwhile."""
+        offloaded = state.offloaded
         state.kept.pending_named = named
-        if hosted is not None:
-            named = self._hosted.load(hosted, named, state.options.lag_steps)
+        if offloaded is not None:
+            named = self._offloaded.load(offloaded, named, state.options.lag_steps)
         state.kept.pending = named
 
-    def read_again(self, hosted: HostedRow, kept: KeptChoice) -> None:
-        """Load the choice at hand of a request that is back on the device, for the pass that comes now."""
-        kept.current = self._hosted.load(hosted, kept.named)
-        self._hosted.arrive(hosted, kept.current)
+    def read_again(self, offloaded: OffloadedRow, kept: KeptSelection) -> None:
+        """Load the selection at hand of a request that is back on the device, for the pass that comes now."""
+        kept.current = self._offloaded.load(offloaded, kept.named)
+        self._offloaded.arrive(offloaded, kept.current)
 
-    def before_schedule(self, rows: Sequence[HostedRow | None], *, short: bool) -> bool:
+    def before_schedule(self, rows: Sequence[OffloadedRow | None], *, short: bool) -> bool:
         """Let requests change what they hold, before SGLang decides on its next batch.
 
-        ``rows``: of the running requests; None for those that are not hosted. ``short``: others wait for room
-        on the device. Return whether there is more of it now."""
+        ``rows``: of the running requests; None for those that are not offloaded. ``short``: others wait for
+        room on the device. Return whether there is more of it now."""
         self._short = short
         if rows:
             self._rounds += 1
             if self._rounds % EXCHANGE_EVERY == 0:
-                self._hosted.resize(rows, others_wait=short)
-        return self._hosted.before_schedule(reads_next)
+                self._offloaded.resize(rows, others_wait=short)
+        return self._offloaded.before_schedule(reads_next)
 
 
-def may_be_hosted(row: Row, req: object, *, short: bool) -> bool:
+def may_be_offloaded(row: Row, req: object, *, short: bool) -> bool:
     """Return True for a row that asks for it, once the tree has its prompt. ``short``: others wait for room.
 
     With the overlap scheduler the tree takes the prompt after the first decode step has been launched, and
     changes its slots then. The KV of documents and sessions stays: the tree is to have it in the end."""
     state = row.state
-    wanted = short if state.options.hosted == "auto" else state.options.hosted
+    wanted = short if state.options.offloaded == "auto" else state.options.offloaded
     if not wanted or state.chosen_at == 0:
         return False
     context = getattr(req, "ragserve", None)
@@ -134,7 +137,7 @@ def may_be_hosted(row: Row, req: object, *, short: bool) -> bool:
     return len(req.origin_input_ids) + len(req.output_ids) >= state.first_tokens  # type: ignore[attr-defined]
 
 
-def reads_next(row: HostedRow) -> bool:
-    """Return True if a row's next step is the first to read its pending choice."""
+def reads_next(row: OffloadedRow) -> bool:
+    """Return True if a row's next step is the first to read its pending selection."""
     state = row.req.ragserve_decode
     return bool(state.pending_from) and state.tokens + 1 >= state.pending_from

@@ -1,4 +1,4 @@
-"""Requests whose KV is on the host while they wait: how they are taken back, and admitted."""
+"""Requests whose KV is on the host while they wait: how they are retracted, and admitted."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from sglang_ext.kv_offload.documents.host_documents import HostDocuments
 from sglang_ext.kv_offload.host_admission import HostAdmission
 from sglang_ext.kv_offload.host_prefixes import HostPrefixes
 from sglang_ext.kv_offload.host_target import PIECE_BYTES, HostTarget
-from sglang_ext.kv_offload.hosted_rows import HostedRows
+from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
 from sglang_ext.stages import stages
 
 
-class HostedRequests:
+class OffloadedRequests:
     """Scheduler thread only. ``req.ragserve_on_host``: the request must not match the prefix cache."""
 
     def __init__(
         self,
         planner: StepPlanner,
         backend: SparseDecodeBackend,
-        hosted: HostedRows,
+        offloaded: OffloadedRows,
         tree: Any,
         segments: SegmentedPrefill | None,
     ) -> None:
         """``tree``: SGLang's prefix cache, ours. ``segments``: None where prompts must fit the pool."""
         self._planner = planner
         self._backend = backend
-        self._hosted = hosted
+        self._offloaded = offloaded
         self._tree = tree
         self.segments = segments
-        self._prefixes = HostPrefixes(hosted)
-        self._admission = HostAdmission(hosted, tree)
+        self._prefixes = HostPrefixes(offloaded)
+        self._admission = HostAdmission(offloaded, tree)
 
     def give_back(self, req: Any, state: DecodeState) -> None:
-        """Free the host pages and columns of a request that ends.
+        """Free the host pages and resident blocks of a request that ends.
 
-        One that is taken back keeps its KV on the host if there is room for what follows the prompt. The KV
+        One that is retracted keeps its KV on the host if there is room for what follows the prompt. The KV
         of its newest token is what its next pass writes: that of the others has been written."""
-        row, state.hosted, state.prefix = state.hosted, None, None
+        row, state.offloaded, state.prefix = state.offloaded, None, None
         place = self._planner.place(state)
         self._planner.forget(state)
         if row is not None and (req.finished() or req.to_finish is not None or not req.output_ids):
-            self._hosted.release(row)
+            self._offloaded.release(row)
         elif row is not None:
             tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
             state.prefix = self._prefixes.retract(row, tokens)
@@ -73,30 +73,30 @@ class HostedRequests:
         result, hits = None, adder.log_hit_tokens
         if req.to_finish is None:
             failed = stages.ending([req])
-            result = stages.run_alike("hosting", failed, self._admit, adder, state, add)
+            result = stages.run_alike("offloading", failed, self._admit, adder, state, add)
         alone = not adder.can_run_list and adder.running_batch.is_empty()
-        if result is None or (alone and result is AddReqResult.NO_TOKEN and state.hosted is None):
+        if result is None or (alone and result is AddReqResult.NO_TOKEN and state.offloaded is None):
             if state.segmented and self.segments is not None and self.segments.exceeds_pool(req):
                 return self.segments.give_up(req, add)
             self._prefill(req, state)
             return None
-        if state.hosted is not None:
+        if state.offloaded is not None:
             adder.log_hit_tokens = hits  # what SGLang takes for a prefix is none of its cache
         return result
 
     def _admit(self, adder: Any, state: DecodeState, add: Callable[[], Any]) -> Any:
         if state.prefix is None:
             return None
-        result, state.hosted = self._admission.admit(adder, state.prefix, add)
+        result, state.offloaded = self._admission.admit(adder, state.prefix, add)
         return result
 
     def _prefill(self, req: Any, state: DecodeState) -> None:
         """Let a request that waits with its KV on the host be prefilled: nothing will make room for it, or it
         only ends."""
-        if state.prefix is not None and state.hosted is None:
+        if state.prefix is not None and state.offloaded is None:
             self._prefixes.forget(state.prefix)
         state.prefix = None
-        state.forget_choice()
+        state.forget_selection()
         req.ragserve_on_host = False
         req.init_next_round_input(self._tree)
 
@@ -110,37 +110,37 @@ class HostedRequests:
         full: bool,
         find: Callable[[HostDocuments, int], ContextPages | None],
     ) -> bool:
-        """Take host pages for a composed context of ``tokens`` tokens that is to be hosted from the start.
+        """Take host pages for a composed context of ``tokens`` tokens that is to be offloaded from the start.
 
         Return False if it is not asked for or not possible: the context is composed on the device then.
-        ``full``: the device has no room for it, which is what requests with ``hosted`` "auto" wait for.
+        ``full``: the device has no room for it, which is what requests with ``offloaded`` "auto" wait for.
         ``find``: finds it in its documents' host pages, as pages of so many tokens; called on all ranks or on
         none."""
         state = self._planner.state(req)
         options = state.options
-        if not (options.hosted is True or (full and options.hosted)):
+        if not (options.offloaded is True or (full and options.offloaded)):
             return False
-        if not self._hosted.ready or not self._planner.is_lagging(req, len(req.full_untruncated_fill_ids)):
+        if not self._offloaded.ready or not self._planner.is_lagging(req, len(req.full_untruncated_fill_ids)):
             return False
-        choice = options.budget // self._hosted.page_size
-        shared, counts = options.mode == "progressive", state.hosted_counts
-        documents, found = self._hosted.documents, None
+        selection = options.budget // self._offloaded.page_size
+        shared, counts = options.mode == "progressive", state.offload_counts
+        documents, found = self._offloaded.documents, None
         if documents is not None:
-            found = partial(find, documents, self._hosted.page_size)
+            found = partial(find, documents, self._offloaded.page_size)
         if found is not None and shared:
-            table = self._hosted.contexts
+            table = self._offloaded.contexts
             found = None if table is None or not table.is_open else partial(_in_table, table, found)
         state.prefix = self._prefixes.reserve(
-            *(req, tokens, choice, options.columns, counts), shared=shared, find=found
+            *(req, tokens, selection, options.resident_blocks, counts), shared=shared, find=found
         )
         return state.prefix is not None
 
     def may_find_room(self, req: Any, tokens: int) -> bool:
         """Whether others that are in no batch hold the host pages that a context of ``tokens`` tokens lacks:
         they free them when they have run."""
-        fits = tokens // self._hosted.page_size <= self._hosted.pages.numbers
-        held = any(prefix.req is not req for prefix in self._hosted.waiting.values())
-        return bool(self._planner.state(req).options.hosted and fits and held)
+        fits = tokens // self._offloaded.page_size <= self._offloaded.pages.numbers
+        held = any(prefix.req is not req for prefix in self._offloaded.waiting.values())
+        return bool(self._planner.state(req).options.offloaded and fits and held)
 
     def compose(self, adder: Any, req: Any, add: Callable[[], Any]) -> tuple[Any, HostTarget | None]:
         """Admit a request with host pages from `reserve`; where that fails, they are free again.
@@ -150,14 +150,14 @@ class HostedRequests:
         try:
             result = self._admit(adder, state, add)
         finally:
-            if state.hosted is None and state.prefix is not None:
+            if state.offloaded is None and state.prefix is not None:
                 self._prefixes.forget(state.prefix)
                 state.prefix = None
-        if state.hosted is None:
+        if state.offloaded is None:
             return result, None
-        page, shape = self._hosted.page_size, self._hosted.pages.shape
+        page, shape = self._offloaded.page_size, self._offloaded.pages.shape
         piece = max(1, PIECE_BYTES // shape.page_bytes) * page
-        return result, HostTarget(self._prefixes, state.hosted, page, piece)
+        return result, HostTarget(self._prefixes, state.offloaded, page, piece)
 
     def before_schedule(self, queued: Sequence[Any]) -> bool:
         """Free the host pages of requests that have left SGLang's queues, and go on with prompts that are

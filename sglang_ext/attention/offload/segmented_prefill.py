@@ -19,8 +19,8 @@ from sglang_ext.attention.decode.step_planner import StepPlanner
 from sglang_ext.kv_offload.host.layer_segments import LayerSegments, memory_bytes
 from sglang_ext.kv_offload.host_prefix import HostPrefix
 from sglang_ext.kv_offload.host_prefixes import HostPrefixes
-from sglang_ext.kv_offload.hosted_rows import HostedRows
 from sglang_ext.kv_offload.layer_writer import LayerWriter
+from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
 from sglang_ext.sglang_internals import sglang_requests
 from sglang_ext.sglang_internals.model import forward_stream
 from sglang_ext.stages import stages
@@ -50,27 +50,27 @@ class SegmentedPrefill:
     from a vote where the devices' free memory counts."""
 
     def __init__(
-        self, planner: StepPlanner, hosted: HostedRows, tree: Any, runner: Any, inject: int | None
+        self, planner: StepPlanner, offloaded: OffloadedRows, tree: Any, runner: Any, inject: int | None
     ) -> None:
         """``tree``: SGLang's prefix cache, ours. ``inject``: tokens times layers before a batch; None: a
         prefill chunk of SGLang's in every layer."""
         self._planner = planner
-        self._hosted = hosted
-        self._prefixes = HostPrefixes(hosted)
+        self._offloaded = offloaded
+        self._prefixes = HostPrefixes(offloaded)
         self._tree = tree
         self._runner = runner
-        self._page = hosted.page_size
+        self._page = offloaded.page_size
         self._device = torch.device(runner.device)
         size = getattr(runner.server_args, "chunked_prefill_size", None)
         rows = size if size is not None and size > 0 else _ROWS
-        self._inject = rows * hosted.kv.layers if inject is None else inject
+        self._inject = rows * offloaded.kv.layers if inject is None else inject
         if self._device.type == "cpu":
             rows = min(rows, _CPU_ROWS)
         self.chunk = max(1, min(rows, self._inject) // self._page) * self._page
-        self._writer = LayerWriter(hosted, self.chunk)
+        self._writer = LayerWriter(offloaded, self.chunk)
         self._job: _Job | None = None
         self.take_next = False
-        """Take the next prompt that may be hosted as if the pool had no room: for the warm-up."""
+        """Take the next prompt that may be offloaded as if the pool had no room: for the warm-up."""
 
     @property
     def running(self) -> int:
@@ -95,9 +95,9 @@ class SegmentedPrefill:
         return None
 
     def _asks(self, req: Any) -> bool:
-        """True for a request that may be hosted from the start: a plain one, long enough to have a lag."""
+        """True for a request that may be offloaded from the start: a plain one, long enough to have a lag."""
         options = self._planner.state(req).options
-        if not options.hosted or getattr(req, "ragserve", None) is not None:
+        if not options.offloaded or getattr(req, "ragserve", None) is not None:
             return False
         return self._planner.is_lagging(req, self._tokens(req))
 
@@ -158,7 +158,7 @@ class SegmentedPrefill:
             return None
         exceeds = self.exceeds_pool(req)
         if not exceeds:
-            if state.options.hosted is not True or self._job is not None or self._refusal(req) is not None:
+            if state.options.offloaded is not True or self._job is not None or self._refusal(req) is not None:
                 return None
             result = AddReqResult.NO_TOKEN if self.take_next else add()
             if result is not AddReqResult.NO_TOKEN or any(each is req for each in adder.can_run_list):
@@ -175,13 +175,13 @@ class SegmentedPrefill:
             return AddReqResult.CONTINUE
         if not exceeds:
             return AddReqResult.NO_TOKEN
-        if adder.can_run_list or not adder.running_batch.is_empty() or self._hosted.waiting:
+        if adder.can_run_list or not adder.running_batch.is_empty() or self._offloaded.waiting:
             return AddReqResult.CONTINUE  # they may give back what is lacking
         return self._end(
             req,
             add,
-            f"ragserve: hosted decoding: the prompt takes {self._tokens(req)} tokens, more than the KV pool, "
-            f"and {lacking}",
+            f"ragserve: offloaded decoding: the prompt takes {self._tokens(req)} tokens, more than the KV "
+            f"pool, and {lacking}",
         )
 
     def give_up(self, req: Any, add: Callable[[], Any]) -> Any:
@@ -191,8 +191,8 @@ class SegmentedPrefill:
         return self._end(
             req,
             add,
-            "ragserve: hosted decoding: the prompt is on the host, and its columns and answer take more "
-            "slots than the KV pool has: raise max_total_tokens, or ask for fewer tokens or columns",
+            "ragserve: offloaded decoding: the prompt is on the host, and its resident blocks and answer "
+            "take more slots than the KV pool has: raise max_total_tokens, or ask for fewer tokens or blocks",
         )
 
     def _end(
@@ -200,7 +200,7 @@ class SegmentedPrefill:
     ) -> Any:
         """End a request with an error; SGLang admits it once more to report that."""
         state = self._planner.state(req)
-        if state.prefix is not None and state.hosted is None:
+        if state.prefix is not None and state.offloaded is None:
             self._prefixes.forget(state.prefix)
         state.prefix = state.whole = None
         req.ragserve_on_host = False
@@ -229,23 +229,23 @@ class SegmentedPrefill:
         tokens = (len(ids) - 1) // self._page * self._page
         options, prefix, lacking = state.options, None, self._lacking(tokens)
         if lacking is None:
-            choice = options.budget // self._page
+            selection = options.budget // self._page
             prefix = self._prefixes.reserve(
-                *(req, tokens, choice, options.columns, state.hosted_counts),
+                *(req, tokens, selection, options.resident_blocks, state.offload_counts),
                 shared=options.mode == "progressive",
             )
         if prefix is None:
             state.segmented = False
             return lacking or (
-                "there is no room for it on the host or on the link, or it has no more pages than columns: "
-                "raise kv_hosted_bytes or max_total_tokens"
+                "there is no room for it on the host or on the link, or it has no more pages than "
+                "resident_blocks: raise kv_offload_bytes or max_total_tokens"
             )
         state.prefix = prefix
         req.ragserve_on_host = True
         write = partial(self._writer.write, prefix)
         with forward_stream(self._runner):
             # threads write to the pages behind this stream; copies of who had them before may be under way
-            self._hosted.copies.join()
+            self._offloaded.copies.join()
             if prefix.host.is_cuda:  # segments read it on this stream
                 prefix.host.record_stream(torch.cuda.current_stream(self._device))
             own = torch.tensor(ids[:tokens], dtype=torch.int64).to(self._device, non_blocking=True)
@@ -260,7 +260,7 @@ class SegmentedPrefill:
             free, _ = torch.cuda.mem_get_info(self._device)
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
             wanted, left = memory_bytes(self._runner, tokens), free + cached
-        if self._hosted.bounds.ranks.all_agree(wanted <= left):
+        if self._offloaded.bounds.ranks.all_agree(wanted <= left):
             return None
         return (
             f"its layers take {wanted / 2**30:.1f} GiB of device memory on each rank beside the pool (free "

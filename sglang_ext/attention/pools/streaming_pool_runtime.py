@@ -33,7 +33,7 @@ class StreamingPoolRuntime:
         try:
             if (text := texts.get(DECODE_FIELD)) is not None:
                 decode = self._config.options.from_request(str(text))
-                if decode.mode != "dense" or decode.hosted or not decode.streaming:
+                if decode.mode != "dense" or decode.offloaded or not decode.streaming:
                     raise PlanError(
                         "this server's streaming heads have a pool of their own, without their other pages, "
                         "and its other heads are dense: leave decode out, or start it with "

@@ -80,7 +80,7 @@ class Composer:
         timer.mark("recompute")
         for context, job in zip(contexts, jobs, strict=True):
             context.filled = True
-            context.analyses = {}  # the selection is final: one that is taken back is filled by it again
+            context.analyses = {}  # the selection is final: one that is retracted is filled by it again
             context.recomputed = 0 if job is None else job.recomputed
             context.fused = fused
             context.by_graph = passed.by_graph and (job is not None or fused)

@@ -71,7 +71,7 @@ class ComposedContext:
     select_ms: float = 0.0
     filled: bool = False
     awaits_host: bool = False  # room to read it in its documents is about to come
-    on_host: Any = None  # `hosting.HostTarget` that takes its KV instead of slots; None if its slots do
+    on_host: Any = None  # `offloading.HostTarget` that takes its KV instead of slots; None if its slots do
     timer: StageTimer | None = None  # of the batch that filled it, until its report is written
     by_tier: dict[str, int] = field(default_factory=dict)  # kept document tokens by tier of origin
     recomputed: int = 0

@@ -27,7 +27,7 @@ from sglang_ext.wire.protocol import MISSING_PREFIX
 
 _POLL_S = 0.0005  # between two looks at a load, when the scheduler has nothing else to do
 _EVICTED = (
-    "ragserve: the request was taken back to make room, and its documents were evicted meanwhile: "
+    "ragserve: the request was retracted to make room, and its documents were evicted meanwhile: "
     "ask again, or give the cache more memory"
 )
 
@@ -75,7 +75,7 @@ class Admission:
     def admit(self, adder: Any, req: Any, add: Callable[[], Any]) -> Any:
         """Run around `PrefillAdder.add_one_req`; ``add`` calls the original."""
         context: ComposedContext = req.ragserve
-        if req.to_finish is not None:  # it has failed, and was taken back before it could be reported
+        if req.to_finish is not None:  # it has failed, and was retracted before it could be reported
             self._stage.drop(context)
             return self._end(req, add, req.to_finish.message, HTTPStatus(req.to_finish.status_code or 500))
         result = stages.run("admission", context.fail, self._admit, adder, req, context, add)
@@ -127,9 +127,9 @@ class Admission:
             req,
             add,
             f"ragserve: the context takes {context.slots} KV slots, more than the pool can give beside the "
-            "question and the answer: keep less, ask for fewer tokens, or raise max_total_tokens; hosted "
-            "decoding needs room for its columns there, and for the context in kv_hosted_bytes, or for its "
-            "documents in half of kv_host_bytes and for its pages in kv_hosted_tokens",
+            "question and the answer: keep less, ask for fewer tokens, or raise max_total_tokens; offloaded "
+            "decoding needs room for its resident blocks there, and for the context in kv_offload_bytes, or "
+            "for its documents in half of kv_host_bytes and for its pages in kv_offload_tokens",
         )
 
     def _decide(self, adder: Any, req: Any, context: ComposedContext) -> tuple[Decision, torch.Tensor | None]:
@@ -176,9 +176,9 @@ class Admission:
     def _goes_to_host(self, req: Any, context: ComposedContext, *, full: bool) -> bool:
         """True if host pages have been reserved for the context: one that keeps the same tokens in all layers
         and recomputes none, because a pass that recomputes reads all of it on the device."""
-        hosting = self._hosting(context)
+        offloading = self._offloading(context)
         find = partial(self._in_documents, context)
-        return hosting is not None and bool(hosting.reserve(req, context.slots, full=full, find=find))
+        return offloading is not None and bool(offloading.reserve(req, context.slots, full=full, find=find))
 
     def _in_documents(
         self, context: ComposedContext, documents: HostDocuments, page_size: int
@@ -199,21 +199,21 @@ class Admission:
     def _waits_for_host(self, req: Any, context: ComposedContext) -> bool:
         """True if requests behind it in the queue will free the host pages that it lacks, or others have just
         let go of documents that are in the way of its own."""
-        hosting = self._hosting(context)
-        if hosting is None:
+        offloading = self._offloading(context)
+        if offloading is None:
             return False
-        return context.awaits_host or bool(hosting.may_find_room(req, context.slots))
+        return context.awaits_host or bool(offloading.may_find_room(req, context.slots))
 
-    def _hosting(self, context: ComposedContext) -> Any:
+    def _offloading(self, context: ComposedContext) -> Any:
         """What composes contexts on the host; None if it cannot take this one."""
-        hosting = None if self._attention is None else self._attention.requests
+        offloading = None if self._attention is None else self._attention.requests
         if context.plan.session is not None or not context.selection.is_copied:
             return None
-        return hosting
+        return offloading
 
     def _add_on_host(self, adder: Any, req: Any, context: ComposedContext, add: Callable[[], Any]) -> Any:
-        """Admit the request with columns, its context being written to host pages; `context.on_host` is None
-        if SGLang declines."""
+        """Admit the request with resident blocks, its context being written to host pages; `context.on_host`
+        is None if SGLang declines."""
         context.filled = False
         req.already_computed, req._cache_breakdown_computed = context.slots, True
         hits = adder.log_hit_tokens

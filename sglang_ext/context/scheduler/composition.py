@@ -164,11 +164,11 @@ class Composition:
         req.ragserve = context
 
     def show_less(self, req: Any) -> None:
-        """Let SGLang take a new request whose context does not fit the pool, but may be hosted: until
+        """Let SGLang take a new request whose context does not fit the pool, but may be offloaded: until
         admission decides it sees the question alone."""
         context, most = req.ragserve, self._tree.token_to_kv_pool_allocator.size
         state = getattr(req, "ragserve_decode", None)
-        if state is None or not (state.options.hosted and _lags(req)) or context.plan.session is not None:
+        if state is None or not (state.options.offloaded and _lags(req)) or context.plan.session is not None:
             return
         tokens = len(req.origin_input_ids) + req.sampling_params.max_new_tokens + 2 * self._tree.page_size
         if tokens > most and context.decided is not None and context.decided.is_copied:
@@ -176,7 +176,7 @@ class Composition:
 
     def before_forward(self, batch: Any) -> bool:
         """Before an extend batch: note each row's position offset and fill the slots of its new composed
-        requests. Runs on the stream of the forward pass. Returns True if the server has taken back all of
+        requests. Runs on the stream of the forward pass. Returns True if the server has retracted all of
         its requests meanwhile, so that nothing is left to extend.
         """
         stages.run_alike("offsets", stages.ending(batch.reqs), self._note_offsets, batch)
@@ -189,7 +189,7 @@ class Composition:
         failures: list[str] = []
         composed = stages.run("composition", failures.append, self._compose, batch, new)
         if composed is False:
-            failures.append("it was taken back while its context was computed")
+            failures.append("it was retracted while its context was computed")
         if failures:
             self.composer.fused_question.drop()
             stages.ending(new)(failures[0])
@@ -215,7 +215,7 @@ class Composition:
         self.releases.poll()
 
     def _compose(self, batch: Any, new: Sequence[Any]) -> bool:
-        """Fill the slots; False where all requests were taken back before that was done."""
+        """Fill the slots; False where all requests were retracted before that was done."""
         table = self._tree.req_to_token_pool.req_to_token
         rows = [table[r.req_pool_idx, : r.extend_range.end].to(torch.int64) for r in new]
         contexts = [r.ragserve for r in new]

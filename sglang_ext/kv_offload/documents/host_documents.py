@@ -1,4 +1,4 @@
-"""Documents of the host tier that hosted requests read in place: each pinned once, its readers counted."""
+"""Documents of the host tier that offloaded requests read in place: each pinned once, its readers counted."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class HostDocuments:
             held.update(leaving)
         if held != self._readers:
             raise IntegrityError(
-                f"hosted requests read {held.total()} documents in place, and "
+                f"offloaded requests read {held.total()} documents in place, and "
                 f"{self._readers.total()} are kept for them"
             )
 

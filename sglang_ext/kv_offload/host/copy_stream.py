@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-COPIES_VARIABLE = "RAGSERVE_HOSTED_COPIES"
+COPIES_VARIABLE = "RAGSERVE_OFFLOAD_COPIES"
 """Where ``in-step``, copies wait for the steps and steps for them: what others do, to measure against it."""
 
 

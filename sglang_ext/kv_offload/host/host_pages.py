@@ -1,4 +1,4 @@
-"""Pages of hosted requests: numbers, most of which have memory of their own on the host."""
+"""Pages of offloaded requests: numbers, most of which have memory of their own on the host."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class HostPages:
         """Raise IntegrityError unless each page is free or belongs to one of ``owners``, and to one only."""
         if set(self._owned) != owners:
             raise IntegrityError(
-                f"host pages belong to requests {sorted(self._owned)}, and hosted are {sorted(owners)}"
+                f"host pages belong to requests {sorted(self._owned)}, and offloaded are {sorted(owners)}"
             )
         pages = [*self._free, *self._bare, *(page for own in self._owned.values() for page in own)]
         if sorted(pages) != list(range(self.numbers)):

@@ -1,4 +1,4 @@
-"""How much of the link from host memory the loads of hosted requests take, measured while they run."""
+"""How much of the link from host memory the loads of offloaded requests take, measured while they run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LinkMeter:
             self._loading += seconds
 
     def step(self, now: float) -> None:
-        """Count a decode step of hosted requests that is launched at ``now``, in seconds."""
+        """Count a decode step of offloaded requests that is launched at ``now``, in seconds."""
         if self._latest is not None:
             self._steps += 1
             self._stepping += now - self._latest

@@ -1,17 +1,19 @@
-"""Loads pages into columns from where their KV is on the host: pages of the request's own, or documents'."""
+"""Loads pages into resident blocks from where their KV is on the host: pages of the request's own, or
+documents'.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from ragserve_kernels.cell_assign import CellMoves
-from ragserve_kernels.cell_gather import cell_gather
-from ragserve_kernels.column_gather import column_gather
-from ragserve_kernels.context_gather import context_cell_gather
+from ragserve_kernels.context_gather import context_shared_gather
 from ragserve_kernels.kv import KVLayers
+from ragserve_kernels.resident_gather import resident_gather
+from ragserve_kernels.shared_assign import SharedMoves
+from ragserve_kernels.shared_gather import shared_gather
 from sglang_ext.documents.pages.types import IntegrityError
 from sglang_ext.kv_offload.documents.context_table import ContextTable
-from sglang_ext.kv_offload.resident.hosted_row import HostedRow
+from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
 
 
 class PageLoads:
@@ -23,25 +25,27 @@ class PageLoads:
         self._kv = kv
         self._contexts = contexts
 
-    def pages(self, row: HostedRow) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Return what `to_columns` knows a request's pages by, int32, and all tensors that it reads."""
+    def pages(self, row: OffloadedRow) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return what `to_resident_blocks` knows a request's pages by, int32, and all tensors that it
+        reads.
+        """
         if row.context is None:
             return row.host, (row.host,)
         return row.context.tensors[2], row.context.tensors
 
-    def to_columns(self, row: HostedRow, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Load pages of each layer and head into columns of it."""
+    def to_resident_blocks(self, row: OffloadedRow, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Load pages of each layer and head into resident blocks of it."""
         if row.context is None:
-            column_gather(self._host, self._kv, source, target)
+            resident_gather(self._host, self._kv, source, target)
         else:
             row.context.gather(self._kv, source, target)
 
-    def to_cells(self, row: HostedRow, moves: CellMoves) -> None:
-        """Load pages into cells of any layer and head."""
-        entries, cells, count, _ = moves
+    def to_shared_blocks(self, row: OffloadedRow, moves: SharedMoves) -> None:
+        """Load pages into shared blocks of any layer and head."""
+        entries, shared_blocks, count, _ = moves
         if row.context is None:
-            cell_gather(self._host, self._kv, entries, cells, count)
+            shared_gather(self._host, self._kv, entries, shared_blocks, count)
         elif self._contexts is None:
             raise IntegrityError("a context in documents' pages is to be loaded, and its pages have no table")
         else:
-            context_cell_gather(self._contexts.contexts, self._kv, entries, cells, count)
+            context_shared_gather(self._contexts.contexts, self._kv, entries, shared_blocks, count)

@@ -27,7 +27,9 @@ def test_notes_say_how_much_was_kept_and_computed_again_and_why() -> None:
 
 
 def test_an_answer_says_everything_that_the_engine_reports_of_its_decoding() -> None:
-    report = DecodeReport("hierarchical", 5, 5, 3.0, 6.0, 0.5, None, lag=2, hosted_steps=5, hits=40, misses=2)
+    report = DecodeReport(
+        "hierarchical", 5, 5, 3.0, 6.0, 0.5, None, lag=2, offloaded_steps=5, hits=40, misses=2
+    )
     said = DecodeUse.model_validate(report, from_attributes=True).model_dump()
     whole = asdict(report)
     del whole["pages_held"]  # pages / share

@@ -155,7 +155,7 @@ def test_only_ordinary_requests_enter_the_tree(tree: Any, kind: str) -> None:
         assert cached == evicted == []
 
 
-@pytest.mark.parametrize("ends", ["well", "aborted", "taken back"])
+@pytest.mark.parametrize("ends", ["well", "aborted", "retracted"])
 def test_a_turn_of_a_session_goes_on_from_the_slots_of_the_one_before(tree: Any, ends: str) -> None:
     """What the tree has is not freed, what a turn adds enters it if it ends well, and no slot is lost."""
     slots, freed = torch.randperm(24), []
@@ -191,7 +191,7 @@ def test_a_turn_of_a_session_goes_on_from_the_slots_of_the_one_before(tree: Any,
     node = tree.document(ids[:12], key)[1]
     tree.inc_lock_ref(node)  # as SGLang does for a request's `last_node`
     then = request(24, cache_protected_len=12, last_node=node, ragserve_private=ends == "aborted")
-    tree.cache_finished_req(then, is_insert=ends != "taken back", kv_len_to_handle=24)
+    tree.cache_finished_req(then, is_insert=ends != "retracted", kv_len_to_handle=24)
     assert node.lock_ref == 0
     if ends == "well":
         assert found(tree, ids, key) == slots.tolist()

@@ -13,12 +13,12 @@ RESERVE = 8  # SGLang's
 INFO = EngineInfo(
     *("local", "model", "model", "0.5.17", "cuda", "fa3", 100_000, 4096),
     strategies=("full", "concat"),
-    hosted_tokens=8192,
+    offloaded_tokens=8192,
     by_layers=True,
     context_tokens=40_000,
     context_pages=2000,
 )
-IN_PLACE = {"hosted": True, "mode": "hierarchical"}
+IN_PLACE = {"offloaded": True, "mode": "hierarchical"}
 
 
 def request(
@@ -40,7 +40,7 @@ def test_a_context_that_is_read_in_its_documents_is_bounded_by_them_and_by_stati
     small = replace(INFO, context_pages=9000, context_length=5000)
     assert small.prompt_room(request(), 20) == 5000 - RESERVE
     assert replace(INFO, context_pages=100).prompt_room(request(), 90) == 8192 - RESERVE, "a copy is larger"
-    server = replace(INFO, decode_mode="hierarchical", hosted=True)
+    server = replace(INFO, decode_mode="hierarchical", offloaded=True)
     assert server.prompt_room(request(decode={}), 20) == INFO.prompt_room(request(), 20)
 
 
@@ -53,7 +53,7 @@ def test_a_context_that_is_read_in_its_documents_is_bounded_by_them_and_by_stati
         request(recompute="first"),
         request(update="fusion"),
         request(keep=0.5, kept_positions="compact"),
-        request(decode={"hosted": True}),
+        request(decode={"offloaded": True}),
     ],
     ids=lambda asked: f"{asked.strategy} {asked.options} {asked.decode}",
 )
@@ -61,10 +61,10 @@ def test_others_are_bounded_by_the_memory_of_prompts(asked: GenerateRequest) -> 
     assert INFO.prompt_room(asked, 20) == 8192 - RESERVE
 
 
-def test_what_is_not_hosted_or_not_prefilled_by_layers_has_to_fit_the_pool() -> None:
+def test_what_is_not_offloaded_or_not_prefilled_by_layers_has_to_fit_the_pool() -> None:
     pool = 4096 - RESERVE
     assert INFO.max_prompt_tokens == INFO.prompt_room(request(decode={"mode": "hierarchical"}), 20) == pool
     apart = replace(INFO, by_layers=False, context_tokens=0, context_pages=0)
     assert apart.prompt_room(request("full")) == pool
     assert apart.prompt_room(request(), 20) == 8192 - RESERVE, "a context is copied"
-    assert replace(apart, hosted_tokens=0).prompt_room(request(), 20) == pool
+    assert replace(apart, offloaded_tokens=0).prompt_room(request(), 20) == pool

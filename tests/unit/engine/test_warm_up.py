@@ -33,31 +33,31 @@ INFO = EngineInfo(
 
 
 REACHED = {  # kernels, by the kind of request that launches each
-    "_assign": "decode hosted hierarchical",
+    "_assign": "decode offloaded hierarchical",
     "_attend": "decode hierarchical",
     "_choose": "decode hierarchical",
-    "_enter": "decode hosted progressive",
-    "_leave": "decode hosted progressive",
-    "_rest": "decode hosted progressive",
-    "_find": "decode hosted progressive",
+    "_enter": "decode offloaded progressive",
+    "_leave": "decode offloaded progressive",
+    "_rest": "decode offloaded progressive",
+    "_find": "decode offloaded progressive",
     "finish": "decode progressive",
     "_gather": "long documents",
     "_merge": "decode hierarchical",
     "_quantize": "long documents",  # where pages or the pool have few bits
-    "_resolve": "decode hosted progressive",
+    "_resolve": "decode offloaded progressive",
     "_round": "decode progressive",
     "_score": "decode hierarchical",
     "_stats": "full",
-    "_take": "decode hosted progressive",
-    "_worth": "decode hosted progressive",
+    "_take": "decode offloaded progressive",
+    "_worth": "decode offloaded progressive",
     "block_k_kernel": "long documents",
     "block_lse_kernel": "prefill lines",
     "block_means_kernel": "prefill blocks",
-    "cell_gather_kernel": "decode hosted progressive",
+    "shared_gather_kernel": "decode offloaded progressive",
     "choose_kernel": "long documents",
-    "column_gather_kernel": "decode hosted hierarchical",
+    "resident_gather_kernel": "decode offloaded hierarchical",
     "combine_splits_kernel": "rare launches",
-    "context_cells_kernel": "composed on the host, progressive",
+    "context_shared_blocks_kernel": "composed on the host, progressive",
     "context_gather_kernel": "composed on the host, hierarchical",
     "exponent_kernel": "long documents",
     "fit_kernel": "long documents",
@@ -132,18 +132,18 @@ def test_a_prompt_whose_beginning_is_cached_sampling_and_sparse_steps_are_asked(
     assert any(r.sampling.temperature for r in requests)
     modes = {DecodeOptions.model_validate(dict(r.decode)).mode for r in requests if r.decode}
     assert modes == {"hierarchical", "progressive"}
-    assert all("hosted" in r.decode for r in requests if r.decode), "the server's own may be hosted"
+    assert all("offloaded" in r.decode for r in requests if r.decode), "the server's own may be offloaded"
     prefills = [PrefillOptions.model_validate(dict(r.prefill)) for r in requests if r.prefill]
     assert [prefill.mode for prefill in prefills] == ["lines", "blocks", "blocks"], "the last, a long one"
     assert not any(prefill.dense_below for prefill in prefills)
 
 
-def test_hosted_requests_and_turns_of_sessions_are_asked() -> None:
-    engine = asked(replace(INFO, hosted_tokens=100_000))
-    hosted = [request for request in engine.requests if request.decode.get("hosted")]
+def test_offloaded_requests_and_turns_of_sessions_are_asked() -> None:
+    engine = asked(replace(INFO, offloaded_tokens=100_000))
+    offloaded = [request for request in engine.requests if request.decode.get("offloaded")]
     by_layers = engine.asked[engine.asked.index("segment") + 1]
-    assert by_layers in hosted
-    assert any(request.strategy in STRATEGY_OPTIONS for request in hosted), "composed on the host, too"
+    assert by_layers in offloaded
+    assert any(request.strategy in STRATEGY_OPTIONS for request in offloaded), "composed on the host, too"
     assert {"launch", "attend"} <= {each for each in engine.asked if isinstance(each, str)}
     turns = [request for request in engine.requests if request.session]
     for first, second in (turns[:2], turns[2:]):
@@ -153,7 +153,7 @@ def test_hosted_requests_and_turns_of_sessions_are_asked() -> None:
         assert second.session.held == (0 if first.strategy == "prefix" else first.spans[-1].end)
     without = asked(INFO)
     assert "segment" not in without.asked
-    assert not any(request.decode.get("hosted") for request in without.requests)
+    assert not any(request.decode.get("offloaded") for request in without.requests)
 
 
 class Broken(Recording):
@@ -178,7 +178,7 @@ def test_every_kernel_is_launched_by_some_kind() -> None:
     sources = (REPO / "kernels/ragserve_kernels").rglob("*.py")
     kernels = {name for path in sources for name in launch.findall(path.read_text())}
     assert kernels == REACHED.keys()
-    kinds = set(asyncio.run(warm_up(Broken(), replace(INFO, hosted_tokens=100_000))))
+    kinds = set(asyncio.run(warm_up(Broken(), replace(INFO, offloaded_tokens=100_000))))
     assert set(REACHED.values()) <= kinds, "as the warm-up names them"
 
 

@@ -56,7 +56,7 @@ def test_each_gets_its_part_and_ends_in_order(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(6)))
     flags: dict[str, Any] = {"kv_disk_bytes": 100, "kv_host_bytes": 50, "engine_args": {"page_size": 1}}
-    flags |= {"sparse_attention": "on", "kv_hosted_bytes": 30}
+    flags |= {"sparse_attention": "on", "kv_offload_bytes": 30}
     monkeypatch.setenv("RAGSERVE_REGISTRY_URL", "postgresql://u:secret@db/registry")
     settings = load(data_dir=tmp_path, replicas=2, api_key="users", dtype="float32", **flags)
     (tmp_path / module.SAMKV_FILE).write_text("profile")
@@ -81,7 +81,7 @@ def test_each_gets_its_part_and_ends_in_order(tmp_path: Path, monkeypatch: pytes
                 "RAGSERVE_DTYPE": "float32",
                 "RAGSERVE_ENGINE_ARGS": '{"page_size": 1}',
                 "RAGSERVE_KV_DISK_BYTES": "50",
-                "RAGSERVE_KV_HOSTED_BYTES": "15",
+                "RAGSERVE_KV_OFFLOAD_BYTES": "15",
                 "RAGSERVE_KV_HOST_BYTES": "25",
                 "RAGSERVE_REPLICAS": "0",
                 "RAGSERVE_SPARSE_ATTENTION": "on",

@@ -27,8 +27,8 @@ from sglang_ext.kv_offload.documents.host_documents import WantedDocument
 from sglang_ext.kv_offload.host_admission import HostAdmission
 from sglang_ext.kv_offload.host_prefixes import HostPrefixes
 from tests.unit.documents.document_samples import Sample, files_of, flushed, opened
-from tests.unit.kv_offload.hosted_bench import DIM, HEADS, LAYERS, PROMPT, TAIL, Bench, drawn
-from tests.unit.kv_offload.hosted_documents import (
+from tests.unit.kv_offload.offloaded_bench import DIM, HEADS, LAYERS, PROMPT, TAIL, Bench, drawn
+from tests.unit.kv_offload.offloaded_documents import (
     BEHIND,
     ROTATION,
     SHAPE,
@@ -42,29 +42,31 @@ from tests.unit.kv_offload.hosted_documents import (
 from tests.unit.kv_offload.test_host_admission import Adder
 
 
-@pytest.mark.parametrize(("columns", "page", "whole"), [(2, 16, False), (1, 16, True), (2, 64, False)])
-def test_columns_hold_what_copies_would_and_no_host_page_is_taken(
-    columns: int, page: int, whole: bool
+@pytest.mark.parametrize(
+    ("resident_blocks", "page", "whole"), [(2, 16, False), (1, 16, True), (2, 64, False)]
+)
+def test_resident_blocks_hold_what_copies_would_and_no_host_page_is_taken(
+    resident_blocks: int, page: int, whole: bool
 ) -> None:
-    composed = Composed(page + columns, PROMPT * page + BEHIND, whole=whole)
+    composed = Composed(page + resident_blocks, PROMPT * page + BEHIND, whole=whole)
     with store_of(composed.samples, pages=600) as store:
-        bench = Bench(cached=0, host=3, columns=columns, page=page, more=PROMPT + TAIL)
+        bench = Bench(cached=0, host=3, resident_blocks=resident_blocks, page=page, more=PROMPT + TAIL)
         prefix = reserved(bench, composed, store)
         assert prefix is not None
         row = entered(bench, composed, prefix)
         assert (bench.pages.used, bench.pages.elsewhere) == (0, PROMPT)
         assert row.table is not None
-        choice = drawn()
-        placed = bench.rows.load(row, choice)
+        selection = drawn()
+        placed = bench.rows.load(row, selection)
         assert bench.arrives(row, placed)
         for _ in range(12 if page == 16 else 3):
-            bench.attends(choice, placed)
-            choice_after = drawn()
-            placed_after = bench.rows.load(row, choice_after)
-            bench.attends(choice, placed)
+            bench.attends(selection, placed)
+            selection_after = drawn()
+            placed_after = bench.rows.load(row, selection_after)
+            bench.attends(selection, placed)
             assert bench.arrives(row, placed_after)
             bench.rows.check()
-            choice, placed = choice_after, placed_after
+            selection, placed = selection_after, placed_after
         assert row.counts.misses
         row.table.held[0, 0, 0] = (row.table.held[0, 0, 0] + 1) % PROMPT  # type: ignore[union-attr]
         with pytest.raises(IntegrityError, match="differ from their host pages"):
@@ -364,16 +366,16 @@ def test_a_device_without_memory_for_the_numbers_of_pages_takes_none(
             raise torch.OutOfMemoryError("none is left")
 
         with monkeypatch.context() as patched:
-            patched.setattr("sglang_ext.kv_offload.hosted_rows.upload", short)
+            patched.setattr("sglang_ext.kv_offload.offloaded_rows.upload", short)
             with pytest.raises(torch.OutOfMemoryError):
                 bench.begun() if copied else reserved(bench, composed, store)
         assert (bench.pages.used, bench.pages.elsewhere) == (0, 0)
         bench.rows.check()
         assert store.drop_host() == len(composed.samples)
-        assert bench.rows.own(1) is not None, "the next request is hosted"
+        assert bench.rows.own(1) is not None, "the next request is offloaded"
 
 
-@pytest.mark.parametrize("stage", ["numbers", "columns", "queue", "admitted", "taken back"])
+@pytest.mark.parametrize("stage", ["numbers", "resident_blocks", "queue", "admitted", "retracted"])
 def test_a_request_that_ends_at_any_stage_lets_its_documents_go(stage: str) -> None:
     composed = Composed(8, PROMPT * 16 + BEHIND)
     with store_of(composed.samples) as store:
@@ -384,7 +386,7 @@ def test_a_request_that_ends_at_any_stage_lets_its_documents_go(stage: str) -> N
         else:
             assert prefix is not None
             admission = HostAdmission(bench.rows, bench.tree)
-            if stage == "columns":
+            if stage == "resident_blocks":
                 adder = Adder(room=10)
                 _, row = admission.admit(adder, prefix, lambda: adder.add(bench.req))
                 assert row is None

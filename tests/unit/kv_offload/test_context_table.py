@@ -12,11 +12,11 @@ from sglang_ext.documents.pages.types import IntegrityError, KvShape
 from sglang_ext.kv_offload.documents.context_table import ContextTable
 from sglang_ext.kv_offload.host_admission import HostAdmission
 from sglang_ext.kv_offload.host_prefixes import HostPrefixes
-from sglang_ext.kv_offload.resident.cells import CellTable
-from sglang_ext.kv_offload.resident.hosted_row import HostedRow
+from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
+from sglang_ext.kv_offload.resident.shared_blocks import SharedTable
 from tests.unit.attention.decode.test_progressive_attention import attend, ranked, set_lengths, spoilt, tables
-from tests.unit.kv_offload.hosted_bench import DIM, HEADS, LAYERS, POOL, PROMPT, TAIL, Bench
-from tests.unit.kv_offload.hosted_documents import (
+from tests.unit.kv_offload.offloaded_bench import DIM, HEADS, LAYERS, POOL, PROMPT, TAIL, Bench
+from tests.unit.kv_offload.offloaded_documents import (
     BEHIND,
     CPU,
     ROTATION,
@@ -38,12 +38,12 @@ def table_of(page: int = 16, bits: int = 16, numbers: int = NUMBERS) -> ContextT
     return ContextTable(shape, ROTATION.rotary_dim // 2, numbers, page, CPU)
 
 
-def bench_of(page: int = 16, bits: int = 16, columns: int = 2) -> Bench:
+def bench_of(page: int = 16, bits: int = 16, resident_blocks: int = 2) -> Bench:
     """Without host pages for the context: it is read where it lies, or not at all."""
     return Bench(
         cached=0,
         host=3,
-        columns=columns,
+        resident_blocks=resident_blocks,
         page=page,
         more=PROMPT + TAIL,
         shared=True,
@@ -57,7 +57,7 @@ def with_statistics_of(bench: Bench, kv: KVLayers) -> None:
         bench.statistics.store(layer, torch.arange(POOL), keys)
 
 
-def original_of(bench: Bench, row: HostedRow) -> None:
+def original_of(bench: Bench, row: OffloadedRow) -> None:
     """Let the device's pages, which are the truth, have what documents do, in codes or not."""
     assert row.context is not None
     every = torch.arange(PROMPT, dtype=torch.int32).expand(LAYERS, HEADS, -1).contiguous()
@@ -67,14 +67,14 @@ def original_of(bench: Bench, row: HostedRow) -> None:
 
 @pytest.mark.parametrize("threshold", [0.4, 1.0])
 @pytest.mark.parametrize(
-    ("page", "columns", "bits", "whole"), [(16, 2, 16, False), (64, 1, 16, True), (16, 2, 8, False)]
+    ("page", "resident_blocks", "bits", "whole"), [(16, 2, 16, False), (64, 1, 16, True), (16, 2, 8, False)]
 )
 def test_what_is_attended_to_is_what_a_copy_would_hold(
-    page: int, columns: int, bits: int, whole: bool, threshold: float
+    page: int, resident_blocks: int, bits: int, whole: bool, threshold: float
 ) -> None:
-    composed = Composed(page + columns, PROMPT * page + BEHIND, whole=whole)
+    composed = Composed(page + resident_blocks, PROMPT * page + BEHIND, whole=whole)
     with store_of(composed.samples, pages=900, bits=bits) as store:
-        bench = bench_of(page, bits, columns)
+        bench = bench_of(page, bits, resident_blocks)
         resident = tables(bench)
         prefix = reserved(bench, composed, store)
         assert prefix is not None
@@ -111,21 +111,21 @@ def test_what_is_attended_to_is_what_a_copy_would_hold(
         assert store.drop_host() == len(composed.samples), "nobody reads them any more"
 
 
-def test_a_cell_that_was_overwritten_is_found() -> None:
+def test_a_shared_block_that_was_overwritten_is_found() -> None:
     composed = Composed(21, PROMPT * 16 + BEHIND)
     with store_of(composed.samples) as store:
         bench = bench_of()
         prefix = reserved(bench, composed, store)
         assert prefix is not None
         row = entered(bench, composed, prefix)
-        assert isinstance(row.table, CellTable)
+        assert isinstance(row.table, SharedTable)
         assert bench.arrives(row, bench.rows.load(row, ranked()))
         bench.rows.check()
-        cell = int(bench.rows.cells.places.of[row.numbers].max())
-        buffer = bench.kv.k[cell // HEADS % LAYERS]
-        place = cell // (LAYERS * HEADS) * bench.page + 3, cell % HEADS, 5
+        shared_block = int(bench.rows.shared_blocks.places.of[row.numbers].max())
+        buffer = bench.kv.k[shared_block // HEADS % LAYERS]
+        place = shared_block // (LAYERS * HEADS) * bench.page + 3, shared_block % HEADS, 5
         buffer[place] += 1
-        with pytest.raises(IntegrityError, match="1 columns of request r differ"):
+        with pytest.raises(IntegrityError, match="1 resident blocks of request r differ"):
             bench.rows.check()
         buffer[place] -= 1
         bench.ended(row)
@@ -140,10 +140,10 @@ def gone(bench: Bench) -> None:
     assert (contexts.contexts.tokens[:, 0, 0] < 0).all()
     bench.rows.check()
     assert (bench.pages.used, bench.pages.elsewhere) == (0, 0)
-    assert (bench.rows.cells.of == -1).all()
+    assert (bench.rows.shared_blocks.of == -1).all()
 
 
-@pytest.mark.parametrize("stage", ["columns", "queue", "admitted", "loaded", "taken back", "back"])
+@pytest.mark.parametrize("stage", ["resident_blocks", "queue", "admitted", "loaded", "retracted", "back"])
 def test_a_request_that_ends_at_any_stage_leaves_nothing_behind(stage: str) -> None:
     composed = Composed(22, PROMPT * 16 + BEHIND)
     with store_of(composed.samples) as store:
@@ -155,7 +155,7 @@ def test_a_request_that_ends_at_any_stage_leaves_nothing_behind(stage: str) -> N
         assert contexts.used == len(composed.context.keys)
         bench.rows.check()
         admission = HostAdmission(bench.rows, bench.tree)
-        if stage == "columns":
+        if stage == "resident_blocks":
             adder = Adder(room=10)
             _, row = admission.admit(adder, prefix, lambda: adder.add(bench.req))
             assert row is None
@@ -168,7 +168,7 @@ def test_a_request_that_ends_at_any_stage_leaves_nothing_behind(stage: str) -> N
             assert (told >= 0).all()
             if stage != "admitted":
                 assert bench.arrives(row, bench.rows.load(row, ranked()))
-            if stage in ("taken back", "back"):
+            if stage in ("retracted", "back"):
                 kept = HostPrefixes(bench.rows).retract(row, (PROMPT + 1) * 16 - 2)
                 assert kept is not None
                 bench.rows.join()

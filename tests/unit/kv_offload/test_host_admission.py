@@ -1,4 +1,4 @@
-"""A hosted request that is taken back keeps its KV on the host, and goes on from there."""
+"""An offloaded request that is retracted keeps its KV on the host, and goes on from there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang_ext.kv_offload.host_admission import HostAdmission
 from sglang_ext.kv_offload.host_prefix import HostPrefix
 from sglang_ext.kv_offload.host_prefixes import HostPrefixes
-from sglang_ext.kv_offload.resident.hosted_row import HostedRow
-from tests.unit.kv_offload.hosted_bench import POOL, PROMPT, TAIL, Bench, drawn
+from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
+from tests.unit.kv_offload.offloaded_bench import POOL, PROMPT, TAIL, Bench, drawn
 
 TOKENS = (PROMPT + TAIL) * 16 - 6  # whose KV is kept: the next one is what `Bench.attend` ends with
 
@@ -34,7 +34,7 @@ class Adder:
         return AddReqResult.CONTINUE if self.outcome == "admits" else AddReqResult.OTHER
 
 
-def taken_back(bench: Bench, row: HostedRow) -> HostPrefix:
+def retracted(bench: Bench, row: OffloadedRow) -> HostPrefix:
     """Take a request back, and let everything that it had on the device be someone else's."""
     req = bench.req
     prefix = HostPrefixes(bench.rows).retract(row, TOKENS)
@@ -42,7 +42,7 @@ def taken_back(bench: Bench, row: HostedRow) -> HostPrefix:
     protected = req.cache_protected_len
     slots = bench.table[1, protected : (PROMPT + TAIL) * bench.page].long()
     if row.moved:
-        held, tail = req.ragserve_columns
+        held, tail = req.ragserve_resident_blocks
         slots = torch.cat((held, bench.table[1, tail : (PROMPT + TAIL) * bench.page].long()))
     bench.allocator.free(slots)
     bench.tree.dec_lock_ref(req.last_node)
@@ -52,7 +52,7 @@ def taken_back(bench: Bench, row: HostedRow) -> HostPrefix:
     bench.table[1] = 0
     assert bench.pages.used == PROMPT + TAIL
     bench.rows.check()
-    req.last_node, req.cache_protected_len, req.ragserve_columns = "root", 0, None
+    req.last_node, req.cache_protected_len, req.ragserve_resident_blocks = "root", 0, None
     req.prefix_indices = torch.empty(0, dtype=torch.int64)
     req.output_ids = [0] * 9
     req.full_untruncated_fill_ids = [0] * (TOKENS + 1)
@@ -60,20 +60,20 @@ def taken_back(bench: Bench, row: HostedRow) -> HostPrefix:
     return prefix
 
 
-def admitted(bench: Bench, prefix: HostPrefix, adder: Adder) -> tuple[Any, HostedRow | None]:
+def admitted(bench: Bench, prefix: HostPrefix, adder: Adder) -> tuple[Any, OffloadedRow | None]:
     return HostAdmission(bench.rows, bench.tree).admit(adder, prefix, lambda: adder.add(bench.req))
 
 
 @pytest.mark.parametrize("moved", [True, False], ids=["moved", "copied"])
 def test_it_reads_what_it_would_have_read_and_nothing_is_lost(moved: bool) -> None:
-    bench, choice = Bench(cached=7), drawn()
-    row = bench.moved(choice)[0] if moved else bench.copied()
-    prefix = taken_back(bench, row)
+    bench, selection = Bench(cached=7), drawn()
+    row = bench.moved(selection)[0] if moved else bench.copied()
+    prefix = retracted(bench, row)
     _, back = admitted(bench, prefix, Adder())
     assert back is not None
     assert len(bench.req.prefix_indices) == TOKENS
     given = bench.req.prefix_indices[bench.req.cache_protected_len :] // bench.page
-    assert len(torch.unique(given)) == back.n_columns + TAIL, "columns and what follows the prompt"
+    assert len(torch.unique(given)) == back.n_resident + TAIL, "resident_blocks and what follows the prompt"
     last = bench.req.prefix_indices[-1] // bench.page * bench.page  # whose rest the extend writes
     slots = torch.cat((bench.req.prefix_indices, last + torch.arange(10, 16)))
     bench.table[1, : len(slots)] = slots.int()
@@ -85,9 +85,9 @@ def test_it_reads_what_it_would_have_read_and_nothing_is_lost(moved: bool) -> No
         assert torch.equal(kept[new], was[old])
         written = bench.row_before[end : end + 1].long()
         kept[bench.table[1, end : end + 1].long()] = was[written]  # by its first pass
-    placed = bench.rows.load(back, choice)
+    placed = bench.rows.load(back, selection)
     assert bench.arrives(back, placed)
-    bench.attends(choice, placed)
+    bench.attends(selection, placed)
     bench.rows.check()
     bench.ended(back)
 
@@ -95,7 +95,7 @@ def test_it_reads_what_it_would_have_read_and_nothing_is_lost(moved: bool) -> No
 @pytest.mark.parametrize("outcome", ["full", "refuses", "fails"])
 def test_without_room_it_waits_and_its_host_pages_wait_with_it(outcome: str) -> None:
     bench = Bench()
-    prefix = taken_back(bench, bench.moved(drawn())[0])
+    prefix = retracted(bench, bench.moved(drawn())[0])
     free = bench.allocator.available_size()
     adder = Adder(room=100 if outcome == "full" else 10**6, outcome=outcome)
     if outcome == "fails":
@@ -106,7 +106,7 @@ def test_without_room_it_waits_and_its_host_pages_wait_with_it(outcome: str) -> 
         assert admitted(bench, prefix, adder) == (expected, None)
     assert bench.allocator.available_size() == free
     assert len(bench.req.prefix_indices) == bench.req.cache_protected_len == 0
-    assert bench.req.ragserve_columns is None
+    assert bench.req.ragserve_resident_blocks is None
     assert list(bench.rows.waiting.values()) == [prefix]
     bench.rows.check()
     admission = HostAdmission(bench.rows, bench.tree)

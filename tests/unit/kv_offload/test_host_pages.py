@@ -34,7 +34,7 @@ def test_a_lost_page_and_a_forgotten_request_are_found() -> None:
     assert own is not None
     with pytest.raises(IntegrityError, match="request 7 has"):
         pages.allocate(7, 1)
-    with pytest.raises(IntegrityError, match=r"belong to requests \[7\], and hosted are \[\]"):
+    with pytest.raises(IntegrityError, match=r"belong to requests \[7\], and offloaded are \[\]"):
         pages.check(set())
     own.pop()
     with pytest.raises(IntegrityError, match="3 host pages are free or owned"):
@@ -81,11 +81,11 @@ def test_settings_say_how_many_pages_there_are() -> None:
     runner = SimpleNamespace(token_to_kv_pool=pool, page_size=16, device="cpu", tp_group=group)
     assert host_pages(runner, AttentionConfig()) is None
     budget = 2 * 3 * SHAPE.page_bytes  # of both ranks
-    pages = host_pages(runner, AttentionConfig(hosted_bytes=budget, hosted_tokens=8 * 16 + 5))
+    pages = host_pages(runner, AttentionConfig(offload_bytes=budget, offloaded_tokens=8 * 16 + 5))
     assert pages is not None
     assert (pages.capacity, pages.numbers) == (3, 8)
-    pages = host_pages(runner, AttentionConfig(hosted_bytes=budget, hosted_tokens=16))
+    pages = host_pages(runner, AttentionConfig(offload_bytes=budget, offloaded_tokens=16))
     assert pages is not None
     assert pages.numbers == 3
-    with pytest.raises(ValueError, match="kv_hosted_bytes is 9: a page of 16 tokens takes"):
-        host_pages(runner, AttentionConfig(hosted_bytes=9))
+    with pytest.raises(ValueError, match="kv_offload_bytes is 9: a page of 16 tokens takes"):
+        host_pages(runner, AttentionConfig(offload_bytes=9))

@@ -10,11 +10,11 @@ from sglang_ext.documents.fill import DocumentKv, fill_pages
 from sglang_ext.kv_offload.host.layer_segments import LayerSegments
 from sglang_ext.kv_offload.host_prefixes import HostPrefixes
 from sglang_ext.kv_offload.layer_writer import LayerWriter
-from sglang_ext.kv_offload.resident.hosted_row import HostedCounts
+from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts
 from sglang_ext.state import current
 from tests.unit.context.small_model import KV_HEADS, LAYERS, VOCABULARY, runner_of
-from tests.unit.kv_offload.hosted_bench import DIM, HEADS, Bench
-from tests.unit.kv_offload.hosted_bench import LAYERS as BENCH_LAYERS
+from tests.unit.kv_offload.offloaded_bench import DIM, HEADS, Bench
+from tests.unit.kv_offload.offloaded_bench import LAYERS as BENCH_LAYERS
 
 
 class Written:
@@ -115,9 +115,9 @@ def test_host_pages_and_statistics_are_those_of_the_same_kv_copied_as_a_whole(pa
     k, v = torch.randn(2, BENCH_LAYERS, pages * bench.page, HEADS, DIM)
     prefixes, writer = HostPrefixes(bench.rows), LayerWriter(bench.rows, chunk * bench.page)
     other = bench.pages.allocate(-1, 3)  # host pages that are not in a row
-    prefix = prefixes.reserve(bench.req, len(k[0]) + 5, 1, 0 if pages > 2 else 1, HostedCounts())
+    prefix = prefixes.reserve(bench.req, len(k[0]) + 5, 1, 0 if pages > 2 else 1, OffloadCounts())
     if pages == 1:
-        assert prefix is None, "it takes no more pages than its columns"
+        assert prefix is None, "it takes no more pages than its resident_blocks"
         return
     assert prefix is not None
     bench.pages.release(-1)

@@ -72,11 +72,11 @@ def test_a_shared_folder_is_counted_once() -> None:
     }
 
 
-def test_a_page_of_hosted_requests_is_a_part_of_it_on_every_rank() -> None:
+def test_a_page_of_offloaded_requests_is_a_part_of_it_on_every_rank() -> None:
     mine = {"bytes": 80, "pages": 5, "numbers": 9, "used": 2, "document_pages": 3}
     where = (True, "disk")
-    found = asked({"where": where, "hosted": mine}, {"where": where, "hosted": mine})
-    assert found["hosted"] == mine | {"bytes": 160}
+    found = asked({"where": where, "offloaded": mine}, {"where": where, "offloaded": mine})
+    assert found["offloaded"] == mine | {"bytes": 160}
 
 
 def test_an_operation_that_one_rank_fails_alone_ends_the_server() -> None:

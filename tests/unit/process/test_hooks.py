@@ -48,11 +48,11 @@ class Runtime:
         self.slots = SimpleNamespace(count=lambda: None)
         self.output: str | None = None
         self.composition = self
-        self.taken_back = False
+        self.retracted = False
 
     def before_forward(self, batch: Any) -> bool:
         self.output = "computed already"
-        return self.taken_back
+        return self.retracted
 
     def output_of(self, forward_batch: Any) -> str | None:
         output, self.output = self.output, None
@@ -89,7 +89,7 @@ def test_the_model_does_not_run_where_its_output_is_there_and_no_later_forward_g
 
 def test_a_batch_that_was_taken_back_is_not_extended(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
-    runtime.taken_back = True
+    runtime.retracted = True
     monkeypatch.setattr(current, "runtime", runtime)
     (forward,) = (h.function for h in hooks.HOOKS if h.target.endswith("forward_batch_generation"))
 

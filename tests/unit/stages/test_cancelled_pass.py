@@ -1,4 +1,4 @@
-"""A composed pass of the server's own ends between two layers once its request is taken back, and SGLang gets
+"""A composed pass of the server's own ends between two layers once its request is retracted, and SGLang gets
 every message that was read early."""
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_a_batch_that_is_taken_back_ends_its_requests_and_lets_documents_go() ->
 
     is_over, reqs = over([AbortReq(rid="", abort_all=True)])
     assert is_over
-    assert ["taken back" in req.to_finish.message for req in reqs] == [True, True]
+    assert ["retracted" in req.to_finish.message for req in reqs] == [True, True]
     assert unlocked == case.contexts
     assert composition._timer is None, "nothing to report"
     assert composition.composer.fused_question.output(SimpleNamespace(input_ids=[0])) is None

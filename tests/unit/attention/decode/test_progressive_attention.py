@@ -1,5 +1,5 @@
 """Progressive attention to a request whose prompt is on the host: what is read where, and what is chosen for
-cells."""
+shared blocks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from ragserve_kernels.dispatch import forced_naive
 from ragserve_kernels.kv import KVLayers
 from ragserve_kernels.paged import PagedBatch, PageSelection
-from ragserve_kernels.progressive_decode import PageCells
+from ragserve_kernels.progressive_decode import SharedPages
 from sglang_ext.attention.decode.progressive_attention import ProgressiveAttention, ProgressiveToken, listed
 from sglang_ext.attention.decode.tables import StepTables, TableShape
-from sglang_ext.kv_offload.resident.hosted_row import HostedRow
+from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
 from sglang_ext.wire.attention_config import AttentionConfig
-from tests.unit.kv_offload.hosted_bench import DIM, HEADS, LAYERS, LIMIT, POOL, PROMPT, TAIL, Bench
+from tests.unit.kv_offload.offloaded_bench import DIM, HEADS, LAYERS, LIMIT, POOL, PROMPT, TAIL, Bench
 
 CAPACITY = LIMIT + 2
 SCALE = DIM**-0.5
@@ -27,7 +27,7 @@ def attention(bench: Bench, kv: KVLayers | None = None) -> ProgressiveAttention:
     """``kv``: the pool, if not the bench's."""
     statistics: Any = SimpleNamespace(tables=bench.statistics)
     by = ProgressiveAttention(AttentionConfig(), statistics, bench.pages.pool)
-    by.cells = PageCells(bench.rows.cells.places.of, kv or bench.kv)
+    by.shared_blocks = SharedPages(bench.rows.shared_blocks.places.of, kv or bench.kv)
     by.contexts = bench.rows.contexts
     return by
 
@@ -87,27 +87,28 @@ def attend(
     return out, used, reads
 
 
-def spoilt(bench: Bench, row: HostedRow) -> tuple[KVLayers, torch.Tensor]:
-    """Return the pool with NaN but for the cells that hold pages and the tail, and spoil host pages of cells.
+def spoilt(bench: Bench, row: OffloadedRow) -> tuple[KVLayers, torch.Tensor]:
+    """Return the pool with NaN but for the shared blocks that hold pages and the tail, and spoil host pages
+    of shared blocks.
 
-    And how many pages of each layer and head are in cells."""
+    And how many pages of each layer and head are in shared blocks."""
     pool = KVLayers(
         *([torch.full_like(each, torch.nan) for each in half] for half in (bench.kv.k, bench.kv.v))
     )
     tail = bench.table[1, PROMPT * bench.page : (PROMPT + TAIL) * bench.page].long()
-    of, lists, found = bench.rows.cells.places.of, LAYERS * HEADS, torch.zeros(LAYERS, HEADS)
+    of, lists, found = bench.rows.shared_blocks.places.of, LAYERS * HEADS, torch.zeros(LAYERS, HEADS)
     for before, after in zip((*bench.kv.k, *bench.kv.v), (*pool.k, *pool.v), strict=True):
         after[tail] = before[tail]
     for host in row.numbers:
         for layer in range(LAYERS):
             for head in range(HEADS):
-                cell = int(of[host, layer, head])
-                if cell < 0:
+                shared_block = int(of[host, layer, head])
+                if shared_block < 0:
                     continue
                 found[layer, head] += 1
-                rows = slice(cell // lists * bench.page, (cell // lists + 1) * bench.page)
+                rows = slice(shared_block // lists * bench.page, (shared_block // lists + 1) * bench.page)
                 for before, after in ((bench.kv.k, pool.k), (bench.kv.v, pool.v)):
-                    to = cell // HEADS % LAYERS, rows, cell % HEADS
+                    to = shared_block // HEADS % LAYERS, rows, shared_block % HEADS
                     after[to[0]][to[1:]] = before[to[0]][to[1:]]
                 if host < bench.pages.capacity:  # others have no memory of their own
                     bench.pages.pool[host, :, layer, head] = torch.nan
@@ -115,9 +116,11 @@ def spoilt(bench: Bench, row: HostedRow) -> tuple[KVLayers, torch.Tensor]:
 
 
 @pytest.mark.parametrize("threshold", [0.4, 1.0])
-@pytest.mark.parametrize(("page", "columns"), [(16, 2), (64, 1)], ids=["16", "64"])
-def test_it_reads_cells_and_host_pages_and_nothing_else(page: int, columns: int, threshold: float) -> None:
-    bench = Bench(page=page, columns=columns, shared=True)
+@pytest.mark.parametrize(("page", "resident_blocks"), [(16, 2), (64, 1)], ids=["16", "64"])
+def test_it_reads_shared_blocks_and_host_pages_and_nothing_else(
+    page: int, resident_blocks: int, threshold: float
+) -> None:
+    bench = Bench(page=page, resident_blocks=resident_blocks, shared=True)
     resident = tables(bench)
     set_lengths(resident, bench, None)
     q = 2 * torch.randn(LAYERS, 2, 2 * HEADS, DIM)
@@ -127,9 +130,9 @@ def test_it_reads_cells_and_host_pages_and_nothing_else(page: int, columns: int,
     made = tables(bench)
     set_lengths(made, bench, bench.rows.statistics_of)
     pool, found = spoilt(bench, row)
-    cells = columns * LIMIT * LAYERS * HEADS
-    assert found.sum() == min(cells, CAPACITY * LAYERS * HEADS)
-    assert columns > 1 or found[1, 1] > LIMIT, "the last head has more than its columns"
+    shared_blocks = resident_blocks * LIMIT * LAYERS * HEADS
+    assert found.sum() == min(shared_blocks, CAPACITY * LAYERS * HEADS)
+    assert resident_blocks > 1 or found[1, 1] > LIMIT, "the last head has more than its resident_blocks"
     got, pages, reads = attend(made, bench, pool, q, threshold)
     assert torch.equal(got, want)
     assert torch.equal(pages, used)
@@ -140,7 +143,7 @@ def test_it_reads_cells_and_host_pages_and_nothing_else(page: int, columns: int,
         assert reads.any()
 
 
-def test_before_anything_is_in_cells_all_of_the_prompt_is_read_from_the_host() -> None:
+def test_before_anything_is_in_shared_blocks_all_of_the_prompt_is_read_from_the_host() -> None:
     bench = Bench(shared=True)
     bench.moved(PageSelection(torch.full_like(ranked().blocks, -1), ranked().counts))
     made = tables(bench)
@@ -179,7 +182,7 @@ def test_a_token_that_was_taken_back_attends_as_its_step_and_chooses_by_it() -> 
     assert (chosen.blocks[..., :2] == torch.tensor([0, PROMPT + TAIL - 1])).all(), "forced pages come first"
 
 
-def test_a_step_lists_the_pages_it_ranked_for_cells() -> None:
+def test_a_step_lists_the_pages_it_ranked_for_shared_blocks() -> None:
     bench = Bench()
     made = tables(bench)
     made.used[:, 1] = torch.tensor([[1, 2], [3, 9]])

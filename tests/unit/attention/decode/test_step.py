@@ -404,14 +404,14 @@ def test_engines_that_cannot_decode_sparsely_are_refused() -> None:
     )
     runner = SimpleNamespace(server_args=args, page_size=1, token_to_kv_pool=object(), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="sparse_attention=on") as refused:
-        check_engine(runner, AttentionConfig(kv_bits=8, hosted_bytes=2**20))
+        check_engine(runner, AttentionConfig(kv_bits=8, offload_bytes=2**20))
     for part in (
         "page_size is 1",
         "a object",
         "enable_lora",
         "speculative_algorithm",
         "radix_cache_backend",
-        "kv_hosted_bytes is 1048576 and kv_bits 8",
+        "kv_offload_bytes is 1048576 and kv_bits 8",
         "logical page has 16",
     ):
         assert part in str(refused.value)

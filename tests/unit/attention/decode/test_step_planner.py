@@ -120,11 +120,11 @@ def test_a_window_is_the_running_mean_of_decoded_queries_and_chooses_after_16_st
     assert [round(step.shares[-1], 4) for step in steps[:4]] == [1, 0.5, 0.3333, 0.3333]
     assert steps[2].shares[0] == 1
     chosen = [i for i, step in enumerate(steps) if step.variant is Variant.REFRESHED]
-    assert chosen[0] == 15, "the first choice was by one query"
+    assert chosen[0] == 15, "the first selection was by one query"
     assert run(plan, [a], [4300], in_graph=True).shares == (1.0,), "other tables know no earlier query"
     assert run(plan, [a], [4301], in_graph=True).shares == (1 / 2,)
-    a.ragserve_decode.forget_choice()
-    assert run(plan, [a], [4302], in_graph=True).shares == (1.0,), "it has been taken back"
+    a.ragserve_decode.forget_selection()
+    assert run(plan, [a], [4302], in_graph=True).shares == (1.0,), "it has been retracted"
 
 
 def test_pages_chosen_by_the_prompt_or_by_nobody_are_not_chosen_again_for_their_age() -> None:
@@ -187,10 +187,10 @@ def test_exact_scores_need_keys_on_the_device_and_of_16_bits() -> None:
     exact = DecodeOptions(mode="hierarchical", scores="exact")
     with pytest.raises(PlanError, match="kv_bits=16"):
         StepPlanner(AttentionConfig(options=exact, kv_bits=8), 16, 8192)
-    hosting = AttentionConfig(hosted_bytes=2**20)
+    offloading = AttentionConfig(offload_bytes=2**20)
     for options in ({"scores": "exact"}, {"observe": "recent"}):
         with pytest.raises(PlanError, match="chooses by bounds"):
-            request(StepPlanner(hosting, 16, 8192), "a", mode="hierarchical", lag=1, **options)
+            request(StepPlanner(offloading, 16, 8192), "a", mode="hierarchical", lag=1, **options)
 
 
 def test_a_budget_of_the_whole_context_is_dense() -> None:
@@ -220,7 +220,7 @@ def test_configuration_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         from_environment()
 
 
-@pytest.mark.parametrize("options", [{"hosted": True}, {"hosted": "auto"}, {"lag": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"offloaded": True}, {"offloaded": "auto"}, {"lag": 2}], ids=str)
 def test_a_lag_needs_a_pool_of_16_bits_and_host_pages(options: dict[str, Any]) -> None:
     few = StepPlanner(AttentionConfig(kv_bits=8), 16, 8192)
     with pytest.raises(PlanError, match="needs a KV pool of 16 bits, and this server's has 8"):

@@ -12,7 +12,7 @@ import torch
 from ragserve_kernels.paged import PageSelection
 from sglang_ext.attention.decode.step_planner import Step, StepPlanner, Variant
 from sglang_ext.attention.decode_runtime import DecodeRuntime
-from sglang_ext.attention.offload.lagged_selection import LaggedChoices, may_be_hosted
+from sglang_ext.attention.offload.lagged_selection import LaggedSelection, may_be_offloaded
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.protocol import DECODE_FIELD, DecodeOptions, PlanError
 
@@ -21,7 +21,7 @@ LAGGING = {"mode": "hierarchical", "budget": 64, "dense_below": 0, "lag": 2}
 
 
 def planner(**config: Any) -> StepPlanner:
-    return StepPlanner(AttentionConfig(hosted_bytes=2**20, **config), PAGE, 8192)
+    return StepPlanner(AttentionConfig(offload_bytes=2**20, **config), PAGE, 8192)
 
 
 def request(plan: StepPlanner, **options: Any) -> Any:
@@ -38,7 +38,7 @@ def run(plan: StepPlanner, reqs: list[Any], lengths: list[int]) -> Step:
 
 
 @pytest.mark.parametrize(("reuse", "every"), [(1, 3), (5, 5), (100, PAGE - 2)])
-def test_a_row_chooses_by_its_own_clock_and_reads_its_choice_after_the_lag(reuse: int, every: int) -> None:
+def test_a_row_chooses_by_its_own_clock_and_reads_its_selection_after_the_lag(reuse: int, every: int) -> None:
     plan = planner()
     req, other = request(plan, reuse=reuse), request(plan, lag=0, reuse=4)
     steps = [run(plan, [req, other], [101 + i, 300 + i]) for i in range(70)]
@@ -52,7 +52,7 @@ def test_a_row_chooses_by_its_own_clock_and_reads_its_choice_after_the_lag(reuse
 
 
 @pytest.mark.parametrize("lag", [1, 2, 7])
-def test_at_most_one_page_begins_while_a_choice_serves(lag: int) -> None:
+def test_at_most_one_page_begins_while_a_selection_serves(lag: int) -> None:
     plan = planner()
     req = request(plan, lag=lag, reuse=1000)
     chosen, begun = 0, 0
@@ -73,13 +73,13 @@ def test_a_request_taken_back_chooses_anew() -> None:
     req = request(plan, reuse=1)
     for tokens in range(101, 106):
         run(plan, [req], [tokens])
-    req.ragserve_decode.forget_choice()
+    req.ragserve_decode.forget_selection()
     step = run(plan, [req], [106])
     assert (step.active, step.swapped, step.lagged) == ((True,), (False,), (False,))
 
 
 def test_a_step_that_becomes_an_extend_is_planned_once() -> None:
-    """A request is taken back before a step, or while the overlap scheduler has it running."""
+    """A request is retracted before a step, or while the overlap scheduler has it running."""
     plan = planner()
     req, other = request(plan, reuse=4), request(plan, lag=0)
     for tokens in range(101, 105):
@@ -93,7 +93,7 @@ def test_a_step_that_becomes_an_extend_is_planned_once() -> None:
     assert (step.active[1], step.kept, step.changed) == (False, (0, -1), True)
     assert plan.place(state) == 1
     run(plan, [other, req], [106, 107])
-    assert plan.again(req, 108)[0], "the choice of 105 is read from 108 on"
+    assert plan.again(req, 108)[0], "the selection of 105 is read from 108 on"
 
 
 def test_a_request_with_a_lag_chooses_by_the_last_query_of_its_prompt() -> None:
@@ -111,9 +111,9 @@ def test_a_request_with_a_lag_chooses_by_the_last_query_of_its_prompt() -> None:
     assert run(plan, [req], [103]).lagged == (True,), "its clock runs from there on"
 
 
-def test_a_hosted_progressive_row_chooses_for_its_columns_by_its_own_clock() -> None:
+def test_a_offloaded_progressive_row_chooses_for_its_resident_blocks_by_its_own_clock() -> None:
     plan = planner()
-    req = request(plan, mode="progressive", hosted=True, reuse=5)
+    req = request(plan, mode="progressive", offloaded=True, reuse=5)
     state = req.ragserve_decode
     steps = [run(plan, [req], [101 + i]) for i in range(40)]
     assert (state.first_tokens, state.options.lag_steps) == (101, 2)
@@ -128,22 +128,22 @@ def test_progressive_rows_without_a_host_have_no_lag() -> None:
     plan = planner()
     options = DecodeOptions(mode="progressive", lag=3)
     assert options.lag_steps == 0
-    with pytest.raises(PlanError, match="lag is of hosted requests in mode 'progressive'"):
+    with pytest.raises(PlanError, match="lag is of offloaded requests in mode 'progressive'"):
         request(plan, mode="progressive")
     with pytest.raises(PlanError, match="the first and the newest page alone take 32"):
-        request(plan, mode="progressive", hosted=True, budget=16)
+        request(plan, mode="progressive", offloaded=True, budget=16)
     exact = planner(options={"scores": "exact"})
-    assert request(exact, mode="progressive", hosted=True).ragserve_decode.options.hosted, (
+    assert request(exact, mode="progressive", offloaded=True).ragserve_decode.options.offloaded, (
         "its scores are bounds"
     )
 
 
-def test_hosted_requests_have_a_lag_and_need_memory_on_the_host() -> None:
-    assert request(planner(), lag=0, hosted=True).ragserve_decode.options.lag_steps == 2
-    assert DecodeOptions(mode="dense", hosted=True).lag_steps == 0, "a server's default says nothing of it"
+def test_offloaded_requests_have_a_lag_and_need_memory_on_the_host() -> None:
+    assert request(planner(), lag=0, offloaded=True).ragserve_decode.options.lag_steps == 2
+    assert DecodeOptions(mode="dense", offloaded=True).lag_steps == 0, "a server's default says nothing of it"
     without = StepPlanner(AttentionConfig(), PAGE, 8192)
-    for options in ({}, {"lag": 0, "hosted": True}):
-        with pytest.raises(PlanError, match="kv_hosted_bytes"):
+    for options in ({}, {"lag": 0, "offloaded": True}):
+        with pytest.raises(PlanError, match="kv_offload_bytes"):
             request(without, **options)
     with pytest.raises(
         PlanError, match="lag is for mode 'hierarchical' or 'progressive', and this request's"
@@ -151,27 +151,27 @@ def test_hosted_requests_have_a_lag_and_need_memory_on_the_host() -> None:
         request(planner(), mode="dense")
 
 
-def test_a_prompt_is_hosted_once_the_tree_has_it() -> None:
+def test_a_prompt_is_offloaded_once_the_tree_has_it() -> None:
     plan = planner()
-    req = request(plan, hosted=True)
+    req = request(plan, offloaded=True)
     (row,) = run(plan, [req], [101]).rows
-    assert not may_be_hosted(row, req, short=True), "with overlap its first token is not known yet"
+    assert not may_be_offloaded(row, req, short=True), "with overlap its first token is not known yet"
     req.output_ids.append(7)
-    assert may_be_hosted(row, req, short=False)
-    auto = request(plan, hosted="auto")
+    assert may_be_offloaded(row, req, short=False)
+    auto = request(plan, offloaded="auto")
     auto.output_ids.append(7)
     (alone,) = run(plan, [auto], [101]).rows
-    assert [may_be_hosted(alone, auto, short=short) for short in (False, True)] == [False, True]
+    assert [may_be_offloaded(alone, auto, short=short) for short in (False, True)] == [False, True]
     req.ragserve = SimpleNamespace(plan=SimpleNamespace(session="s"))
-    assert not may_be_hosted(row, req, short=True), "the tree is to have the session's KV"
+    assert not may_be_offloaded(row, req, short=True), "the tree is to have the session's KV"
     req.ragserve.plan.session = None
-    assert may_be_hosted(row, req, short=True)
+    assert may_be_offloaded(row, req, short=True)
     req.ragserve = SimpleNamespace()
-    assert not may_be_hosted(row, req, short=True), "the tree is to have the document"
+    assert not may_be_offloaded(row, req, short=True), "the tree is to have the document"
 
 
 class Backend:
-    """Notes what is placed, and gives choices that name the step they were made in."""
+    """Notes what is placed, and gives selections that name the step they were made in."""
 
     def __init__(self) -> None:
         self.placed: list[tuple[int, int, int | None]] = []
@@ -187,10 +187,10 @@ class Backend:
         return self.taken(row, wanted=True)
 
 
-def test_tables_that_forgot_a_choice_get_it_again_with_the_page_that_began() -> None:
+def test_tables_that_forgot_a_selection_get_it_again_with_the_page_that_began() -> None:
     plan, backend = planner(), Backend()
-    hosted: Any = SimpleNamespace(statistics_of=None, copy=lambda: None, begin_step=lambda now: None)
-    lagged = LaggedChoices(backend, hosted, PAGE)  # type: ignore[arg-type]
+    offloaded: Any = SimpleNamespace(statistics_of=None, copy=lambda: None, begin_step=lambda now: None)
+    lagged = LaggedSelection(backend, offloaded, PAGE)  # type: ignore[arg-type]
     a, b = request(plan, reuse=6), request(plan, mode="dense", lag=0)
 
     def step(
@@ -217,16 +217,16 @@ def test_tables_that_forgot_a_choice_get_it_again_with_the_page_that_began() -> 
 def test_pages_of_progressive_rows_are_loaded_by_their_own_clock_and_placed_nowhere() -> None:
     plan, backend, told = planner(), Backend(), list[tuple[str, int]]()
 
-    def load(row: Any, choice: PageSelection, lag: int) -> PageSelection:
+    def load(row: Any, selection: PageSelection, lag: int) -> PageSelection:
         assert lag == 2
-        told.append(("load", int(choice.counts)))
-        return choice
+        told.append(("load", int(selection.counts)))
+        return selection
 
-    def arrive(row: Any, choice: PageSelection) -> bool:
-        told.append(("arrive", int(choice.counts)))
+    def arrive(row: Any, selection: PageSelection) -> bool:
+        told.append(("arrive", int(selection.counts)))
         return True
 
-    hosted: Any = SimpleNamespace(
+    offloaded: Any = SimpleNamespace(
         statistics_of=None,
         copy=lambda: None,
         begin_step=lambda now: None,
@@ -234,9 +234,9 @@ def test_pages_of_progressive_rows_are_loaded_by_their_own_clock_and_placed_nowh
         load_rest=lambda row: None,
         arrive=arrive,
     )
-    lagged = LaggedChoices(backend, hosted, PAGE)  # type: ignore[arg-type]
-    a, b = request(plan, mode="progressive", hosted=True, reuse=4), request(plan, mode="dense", lag=0)
-    a.ragserve_decode.hosted = SimpleNamespace()
+    lagged = LaggedSelection(backend, offloaded, PAGE)  # type: ignore[arg-type]
+    a, b = request(plan, mode="progressive", offloaded=True, reuse=4), request(plan, mode="dense", lag=0)
+    a.ragserve_decode.offloaded = SimpleNamespace()
 
     def step(reqs: list[Any], lengths: list[int]) -> list[tuple[str, int]]:
         told.clear()
@@ -256,12 +256,12 @@ def test_pages_of_progressive_rows_are_loaded_by_their_own_clock_and_placed_nowh
 
 
 @pytest.mark.parametrize("decode", [True, False], ids=["decode", "extend"])
-def test_every_forward_pass_follows_loads_into_columns_that_were_given_back(decode: bool) -> None:
+def test_every_forward_pass_follows_loads_into_resident_blocks_that_were_given_back(decode: bool) -> None:
     told: list[str] = []
-    hosted: Any = SimpleNamespace(statistics_of=None, join=lambda: told.append("join"))
+    offloaded: Any = SimpleNamespace(statistics_of=None, join=lambda: told.append("join"))
     backend: Any = SimpleNamespace(graph_size=0, begin=lambda step: told.append("begin"))
     statistics: Any = SimpleNamespace(page_size=PAGE, bytes=0)
-    runtime = DecodeRuntime(AttentionConfig(hosted_bytes=1), planner(), statistics, backend, hosted)
+    runtime = DecodeRuntime(AttentionConfig(offload_bytes=1), planner(), statistics, backend, offloaded)
     mode = SimpleNamespace(is_decode=lambda: decode, is_extend=lambda: not decode, is_mixed=lambda: False)
     batch = SimpleNamespace(forward_mode=mode, reqs=[], seq_lens_cpu=torch.zeros(0), prefix_lens=[])
     runtime.before_forward(batch)

@@ -21,7 +21,7 @@ from sglang_ext.stages import stages
 from sglang_ext.state import current
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.protocol import DecodeOptions
-from tests.unit.kv_offload.hosted_bench import DIM, HEADS, LAYERS, POOL, Bench
+from tests.unit.kv_offload.offloaded_bench import DIM, HEADS, LAYERS, POOL, Bench
 
 PAGE = 16
 LONG = POOL * PAGE + 5
@@ -32,13 +32,18 @@ class Request(SimpleNamespace):
     """SGLang's, as far as admission needs it."""
 
     def __init__(self, tokens: int, **options: Any) -> None:
-        hosting = {"mode": "hierarchical", "budget": 4 * PAGE, "dense_below": 0, "hosted": True} | options
+        offloading = {
+            "mode": "hierarchical",
+            "budget": 4 * PAGE,
+            "dense_below": 0,
+            "offloaded": True,
+        } | options
         super().__init__(
             rid="r",
             origin_input_ids=array("q", range(tokens)),
             output_ids=[],
             sampling_params=SimpleNamespace(max_new_tokens=8, custom_params=None),
-            ragserve_decode=DecodeState(DecodeOptions(**hosting)),
+            ragserve_decode=DecodeState(DecodeOptions(**offloading)),
             return_logprob=False,
             logprob_start_len=-1,
             return_hidden_states=False,
@@ -83,7 +88,7 @@ class Scheduler:
             server_args=SimpleNamespace(chunked_prefill_size=64),
             model_config=SimpleNamespace(context_len=8192),
         )
-        planner = StepPlanner(AttentionConfig(hosted_bytes=1), PAGE, 8192)
+        planner = StepPlanner(AttentionConfig(offload_bytes=1), PAGE, 8192)
         self.segments = SegmentedPrefill(planner, self.bench.rows, self.bench.tree, runner, None)
         self.queue = [req]
         self.admission = HostAdmission(self.bench.rows, self.bench.tree)
@@ -129,10 +134,10 @@ def test_a_prompt_larger_than_the_pool_is_shown_by_its_end_and_prefilled_before_
         rounds += 1
     assert rounds == 4
     assert engine.segments.running == 0
-    assert engine.admit() is None, "its KV is on the host: see `HostedRequests.admit`"
+    assert engine.admit() is None, "its KV is on the host: see `OffloadedRequests.admit`"
     prefix = req.ragserve_decode.prefix
     assert (prefix.tokens, prefix.tail, prefix.pages) == (POOL * PAGE, [], POOL)
-    assert req.ragserve_decode.hosted_counts.segmented_tokens == prefix.tokens
+    assert req.ragserve_decode.offload_counts.segmented_tokens == prefix.tokens
     k = engine.bench.pages.pool[prefix.numbers][:, 0, LAYERS - 1, HEADS - 1, :, DIM - 1]
     assert k.flatten().tolist() == list(range(POOL * PAGE))
     assert (req.already_computed, req._cache_breakdown_computed) == (POOL * PAGE, True), "no cache hits"
@@ -141,24 +146,24 @@ def test_a_prompt_larger_than_the_pool_is_shown_by_its_end_and_prefilled_before_
 def test_what_fits_is_prefilled_by_segments_only_where_the_pool_has_no_room_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for hosted, result, begins in (
+    for offloaded, result, begins in (
         (True, AddReqResult.NO_TOKEN, True),
         (True, AddReqResult.CONTINUE, False),
         (True, AddReqResult.OTHER, False),
         ("auto", AddReqResult.NO_TOKEN, False),  # those that run leave the pool to it
         (False, AddReqResult.NO_TOKEN, False),
     ):
-        req = Request(20 * PAGE, hosted=hosted)
+        req = Request(20 * PAGE, offloaded=offloaded)
         engine = Scheduler(req, monkeypatch)
         assert engine.segments.show_end(req) is None
         got = engine.admit(result)
-        assert engine.segments.running == begins, (hosted, result)
+        assert engine.segments.running == begins, (offloaded, result)
         if begins:
             assert got is AddReqResult.CONTINUE
         else:
-            assert got is (result if hosted is True else None), "as SGLang says, or not asked"
+            assert got is (result if offloaded is True else None), "as SGLang says, or not asked"
         assert engine.bench.pages.used == 19 * begins, "its last token is left to SGLang"
-    few = Request(5 * PAGE)  # no more pages than its columns
+    few = Request(5 * PAGE)  # no more pages than its resident blocks
     engine = Scheduler(few, monkeypatch)
     assert engine.admit() is AddReqResult.NO_TOKEN
     assert (engine.bench.pages.used, few.ragserve_decode.segmented) == (0, False)
@@ -229,7 +234,7 @@ def test_without_host_pages_it_waits_for_those_of_others_and_ends_where_there_ar
     engine.admit(AddReqResult.CONTINUE, running=False)
     assert engine.added == [1]
     assert f"the prompt takes {LONG} tokens" in req.to_finish.message
-    assert "raise kv_hosted_bytes" in req.to_finish.message
+    assert "raise kv_offload_bytes" in req.to_finish.message
 
 
 @pytest.mark.parametrize(
@@ -267,7 +272,7 @@ def test_log_probabilities_of_the_prompt_are_refused_once_they_are_known(
     assert req.to_finish.status_code == 400
 
 
-def test_it_is_one_prompt_at_a_time_and_only_hosted_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_one_prompt_at_a_time_and_only_offloaded_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     req, other = Request(LONG), Request(LONG)
     engine = Scheduler(req, monkeypatch)
     for each in (req, other):
@@ -277,7 +282,7 @@ def test_it_is_one_prompt_at_a_time_and_only_hosted_plain_ones(monkeypatch: pyte
     assert engine.admit() is AddReqResult.CONTINUE, "it waits for its turn"
     assert other.ragserve_decode.prefix is None
     for plain in (
-        Request(LONG, hosted=False),
+        Request(LONG, offloaded=False),
         Request(LONG, mode="dense"),
         Request(LONG, dense_below=LONG + 1),
     ):

@@ -8,7 +8,7 @@ import torch
 from sglang_ext.attention.offload import streamed_attention
 from sglang_ext.attention.offload.streamed_attention import StreamedTokens
 from sglang_ext.kv_offload.host.host_reader import HostReader
-from tests.unit.kv_offload.hosted_bench import DIM, HEADS, LAYERS, POOL, PROMPT, Bench
+from tests.unit.kv_offload.offloaded_bench import DIM, HEADS, LAYERS, POOL, PROMPT, Bench
 
 GROUP = 2
 

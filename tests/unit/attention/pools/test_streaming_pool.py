@@ -108,7 +108,7 @@ def test_patterns_of_one_kind_of_head_are_refused(tmp_path: Path, share: float, 
         ({"decode_mode": "hierarchical"}, "--decode-mode dense"),
         ({"prefill_mode": "lines"}, "leave prefill_mode out"),
         ({"kv_bits": 8}, "leave kv_bits"),
-        ({"kv_hosted_bytes": 2**20}, "kv_hosted_bytes"),
+        ({"kv_offload_bytes": 2**20}, "kv_offload_bytes"),
         ({"session_on_host": True}, "session_on_host"),
     ],
 )

@@ -131,7 +131,7 @@ def test_chunks_and_decoding_see_what_the_masks_say(chunks: tuple[int, ...], dev
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_batches_with_rows_that_others_have_left_see_the_same(device: str) -> None:
-    """Chunks beside decode rows in one batch, and rows that end or are taken back anywhere."""
+    """Chunks beside decode rows in one batch, and rows that end or are retracted anywhere."""
     made, engine = random.Random(0), Engine(device)
     texts: dict[int, Text] = {}
     goals: dict[int, int] = {}

@@ -20,7 +20,7 @@ QUESTION, ANSWER, PAGE = 3, 10, 4
 HELD = 4  # tokens of a session's dialogue so far, all of the first span
 
 
-class Hosting:
+class Offloading:
     """Takes contexts in host pages: those that ask for it, all or (``auto``) if the device is full."""
 
     def __init__(self) -> None:
@@ -119,8 +119,8 @@ class Engine:
             count=lambda tier, n: self.counted.append((tier, n)),
             retrieved=lambda keys, namespace: self.retrieved.append(keys),
         )
-        self.hosting = Hosting()
-        attention = SimpleNamespace(requests=self.hosting)
+        self.offloading = Offloading()
+        attention = SimpleNamespace(requests=self.offloading)
         self.admission = Admission(
             tree,
             tiers,

@@ -48,7 +48,7 @@ def test_a_request_waits_for_its_load_without_locks() -> None:
     assert engine.req.to_finish is None
 
 
-@pytest.mark.parametrize("output", [[], [7]], ids=["new", "taken back"])
+@pytest.mark.parametrize("output", [[], [7]], ids=["new", "retracted"])
 def test_missing_documents_end_the_request(output: list[int]) -> None:
     engine = Engine(missing=[1])
     engine.req.output_ids = output
@@ -57,7 +57,7 @@ def test_missing_documents_end_the_request(output: list[int]) -> None:
     assert not engine.context.sources
     message = engine.req.to_finish.message
     if output:
-        assert "taken back" in message, "its answer cannot be continued from other KV"
+        assert "retracted" in message, "its answer cannot be continued from other KV"
         assert engine.req.to_finish.status_code == 503
     else:
         assert message == MISSING_PREFIX + json.dumps([1])
@@ -171,11 +171,11 @@ def test_a_rank_that_fails_alone_once_they_have_agreed_ends_the_server(
 ) -> None:
     """The others admit the request, and would wait for this one in its first pass."""
     engine = Engine()
-    engine.hosting.wanted = where in ("reserve", "compose")
+    engine.offloading.wanted = where in ("reserve", "compose")
     if where == "alloc":
         engine.admission._allocator.alloc = broken
     elif where != "add":
-        monkeypatch.setattr(engine.hosting, where, broken)
+        monkeypatch.setattr(engine.offloading, where, broken)
     monkeypatch.setattr(stages, "_alike", lambda error: False)
     with pytest.raises(stages.RanksDivided):
         engine.admission.admit(engine.adder, engine.req, broken)

@@ -1,0 +1,124 @@
+"""State of one offloaded request, and what it counts."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ragserve_kernels.resident_assign import ResidentBlocks
+from sglang_ext.documents.pages.types import IntegrityError
+from sglang_ext.kv_offload.documents.context_pages import ContextPages
+from sglang_ext.kv_offload.resident.link_meter import LinkMeter
+from sglang_ext.kv_offload.resident.resident_blocks import RECENT, ResidentTable
+from sglang_ext.kv_offload.resident.shared_blocks import SharedTable
+
+
+@dataclass(slots=True)
+class OffloadCounts:
+    """Counts of a request, as `DecodeReport` says. One that is retracted is offloaded anew, and counts on."""
+
+    offloaded_steps: int = 0
+    hits: int = 0
+    misses: int = 0
+    fills: int = 0
+    host_reads: int = 0
+    loaded_bytes: int = 0
+    resident_blocks: int = 0
+    working_set: float = 0.0
+    resumed: int = 0
+    segmented_tokens: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class OffloadedRow:
+    """A request whose prompt is copied to host pages, and then leaves the device but for its resident blocks.
+
+    Its life: pages are copied (``copied`` < ``pages``), resident blocks are reserved, the pages of a
+    selection are loaded into them, and with the step that reads that selection the request *moves*: its
+    prompt may be evicted, and in the request table the resident blocks take the place of its last pages.
+
+    Attributes:
+        owner: of its host pages.
+        request: its row of the request table; negative before it has one.
+        selection: pages of a selection, at most.
+        n_resident: resident blocks that it has or will have, at least ``selection``. fixed: their number
+            never changes.
+        shared: layers and heads share all of them, for a request that attends by threshold.
+        slots: int64 [pages * page_size]: where the prompt's pages lie until it moves.
+        host: int32 [pages]: its host pages, on the device.
+        numbers: the same, on the host.
+        head_bytes: K and V of a page of one layer and head.
+        context: its prompt's pages, if their KV is in documents' host pages; None if in its own.
+        pages: prompt pages that are offloaded; those behind them stay on the device.
+        copied: of these pages, how many have been copied, or their copies launched.
+        resident_blocks: int64 [resident_blocks * page_size]: slots of the resident blocks; None until they
+            are reserved.
+        resident_pages: int32 [resident_blocks]: pages of the resident blocks.
+        protected: ``req.cache_protected_len`` before resident blocks were reserved.
+        loaded: event after which the latest selection's pages are in their resident blocks; None on a CPU.
+        has_load: a selection of pages has been loaded that no step has read yet.
+        filling: shared blocks that it names may be filled by the step at hand: see `SharedLoads`.
+        late: that selection, some of whose pages are to be loaded just before it is read; None: none are.
+        leaving: resident blocks that it loses once ``leave_after`` more selections have begun to be read.
+        moved: its prompt is no longer its own. placed: its row of the request table says so.
+        arriving: `ResidentBlocks.tally` of selections on their way from the device, each with its events.
+    """
+
+    req: Any
+    owner: int
+    request: int
+    selection: int
+    n_resident: int
+    fixed: bool
+    shared: bool
+    slots: torch.Tensor
+    host: torch.Tensor
+    numbers: list[int]
+    head_bytes: int
+    counts: OffloadCounts
+    link: LinkMeter
+    context: ContextPages | None = None
+    copied: int = 0
+    resident_blocks: torch.Tensor | None = None
+    resident_pages: torch.Tensor | None = None
+    table: ResidentTable | SharedTable | None = None
+    protected: int = 0
+    loaded: Any = None
+    has_load: bool = False
+    filling: bool = False
+    late: ResidentBlocks | None = None
+    leaving: int = 0
+    leave_after: int = 0
+    moved: bool = False
+    placed: bool = False
+    largest_set: int = 0
+    arriving: deque[tuple[Any, Any, torch.Tensor]] = field(default_factory=deque)
+
+    @property
+    def pages(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def settled(self) -> bool:
+        """Return True once as many selections have been made as make up a working set."""
+        return self.table is not None and self.table.selections > RECENT
+
+    def collect(self) -> None:
+        """Count what has arrived from the device: hits, misses and the working set."""
+        while self.arriving and (self.arriving[0][1] is None or self.arriving[0][1].query()):
+            begun, ended, tally = self.arriving.popleft()
+            if self.table is None:
+                raise IntegrityError("a selection was assigned to a request without resident_blocks")
+            hits, misses, late, recent, self.largest_set = self.table.tallied(tally)
+            self.counts.hits += hits
+            self.counts.misses += misses
+            if isinstance(self.table, SharedTable):
+                self.counts.fills += self.table.filled(tally)
+            self.counts.loaded_bytes += misses * self.head_bytes
+            if self.moved:
+                self.counts.working_set = recent / self.table.lists
+            seconds = None if ended is None else begun.elapsed_time(ended) / 1e3
+            self.link.loaded(misses * self.head_bytes, late * self.head_bytes, seconds)

@@ -1,0 +1,108 @@
+"""SGLang admits no prompt into the room that an offloaded request's resident blocks will take, nor do these
+take the room of a prompt that it has admitted and prefills in chunks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from sglang_ext.attention.decode.decode_state import DecodeState
+from sglang_ext.attention.decode.step_planner import StepPlanner
+from sglang_ext.attention.decode_runtime import DecodeRuntime
+from sglang_ext.process import hooks
+from sglang_ext.state import current
+from sglang_ext.wire.attention_config import AttentionConfig
+from sglang_ext.wire.protocol import DecodeOptions
+from tests.unit.kv_offload.offloaded_bench import LIMIT, Bench
+
+PAGE = 16
+
+
+def request(row: Any = None, tokens: int = 1000, **options: Any) -> Any:
+    state = DecodeState(DecodeOptions(mode="hierarchical", budget=4 * PAGE, **options))
+    state.offloaded = row
+    return SimpleNamespace(ragserve_decode=state, origin_input_ids=[0] * tokens)
+
+
+def runtime(pending: int = 0) -> DecodeRuntime:
+    """``pending``: resident blocks of the largest request that is being copied."""
+    config = AttentionConfig(offload_bytes=1)
+    statistics: Any = SimpleNamespace(page_size=PAGE, bytes=0)
+    offloaded: Any = SimpleNamespace(
+        ready=True,
+        due_tokens=pending * PAGE,
+        resident_blocks_of=lambda selection, resident_blocks: selection * (resident_blocks or 2),
+        statistics_of=None,
+    )
+    backend: Any = SimpleNamespace()
+    return DecodeRuntime(config, StepPlanner(config, PAGE, 8192), statistics, backend, offloaded)
+
+
+def test_the_largest_of_those_to_come_is_kept_free() -> None:
+    plain, offloaded, wide = request(), request(offloaded=True), request(offloaded="auto", resident_blocks=3)
+    assert runtime().due_tokens([plain]) == 0
+    assert runtime().due_tokens([plain, offloaded]) == 8 * PAGE
+    assert runtime().due_tokens([offloaded, wide]) == 12 * PAGE
+    assert runtime(pending=20).due_tokens([offloaded, wide]) == 20 * PAGE
+    assert runtime().due_tokens([request(row=object(), offloaded=True)]) == 0, "its own are no more to come"
+    assert runtime().due_tokens([request(tokens=8 * PAGE, offloaded=True)]) == 0, (
+        "it takes no more than its resident_blocks"
+    )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_admission_counts_it_for_one_request_at_a_time(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    told: list[int] = []
+
+    def add(adder: Any, req: Any) -> str:
+        told.append(adder.rem_total_token_offset)
+        adder.rem_total_token_offset += 100  # of what it admits
+        if fails:
+            raise ValueError("no")
+        return "added"
+
+    monkeypatch.setattr(current, "attention", runtime())
+    adder: Any = SimpleNamespace(running_batch=None, can_run_list=[], rem_total_token_offset=7)
+    req = request(offloaded=True)
+    for running, due in (([], 0), ([request()], 8 * PAGE)):
+        adder.running_batch, adder.rem_total_token_offset = SimpleNamespace(reqs=running), 7
+        if fails:
+            with pytest.raises(ValueError, match="no"):
+                hooks._around_admission(add, adder, req)
+        else:
+            assert hooks._around_admission(add, adder, req) == "added"
+        assert told.pop() == 7 + due, "nothing runs that would make room" if not running else ""
+        assert adder.rem_total_token_offset == 107
+
+
+def test_resident_blocks_wait_for_the_chunks_of_a_prompt_that_is_admitted() -> None:
+    """SGLang ends where a chunk finds no room."""
+    bench = Bench(page=PAGE)
+    row = bench.copied()
+    config = AttentionConfig(offload_bytes=1)
+    statistics: Any = SimpleNamespace(page_size=PAGE, bytes=0)
+    planner, backend = StepPlanner(config, PAGE, 8192), SimpleNamespace()
+    decoding = DecodeRuntime(config, planner, statistics, cast(Any, backend), bench.rows)
+    chunked = SimpleNamespace(full_untruncated_fill_ids=[0] * 240, extend_range=None)
+    scheduler = SimpleNamespace(chunked_req=chunked, is_mixed_chunk=False, max_running_requests=4)
+    scheduler.waiting_queue, scheduler.grammar_manager = [], SimpleNamespace(grammar_queue=[])
+    batch = SimpleNamespace(reqs=[], batch_is_full=False)
+    taken = bench.allocator.alloc(bench.allocator.available_size() - (2 * LIMIT + 10) * PAGE)
+    assert taken is not None
+
+    for end in range(0, 240, 48):
+        chunked.extend_range = SimpleNamespace(end=end)
+        rest = (240 - end) // PAGE
+        decoding.before_schedule(scheduler, batch)
+        assert (row.resident_blocks is None) == (rest >= 10), (
+            f"{rest} pages to come, 10 besides those for resident_blocks"
+        )
+        assert bench.allocator.available_size() >= rest * PAGE
+
+    scheduler.chunked_req = None
+    decoding.before_schedule(scheduler, batch)
+    assert row.resident_blocks is not None
+    bench.allocator.free(taken)
+    bench.ended(row)
