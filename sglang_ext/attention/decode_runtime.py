@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,10 @@ from sglang_ext.sglang_internals import sglang_requests
 from sglang_ext.tensors.rope import Rotation
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.protocol import DECODE_FIELD, PREFILL_FIELD, PlanError
+
+if TYPE_CHECKING:
+    from sglang_ext.documents.radix import DocumentRadixCache
+    from sglang_ext.documents.tier_store import TierStore
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +85,7 @@ class DecodeRuntime:
         self._mixes: bool | None = None  # SGLang's setting
         log.info("page statistics take %.1f MiB", statistics.bytes / 2**20)
 
-    def attach(self, tree: Any, ranks: Ranks) -> None:
+    def attach(self, tree: DocumentRadixCache, ranks: Ranks) -> None:
         """``tree``: SGLang's prefix cache, if it is ours; nothing is offloaded otherwise. ``ranks``: those
         that vote."""
         if self._offloaded is not None:
@@ -91,7 +95,7 @@ class DecodeRuntime:
                 segments = SegmentedPrefill(self._planner, self._offloaded, tree, self._runner, inject)
             self._requests = OffloadedRequests(self._planner, self.backend, self._offloaded, tree, segments)
 
-    def read_documents(self, tiers: Any, rotation: Rotation) -> None:
+    def read_documents(self, tiers: TierStore, rotation: Rotation) -> None:
         """Let offloaded requests read composed contexts in their documents' host pages, without copies.
 
         ``tiers``: the `TierStore`; contexts are copied where keys rotate by neighbours."""
@@ -326,7 +330,7 @@ class DecodeRuntime:
         segments = None if self._requests is None else self._requests.segments
         return {**self._offloaded.describe(), "prefilling": None if segments is None else segments.running}
 
-    def check_integrity(self, tree: Any) -> None:
+    def check_integrity(self, tree: DocumentRadixCache) -> None:
         """Compare the statistics of pages with their keys, in the prefix cache and in decoding requests.
 
         Left out is each decoding request's newest full page, which the next step sees to.

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from sglang_ext.documents.radix import is_document_key
 from sglang_ext.documents.session_pages import SessionPages, is_composed_session
 from sglang_ext.wire.prefill_options import exact_key
 from sglang_ext.wire.protocol import FULL_KEY, composed_session_key, prefix_key, session_key
+
+if TYPE_CHECKING:
+    from sglang_ext.documents.radix import DocumentRadixCache
+    from sglang_ext.documents.tier_store import TierStore
 
 _SWEEP_AT = 10_000  # namespaces remembered before those of evicted documents are forgotten
 
@@ -20,7 +24,7 @@ class DeviceDocuments:
 
     One per scheduler process. Scheduler thread only."""
 
-    def __init__(self, model_runner: Any, tree: Any, tiers: Any) -> None:
+    def __init__(self, model_runner: Any, tree: DocumentRadixCache, tiers: TierStore) -> None:
         self._runner = model_runner
         self._tree = tree
         self._tiers = tiers

@@ -13,10 +13,13 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_ext.documents.pages.types import DocumentMeta
 from sglang_ext.wire.protocol import session_namespace
+
+if TYPE_CHECKING:
+    from sglang_ext.documents.tier_store import TierStore
 
 MOST = 4096
 """Entries of all sessions that are remembered; the oldest go."""
@@ -42,7 +45,7 @@ class SessionPages:
 
     Ranks may have host pages of different turns: how far they go is for the ranks to agree on."""
 
-    def __init__(self, pool: Any, tiers: Any, fingerprint: str) -> None:
+    def __init__(self, pool: Any, tiers: TierStore, fingerprint: str) -> None:
         """``pool``: SGLang's, in plain KV. ``tiers``: `TierStore`."""
         self._pool = pool
         self._tiers = tiers

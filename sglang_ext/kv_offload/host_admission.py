@@ -5,7 +5,7 @@ prefill.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,12 +14,15 @@ from sglang_ext.kv_offload.host_prefixes import HostPrefixes
 from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
 from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
 
+if TYPE_CHECKING:
+    from sglang_ext.documents.radix import DocumentRadixCache
+
 
 class HostAdmission:
     """Decides on such requests, by lengths and counts of free slots: the same on all ranks. Scheduler thread
     only."""
 
-    def __init__(self, rows: OffloadedRows, tree: Any) -> None:
+    def __init__(self, rows: OffloadedRows, tree: DocumentRadixCache) -> None:
         """``tree``: SGLang's prefix cache, ours."""
         self._rows = rows
         self._prefixes = HostPrefixes(rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,11 +37,18 @@ from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.stages import stages
 from sglang_ext.tensors.buffers import upload
 
+if TYPE_CHECKING:
+    from sglang_ext.documents.radix import DocumentRadixCache
+
 STEP_BYTES = 128 * 2**20  # copied to the host beside one decode step: 3 ms of a link of 50 GB/s
 
 
 class OffloadedRows:
     """Scheduler thread only. ``attach`` has to be called before the first request."""
+
+    _tree: DocumentRadixCache
+    slots: ResidentSlots
+    ready = False  # while the prefix cache is not ours: nothing can be offloaded then
 
     def __init__(
         self,
@@ -70,7 +77,6 @@ class OffloadedRows:
         self.waiting: dict[int, HostPrefix] = {}  # by owner, of requests that are in no batch
         self._owners = 0
         self.joins: list[Any] = []  # loads and copies of slots that are free again
-        self._tree: Any = None
         self.bounds = OffloadBounds()
         shape = (req_to_token.shape[0], -(-req_to_token.shape[1] // page_size))
         self.statistics_of = torch.full(shape, -1, dtype=torch.int32, device=self.kv.device)
@@ -78,16 +84,12 @@ class OffloadedRows:
         page.
         """
 
-    def attach(self, tree: Any, ranks: Ranks) -> None:
+    def attach(self, tree: DocumentRadixCache, ranks: Ranks) -> None:
         """``tree``: SGLang's prefix cache, ours. ``ranks``: those that vote."""
         self._tree = tree
         self.slots = ResidentSlots(tree, self.table, self.page_size, self.copies)
         self.bounds.ranks = ranks
-
-    @property
-    def ready(self) -> bool:
-        """False where the prefix cache is not ours: nothing can be offloaded then."""
-        return self._tree is not None
+        self.ready = True
 
     def begin(
         self,
@@ -423,9 +425,7 @@ class OffloadedRows:
                 0 if row.resident_blocks is None else differing(row, self.kv, self.pages.pool, self.contexts)
             )
             if bad:
-                raise IntegrityError(
-                    f"{bad} resident blocks of request {row.req.rid} differ from their host pages"
-                )
+                raise IntegrityError(f"{bad} resident blocks of request {row.req.rid} differ from host pages")
 
     def describe(self) -> dict[str, Any]:
         """Return counts of pages and requests, for the control channel."""

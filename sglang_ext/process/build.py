@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -37,7 +37,6 @@ def create_cache(context: Any) -> Any:
         f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{DOCUMENT_PAGE}",
         options=vars(args),
     )
-    tree: Any
     if (reason := why_no_documents(context)) is None:
         shape = KvShape(
             pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, DOCUMENT_PAGE, page_bits(config)
@@ -59,7 +58,8 @@ def create_cache(context: Any) -> Any:
     else:
         log.warning("%s", reason)
         cache = default_radix_cache_factory(context)
-        tree, analysis = ExactTree(cache), AnalysisConfig()
+        # it has what is asked of a tree without documents
+        tree, analysis = cast(DocumentRadixCache, ExactTree(cache)), AnalysisConfig()
         tiers = TierStore(NO_DOCUMENTS, fingerprint=fingerprint, host_bytes=0, disk=None, pin=False)
     current.runtime = tree.observer = ContextRuntime(
         model_runner=runner,

@@ -7,12 +7,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_ext.diagnostics.compilations import compilations
 from sglang_ext.stages import stages
 from sglang_ext.state import current
 from sglang_ext.wire.protocol import PlanError, prefix_key
+
+if TYPE_CHECKING:
+    from sglang_ext.process.runtime import ContextRuntime
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +26,7 @@ _CONFIRM_S = 20.0  # for which a deletion waits for the shared store
 _LOOK_S = 2.0  # for which `where` waits for what the shared store has
 
 
-def answer(runtime: Any, body: dict[str, Any]) -> Answer:
+def answer(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """Return the fields of SGLang's reply to ``{"op": ..., ...}``. An error is part of the answer; only
     `RanksDivided` is raised.
 
@@ -103,7 +106,7 @@ def _failed(message: str) -> Answer:
     return {"success": False, "response": [], "error": message}
 
 
-def _info(runtime: Any, body: dict[str, Any]) -> Answer:
+def _info(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     from sglang_ext.wire.request_options import STRATEGY_OPTIONS
 
     sparse, composition = current.attention, runtime.composition
@@ -120,14 +123,14 @@ def _info(runtime: Any, body: dict[str, Any]) -> Answer:
     }
 
 
-def _prefix(runtime: Any, body: dict[str, Any]) -> Answer:
+def _prefix(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """Tokens of a prompt in a namespace's exact prefix cache; asking does not refresh their LRU time."""
     from array import array
 
     return {"tokens": runtime.tree.peek(array("q", body["ids"]), prefix_key(str(body["namespace"])))}
 
 
-def _stat(runtime: Any, body: dict[str, Any]) -> Answer:
+def _stat(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     runtime.sweep()
     tokens = runtime.documents.document_tokens()
     below = runtime.tiers.stat()
@@ -147,19 +150,19 @@ def _stat(runtime: Any, body: dict[str, Any]) -> Answer:
     }
 
 
-def _slots(runtime: Any, body: dict[str, Any]) -> Answer:
+def _slots(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """KV slots held by running requests: now, the most since the last call, and the pool's total."""
     found: Answer = runtime.slots.take()
     return found
 
 
-def _check_integrity(runtime: Any) -> None:
+def _check_integrity(runtime: ContextRuntime) -> None:
     if (sparse := current.attention) is not None:
         sparse.check_integrity(runtime.tree)
     runtime.check_integrity()
 
 
-def _verify(runtime: Any, body: dict[str, Any]) -> Answer:
+def _verify(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """Read all files on disk, on a thread of their own."""
     number = body.get("pending")
     if number is None:
@@ -171,14 +174,14 @@ def _verify(runtime: Any, body: dict[str, Any]) -> Answer:
     return {"pages": report.pages, "bad": [f"{bad.namespace}/{bad.key}: {bad.reason}" for bad in report.bad]}
 
 
-def _remove(runtime: Any, body: dict[str, Any]) -> Answer:
+def _remove(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     keys, namespace = [str(key) for key in body["keys"]], str(body["namespace"])
     return _deleted(
         runtime, body, keys, namespace, lambda: {"removed": runtime.documents.remove(keys, namespace)}
     )
 
 
-def _remove_namespace(runtime: Any, body: dict[str, Any]) -> Answer:
+def _remove_namespace(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     namespace = str(body["namespace"])
     return _deleted(
         runtime, body, None, namespace, lambda: {"removed": runtime.documents.remove_namespace(namespace)}
@@ -186,7 +189,7 @@ def _remove_namespace(runtime: Any, body: dict[str, Any]) -> Answer:
 
 
 def _deleted(
-    runtime: Any,
+    runtime: ContextRuntime,
     body: dict[str, Any],
     keys: list[str] | None,
     namespace: str | None,
@@ -201,13 +204,13 @@ def _deleted(
     return {**waits["removed"], **({"unconfirmed": left} if left else {})}
 
 
-def _remove_session(runtime: Any, body: dict[str, Any]) -> Answer:
+def _remove_session(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """Drop the KV of a session; its next turn computes it again."""
     runtime.documents.remove_session(str(body["key"]))
     return {}
 
 
-def _where(runtime: Any, body: dict[str, Any]) -> Answer:
+def _where(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """The tiers that have each of these documents, and their room; asking does not refresh LRU times."""
     keys, namespace = [str(key) for key in body["keys"]], str(body["namespace"])
     cached = runtime.documents.document_tokens() if keys else {}
@@ -225,7 +228,7 @@ def _where(runtime: Any, body: dict[str, Any]) -> Answer:
     }
 
 
-def _held(runtime: Any, body: dict[str, Any]) -> Answer:
+def _held(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """The documents of all tiers by the first 16 digits of their keys, with about how many tokens they have,
     least recently used first and those in memory last, at most ``most``; how many of them are in memory (host
     or device), and the tokens of different documents that memory and disk have room for: what is computed is
@@ -245,12 +248,17 @@ def _held(runtime: Any, body: dict[str, Any]) -> Answer:
     }
 
 
-def _clear(runtime: Any, body: dict[str, Any]) -> Answer:
+def _clear(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     runtime.sweep()
-    return _deleted(runtime, body, None, None, lambda: runtime.documents.clear() or {})
+
+    def remove() -> Answer:
+        runtime.documents.clear()
+        return {}
+
+    return _deleted(runtime, body, None, None, remove)
 
 
-def _evict(runtime: Any, body: dict[str, Any]) -> Answer:
+def _evict(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """Empty the named tiers, of all documents or of those with the given keys, so that the next use comes
     from the tier below; for measurements and tests. From disk only ``keys`` of a ``namespace``, and only what
     the shared store has then."""
@@ -266,7 +274,7 @@ def _evict(runtime: Any, body: dict[str, Any]) -> Answer:
     return {}
 
 
-def _budget(runtime: Any, body: dict[str, Any]) -> Answer:
+def _budget(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """Set budgets, in bytes over all ranks; ``link_bytes``: a second, for loads of offloaded requests, 0 for
     what is measured."""
     given = [name for name in ("host_bytes", "disk_bytes") if name in body]
@@ -276,17 +284,17 @@ def _budget(runtime: Any, body: dict[str, Any]) -> Answer:
     return {}
 
 
-def _check(runtime: Any, body: dict[str, Any]) -> Answer:
+def _check(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     _check_integrity(runtime)
     return {}
 
 
-def _flush(runtime: Any, body: dict[str, Any]) -> Answer:
+def _flush(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     runtime.sweep()
     return _until_written(runtime, body)
 
 
-def _until_written(runtime: Any, body: dict[str, Any]) -> Answer:
+def _until_written(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """Nothing once all queued documents are on every rank's disk or the time is up, else what to ask again
     with: the end of that time.
     """
@@ -295,7 +303,7 @@ def _until_written(runtime: Any, body: dict[str, Any]) -> Answer:
     return {} if runtime.ranks.all_agree(written) else {"pending": until}
 
 
-def _probe(runtime: Any, body: dict[str, Any]) -> Answer:
+def _probe(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """Measure a probe of `ragserve calibrate`."""
     if runtime.composition is None:
         raise PlanError(runtime.unsupported)
@@ -303,7 +311,7 @@ def _probe(runtime: Any, body: dict[str, Any]) -> Answer:
     return found
 
 
-def _score(runtime: Any, body: dict[str, Any]) -> Answer:
+def _score(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """Score documents for a question by their stored keys, see `document_scores`."""
     if runtime.composition is None:
         raise PlanError(runtime.unsupported)
@@ -311,7 +319,7 @@ def _score(runtime: Any, body: dict[str, Any]) -> Answer:
     return found
 
 
-def _attend(runtime: Any, body: dict[str, Any]) -> Answer:
+def _attend(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """What a question attends to in the turns of a session, see `session_attention`."""
     if runtime.composition is None:
         raise PlanError(runtime.unsupported)
@@ -319,7 +327,7 @@ def _attend(runtime: Any, body: dict[str, Any]) -> Answer:
     return found
 
 
-def _compiled(runtime: Any, body: dict[str, Any]) -> Answer:
+def _compiled(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """Kernels that this rank has compiled or loaded: how many, the seconds that took, and what came after the
     first ``since``. ``serving``: log those that come from now on."""
     if "serving" in body:
@@ -328,7 +336,7 @@ def _compiled(runtime: Any, body: dict[str, Any]) -> Answer:
     return {"count": compilations.count, "seconds": round(compilations.seconds, 2), "latest": found}
 
 
-def _launch(runtime: Any, body: dict[str, Any]) -> Answer:
+def _launch(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """Launch kernels that the warm-up's requests do not reach, see `rare_launches`."""
     from sglang_ext.process import rare_launches
 
@@ -337,7 +345,7 @@ def _launch(runtime: Any, body: dict[str, Any]) -> Answer:
     return {}
 
 
-def _segment(runtime: Any, body: dict[str, Any]) -> Answer:
+def _segment(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """Prefill the next offloaded request's prompt layer by layer onto the host, though the pool has room.
     Nothing happens where prompts are not prefilled so."""
     requests = None if current.attention is None else current.attention.requests
@@ -347,7 +355,7 @@ def _segment(runtime: Any, body: dict[str, Any]) -> Answer:
     return {"segments": segments is not None}
 
 
-def _fault(runtime: Any, body: dict[str, Any]) -> Answer:
+def _fault(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """Make a stage fail once, on one ``rank`` or all of them, where the server allows it; without a stage,
     withdraw what was not reached."""
     if "stage" not in body:

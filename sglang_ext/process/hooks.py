@@ -228,7 +228,7 @@ def _around_control(original: Callable[..., Any], scheduler: Any, recv_req: Any)
 
 
 def _around_weights(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
-    return weight_updates.guarded(current.runtime, original, updater, recv_req)
+    return weight_updates.guarded(original, updater, recv_req, composes=current.composition is not None)
 
 
 def _after_token_ids(result: Any, logprobs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import logging
 from array import array
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,11 @@ from sglang_ext.sglang_internals.model import NotComposable
 from sglang_ext.stages import stages
 from sglang_ext.wire.protocol import PLAN_FIELD, ContextPlan, PlanError, document_key
 
+if TYPE_CHECKING:
+    from sglang_ext.attention.decode_runtime import DecodeRuntime
+    from sglang_ext.documents.radix import DocumentRadixCache
+    from sglang_ext.documents.tier_store import TierStore
+
 log = logging.getLogger(__name__)
 
 
@@ -43,13 +48,13 @@ class ContextRuntime:
         self,
         *,
         model_runner: Any,
-        tree: Any,
-        tiers: Any,
+        tree: DocumentRadixCache,
+        tiers: TierStore,
         fingerprint: str,
         block: int,
         analysis: AnalysisConfig,
         texts: Callable[[], Texts],
-        attention: Any = None,
+        attention: DecodeRuntime | None = None,
         sessions_on_host: bool = False,
         unsupported: str | None = None,
     ) -> None:

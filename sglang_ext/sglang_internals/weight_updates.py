@@ -29,9 +29,9 @@ _MESSAGE = (
 )
 
 
-def guarded(runtime: Any, original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
-    """Run ``original``, or answer with an error, on every rank alike, where documents are kept."""
-    if runtime is None or runtime.composition is None or getattr(recv_req, "action", None) in _READS:
+def guarded(original: Callable[..., Any], updater: Any, recv_req: Any, *, composes: bool) -> Any:
+    """Run ``original``, or answer with an error, on every rank alike, in a server that composes contexts."""
+    if not composes or getattr(recv_req, "action", None) in _READS:
         return original(updater, recv_req)
     from sglang.srt.managers import io_struct
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_ext.attention.decode.backend import SparseDecodeBackend
 from sglang_ext.attention.decode.decode_state import DecodeState
@@ -20,6 +20,9 @@ from sglang_ext.kv_offload.host_target import PIECE_BYTES, HostTarget
 from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
 from sglang_ext.stages import stages
 
+if TYPE_CHECKING:
+    from sglang_ext.documents.radix import DocumentRadixCache
+
 
 class OffloadedRequests:
     """Scheduler thread only. ``req.ragserve_on_host``: the request must not match the prefix cache."""
@@ -29,7 +32,7 @@ class OffloadedRequests:
         planner: StepPlanner,
         backend: SparseDecodeBackend,
         offloaded: OffloadedRows,
-        tree: Any,
+        tree: DocumentRadixCache,
         segments: SegmentedPrefill | None,
     ) -> None:
         """``tree``: SGLang's prefix cache, ours. ``segments``: None where prompts must fit the pool."""

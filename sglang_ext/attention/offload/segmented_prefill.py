@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,9 @@ from sglang_ext.sglang_internals import sglang_requests
 from sglang_ext.sglang_internals.model import forward_stream
 from sglang_ext.stages import stages
 from sglang_ext.state import current
+
+if TYPE_CHECKING:
+    from sglang_ext.documents.radix import DocumentRadixCache
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +53,12 @@ class SegmentedPrefill:
     from a vote where the devices' free memory counts."""
 
     def __init__(
-        self, planner: StepPlanner, offloaded: OffloadedRows, tree: Any, runner: Any, inject: int | None
+        self,
+        planner: StepPlanner,
+        offloaded: OffloadedRows,
+        tree: DocumentRadixCache,
+        runner: Any,
+        inject: int | None,
     ) -> None:
         """``tree``: SGLang's prefix cache, ours. ``inject``: tokens times layers before a batch; None: a
         prefill chunk of SGLang's in every layer."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,13 +28,18 @@ from sglang_ext.stages import stages
 from sglang_ext.tensors.buffers import upload
 from sglang_ext.tensors.rope import Rotation
 
+if TYPE_CHECKING:
+    from sglang_ext.documents.tier_store import TierStore
+
 
 class Composer:
     """Works on the KV pool of one rank, on the stream of the forward pass. Only rules that use the question's
     attention wait for the device.
     """
 
-    def __init__(self, model_runner: Any, rotation: Rotation, tiers: Any, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, model_runner: Any, rotation: Rotation, tiers: TierStore, ranks: Ranks | None = None
+    ) -> None:
         """Compiles kernels and captures graphs. ``ranks``: those that vote, if there are several."""
         self._runner = model_runner
         self._device = torch.device(model_runner.device)

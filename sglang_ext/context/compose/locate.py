@@ -7,13 +7,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, DocumentOnHost
 from sglang_ext.documents.session_pages import SessionPages
 from sglang_ext.wire.protocol import SessionPart, Span, composed_session_key
+
+if TYPE_CHECKING:
+    from sglang_ext.documents.radix import DocumentRadixCache
+    from sglang_ext.documents.tier_store import TierStore
 
 _LACKS_ROOM_S = 1.0  # a context that waits for a load asks again far sooner
 _MAX_LOADS = 9  # of one block: requests that evict each other's host pages end as misses, not in a loop
@@ -24,8 +28,8 @@ class Locator:
 
     def __init__(
         self,
-        tree: Any,
-        tiers: Any,
+        tree: DocumentRadixCache,
+        tiers: TierStore,
         is_removed: Callable[[str], bool],
         block: int,
         sessions: SessionPages | None = None,

@@ -20,6 +20,7 @@ from sglang_ext.context.selection.base import ContextSelection, PartialSelection
 from sglang_ext.context.selection.recompute_rules import Kept
 from sglang_ext.documents.pages.page_format import token_array
 from sglang_ext.documents.session_pages import TurnPages
+from sglang_ext.kv_offload.host_target import HostTarget
 from sglang_ext.tensors.buffers import Ints, upload
 from sglang_ext.wire.protocol import ContextPlan, ContextReport
 
@@ -71,7 +72,7 @@ class ComposedContext:
     select_ms: float = 0.0
     filled: bool = False
     awaits_host: bool = False  # room to read it in its documents is about to come
-    on_host: Any = None  # `offloading.HostTarget` that takes its KV instead of slots; None if its slots do
+    on_host: HostTarget | None = None  # takes its KV instead of slots; None if its slots do
     timer: StageTimer | None = None  # of the batch that filled it, until its report is written
     by_tier: dict[str, int] = field(default_factory=dict)  # kept document tokens by tier of origin
     recomputed: int = 0

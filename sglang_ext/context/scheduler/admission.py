@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,12 +18,17 @@ from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, tier_of
 from sglang_ext.context.scheduler import sglang_req
 from sglang_ext.context.scheduler.selection_stage import SelectionStage, absent, present
+from sglang_ext.kv_offload.base import ContextOffload, SparseDecoding
 from sglang_ext.kv_offload.documents.context_pages import ContextPages
 from sglang_ext.kv_offload.documents.host_documents import HostDocuments
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.sglang_internals import sglang_requests
 from sglang_ext.stages import stages
 from sglang_ext.wire.protocol import MISSING_PREFIX
+
+if TYPE_CHECKING:
+    from sglang_ext.documents.radix import DocumentRadixCache
+    from sglang_ext.documents.tier_store import TierStore
 
 _POLL_S = 0.0005  # between two looks at a load, when the scheduler has nothing else to do
 _EVICTED = (
@@ -52,14 +57,14 @@ class Admission:
 
     def __init__(
         self,
-        tree: Any,
-        tiers: Any,
+        tree: DocumentRadixCache,
+        tiers: TierStore,
         locator: Locator,
         stage: SelectionStage,
         ranks: Ranks,
         *,
         layers: int,
-        attention: Any = None,
+        attention: SparseDecoding | None = None,
     ) -> None:
         """``layers``: those of the model. ``attention``: sparse decoding's `DecodeRuntime`, None where it is
         off."""
@@ -178,7 +183,7 @@ class Admission:
         and recomputes none, because a pass that recomputes reads all of it on the device."""
         offloading = self._offloading(context)
         find = partial(self._in_documents, context)
-        return offloading is not None and bool(offloading.reserve(req, context.slots, full=full, find=find))
+        return offloading is not None and offloading.reserve(req, context.slots, full=full, find=find)
 
     def _in_documents(
         self, context: ComposedContext, documents: HostDocuments, page_size: int
@@ -202,9 +207,9 @@ class Admission:
         offloading = self._offloading(context)
         if offloading is None:
             return False
-        return context.awaits_host or bool(offloading.may_find_room(req, context.slots))
+        return context.awaits_host or offloading.may_find_room(req, context.slots)
 
-    def _offloading(self, context: ComposedContext) -> Any:
+    def _offloading(self, context: ComposedContext) -> ContextOffload | None:
         """What composes contexts on the host; None if it cannot take this one."""
         offloading = None if self._attention is None else self._attention.requests
         if context.plan.session is not None or not context.selection.is_copied:
@@ -214,10 +219,13 @@ class Admission:
     def _add_on_host(self, adder: Any, req: Any, context: ComposedContext, add: Callable[[], Any]) -> Any:
         """Admit the request with resident blocks, its context being written to host pages; `context.on_host`
         is None if SGLang declines."""
+        offloading = self._offloading(context)
+        if offloading is None:
+            raise RuntimeError("a context that is to be offloaded has lost what offloads it")
         context.filled = False
         req.already_computed, req._cache_breakdown_computed = context.slots, True
         hits = adder.log_hit_tokens
-        result, context.on_host = self._attention.requests.compose(adder, req, add)
+        result, context.on_host = offloading.compose(adder, req, add)
         if context.on_host is not None:
             self._admitted(adder, req, context, hits)
         return result

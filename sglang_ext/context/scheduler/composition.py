@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +32,7 @@ from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.strategies import ModelShape, partial_selection
 from sglang_ext.documents.session_pages import SessionPages
+from sglang_ext.kv_offload.base import SparseDecoding
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.sglang_internals import sglang_requests
 from sglang_ext.sglang_internals.model import NotComposable, check_layers, forward_stream
@@ -39,6 +40,10 @@ from sglang_ext.stages import stages
 from sglang_ext.stages.cancelled_pass import TakenBack, watched
 from sglang_ext.tensors.rope import rotation_of
 from sglang_ext.wire.protocol import PLAN_FIELD, ContextPlan, PlanError, composed_session_key
+
+if TYPE_CHECKING:
+    from sglang_ext.documents.radix import DocumentRadixCache
+    from sglang_ext.documents.tier_store import TierStore
 
 ANALYSIS_BYTES = 2**30  # default memory for decoded analyses
 
@@ -73,15 +78,15 @@ class Composition:
         self,
         *,
         model_runner: Any,
-        tree: Any,
-        tiers: Any,
+        tree: DocumentRadixCache,
+        tiers: TierStore,
         is_removed: Callable[[str], bool],
         ranks: Ranks,
         block: int,
         config: AnalysisConfig,
         texts: Callable[[], Texts],
         sessions: SessionPages | None = None,
-        attention: Any = None,
+        attention: SparseDecoding | None = None,
     ) -> None:
         """Raises NotComposable for a model or pool whose KV cannot be composed.
 

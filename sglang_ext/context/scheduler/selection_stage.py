@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ from sglang_ext.sglang_internals.model import forward_stream
 from sglang_ext.stages import stages
 from sglang_ext.wire.request_options import QuestionQuery
 
+if TYPE_CHECKING:
+    from sglang_ext.documents.tier_store import TierStore
+
 log = logging.getLogger(__name__)
 _ANALYSED_TOKENS = 8192  # document tokens analysed in one scheduler step; bounds how long decoding waits
 _FAILED, _MISSING, _WAIT, _READY = range(4)  # votes; the lowest of any rank decides
@@ -55,7 +58,7 @@ class SelectionStage:
         model_runner: Any,
         *,
         locator: Locator,
-        tiers: Any,
+        tiers: TierStore,
         analyser: Analyser,
         query_pass: QueryPass,
         selector: Selector,

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.tensors.rope import Rotation
 from sglang_ext.wire.protocol import ContextPlan, PlanError, Span, composed_session_key
 from sglang_ext.wire.request_options import SamKvOptions
+
+if TYPE_CHECKING:
+    from sglang_ext.documents.radix import DocumentRadixCache
 
 _LARGEST_BLOCK = 64
 
@@ -63,7 +66,7 @@ class SessionAttention:
     def __init__(
         self,
         model_runner: Any,
-        tree: Any,
+        tree: DocumentRadixCache,
         *,
         rotation: Rotation,
         analyser: Analyser,

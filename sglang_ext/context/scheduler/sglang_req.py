@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.documents.pages.types import whole_pages
+
+if TYPE_CHECKING:
+    from sglang_ext.documents.radix import DocumentRadixCache
 
 
 @dataclass(slots=True)
@@ -62,7 +65,7 @@ def prefill_whole_pages(req: Any, page_size: int, longest: int) -> None:
         req.origin_input_ids = req.origin_input_ids_unpadded = ids
 
 
-def shrink(req: Any, context: ComposedContext, tree: Any) -> None:
+def shrink(req: Any, context: ComposedContext, tree: DocumentRadixCache) -> None:
     """Compact the prompt again once the selection is known: until then S was an upper bound, or not shown."""
     surplus = len(req.origin_input_ids) - context.slots - context.question_tokens
     if surplus:

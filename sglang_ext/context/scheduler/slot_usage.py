@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang_ext.documents.radix import DocumentRadixCache
 
 
 class SlotUsage:
     """KV slots held by running requests; evictable cached slots are not counted. Scheduler thread only."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: DocumentRadixCache) -> None:
         self._tree = tree
         self._most = 0
 

@@ -6,7 +6,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from sglang_ext.documents.pages.types import IntegrityError, KvShape
 from sglang_ext.kv_offload.host.copy_stream import CopyStream
 from sglang_ext.tensors.buffers import Ints
 from sglang_ext.tensors.rope import Rotation
+
+if TYPE_CHECKING:
+    from sglang_ext.documents.tier_store import TierStore
 
 
 def as_host(pool: torch.Tensor, shape: KvShape) -> torch.Tensor | HostCodes:
@@ -40,7 +43,9 @@ class HostDocuments:
 
     At most half of the host tier is kept like this: the other half stays for documents that come."""
 
-    def __init__(self, tiers: Any, rotation: Rotation, copies: CopyStream, device: torch.device) -> None:
+    def __init__(
+        self, tiers: TierStore, rotation: Rotation, copies: CopyStream, device: torch.device
+    ) -> None:
         """``tiers``: the `TierStore`. ``rotation``: of heads whose halves rotate. ``device``: that reads the
         pages."""
         self.pages: StoredPages = tiers.pages

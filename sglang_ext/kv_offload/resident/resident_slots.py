@@ -6,13 +6,16 @@ its accounts, leak checks and retraction are right at any time."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_ext.documents.pages.types import IntegrityError
 from sglang_ext.kv_offload.host.copy_stream import CopyStream
 from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
+
+if TYPE_CHECKING:
+    from sglang_ext.documents.radix import DocumentRadixCache
 
 
 class ResidentSlots:
@@ -22,7 +25,9 @@ class ResidentSlots:
         promised: free slots that are left to a prompt that is prefilled in chunks. SGLang has counted all of
             it when it admitted the request, takes slots for each chunk, and ends where it finds none."""
 
-    def __init__(self, tree: Any, table: torch.Tensor, page_size: int, copies: CopyStream) -> None:
+    def __init__(
+        self, tree: DocumentRadixCache, table: torch.Tensor, page_size: int, copies: CopyStream
+    ) -> None:
         """``tree``: SGLang's prefix cache. ``table``: the request table, int32 [requests, tokens]."""
         self._tree = tree
         self._table = table

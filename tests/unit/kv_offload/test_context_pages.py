@@ -69,7 +69,7 @@ def test_resident_blocks_hold_what_copies_would_and_no_host_page_is_taken(
             selection, placed = selection_after, placed_after
         assert row.counts.misses
         row.table.held[0, 0, 0] = (row.table.held[0, 0, 0] + 1) % PROMPT  # type: ignore[union-attr]
-        with pytest.raises(IntegrityError, match="differ from their host pages"):
+        with pytest.raises(IntegrityError, match="differ from host pages"):
             bench.rows.check()
         row.table.held[0, 0, 0] = -1  # type: ignore[union-attr]
         bench.ended(row)
