@@ -259,7 +259,7 @@ class Stress:
             counts["log-probability missing"] += lacking
             if answer.report is not None:
                 self.note_report(job, answer)
-        if not lacking and answer.as_if_never_taken_back(job):
+        if not lacking and answer.as_if_never_retracted(job):
             counts["comparable"] += 1
             kept = self.samples[job.kind]
             if len(kept) < self.given.compare:

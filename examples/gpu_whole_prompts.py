@@ -81,9 +81,9 @@ def measure(given: argparse.Namespace) -> None:
             for share in given.shares
         ),
     ]
-    if given.streaming and "blocks" in given.modes:
+    if given.streaming and "block_sparse" in given.modes:
         cases += [
-            (STREAMING, {"mode": "blocks", "share": share, "streaming": True}) for share in given.shares
+            (STREAMING, {"mode": "block_sparse", "share": share, "streaming": True}) for share in given.shares
         ]
     arguments = engine_args(None) | ({} if given.embedded else {"cuda_graph_max_bs_decode": 8})
     if sparse:
@@ -144,7 +144,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--lengths", type=listed(int), default=[32_768, 131_072])
     parser.add_argument("--shares", type=listed(float), default=[0.1, 0.2, 0.4])
-    parser.add_argument("--modes", type=listed(str), default=["blocks", "lines"])
+    parser.add_argument("--modes", type=listed(str), default=["block_sparse", "vertical_slash"])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--parts", type=listed(str), default=["whole", "sparse"])

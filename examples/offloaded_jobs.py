@@ -92,7 +92,7 @@ class Answer:
     error: str = ""
     tokens: int = 0  # by SGLang's count; it may give one log-probability less, and so fewer ``ids``
 
-    def as_if_never_taken_back(self, job: Job) -> bool:
+    def as_if_never_retracted(self, job: Job) -> bool:
         """Whether it must be the answer of an undisturbed request: one that was prefilled again has KV of its
         answer by all pages, where steps had it by chosen ones."""
         if self.ended != "answered" or self.report is None:

@@ -101,7 +101,7 @@ class PrefillMass:
         held, taken = [], []
         sampled: dict[int, SampledLines] = {}
         for mode in self._modes:
-            if mode.mode == "lines":
+            if mode.mode == "vertical_slash":
                 if mode.observe not in sampled:
                     sampled[mode.observe] = SampledLines(rows, pool, batch, mode.observe, scaling)
                 mask = sampled[mode.observe].mask(mode.alpha, mode.share)

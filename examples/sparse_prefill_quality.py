@@ -113,7 +113,9 @@ async def measure(engine: Any, given: argparse.Namespace) -> None:
             continue
         row = {"set": path.name.split(".")[0], "n": len(asked)}
         row["prompt tokens"] = sum(len(ids) for ids, _, _ in asked) // len(asked)
-        kinds = [{"mode": m, "dense_last": n} for n in given.dense_last for m in ("lines", "blocks")]
+        kinds = [
+            {"mode": m, "dense_last": n} for n in given.dense_last for m in ("vertical_slash", "block_sparse")
+        ]
         modes: list[dict[str, Any]] = [kind | {"alpha": a} for a in given.alphas for kind in kinds]
         modes += [kind | {"share": s} for s in given.shares for kind in kinds]
         dense: list[tuple[bool, float]] = []

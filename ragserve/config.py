@@ -4,6 +4,7 @@ Precedence: CLI flags, ``RAGSERVE_*`` environment, ``ragserve.toml`` in the work
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
+    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -23,6 +25,7 @@ from ragserve.setting_groups.conflicts import conflict
 from ragserve.setting_groups.ingestion import IngestionSettings
 from ragserve.setting_groups.prefilling import PrefillSettings
 from ragserve.strategy_spec import StrategySpec, one_label, parse
+from sglang_ext.wire import renamed
 from sglang_ext.wire.protocol import NAMESPACE
 from sglang_ext.wire.request_options import DecodeMode, Observer
 
@@ -33,6 +36,22 @@ StrategyName = Literal["full", "prefix", "concat", "epic", "cacheblend", "random
 
 Namespace = Annotated[str, Field(pattern=f"^{NAMESPACE.pattern}$", examples=["default"])]
 """Letters, digits, ``_``, ``.`` and ``-``, at most 64, starting with a letter or digit."""
+
+
+class _Environment(EnvSettingsSource):
+    """Takes variables by the old names of settings, too."""
+
+    def __call__(self) -> dict[str, Any]:
+        old = {name: os.environ.get(f"RAGSERVE_{name.upper()}") for name in renamed.SETTINGS}
+        given = super().__call__() | {name: value for name, value in old.items() if value is not None}
+        return renamed.with_new_names(given, renamed.SETTINGS)
+
+
+class _File(TomlConfigSettingsSource):
+    """Takes lines by the old names of settings, too."""
+
+    def __call__(self) -> dict[str, Any]:
+        return renamed.with_new_names(super().__call__(), renamed.SETTINGS)
 
 
 class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettings):
@@ -383,9 +402,10 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+        return init_settings, _Environment(settings_cls), _File(settings_cls)
 
 
 def load(**flags: Any) -> Settings:
     """Settings with the given CLI flags on top; None means that a flag was not given."""
-    return Settings(**{name: value for name, value in flags.items() if value is not None})
+    given = {name: value for name, value in flags.items() if value is not None}
+    return Settings(**renamed.with_new_names(given, renamed.SETTINGS))

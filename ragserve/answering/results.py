@@ -128,9 +128,9 @@ class DecodeUse(Result):
         description="Estimated share of the attention weight in the pages read; null without an estimate."
     )
     lag: int = Field(description="Steps between a choice of pages and its use.")
-    offloaded_steps: int = Field(description="Steps that read the prompt's pages from columns.")
-    hits: int = Field(description="Offloaded pages of KV heads that choices named and columns had.")
-    misses: int = Field(description="Offloaded pages that choices named and that were loaded into columns.")
+    offloaded_steps: int = Field(description="Steps that read the prompt's pages in GPU-resident blocks.")
+    hits: int = Field(description="Selected pages of KV heads that were in a resident block.")
+    misses: int = Field(description="Selected pages that were loaded into resident blocks.")
     fills: int = Field(
         description="`progressive`: selected pages that steps read on the host and wrote to resident blocks"
     )
@@ -138,7 +138,7 @@ class DecodeUse(Result):
         description="`progressive`: offloaded pages that steps read from the host itself."
     )
     loaded_bytes: int = Field(description="Bytes of these misses and reads.")
-    columns: int = Field(description="Pages on the device for each KV head of an offloaded request.")
+    resident_blocks: int = Field(description="Pages on the device for each KV head of an offloaded request.")
     working_set: float = Field(
         description="Offloaded pages that a head's latest choices have named, the mean."
     )

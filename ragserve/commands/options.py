@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest
+from sglang_ext.wire import renamed
 
 _PLAIN = (int, float, str, Path)
 _OBJECTS = {name for name, field in Settings.model_fields.items() if get_origin(field.annotation) is dict}
@@ -78,10 +79,11 @@ def with_settings(
     panels = list(_PANELS.values())
     fields = [name for name in names or Settings.model_fields if name not in taken]
     fields.sort(key=lambda name: panels.index(_panel(name)))
-    flags = [_parameter(name) for name in fields]
+    old = [name for name, new in renamed.SETTINGS.items() if new in fields]
+    flags = [*map(_parameter, fields), *map(_old_parameter, old)]
 
     def run(**given: Any) -> Any:
-        chosen = {name: given.pop(name) for name in fields}
+        chosen = {name: given.pop(name, None) for name in (*fields, *old)}
         for name in _OBJECTS.intersection(fields):
             chosen[name] = json_object(_flag(name), chosen[name], example='{"page_size": 16}')
         return command((make or settings_from)(**chosen), **given)
@@ -122,6 +124,13 @@ def _parameter(name: str) -> inspect.Parameter:
     flags = [_flag(name), *([_SHORT[name]] if name in _SHORT else [])]
     option = typer.Option(None, *flags, help=_help(name), rich_help_panel=_panel(name), show_default=False)
     annotation = _flag_type(Settings.model_fields[name].annotation) | None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
+
+
+def _old_parameter(name: str) -> inspect.Parameter:
+    """A hidden flag by the old name of a setting; `load` warns of it."""
+    option = typer.Option(None, _flag(name), hidden=True)
+    annotation = _flag_type(Settings.model_fields[renamed.SETTINGS[name]].annotation) | None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
 
 

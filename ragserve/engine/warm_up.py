@@ -40,7 +40,9 @@ DECODE: tuple[dict[str, Any], ...] = (
 )
 EXACT = DECODE[0] | {"scores": "exact"}
 OFFLOADED: tuple[dict[str, Any], ...] = tuple(each | {"offloaded": True} for each in DECODE)
-PREFILL: tuple[dict[str, Any], ...] = tuple({"mode": mode, "dense_below": 0} for mode in ("lines", "blocks"))
+PREFILL: tuple[dict[str, Any], ...] = tuple(
+    {"mode": mode, "dense_below": 0} for mode in ("vertical_slash", "block_sparse")
+)
 _SYSTEM, _DOCUMENTS, _QUESTION = 48, (400, 272, 131), 24  # tokens
 _LONG_ANSWER = Sampling(40, ignore_eos=True)  # an offloaded request moves after a few steps
 _LONG = (2000, 1000)  # tokens of documents; more than a recompute graph has rows

@@ -40,14 +40,16 @@ class PrefillProfile:
 
 
 def options_of(settings: Settings) -> dict[str, Any]:
-    """The prefill options that determine the cost; mode `lines` for a server whose default is dense."""
-    mode = "lines" if settings.prefill_mode == "dense" else settings.prefill_mode
+    """The prefill options that determine the cost; mode `vertical_slash` for a server whose default is
+    dense.
+    """
+    mode = "vertical_slash" if settings.prefill_mode == "dense" else settings.prefill_mode
     found: dict[str, Any] = {
         "mode": mode,
         "alpha": settings.prefill_alpha,
         "dense_last": settings.prefill_dense_last,
     }
-    if mode == "lines":
+    if mode == "vertical_slash":
         return found | {"observe": settings.prefill_observe}
     return found | ({"streaming": True} if settings.decode_heads is not None else {})
 

@@ -12,23 +12,24 @@ class PrefillSettings(BaseModel):
 
     prefill_mode: PrefillMode = Field(
         "dense",
-        description="Default prefill of strategy prefix. dense: exact attention. lines: to the vertical and "
-        "slash lines that sampled queries point to. blocks: to the first, local and best-scoring blocks. "
-        "Both are approximate and need sparse_attention=on; their KV has a prefix cache of its own.",
+        description="Default prefill of strategy prefix. dense: exact attention. vertical_slash: to the "
+        "vertical and slash lines that sampled queries point to. block_sparse: to the first, local and "
+        "best-scoring blocks. Both are approximate and need sparse_attention=on; their KV has a prefix cache "
+        "of its own.",
     )
     prefill_alpha: float = Field(
         0.955,
         gt=0,
         le=1,
-        description="lines, blocks: share of the attention weight to hold, as the mode estimates it.",
+        description="Sparse modes: share of the attention weight to hold, as the mode estimates it.",
     )
     prefill_observe: int = Field(
-        64, ge=1, le=MAX_OBSERVE, description="lines: queries sampled of every 1,024."
+        64, ge=1, le=MAX_OBSERVE, description="vertical_slash: queries sampled of every 1,024."
     )
     prefill_dense_last: int = Field(
         DENSE_LAST,
         ge=0,
-        description="lines, blocks: last tokens of a prompt, its question, that attend to everything.",
+        description="Sparse modes: last tokens of a prompt, its question, that attend to everything.",
     )
     prefill_dense_below: int | None = Field(
         None,

@@ -7,9 +7,12 @@ import json
 import reprlib
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from sglang_ext.wire.renamed import with_new_names
 
 OptionsT = TypeVar("OptionsT", bound="RequestOptions")
 
@@ -22,6 +25,13 @@ class RequestOptions(BaseModel):
     """Base of all options. Values are not converted: ``1`` is not true, and ``"1"`` is no number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """New names by old ones, which still work."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_old_names(cls, given: Any) -> Any:
+        return with_new_names(given, cls.renamed) if isinstance(given, Mapping) else given
 
 
 def checked(model: type[OptionsT], given: Mapping[str, Any], owner: str) -> OptionsT:
@@ -32,15 +42,19 @@ def checked(model: type[OptionsT], given: Mapping[str, Any], owner: str) -> Opti
         raise PlanError("; ".join(_sentences(error, model, given, owner))) from None
 
 
-def given_in(text: str, what: str) -> dict[str, Any]:
-    """Fields of a request's JSON text. ``what``: decode or prefill. Raises PlanError."""
+def given_in(text: str, what: str, names: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """Fields of a request's JSON text, by their new names. ``what``: decode or prefill. ``names``: new names
+    by old ones. Raises PlanError."""
     try:
         given = json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanError(f"{what} options are not JSON: {error}") from None
     if not isinstance(given, dict):
         raise PlanError(f"{what} options must be a JSON object")
-    return given
+    try:
+        return with_new_names(given, names)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
 
 
 def option_names(model: type[RequestOptions]) -> list[str]:

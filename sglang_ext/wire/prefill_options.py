@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from sglang_ext.wire.option_checks import PlanError, RequestOptions, checked, given_in
+from sglang_ext.wire.renamed import with_new_mode
 
-PrefillMode = Literal["dense", "lines", "blocks"]
+PrefillMode = Annotated[Literal["dense", "vertical_slash", "block_sparse"], BeforeValidator(with_new_mode)]
 MAX_OBSERVE = 256  # sampled queries of 1,024
 SHARE_DENSE_BELOW = (
     49_152  # of a `share`, not calibrated: below it attention is the smaller part of a prefill
@@ -31,8 +32,9 @@ class PrefillOptions(RequestOptions):
 
     mode: PrefillMode = Field(
         default="dense",
-        description="`dense`: exact attention; `lines`: to the vertical and slash lines that sampled queries "
-        "point to (LoopServe); `blocks`: to the first, local and best-scoring blocks (LServe).",
+        description="`dense`: exact attention; `vertical_slash`: to the vertical and slash lines that "
+        "sampled queries point to (LoopServe); `block_sparse`: to the first, local and best-scoring blocks "
+        "(LServe).",
     )
     alpha: float = Field(
         default=0.955,
@@ -41,15 +43,15 @@ class PrefillOptions(RequestOptions):
         description="Share of the attention weight to hold, as the mode estimates it.",
     )
     observe: int = Field(
-        default=64, ge=1, le=MAX_OBSERVE, description="lines: queries sampled of every 1,024."
+        default=64, ge=1, le=MAX_OBSERVE, description="vertical_slash: queries sampled of every 1,024."
     )
     share: float | None = Field(
         default=None,
         gt=0,
         le=1,
         description="Share of the blocks to compute, instead of as many as hold `alpha`: the cost is known, "
-        "the weight that is held is not. `lines` takes lines of this length together, and computes less "
-        "where they cross.",
+        "the weight that is held is not. `vertical_slash` takes lines of this length together, and computes "
+        "less where they cross.",
     )
     dense_last: int = Field(
         default=DENSE_LAST,
@@ -59,7 +61,7 @@ class PrefillOptions(RequestOptions):
     )
     streaming: bool = Field(
         default=False,
-        description="blocks: heads of the server's pattern file attend to the first and local blocks only.",
+        description="block_sparse: heads of the server's pattern file attend to first and local blocks only.",
     )
     dense_below: int | None = Field(
         default=None,
@@ -84,10 +86,10 @@ class PrefillOptions(RequestOptions):
         """These options, the server's, with those of a request's JSON text. Raises PlanError."""
         changes = given_in(text, "prefill")
         options = self.updated(changes)
-        if "observe" in changes and options.mode != "lines":
-            raise PlanError(f"observe is for mode 'lines', and this request's is {options.mode!r}")
-        if changes.get("streaming") and options.mode != "blocks":
-            raise PlanError(f"streaming is for mode 'blocks', and this request's is {options.mode!r}")
+        if "observe" in changes and options.mode != "vertical_slash":
+            raise PlanError(f"observe is for mode 'vertical_slash', and this request's is {options.mode!r}")
+        if changes.get("streaming") and options.mode != "block_sparse":
+            raise PlanError(f"streaming is for mode 'block_sparse', and this request's is {options.mode!r}")
         if changes.get("share") is not None and "alpha" in changes:
             raise PlanError("alpha and share both say how many blocks are computed: give one of them")
         return options
@@ -95,9 +97,9 @@ class PrefillOptions(RequestOptions):
     def sparse_key(self, extra_key: str | None) -> str:
         """The extra key of KV made with these options by requests whose exact KV has ``extra_key``: KV of
         sparse prefill is approximate, and no other request may find it."""
-        observe = f",{self.observe}" if self.mode == "lines" else ""
+        observe = f",{self.observe}" if self.mode == "vertical_slash" else ""
         amount = repr(self.alpha) if self.share is None else f"share={self.share!r}"
-        streaming = ",streaming" if self.mode == "blocks" and self.streaming else ""
+        streaming = ",streaming" if self.mode == "block_sparse" and self.streaming else ""
         return f"{extra_key or ''}{_MARK}{self.mode},{amount}{observe},last={self.dense_last}{streaming}"
 
 

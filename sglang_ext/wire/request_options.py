@@ -6,10 +6,11 @@ also come from a client of SGLang's ``/generate``."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from sglang_ext.wire import renamed
 from sglang_ext.wire.option_checks import PlanError as PlanError
 from sglang_ext.wire.option_checks import RequestOptions as RequestOptions
 from sglang_ext.wire.option_checks import checked, given_in
@@ -343,6 +344,7 @@ class DecodeOptions(RequestOptions):
     value."""
 
     model_config = ConfigDict(json_schema_extra=_without_defaults)
+    renamed: ClassVar[Mapping[str, str]] = renamed.DECODE
 
     mode: DecodeMode = Field(
         default="dense",
@@ -408,7 +410,7 @@ class DecodeOptions(RequestOptions):
 
     def from_request(self, text: str) -> DecodeOptions:
         """These options, the server's, with those of a request's JSON text. Raises PlanError."""
-        changes = given_in(text, "decode")
+        changes = given_in(text, "decode", renamed.DECODE)
         options = self.updated(changes)
         for name in ("offloaded", "lag", "observe", "window", "scores"):
             modes = ["hierarchical", *(["progressive"] if name in ("offloaded", "lag") else [])]

@@ -57,8 +57,8 @@ SPECS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 SPARSE: tuple[dict[str, Any], ...] = (
     {},
-    {"mode": "lines", "share": 0.3, "observe": 16, "dense_last": 16, "dense_below": 100},
-    {"mode": "blocks", "share": 0.3, "dense_last": 16, "dense_below": 100},
+    {"mode": "vertical_slash", "share": 0.3, "observe": 16, "dense_last": 16, "dense_below": 100},
+    {"mode": "block_sparse", "share": 0.3, "dense_last": 16, "dense_below": 100},
 )
 _TAKEN_BACK = "its documents were evicted meanwhile"  # a request that gave its slots to others
 

@@ -40,7 +40,9 @@ DECODE: dict[str, dict[str, Any]] = {
 }
 EXACT = DECODE["hierarchical"] | {"scores": "exact"}
 OFFLOADED = {f"offloaded {name}": decode | {"offloaded": True} for name, decode in DECODE.items()}
-PREFILL: dict[str, dict[str, Any]] = {name: {"mode": name, "dense_below": 0} for name in ("lines", "blocks")}
+PREFILL: dict[str, dict[str, Any]] = {
+    name: {"mode": name, "dense_below": 0} for name in ("vertical_slash", "block_sparse")
+}
 LONG = Sampling(24, ignore_eos=True)
 MODES: dict[str, dict[str, Any]] = {
     "dense": {},

@@ -150,7 +150,7 @@ class SparseReference(Reference):
         table = torch.arange(pages, dtype=torch.int32)[None]
         batch = PrefillBatch.of(table, self.page, [first], [tokens - first], block_q=BLOCK_Q, block_k=BLOCK_K)
         rows = q.transpose(0, 1).contiguous()
-        if options.mode == "lines":
+        if options.mode == "vertical_slash":
             plan = LinePlan.of(batch, len(q), observe=options.observe)
             given = self.lines[layer] if self.turn and first >= self.turn else None
             choice = choose_lines(rows, pool, plan, alpha=options.alpha, given=(given,))

@@ -171,7 +171,7 @@ async def _ask_or_miss(client: httpx.AsyncClient, ids: list[int], spans: list[tu
         )
 
 
-def test_a_request_taken_back_whose_documents_are_gone_meanwhile_says_so(
+def test_a_request_retracted_whose_documents_are_gone_meanwhile_says_so(
     stress_server: Server, builder: PromptBuilder
 ) -> None:
     """It cannot be composed again, and the tokens that it has came from composed KV, so it must not go on
@@ -209,7 +209,7 @@ def test_a_request_taken_back_whose_documents_are_gone_meanwhile_says_so(
         settled(client)
 
 
-def test_sparse_requests_taken_back_choose_from_right_statistics_afterwards(stress_server: Server) -> None:
+def test_sparse_requests_retracted_choose_from_right_statistics_afterwards(stress_server: Server) -> None:
     """Requests of all modes at once. Every third step retracts one, whose pages are freed and written again
     elsewhere.
     """

@@ -19,7 +19,7 @@ from tests.integration.engines import Server
 from tests.integration.prompts import prompt, rows
 
 SPACE = "faults"
-LINES = '{"mode": "lines", "dense_below": 0}'
+LINES = '{"mode": "vertical_slash", "dense_below": 0}'
 Ask = Callable[["Bench"], dict[str, Any]]
 
 

@@ -299,7 +299,7 @@ def test_a_context_that_fails_or_is_left_on_its_way_to_the_host_leaves_nothing(s
     assert stress_server.running.process.poll() is None
 
 
-def test_a_offloaded_request_that_is_taken_back_goes_on_as_if_it_had_not_been(stress_server: Server) -> None:
+def test_an_offloaded_request_that_is_retracted_goes_on_as_if_it_had_not_been(stress_server: Server) -> None:
     decode = {"mode": "hierarchical", "budget": 64, "reuse": 4, "lag": 2, "offloaded": True}
     assert_goes_on(stress_server.client, [some_ids(300 + 35 * i, 600 + i) for i in range(3)], decode)
 
@@ -344,8 +344,8 @@ def test_retraction_eviction_and_leavers_lose_no_slot_and_no_page(stress_server:
     for gauge in (
         *kinds,
         *host,
-        'offloaded_resident_blocks{state="held"',
-        'offloaded_resident_blocks{state="due"',
+        'resident_blocks{state="held"',
+        'resident_blocks{state="due"',
         "link_share",
     ):
         assert f"\nragserve_decode_{gauge}" in metrics, gauge

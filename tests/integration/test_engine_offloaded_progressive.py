@@ -111,7 +111,7 @@ def test_a_composed_context_is_offloaded_from_the_start(parallel_server: Server)
         assert idle(client)["used"] == 0
 
 
-def test_a_request_that_is_taken_back_goes_on_as_if_it_had_not_been(stress_server: Server) -> None:
+def test_a_request_that_is_retracted_goes_on_as_if_it_had_not_been(stress_server: Server) -> None:
     """Its next token attends in an extend, to pages on the host."""
     decode = OFFLOADED | {"budget": 48, "reuse": 1, "lag": 1}
     assert_goes_on(stress_server.client, [some_ids(300 + 35 * i, 620 + i) for i in range(3)], decode)

@@ -80,7 +80,7 @@ def test_what_needs_the_whole_prompt_on_the_device_is_refused(stress_server: Ser
     for fields, extra, what in (
         ({"return_logprob": True, "logprob_start_len": 0}, {}, "log-probabilities of the prompt"),
         ({"return_hidden_states": True}, {}, "hidden states of the prompt"),
-        ({}, {PREFILL_FIELD: json.dumps({"mode": "lines", "dense_below": 0})}, "sparse prefill"),
+        ({}, {PREFILL_FIELD: json.dumps({"mode": "vertical_slash", "dense_below": 0})}, "sparse prefill"),
     ):
         body: dict[str, Any] = {"input_ids": ids, "sampling_params": {"custom_params": custom | extra}}
         answer = client.post("/generate", json=body | fields).json()

@@ -371,7 +371,13 @@ def test_with_two_ranks(parallel_server: Server) -> None:
 def test_a_session_that_outgrows_dense_prefill_goes_on_from_sparse_lines(parallel_server: Server) -> None:
     """It is prefilled anew once, sparsely; later turns begin from its lines. Others do not find that KV."""
     space, dense_below = "sessions-sparse", 400
-    prefill = {"mode": "lines", "alpha": 0.5, "observe": 32, "dense_last": 64, "dense_below": dense_below}
+    prefill = {
+        "mode": "vertical_slash",
+        "alpha": 0.5,
+        "observe": 32,
+        "dense_last": 64,
+        "dense_below": dense_below,
+    }
     fields: dict[str, Any] = {"strategy": "prefix", "prefill": prefill}
 
     def ask(session: str | None, number: int, sentences: int, **fields: Any) -> dict[str, Any]:

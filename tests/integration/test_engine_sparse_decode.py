@@ -296,15 +296,15 @@ def sparse_prefix(answer: dict[str, Any]) -> PrefillReport:
 @pytest.mark.parametrize(
     "prefill",
     [
-        {"mode": "lines", "alpha": 0.5, "observe": 32},
-        {"mode": "blocks", "alpha": 0.2, "streaming": True},  # a server with a pattern file has it so
+        {"mode": "vertical_slash", "alpha": 0.5, "observe": 32},
+        {"mode": "block_sparse", "alpha": 0.2, "streaming": True},  # a server with a pattern file has it so
     ],
     ids=str,
 )
 def test_prefill_attends_to_the_chosen_blocks_and_its_kv_stays_apart(
     sparse: Any, reference: SparseReference, prefill: dict[str, Any]
 ) -> None:
-    ids = some_ids(1300, 72 + (prefill["mode"] == "lines"))
+    ids = some_ids(1300, 72 + (prefill["mode"] == "vertical_slash"))
     reference.decode, chunks = DecodeOptions(), list(range(0, 1300, 256))
     dense = reference.plain(ids, 8)
     reference.prefill, reference.starts = PrefillOptions(**prefill), chunks
@@ -336,7 +336,7 @@ def test_a_later_turn_begins_from_the_lines_of_the_turn_before(
     sparse: Any, reference: SparseReference
 ) -> None:
     ids, first = some_ids(1500, 79), 1280  # whole chunks and pages
-    prefill = {"mode": "lines", "alpha": 0.5, "observe": 32}
+    prefill = {"mode": "vertical_slash", "alpha": 0.5, "observe": 32}
     reference.decode = DecodeOptions()
     reference.prefill, reference.starts = PrefillOptions(**prefill), list(range(0, 1500, 256))
     try:
@@ -360,14 +360,14 @@ def test_prefill_of_all_blocks_and_of_short_prompts_is_exact(sparse: Any, refere
     reference.decode = DecodeOptions()
     want = reference.plain(ids, 8)
     with ThreadPoolExecutor(3) as pool:  # one batch of sparse and dense requests
-        whole = pool.submit(prefilled, sparse.client, ids, mode="lines", alpha=1.0)
+        whole = pool.submit(prefilled, sparse.client, ids, mode="vertical_slash", alpha=1.0)
         dense = pool.submit(generate, sparse.client, ids, 8)
         decoding = pool.submit(generate, sparse.client, ids[:200], 30, may_mix=True)
         assert worst(result(whole.result()), want) < TOLERANCE
         assert sparse_prefix(whole.result()).share == 1.0
         assert worst(result(dense.result()), want) < TOLERANCE
         assert decoding.result()["output_ids"] == reference.plain(ids[:200], 30).ids
-    short = prefilled(sparse.client, ids, mode="blocks", dense_below=450)
+    short = prefilled(sparse.client, ids, mode="block_sparse", dense_below=450)
     assert PREFILL_FIELD not in short["meta_info"]
     assert short["meta_info"]["cached_tokens"] > 400, "it shares the exact cache"
 
@@ -375,14 +375,14 @@ def test_prefill_of_all_blocks_and_of_short_prompts_is_exact(sparse: Any, refere
 def test_prefill_options_are_refused_with_a_reason(sparse: Any) -> None:
     for prefill, reason in (
         ({"mode": "fast"}, "option mode of sparse prefill is 'fast'"),
-        ({"mode": "blocks", "observe": 8}, "observe is for mode 'lines'"),
+        ({"mode": "block_sparse", "observe": 8}, "observe is for mode 'vertical_slash'"),
     ):
         assert reason in prefilled(sparse.client, [5] * 40, **prefill)["error"]["message"]
     plan = ContextPlan("document", "sparse")
-    custom = {PREFILL_FIELD: '{"mode": "lines"}', PLAN_FIELD: plan.to_json()}
+    custom = {PREFILL_FIELD: '{"mode": "vertical_slash"}', PLAN_FIELD: plan.to_json()}
     refused = context_client.generate(sparse.client, [7] * 40, sampling_params={"custom_params": custom})
     assert "documents are prefilled densely" in refused["error"]["message"]
-    key = PrefillOptions(mode="lines").sparse_key("a")
+    key = PrefillOptions(mode="vertical_slash").sparse_key("a")
     assert "is one of sparse prefill" in generate_as(sparse.client, key)["error"]["message"]
 
 

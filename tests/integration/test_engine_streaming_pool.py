@@ -152,7 +152,7 @@ def test_what_does_not_go_with_it_fails_the_request_with_advice(streaming_server
     client, ids = streaming_server.client, some_ids(60, 31)
     for decode in ({"mode": "hierarchical"}, {"mode": "progressive"}, {"streaming": False}):
         assert "decode_heads_pool=shared" in generate(client, ids, decode=decode)["error"]["message"]
-    custom = {PREFILL_FIELD: json.dumps({"mode": "lines"})}
+    custom = {PREFILL_FIELD: json.dumps({"mode": "vertical_slash"})}
     sampling = {"temperature": 0, "max_new_tokens": 2, "custom_params": custom}
     refused = client.post("/generate", json={"input_ids": ids, "sampling_params": sampling}).json()
     assert "leave prefill out" in refused["error"]["message"]
@@ -162,7 +162,7 @@ def test_what_does_not_go_with_it_fails_the_request_with_advice(streaming_server
     for more in (
         {"strategy": "concat"},
         {"decode": {"mode": "hierarchical"}},
-        {"prefill": {"mode": "lines"}},
+        {"prefill": {"mode": "vertical_slash"}},
     ):
         refused = client.post("/rag/query", json=question | more)
         assert refused.status_code == 400

@@ -22,7 +22,7 @@ from tests.kernels import test_page_stats as st
 from tests.kernels import test_prefix_rows_attention as pra
 from tests.kernels import test_progressive_places as pp
 from tests.kernels import test_resident_block_assign as ca
-from tests.kernels import test_resident_block_gather as cg
+from tests.kernels import test_resident_gather as cg
 from tests.kernels import test_scatter_d2h as sc
 from tests.kernels import test_shared_assign as cas
 from tests.kernels import test_shared_gather as ce

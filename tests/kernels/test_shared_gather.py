@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.test_resident_block_gather import host_pages, pool
 
 from ragserve_kernels.shared_gather import shared_gather, shared_gather_naive
+from tests.kernels.test_resident_gather import host_pages, pool
 
 LISTS = 4  # layers times KV heads
 

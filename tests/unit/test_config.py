@@ -78,10 +78,10 @@ def test_pages_are_chosen_by_what_is_there(settings: dict[str, Any], reason: str
 
 
 def test_sparse_prefill_needs_our_backend_and_keys_of_16_bits() -> None:
-    assert load(sparse_attention="on", prefill_mode="lines").prefill_alpha == 0.955
+    assert load(sparse_attention="on", prefill_mode="vertical_slash").prefill_alpha == 0.955
     for without in ({}, {"sparse_attention": "on", "kv_bits": 8}):
         with pytest.raises(ValueError, match="set --sparse-attention on, and leave kv_bits out"):
-            load(prefill_mode="blocks", **without)
+            load(prefill_mode="block_sparse", **without)
 
 
 def test_unknown_and_wrong_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

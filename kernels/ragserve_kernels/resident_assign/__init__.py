@@ -11,7 +11,7 @@ from ragserve_kernels.paged import PageSelection
 from ragserve_kernels.resident_assign.naive import resident_assign_naive
 from ragserve_kernels.resident_assign.types import ResidentBlocks, ResidentState
 
-__all__ = ["ResidentState", "Resident blocks", "resident_assign", "resident_assign_naive"]
+__all__ = ["ResidentBlocks", "ResidentState", "resident_assign", "resident_assign_naive"]
 
 
 def resident_assign(

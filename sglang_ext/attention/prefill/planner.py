@@ -132,7 +132,7 @@ class PrefillPlanner:
                 f"prefill mode {options.mode!r} reads keys of 16 bits, and this server's have "
                 f"{self._config.kv_bits}: leave prefill out, or start it with kv_bits=16"
             )
-        if options.mode == "blocks" and options.streaming and self._config.heads is None:
+        if options.mode == "block_sparse" and options.streaming and self._config.heads is None:
             raise PlanError("streaming heads: this server was started without a pattern file of them")
 
     def plan(self, reqs: Sequence[Any], spans: Sequence[tuple[int, int, int]]) -> tuple[ExtendRow, ...]:
@@ -144,7 +144,7 @@ class PrefillPlanner:
         if all(state is None for state in sparse):
             return ()
         for req, state in zip(reqs, sparse, strict=True):
-            if state is not None and state.options.mode == "lines" and not state.tokens:
+            if state is not None and state.options.mode == "vertical_slash" and not state.tokens:
                 state.given = self.kept.of(req.last_node)
         return tuple(
             ExtendRow(req, row, prefix, end - prefix, state)

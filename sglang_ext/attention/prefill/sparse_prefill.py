@@ -150,7 +150,7 @@ class SparsePrefill:
         pattern = self._pattern
         for i, row in enumerate(self._sparse):
             options, own, lists = row.options, q[row.rows], lists_at(self._room, row.blocks)
-            if options.mode == "lines":
+            if options.mode == "vertical_slash":
                 self._by_lines(i, own, k, lists, scale)
             else:
                 list_blocks(

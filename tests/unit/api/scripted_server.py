@@ -35,7 +35,7 @@ from ragserve_index.types import NewChunk, NewDocument
 from sglang_ext.wire.protocol import PrefillReport
 from tests.unit.api.word_embedder import DIM, WordEmbedder
 
-_PREFILLED = PrefillReport("lines", 0.9, 40, 0.25, 3.5, 1.0)
+_PREFILLED = PrefillReport("vertical_slash", 0.9, 40, 0.25, 3.5, 1.0)
 _ALIKE = base64.b64encode(np.log(np.full(4, 0.25)).astype("<f4").tobytes()).decode()  # a distribution
 
 
@@ -106,7 +106,7 @@ class ScriptedEngine:
                     self.finish_reason if last else None,
                     distributions=[_ALIKE] * request.distributions if last else (),
                     output_ids=tuple(range(len(deltas))) if last else (),
-                    prefill=PrefillReport("lines", 0.9, 40, 0.25, 3.5, 1.0)
+                    prefill=PrefillReport("vertical_slash", 0.9, 40, 0.25, 3.5, 1.0)
                     if last and request.prefill and "dense_below" not in request.prefill
                     else None,
                 )

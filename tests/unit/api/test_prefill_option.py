@@ -25,13 +25,20 @@ def test_sparse_prefill_is_for_exact_strategies_of_engines_that_have_it(
         return answer.json()["error"]["param"], answer.json()["error"]["message"]
 
     assert refused(ask(alpha=2.0))[0] == "prefill.alpha"
-    assert "has no sparse prefill" in refused(ask(mode="lines"))[1]
+    assert "has no sparse prefill" in refused(ask(mode="vertical_slash"))[1]
     monkeypatch.setattr(ScriptedEngine, "info", replace(live.engine.info, sparse_prefill=True))
-    assert refused(ask("auto", mode="lines"))[0] == "prefill"
+    assert refused(ask("auto", mode="vertical_slash"))[0] == "prefill"
     assert live.engine.requests == []
     options, said = (
-        {"mode": "lines", "alpha": 0.9},
-        {"mode": "lines", "alpha": 0.9, "tokens": 40, "share": 0.25, "reused_lines": 3.5, "new_lines": 1.0},
+        {"mode": "vertical_slash", "alpha": 0.9},
+        {
+            "mode": "vertical_slash",
+            "alpha": 0.9,
+            "tokens": 40,
+            "share": 0.25,
+            "reused_lines": 3.5,
+            "new_lines": 1.0,
+        },
     )
     answer = ask(**options).json()
     assert answer["prefill"] == said

@@ -134,7 +134,9 @@ def test_a_prompt_whose_beginning_is_cached_sampling_and_sparse_steps_are_asked(
     assert modes == {"hierarchical", "progressive"}
     assert all("offloaded" in r.decode for r in requests if r.decode), "the server's own may be offloaded"
     prefills = [PrefillOptions.model_validate(dict(r.prefill)) for r in requests if r.prefill]
-    assert [prefill.mode for prefill in prefills] == ["lines", "blocks", "blocks"], "the last, a long one"
+    assert [prefill.mode for prefill in prefills] == ["vertical_slash", "block_sparse", "block_sparse"], (
+        "the last, a long one"
+    )
     assert not any(prefill.dense_below for prefill in prefills)
 
 

@@ -87,7 +87,7 @@ def test_the_model_does_not_run_where_its_output_is_there_and_no_later_forward_g
     assert forward(generate, None, decode) == ["run", "run"]
 
 
-def test_a_batch_that_was_taken_back_is_not_extended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_was_retracted_is_not_extended(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
     runtime.retracted = True
     monkeypatch.setattr(current, "runtime", runtime)

@@ -64,13 +64,13 @@ def test_a_pass_ends_before_the_next_layer_and_sglang_gets_what_has_come_in_its_
 
 
 @pytest.mark.parametrize("abort", [AbortReq(rid="verify-10"), AbortReq(rid="another")])
-def test_a_pass_that_is_not_taken_back_goes_on(abort: AbortReq) -> None:
+def test_a_pass_that_is_not_cancelled_goes_on(abort: AbortReq) -> None:
     receiver = Receiver([], [abort, object()])
     assert layers_before_the_end(receiver, composed("verify-1")) == LAYERS
     assert len(receiver.turn()) == 2
 
 
-def test_a_pass_of_several_ends_when_all_are_taken_back() -> None:
+def test_a_pass_of_several_ends_when_all_are_cancelled() -> None:
     own = composed("verify-1"), composed("verify-2")
     assert layers_before_the_end(Receiver([], [AbortReq(rid="verify-1")]), *own) == LAYERS
     receiver = Receiver([], [AbortReq(rid="verify-2")])
@@ -79,7 +79,7 @@ def test_a_pass_of_several_ends_when_all_are_taken_back() -> None:
         layers_before_the_end(Receiver([], [AbortReq(rid="", abort_all=True)]), *own)
 
 
-def test_a_batch_that_is_taken_back_ends_its_requests_and_lets_documents_go() -> None:
+def test_a_batch_that_is_cancelled_ends_its_requests_and_lets_documents_go() -> None:
     """Its slots are SGLang's again when the requests end; the contexts are composed as ever afterwards."""
     case = Case([{"recompute": "all"}, {"recompute": "all"}], 0)
     width = max(len(row) for row in case.rows)

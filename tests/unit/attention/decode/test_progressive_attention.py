@@ -154,7 +154,7 @@ def test_before_anything_is_in_shared_blocks_all_of_the_prompt_is_read_from_the_
     assert (reads == PROMPT).all()
 
 
-def test_a_token_that_was_taken_back_attends_as_its_step_and_chooses_by_it() -> None:
+def test_a_token_that_was_retracted_attends_as_its_step_and_chooses_by_it() -> None:
     bench = Bench(shared=True)
     before = tables(bench)
     set_lengths(before, bench, None)

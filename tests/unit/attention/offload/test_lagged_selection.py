@@ -68,7 +68,7 @@ def test_at_most_one_page_begins_while_a_selection_serves(lag: int) -> None:
     assert chosen > 15
 
 
-def test_a_request_taken_back_chooses_anew() -> None:
+def test_a_request_retracted_chooses_anew() -> None:
     plan = planner()
     req = request(plan, reuse=1)
     for tokens in range(101, 106):
@@ -111,7 +111,7 @@ def test_a_request_with_a_lag_chooses_by_the_last_query_of_its_prompt() -> None:
     assert run(plan, [req], [103]).lagged == (True,), "its clock runs from there on"
 
 
-def test_a_offloaded_progressive_row_chooses_for_its_resident_blocks_by_its_own_clock() -> None:
+def test_an_offloaded_progressive_row_chooses_for_its_resident_blocks_by_its_own_clock() -> None:
     plan = planner()
     req = request(plan, mode="progressive", offloaded=True, reuse=5)
     state = req.ragserve_decode

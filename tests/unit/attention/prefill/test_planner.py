@@ -17,7 +17,7 @@ from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.prefill_options import SHARE_DENSE_BELOW, PrefillOptions, exact_key
 from sglang_ext.wire.protocol import PREFILL_FIELD, PlanError, PrefillReport, prefix_key
 
-SPARSE = PrefillOptions(mode="lines", dense_below=100)
+SPARSE = PrefillOptions(mode="vertical_slash", dense_below=100)
 
 
 def planner(options: PrefillOptions = SPARSE, **config: Any) -> PrefillPlanner:
@@ -39,7 +39,7 @@ def request(plan: PrefillPlanner, tokens: int = 101, key: str = "namespace:a", *
 def test_long_prompts_are_sparse_and_cached_with_those_of_the_same_options() -> None:
     plan = planner()
     long = request(plan)
-    assert long.extra_key == "namespace:a|prefill=lines,0.955,64,last=256"
+    assert long.extra_key == "namespace:a|prefill=vertical_slash,0.955,64,last=256"
     assert exact_key(long.extra_key) == "namespace:a"
     keys = [
         request(plan, **options).extra_key
@@ -47,7 +47,7 @@ def test_long_prompts_are_sparse_and_cached_with_those_of_the_same_options() -> 
             {"alpha": 0.9},
             {"observe": 8},
             {"dense_last": 8},
-            {"mode": "blocks"},
+            {"mode": "block_sparse"},
             {"share": 0.955},
             {"mode": "dense"},
             {"dense_below": 7},
@@ -62,25 +62,29 @@ def test_long_prompts_are_sparse_and_cached_with_those_of_the_same_options() -> 
 def test_what_is_not_calibrated_is_sparse_only_where_its_cost_is_known() -> None:
     plan = planner(PrefillOptions())
     longest = SHARE_DENSE_BELOW + 1
-    assert request(plan, longest, mode="lines").ragserve_prefill is None, "the model decides what alpha costs"
-    assert request(plan, longest, mode="lines", dense_below=longest - 1).ragserve_prefill is not None
-    assert request(plan, longest, mode="blocks", share=0.1).ragserve_prefill is not None
-    assert request(plan, longest - 1, mode="blocks", share=0.1).ragserve_prefill is None
+    assert request(plan, longest, mode="vertical_slash").ragserve_prefill is None, (
+        "the model decides what alpha costs"
+    )
+    assert request(plan, longest, mode="vertical_slash", dense_below=longest - 1).ragserve_prefill is not None
+    assert request(plan, longest, mode="block_sparse", share=0.1).ragserve_prefill is not None
+    assert request(plan, longest - 1, mode="block_sparse", share=0.1).ragserve_prefill is None
     assert request(planner(), 101, share=0.1).ragserve_prefill is not None, "calibrated"
 
 
 def test_streaming_heads_have_a_cache_of_their_own() -> None:
-    plan = planner(PrefillOptions(mode="blocks", streaming=True, dense_below=100), heads=Path("heads.json"))
+    plan = planner(
+        PrefillOptions(mode="block_sparse", streaming=True, dense_below=100), heads=Path("heads.json")
+    )
     streams, others = request(plan).extra_key, request(plan, streaming=False).extra_key
     assert streams == others + ",streaming"
-    assert request(plan, mode="lines").extra_key == request(planner()).extra_key, "lines have none"
+    assert request(plan, mode="vertical_slash").extra_key == request(planner()).extra_key, "lines have none"
 
 
 def test_the_server_says_nothing_of_references_and_documents() -> None:
     plan = planner()
     assert request(plan, key="full:1").ragserve_prefill is None, "others are compared with strategy full"
-    asked = request(plan, key="full:1", mode="blocks")
-    assert asked.ragserve_prefill.options.mode == "blocks"
+    asked = request(plan, key="full:1", mode="block_sparse")
+    assert asked.ragserve_prefill.options.mode == "block_sparse"
     document = SimpleNamespace(
         sampling_params=SimpleNamespace(custom_params=None),
         extra_key="0" * 32,
@@ -100,10 +104,10 @@ def test_the_server_says_nothing_of_references_and_documents() -> None:
         ({"mode": "quick"}, "option mode of sparse prefill is 'quick'"),
         ({"alpha": 0}, "option alpha of sparse prefill is 0"),
         ({"aplha": 0.5}, r"did you mean alpha\?"),
-        ({"mode": "blocks", "observe": 8}, "observe is for mode 'lines'"),
+        ({"mode": "block_sparse", "observe": 8}, "observe is for mode 'vertical_slash'"),
         ({"share": 0.2, "alpha": 0.9}, "give one of them"),
-        ({"streaming": True}, "streaming is for mode 'blocks'"),
-        ({"mode": "blocks", "streaming": True}, "started without a pattern file"),
+        ({"streaming": True}, "streaming is for mode 'block_sparse'"),
+        ({"mode": "block_sparse", "streaming": True}, "started without a pattern file"),
     ],
 )
 def test_bad_options_are_refused_with_a_reason(options: dict[str, Any], reason: str) -> None:
@@ -115,7 +119,7 @@ def test_keys_of_few_bits_cannot_be_read() -> None:
     with pytest.raises(PlanError, match="start it with kv_bits=16"):
         planner(kv_bits=8)
     with pytest.raises(PlanError, match="this server's have 4"):
-        request(planner(PrefillOptions(), kv_bits=4), mode="lines")
+        request(planner(PrefillOptions(), kv_bits=4), mode="vertical_slash")
 
 
 def test_an_extend_is_planned_and_counted_by_request() -> None:
@@ -128,7 +132,7 @@ def test_an_extend_is_planned_and_counted_by_request() -> None:
     assert plan.finished(sparse) is None, "nothing was prefilled"
     plan.count(rows, Computed(torch.tensor([[30.0, 2.0, 10.0]]), (40.0,), (4.0,), (None,)))
     plan.count(rows, Computed(torch.tensor([[10.0, 4.0, 14.0]]), (60.0,), (8.0,), (None,)))
-    assert plan.finished(sparse) == PrefillReport("lines", 0.955, 344, 0.4, 0.5, 2.0)
+    assert plan.finished(sparse) == PrefillReport("vertical_slash", 0.955, 344, 0.4, 0.5, 2.0)
     assert plan.finished(dense) is None
 
 
@@ -139,7 +143,7 @@ def test_what_is_removed_from_a_namespace_goes_from_its_sparse_kv_too() -> None:
     documents = DeviceDocuments(None, tree, SimpleNamespace(remove=lambda key: False))
     running = type("Req", (), {})()
     running.extra_key, running.ragserve_private = (
-        PrefillOptions(mode="blocks").sparse_key(prefix_key("a")),
+        PrefillOptions(mode="block_sparse").sparse_key(prefix_key("a")),
         False,
     )
     documents.exact_request(running)
@@ -167,7 +171,7 @@ def test_a_later_turn_gets_the_lines_of_the_turn_before() -> None:
     lines = torch.ones(4, 2, 3, 2, dtype=torch.uint8)
     plan.count(rows, Computed(torch.zeros(1, 3), (1.0,), (1.0,), (lines,)))
     plan.cached(first, cached)
-    later, other, blocks = request(plan, 300), request(plan, 300), request(plan, 300, mode="blocks")
+    later, other, blocks = request(plan, 300), request(plan, 300), request(plan, 300, mode="block_sparse")
     later.last_node = blocks.last_node = node(2, cached)
     other.last_node = root
     spans = [(0, 192, 300), (1, 0, 300), (2, 192, 300)]

@@ -22,8 +22,8 @@ def test_each_request_of_a_batch_attends_to_its_own_choice_in_every_layer() -> N
     table = torch.stack([torch.randperm(2112 // PAGE) for _ in ROWS]) * PAGE
     table += torch.arange(len(ROWS))[:, None] * 2112
     slots = (table[:, :, None] + torch.arange(PAGE)).flatten(1).int()  # the request table
-    blocks = PrefillOptions(mode="blocks", alpha=0.8, streaming=True, dense_last=0)
-    options = blocks, PrefillOptions(mode="lines", share=0.3, observe=16, dense_last=200)
+    blocks = PrefillOptions(mode="block_sparse", alpha=0.8, streaming=True, dense_last=0)
+    options = blocks, PrefillOptions(mode="vertical_slash", share=0.3, observe=16, dense_last=200)
     states = None, PrefillState(options[0]), PrefillState(options[1])
     ends = torch.rand(LAYERS, 2, HEADS, 11) < 0.2
     states[2].given = torch.stack([Lines(*layer).packed() for layer in ends])

@@ -181,7 +181,7 @@ def test_a_rank_that_fails_alone_once_they_have_agreed_ends_the_server(
         engine.admission.admit(engine.adder, engine.req, broken)
 
 
-def test_a_failed_request_that_was_taken_back_is_not_composed_again() -> None:
+def test_a_failed_request_that_was_retracted_is_not_composed_again() -> None:
     engine, dropped = Engine(), []
     engine.admission._stage = SimpleNamespace(drop=dropped.append)  # type: ignore[assignment]
     engine.req.to_finish = SimpleNamespace(message="ragserve: stage 'forward' failed", status_code=500)

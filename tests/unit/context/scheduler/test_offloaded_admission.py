@@ -15,7 +15,7 @@ from tests.unit.context.scheduler.admission_bench import (
 
 
 @pytest.mark.parametrize(("wanted", "free"), [(True, 100), ("auto", 4)])
-def test_a_offloaded_context_takes_no_slots(wanted: bool | str, free: int) -> None:
+def test_an_offloaded_context_takes_no_slots(wanted: bool | str, free: int) -> None:
     engine = Engine(free=free, running=True)
     engine.offloading.wanted = wanted
     assert engine.admit() == "added"
@@ -67,7 +67,7 @@ def test_a_context_that_fits_or_computes_tokens_again_stays_on_the_device() -> N
     assert (blending.free, blending.offloading.asked) == (100 - TOTAL, [])
 
 
-def test_a_offloaded_context_without_room_for_resident_blocks_waits_then_leaves_the_device_then_ends() -> (
+def test_an_offloaded_context_without_room_for_resident_blocks_waits_then_leaves_the_device_then_ends() -> (
     None
 ):
     for running, expected in ((True, "NO_TOKEN"), (False, "CONTINUE")):
@@ -85,7 +85,7 @@ def test_a_offloaded_context_without_room_for_resident_blocks_waits_then_leaves_
     assert (declined.context.sources, declined.req.to_finish) == ([], None)
 
 
-def test_it_waits_for_host_pages_of_requests_that_were_taken_back() -> None:
+def test_it_waits_for_host_pages_of_requests_that_were_retracted() -> None:
     engine = Engine(free=4)
     engine.resolve = lambda context: []  # type: ignore[method-assign]
     engine.offloading.held = True

@@ -30,7 +30,7 @@ from sglang_ext.documents.fingerprint import model_fingerprint
 from sglang_ext.wire.protocol import ATTENTION_CONFIG_VARIABLE, PrefillReport
 from tests.conftest import MODEL
 
-OPTIONS = {"mode": "lines", "alpha": 0.955, "dense_last": 256, "observe": 64}
+OPTIONS = {"mode": "vertical_slash", "alpha": 0.955, "dense_last": 256, "observe": 64}
 
 
 def points(*rows: tuple[int, float, float]) -> tuple[PrefillPoint, ...]:
@@ -70,7 +70,7 @@ class PrefillMachine:
         took = n * n / 1e6
         if request.prefill["mode"] != "dense":
             took = took / 2 + 1.0
-            report = PrefillReport("lines", 0.955, n, 0.5)
+            report = PrefillReport("vertical_slash", 0.955, n, 0.5)
         await asyncio.sleep(0)
         self.now += took
         yield GenerateChunk("x", EngineUsage(n, 0, 1), EngineTimings(), prefill=report)
@@ -126,22 +126,24 @@ def test_the_server_prefills_densely_up_to_the_length_found(
         PREFILL.save(tmp_path / FILE_NAME, model_fingerprint(str(MODEL), ""), profile)
 
     assert options_of(Settings()) == OPTIONS
-    blocks = Settings(prefill_mode="blocks", sparse_attention="on")
-    assert options_of(blocks) == {"mode": "blocks", "alpha": 0.955, "dense_last": 256}
+    blocks = Settings(prefill_mode="block_sparse", sparse_attention="on")
+    assert options_of(blocks) == {"mode": "block_sparse", "alpha": 0.955, "dense_last": 256}
     assert dense_below() is None
     assert "sparse prefill is off" not in caplog.text
-    assert dense_below(prefill_mode="lines") is None
+    assert dense_below(prefill_mode="vertical_slash") is None
     assert "sparse prefill is off: it is not known" in caplog.text
     caplog.clear()
     save(3000)
-    assert dense_below(prefill_mode="lines") == dense_below() == 3000
-    assert dense_below(prefill_mode="lines", prefill_dense_below=7) == 7, "the setting has the last word"
+    assert dense_below(prefill_mode="vertical_slash") == dense_below() == 3000
+    assert dense_below(prefill_mode="vertical_slash", prefill_dense_below=7) == 7, (
+        "the setting has the last word"
+    )
     assert dense_below(prefill_alpha=0.9) is None
     assert "sparse prefill is off" not in caplog.text
-    assert dense_below(prefill_mode="blocks") is None
+    assert dense_below(prefill_mode="block_sparse") is None
     assert "run ragserve calibrate --part prefill again" in caplog.text
     save(None)
-    assert dense_below(prefill_mode="lines") is None
+    assert dense_below(prefill_mode="vertical_slash") is None
     assert "sparse prefill is off: it was slower at the longest prompt measured, 2048" in caplog.text
     (tmp_path / FILE_NAME).write_text("{}")
     with pytest.raises(InvalidRequest, match="ragserve calibrate --part prefill"):
