@@ -418,9 +418,7 @@ class DecodeOptions(RequestOptions):
                 known = " or ".join(repr(mode) for mode in modes)
                 raise PlanError(f"{name} is for mode {known}, and this request's is {options.mode!r}")
         if changes.get("lag") and options.mode == "progressive" and not options.offloaded:
-            raise PlanError(
-                "lag is of offloaded requests in mode 'progressive': ask with offloaded=true, or without lag"
-            )
+            raise PlanError("In mode 'progressive', lag requires offloaded=true. Set it, or omit lag.")
         return options
 
 

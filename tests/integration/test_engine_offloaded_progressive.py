@@ -122,7 +122,7 @@ def test_a_request_that_is_retracted_goes_on_as_if_it_had_not_been(stress_server
     [
         (OFFLOADED | {"streaming": True}, "with streaming heads"),
         (OFFLOADED | {"budget": 16}, "the first and the newest page alone take 32"),
-        (RESIDENT | {"lag": 2}, "lag is of offloaded requests in mode 'progressive'"),
+        (RESIDENT | {"lag": 2}, "In mode 'progressive', lag requires offloaded=true"),
         (OFFLOADED | {"observe": "prompt"}, "observe is for mode 'hierarchical'"),
     ],
     ids=["streaming", "budget", "lag", "observe"],

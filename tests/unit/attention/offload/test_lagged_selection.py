@@ -128,7 +128,7 @@ def test_progressive_rows_without_a_host_have_no_lag() -> None:
     plan = planner()
     options = DecodeOptions(mode="progressive", lag=3)
     assert options.lag_steps == 0
-    with pytest.raises(PlanError, match="lag is of offloaded requests in mode 'progressive'"):
+    with pytest.raises(PlanError, match="In mode 'progressive', lag requires offloaded=true"):
         request(plan, mode="progressive")
     with pytest.raises(PlanError, match="the first and the newest page alone take 32"):
         request(plan, mode="progressive", offloaded=True, budget=16)
