@@ -1,6 +1,6 @@
 """Measure how often text in 8-bit and multi-byte charsets is read right: ragserve beside charset-normalizer.
 
-    python -m tests.charsets --out examples/results/charsets.json
+    python -m tests.charsets --out benchmarks/results/charsets.json
 
 The texts of tests/data/languages, in ten languages, are written in every charset that has their letters:
 whole, by paragraph and by first sentence of a paragraph. A reading is right if it gives the text back.

@@ -2,7 +2,7 @@
 
 Workers have three tiers of documents, least recently used first out, and compute one prompt at a time.
 Requests come at random (Poisson). What a token costs in each tier is taken from the measurements in
-`examples/results`. Every policy gets the same requests at the same times. With a shared store, a document
+`benchmarks/results`. Every policy gets the same requests at the same times. With a shared store, a document
 that its worker does not have is looked for there, and put there once it is worth it."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ragserve.fleet.affinity import Holders, owners, ranked
 from ragserve.verification.report import percentile, write
 from sglang_ext.documents.remote.document_values import DocumentValues
 
-COSTS_FROM = "examples/results/h200-context-fa2.json"
-STORE_COSTS_FROM, STORE = "examples/results/shared-store.json", "mooncake"
+COSTS_FROM = "benchmarks/results/h200-context-fa2.json"
+STORE_COSTS_FROM, STORE = "benchmarks/results/shared-store.json", "mooncake"
 DOCUMENT_TOKENS = 512
 DOCUMENT_BYTES = DOCUMENT_TOKENS * 131_072  # KV of Llama-3.1-8B in bfloat16
 TIERS = ("device", "host", "disk")

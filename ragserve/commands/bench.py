@@ -22,13 +22,10 @@ class Name(enum.StrEnum):
     RETRIEVAL = "retrieval"
     DIALOGUE = "dialogue"
     RERANK = "rerank"
-    TYPING_ERRORS = "typing-errors"
-    LONG_CHUNKS = "long-chunks"
     LEXICAL = "lexical"
     SELECTION = "selection"
     INGEST = "ingest"
     API = "api"
-    VERIFY_SHARE = "verify-share"
     CONTEXT = "context"
     REPLAY = "replay"
     LOAD = "load"
@@ -46,14 +43,11 @@ _BY_NAME_ONLY = (
     Name.KERNELS,
     Name.DIALOGUE,
     Name.RERANK,
-    Name.TYPING_ERRORS,
-    Name.LONG_CHUNKS,
     Name.LEXICAL,
     Name.SELECTION,
     Name.REPLAY,
     Name.LOAD,
     Name.FLEET,
-    Name.VERIFY_SHARE,
     *_KERNELS,
 )
 
@@ -70,17 +64,16 @@ def bench(
             "--quick", help="Small sizes: takes seconds instead of minutes; the figures prove nothing."
         ),
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("examples/results"),
+    out: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("benchmarks/results"),
     no_write: Annotated[bool, typer.Option("--no-write", help="Print only.")] = False,
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Repeatable. retrieval, rerank, typing-errors, long-chunks: a folder in BEIR's layout "
+            help="Repeatable. retrieval, rerank: a folder in BEIR's layout "
             "(corpus.jsonl, queries.jsonl, qrels/test.tsv). dialogue: dialogues in MTRAG's layout, besides "
             "those over the example corpus (.jsonl[.gz]). lexical: such a folder, and articles "
             "({title, text}; .jsonl, .jsonl.xz). "
-            "selection, rerank, typing-errors: a question set, as for `ragserve eval`. typing-errors: lines "
-            "(.txt), too. "
+            "selection, rerank: a question set, as for `ragserve eval`. "
             "kernels-decode: a question set (.jsonl, .jsonl.gz) with long documents, whose "
             "queries and keys are measured. "
             'replay, load, fleet: NAME.trace.jsonl, one {"doc_ids": [...]} per line, beside '
@@ -99,13 +92,11 @@ def bench(
     ] = DEFAULT_MODEL,
     queries: Annotated[
         int,
-        typer.Option(
-            min=1, help="replay, load, fleet: queries drawn from the trace. verify-share: arrivals."
-        ),
+        typer.Option(min=1, help="replay, load, fleet: queries drawn from the trace."),
     ] = 120,
     questions: Annotated[
         int,
-        typer.Option(min=0, help="rerank, typing-errors: questions, spread over each collection; 0: all."),
+        typer.Option(min=0, help="rerank: questions, spread over each collection; 0: all."),
     ] = 0,
     reranker: Annotated[
         list[str] | None,
@@ -129,8 +120,7 @@ def bench(
     strategies: Annotated[
         str | None,
         typer.Option(
-            help="load: strategies to compare, written as for `ragserve eval`; full first, as the reference. "
-            "verify-share: the verified strategy that answers."
+            help="load: strategies to compare, written as for `ragserve eval`; full first, as the reference."
         ),
     ] = None,
     simulate: Annotated[
@@ -163,8 +153,6 @@ def bench(
         "retrieval": {"data": data, "index_types": types},
         "dialogue": {"data": data},
         "rerank": {"data": data, "questions": questions, "rerankers": reranker},
-        "typing-errors": {"data": data, "questions": questions},
-        "long-chunks": {"data": data},
         "lexical": {"data": data},
         "selection": {"data": data},
         "kernels-compose": {"parts": part},
@@ -178,7 +166,6 @@ def bench(
             "n_queries": queries,
             "only": part,
         },
-        "verify-share": {"n_queries": queries, "strategies": strategies},
         "load": {"traces": data, "n_queries": queries, "passages": (passages,), "strategies": strategies},
     }
     chosen = list(_KERNELS) if name is Name.KERNELS else [name]

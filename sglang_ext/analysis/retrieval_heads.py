@@ -3,7 +3,7 @@
 No labelled data is needed. A few words of a text are prefilled again, alone, at positions behind it. A
 retrieval head's query then has its largest key where those words stand in the text; heads are ranked by how
 many such probes they hit. Documents keep these heads' keys of all tokens, which find a passage where the
-means of blocks do not (examples/results/composed-contexts.md).
+means of blocks do not (benchmarks/results/composed-contexts.md).
 """
 
 from __future__ import annotations

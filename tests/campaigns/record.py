@@ -1,4 +1,4 @@
-"""The figures of the campaigns: examples/results/reliability.json, and the table of docs/reliability.md."""
+"""The figures of the campaigns: benchmarks/results/reliability.json, and the table of its reliability.md."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ragserve.bench import readme
+from benchmarks.lib.places import RESULTS as FOLDER
+from benchmarks.lib.tables import rewritten
 from ragserve.files import write_json
 from ragserve.verification.report import environment
 from tests.campaigns.progress import Progress
 
-REPO = Path(__file__).resolve().parents[2]
-RESULTS = REPO / "examples" / "results" / "reliability.json"
-PAGE = REPO / "docs" / "reliability.md"
+RESULTS = FOLDER / "reliability.json"
+PAGE = FOLDER / "reliability.md"
 _SHOWN_VIOLATIONS = 5
 
 
@@ -72,4 +72,4 @@ def record(row: dict[str, Any], results: Path = RESULTS, page: Path = PAGE) -> N
     }
     write_json(results, report)
     text = page.read_text(encoding="utf-8")
-    page.write_text(readme.rewritten(text, results.parent), encoding="utf-8")
+    page.write_text(rewritten(text, results.parent), encoding="utf-8")

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from ragserve.bench import curves
-from ragserve.bench.readme import rewritten
+from benchmarks.lib import curves
+from benchmarks.lib.tables import rewritten
 from ragserve.config import Settings
 from sglang_ext.wire.protocol import SGLANG_VERSION
 
 REPO = Path(__file__).resolve().parents[2]
+RESULTS = REPO / "benchmarks" / "results"
 ROOMS = {
     "ragserve": REPO / "ragserve",
     "ragserve_index": REPO / "index" / "ragserve_index",
@@ -284,13 +285,14 @@ for name in {names!r}:
 
 
 def test_every_module_says_what_it_is() -> None:
-    paths = [path for room in ROOMS for _, path in modules(room)] + sorted((REPO / "examples").rglob("*.py"))
+    paths = [path for room in ROOMS for _, path in modules(room)]
+    paths += [path for folder in ("benchmarks", "examples") for path in sorted((REPO / folder).rglob("*.py"))]
     silent = [str(path.relative_to(REPO)) for path in paths if read(path).docstring is None]
     assert not silent, f"no docstring: {', '.join(silent)}"
 
 
 def test_no_file_has_to_be_split() -> None:
-    folders = ["ragserve", "index", "sglang_ext", "kernels", "tests", "scripts", "examples"]
+    folders = ["ragserve", "index", "sglang_ext", "kernels", "tests", "scripts", "benchmarks", "examples"]
     paths = [
         path
         for folder in folders
@@ -328,19 +330,31 @@ def test_the_pinned_sglang_is_the_one_that_the_hooks_are_written_for() -> None:
 
 
 def test_readme_tables_are_in_sync() -> None:
-    results = REPO / "examples" / "results"
-    for path in (*results.glob("*.md"), *(REPO / "docs").glob("*.md"), REPO / "README.md"):
+    for path in (*RESULTS.glob("*.md"), *(REPO / "docs").glob("*.md"), REPO / "README.md"):
         text = path.read_text(encoding="utf-8")
-        assert rewritten(text, results) == text, "run scripts/readme-tables"
+        assert rewritten(text, RESULTS) == text, "run scripts/readme-tables"
     settings = (REPO / "docs" / "settings.md").read_text(encoding="utf-8")
     missing = [name for name in Settings.model_fields if settings.count(f"| `{name}` |") != 1]
     assert not missing, (
         f"name them in one section of docs/settings.md, then run scripts/readme-tables: {missing}"
     )
-    drawn = curves.picture(results)
-    assert drawn is None or drawn == (results / curves.PICTURE).read_text(encoding="utf-8"), (
+    drawn = curves.picture(RESULTS)
+    assert drawn is None or drawn == (RESULTS / curves.PICTURE).read_text(encoding="utf-8"), (
         "run scripts/readme-tables"
     )
+
+
+def test_user_documents_leave_results_to_the_benchmarks() -> None:
+    """At most one generated table of eight rows a page: the rest is on pages of benchmarks/results."""
+    wrong = []
+    for path in (REPO / "docs").glob("*.md"):
+        tables = re.findall(
+            r"<!-- table: (?!settings)([\w-]+).*?-->\n(.*?)<!-- /table -->", path.read_text(), re.DOTALL
+        )
+        rows = {name: sum(line.startswith("|") for line in body.splitlines()) - 2 for name, body in tables}
+        if len(tables) > 1 or any(count > 8 for count in rows.values()):
+            wrong.append(f"{path.name}: {rows}")
+    assert not wrong, "move these tables to a page of benchmarks/results and link it: " + "; ".join(wrong)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +367,7 @@ def test_readme_tables_are_in_sync() -> None:
         "sglang_ext/attention/README.md",
         *(
             path.relative_to(REPO).as_posix()
-            for folder in ("docs", "examples/results", "kernels/ragserve_kernels/*")
+            for folder in ("docs", "benchmarks", "benchmarks/*", "examples", "kernels/ragserve_kernels/*")
             for path in sorted(REPO.glob(f"{folder}/*.md"))
         ),
     ],
@@ -363,7 +377,7 @@ def test_paths_that_documents_name_exist(name: str) -> None:
     text = path.read_text(encoding="utf-8")
     links = {target for target in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in target}
     missing = [target for target in links if not (path.parent / target).exists()]
-    tops = "ragserve|index|sglang_ext|kernels|tests|scripts|examples|requirements"
+    tops = "ragserve|index|sglang_ext|kernels|tests|scripts|benchmarks|examples|requirements"
     quoted = {part for part in re.findall(rf"`((?:{tops})/[\w./-]+)`", text) if "<" not in part}
     missing += [target for target in quoted if not (REPO / target).exists()]
     assert links | quoted

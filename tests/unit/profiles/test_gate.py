@@ -312,7 +312,7 @@ def test_a_record_counts_for_the_same_precision_and_finer_ones(
 
 
 def test_a_model_brings_the_record_of_another_machine(tmp_path: Path) -> None:
-    """As `examples/gpu_eval.py` leaves it: the weights are known by what they are, not by where they lie or
+    """As `benchmarks/gpu_eval.py` leaves it: the weights are known by what they are, not by where they lie or
     what computes with them.
     """
     model, elsewhere = tmp_path / "model", tmp_path / "elsewhere"

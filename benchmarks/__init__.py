@@ -1,0 +1,1 @@
+"""Measurements of this repository: run one as `python -m benchmarks.NAME`."""
