@@ -21,7 +21,7 @@ model=examples/models/ragserve-tiny
 case $part in
 profile)
   python3 -m ragserve.cli calibrate --part samkv --sets 8 --questions 12 --data-dir "$out/data" > "$out/samkv.txt" 2>&1 &
-  python3 -m ragserve.cli calibrate-heads "$out/heads.json" > "$out/heads.txt" 2>&1
+  python3 -m ragserve.cli calibrate --part heads --out "$out/heads.json" > "$out/heads.txt" 2>&1
   heads=$?
   wait $! || { tail -n 3 "$out/samkv.txt" && exit 1; }
   for place in "$model" "$out/data"; do [ -f "$place/ragserve-samkv.json" ] && cp "$place/ragserve-samkv.json" "$out/"; done

@@ -161,7 +161,7 @@ def main() -> None:
                 for name, count in compare(lists, share, progressive=progressive).items():
                     total[name] = total.get(name, 0) + count
     report = {
-        "command": f"python -m benchmarks.{Path(__file__).stem} OUT.json {given.set.name} --rows {given.rows}",
+        "command": f"python -m {__spec__.name} OUT.json {given.set.name} --rows {given.rows}",
         "model": Path(given.model).name,
         "prompts": len(lengths),
         "tokens, mean": sum(lengths) // len(lengths),

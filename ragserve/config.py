@@ -158,7 +158,7 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
         None,
         ge=0,
         description="Context length, in tokens, up to which decoding is dense. Default: the result of "
-        "calibrate-decode, else 8,192.",
+        "calibrate --part decode, else 8,192.",
     )
     decode_page_size: int = Field(
         64, ge=16, le=128, multiple_of=16, description="Tokens of a KV page, the unit of page selection."

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ragserve.version import __version__
+
 _ID = "5b0c6a3f6d5e4f5f9d0f7f3a2b1c4d5e"
 _TIME = 1767225600
 _QUESTION = "Who built Skerryvore?"
@@ -278,7 +280,7 @@ WARM_REQUESTS: dict[str, Any] = {
 READY = {"ready": True, "missing": []}
 _SERVED = {"model": _MODEL, "tokenizer": _MODEL, "strategies": ["full", "prefix"]}
 INFO: dict[str, Any] = {
-    "versions": {"ragserve": "0.1.0", "sglang": "0.5.17", "python": "3.11.9"},
+    "versions": {"ragserve": __version__, "sglang": "0.5.17", "python": "3.11.9"},
     **_SERVED,
     "system_prompt": None,
     "engine": {

@@ -1,5 +1,5 @@
 """`ragserve calibrate`: find a model's samkv profile, fit the cost model that strategy ``auto`` chooses by,
-and find the prompt length from which sparse prefill is faster."""
+find the lengths from which sparse prefill and decoding are faster, and which heads may stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from ragserve.commands.options import ENGINE_SETTINGS, say, with_settings
+from ragserve.commands.calibrate_decode import calibrate_decode
+from ragserve.commands.calibrate_heads import calibrate_heads
+from ragserve.commands.options import DECODE_SETTINGS, ENGINE_SETTINGS, say, with_settings
 from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
 
@@ -26,6 +28,7 @@ SETTINGS = (
     *ENGINE_SETTINGS,
     *("sparse_attention", "prefill_mode", "prefill_alpha", "prefill_observe", "prefill_dense_last"),
     "prefill_kernels",  # of dense prefill, which sparse prefill is measured against
+    *(name for name in DECODE_SETTINGS if name != "sparse_attention"),
 )
 
 
@@ -36,6 +39,8 @@ class Part(StrEnum):
     samkv = "samkv"
     costs = "costs"
     prefill = "prefill"
+    decode = "decode"
+    heads = "heads"
 
 
 def register(app: typer.Typer) -> None:
@@ -48,8 +53,8 @@ def calibrate(
         Part,
         typer.Option(
             help="samkv: find the model's profile anew. costs: fit the cost model. all: find the profile if "
-            "there is none, then fit the costs. prefill: find the prompt length from which sparse prefill is "
-            "faster than dense."
+            "there is none, then fit the costs. prefill, decode: find the length from which sparse prefill "
+            "or decoding is faster than dense. heads: learn which KV heads may stream."
         ),
     ] = Part.all,
     strategies: Annotated[
@@ -59,7 +64,7 @@ def calibrate(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            min=64, help="costs, prefill: longest prompt in tokens. Default: what the engine takes."
+            min=64, help="costs, prefill, decode: longest prompt in tokens. Default: what the engine takes."
         ),
     ] = None,
     document_tokens: Annotated[int, typer.Option(min=16, help="costs: tokens of each document.")] = 256,
@@ -79,6 +84,20 @@ def calibrate(
             "they keep more than the built-in ones on others of its documents. Default: the built-in ones.",
         ),
     ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="decode: requests that decode at once.")] = 4,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=8, help="decode: tokens that a request generates (96). heads: of the longest text (1,536)."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="heads: pattern file to write, for --decode-heads.")
+    ] = None,
+    share: Annotated[
+        float, typer.Option(min=0, max=1, help="heads: share of the heads that the pattern lets stream.")
+    ] = 0.5,
+    steps: Annotated[int, typer.Option(min=1, help="heads: training steps, one text each.")] = 200,
 ) -> None:
     """Find how a model is served best on this machine, and write it where `serve` reads it.
 
@@ -86,6 +105,16 @@ def calibrate(
     costs (time to the first token of every strategy) and the length from which prefill is sparse belong to
     this machine and are written to the data folder. Stop a server on the same machine first: it would
     disturb the measurement."""
+    if part == Part.decode:
+        calibrate_decode(settings, batch=batch, max_tokens=max_tokens, tokens=tokens or 96)
+        return
+    if part == Part.heads:
+        if out is None:
+            raise InvalidRequest(
+                "--part heads writes a pattern file.", hint="Name it with --out.", param="out"
+            )
+        calibrate_heads(out, model=settings.model, share=share, steps=steps, tokens=tokens or 1536)
+        return
     from ragserve.commands.serve_checks import check_engine
     from ragserve.engine.offline import run_once
     from ragserve.profiles.samkv import FILE_NAME
@@ -98,7 +127,7 @@ def calibrate(
     given = parse(strategies, names) if strategies else []
     schedule = CostSchedule(max_tokens, document_tokens, repeats)
     if namespace and part != Part.samkv:
-        raise InvalidRequest("--namespace is of --part samkv.", hint="Add --part samkv.", param="namespace")
+        raise InvalidRequest("--namespace is for --part samkv.", hint="Add --part samkv.", param="namespace")
     if part == Part.prefill and max_tokens is not None:
         check_longest(max_tokens)
     check_engine(settings)

@@ -1,4 +1,4 @@
-"""`ragserve calibrate-decode`: find the context length from which sparse decoding is faster on this
+"""`ragserve calibrate --part decode`: find the context length from which sparse decoding is faster on this
 machine."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SETTINGS = ("model", "data_dir", *ENGINE_SETTINGS, *DECODE_SETTINGS)
 
 
 def register(app: typer.Typer) -> None:
-    app.command("calibrate-decode")(with_settings(calibrate_decode, SETTINGS))
+    app.command("calibrate-decode", deprecated=True, hidden=True)(with_settings(calibrate_decode, SETTINGS))
 
 
 def calibrate_decode(

@@ -1,4 +1,4 @@
-"""`ragserve calibrate-heads`: learn which KV heads may stream, and what that costs."""
+"""`ragserve calibrate --part heads`: learn which KV heads may stream, and what that costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragserve.errors import InvalidRequest
 
 
 def register(app: typer.Typer) -> None:
-    app.command("calibrate-heads")(calibrate_heads)
+    app.command("calibrate-heads", deprecated=True, hidden=True)(calibrate_heads)
 
 
 def calibrate_heads(

@@ -18,6 +18,8 @@ from ragserve.commands.doctor_checks import Check, examine
 from ragserve.commands.job_console import print_json
 from ragserve.commands.options import AsJson, problems, with_settings
 from ragserve.config import Settings, load
+from ragserve.setting_groups.levels import EXPERIMENTAL, group_of
+from sglang_ext.wire import renamed
 
 _MODELS = ("model", "tokenizer", "embedder")
 _SETTINGS = ("data_dir", "registry_url", *_MODELS, "engine_url", "host", "port", "index_device", "tp_size")
@@ -46,7 +48,10 @@ def doctor(flags: dict[str, Any], as_json: AsJson = False) -> None:
     failed = any(check.status == "fail" for check in checks)
     if as_json:
         found = [asdict(check) | {"advice": check.advice or None} for check in checks]
-        values = [{"name": name, "value": value, "from": source} for name, value, source in rows]
+        values = [
+            {"name": name, "value": value, "from": source, "group": group_of(name)}
+            for name, value, source in rows
+        ]
         print_json({"ok": not failed, "checks": found, "settings": values})
     else:
         _print(console, checks, rows)
@@ -83,6 +88,8 @@ def provenance(settings: Settings, given: set[str]) -> list[tuple[str, Any, str]
         "ragserve.toml": set(tomllib.loads(path.read_text())) if path.exists() else set(),
         "default": set(Settings.model_fields),
     }
+    new = renamed.SETTINGS
+    sources = {source: {new.get(name, name) for name in names} for source, names in sources.items()}
     rows = []
     for name in Settings.model_fields:
         value = getattr(settings, name)
@@ -104,7 +111,8 @@ def _print(console: Console, checks: list[Check], rows: list[tuple[str, Any, str
             "setting", "value", "from", title="settings changed from their defaults", title_justify="left"
         )
         for name, value, source in changed:
-            table.add_row(name, escape(str(value)), source)
+            level = " (experimental)" if name in EXPERIMENTAL else ""
+            table.add_row(name + level, escape(str(value)), source)
         console.print(table)
     elif rows:
         console.print(f"All {len(rows)} settings have their default values; --json lists them.")

@@ -13,12 +13,14 @@ from pydantic import ValidationError
 
 from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest
+from ragserve.setting_groups.levels import COMMON, EXPERIMENTAL
 from sglang_ext.wire import renamed
 
 _PLAIN = (int, float, str, Path)
 _OBJECTS = {name for name, field in Settings.model_fields.items() if get_origin(field.annotation) is dict}
 
 # help panels of the settings, by the first field of each
+_COMMON_PANEL, _EXPERIMENTAL_PANEL = "Settings: common", "Settings: experimental"
 _PANELS = {
     "data_dir": "Settings: files and models",
     "engine_url": "Settings: engine",
@@ -76,7 +78,7 @@ def with_settings(
     """
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     taken = {parameter.name for parameter in own}
-    panels = list(_PANELS.values())
+    panels = [_COMMON_PANEL, *_PANELS.values(), _EXPERIMENTAL_PANEL]
     fields = [name for name in names or Settings.model_fields if name not in taken]
     fields.sort(key=lambda name: panels.index(_panel(name)))
     old = [name for name, new in renamed.SETTINGS.items() if new in fields]
@@ -116,6 +118,10 @@ def problems(error: ValidationError) -> list[str]:
 
 
 def _panel(name: str) -> str:
+    if name in COMMON:
+        return _COMMON_PANEL
+    if name in EXPERIMENTAL:
+        return _EXPERIMENTAL_PANEL
     fields = list(Settings.model_fields)
     return next(_PANELS[each] for each in reversed(fields[: fields.index(name) + 1]) if each in _PANELS)
 

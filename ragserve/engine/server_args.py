@@ -247,7 +247,7 @@ def _dense_below(settings: Settings) -> int:
     if found.options == options_of(settings):
         return found.dense_below
     log.warning(
-        "decode steps were calibrated with %s: run ragserve calibrate-decode for these settings",
+        "decode steps were calibrated with %s: run ragserve calibrate --part decode for these settings",
         found.options,
     )
     return default

@@ -1,5 +1,5 @@
 """Decode profile: the context length from which sparse decode steps are faster than dense ones, found by
-`ragserve calibrate-decode`."""
+`ragserve calibrate --part decode`."""
 
 from __future__ import annotations
 
@@ -74,5 +74,5 @@ def crossover(points: Sequence[Point]) -> int:
 
 
 DECODE: ProfileFile[DecodeProfile] = ProfileFile(
-    VERSION, "decode profile", "ragserve calibrate-decode", DecodeProfile
+    VERSION, "decode profile", "ragserve calibrate --part decode", DecodeProfile
 )

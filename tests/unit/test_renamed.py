@@ -1,4 +1,4 @@
-"""Old names of settings and options work for one release, with a warning."""
+"""Old names of settings and options work for one release, with a warning; settings are in groups."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ import logging
 from pathlib import Path
 
 import pytest
+import typer
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from ragserve.api.schemas import QueryRequest
 from ragserve.config import Settings, load
+from ragserve.setting_groups.levels import COMMON, EXPERIMENTAL
 from sglang_ext.wire import renamed
 from sglang_ext.wire.option_checks import PlanError
 from sglang_ext.wire.prefill_options import PrefillOptions
 from sglang_ext.wire.request_options import DecodeOptions
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def app_with_commands() -> typer.Typer:
+    from ragserve.cli import _register, app
+
+    if not app.registered_commands:
+        _register()
+    return app
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +60,7 @@ def test_a_setting_by_its_old_name(
 
 
 def test_an_old_flag_is_taken_and_not_shown() -> None:
-    import typer.main
-
-    from ragserve.cli import _register, app
-
-    _register()
+    app = app_with_commands()
     serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     flags = {flag: each for each in serve.params for flag in each.opts}
     assert flags["--kv-hosted-bytes"].hidden
@@ -77,3 +85,15 @@ def test_options_by_their_old_names() -> None:
     assert load(sparse_attention="on", prefill_mode="blocks").prefill_mode == "block_sparse"
     with pytest.raises(ValidationError):
         DecodeOptions.model_validate({"hostd": True})
+
+
+def test_settings_are_in_one_group_each_and_help_shows_them() -> None:
+    assert set(COMMON) | set(EXPERIMENTAL) <= set(Settings.model_fields)
+    assert not set(COMMON) & set(EXPERIMENTAL)
+    shown = CliRunner().invoke(app_with_commands(), ["serve", "--help"], env={"COLUMNS": "200"}).output
+    common, experimental = shown.index("Settings: common"), shown.index("Settings: experimental")
+    assert common < shown.index("--model ") < shown.index("Settings: files and models") < experimental
+    assert experimental < shown.index("--decode-heads-pool")
+    text = (REPO / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert text.index("## Common") < text.index("| `model` |") < text.index("## Server")
+    assert text.index("## Experimental") < text.index("| `decode_bound` |")

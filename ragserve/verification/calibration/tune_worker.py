@@ -212,7 +212,7 @@ async def _decode(
     found = DECODE.load(settings.data_dir / DECODE_FILE, engine.info.fingerprint)
     if found is None or found.options != options_of(settings):
         if not time_left():
-            return "no time was left for sparse decoding: run ragserve calibrate-decode"
+            return "no time was left for sparse decoding: run ragserve calibrate --part decode"
         try:
             found = await find_and_save(
                 settings,

@@ -227,7 +227,7 @@ def calibrate(
                 figures = {key: round(value, 4) for key, value in vars(quality).items() if key != "share"}
                 found.append({"chosen by": name, "share": part, **figures})
     details = {
-        "made by": f"ragserve calibrate-heads {out.name} --share {share} --steps {steps} "
+        "made by": f"ragserve calibrate --part heads --out {out.name} --share {share} --steps {steps} "
         f"--tokens {tokens} --penalty {penalty} --held-out {held_out} --device {where}",
         "passkeys dense": next(row["passkeys"] for row in found if row["share"] == 0),
         "mean gate": round(float(gates.mean()), 4),

@@ -53,12 +53,12 @@ def read_pattern(path: Path) -> torch.Tensor:
         version, pattern = raw["v"], torch.tensor(raw["streaming"], dtype=torch.bool)
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} is no pattern file ({error!r}): make one with `ragserve calibrate-heads`"
+            f"{path} is no pattern file ({error!r}): make one with `ragserve calibrate --part heads`"
         ) from None
     if version != PATTERN_VERSION:
         raise ValueError(
             f"{path} has version {version}, expected {PATTERN_VERSION}: make it again with `ragserve "
-            "calibrate-heads`"
+            "calibrate --part heads`"
         )
     return pattern
 

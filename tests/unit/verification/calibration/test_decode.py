@@ -164,5 +164,5 @@ def test_the_server_is_dense_up_to_the_length_found(tmp_path: Path, monkeypatch:
     assert (options["observe"], options["window"], options["scores"]) == ("last", 4, "bound")
     assert dense_below(decode_mode="dense") == 8192
     (tmp_path / FILE_NAME).write_text("{}")
-    with pytest.raises(InvalidRequest, match="ragserve calibrate-decode"):
+    with pytest.raises(InvalidRequest, match="ragserve calibrate --part decode"):
         dense_below()
