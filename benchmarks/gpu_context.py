@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmarks.lib.fan_out import described, engine_args, this_script
 from benchmarks.lib.places import REPO
+from benchmarks.lib.rounding import BFLOAT16, apart
 from ragserve.files import write_json
 
 SEEN_BY_GPU = (
@@ -38,7 +39,6 @@ SEEN_BY_GPU = (
 )
 LIMITS_S = {"kernels": 150, "answers": 180, "speed": 560}
 CROWDS = 3
-BFLOAT16 = 0.15  # difference of log-probabilities that rounding explains
 NEW = 12  # tokens of an answer
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("concat", {}),
@@ -113,17 +113,6 @@ class Answers:
         text = (meta.get(PLAN_FIELD) or [None])[0]
         report = json.loads(text) if text else {"by_tier": {}}
         return [token for _, token, _ in pairs], [logprob for logprob, _, _ in pairs], set(report["by_tier"])
-
-
-def apart(a: tuple[list[int], list[float], Any], b: tuple[list[int], list[float], Any]) -> tuple[bool, float]:
-    """Compare two answers: whether the tokens are the same, and the largest difference of log-probabilities
-    up to the first token that differs."""
-    same = 0
-    while same < len(a[0]) and a[0][same] == b[0][same]:
-        same += 1
-    return same == len(a[0]), max(
-        (abs(x - y) for x, y in zip(a[1][: same + 1], b[1][: same + 1], strict=True)), default=0.0
-    )
 
 
 def _median_difference(pairs: list[tuple[bool, float]]) -> float:

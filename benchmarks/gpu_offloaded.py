@@ -2,7 +2,7 @@
 KV on the device, offloaded, and naive offloading.
 
     python -m benchmarks.gpu_offloaded OUT [SIDES ...] [--points POINT,...] [--kv-gb GB] [--host-gb GB]
-        [--offloaded-kv-gb GB] [--inject TOKENS] [--budget TOKENS] [--lag STEPS] [--resident blocks N]
+        [--offloaded-kv-gb GB] [--inject TOKENS] [--budget TOKENS] [--lag STEPS] [--resident-blocks N]
         [--attention NAME] [--merge EARLIER.json] [--embedded]
 
 SIDES: plain, resident, offloaded, naive, each an engine of its own. Sides that are joined, such as
@@ -16,7 +16,7 @@ POINT, default 32k,fits,100k,beside:
   fits    3 of 32,768 and answers of 512: they fit on the device. Offloaded is asked for as `auto`
   100k    4 of 100,000 and answers of 512
   five    25 of 32,768, answers of 1,024: five times plain SGLang's in 24 GB, ``--host-gb 108
-  --resident_blocks 1`` beside  one prompt of 120,000 tokens, sent while 4 requests of 8,192 decode. On the
+  --resident-blocks 1`` beside  one prompt of 120,000 tokens, sent while 4 requests of 8,192 decode. On the
           offloaded side it is larger than the room in the pool and is prefilled layer by layer; on the others
           in chunks
   late    16 prompts of 32,768 tokens, one every 2.5 s, while 6 requests of 8,192 decode with their KV on the
@@ -326,7 +326,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--lag", type=int, default=2)
     parser.add_argument(
-        "--resident_blocks", type=int, default=0, help="per page of a choice; 0: as they take"
+        "--resident-blocks", type=int, default=0, help="per page of a choice; 0: as they take"
     )
     parser.add_argument("--attention", help="SGLang's attention backend; default: its own choice")
     parser.add_argument("--page", type=int, default=64)

@@ -41,10 +41,11 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_context import BFLOAT16
-from benchmarks.lib import offloaded_choices, offloaded_compare
+from benchmarks.lib import offloaded_choices
+from benchmarks.lib import offloaded_compare as compared_with
 from benchmarks.lib.fan_out import engine_args, this_script
 from benchmarks.lib.offloaded_jobs import KINDS, Answer, Job, Jobs, judge, row_of, send
+from benchmarks.lib.rounding import BFLOAT16
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.bench import model_shapes
 from ragserve.config import DEFAULT_MODEL, load
@@ -120,9 +121,7 @@ class Stress:
 
     def __init__(self, engine: Any, given: argparse.Namespace, folder: Path) -> None:
         self.engine, self.given, self.sizes = engine, given, Sizes(given)
-        self.progress = Progress(
-            folder, "offloaded", seed=given.seed, target=None, minutes=given.seconds / 60
-        )
+        self.progress = Progress(folder, "offload", seed=given.seed, target=None, minutes=given.seconds / 60)
         builder = PromptBuilder.load(engine.info.tokenizer)
         sizes = self.sizes
         self.jobs = Jobs(builder, sizes.pool, page=sizes.page, longest=sizes.longest, answer=sizes.answer)
@@ -258,7 +257,7 @@ class Stress:
             counts["log-probability missing"] += lacking
             if answer.report is not None:
                 self.note_report(job, answer)
-        if not lacking and answer.as_if_never_taken_back(job):
+        if not lacking and answer.as_if_never_retracted(job):
             counts["comparable"] += 1
             kept = self.samples[job.kind]
             if len(kept) < self.given.compare:
@@ -309,13 +308,12 @@ def stress(given: argparse.Namespace) -> None:
 def compare(given: argparse.Namespace) -> None:
     """Answer the samples on the device of an engine with room for all of them, and compare."""
     sizes = Sizes(given)
-    samples: offloaded_compare.Samples = pickle.loads(samples_of(given).read_bytes())
+    samples: compared_with.Samples = pickle.loads(samples_of(given).read_bytes())
     places = (1, 6) if given.embedded else (4, MOST)
     folder = Path(os.environ[offloaded_choices.FOLDER])
 
     async def work(engine: Any) -> None:
-        compare = offloaded_compare.compare
-        found = await compare(engine, samples, folder, places=places, rounding=sizes.rounding)
+        found = await compared_with.compare(engine, samples, folder, places=places, rounding=sizes.rounding)
         write_json(part_of(given, "compare"), found)
 
     with tempfile.TemporaryDirectory(prefix="ragserve-stress-") as data:
@@ -337,8 +335,8 @@ def rows_of(
     total: Counter[str] = Counter()
     for each in found["kinds"].values():
         total.update(each)
-    everything = offloaded_compare.summary(
-        [offloaded_compare.Compared(**answer) for each in compared.values() for answer in each["answers"]],
+    everything = compared_with.summary(
+        [compared_with.Compared(**answer) for each in compared.values() for answer in each["answers"]],
         Sizes(given).rounding,
     )
     last = run | row_of(EVERYTHING, total, everything)

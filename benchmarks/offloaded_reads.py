@@ -1,7 +1,7 @@
 """Pages that offloaded requests in progressive mode read from the host, and load, on a running engine.
 
     python -m benchmarks.offloaded_reads OUT.json SET.jsonl.gz [--rows N] [--steps N] [--thresholds X,X]
-        [--budgets N,N] [--resident blocks N,N]
+        [--budgets N,N] [--resident-blocks N,N]
 
 Prompts of a question set with long documents (ragserve/eval/data.py) are answered with their KV on the device
 and on the host, with pages of 16 tokens and so many resident blocks for each page of a choice. Rows give
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--thresholds", type=listed(float), default=[0.7, 0.9])
     parser.add_argument("--budgets", type=listed(int), default=[1024])
-    parser.add_argument("--resident_blocks", type=listed(int), default=[1, 2])
+    parser.add_argument("--resident-blocks", type=listed(int), default=[1, 2])
     parser.add_argument("--model", default=DEFAULT_MODEL)
     given = parser.parse_args()
     points = [

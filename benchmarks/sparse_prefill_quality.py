@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.gpu_decode_quality import LONGEST, Asked, prompts
 from benchmarks.lib.fan_out import engine_args, listed, this_script
-from benchmarks.prefill_mass import PrefillMass
+from benchmarks.lib.prefill_mass import PrefillMass
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import GenerateRequest, Sampling

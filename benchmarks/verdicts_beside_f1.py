@@ -1,6 +1,6 @@
 """Verdicts without labels beside those by F1, by the means of evaluations (`ragserve eval` or gpu_eval.py).
 
-    python benchmarks/verdicts_beside_f1.py OUT.json EVAL.json [EVAL.json ...] [--by-set SUMMARY.json]
+    python -m benchmarks.verdicts_beside_f1 OUT.json EVAL.json [EVAL.json ...] [--by-set SUMMARY.json]
 
 All evaluations must be of one model and precision. A strategy that several of them have of a set is taken
 from the first. So few questions decide nothing by their bounds, so the means are held against the limits of

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_context import apart
 from benchmarks.lib import offloaded_choices
 from benchmarks.lib.offloaded_choices import FOLLOW, PHASE, Choice, Key, Parting
 from benchmarks.lib.offloaded_jobs import Answer, Job, send
+from benchmarks.lib.rounding import apart
 
 Samples = dict[str, list[tuple[Job, Answer]]]
 """By kind: requests of the stress and their answers."""

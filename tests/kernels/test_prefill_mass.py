@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.prefill_mass import SampledLines
+from benchmarks.lib.prefill_mass import SampledLines
 from ragserve_kernels.prefill_lists import LinePlan, choose_lines
 from tests.kernels.test_sparse_prefill import make
 

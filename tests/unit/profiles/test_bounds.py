@@ -73,7 +73,7 @@ def test_the_bound_at_all_times_by_hand() -> None:
 @pytest.mark.parametrize("loss", ["all of some answers", "a part of some answers", "a little of many"])
 def test_a_bound_at_all_times_covers_however_often_one_looks(loss: str) -> None:
     """The mean loss is 2 %. In 100 comparisons of up to 400 questions the bound is below that at any of eight
-    looks in at most 5 %, and the test on the other side errs as seldom. `examples/bound_coverage.py` looks
+    looks in at most 5 %, and the test on the other side errs as seldom. `benchmarks/bound_coverage.py` looks
     after every question."""
     draw = np.random.default_rng(11)
     samples = {
