@@ -278,7 +278,8 @@ async def replayed(
         if policy == OURS:
             asked = _by_fleet(fleet)
         elif policy == CACHE_AWARE:
-            assert settings.engine_api_key is not None
+            if settings.engine_api_key is None:
+                raise InvalidRequest("Policy cache_aware needs the workers' key.", hint="Set engine_api_key.")
             key = {"Authorization": f"Bearer {settings.engine_api_key.get_secret_value()}"}
             client = await stack.enter_async_context(httpx.AsyncClient(headers=key, timeout=60))
             asked = _by(engines, _router_choice(client, router, engines))

@@ -80,8 +80,7 @@ class FleetEngine:
         Conflict if they serve different things, and what keeps one from being used."""
         await self._reached()
         about = [link.about for link in self._links if link.about is not None and not link.refusal]
-        reference = self._reference
-        assert reference is not None
+        reference = self._known()
         self._info = replace(
             reference.engine,
             kind="fleet",
@@ -249,8 +248,13 @@ class FleetEngine:
         return [(document_hash(self._key(namespace, ids)), len(ids)) for ids in own]
 
     def _key(self, namespace: str, ids: Sequence[int]) -> str:
-        assert self._reference is not None
-        return document_key(namespace, self._reference.cache_fingerprint, ids)
+        return document_key(namespace, self._known().cache_fingerprint, ids)
+
+    def _known(self) -> WorkerAbout:
+        """Return what the workers serve. Raises Unavailable before one has answered."""
+        if self._reference is None:
+            raise Unavailable("No worker has answered yet.")
+        return self._reference
 
     def _serving(self) -> list[WorkerLink]:
         return [link for link in self._links if link.serving]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ragserve.config import Settings
 from ragserve.engine.remote import LOST
-from ragserve.errors import InvalidRequest, RagserveError
+from ragserve.errors import InvalidRequest, RagserveError, Unavailable
 from ragserve.fleet.affinity import HELD, Holders
 from ragserve.fleet.router import ROUTER_LOST, Router
 from ragserve.fleet.unconfirmed import Deletion, Unconfirmed
@@ -153,7 +153,8 @@ class WorkerLink:
 
     async def confirm(self, deletion: Deletion) -> bool:
         """Have a deletion carried out. False, and the worker is fenced off, if that is not sure."""
-        assert self.about is not None
+        if self.about is None:
+            raise Unavailable(f"Worker {self.url} has not answered yet.")
         worker = self.about.id
         try:
             await self._carry_out(deletion)

@@ -154,12 +154,16 @@ class SessionStore:
             return []
         return self._read()
 
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None:
+            raise RuntimeError("the store of sessions is used before it is opened, or after it was closed")
+        return self._connection
+
     def _read(self) -> list[Dialogue]:
         found: list[Dialogue] = []
         useless: list[str] = []
         foreign = 0
-        assert self._connection is not None
-        with _transaction(self._connection) as connection:
+        with _transaction(self._open()) as connection:
             for name, model, data in connection.execute(
                 "SELECT id, model, data FROM sessions ORDER BY used_at"
             ).fetchall():
@@ -179,8 +183,7 @@ class SessionStore:
         return found
 
     def _write(self, record: SessionRecord) -> None:
-        assert self._connection is not None
-        with _transaction(self._connection) as connection:
+        with _transaction(self._open()) as connection:
             row = (record.id, self._model, record.used_at, record.session_json())
             connection.execute(_SAVE, row)
             (count,) = connection.execute(
@@ -194,11 +197,10 @@ class SessionStore:
             if is_emptied:
                 connection.execute("DELETE FROM turns WHERE session = ?", (record.id,))
         if is_emptied:
-            _empty_log(self._connection)
+            _empty_log(self._open())
 
     def _remove(self, names: Sequence[str]) -> None:
-        assert self._connection is not None
-        _delete(self._connection, names)
+        _delete(self._open(), names)
 
     def _close(self) -> None:
         connection, self._connection = self._connection, None

@@ -254,7 +254,8 @@ class RemoteTier(DiskTier):
         if copy.entry is not None:
             copy.entry.wait_copied()
             return [self._host.page_view(page) for page in copy.entry.pages], copy.entry.summary
-        assert copy.record is not None
+        if copy.record is None:
+            raise ValueError(f"document {copy.key} is neither on the host nor on disk")
         blocks = range(copy.record.n_pages)
         pages = list(torch.empty((len(blocks), self.layout.page_bytes), dtype=torch.uint8))
         reason = self._disk.load(copy.record, blocks, pages, [-1] * len(blocks))

@@ -135,7 +135,8 @@ def _by_block(evidence: Evidence) -> torch.Tensor:
 
 
 def _document_queries(evidence: Evidence, heads: Ints | None = None) -> torch.Tensor:
-    assert evidence.query is not None
+    if evidence.query is None:
+        raise ValueError("signal `attention` needs the query of the question, which this evidence lacks")
     return document_queries(
         evidence.options,
         evidence.blocks,
