@@ -25,10 +25,12 @@ from ragserve.setting_groups.conflicts import conflict
 from ragserve.setting_groups.ingestion import IngestionSettings
 from ragserve.setting_groups.prefilling import PrefillSettings
 from ragserve.strategy_spec import StrategySpec, one_label, parse
-from sglang_ext.wire import renamed
+from sglang_ext.wire import decode_fields, renamed
+from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.protocol import NAMESPACE
-from sglang_ext.wire.request_options import DecodeMode, Observer
+from sglang_ext.wire.request_options import DecodeOptions
 
+DECODE, ATTENTION = DecodeOptions(), AttentionConfig()  # defaults of the settings below
 KEYS_FILE = "keys.json"  # in data_dir: API keys
 SHARED_STORES = ("mooncake", "shared")  # of kv_storage
 DEFAULT_MODEL = str(bundled("examples/models/ragserve-tiny"))
@@ -136,24 +138,13 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
         description="on: wrap SGLang's attention backend, so that decode steps may attend to selected KV "
         "pages only, and prefill to selected blocks.",
     )
-    decode_mode: DecodeMode = Field(
-        "hierarchical",
-        description="Default decode mode: dense, hierarchical (budget) or progressive (weight threshold).",
-    )
-    decode_budget: int = Field(2048, ge=32, description="hierarchical: tokens that a KV head reads per step.")
-    decode_reuse: int = Field(16, ge=1, description="hierarchical: steps that share one choice of pages.")
-    decode_observe: Observer = Field(
-        "window",
-        description="hierarchical: what chooses pages: a window of queries, the last one, the prompt's end, "
-        "or none (recent).",
-    )
-    decode_window: int = Field(16, ge=1, le=64, description="Queries of the window.")
-    decode_scores: Literal["bound", "exact"] = Field(
-        "bound", description="hierarchical: score pages by bounds, or by all keys, read once per choice."
-    )
-    decode_threshold: float = Field(
-        0.95, gt=0, le=1, description="progressive: estimated share of the attention weight to reach."
-    )
+    decode_mode: decode_fields.Mode = "hierarchical"
+    decode_budget: decode_fields.Budget = DECODE.budget
+    decode_reuse: decode_fields.Reuse = DECODE.reuse
+    decode_observe: decode_fields.Observe = DECODE.observe
+    decode_window: decode_fields.Window = DECODE.window
+    decode_scores: decode_fields.Scores = DECODE.scores
+    decode_threshold: decode_fields.Threshold = DECODE.threshold
     decode_dense_below: int | None = Field(
         None,
         ge=0,
@@ -163,49 +154,23 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
     decode_page_size: int = Field(
         64, ge=16, le=128, multiple_of=16, description="Tokens of a KV page, the unit of page selection."
     )
-    decode_logical_page: int = Field(
-        16, ge=1, description="Tokens that share one min and max key; a page scores as the best of them."
-    )
-    decode_max_budget: int = Field(4096, ge=32, description="Largest budget of a request, tokens.")
-    decode_ranking: Literal["minmax", "center"] = Field(
-        "minmax",
-        description="progressive: rank pages by the best bound of their logical pages (minmax), or by the "
-        "centre of their keys' bounding box.",
-    )
-    decode_bound: Literal["round", "lowest"] = Field(
-        "round",
-        description="progressive: weight assumed of an unread page: the latest round's mean, or the lowest.",
-    )
+    decode_logical_page: decode_fields.LogicalPage = ATTENTION.logical_page
+    decode_max_budget: decode_fields.MaxBudget = ATTENTION.max_budget
+    decode_ranking: decode_fields.Ranking = ATTENTION.ranking
+    decode_bound: decode_fields.Bound = ATTENTION.bound
     decode_heads: Path | None = Field(
         None,
         description="Pattern file of streaming heads, which attend to the first and latest tokens only. "
         "Applies to every sparse request.",
     )
-    decode_heads_pool: Literal["shared", "own"] = Field(
-        "shared",
-        description="own: streaming heads keep their first and latest tokens only, in a pool of their own, "
-        "so that more tokens fit. They stream in every request and in prefill; no KV serves other requests, "
-        "and nothing is composed.",
-    )
+    decode_heads_pool: decode_fields.HeadsPool = ATTENTION.heads_pool
     decode_offload: Literal["off", "on", "auto"] = Field(
         "off",
         description="Keep prompts' KV on the host, in sparse modes; auto: where others wait for room.",
     )
-    kv_offload_bytes: int = Field(
-        0, ge=0, description="Host memory of all ranks for the KV of offloaded requests, bytes."
-    )
-    kv_offload_tokens: int = Field(
-        0,
-        ge=0,
-        description="GPU room for page statistics of offloaded requests, in tokens, where that is to "
-        "be more than kv_offload_bytes holds: composed contexts are read from their documents' host pages.",
-    )
-    max_inject_tokens: int | None = Field(
-        None,
-        ge=0,
-        description="Of an offloaded prompt that the KV pool cannot take: tokens times layers that are "
-        "prefilled per batch. Default: a prefill chunk in every layer; 0: such prompts wait, or are refused.",
-    )
+    kv_offload_bytes: decode_fields.OffloadBytes = ATTENTION.offload_bytes
+    kv_offload_tokens: decode_fields.OffloadTokens = ATTENTION.offloaded_tokens
+    max_inject_tokens: decode_fields.InjectTokens = ATTENTION.inject_tokens
 
     kv_bits: Annotated[Literal[16, 8, 4], BeforeValidator(int)] = Field(
         16,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragserve.answering.citations import Basis
 from ragserve.setting_groups.answering import FollowUps, Retrieval
+from sglang_ext.wire.protocol import DecodeReport, PrefillReport
 
 Overflow = Literal["refuse", "drop", "cut"]
 """The fate of given documents that do not fit into the context."""
@@ -15,6 +17,12 @@ Overflow = Literal["refuse", "drop", "cut"]
 
 class Result(BaseModel):
     model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+
+def said(report: type, name: str) -> Any:
+    """Make a field with the text that the engine's report declares for it."""
+    declared = {each.name: each for each in fields(report)}
+    return Field(description=declared[name].metadata["doc"])
 
 
 class Passage(Result):
@@ -119,31 +127,23 @@ class ContextUse(Result):
 class DecodeUse(Result):
     """Pages read by the decode steps, with sparse decoding."""
 
-    mode: str = Field(description="`hierarchical` (a token budget) or `progressive` (a threshold).")
-    steps: int = Field(description="Decode steps: one per token after the first.")
-    sparse_steps: int = Field(description="Of these, steps that did not read all of the context.")
-    pages: float = Field(description="Pages of KV read per step, mean over layers and heads.")
-    share: float = Field(description="Share of the context's pages that were read.")
-    weight: float | None = Field(
-        description="Estimated share of the attention weight in the pages read; null without an estimate."
-    )
-    lag: int = Field(description="Steps between a choice of pages and its use.")
-    offloaded_steps: int = Field(description="Steps that read the prompt's pages in GPU-resident blocks.")
-    hits: int = Field(description="Selected pages of KV heads that were in a resident block.")
-    misses: int = Field(description="Selected pages that were loaded into resident blocks.")
-    fills: int = Field(
-        description="`progressive`: selected pages that steps read on the host and wrote to resident blocks"
-    )
-    host_reads: int = Field(
-        description="`progressive`: offloaded pages that steps read from the host itself."
-    )
-    loaded_bytes: int = Field(description="Bytes of these misses and reads.")
-    resident_blocks: int = Field(description="Pages on the device for each KV head of an offloaded request.")
-    working_set: float = Field(
-        description="Offloaded pages that a head's latest choices have named, the mean."
-    )
-    resumed: int = Field(description="How often it was retracted and went on from its host pages.")
-    segmented_tokens: int = Field(description="Prompt tokens prefilled layer by layer, onto host pages.")
+    mode: str = said(DecodeReport, "mode")
+    steps: int = said(DecodeReport, "steps")
+    sparse_steps: int = said(DecodeReport, "sparse_steps")
+    pages: float = said(DecodeReport, "pages")
+    share: float = said(DecodeReport, "share")
+    weight: float | None = said(DecodeReport, "weight")
+    lag: int = said(DecodeReport, "lag")
+    offloaded_steps: int = said(DecodeReport, "offloaded_steps")
+    hits: int = said(DecodeReport, "hits")
+    misses: int = said(DecodeReport, "misses")
+    fills: int = said(DecodeReport, "fills")
+    host_reads: int = said(DecodeReport, "host_reads")
+    loaded_bytes: int = said(DecodeReport, "loaded_bytes")
+    resident_blocks: int = said(DecodeReport, "resident_blocks")
+    working_set: float = said(DecodeReport, "working_set")
+    resumed: int = said(DecodeReport, "resumed")
+    segmented_tokens: int = said(DecodeReport, "segmented_tokens")
 
 
 TurnRule = Literal["words", "attention", "mixed"]
@@ -171,14 +171,12 @@ class EarlierTurn(Result):
 class PrefillUse(Result):
     """What a sparse prefill computed."""
 
-    mode: str = Field(description="`lines` or `blocks`.")
-    alpha: float = Field(description="Share of the attention weight that was to be held.")
-    tokens: int = Field(description="Prompt tokens prefilled sparsely; others were cached, made likewise.")
-    share: float = Field(description="Share of the blocks of dense attention that were computed.")
-    reused_lines: float = Field(
-        description="`lines`: lines taken of those of an earlier turn; mean by query head and 1,024 tokens."
-    )
-    new_lines: float = Field(description="`lines`: other lines taken, likewise.")
+    mode: str = said(PrefillReport, "mode")
+    alpha: float = said(PrefillReport, "alpha")
+    tokens: int = said(PrefillReport, "tokens")
+    share: float = said(PrefillReport, "share")
+    reused_lines: float = said(PrefillReport, "reused_lines")
+    new_lines: float = said(PrefillReport, "new_lines")
 
 
 class SessionUse(Result):

@@ -11,7 +11,7 @@ import json
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -272,6 +272,13 @@ def document_key(namespace: str, fingerprint: str, ids: Sequence[int]) -> str:
     return digest.hexdigest()
 
 
+def doc(text: str, default: Any = MISSING) -> Any:
+    """Declare a field of a report with its text, which REST answers and their docs show, too."""
+    if default is MISSING:
+        return field(metadata={"doc": text})
+    return field(default=default, metadata={"doc": text})
+
+
 @dataclass(frozen=True, slots=True)
 class ContextReport:
     """Account of a composed request: document tokens (the system text is exact and not counted), milliseconds
@@ -310,40 +317,31 @@ class ContextReport:
 
 @dataclass(frozen=True, slots=True)
 class DecodeReport:
-    """Account of a request's decode steps. Pages are means over layers and KV heads.
+    """Account of a request's decode steps; each field says what it counts. Pages are means over layers and KV
+    heads, or sums over them where it says so."""
 
-    ``sparse_steps`` of its ``steps`` were not dense. ``pages`` were read per step, out of ``pages_held``;
-    ``share`` is their quotient. ``weight``: estimated share of the attention weight that was read, mean over
-    progressive steps; None without an estimate.
-
-    ``offloaded_steps`` read the prompt's pages from resident blocks. Choices named ``hits`` + ``misses``
-    offloaded pages, summed over layers and KV heads; the misses were loaded from the host. ``host_reads``:
-    offloaded pages that progressive steps read from the host themselves, because they were in no resident
-    block. Both are in ``loaded_bytes``. ``fills`` of those reads were written to resident blocks, too:
-    choices named them, and they were not loaded. ``resident_blocks``: pages on the device, of each head;
-    ``working_set``: offloaded pages that a head's latest choices have named.
-    ``resumed``: how often the request was retracted and went on from its pages on the host.
-    ``segmented_tokens`` of its prompt were prefilled layer by layer, onto host pages.
-    ``lag``: steps between a choice and its use."""
-
-    mode: str
-    steps: int
-    sparse_steps: int
-    pages: float
-    pages_held: float
-    share: float
-    weight: float | None
-    lag: int = 0
-    offloaded_steps: int = 0
-    hits: int = 0
-    misses: int = 0
-    fills: int = 0
-    host_reads: int = 0
-    loaded_bytes: int = 0
-    resident_blocks: int = 0
-    working_set: float = 0.0
-    resumed: int = 0
-    segmented_tokens: int = 0
+    mode: str = doc("`hierarchical` (a token budget) or `progressive` (a threshold).")
+    steps: int = doc("Decode steps: one per token after the first.")
+    sparse_steps: int = doc("Of these, steps that did not read all of the context.")
+    pages: float = doc("Pages of KV read per step, mean over layers and KV heads.")
+    pages_held: float = doc("Pages of the context, likewise.")
+    share: float = doc("Share of the context's pages that were read.")
+    weight: float | None = doc(
+        "Estimated share of the attention weight in the pages read; null without an estimate."
+    )
+    lag: int = doc("Steps between a page selection and its use.", 0)
+    offloaded_steps: int = doc("Steps that read the prompt's pages in GPU-resident blocks.", 0)
+    hits: int = doc("Selected pages of KV heads that were in a resident block, summed over layers.", 0)
+    misses: int = doc("Selected pages that were loaded into resident blocks, likewise.", 0)
+    fills: int = doc(
+        "`progressive`: selected pages that steps read on the host and wrote to resident blocks.", 0
+    )
+    host_reads: int = doc("`progressive`: offloaded pages that steps read on the host.", 0)
+    loaded_bytes: int = doc("Bytes of these misses and reads.", 0)
+    resident_blocks: int = doc("Pages on the device for each KV head of an offloaded request.", 0)
+    working_set: float = doc("Offloaded pages that a head's latest selections have named, the mean.", 0.0)
+    resumed: int = doc("How often it was retracted and continued from its host pages.", 0)
+    segmented_tokens: int = doc("Prompt tokens prefilled layer by layer, onto host pages.", 0)
 
     def to_json(self) -> str:
         return json.dumps(
@@ -357,19 +355,19 @@ class DecodeReport:
 
 @dataclass(frozen=True, slots=True)
 class PrefillReport:
-    """Account of a request's sparse prefill.
+    """Account of a request's sparse prefill; each field says what it counts."""
 
-    ``tokens`` of the prompt were prefilled sparsely; the others were found in the cache of such requests.
-    ``share``: of the blocks that dense attention computes, over layers and query heads. ``reused_lines``,
-    ``new_lines``: mean number, by query head and 1,024 positions, of the lines that were taken of those of an
-    earlier turn, and of others."""
-
-    mode: str
-    alpha: float
-    tokens: int
-    share: float
-    reused_lines: float = 0.0
-    new_lines: float = 0.0
+    mode: str = doc("`vertical_slash` or `block_sparse`.")
+    alpha: float = doc("Share of the attention weight that was to be held.")
+    tokens: int = doc("Prompt tokens prefilled sparsely; others were cached, made likewise.")
+    share: float = doc(
+        "Share of the blocks of dense attention that were computed, over layers and query heads."
+    )
+    reused_lines: float = doc(
+        "`vertical_slash`: lines taken from those of an earlier turn; mean by query head and 1,024 tokens.",
+        0.0,
+    )
+    new_lines: float = doc("`vertical_slash`: other lines taken, likewise.", 0.0)
 
     def to_json(self) -> str:
         return json.dumps(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from sglang_ext.wire import renamed
+from sglang_ext.wire import decode_fields, renamed
 from sglang_ext.wire.option_checks import PlanError as PlanError
 from sglang_ext.wire.option_checks import RequestOptions as RequestOptions
 from sglang_ext.wire.option_checks import checked, given_in
@@ -43,8 +43,6 @@ Recompute = Annotated[
 ]
 KeptPositions = Literal["original", "compact"]
 QuestionQuery = Literal["last", "mean"]
-DecodeMode = Literal["dense", "hierarchical", "progressive"]
-Observer = Literal["last", "window", "prompt", "recent"]
 # Option `experimental.scoring` by selection; the first is the default.
 SCORINGS = {
     "sentences": ("keys", "attention"),
@@ -346,30 +344,13 @@ class DecodeOptions(RequestOptions):
     model_config = ConfigDict(json_schema_extra=_without_defaults)
     renamed: ClassVar[Mapping[str, str]] = renamed.DECODE
 
-    mode: DecodeMode = Field(
-        default="dense",
-        description="`dense`: attend to all pages; `hierarchical`: to the best within `budget`; "
-        "`progressive`: to the best until `threshold` is reached.",
-    )
-    budget: int = Field(
-        default=2048,
-        ge=1,
-        description="hierarchical: tokens a step reads for a KV head; progressive, offloaded: of a choice.",
-    )
-    reuse: int = Field(default=16, ge=1, description="Steps that share one choice of pages.")
-    observe: Observer = Field(
-        default="window",
-        description="hierarchical: what chooses pages: the mean of a `window` of queries, the `last` query, "
-        "the mean of the `prompt`'s last ones, or (`recent`) none: the first and newest pages are read.",
-    )
-    window: int = Field(default=16, ge=1, le=64, description="Queries of `window` and `prompt`.")
-    scores: Literal["bound", "exact"] = Field(
-        default="bound",
-        description="hierarchical: a page scores its bound of q . k, or the largest q . k of all its keys.",
-    )
-    threshold: float = Field(
-        default=0.95, gt=0, le=1, description="progressive: estimated share of the attention weight to reach."
-    )
+    mode: decode_fields.Mode = "dense"
+    budget: decode_fields.Budget = 2048
+    reuse: decode_fields.Reuse = 16
+    observe: decode_fields.Observe = "window"
+    window: decode_fields.Window = 16
+    scores: decode_fields.Scores = "bound"
+    threshold: decode_fields.Threshold = 0.95
     dense_below: int = Field(
         default=8192, ge=0, description="Context length in tokens up to which decoding is dense in any mode."
     )

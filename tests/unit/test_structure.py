@@ -268,6 +268,18 @@ def test_the_scan_sees_imports_inside_functions(tmp_path: Path) -> None:
     )
 
 
+def test_nothing_is_checked_by_assert_at_run_time() -> None:
+    """`python -O` drops an assert, and its message says nothing. Triton's `tl.static_assert` is no assert."""
+    asserting = [
+        f"{module}, line {node.lineno}"
+        for room in ROOMS
+        for module, path in modules(room)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assert)
+    ]
+    assert not asserting, f"raise an error of ragserve/errors.py instead: {asserting}"
+
+
 def test_importing_the_product_loads_nothing_heavy() -> None:
     names = [name for name, _ in modules("ragserve")]
     script = f"""
