@@ -28,7 +28,7 @@ from ragserve.ingest.jobs.job_report import Interrupted
 from ragserve.ingest.jobs.lease import JobRun
 from ragserve.ingest.parsers import PARSER_VERSION
 from ragserve.ingest.parsers.base import NOT_TEXT
-from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
+from ragserve.ingest.parsing.parse_process import INTERRUPTED, Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
 from ragserve_index.types import JobItem, NewChunk, NewDocument
 
 # chunks per transaction: enough that an fsync and sorting by length cost little beside embedding, and so few
@@ -158,6 +158,8 @@ class WritingPipeline(ABC):
 
     def _finish_without_document(self, file: PlannedFile, result: Unchanged | Failed) -> None:
         source = file.source
+        if isinstance(result, Failed) and result.code == INTERRUPTED:
+            return  # the run was stopped, and the file is for the next one
         if isinstance(result, Unchanged):
             self._progress.unchanged += 1
             self._outcomes.append(JobItem(source, "unchanged", None, 0, 0, result.size, None))
