@@ -103,7 +103,7 @@ class JobStore:
         job whose second worker died, too, fails instead."""
         now = time.time()
         with self._database.update() as connection:
-            # while a job runs, its error says that an earlier worker died; one that was released has no worker
+            # the error of a running job says that a worker died; a job that was given back has no worker
             connection.execute(
                 "UPDATE jobs SET state = 'failed', error = ?1, worker = NULL, lease_until = NULL,"
                 " updated_at = ?2 WHERE state = 'running' AND lease_until < ?2 AND worker IS NOT NULL"

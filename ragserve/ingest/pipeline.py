@@ -28,7 +28,14 @@ from ragserve.ingest.jobs.job_report import Interrupted
 from ragserve.ingest.jobs.lease import JobRun
 from ragserve.ingest.parsers import PARSER_VERSION
 from ragserve.ingest.parsers.base import NOT_TEXT
-from ragserve.ingest.parsing.parse_process import INTERRUPTED, Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
+from ragserve.ingest.parsing.parse_process import (
+    INTERRUPTED,
+    Failed,
+    ParsedFile,
+    ParseProcess,
+    ParseRequest,
+    Unchanged,
+)
 from ragserve_index.types import JobItem, NewChunk, NewDocument
 
 # chunks per transaction: enough that an fsync and sorting by length cost little beside embedding, and so few

@@ -70,7 +70,7 @@ def follow_sitemaps(
             raise Interrupted
         try:
             found = sitemap_urls(fetcher, url, limit=limit, other_hosts=bool(spec.get("other_hosts")))
-        except Exception as error:  # noqa: BLE001 - as in the planner: this source's failure
+        except Exception as error:  # as in the planner: this source's failure
             if run.should_stop():
                 raise Interrupted from error
             if not isinstance(error, RagserveError):

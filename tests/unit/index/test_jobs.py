@@ -210,9 +210,7 @@ def test_finished_jobs_are_forgotten_in_the_end(job_store: JobStore, monkeypatch
 
 
 @on_both_registries
-def test_one_namespaces_jobs_push_no_others_out(
-    job_store: JobStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_namespaces_jobs_push_no_others_out(job_store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "KEEP_FINISHED", 3)
     monkeypatch.setattr(jobs, "KEEP_FINISHED_IN_ALL", 6)
     quiet = [job_store.create("quiet", {}, []).job_id for _ in range(2)]
