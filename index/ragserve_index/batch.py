@@ -13,16 +13,20 @@ import numpy as np
 
 from ragserve_index.errors import InvalidDocument
 from ragserve_index.structures.base import Floats
-from ragserve_index.text import forms, normal, storable
+from ragserve_index.text_forms import forms, normal, storable
 from ragserve_index.types import NewChunk, NewDocument
 
 _UNIT_TOLERANCE = 1e-3
 _INT64 = 2**63
 
 
+def document_id(namespace_name: str, source: str) -> str:
+    """The stable id of a source in a namespace, whatever form of Unicode it is typed in."""
+    return document_ids(namespace_name, source)[0]
+
+
 def document_ids(namespace_name: str, source: str) -> list[str]:
-    """The stable id of a source in a namespace, then those that an earlier version may have given it: its
-    name was hashed as it was typed, in whatever form of Unicode."""
+    """`document_id`, then the ids that earlier versions may have given the source, as it was typed."""
     return [
         "doc_" + hashlib.sha256(f"{namespace_name}\0{form}".encode()).hexdigest()[:24]
         for form in forms(source)

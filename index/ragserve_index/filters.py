@@ -35,7 +35,7 @@ from pydantic import (
 
 from ragserve.errors import InvalidRequest
 from ragserve_index.database import Dialect
-from ragserve_index.text import forms, normal
+from ragserve_index.text_forms import forms, normal
 
 MAX_DEPTH = 8
 MAX_NODES = 64

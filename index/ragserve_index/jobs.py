@@ -1,5 +1,5 @@
 """Jobs, in the registry's database. The worker that runs a job has a lease on it; an expired lease means that
-the worker died. A job is taken over once: what kills its second worker, too, would kill each one.
+the worker died.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ragserve.errors import Conflict, InvalidRequest, NotFound
 from ragserve_index.database import Connection
 from ragserve_index.store import IndexStore
-from ragserve_index.text import storable
+from ragserve_index.text_forms import storable
 from ragserve_index.types import FINISHED, ITEM_STATES, JOB_STATES, Job, JobItem
 
 KEEP_FINISHED = 1_000
@@ -23,7 +23,7 @@ KEEP_FINISHED = 1_000
 KEEP_FINISHED_IN_ALL = 10_000
 """The same for all namespaces together: those that have the most lose their oldest."""
 
-_DIED = "The process that ran this job died; it is run once more."
+_DIED = "The process that ran this job died; it is run again."
 _DIED_TWICE = (
     "The process that ran this job died twice, so it is not run again. Its finished files stay; ingest the "
     "others in smaller parts to find the one that does it."
@@ -99,17 +99,11 @@ class JobStore:
         """Claim the oldest job (or the given one) that is queued, or running with an expired lease; None if
         there is none.
 
-        The job is then running, leased to ``worker`` until ``lease_s`` seconds after its last heartbeat. A
-        job whose second worker died, too, fails instead."""
+        The job is then running, leased to ``worker`` until ``lease_s`` seconds after its last heartbeat. An
+        ``error`` of a running job says that a worker of it has died."""
         now = time.time()
         with self._database.update() as connection:
             # the error of a running job says that a worker died; a job that was given back has no worker
-            connection.execute(
-                "UPDATE jobs SET state = 'failed', error = ?1, worker = NULL, lease_until = NULL,"
-                " updated_at = ?2 WHERE state = 'running' AND lease_until < ?2 AND worker IS NOT NULL"
-                " AND error IS NOT NULL AND (CAST(?3 AS TEXT) IS NULL OR job_id = ?3)",
-                (_DIED_TWICE, now, job_id),
-            )
             row = connection.execute(
                 "UPDATE jobs SET state = 'running', worker = ?1, lease_until = ?2, updated_at = ?3,"
                 " error = CASE WHEN state = 'running' AND worker IS NOT NULL THEN ?5 ELSE error END"
@@ -120,6 +114,20 @@ class JobStore:
                 (worker, now + lease_s, now, job_id, _DIED),
             ).fetchone()
             return _job(connection, row[0]) if row else None
+
+    def fail_if_died_twice(self, job_id: str) -> bool:
+        """Fail a running job whose second worker has died, too; True if it was one.
+
+        For those who take up jobs unasked: what killed two servers would kill each one."""
+        now = time.time()
+        with self._database.update() as connection:
+            ended = connection.execute(
+                "UPDATE jobs SET state = 'failed', error = ?, worker = NULL, lease_until = NULL,"
+                " updated_at = ? WHERE job_id = ? AND state = 'running' AND lease_until < ?"
+                " AND worker IS NOT NULL AND error IS NOT NULL",
+                (_DIED_TWICE, now, job_id, now),
+            )
+            return ended.rowcount == 1
 
     def heartbeat(self, job_id: str, worker: str, lease_s: float) -> bool:
         """Extend the lease. False when the worker no longer has it and must stop."""

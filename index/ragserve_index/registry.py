@@ -19,7 +19,7 @@ from ragserve_index.database import Connection
 from ragserve_index.evictions import log_document, unlog_present
 from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.structures.base import Ids
-from ragserve_index.text import normal
+from ragserve_index.text_forms import normal
 from ragserve_index.types import Chunk, Document, NamespaceInfo, Position
 from sglang_ext.protocol import NAMESPACE
 
@@ -306,25 +306,16 @@ def _commit_version(
 
 def get_document(connection: Connection, ns: Namespace, doc_id: str) -> Document:
     """Raises NotFound."""
-    found = first_document(connection, ns, [doc_id])
-    if found is None:
+    row = connection.execute(
+        f"SELECT {_DOCUMENT} FROM documents d WHERE d.namespace_id = ? AND d.doc_id = ?", (ns.id, doc_id)
+    ).fetchone()
+    if row is None:
         raise NotFound(
             f"There is no document {doc_id!r} in namespace {ns.name!r}.",
             hint="List its documents.",
             code="document_not_found",
         )
-    return found
-
-
-def first_document(connection: Connection, ns: Namespace, doc_ids: Sequence[str]) -> Document | None:
-    """The first of these documents that exists, or None."""
-    for doc_id in doc_ids:
-        row = connection.execute(
-            f"SELECT {_DOCUMENT} FROM documents d WHERE d.namespace_id = ? AND d.doc_id = ?", (ns.id, doc_id)
-        ).fetchone()
-        if row is not None:
-            return to_document(ns.name, row)
-    return None
+    return to_document(ns.name, row)
 
 
 def list_documents(

@@ -206,9 +206,13 @@ class IndexStore:
     def find_source(self, namespace: str, source: str) -> Document | None:
         """The document of a source, in whatever form of Unicode it is typed, or None. Raises NotFound for the
         namespace."""
-        with self.database.read() as connection:
-            ns = registry.namespace(connection, namespace)
-            return registry.first_document(connection, ns, batches.document_ids(namespace, source))
+        for doc_id in batches.document_ids(namespace, source):
+            try:
+                return self.document(namespace, doc_id)
+            except NotFound as error:
+                if error.code != "document_not_found":
+                    raise
+        return None
 
     def documents(
         self,

@@ -31,7 +31,7 @@ from ragserve_index.errors import (
 from ragserve_index.locks import CommitMark
 from ragserve_index.sqlite.sqlite_dialect import SQLITE
 from ragserve_index.sqlite.sqlite_schema import APPLICATION_ID, MIGRATIONS, SCHEMA_VERSION, TABLES
-from ragserve_index.text import normal
+from ragserve_index.text_forms import normal
 
 log = logging.getLogger(__name__)
 
