@@ -123,12 +123,14 @@ class LexicalTables(ABC):
 
 class Dialect(ABC):
     """What SQL says differently. ``integers`` and ``texts`` are tables with the elements of a JSON array,
-    their one parameter, in a column ``value``. ``skip_locked`` ends a query for a row to change.
+    their one parameter, in a column ``value``. ``skip_locked`` ends a query for a row to change. ``nfc`` is
+    the function that gives text its normal form.
     ``stamps_kept``: versions behind a saved index whose stamps stay, for the index files of other servers."""
 
     integers: str
     texts: str
     skip_locked: str
+    nfc: str
     stamps_kept: int
     lexical: LexicalTables
 

@@ -1,4 +1,4 @@
-"""The index's own error, beside those of ``ragserve.errors``, which imports nothing."""
+"""The index's own errors, beside those of ``ragserve.errors``, which imports nothing."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ class RegistryDamaged(RagserveError):
 
     status = 500
     default_code = "registry_damaged"
+
+
+class InvalidDocument(InvalidRequest):
+    """A document that cannot be stored, whatever else is written with it."""
 
 
 def lexical_index_damaged(path: str | Path, reason: object) -> RegistryDamaged:
@@ -65,10 +69,10 @@ def index_closed() -> Unavailable:
     return Unavailable("The index is closed.", code="index_closed")
 
 
-def lone_surrogate(error: UnicodeEncodeError) -> InvalidRequest:
+def lone_surrogate(error: UnicodeEncodeError) -> InvalidDocument:
     """The error for text that is not valid Unicode."""
     shown = error.object[max(0, error.start - 10) : error.start + 10]
-    return InvalidRequest(
+    return InvalidDocument(
         f"Text with a lone surrogate cannot be stored: {shown!r}.",
         hint="Decode it with errors='replace'.",
         code="invalid_text",

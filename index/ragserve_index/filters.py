@@ -9,6 +9,8 @@ precedence over a metadata key of the same name. Matching:
   matches a field that is null or absent.
 * ``range``: numbers against numbers, text against text (by code point); lists, true/false and null never
   match.
+* text is compared in one normal form, NFC: an accent that is typed as a character of its own is that of the
+  letter.
 * ``and``/``or``/``not`` are two-valued: ``not`` of a condition on an absent field is true.
 """
 
@@ -33,6 +35,7 @@ from pydantic import (
 
 from ragserve.errors import InvalidRequest
 from ragserve_index.database import Dialect
+from ragserve_index.text_forms import forms, normal
 
 MAX_DEPTH = 8
 MAX_NODES = 64
@@ -208,20 +211,37 @@ def _condition(node: Any, dialect: Dialect, out: list[Any]) -> str:
 
 
 def _one_of(field: str, values: tuple[Any, ...], dialect: Dialect, out: list[Any]) -> str:
-    if field not in COLUMNS:
-        return dialect.one_of(field, values, out)
-    texts = [value for value in values if isinstance(value, str)]
-    if not texts:
-        return "FALSE"
-    out.append(json.dumps(texts, ensure_ascii=False))
-    return f"(d.{field} IN (SELECT value FROM {dialect.texts} listed))"
+    if field in COLUMNS:
+        texts = [normal(value) for value in values if isinstance(value, str)]
+        if not texts:
+            return "FALSE"
+        out.append(json.dumps(texts, ensure_ascii=False))
+        return f"({_column(field, dialect)} IN (SELECT value FROM {dialect.texts} listed))"
+    # metadata is stored in NFC; earlier versions stored names and values as they were typed
+    names = forms(field)
+    wanted = tuple(form for value in values if value is not None for form in _forms(value))
+    parts = [dialect.one_of(name, wanted, out) for name in names] if wanted else []
+    if None in values:
+        absent = " AND ".join(dialect.one_of(name, (None,), out) for name in names)
+        parts.append(f"({absent})")
+    return f"({' OR '.join(parts)})"
 
 
 def _range(node: Range, dialect: Dialect, out: list[Any]) -> str:
-    bounds = node.bounds()
+    bounds = [(sign, _forms(value)[0]) for sign, value in node.bounds()]
     if node.field not in COLUMNS:
-        return dialect.in_range(node.field, bounds, out)
+        parts = [dialect.in_range(name, bounds, out) for name in forms(node.field)]
+        return f"({' OR '.join(parts)})"
     if not isinstance(bounds[0][1], str):
         return "FALSE"
     out += [value for _, value in bounds]
-    return "(" + " AND ".join(f"d.{node.field} {sign} ?" for sign, _ in bounds) + ")"
+    return "(" + " AND ".join(f"{_column(node.field, dialect)} {sign} ?" for sign, _ in bounds) + ")"
+
+
+def _column(field: str, dialect: Dialect) -> str:
+    # a path is stored as the file's own name, in whatever form
+    return f"{dialect.nfc}(d.{field})" if field in ("source", "title") else f"d.{field}"
+
+
+def _forms(value: Any) -> list[Any]:
+    return list(forms(value)) if isinstance(value, str) else [value]

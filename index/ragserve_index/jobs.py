@@ -8,20 +8,31 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 from ragserve.errors import Conflict, InvalidRequest, NotFound
 from ragserve_index.database import Connection
 from ragserve_index.store import IndexStore
+from ragserve_index.text_forms import storable
 from ragserve_index.types import FINISHED, ITEM_STATES, JOB_STATES, Job, JobItem
 
 KEEP_FINISHED = 1_000
-"""Finished jobs beyond this many are forgotten, oldest first, when a job is created."""
+"""Finished jobs of a namespace beyond this many are forgotten, oldest first, when a job is created."""
+
+KEEP_FINISHED_IN_ALL = 10_000
+"""The same for all namespaces together: those that have the most lose their oldest."""
+
+_DIED = "The process that ran this job died; it is run again."
+_DIED_TWICE = (
+    "The process that ran this job died twice, so it is not run again. Its finished files stay; ingest the "
+    "others in smaller parts to find the one that does it."
+)
 
 Jobs = list[Job]  # defined here, because `list` is a method inside the class
 Items = list[JobItem]
 
+_MAX_REASON = 2_000  # characters
 _JOB = "job_id, namespace, state, spec, error, cancel_requested, worker, lease_until, created_at, updated_at"
 _ITEM = "source, state, reason, chunks, tokens, size_bytes, doc_id"
 
@@ -45,9 +56,12 @@ class JobStore:
             )
             _add_items(connection, job_id, sources)
             connection.execute(
-                f"DELETE FROM jobs WHERE state IN {FINISHED} AND job_id NOT IN"
-                f" (SELECT job_id FROM jobs WHERE state IN {FINISHED} ORDER BY updated_at DESC LIMIT ?)",
-                (KEEP_FINISHED,),
+                "DELETE FROM jobs WHERE job_id IN (SELECT job_id FROM (SELECT job_id, place,"
+                " row_number() OVER (ORDER BY place, updated_at DESC) AS fair_place FROM"
+                " (SELECT job_id, updated_at,"
+                " row_number() OVER (PARTITION BY namespace ORDER BY updated_at DESC) AS place"
+                f" FROM jobs WHERE state IN {FINISHED}) own) ranked WHERE place > ? OR fair_place > ?)",
+                (KEEP_FINISHED, KEEP_FINISHED_IN_ALL),
             )
             return _job(connection, job_id)
 
@@ -85,18 +99,35 @@ class JobStore:
         """Claim the oldest job (or the given one) that is queued, or running with an expired lease; None if
         there is none.
 
-        The job is then running, leased to ``worker`` until ``lease_s`` seconds after its last heartbeat."""
+        The job is then running, leased to ``worker`` until ``lease_s`` seconds after its last heartbeat. An
+        ``error`` of a running job says that a worker of it has died."""
         now = time.time()
         with self._database.update() as connection:
+            # the error of a running job says that a worker died; a job that was given back has no worker
             row = connection.execute(
-                "UPDATE jobs SET state = 'running', worker = ?1, lease_until = ?2, updated_at = ?3"
+                "UPDATE jobs SET state = 'running', worker = ?1, lease_until = ?2, updated_at = ?3,"
+                " error = CASE WHEN state = 'running' AND worker IS NOT NULL THEN ?5 ELSE error END"
                 " WHERE job_id = (SELECT job_id FROM jobs"
                 " WHERE (state = 'queued' OR (state = 'running' AND lease_until < ?3))"
                 " AND (CAST(?4 AS TEXT) IS NULL OR job_id = ?4) ORDER BY created_at, rowid LIMIT 1"
                 f"{connection.dialect.skip_locked}) RETURNING job_id",
-                (worker, now + lease_s, now, job_id),
+                (worker, now + lease_s, now, job_id, _DIED),
             ).fetchone()
             return _job(connection, row[0]) if row else None
+
+    def fail_if_died_twice(self, job_id: str) -> bool:
+        """Fail a running job whose second worker has died, too; True if it was one.
+
+        For those who take up jobs unasked: what killed two servers would kill each one."""
+        now = time.time()
+        with self._database.update() as connection:
+            ended = connection.execute(
+                "UPDATE jobs SET state = 'failed', error = ?, worker = NULL, lease_until = NULL,"
+                " updated_at = ? WHERE job_id = ? AND state = 'running' AND lease_until < ?"
+                " AND worker IS NOT NULL AND error IS NOT NULL",
+                (_DIED_TWICE, now, job_id, now),
+            )
+            return ended.rowcount == 1
 
     def heartbeat(self, job_id: str, worker: str, lease_s: float) -> bool:
         """Extend the lease. False when the worker no longer has it and must stop."""
@@ -108,6 +139,16 @@ class JobStore:
                 (now + lease_s, now, job_id, worker),
             )
             return cursor.rowcount == 1
+
+    def release(self, job_id: str, worker: str) -> None:
+        """Give a job back unfinished, to be claimed at once; nothing if the worker no longer has it."""
+        now = time.time()
+        with self._database.update() as connection:
+            connection.execute(
+                "UPDATE jobs SET worker = NULL, lease_until = ?, updated_at = ?"
+                " WHERE job_id = ? AND worker = ? AND state = 'running'",
+                (now, now, job_id, worker),
+            )
 
     def add_items(self, job_id: str, sources: Iterable[str]) -> None:
         """Add pending items; sources that the job already has are left as they are."""
@@ -131,7 +172,7 @@ class JobStore:
                 cursor = connection.execute(
                     "UPDATE job_items SET state = ?2, reason = ?3, chunks = ?4, tokens = ?5, size_bytes = ?6,"
                     " doc_id = ?7 WHERE source = ?1 AND job_id = ?8",
-                    (*astuple(item), job_id),
+                    (*astuple(replace(item, reason=_told(item.reason))), job_id),
                 )
                 if cursor.rowcount == 0:
                     _job(connection, job_id)
@@ -163,7 +204,7 @@ class JobStore:
             ended = connection.execute(
                 "UPDATE jobs SET state = ?, error = ?, worker = NULL, lease_until = NULL, updated_at = ?"
                 f" WHERE job_id = ?{owned}",
-                (state, error, time.time(), job_id, *owner),
+                (state, _told(error), time.time(), job_id, *owner),
             )
             job = _job(connection, job_id)
             if ended.rowcount == 0:
@@ -200,9 +241,14 @@ def job_not_found(job_id: str) -> NotFound:
     """The error for a job that is not there."""
     return NotFound(
         f"There is no job {job_id!r}.",
-        hint=f"Only the last {KEEP_FINISHED:,} finished jobs are kept.",
+        hint=f"Only a namespace's last {KEEP_FINISHED:,} finished jobs are kept.",
         code="job_not_found",
     )
+
+
+def _told(reason: str | None) -> str | None:
+    """A reason as it is stored; a library's message may quote what it was given."""
+    return None if reason is None else storable(reason)[:_MAX_REASON]
 
 
 def _chosen(

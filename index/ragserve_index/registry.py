@@ -8,7 +8,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from ragserve_index.database import Connection
 from ragserve_index.evictions import log_document, unlog_present
 from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.structures.base import Ids
+from ragserve_index.text_forms import normal
 from ragserve_index.types import Chunk, Document, NamespaceInfo, Position
 from sglang_ext.wire.protocol import NAMESPACE
 
@@ -143,12 +144,15 @@ def write_documents(connection: Connection, ns: Namespace, batch: Sequence[Prepa
     documents = chunks = tokens = changed = 0  # differences to the version before
     written, rows = [], []
     lexical = connection.dialect.lexical
-    lexical.remove(connection, ns.id, _rows_of(connection, ns, [item.doc_id for item in batch]))
+    ids = [doc_id for item in batch for doc_id in (item.doc_id, *item.older_ids)]
+    lexical.remove(connection, ns.id, _rows_of(connection, ns, ids))
     for item in batch:
-        old = _delete(connection, ns, version, item.doc_id)
-        if old is not None:
-            documents, changed = documents - 1, changed + old[0]
-            chunks, tokens = chunks - old[0], tokens - old[1]
+        # last its own, whose created_at stays
+        for doc_id in (*item.older_ids, item.doc_id):
+            old = _delete(connection, ns, version, doc_id)
+            if old is not None:
+                documents, changed = documents - 1, changed + old[0]
+                chunks, tokens = chunks - old[0], tokens - old[1]
         n, n_tokens = len(item.chunks), sum(chunk.n_tokens for chunk in item.chunks)
         row = (
             item.doc_id,
@@ -193,6 +197,23 @@ def unchanged(
     )
     same = {row[0] for row in rows if row in versions}
     return [item for item in batch if item.doc_id in same]
+
+
+def under_known_ids(connection: Connection, ns: Namespace, batch: Sequence[Prepared]) -> list[Prepared]:
+    """The batch with the ids under which its documents are stored; those of new ones stay."""
+    stored = set()
+    if ids := [doc_id for item in batch if item.older_ids for doc_id in (item.doc_id, *item.older_ids)]:
+        rows = connection.execute(
+            "SELECT doc_id FROM documents"
+            f" WHERE namespace_id = ? AND doc_id IN (SELECT value FROM {connection.dialect.texts} listed)",
+            (ns.id, json.dumps(ids)),
+        )
+        stored = {row[0] for row in rows}
+    found = []
+    for item in batch:
+        known = [doc_id for doc_id in (item.doc_id, *item.older_ids) if doc_id in stored]
+        found.append(replace(item, doc_id=known[0], older_ids=known[1:]) if known else item)
+    return found
 
 
 def delete_document(connection: Connection, ns: Namespace, doc_id: str) -> Document:
@@ -308,10 +329,16 @@ def list_documents(
     """List up to ``limit`` documents that meet the condition, by doc_id, behind ``after``, with this source
     prefix."""
     sql, parameters = condition
+    begun, begin = "TRUE", list[Any]()
+    if prefix:
+        begun, begin = (
+            f"substr({connection.dialect.nfc}(d.source), 1, ?) = ?",
+            [len(normal(prefix)), normal(prefix)],
+        )
     rows = connection.execute(
         f"SELECT {_DOCUMENT} FROM documents d WHERE d.namespace_id = ? AND {sql}"
-        " AND d.doc_id > ? AND substr(d.source, 1, ?) = ? ORDER BY d.doc_id LIMIT ?",
-        [ns.id, *parameters, after or "", len(prefix or ""), prefix or "", limit],
+        f" AND d.doc_id > ? AND {begun} ORDER BY d.doc_id LIMIT ?",
+        [ns.id, *parameters, after or "", *begin, limit],
     )
     return [to_document(ns.name, row) for row in rows]
 

@@ -183,6 +183,7 @@ class IndexStore:
                     f"Namespace {namespace!r} was dropped and created again with another embedder.",
                     code="embedder_mismatch",
                 )
+            prepared = registry.under_known_ids(connection, now, prepared)
             if as_read is not None:
                 prepared = registry.unchanged(connection, now, prepared, as_read)
             written = registry.write_documents(connection, now, prepared) if prepared else []
@@ -203,13 +204,15 @@ class IndexStore:
             return registry.get_document(connection, registry.namespace(connection, namespace), doc_id)
 
     def find_source(self, namespace: str, source: str) -> Document | None:
-        """The document of a source, or None. Raises NotFound for the namespace."""
-        try:
-            return self.document(namespace, batches.document_id(namespace, source))
-        except NotFound as error:
-            if error.code == "document_not_found":
-                return None
-            raise
+        """The document of a source, in whatever form of Unicode it is typed, or None. Raises NotFound for the
+        namespace."""
+        for doc_id in batches.document_ids(namespace, source):
+            try:
+                return self.document(namespace, doc_id)
+            except NotFound as error:
+                if error.code != "document_not_found":
+                    raise
+        return None
 
     def documents(
         self,
@@ -220,7 +223,8 @@ class IndexStore:
         after: str | None = None,
         source_prefix: str | None = None,
     ) -> list[Document]:
-        """List up to ``limit`` documents in the order of doc_id, starting behind ``after``."""
+        """List up to ``limit`` documents in the order of doc_id, starting behind ``after``. Sources and
+        ``source_prefix`` are compared in one normal form."""
         if limit < 1:
             raise InvalidRequest("limit must be at least 1.", param="limit")
         condition = compile_filter(filter, self.database.dialect) if filter is not None else ("TRUE", [])

@@ -166,10 +166,15 @@ async def _files(request: Request, svc: Services, caller: Access) -> Job:
         caller.require("ingest", fields.namespace)
         if fields.warm:
             svc.warm_ups()
-        uploads = [Upload(filename=str(file.filename), stream=file.file) for file in files]
+        uploads = [Upload(filename=_form_name(str(file.filename)), stream=file.file) for file in files]
         return await asyncio.to_thread(
             svc.ingestor.submit_files, fields.namespace, uploads, dict(fields.metadata), warm=fields.warm
         )
+
+
+def _form_name(name: str) -> str:
+    """A file's name as its client has it: forms write three characters so, and no others."""
+    return name.replace("%22", '"').replace("%0D", "\r").replace("%0A", "\n")
 
 
 @router.get(

@@ -37,6 +37,7 @@ from ragserve.client.arguments import (
     RetrieveArguments,
     TextDocument,
 )
+from ragserve.errors import InvalidRequest
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -124,12 +125,21 @@ def ingest_files(files: Sequence[FileToIngest], **fields: Unpack[IngestArguments
             uploads: list[Upload] = []
             for file in files:
                 name, content = file if isinstance(file, tuple) else (Path(file).name, Path(file))
+                _check_name(name)
                 if isinstance(content, Path):
                     content = stack.enter_context(content.open("rb"))
                 uploads.append((name, content))
             yield uploads
 
     return _form(opened, fields)
+
+
+def _check_name(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        shown = name.encode("utf-8", "backslashreplace").decode()
+        raise InvalidRequest(f"The name {shown} is not UTF-8.", hint="Rename it.", param="files") from error
 
 
 def ingest_urls(

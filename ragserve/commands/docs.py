@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ragserve.commands.ingest import signals_stop
-from ragserve.commands.job_console import place, print_json
+from ragserve.commands.job_console import place, print_json, shown
 from ragserve.commands.options import ENGINE_SETTINGS, AsJson, Namespace, with_settings
 from ragserve.config import Settings
 from ragserve.errors import NotFound, RagserveError
@@ -76,7 +76,7 @@ def ls(
         return
     for document in documents:  # two lines each: sources are long, and terminals are not
         facts = f"{document.n_chunks:,} chunks, {document.n_tokens:,} tokens, namespace {document.namespace}"
-        typer.echo(f"{document.doc_id}  {document.title}  ({facts})\n    {document.source}")
+        typer.echo(f"{document.doc_id}  {shown(document.title)}  ({facts})\n    {shown(document.source)}")
     typer.echo(f"{len(documents):,} documents")
 
 
@@ -118,7 +118,7 @@ def show(
         typer.echo("".join(chunk.own_text for chunk in chunks))
         return
     for name, value in _plain(found).items():
-        typer.echo(f"{name}: {value}")
+        typer.echo(f"{name}: {shown(str(value))}")
     for chunk in chunks:
         page = f", {place(chunk)}" if chunk.page is not None else ""
         head = f"chunk {chunk.chunk_id} [{chunk.start}:{chunk.end}], {chunk.n_tokens} tokens{page}"
@@ -150,9 +150,9 @@ def rm(
         print_json({"removed": [_plain(document) for document in removed], "missing": missing})
     else:
         for document in removed:
-            typer.echo(f"removed {document.doc_id} {document.source} ({document.n_chunks} chunks)")
+            typer.echo(f"removed {document.doc_id} {shown(document.source)} ({document.n_chunks} chunks)")
         for name in missing:
-            typer.secho(f"not in namespace {namespace}: {name}", err=True, fg=typer.colors.RED)
+            typer.secho(f"not in namespace {namespace}: {shown(name)}", err=True, fg=typer.colors.RED)
     if missing:
         raise typer.Exit(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,10 +30,22 @@ if TYPE_CHECKING:
     from ragserve_index.types import Chunk
 
 _SHOWN_FAILURES = 20
+_HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_JOINERS = "\u200c\u200d"  # of letters and of emoji
 
 
 def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def shown(name: str) -> str:
+    """A name as it is, on one line: with escapes for what a terminal obeys or does not show."""
+    return "".join(
+        character.encode("unicode_escape").decode()
+        if character not in _JOINERS and unicodedata.category(character) in _HIDDEN
+        else character
+        for character in name
+    )
 
 
 def place(passage: Passage | Chunk) -> str:
@@ -66,7 +79,7 @@ def progress_bar(console: Console, *, enabled: bool) -> Iterator[Callable[[Count
             seconds = max(time.monotonic() - started, 1e-3)
             chunks, tokens = counts.chunks / seconds, counts.tokens / seconds
             rates = f"{chunks:,.0f} chunks/s  {tokens:,.0f} tokens/s" if chunks else ""
-            name = escape(counts.current.rsplit("/", 1)[-1][:40])
+            name = escape(shown(counts.current.rsplit("/", 1)[-1][:40]))
             bar.update(task, total=counts.total, completed=counts.done, rates=rates, name=name)
 
         yield show
@@ -103,6 +116,6 @@ def _print_some(console: Console, title: str, lines: list[str]) -> None:
         return
     console.print(f"[yellow]{title}:[/yellow]")
     for line in lines[:_SHOWN_FAILURES]:
-        console.print(f"  {escape(line)}", highlight=False, soft_wrap=True)
+        console.print(f"  {escape(shown(line))}", highlight=False, soft_wrap=True)
     if len(lines) > _SHOWN_FAILURES:
         console.print(f"  and {len(lines) - _SHOWN_FAILURES:,} more (--json lists all)")

@@ -10,7 +10,7 @@ from rich.console import Console
 from ragserve.answering.results import Answer, Citation
 from ragserve.api.views import EVENTS
 from ragserve.client import Client, MessageEvent, QueryArguments
-from ragserve.commands.job_console import place
+from ragserve.commands.job_console import place, shown
 from ragserve.commands.options import DEFAULT_URL, ApiKey, ServerUrl, json_object
 from ragserve.config import StrategyName
 from ragserve.errors import EngineError
@@ -124,7 +124,7 @@ def _print_details(answer: Answer, console: Console) -> None:
 
 
 def _title(citation: Citation) -> str:
-    where = [citation.title, citation.source or "", place(citation)]
+    where = [shown(citation.title), shown(citation.source or ""), place(citation)]
     scores = [
         f"{name} {value:.2f}"
         for name, value in (("cosine", citation.cosine), ("BM25", citation.bm25))

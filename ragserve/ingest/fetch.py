@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from ragserve.errors import TooLarge, Unavailable, UnsupportedDocument
+from ragserve.ingest.fetch_watch import FetchWatch
+from ragserve.ingest.parsers.base import one_line
 from ragserve.ingest.robots import AGENT, Robots
 from ragserve.version import __version__
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 _MAX_REDIRECTS = 5
 _CONNECT_S, _READ_S, _TOTAL_S = 10.0, 30.0, 300.0
-_POLITE = "ragserve.robots"  # extension of a request that robots.txt decides on
+_INFLATED_BYTES = 1 << 20  # decoded at a time, whatever a server makes of few bytes
 _EXTENSIONS = {
     "text/html": ".html",
     "application/xhtml+xml": ".html",
@@ -59,7 +61,8 @@ class Fetcher:
         max_bytes: Largest file.
         allows: Decides on the addresses to connect to; None: all are allowed.
         robots: Keep to the robots.txt of sites.
-        should_stop: Ends a wait that a robots.txt asks for.
+        should_stop: Ends a download, and a wait that a robots.txt asks for (``Unavailable``, code
+            ``interrupted``).
     """
 
     def __init__(
@@ -72,7 +75,8 @@ class Fetcher:
     ) -> None:
         self._max_bytes = max_bytes
         self._allows = allows
-        self._robots = Robots(self._robots_txt, should_stop)
+        self._watch = FetchWatch(should_stop)
+        self._robots = Robots(self._robots_txt, lambda: should_stop() or self._watch.is_over())
         self._polite = robots
         self._client: httpx.Client | None = None
 
@@ -97,7 +101,7 @@ class Fetcher:
             _require_ok(response)
             path = folder / "download"
             with open(path, "wb") as file:
-                for block in _blocks(response):
+                for block in self._body(response):
                     if file.tell() + len(block) > self._max_bytes:
                         limit = f"{self._max_bytes:,} bytes (RAGSERVE_MAX_UPLOAD_BYTES)"
                         raise TooLarge(f"too large: more than {limit}")
@@ -105,7 +109,7 @@ class Fetcher:
             final = str(response.url)
             mime = response.headers.get("content-type", "").split(";")[0].strip().lower()
             charset = response.charset_encoding
-        name = unquote(os.path.basename(urlsplit(final).path)) or urlsplit(final).netloc
+        name = one_line(unquote(os.path.basename(urlsplit(final).path))) or urlsplit(final).netloc
         ext = os.path.splitext(name)[1].lower()
         return Downloaded(path, final, name, _EXTENSIONS.get(mime, ext), charset)
 
@@ -113,7 +117,7 @@ class Fetcher:
         """The body of ``url``. Raises as `fetch`."""
         with self._response(url) as response:
             _require_ok(response)
-            body = _first_bytes(response, max_bytes + 1)
+            body = self._first_bytes(response, max_bytes + 1)
         if len(body) > max_bytes:
             raise TooLarge(f"{url} has more than {max_bytes:,} bytes.")
         return body
@@ -124,41 +128,79 @@ class Fetcher:
 
     def _robots_txt(self, url: str, max_bytes: int) -> tuple[int, bytes]:
         with self._response(url, polite=False) as response:
-            return response.status_code, _first_bytes(response, max_bytes)
+            return response.status_code, self._first_bytes(response, max_bytes)
 
     @contextmanager
     def _response(self, url: str, *, polite: bool = True) -> Iterator[httpx.Response]:
+        """The answer after redirects, whose own bodies are never read."""
         import httpx
 
         self._client = self._client or self._open()
         try:
-            with self._client.stream("GET", url, extensions={_POLITE: polite and self._polite}) as response:
-                yield response
-        except httpx.TooManyRedirects as error:
-            raise Unavailable(f"more than {_MAX_REDIRECTS} redirects") from error
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-            raise Unavailable(f"not reachable: {type(error).__name__}: {error}") from error
+            request = self._client.build_request("GET", url, extensions={"trace": self._watch.trace})
+        except (httpx.InvalidURL, ValueError) as error:
+            raise _unreachable(error) from error
+        polite = polite and self._polite
+        if polite:
+            self._robots.admit(str(request.url))  # the site's wait is no part of the download's time
+        # a robots.txt that a redirect asks for shares the time of the download
+        with nullcontext() if self._watch.running else self._watch.limit(_TOTAL_S):
+            try:
+                for hop in range(_MAX_REDIRECTS + 1):
+                    if hop and polite:
+                        self._robots.admit(str(request.url))
+                    response = self._client.send(request, stream=True)
+                    with closing(response):
+                        if response.next_request is None:
+                            yield response
+                            return
+                        request = response.next_request
+            except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+                self._watch.check()
+                raise _unreachable(error) from error
+        raise Unavailable(f"more than {_MAX_REDIRECTS} redirects")
+
+    def _body(self, response: httpx.Response) -> Iterator[bytes]:
+        """The body, decoded in bounded blocks. httpx's own decoders make a block of whatever size a read
+        inflates to."""
+        encoding = response.headers.get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity", "gzip", "x-gzip"):
+            raise UnsupportedDocument(f"sent as {encoding[:40]!r}, which was not asked for: {response.url}")
+        blocks = self._received(response)
+        yield from _inflated(blocks) if encoding.endswith("gzip") else blocks
+
+    def _received(self, response: httpx.Response) -> Iterator[bytes]:
+        for block in response.iter_raw():
+            self._watch.check()
+            yield block
+        self._watch.check()  # a connection that was cut may look like the end of the body
+
+    def _first_bytes(self, response: httpx.Response, most: int) -> bytes:
+        body = bytearray()
+        for block in self._body(response):
+            body += block
+            if len(body) >= most:
+                break
+        return bytes(body[:most])
 
     def _open(self) -> httpx.Client:
         import httpx
 
         from ragserve.ingest.guarded_transport import GuardedTransport
 
-        def admit(request: httpx.Request) -> None:
-            if request.extensions[_POLITE]:
-                self._robots.admit(str(request.url))
-
         return httpx.Client(
-            follow_redirects=True,
-            max_redirects=_MAX_REDIRECTS,
             timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
             headers={
                 "User-Agent": f"{AGENT}/{__version__}",
                 "Accept": "text/html, text/*;q=0.9, application/pdf;q=0.9, */*;q=0.5",
+                "Accept-Encoding": "identity",
             },
-            event_hooks={"request": [admit]},  # called for redirects too, with the same extensions
             transport=None if self._allows is None else GuardedTransport(self._allows),
         )
+
+
+def _unreachable(error: Exception) -> Unavailable:
+    return Unavailable(f"not reachable: {type(error).__name__}: {error}")
 
 
 def _require_ok(response: httpx.Response) -> None:
@@ -167,18 +209,19 @@ def _require_ok(response: httpx.Response) -> None:
         raise UnsupportedDocument(f"{answer} from {response.url}")
 
 
-def _blocks(response: httpx.Response) -> Iterator[bytes]:
-    deadline = time.monotonic() + _TOTAL_S
-    for block in response.iter_bytes():
-        if time.monotonic() > deadline:
-            raise Unavailable(f"the download took longer than {_TOTAL_S:g} s")
-        yield block
-
-
-def _first_bytes(response: httpx.Response, most: int) -> bytes:
-    body = bytearray()
-    for block in _blocks(response):
-        body += block
-        if len(body) >= most:
-            break
-    return bytes(body[:most])
+def _inflated(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Decode gzip, which some servers send to everybody."""
+    unzip, begun = zlib.decompressobj(wbits=31), False
+    try:
+        for block in blocks:
+            while block:
+                begun = True
+                yield unzip.decompress(block, _INFLATED_BYTES)
+                block = unzip.unconsumed_tail
+                if unzip.eof:  # another member may follow
+                    block, unzip, begun = unzip.unused_data, zlib.decompressobj(wbits=31), False
+        yield unzip.flush()
+    except zlib.error as error:
+        raise UnsupportedDocument(f"sent as gzip, but not readable as that ({error})") from error
+    if begun and not unzip.eof:
+        raise UnsupportedDocument("sent as gzip, which breaks off")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from ragserve.ingest.sources import is_url
 from ragserve.ingest.spool import Spool
 from ragserve_index import IndexStore
 from ragserve_index.types import Job
+
+log = logging.getLogger(__name__)
 
 
 class FilePlanner:
@@ -70,6 +73,12 @@ class FilePlanner:
             got = self._fetcher.fetch(source, self._downloads)
         except RagserveError as error:
             return PlannedFile(source, Failed(str(error), error.code))
+        except OSError:  # of this machine's disk: the network's are among the above
+            raise
+        except Exception as error:  # what a site sends must not end the job, whatever it does to a library
+            log.exception("Fetching %r failed", source)
+            reason = f"could not be fetched: {type(error).__name__}: {error}"
+            return PlannedFile(source, Failed(reason, "fetch_error"))
         metadata = {"url": source, **self._metadata}
         return self._planned(
             source, str(got.path), got.filename, metadata, ext=got.ext, url=got.url, charset=got.charset

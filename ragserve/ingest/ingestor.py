@@ -19,10 +19,11 @@ from ragserve.ingest.fetch import Fetcher
 from ragserve.ingest.file_planner import FilePlanner
 from ragserve.ingest.jobs.job_report import JobReport, OnProgress, failures_of
 from ragserve.ingest.jobs.lease import LEASE_S, JobRun, run_leased, worker_name
+from ragserve.ingest.parsers.base import one_line
 from ragserve.ingest.parsing.parse_process import ParseProcess
 from ragserve.ingest.pipeline import Pipeline, PlannedFile
 from ragserve.ingest.prune import vanished_documents
-from ragserve.ingest.sources import clean_name, scan
+from ragserve.ingest.sources import clean_name, printable, scan
 from ragserve.ingest.spool import Spool, SpooledFile, unusable_disk_explained
 from ragserve.ingest.tokenizer import TokenizerSource
 from ragserve.ingest.url_sources import KIND as URL_JOBS
@@ -30,6 +31,7 @@ from ragserve.ingest.url_sources import check_urls, fetcher_of, follow_sitemaps
 from ragserve.metrics import metrics
 from ragserve.retrieval.embedder import embedder_name, embedder_options
 from ragserve_index import IndexStore, JobStore
+from ragserve_index.batch import metadata_json
 from ragserve_index.types import Job, JobItem
 from sglang_ext.wire.protocol import NAMESPACE
 
@@ -133,6 +135,7 @@ class Ingestor:
         the same arguments is cancelled. Raises ``InvalidRequest``, ``Conflict``, ``StorageFull``.
         """
         self._check_namespace(namespace)
+        metadata_json(options.metadata, "metadata of the job")
         found = scan(
             inputs,
             recursive=options.recursive,
@@ -143,9 +146,9 @@ class Ingestor:
         )
         spec = {
             "kind": "paths",
-            "inputs": list(inputs),
-            "roots": found.roots if roots is None else list(roots),
-            "named": [] if within else found.named,
+            "inputs": [printable(given) for given in inputs],
+            "roots": _stored(found.roots if roots is None else roots),
+            "named": _stored([] if within else found.named),
             **asdict(options),
             "globs": list(options.globs),
         }
@@ -168,6 +171,7 @@ class Ingestor:
         """
         self._check_namespace(namespace)
         check_urls(self._settings, urls)
+        metadata_json(options.metadata, "metadata of the job")
         limit = min(max_bytes or self._settings.max_upload_bytes, self._settings.max_upload_bytes)
         spec = {"kind": URL_JOBS, "inputs": list(urls), "max_bytes": limit, **asdict(options)}
         return self.jobs.create(namespace, spec, list(dict.fromkeys(urls)))
@@ -214,13 +218,17 @@ class Ingestor:
         if not uploads:
             raise InvalidRequest("Nothing to ingest: no file and no text.")
         names = [clean_name(upload.filename) for upload, _, _ in uploads]
+        for name, (_, _, metadata) in zip(names, uploads, strict=True):
+            metadata_json(metadata, f"document {name!r}")
         if len(names) != len(set(names)):
             twice = min(name for name in names if names.count(name) > 1)
             message = f"The name {twice!r} is given twice; names identify documents."
             raise InvalidRequest(message, param="name")
         with self.spool.writing() as writer:
             for name, (upload, parser, metadata) in zip(names, uploads, strict=True):
-                file = SpooledFile(name, "", name.rsplit("/", 1)[-1], upload.title, parser, dict(metadata))
+                file = SpooledFile(
+                    name, "", name.rsplit("/", 1)[-1], one_line(upload.title), parser, dict(metadata)
+                )
                 writer.add(file, upload.stream, max_bytes=self._settings.max_upload_bytes)
             writer.seal()
             return self.jobs.create(namespace, {"kind": kind, "spool": writer.id, "warm": warm}, names)
@@ -420,3 +428,8 @@ class Ingestor:
             if self._embedder is None:
                 self._embedder = self._make_embedder()
             return self._embedder
+
+
+def _stored(paths: Sequence[str]) -> list[str]:
+    """The paths that can be stored: the others are among the failures of the scan."""
+    return [path for path in paths if printable(path) == path]

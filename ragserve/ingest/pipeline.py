@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sys
 import threading
 import time
@@ -27,9 +28,19 @@ from ragserve.ingest.chunking import CHUNKING_VERSION
 from ragserve.ingest.jobs.job_report import Interrupted
 from ragserve.ingest.jobs.lease import JobRun
 from ragserve.ingest.parsers import PARSER_VERSION
-from ragserve.ingest.parsers.base import NOT_TEXT
-from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
+from ragserve.ingest.parsers.base import NOT_TEXT, one_line
+from ragserve.ingest.parsing.parse_process import (
+    INTERRUPTED,
+    Failed,
+    ParsedFile,
+    ParseProcess,
+    ParseRequest,
+    Unchanged,
+)
+from ragserve_index.errors import InvalidDocument
 from ragserve_index.types import JobItem, NewChunk, NewDocument
+
+log = logging.getLogger(__name__)
 
 # chunks per transaction: enough that an fsync and sorting by length cost little beside embedding, and so few
 # that documents appear, and progress shows, about every two seconds
@@ -38,6 +49,9 @@ _START_CHUNKS = 64  # enough to start embedding while the parser has nothing mor
 _QUEUE_CHUNKS = 4096  # parsed ahead; bounds memory
 # outcomes without a document are recorded this many, or this many seconds, at a time
 _RECORD_ITEMS, _RECORD_S = 500, 1.0
+# what a document may do to an embedder, or to the index; all others are errors of the run
+OF_A_DOCUMENT = (InvalidDocument, ValueError, TypeError, ArithmeticError, LookupError)
+_TITLE_CHARS = 500
 _JOIN_S = 10.0  # a download in progress is left to its own time limit
 
 
@@ -158,6 +172,8 @@ class WritingPipeline(ABC):
 
     def _finish_without_document(self, file: PlannedFile, result: Unchanged | Failed) -> None:
         source = file.source
+        if isinstance(result, Failed) and result.code == INTERRUPTED:
+            return  # the run was stopped, and the file is for the next one
         if isinstance(result, Unchanged):
             self._progress.unchanged += 1
             self._outcomes.append(JobItem(source, "unchanged", None, 0, 0, result.size, None))
@@ -177,10 +193,22 @@ class WritingPipeline(ABC):
         self._recorded_at = time.monotonic()
 
     def _write(self, ready: list[Ready]) -> None:
+        """Write documents in one transaction; if one of them prevents that, each in its own."""
         documents = [new_document(file, parsed) for file, parsed in ready]
-        embedded = self._embedded(documents, ready)
-        started = time.perf_counter()
-        doc_ids = self._commit([(d, *own) for d, own in zip(documents, embedded, strict=True)])
+        try:
+            embedded = self._embedded(documents, ready)
+            started = time.perf_counter()
+            doc_ids = self._commit([(d, *own) for d, own in zip(documents, embedded, strict=True)])
+        except OF_A_DOCUMENT as error:
+            if len(ready) > 1:
+                for each in ready:
+                    self._write([each])
+                return
+            ((file, _),) = ready
+            log.warning("Document %r cannot be indexed", file.source, exc_info=True)
+            reason = f"could not be indexed: {error}"
+            self._finish_without_document(file, Failed(reason, "not_indexed"))
+            return
         progress = self._progress
         progress.index_s += time.perf_counter() - started
         for (file, parsed), doc_id in zip(ready, doc_ids, strict=True):
@@ -251,6 +279,7 @@ def result_of(parser: ParseProcess, file: PlannedFile) -> ParsedFile | Unchanged
 def new_document(file: PlannedFile, parsed: ParsedFile) -> NewDocument:
     """The document of a parsed file."""
     title = file.title or parsed.title or parsed.filename.rsplit(".", 1)[0]
+    title = one_line(title)[:_TITLE_CHARS] or file.source
     own = {"filename": parsed.filename, "ext": parsed.ext, "title": title}
     metadata = {**parsed.metadata, **own, **file.metadata}
     return NewDocument(file.source, title, parsed.hash, parsed.mime, parsed.size, metadata)

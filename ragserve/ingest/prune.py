@@ -40,6 +40,8 @@ def vanished_documents(
         prefix = os.path.join(root, "")
         try:
             for document in every_document(store, namespace, source_prefix=prefix):
+                if not document.source.startswith(prefix):
+                    continue  # of a directory whose name is in another Unicode form
                 relative = document.source.removeprefix(prefix)
                 within = (recursive or os.sep not in relative) and matches(relative, globs)
                 # sources are real paths: one that has become a link leads to another document, or out

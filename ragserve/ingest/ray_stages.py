@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from ragserve.ingest.chunk_embedding import Vectors, embed_chunks
-from ragserve.ingest.parsing.parse_process import ParsedFile, ParseProcess
-from ragserve.ingest.pipeline import PlannedFile, new_document, result_of
+from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, ParseProcess, Unchanged
+from ragserve.ingest.pipeline import OF_A_DOCUMENT, PlannedFile, new_document, result_of
 
 COLUMN = "file"
 Batch = Mapping[str, Any]
+Result = tuple[PlannedFile, ParsedFile | Unchanged | Failed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +49,27 @@ class EmbedStage:
 
     def __call__(self, batch: Batch) -> dict[str, list[bytes]]:
         results = [pickle.loads(row) for row in batch[COLUMN]]
+        try:
+            return rows(self._with_vectors(results))
+        except OF_A_DOCUMENT:  # each alone, so that one odd document costs no other
+            return rows(row for result in results for row in self._alone(result))
+
+    def _alone(self, result: Result) -> list[Result]:
+        try:
+            return self._with_vectors([result])
+        except OF_A_DOCUMENT as error:
+            return [(result[0], Failed(f"could not be indexed: {error}", "not_indexed"))]
+
+    def _with_vectors(self, results: list[Result]) -> list[Result]:
         parsed = [(file, result) for file, result in results if isinstance(result, ParsedFile)]
         if not parsed:
-            return rows(results)
+            return results
         titled = [(new_document(file, result).title, result.chunks) for file, result in parsed]
         embedded = iter(embed_chunks(self._embedder, titled, self._sentence_bytes, lambda: False))
-        return rows(
+        return [
             (file, _embedded(result, *next(embedded)) if isinstance(result, ParsedFile) else result)
             for file, result in results
-        )
+        ]
 
 
 def _embedded(parsed: ParsedFile, chunks: Any, vectors: Vectors) -> EmbeddedFile:

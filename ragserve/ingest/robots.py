@@ -50,7 +50,7 @@ class Robots:
             raise Forbidden(message, hint=_HINT, code="robots")
         while (left := site.next_at - time.monotonic()) > 0:
             if self._should_stop():
-                raise Unavailable("stopped while waiting for the site")
+                raise Unavailable("stopped while waiting for the site", code="interrupted")
             time.sleep(min(left, _STEP_S))
         site.next_at = time.monotonic() + site.delay_s
 
@@ -76,10 +76,27 @@ class Robots:
         # RFC 9309: without the file all is allowed; while it cannot be read, nothing is
         if status >= 500:
             return Unavailable(f"HTTP {status} from {where}: without it nothing may be fetched.", hint=_HINT)
-        rules.parse(body.decode("utf-8", "replace").splitlines() if status == 200 else [])
-        rate = rules.request_rate(AGENT)
-        delays = [float(rules.crawl_delay(AGENT) or 0), rate.seconds / rate.requests if rate else 0.0]
-        return _Site(rules, max(delays))
+        lines = body.decode("utf-8", "replace").splitlines() if status == 200 else []
+        rules.parse([line for line in lines if _is_usable(line)])
+        return _Site(rules, _delay_s(rules))
+
+
+def _delay_s(rules: RobotFileParser) -> float:
+    """Seconds between requests that the rules ask for."""
+    rate = rules.request_rate(AGENT)
+    return max(float(rules.crawl_delay(AGENT) or 0), rate.seconds / rate.requests if rate else 0.0)
+
+
+def _is_usable(line: str) -> bool:
+    """Return whether the parser can take a line: it raises for some figures and addresses, and a line that
+    nobody can read must not cost the others."""
+    alone = RobotFileParser()
+    try:
+        alone.parse(["User-agent: *", line])
+        _delay_s(alone)
+    except (ValueError, ArithmeticError):
+        return False
+    return True
 
 
 def _robots_url(url: str) -> str:

@@ -7,7 +7,6 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from io import BytesIO
 from urllib.parse import urlsplit
 
 from ragserve.errors import RagserveError, UnsupportedDocument
@@ -17,6 +16,9 @@ from ragserve.ingest.sources import is_url
 _NAME = re.compile(r"sitemap[^/]*\.xml(\.gz)?", re.I)
 _LARGEST = 50 * 2**20  # bytes, the protocol's own limit
 _MOST_SITEMAPS = 200  # of an index: the URLs are counted, these are not
+_MOST_ELEMENTS = 1_000_000  # 50,000 URLs, the protocol's limit, with pictures and languages
+_MOST_URL = 2048  # characters, the protocol's limit
+_BLOCK = 1 << 16  # bytes
 
 
 @dataclass(slots=True)
@@ -55,13 +57,17 @@ def sitemap_urls(fetcher: Fetcher, url: str, *, limit: int, other_hosts: bool = 
     found = SitemapUrls()
     waiting: deque[str] = deque()
     seen: set[str] = set()
+    unread = 0  # sitemaps over the limit
     errors: list[RagserveError] = []
 
     def add(kind: str, target: str) -> None:
+        nonlocal unread
         if not other_hosts and urlsplit(target).netloc.lower() != host:
             found.elsewhere += 1
         elif kind == "sitemap":
-            if target not in seen:
+            if len(seen) >= _MOST_SITEMAPS:
+                unread += target not in seen
+            elif target not in seen:
                 seen.add(target)
                 waiting.append(target)
         elif len(found.urls) < limit or target in found.urls:
@@ -69,9 +75,9 @@ def sitemap_urls(fetcher: Fetcher, url: str, *, limit: int, other_hosts: bool = 
         else:
             found.over += 1
 
-    for start in _starts(fetcher, url):
+    for start in filter(_is_address, _starts(fetcher, url)):
         add("sitemap", start)
-    while waiting and len(found.read) < _MOST_SITEMAPS and not found.over:
+    while waiting and not found.over:
         where = waiting.popleft()
         found.read.append(where)
         try:
@@ -82,8 +88,8 @@ def sitemap_urls(fetcher: Fetcher, url: str, *, limit: int, other_hosts: bool = 
     if errors and not found.urls:
         raise errors[0]
     found.failed += [str(error) for error in errors[:3]]
-    if waiting:
-        found.failed.append(f"{len(waiting):,} sitemaps not read")
+    if unread := unread + len(waiting):
+        found.failed.append(f"{unread:,} sitemaps not read")
     return found
 
 
@@ -111,17 +117,61 @@ def _unzipped(data: bytes) -> bytes:
     return data
 
 
+def _is_address(target: str) -> bool:
+    if not is_url(target) or len(target) > _MOST_URL or not target.isprintable():
+        return False
+    try:
+        urlsplit(target)
+    except ValueError:  # "http://[x"
+        return False
+    return True
+
+
+class _Entries:
+    """lxml's events to ``("sitemap" or "url", address)``. No tree is built: the site chooses its size."""
+
+    def __init__(self, where: str) -> None:
+        self.found: list[tuple[str, str]] = []
+        self._where = where
+        self._path: list[str] = []
+        self._elements = 0
+        self._text: str | None = None  # of the ``loc`` that is open
+
+    def start(self, tag: str, _attributes: object) -> None:
+        self._elements += 1
+        if self._elements > _MOST_ELEMENTS:
+            raise UnsupportedDocument(f"{self._where} has more than {_MOST_ELEMENTS:,} elements")
+        self._path.append(tag.rpartition("}")[2])
+        self._text = "" if self._path[-1] == "loc" and self._path[-2:-1] in (["url"], ["sitemap"]) else None
+
+    def data(self, text: str) -> None:
+        if self._text is not None and len(self._text) <= 2 * _MOST_URL:  # there may be blanks around it
+            self._text += text
+
+    def end(self, _tag: str) -> None:
+        self._path.pop()
+        if self._text is not None:
+            target = self._text.strip()
+            if _is_address(target):
+                self.found.append((self._path[-1], target))
+            self._text = None
+
+    def close(self) -> None:
+        return
+
+
 def _entries(data: bytes, where: str) -> Iterator[tuple[str, str]]:
     """Yield ``("sitemap" or "url", address)`` for each entry."""
     from lxml import etree  # type: ignore[import-untyped]
 
+    entries = _Entries(where)
+    parser = etree.XMLParser(target=entries, resolve_entities=False, no_network=True)
     try:
-        for _, element in etree.iterparse(
-            BytesIO(data), tag=("{*}url", "{*}sitemap"), resolve_entities=False, no_network=True
-        ):
-            target = (element.findtext("{*}loc") or "").strip()
-            if is_url(target):
-                yield etree.QName(element).localname, target
-            element.clear()
+        for start in range(0, len(data), _BLOCK):
+            parser.feed(data[start : start + _BLOCK])
+            yield from entries.found
+            entries.found.clear()
+        parser.close()
     except etree.XMLSyntaxError as error:
         raise UnsupportedDocument(f"{where} is no sitemap ({error})") from error
+    yield from entries.found

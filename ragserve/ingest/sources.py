@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import re
 import stat
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ragserve.errors import InvalidRequest
+from ragserve_index.text_forms import normal
 
 # 007 and 1e5 stay text: they are codes, not quantities
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*|[0-9]+\.[0-9]*|\.[0-9]+)")
+_BIDI = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # show a name as another
 _MAX_NAME = 255  # characters of a client's source name
 
 
@@ -33,6 +36,7 @@ class Scan:
     named: list[str] = field(default_factory=list)
     folders: Sequence[str] | None = ()
     _seen: set[tuple[int, int]] = field(default_factory=set)  # (device, inode)
+    _names: dict[str, str] = field(default_factory=dict)  # paths outside of ASCII, by their normal form
 
     def _is_new(self, status: os.stat_result) -> bool:
         identity = status.st_dev, status.st_ino
@@ -88,6 +92,9 @@ class Scan:
             return
         if printable(path) != path:
             self.failed.append((printable(path), "its name is not UTF-8 (rename it)"))
+        elif not path.isascii() and self._names.setdefault(normal(path), path) != path:
+            reason = "its name differs from another's only in the Unicode form of accents (rename one)"
+            self.failed.append((path, reason))
         else:
             self.sources.append(path)
 
@@ -182,8 +189,8 @@ def _typed(value: str) -> str | int | float | bool:
 
 
 def clean_name(name: str) -> str:
-    """Clean a client's file name: no ``..``, no backslashes, no control characters. It is a label, never a
-    path.
+    """Clean a client's file name: no ``..``, no backslashes, no control characters, in the form in which
+    names are compared. It is a label, never a path.
 
     Raises ``InvalidRequest`` if nothing is left or it cannot be stored as text.
     """
@@ -195,8 +202,12 @@ def clean_name(name: str) -> str:
     if not is_url(cleaned):
         parts = name.replace("\\", "/").split("/")
         cleaned = "/".join(part for part in parts if part not in {"", ".", ".."})
-    cleaned = "".join(c for c in cleaned if c.isprintable()).strip()
-    if not cleaned or len(cleaned) > _MAX_NAME:
+    cleaned = normal("".join(c for c in cleaned if not _is_control(c)).strip())
+    if not any(c.isprintable() for c in cleaned) or len(cleaned) > _MAX_NAME:
         message = f"The name {name[:40]!r} must have 1 to {_MAX_NAME} printable characters."
         raise InvalidRequest(message, param="name")
     return cleaned
+
+
+def _is_control(character: str) -> bool:
+    return unicodedata.category(character) in ("Cc", "Zl", "Zp") or character in _BIDI

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from ragserve.config import Settings
@@ -13,6 +14,8 @@ from ragserve.ingest.sitemap import is_sitemap, sitemap_urls
 from ragserve.ingest.sources import is_url
 from ragserve_index import JobStore
 from ragserve_index.types import JobItem
+
+log = logging.getLogger(__name__)
 
 KIND = "urls"
 """Kind of the jobs over URLs that a server's clients gave."""
@@ -26,7 +29,7 @@ def check_urls(settings: Settings, urls: Sequence[str]) -> None:
     if settings.url_ingestion == "off":
         raise Forbidden("This server fetches no URLs for its clients.", hint="Send the files instead.")
     for url in urls:
-        if not is_url(url) or len(url) > _MAX_URL:
+        if not is_url(url) or len(url) > _MAX_URL or not url.isprintable():
             message = f"{url[:80]!r} is not an http or https URL of at most {_MAX_URL} characters."
             raise InvalidRequest(message, param="urls")
 
@@ -67,7 +70,11 @@ def follow_sitemaps(
             raise Interrupted
         try:
             found = sitemap_urls(fetcher, url, limit=limit, other_hosts=bool(spec.get("other_hosts")))
-        except RagserveError as error:
+        except Exception as error:  # as in the planner: this source's failure
+            if run.should_stop():
+                raise Interrupted from error
+            if not isinstance(error, RagserveError):
+                log.exception("Reading the sitemap of %r failed", url)
             run.progress.failed += 1
             record([JobItem(url, "failed", str(error), 0, 0, 0, None)])
             continue

@@ -20,6 +20,7 @@ class PostgresDialect(Dialect):
     integers = "(SELECT CAST(value AS BIGINT) AS value FROM jsonb_array_elements_text(CAST(? AS jsonb)))"
     texts = "jsonb_array_elements_text(CAST(? AS jsonb))"
     skip_locked = " FOR UPDATE SKIP LOCKED"
+    nfc = "normalize"
     stamps_kept = 10_000
     lexical = FullText()
 

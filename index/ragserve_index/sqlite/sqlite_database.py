@@ -31,6 +31,7 @@ from ragserve_index.errors import (
 from ragserve_index.locks import CommitMark
 from ragserve_index.sqlite.sqlite_dialect import SQLITE
 from ragserve_index.sqlite.sqlite_schema import APPLICATION_ID, MIGRATIONS, SCHEMA_VERSION, TABLES
+from ragserve_index.text_forms import normal
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ class SqliteDatabase(Database):
             factory=_Connection,
         )
         try:
+            connection.create_function(SQLITE.nfc, 1, normal, deterministic=True)
             # five vectors of 384 components to a page; without effect on an existing file
             connection.execute("PRAGMA page_size = 8192")
             connection.execute("PRAGMA journal_mode = WAL")

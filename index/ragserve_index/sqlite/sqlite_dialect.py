@@ -15,6 +15,7 @@ class SqliteDialect(Dialect):
 
     integers = texts = "json_each(?)"
     skip_locked = ""
+    nfc = "nfc"  # of `SqliteDatabase`
     stamps_kept = 0
     lexical = Fts5()
 

@@ -59,7 +59,7 @@ class Lease:
     def release(self) -> None:
         """Give the job back unfinished, so that it can be resumed at once."""
         self.__exit__()
-        self._jobs.heartbeat(self._job_id, self._worker, 0.0)
+        self._jobs.release(self._job_id, self._worker)
 
     def _renew(self) -> None:
         ticks = 0
@@ -154,7 +154,8 @@ def _claim(jobs: JobStore, job_id: str, worker: str, waiting: threading.Event | 
         job = jobs.get(job_id)
         if job.finished:
             hint = "Run it again; finished work is skipped."
-            raise Conflict(f"Job {job_id} is over: {job.state}.", hint=hint)
+            why = f" ({job.error})" if job.error else ""
+            raise Conflict(f"Job {job_id} is over: {job.state}{why}.", hint=hint)
         if waiting is None or waiting.wait(1.0):
             raise Conflict(
                 f"Job {job_id} is being run by {job.worker}.",

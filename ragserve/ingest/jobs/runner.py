@@ -1,20 +1,25 @@
-"""A server's background threads for jobs, one per kind. They also finish jobs that a crashed server left."""
+"""A server's background threads for jobs, one per kind. They also finish jobs that a crashed server left,
+unless two servers have crashed with the job."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from ragserve import tracing
-from ragserve.errors import Conflict, NotFound
+from ragserve.errors import Conflict, NotFound, RagserveError
 from ragserve.ingest.jobs.job_report import JobReport
 from ragserve_index import JobStore
+from ragserve_index.types import Job
 
 log = logging.getLogger(__name__)
 _POLL_S = 1.0
 _CLEAN_S = 300.0
+_TURN_S = 60.0  # of a job while others wait: enough that what an interruption costs is little beside it
 
 
 class RunsJobs(Protocol):
@@ -30,7 +35,11 @@ class RunsJobs(Protocol):
 
 
 class JobRunner:
-    """Runs jobs of one kind one by one, oldest first. Jobs over paths are left to their command line."""
+    """Runs jobs of one kind one by one. Jobs over paths are left to their command line.
+
+    Namespaces take turns, each with its oldest job, which is interrupted after a while if others wait. Its
+    next turn is twice as long, so that a file which takes longer than a turn is finished in the end.
+    """
 
     def __init__(self, worker: RunsJobs, kind: str = "upload") -> None:
         self._worker = worker
@@ -39,6 +48,9 @@ class JobRunner:
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._loop, name=f"ragserve-{kind}", daemon=True)
         self._cleaned_at = 0.0
+        self._over = threading.Event()  # the turn in progress
+        self._served_at: dict[str, float] = {}  # by namespace, of those that have jobs
+        self._turn_s: dict[str, float] = {}  # by job, of those that were interrupted
 
     def start(self) -> None:
         """Remove uploads that no job needs, then start the thread. Call it once."""
@@ -52,6 +64,7 @@ class JobRunner:
     def stop(self, timeout_s: float = 30.0) -> None:
         """Stop after the current batch. The next runner resumes an interrupted job. Idempotent."""
         self._stop.set()
+        self._over.set()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -74,21 +87,74 @@ class JobRunner:
         self._cleaned_at = time.monotonic()
 
     def _run_next(self) -> bool:
-        """Run the oldest job that can be claimed. Returns False if there is none."""
-        for state in ("queued", "running"):
-            jobs = self._worker.jobs.list(state=state, limit=1_000_000)
-            for job in sorted(jobs, key=lambda job: job.created_at):
-                if job.kind != self._kind:
-                    continue
-                try:
-                    with tracing.span(f"job {self._kind}", **{"ragserve.job_id": job.job_id}):
-                        report = self._worker.run(job.job_id, stop=self._stop)
-                except (Conflict, NotFound):  # another process runs it, or its namespace is gone
-                    continue
-                except Exception:
-                    log.exception("Job %s (%s) failed", job.job_id, self._kind)
-                    return True
-                summary = (job.job_id, self._kind, report.state, report.progress.chunks, report.seconds)
-                log.info("Job %s (%s): %s, %d chunks in %.1f s", *summary)
+        """Run the job whose turn it is. Returns False if none can be claimed."""
+        jobs = self._open_jobs()
+        self._served_at = {job.namespace: self._served_at.get(job.namespace, 0.0) for job in jobs}
+        self._turn_s = {job.job_id: self._turn_s.get(job.job_id, _TURN_S) for job in jobs}
+        for job in sorted(jobs, key=lambda job: (self._served_at[job.namespace], job.created_at)):
+            if job.error and self._worker.jobs.fail_if_died_twice(job.job_id):
+                log.error("Job %s (%s) failed: its process died twice", job.job_id, self._kind)
+                continue
+            try:
+                with (
+                    tracing.span(f"job {self._kind}", **{"ragserve.job_id": job.job_id}),
+                    self._turn(job) as over,
+                ):
+                    report = self._worker.run(job.job_id, stop=over)
+            except (Conflict, NotFound):  # another process runs it, or its namespace is gone
+                continue
+            except Exception:
+                log.exception("Job %s (%s) failed", job.job_id, self._kind)
+                self._served_at[job.namespace] = time.monotonic()
                 return True
+            self._served_at[job.namespace] = time.monotonic()
+            self._turn_s[job.job_id] *= 2
+            summary = (job.job_id, self._kind, report.state, report.progress.chunks, report.seconds)
+            log.info("Job %s (%s): %s, %d chunks in %.1f s", *summary)
+            return True
         return False
+
+    def _open_jobs(self) -> list[Job]:
+        return [
+            job
+            for state in ("queued", "running")
+            for job in self._worker.jobs.list(state=state, limit=1_000_000)
+            if job.kind == self._kind
+        ]
+
+    @contextmanager
+    def _turn(self, job: Job) -> Iterator[threading.Event]:
+        """The event that ends a job's turn: its time is over and others wait, or the runner stops."""
+        self._over = over = threading.Event()
+        ended = threading.Event()
+        if self._stop.is_set():
+            over.set()
+
+        def watch() -> None:
+            wait_s = self._turn_s[job.job_id]
+            while not ended.wait(wait_s):
+                wait_s = min(_POLL_S, wait_s)
+                if self._others_wait(job):
+                    over.set()
+                    return
+
+        thread = threading.Thread(target=watch, name=f"ragserve-{self._kind}-turn", daemon=True)
+        thread.start()
+        try:
+            yield over
+        finally:
+            ended.set()
+            thread.join()
+
+    def _others_wait(self, job: Job) -> bool:
+        """Return whether a job of another namespace could run."""
+        try:
+            jobs = self._open_jobs()
+        except RagserveError:  # a busy registry: the run itself meets and reports it
+            return False
+        now = time.time()
+        return any(
+            other.namespace != job.namespace
+            and (other.state == "queued" or (other.lease_until is not None and other.lease_until < now))
+            for other in jobs
+        )

@@ -10,8 +10,18 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import import_module
 
-from ragserve.ingest.parsers.base import PARSER_VERSION, Parsed, Raw, ScannedPdf, tidy, unreadable
+from ragserve.ingest.parsers.base import (
+    PARSER_VERSION,
+    Parsed,
+    Raw,
+    ScannedPdf,
+    has_words,
+    one_line,
+    tidy,
+    unreadable,
+)
 from ragserve.ingest.parsers.sniff import detect
+from ragserve_index.text_forms import storable
 
 __all__ = ["PARSERS", "PARSER_VERSION", "Parsed", "Raw", "parse"]
 
@@ -24,7 +34,7 @@ PARSERS = (
 
 def parse(raw: Raw, parser: str | None = None, *, ocr: bool = False) -> Parsed:
     """Parse a document, with the named ``parser`` or the detected one. With ``ocr``, text is recognised in
-    images and scanned PDFs. Raises ``UnsupportedDocument``."""
+    images and scanned PDFs. What no database stores has become U+FFFD. Raises ``UnsupportedDocument``."""
     if not raw.data:
         raise unreadable("empty", "the file has 0 bytes")
     try:
@@ -38,7 +48,10 @@ def parse(raw: Raw, parser: str | None = None, *, ocr: bool = False) -> Parsed:
         parsed = replace(parsed, text=tidy(parsed.text))
     if not parsed.text.strip():
         raise unreadable("empty", "the file holds no text")
-    return parsed
+    if not has_words(parsed.text):
+        raise unreadable("empty", "the file holds no letter and no digit")
+    # in the text of its length, so that pages stay where they are
+    return replace(parsed, text=storable(parsed.text), title=one_line(parsed.title))
 
 
 def _parse(raw: Raw, parser: str) -> Parsed:

@@ -115,6 +115,11 @@ def paged(
     return Parsed(text, mime, one_line(title), starts, metadata, note)
 
 
+def has_words(text: str) -> bool:
+    """Return whether a text has a letter or a digit. One without cannot be asked for, but may be found."""
+    return any(map(str.isalnum, text))
+
+
 def without_controls(text: str) -> str:
     """Remove what cannot be stored or shown: control characters and lone surrogates."""
     return _CONTROLS.sub("", text)

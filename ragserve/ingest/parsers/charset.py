@@ -18,6 +18,8 @@ _BOMS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+# Python's codecs that are no charsets: they read escapes, so ASCII becomes anything, half characters too
+_ESCAPES = frozenset({"utf-7", "unicode-escape", "raw-unicode-escape", "punycode", "idna", "undefined"})
 _TEXT_CONTROLS = frozenset("\t\n\r\f\v\b\x1b\x85")
 _MAX_CONTROLS = 0.01  # share of control characters above which decodable bytes are not text
 _GUESS_BYTES = 16 * 1024  # used for the guess; all bytes are then decoded strictly
@@ -56,8 +58,9 @@ def decode(data: bytes, declared: str | None = None) -> Decoded:
         raise _undecodable("contains NUL bytes; is it binary?")
     for charset in dict.fromkeys((declared or "utf-8", "utf-8")):
         try:
-            return Decoded(_checked(data.decode(charset), charset))
-        except (UnicodeDecodeError, LookupError):
+            if codecs.lookup(charset).name not in _ESCAPES:
+                return Decoded(_checked(data.decode(charset), charset))
+        except (ValueError, LookupError):  # bytes that are not of the charset, or a name of none
             continue
     return _guessed(data)
 

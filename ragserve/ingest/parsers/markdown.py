@@ -36,7 +36,7 @@ def _title_in(front_matter: str) -> str:
 
     try:
         fields = yaml.safe_load(front_matter)
-    except yaml.YAMLError:  # not YAML: use the first heading
+    except Exception:  # noqa: BLE001 - not YAML, or a value that it raises anything for: the first heading
         return ""
     title = fields.get("title") if isinstance(fields, dict) else None
     return title if isinstance(title, str) else ""

@@ -14,10 +14,11 @@ from ragserve.ingest.parsers.mail import message_text
 def parse(raw: Raw) -> Parsed:
     pages: list[str] = []
     unread: list[int] = []
-    with tempfile.NamedTemporaryFile(prefix="ragserve-") as copy:  # the library reads files only
+    # the library reads files only; one without a name is gone with this process, however it ends
+    with tempfile.TemporaryFile() as copy:
         copy.write(raw.data)
         copy.flush()
-        box = mailbox.mbox(copy.name, create=False)
+        box = mailbox.mbox(f"/proc/self/fd/{copy.fileno()}", create=False)
         try:
             for number, key in enumerate(box.iterkeys(), 1):
                 try:

@@ -25,6 +25,9 @@ decompression bomb does not.
 OCR_MEMORY_BYTES = 16 * 2**30
 """The same with OCR, whose models and libraries are mapped into it."""
 
+INTERRUPTED = "interrupted"
+"""Code of a file that was not taken to its end, because the run was stopped."""
+
 _START_S = 60.0  # seconds for imports and the tokenizer
 
 
@@ -117,7 +120,7 @@ class ParseProcess:
         Raises ``Unavailable`` if the process cannot be started at all.
         """
         if self._interrupted:
-            return Failed("interrupted", "interrupted")
+            return Failed("interrupted", INTERRUPTED)
         if self.pid is None:
             self._start()
         try:

@@ -85,7 +85,7 @@ class _Worker:
 
     def _document(self, request: dict[str, Any]) -> dict[str, Any]:
         from ragserve.ingest.parsers import Raw, parse
-        from ragserve.ingest.parsers.base import unreadable
+        from ragserve.ingest.parsers.base import has_words, unreadable
 
         named = None if request.get("parser") else request["filename"]
         data = _read(request["path"], self._max_bytes, named, ocr=self._ocr)
@@ -94,16 +94,20 @@ class _Worker:
             return {"unchanged": digest, "size": len(data)}
         raw = Raw(data, request["filename"], request["ext"], request.get("url"), request.get("charset"))
         parsed = parse(raw, request.get("parser"), ocr=self._ocr)
-        chunks = self._chunker.split(parsed.text, parsed.pages)
+        every = self._chunker.split(parsed.text, parsed.pages)
+        chunks = [chunk for chunk in every if has_words(chunk.text)]
         if not chunks:
             raise unreadable("empty", "no text to index")
+        note = parsed.note
+        if left_out := len(every) - len(chunks):
+            note = "; ".join(filter(None, [note, f"{left_out:,} chunks without a letter or digit left out"]))
         return {
             "hash": digest,
             "size": len(data),
             "mime": parsed.mime,
             "title": parsed.title[:500],
             "metadata": parsed.metadata,
-            "note": parsed.note,
+            "note": note,
             "chunks": [(c.text, c.start, c.end, c.n_tokens, c.page) for c in chunks],
         }
 

@@ -110,6 +110,48 @@ def test_an_expired_lease_is_taken_over(job_store: JobStore) -> None:
     assert job_store.heartbeat(job.job_id, "alive", 60)
 
 
+@on_both_registries
+def test_a_job_whose_worker_died_twice_may_be_failed(job_store: JobStore) -> None:
+    job, other = job_store.create("n", {}, ["a", "b"]), job_store.create("n", {}, ["c"])
+    for worker in ("first", "second"):
+        assert not job_store.fail_if_died_twice(job.job_id)
+        taken = job_store.claim(worker, -1, job.job_id)  # its lease is over at once
+        assert taken is not None
+        assert (taken.state, taken.worker) == ("running", worker)
+        # a worker that gives the job back has not died
+        restarted = job_store.claim(worker, 60, other.job_id)
+        assert restarted is not None
+        assert restarted.error is None
+        job_store.release(other.job_id, worker)
+    assert taken.error == "The process that ran this job died; it is run again."
+    job_store.update_items(job.job_id, [outcome("a")])
+    assert job_store.fail_if_died_twice(job.job_id)
+    failed = job_store.get(job.job_id)
+    assert (failed.state, failed.worker, failed.counts["indexed"]) == ("failed", None, 1)
+    assert "died twice" in (failed.error or "")
+    assert not job_store.fail_if_died_twice(other.job_id)
+    assert job_store.claim("third", 60) == job_store.get(other.job_id)
+    assert not job_store.fail_if_died_twice(other.job_id)
+
+
+@on_both_registries
+def test_a_job_that_ends_after_one_death_has_no_error(job_store: JobStore) -> None:
+    job = job_store.create("n", {}, ["a"])
+    for lease_s in (-1, 60):
+        assert job_store.claim("w", lease_s) is not None
+    assert job_store.finish(job.job_id, "done").error is None
+
+
+@on_both_registries
+def test_reasons_are_stored_whatever_they_quote(job_store: JobStore) -> None:
+    job = job_store.create("n", {}, ["a"])
+    job_store.update_items(job.job_id, [outcome("a", "failed", "not \udcff nor \0" + "x" * 10_000)])
+    (item,) = job_store.items(job.job_id)
+    assert (item.reason or "").startswith("not \ufffd nor \ufffdxx")
+    assert len(item.reason or "") == 2_000
+    assert job_store.finish(job.job_id, "failed", "bytes \udcff").error == "bytes \ufffd"
+
+
 def test_cancelling(job_store: JobStore) -> None:
     queued, running, finished = (job_store.create("n", {}, ["a"]) for _ in range(3))
     for job in (running, finished):
@@ -168,6 +210,23 @@ def test_finished_jobs_are_forgotten_in_the_end(job_store: JobStore, monkeypatch
         job_store.finish(job.job_id, "done")
     new = job_store.create("n", {}, ["a"])
     assert {job.job_id for job in job_store.list()} == {new.job_id, *(job.job_id for job in old[3:])}
+
+
+@on_both_registries
+def test_one_namespaces_jobs_push_no_others_out(job_store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "KEEP_FINISHED", 3)
+    monkeypatch.setattr(jobs, "KEEP_FINISHED_IN_ALL", 6)
+    quiet = [job_store.create("quiet", {}, []).job_id for _ in range(2)]
+    busy = [job_store.create("busy", {}, []).job_id for _ in range(9)]
+    for job_id in (*quiet, *busy):
+        job_store.finish(job_id, "done")
+    job_store.create("busy", {}, [])
+    assert {job.job_id for job in job_store.list(state="done")} == {*quiet, *busy[-3:]}
+    for number in range(4):  # many namespaces push out nobody's newest
+        job_store.finish(job_store.create(f"many-{number}", {}, []).job_id, "done")
+    job_store.create("busy", {}, [])
+    left = [job.namespace for job in job_store.list(state="done")]
+    assert sorted(left) == ["busy", "many-0", "many-1", "many-2", "many-3", "quiet"]
 
 
 @on_both_registries

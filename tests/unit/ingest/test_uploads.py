@@ -13,11 +13,12 @@ import pytest
 from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest, NotFound, TooLarge
 from ragserve.ingest.ingestor import Ingestor, SubmittedText, Upload
-from ragserve.ingest.jobs.job_report import JobReport, Progress
+from ragserve.ingest.jobs.job_report import Interrupted, JobReport, Progress
+from ragserve.ingest.jobs.lease import JobRun, run_leased
 from ragserve.ingest.jobs.runner import JobRunner
 from ragserve.ingest.spool import Spool
 from ragserve.retrieval.embedder import Embedder
-from ragserve_index import IndexStore, Job
+from ragserve_index import IndexStore, Job, JobStore
 from tests.unit.ingest.ingest_samples import make_pdf
 
 _LONG_S = 600.0  # on a busy machine
@@ -125,6 +126,75 @@ def test_a_job_left_by_a_crashed_server_is_finished_by_the_next(
     runner.start()
     assert wait_for_end(ingestor, job).state == "done"
     assert store.namespace("sea").n_documents == 20
+
+
+def test_a_job_that_was_running_when_two_servers_died_is_not_run_again(
+    ingestor: Ingestor, runner: JobRunner, settings: Settings
+) -> None:
+    job = ingestor.submit_texts("sea", [SubmittedText("a", "b")])
+    for server in ("first", "second"):
+        assert ingestor.jobs.claim(server, -1.0, job.job_id) is not None
+    other = ingestor.submit_texts("sea", [SubmittedText("c", "d")])
+    runner.start()
+    assert wait_for_end(ingestor, other).state == "done"
+    failed = ingestor.jobs.get(job.job_id)
+    assert (failed.state, failed.counts["pending"]) == ("failed", 1)
+    assert "died twice" in (failed.error or "")
+    ingestor.tidy()
+    assert spools(settings) == []
+
+
+class FakeWorker:
+    """Notes the jobs that it is given, and runs those of ``slow`` until it is told to stop."""
+
+    def __init__(self, jobs: JobStore, slow: str = "") -> None:
+        self.jobs, self._slow = jobs, slow
+        self.ran: list[str] = []
+
+    def run(self, job_id: str, *, stop: threading.Event | None = None) -> JobReport:
+        def work(run: JobRun) -> None:
+            self.ran.append(run.job.namespace)
+            if run.job.namespace == self._slow and len(self.ran) < 5:
+                assert stop is not None
+                assert stop.wait(_LONG_S)
+                raise Interrupted
+
+        return run_leased(self.jobs, job_id, work, stop=stop)
+
+    def tidy(self) -> int:
+        return 0
+
+
+def run_all(worker: FakeWorker) -> list[str]:
+    """The namespaces in the order in which their jobs were run."""
+    runner = JobRunner(worker)
+    runner.start()
+    deadline = time.monotonic() + _LONG_S
+    while any(not job.finished for job in worker.jobs.list()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    runner.stop(_LONG_S)
+    return worker.ran
+
+
+def test_namespaces_take_turns(store: IndexStore) -> None:
+    jobs = JobStore(store)
+    for namespace in ("busy", "busy", "busy", "quiet", "late"):
+        jobs.create(namespace, {"kind": "upload"}, ["a"])
+    assert run_all(FakeWorker(jobs)) == ["busy", "quiet", "late", "busy", "busy"]
+
+
+def test_a_long_job_is_interrupted_for_others_alone(
+    store: IndexStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragserve.ingest.jobs.runner._TURN_S", 0.05)
+    jobs = JobStore(store)
+    for namespace in ("slow", "slow", "quick", "quick", "other"):
+        jobs.create(namespace, {"kind": "upload"}, ["a"])
+    worker = FakeWorker(jobs, "slow")
+    ran = run_all(worker)
+    assert ran == ["slow", "quick", "other", "slow", "quick", "slow", "slow"]
+    assert all(job.error is None for job in jobs.list())
 
 
 def test_jobs_of_the_command_line_are_not_the_servers(

@@ -88,6 +88,29 @@ def test_a_crawl_delay_is_kept_and_a_stop_ends_it(
         fetcher().fetch(site.url("/a.html"), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Request-rate: 0/10",
+        "Request-rate: 1/" + "9" * 400,
+        "Crawl-delay: \u00b2",
+        "Crawl-delay: " + "9" * 400,
+        "Crawl-delay: " + "9" * 5000,
+        "Disallow: //[x",
+        "Sitemap",
+        "\0: \0",
+    ],
+)
+def test_a_line_of_robots_txt_that_nobody_can_read_counts_as_none(
+    line: str, site: WebSite, fetcher: MakeFetcher, tmp_path: Path
+) -> None:
+    site.put("/robots.txt", f"User-agent: *\n{line}\nDisallow: /private/\n")
+    site.put("/a.html", "<p>a</p>")
+    assert fetcher().fetch(site.url("/a.html"), tmp_path).path.read_text() == "<p>a</p>"
+    with pytest.raises(Forbidden):
+        fetcher().fetch(site.url("/private/a.html"), tmp_path)
+
+
 def test_without_a_readable_robots_txt_nothing_is_fetched(
     site: WebSite, fetcher: MakeFetcher, tmp_path: Path
 ) -> None:
@@ -189,6 +212,46 @@ def test_a_sitemap_that_unpacks_to_gigabytes_is_refused(site: WebSite, fetcher: 
 
 
 @pytest.mark.parametrize(
+    "inner",
+    ["<a/>", "<url><a/></url>", "<url><loc>javascript:0</loc></url>", "<url/>text<sitemap/>"],
+    ids=["foreign", "nested", "loc", "text"],
+)
+def test_a_sitemap_costs_no_more_memory_than_its_bytes(
+    inner: str, site: WebSite, fetcher: MakeFetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragserve.ingest.sitemap._MOST_ELEMENTS", 20_000)
+    big = f"<urlset>{inner * 200_000}</urlset>"
+    with pytest.raises(RagserveError, match="has more than 20,000 elements"):
+        sitemap_urls(fetcher(), site.put("/sitemap.xml.gz", gzip.compress(big.encode(), 1)), limit=10)
+    # its whole tree is never there: what lxml has built is freed before the next entry
+    target = site.url("/a.html")
+    site.put("/sitemap.xml", f"<urlset>{inner * 2000}<url><loc>{target}</loc></url></urlset>")
+    assert list(sitemap_urls(fetcher(), site.url("/sitemap.xml"), limit=10).urls) == [target]
+
+
+def test_entries_are_found_as_the_protocol_says(site: WebSite, fetcher: MakeFetcher) -> None:
+    space = 'xmlns="http://www.sitemaps.org/schemas/sitemap/0.9" xmlns:image="http://example.org/image"'
+    picture = f"<image:image><image:loc>{site.url('/a.png')}</image:loc></image:image>"
+    body = (
+        f"<urlset {space}><url>{picture}<loc>\n {site.url('/a?x=1')}&amp;y=<![CDATA[2]]>\n</loc></url>"
+        f"<url><loc>http://[x</loc></url><url><loc>{site.url('/' + 'long' * 1000)}</loc></url></urlset>"
+    )
+    found = sitemap_urls(fetcher(), site.put("/sitemap.xml", body), limit=10)
+    assert list(found.urls) == [site.url("/a?x=1&y=2")]
+
+
+def test_the_sitemaps_of_an_index_are_limited(
+    site: WebSite, fetcher: MakeFetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragserve.ingest.sitemap._MOST_SITEMAPS", 3)
+    site.put_sitemap("/s/1.xml", site.url("/a.html"))
+    index = site.put_sitemap("/sitemap.xml", *(site.url(f"/s/{n}.xml") for n in range(1, 9)), index=True)
+    found = sitemap_urls(fetcher(), index, limit=10)
+    assert (list(found.urls), len(found.read)) == ([site.url("/a.html")], 3)
+    assert "6 sitemaps not read" in found.summary()
+
+
+@pytest.mark.parametrize(
     ("url", "named"),
     [
         ("https://example.com/sitemap.xml", True),
@@ -234,6 +297,31 @@ def test_a_site_is_ingested_by_its_sitemap(site: WebSite, crawler: Ingestor, sto
     assert "robots.txt forbids it" in (states["secret.html"][1] or "")
     assert report.progress.total == 5
     assert {document.source for document in store.documents("web")} == {home, *pages[:2]}
+
+
+def test_a_source_whose_fetch_breaks_fails_alone(
+    site: WebSite, crawler: Ingestor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Fetcher.read
+
+    def read(self: Fetcher, url: str, max_bytes: int) -> bytes:
+        if "broken" in url:
+            raise IndexError("a library did not expect this")
+        return real(self, url, max_bytes)
+
+    def fetch(self: Fetcher, url: str, folder: Path) -> Any:
+        raise IndexError("nor this \udcff")
+
+    good = site.put_sitemap("/sitemap.xml", site.url("/a.html"))
+    monkeypatch.setattr(Fetcher, "read", read)
+    monkeypatch.setattr(Fetcher, "fetch", fetch)
+    urls = [site.url("/broken/sitemap.xml"), good]
+    report = crawler.run(crawler.submit_urls("web", urls, PathOptions()).job_id)
+    assert report.state == "done"
+    assert [reason for _, reason in report.failures] == [
+        "a library did not expect this",
+        "could not be fetched: IndexError: nor this \ufffd",
+    ]
 
 
 def test_the_command_follows_a_sitemap(
