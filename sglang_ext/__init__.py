@@ -1,3 +1,1 @@
-"""Code that runs inside SGLang's processes: the CPU platform, the plugin, the document cache and composed
-contexts.
-"""
+"""Code that runs inside SGLang's processes. README.md is the map of its packages."""

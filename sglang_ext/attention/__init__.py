@@ -1,1 +1,1 @@
-"""Attention backends inside SGLang: sparse decoding, and the CPU platform's. See README.md."""
+"""Sparse decoding and prefill inside SGLang, offloaded attention, and KV pools. See README.md."""

@@ -51,6 +51,7 @@ def test_user_documents_leave_results_to_the_benchmarks() -> None:
         "CONTRIBUTING.md",
         "kernels/README.md",
         "sglang_ext/context/README.md",
+        "sglang_ext/README.md",
         "sglang_ext/attention/README.md",
         *(
             path.relative_to(REPO).as_posix()
@@ -109,6 +110,27 @@ def test_readme_shows_commands_and_code_that_exist() -> None:
     assert used <= commands
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
         compile(block, f"README.md, Python block {number}", "exec")
+
+
+READMES = {  # README of a package: packages below it that have their own
+    "sglang_ext": ("analysis", "attention", "context", "documents", "kv_offload"),
+    **{f"sglang_ext/{name}": () for name in ("analysis", "attention", "context", "documents", "kv_offload")},
+    "index/ragserve_index": (),
+}
+
+
+@pytest.mark.parametrize("package", READMES)
+def test_a_package_readme_names_every_file(package: str) -> None:
+    folder = REPO / package
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    missing = [
+        path.relative_to(folder).as_posix()
+        for path in sorted(folder.rglob("*.py"))
+        if path.name != "__init__.py"
+        and path.relative_to(folder).parts[0] not in READMES[package]
+        and not re.search(rf"(?<!\w){re.escape(path.name)}", text)
+    ]
+    assert not missing, f"name in {package}/README.md: {missing}"
 
 
 def test_the_changelog_has_dated_releases_and_stays_short() -> None:
