@@ -6,7 +6,7 @@ with as many resident blocks in all, shared out freely.
 The last ``--steps`` tokens of every prompt of a question set with long documents (ragserve/eval/data.py)
 stand for decoded ones. Every 8th step each layer and KV head of the model chooses pages of 16 tokens by the
 upper bounds of its scores: as many as a budget holds, or, progressive, until they have 95 % of the weight.
-Resident blocks keep pages, and the least recently chosen gives way. Shared out freely they go to the layers
+Resident blocks keep pages, and the least recently chosen is replaced. Shared out freely they go to the layers
 and heads that miss most: known beforehand, planned anew every four choices by what the latest twelve would
 have missed, or with one order of use for all. With a budget each has those of one choice at least. Runs on a
 CPU, half a minute a prompt of 4k tokens."""

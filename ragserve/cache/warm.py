@@ -196,7 +196,7 @@ class _WarmRun:
             if self._should_stop():
                 raise Interrupted
             if self._background:
-                self._give_way()
+                self._pause_for_requests()
             self._compute(group)
             self._settle(before)
             before = group
@@ -212,7 +212,7 @@ class _WarmRun:
             return False
         return True
 
-    def _give_way(self) -> None:
+    def _pause_for_requests(self) -> None:
         """Wait until no query is being answered. Raises ``Interrupted``."""
         while self._warmer.busy():
             if self._should_stop():

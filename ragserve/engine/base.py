@@ -61,8 +61,9 @@ class GenerateRequest:
         session: The dialogue that the request goes on with, whose KV is kept apart from all other.
         earlier: Makes the request of the session's previous turn, by which a composed turn's KV is computed
             again when it has been evicted; None in the first turn.
-        background: The server's own, for nobody who waits: an exact prefill in this process group gives way
-            to requests that come meanwhile, and a composed one ends between layers when it is cancelled."""
+        background: The server's own, for nobody who waits: an exact prefill runs in short chunks, so that
+            user requests can be batched with the next chunk, and a composed one ends between layers when it
+            is cancelled."""
 
     rid: str
     input_ids: list[int]

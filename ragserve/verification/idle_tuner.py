@@ -65,7 +65,7 @@ class Gently:
 
 
 class GivingWay(Gently):
-    """The same, for requests whose times are not needed: exact prefills, too, give way to users' requests."""
+    """The same, for requests whose times are not needed: exact prefills, too, run in the background."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         chunks: AsyncIterator[GenerateChunk] = self._engine.generate(replace(request, background=True))

@@ -1,5 +1,5 @@
-"""Kernels that this process compiles, or loads from what an earlier one has compiled: whoever launches one
-for the first time waits for that. After the warm-up there should be none."""
+"""Counts JIT compilations and cache loads of kernels. After warm-up there should be none: each one stalls a
+request."""
 
 from __future__ import annotations
 

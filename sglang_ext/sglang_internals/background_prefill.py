@@ -1,13 +1,12 @@
-"""Exact prefills of the server's own give way: they are computed in short chunks, and requests that have come
-meanwhile are prefilled beside the next chunk.
+"""Background prefills run in short chunks, so that user requests can be batched with the next chunk.
 
 SGLang continues the one request that it prefills in chunks before any other and with all of a step's tokens.
 Here a chunk of a marked request leaves the rest of them to others. Two requests in chunks at a time would end
 the scheduler, so one that does not fit waits, as it would in SGLang, and the marked request then goes on in
 SGLang's own chunks. The slots of the chunks to come are kept free.
 
-A composed request is computed in one piece, which ends when the server takes it back (`giving_way`).
-Documents are computed in one piece and are not marked.
+A composed request is computed in one piece, which aborts between layers when it is cancelled
+(`stages/cancelled_pass.py`). Documents are computed in one piece and are not marked.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def check_mark(params: dict[str, Any]) -> None:
 
 
 def on_request(req: Any) -> None:
-    """Note the chunks of a new request that is marked or, where it is composed, that it gives way."""
+    """Note the chunks of a new request that is marked or, where it is composed, that it may be cancelled."""
     params = req.sampling_params.custom_params
     if isinstance(params, dict):
         chunk = params.get(BACKGROUND_FIELD, 0)
@@ -45,7 +44,7 @@ def on_request(req: Any) -> None:
         if getattr(req, "ragserve", None) is None:
             req.ragserve_chunk = chunk
         else:
-            req.ragserve_gives_way = chunk > 0
+            req.ragserve_background = chunk > 0
 
 
 def admit(adder: Any, req: Any, align: int | None, add: Callable[[], Any]) -> Any:

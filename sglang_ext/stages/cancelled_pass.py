@@ -1,4 +1,4 @@
-"""A composed pass that the server runs for itself ends between two layers once its request is retracted.
+"""Lets a background composed prefill abort between layers when its request is cancelled.
 
 A comparison in idle time is cancelled when a request arrives. SGLang reads messages between steps only, and a
 composed context is computed within one step. So the pass of a marked request looks for its own abort before
@@ -63,7 +63,7 @@ def around_pull(original: Callable[..., Any], receiver: Any) -> Any:
 def watched(reqs: Sequence[Any]) -> Iterator[None]:
     """Let `look` raise TakenBack in the block if every request is the server's own and all are retracted."""
     global _look
-    if reqs and all(getattr(req, "ragserve_gives_way", False) for req in reqs):
+    if reqs and all(getattr(req, "ragserve_background", False) for req in reqs):
         _look = partial(inbox.retracted, [req.rid for req in reqs])
     try:
         yield

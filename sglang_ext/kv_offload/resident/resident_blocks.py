@@ -1,5 +1,5 @@
 """Resident blocks of offloaded requests: pages of the pool in which each layer and KV head keeps logical
-pages of its own selection. The least recently chosen ones give way.
+pages of its own selection. The least recently selected ones are replaced.
 """
 
 from __future__ import annotations

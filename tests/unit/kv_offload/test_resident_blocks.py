@@ -1,5 +1,5 @@
-"""Resident blocks give way as a dict in order of use says, and what the selection before reads is overwritten
-late.
+"""Resident blocks are replaced as a dict in order of use says, and what the selection before reads is
+overwritten late.
 """
 
 from __future__ import annotations
