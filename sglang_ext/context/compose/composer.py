@@ -126,7 +126,7 @@ class Composer:
             positions,
             context.selection.kept.numpy(),
             target,
-            first_document=context.own_start,
+            first_document=context.new_start,
         )
 
     def _run_apart(
@@ -228,7 +228,7 @@ class Composer:
         kept = selection.kept.numpy()
         choosing = selection.deviation_share is not None
         positions = np.unique(kept) if choosing else selection.recomputed.numpy()
-        positions = positions[positions >= context.own_start]
+        positions = positions[positions >= context.new_start]
         if not len(positions):
             return earlier
         job = RecomputeJob.plan(
@@ -268,8 +268,8 @@ def filling_of(context: ComposedContext, slots: torch.Tensor) -> Filling:
     """
     starts = np.array([span.start for span in context.plan.spans], dtype=np.int64)
     return Filling(
-        kept=context.needed.numpy()[..., context.own_start :],
-        slots=slots[context.own_start :],
+        kept=context.needed.numpy()[..., context.new_start :],
+        slots=slots[context.new_start :],
         starts=starts,
         shifts=starts if context.partial.rotate else np.zeros_like(starts),
         sources=[

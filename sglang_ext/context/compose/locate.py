@@ -58,7 +58,7 @@ class Locator:
         loading = False
         for i, (span, key) in enumerate(zip(context.plan.spans, context.keys, strict=True)):
             found: Any
-            if i == 0 and context.goes_on and context.plan.session is not None:
+            if i == 0 and context.continues_session and context.plan.session is not None:
                 found = self._dialogue(context, context.plan.session)
             else:
                 found = self._find(context, i, span, key)
@@ -118,7 +118,7 @@ class Locator:
         """The tokens of the dialogue so far that the session's key has now, without locking them."""
         if context.plan.session is None:
             return 0
-        ids = context.ids[: context.own_start]
+        ids = context.ids[: context.new_start]
         return int(self._tree.peek(ids, composed_session_key(context.plan.session.key)))
 
     def _dialogue(self, context: ComposedContext, session: SessionPart) -> DocumentOnDevice | None:
@@ -133,11 +133,11 @@ class Locator:
         key = composed_session_key(session.key)
         if self._is_removed(key):
             return None
-        ids = RadixKey(context.ids[: context.own_start], extra_key=key)
+        ids = RadixKey(context.ids[: context.new_start], extra_key=key)
         match = self._tree.match_prefix(MatchPrefixParams(key=ids))
         context.held = len(match.device_indices)
         if self._sessions is not None:
-            ids = context.ids[: context.own_start]
+            ids = context.ids[: context.new_start]
             context.turns = self._sessions.find(key, ids, context.held)
             context.pinned_turns = [turn.name for turn in context.turns]
         if not self.has_turns(context, context.there):
@@ -169,7 +169,7 @@ class Locator:
         wanted = sum(
             len(context.blocks(number, self._block))
             for number, (span, key) in enumerate(zip(context.plan.spans, context.keys, strict=True))
-            if not (context.goes_on and number == 0)
+            if not (context.continues_session and number == 0)
             if self._on_device(context, span, key) is None
         )
         if wanted <= self._tiers.host_limit:

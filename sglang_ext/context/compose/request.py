@@ -101,14 +101,14 @@ class ComposedContext:
         return self.partial.kept if self.decided is None else self.decided.kept
 
     @property
-    def goes_on(self) -> bool:
+    def continues_session(self) -> bool:
         """True from the second turn of a session on: the first span is the dialogue so far."""
         return self.plan.session is not None and self.plan.session.held > 0
 
     @property
-    def own_start(self) -> int:
+    def new_start(self) -> int:
         """The first position that this request fills by its selection: behind the dialogue so far."""
-        return self.plan.spans[0].end if self.goes_on else 0
+        return self.plan.spans[0].end if self.continues_session else 0
 
     @property
     def there(self) -> int:
@@ -119,12 +119,12 @@ class ComposedContext:
     def earlier(self) -> Ints:
         """Positions of the dialogue so far that are neither on the device nor on the host, and which are
         computed again."""
-        return np.arange(self.there, self.own_start, dtype=np.int64)
+        return np.arange(self.there, self.new_start, dtype=np.int64)
 
     @property
     def documents(self) -> Sequence[DocumentOnDevice | DocumentOnHost]:
         """The sources without the session's own."""
-        return self.sources[1:] if self.goes_on else self.sources
+        return self.sources[1:] if self.continues_session else self.sources
 
     @property
     def in_order(self) -> list[Analysis]:
@@ -163,13 +163,13 @@ class ComposedContext:
         """
         selection, rule = self.selection, self.partial.rule
         documents = selection.slots - self.plan.spans[0].end
-        earlier = max(0, self.own_start - self.there)
+        earlier = max(0, self.new_start - self.there)
         if selection.deviation_share is not None:  # all kept tokens go through layer 0 and most of layer 1
-            through_two = 2 * (selection.slots - self.own_start) / layers
+            through_two = 2 * (selection.slots - self.new_start) / layers
             return earlier + math.ceil(selection.deviation_share * documents + through_two)
         if selection.needs_question_attention:
             return earlier + rule.bounds(documents)[1] + self.question_tokens
-        return earlier + int((selection.recomputed >= self.own_start).sum())
+        return earlier + int((selection.recomputed >= self.new_start).sum())
 
     @property
     def delta(self) -> int:

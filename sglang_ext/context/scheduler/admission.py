@@ -146,7 +146,7 @@ class Admission:
         if context.decided is None:
             return (Decision.MISSING if context.missing else Decision.WAIT), None
         sglang_req.shrink(req, context, self._tree)
-        if context.goes_on:
+        if context.continues_session:
             context.held, context.turns = self._locator.held(context), []
         if self._step_is_full(adder, context):
             return Decision.NEXT_STEP, None
@@ -161,7 +161,7 @@ class Admission:
         if _VOTES[found] is not Decision.READY:
             return _VOTES[found], None
         context.missing = absent(there)
-        if context.goes_on and not self._locator.has_turns(context, end) and not context.missing:
+        if context.continues_session and not self._locator.has_turns(context, end) and not context.missing:
             context.missing = [0]  # another rank's host has given up some of the dialogue
         if context.missing:
             return Decision.MISSING, None
@@ -236,7 +236,7 @@ class Admission:
         """Admit the request with its slots as a prefix; give everything back if SGLang declines."""
         before = getattr(req, "last_node", None), getattr(req, "cache_protected_len", 0)
         req.prefix_indices = slots[: context.slots - context.held]
-        if context.goes_on and isinstance(context.sources[0], DocumentOnDevice):
+        if context.continues_session and isinstance(context.sources[0], DocumentOnDevice):
             # SGLang locks the node for the request, and frees none of its slots at the end
             dialogue = context.sources[0]
             req.prefix_indices = torch.cat((dialogue.slots, req.prefix_indices))
@@ -273,7 +273,9 @@ class Admission:
     def _account(self, context: ComposedContext) -> None:
         for tier, documents in Counter(map(tier_of, context.documents)).items():
             self._tiers.count(tier, documents)
-        keys = context.keys[1:] if context.goes_on else context.keys  # a dialogue so far is no document
+        keys = (
+            context.keys[1:] if context.continues_session else context.keys
+        )  # a dialogue so far is no document
         self._tiers.retrieved(keys, context.plan.namespace)
 
     def _step_is_full(self, adder: Any, context: ComposedContext) -> bool:

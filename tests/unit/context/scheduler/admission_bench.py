@@ -147,7 +147,7 @@ class Engine:
 
     def resolve(self, context: ComposedContext) -> list[int] | None:
         context.sources = [DocumentOnDevice(torch.arange(4), "node")] * (2 - len(self.missing))
-        context.held = HELD if context.goes_on else 0
+        context.held = HELD if context.continues_session else 0
         return None if self.loading else self.missing
 
     def held(self, context: ComposedContext) -> int:
