@@ -69,7 +69,7 @@ def test_answers_are_those_of_quantised_kv(
     ids = some_ids(tokens, seed)
     answer = ask(locked_server.client, ids, **decode)
     assert answer["meta_info"]["cached_tokens"] == 0
-    reference.decode = DecodeOptions(**decode, dense_below=0)
+    reference.decode = DecodeOptions(**{"mode": "dense"} | decode, dense_below=0)
     assert distance(result(answer), reference.plain(ids, NEW)) < TOLERANCE
     if decode:
         said = DecodeReport.from_json(answer["meta_info"][DECODE_FIELD][-1])
