@@ -16,7 +16,14 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
 
-from sglang_ext import background_prefill, giving_way, pool_hooks, stages, weight_updates
+from sglang_ext import (
+    background_prefill,
+    giving_way,
+    pool_hooks,
+    seeded_sampling,
+    stages,
+    weight_updates,
+)
 from sglang_ext.state import current
 
 
@@ -45,9 +52,10 @@ def _after_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         stages.run_alike("request", failed, current.runtime.on_request, req)
         stages.run_alike("request", failed, background_prefill.on_request, req)
         if req.to_finish is None:
-            reason = stages.run_alike("request", failed, distribution.on_request, req)
-            if reason is not None and req.to_finish is None:
-                current.runtime.refuse(req, reason)
+            for read in (distribution.on_request, seeded_sampling.on_request):
+                reason = stages.run_alike("request", failed, read, req)
+                if reason is not None and req.to_finish is None:
+                    current.runtime.refuse(req, reason)
         if current.attention is not None:
             reason = stages.run_alike("decode options", failed, current.attention.on_request, req)
             if reason is not None and req.to_finish is None:
@@ -153,6 +161,19 @@ def _before_sampling(runner: Any, logits_output: Any, forward_batch: Any, *args:
         stages.run_alike(
             "distribution", stages.ending(measured), distribution.before_sampling, forward_batch, logits
         )
+
+    if seeds := [req for _, req, _ in seeded_sampling.seeded(current.sampled)]:
+        stages.run_alike("seed", stages.ending(seeds), seeded_sampling.before_sampling, forward_batch)
+
+
+def _around_draw(
+    original: Callable[..., Any], sampler: Any, probs: Any, sampling_info: Any, *args: Any, **kwargs: Any
+) -> Any:
+    tokens = original(sampler, probs, sampling_info, *args, **kwargs)
+    if seeds := [req for _, req, _ in seeded_sampling.seeded(current.sampled)]:
+        failed = stages.ending(seeds)
+        stages.run_alike("seeded draw", failed, seeded_sampling.draw, probs, current.sampled, tokens)
+    return tokens
 
 
 def _around_model(
@@ -321,7 +342,14 @@ HOOKS = (
         ("self", "logits_output", "forward_batch"),
         _before_sampling,
         "before",
-        ("distribution",),
+        ("distribution", "seed"),
+    ),
+    Hook(
+        "sglang.srt.layers.sampler.Sampler._sample_from_probs",
+        ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
+        _around_draw,
+        "around",
+        ("seeded draw",),
     ),
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner._forward_raw",

@@ -135,7 +135,8 @@ class ContextPlan:
     cached; its option ``analyse`` false leaves the analysis to the first request that needs it, ``lasting``
     false keeps it off the disk. ``scores``: what the retriever knows, for strategies that choose.
     ``session``: the request's KV is kept under the session's key when it ends; from the second turn on the
-    first span is all of the dialogue before the new documents."""
+    first span is all of the dialogue before the new documents. ``computed``: numbers of the spans that were
+    in no tier and have been computed for this request; for its report."""
 
     operation: Operation
     namespace: str
@@ -144,6 +145,7 @@ class ContextPlan:
     options: Mapping[str, Any] = field(default_factory=dict)
     scores: RetrievalScores | None = None
     session: SessionPart | None = None
+    computed: tuple[int, ...] = ()
 
     @property
     def question_start(self) -> int:
@@ -174,6 +176,8 @@ class ContextPlan:
             fields["scores"] = self.scores.to_lists()
         if self.session is not None:
             fields["session"] = [self.session.key, self.session.held]
+        if self.computed:
+            fields["computed"] = list(self.computed)
         return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
@@ -186,6 +190,7 @@ class ContextPlan:
             strategy, options = str(raw["strategy"]), dict(raw["options"])
             key, held = raw.get("session") or (None, 0)
             session = None if key is None else SessionPart(str(key), _whole(held))
+            computed = tuple(_whole(number) for number in raw.get("computed", ()))
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise PlanError(f"not a context plan: {error!r}") from None
         if version != PLAN_VERSION:
@@ -201,7 +206,7 @@ class ContextPlan:
             raise PlanError(
                 "op must be compose or document, and namespace a name of letters, digits, '_', '.' and '-'"
             )
-        plan = cls(operation, namespace, strategy, spans, options, session=session)
+        plan = cls(operation, namespace, strategy, spans, options, session=session, computed=computed)
         plan._check(n_ids)
         if raw.get("scores") is None:
             return plan

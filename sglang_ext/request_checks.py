@@ -228,6 +228,8 @@ def check_sampling(params: dict[str, Any], vocab_size: int, context_length: int)
     ):
         if (value := params.get(name)) is not None:
             _bounded(name, value, least, most)
+    if params.get("sampling_seed") is not None and (params.get("n") or 1) > 1:
+        raise ValueError("sampling_seed with n: all answers would be the same; ask once for each seed")
     for token in _each(params.get("stop_token_ids")):
         if token is not None:
             _bounded("stop_token_ids", token, 0, vocab_size - 1)

@@ -49,6 +49,8 @@ STAGES = {  # name: work
     "sparse prefill": "chooses the key blocks that a sparse prefill attends to in a layer",
     "output": "gives SGLang what the recompute pass has computed of its forward pass",
     "distribution": "sends the distributions of tokens, and forces given ones",
+    "seed": "counts the tokens of answers with a seed",
+    "seeded draw": "draws the tokens of answers with a seed",
     "grammar": "masks the logits of requests with a grammar, on a CPU",
     "graph": "names the CUDA graph of a decode step",
     "extended": "ends the stages of an extend",

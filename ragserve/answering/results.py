@@ -105,10 +105,14 @@ class ContextUse(Result):
         description="Document tokens found or given; in a session those of new passages, as below."
     )
     tokens_kept: int = Field(description="Document tokens that the answer could attend to.")
-    tokens_recomputed: int = Field(description="Document tokens whose KV was computed for this query.")
+    tokens_recomputed: int = Field(
+        description="Document tokens computed with this query's context: by exact strategies all that were "
+        "not cached, by composed ones those computed again."
+    )
     tokens_by_tier: dict[str, int] = Field(
-        description="Document tokens whose KV came from a tier of the cache; `remote`: the store that "
-        "engines share. `session`: tokens of a "
+        description="Document tokens by the tier of the cache that their KV came from; `remote`: the store "
+        "that engines share. `computed`: those that were in no tier and were computed for this query. "
+        "`session`: tokens of a "
         "session's earlier turns, with their questions and answers, that it held."
     )
     notes: list[str] = Field(

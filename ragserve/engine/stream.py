@@ -93,6 +93,7 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
             request.options,
             request.scores,
             request.session,
+            request.computed,
         )
         custom[PLAN_FIELD] = plan.to_json()
     elif request.strategy == "full":

@@ -275,6 +275,10 @@ class SparseDecodeBackend(AttentionBackend):
                 return self._sparse_extend(
                     self.prefill, q, k, v, layer, forward_batch, save_kv_cache, **kwargs
                 )
+            if self.quantized and k is not None:
+                # some backends read new rows from k and v, not from the pool
+                k, v = self._pool.written(layer, forward_batch.out_cache_loc, k, v)
+                save_kv_cache = False
             out: torch.Tensor = self.wrapped.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
             if self._step.apart and not decode:
                 self._attend_apart(q, out, layer)

@@ -161,6 +161,11 @@ class DecodeRuntime:
                     most = max(most, columns)
         return most * self._page
 
+    def exact_tokens(self, req: Any, tokens: int) -> int:
+        """Return how many of a request's first ``tokens`` have exact KV, before `give_back`."""
+        state: DecodeState | None = getattr(req, "ragserve_decode", None)
+        return tokens if state is None or state.sparse_from is None else min(tokens, state.sparse_from)
+
     def give_back(self, req: Any) -> None:
         """Free the host pages and columns of a request that ends. One that is taken back keeps its KV on the
         host, if there is room for what follows the prompt, and the choice of pages that it goes on by."""
@@ -381,6 +386,8 @@ class DecodeRuntime:
             state.steps += 1
             state.context_pages += total
             state.sparse_steps += 1
+            if state.sparse_from is None:
+                state.sparse_from = row.tokens - 1  # its newest token, whose KV the step writes
             state.hosted_counts.hosted_steps += state.hosted is not None and state.hosted.moved
             streaming = share if row.streaming else 0.0
             if streaming:

@@ -24,7 +24,7 @@ def create_cache(context: Any) -> Any:
 
     from sglang_ext.context.scheduler.composition import AnalysisConfig
     from sglang_ext.context.scheduler.runtime import ContextRuntime
-    from sglang_ext.documents.exact_only import NO_DOCUMENTS, ExactTree, why_no_documents
+    from sglang_ext.documents.exact_only import NO_DOCUMENTS, ExactTree, keep_exact, why_no_documents
     from sglang_ext.documents.radix import DocumentRadixCache
     from sglang_ext.documents.tier_store import TierStore
     from sglang_ext.documents.types import KvShape
@@ -59,6 +59,8 @@ def create_cache(context: Any) -> Any:
     else:
         log.warning("%s", reason)
         cache = default_radix_cache_factory(context)
+        if current.attention is not None:
+            keep_exact(cache, current.attention.exact_tokens)
         tree, analysis = ExactTree(cache), AnalysisConfig()
         tiers = TierStore(NO_DOCUMENTS, fingerprint=fingerprint, host_bytes=0, disk=None, pin=False)
     current.runtime = tree.observer = ContextRuntime(

@@ -58,7 +58,7 @@ def test_every_hook_names_its_stages() -> None:
 
 def test_what_the_tree_calls_is_a_stage() -> None:
     told = {name for name, _ in inspect.getmembers(TreeObserver, inspect.isfunction) if name[0] != "_"}
-    assert told - {"is_composed", "in_session"} == {
+    assert told - {"is_composed", "in_session", "exact_tokens"} == {
         *("before_release", "on_document", "on_finished", "on_cached", "on_evicted", "before_eviction")
     }
     text = (SOURCE / "context" / "scheduler" / "runtime.py").read_text()
