@@ -22,6 +22,7 @@ from sglang_ext import (
     pool_hooks,
     seeded_sampling,
     stages,
+    stop_strings,
     weight_updates,
 )
 from sglang_ext.state import current
@@ -304,6 +305,9 @@ HOOKS = (
             *("analysis", "stored analysis", "new analysis", "query", "selection"),
         ),
     ),
+    Hook(stop_strings.BEGINS, ("self",), stop_strings.around_begins, "around", ("stop strings",)),
+    Hook(stop_strings.OUTPUT, ("self", "req"), stop_strings.around_output, "around"),
+    Hook(stop_strings.TAIL, ("self", "new_accepted_len"), stop_strings.around_tail, "around"),
     Hook(giving_way.PULL, ("self",), giving_way.around_pull, "around"),
     Hook(background_prefill.NEXT_CHUNK, ("self", "req"), background_prefill.around_next_chunk, "around"),
     Hook(

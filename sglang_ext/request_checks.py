@@ -265,6 +265,8 @@ def _check_stops(stop: Any) -> None:
     for text in stops:
         if not isinstance(text, str) or not text or len(text) > MAX_STOP_CHARS:
             raise ValueError(f"a stop must be a string of 1 to {MAX_STOP_CHARS} characters")
+    if sum(map(len, stops)) > MAX_STOP_CHARS:  # each step looks for the beginnings of all of them
+        raise ValueError(f"stop strings of more than {MAX_STOP_CHARS} characters together")
 
 
 def _check_grammar(name: str, text: Any) -> None:

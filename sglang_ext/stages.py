@@ -49,6 +49,7 @@ STAGES = {  # name: work
     "sparse prefill": "chooses the key blocks that a sparse prefill attends to in a layer",
     "output": "gives SGLang what the recompute pass has computed of its forward pass",
     "distribution": "sends the distributions of tokens, and forces given ones",
+    "stop strings": "looks for the beginning of a stop string in the newest tokens",
     "seed": "counts the tokens of answers with a seed",
     "seeded draw": "draws the tokens of answers with a seed",
     "grammar": "masks the logits of requests with a grammar, on a CPU",

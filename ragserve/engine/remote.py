@@ -130,7 +130,7 @@ class RemoteEngine:
 
     async def _run(self, fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
         """Run one request."""
-        reader = StreamReader(prompt_tokens)
+        reader = StreamReader(prompt_tokens, fields["sampling_params"].get("stop", ()))
         async with aclosing(self._outputs(fields)) as outputs:
             async for out in outputs:
                 yield reader.read(out)

@@ -34,7 +34,7 @@ class TreeObserver(Protocol):
         if it ends well."""
 
     def exact_tokens(self, req: Any, tokens: int) -> int:
-        """Return how many of the first ``tokens`` of a request have KV without a part of a sparse decode step."""
+        """Return how many of a request's first ``tokens`` have KV that no sparse decode step has touched."""
 
     def before_release(self, req: Any, tokens: int) -> None:
         """A request has ended with KV of ``tokens`` and still has its row and slots."""
