@@ -56,7 +56,7 @@ ON_DEVICE = {
     "hosted": Way(HIERARCHICAL | {"hosted": True}),
     "lagging": Way(HIERARCHICAL | {"lag": 2, "hosted": False}),
     "lines": Way(prefill={"mode": "lines", "alpha": 0.5}),
-    "blocks": Way(HIERARCHICAL, {"mode": "blocks", "share": 0.3}),
+    "blocks": Way(HIERARCHICAL, {"mode": "blocks", "alpha": 0.1, "dense_last": 0}),
     "concat": Way(strategy="concat", options={"recompute": "none"}),
     "half": Way(strategy="concat", options={"keep": 0.5}),
     "samkv": Way(strategy="samkv"),
