@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.lib.places import RESULTS
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument, load_tokenizer
+from ragserve.answering.sessions.sentence_choice import SentenceChooser
 from ragserve.config import DEFAULT_MODEL, load
 from ragserve.eval.data import Question, set_name
 from ragserve.eval.data import load as load_questions
@@ -34,7 +35,6 @@ from ragserve.strategy_spec import parse
 from ragserve.verification import report
 from ragserve.verification.given_scores import GivenScores
 from ragserve.verification.metrics import contains_answer
-from ragserve.verification.sentence_choice import SentenceChooser
 from sglang_ext.wire.protocol import RetrievalScores
 from sglang_ext.wire.request_options import SamKvOptions
 

@@ -24,8 +24,8 @@ from sglang_ext.wire.request_options import SamKvOptions
 
 if TYPE_CHECKING:
     from ragserve.answering.prompt import Prompt, PromptBuilder
+    from ragserve.answering.sessions.sentence_choice import SentenceChooser
     from ragserve.retrieval.embedder import Embedder
-    from ragserve.verification.sentence_choice import SentenceChooser
 
 SHARES = (0.05, 0.1, 0.15, 0.25, 0.4)
 _LIMIT, _QUICK = 40, 10  # questions a set
@@ -50,8 +50,8 @@ _VARIED = ("token ids", "words", "all with feedback")  # asked in other spelling
 def run(out_dir: Path | None, *, quick: bool = False, data: Sequence[Path] = ()) -> dict[str, Any]:
     """Measure question sets; ``quick``: 10 questions of each. Raises InvalidRequest without ``data``."""
     from ragserve.answering.prompt import PromptBuilder, load_tokenizer
+    from ragserve.answering.sessions.sentence_choice import SentenceChooser
     from ragserve.retrieval.embedder import Embedder
-    from ragserve.verification.sentence_choice import SentenceChooser
 
     if not data:
         raise InvalidRequest(

@@ -40,7 +40,7 @@ BESIDE_SGLANG = (
     "ragserve.engine.",
     "ragserve.cache.folder",
     "ragserve.verification.calibration.streaming_heads",
-    "ragserve.verification.sentence_choice",
+    "ragserve.answering.sessions.sentence_choice",
 )  # may import sglang_ext
 
 

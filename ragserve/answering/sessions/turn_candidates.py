@@ -15,7 +15,7 @@ from sglang_ext.wire.protocol import Span
 from sglang_ext.wire.request_options import SamKvOptions
 
 if TYPE_CHECKING:
-    from ragserve.verification.sentence_choice import PromptSentences, SentenceChooser
+    from ragserve.answering.sessions.sentence_choice import PromptSentences, SentenceChooser
 
 
 @dataclass(frozen=True, slots=True)

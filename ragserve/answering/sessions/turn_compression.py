@@ -24,7 +24,7 @@ from ragserve.answering.sessions.turn_candidates import TurnCandidates, TurnSent
 from sglang_ext.wire.protocol import Span
 
 if TYPE_CHECKING:
-    from ragserve.verification.sentence_choice import SentenceChooser
+    from ragserve.answering.sessions.sentence_choice import SentenceChooser
 
 _LAST = "the last turn stays whole"
 _WITHIN = "the earlier turns are within the budget"
@@ -135,7 +135,7 @@ class TurnCompressor:
 
     @cached_property
     def _chooser(self) -> SentenceChooser:
-        from ragserve.verification.sentence_choice import SentenceChooser
+        from ragserve.answering.sessions.sentence_choice import SentenceChooser
 
         return SentenceChooser(self._builder.tokenizer)
 

@@ -56,7 +56,7 @@ async def learn_on(
 ) -> LearnedWeights:
     """Learn weights for the engine's model; ``report`` gets a line for each step. Raises InvalidRequest for
     too few passages."""
-    from ragserve.verification.sentence_choice import SentenceChooser
+    from ragserve.answering.sessions.sentence_choice import SentenceChooser
 
     info = engine.info
     report(f"signals: embedding {len(passages)} passages")

@@ -21,9 +21,9 @@ from sglang_ext.wire.protocol import RetrievalScores
 from sglang_ext.wire.request_options import SamKvExperiment, SamKvOptions
 
 if TYPE_CHECKING:
+    from ragserve.answering.sessions.sentence_choice import PromptSentences, SentenceChooser
     from ragserve.retrieval.embedder import Embedder
     from ragserve.verification.given_scores import GivenScores, TitledText
-    from ragserve.verification.sentence_choice import PromptSentences, SentenceChooser
 
 SHARES = (0.05, 0.1, 0.15, 0.25)
 LEAST = 24  # probes
