@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -61,11 +61,9 @@ def doctor(flags: dict[str, Any], as_json: AsJson = False) -> None:
 def _settings(flags: dict[str, Any]) -> tuple[Settings | None, Check]:
     try:
         settings = load(**flags)
-    except ValidationError as error:
+    except ValueError as error:
         advice = "Correct the flag, the RAGSERVE_ variable or the line in ragserve.toml."
         return None, Check("settings", "fail", "; ".join(problems(error)), advice)
-    except tomllib.TOMLDecodeError as error:
-        return None, Check("settings", "fail", f"ragserve.toml: {error}", "Correct the file.")
     if not settings.has_key:
         advice = (
             "Everyone on this machine can use the server. Set RAGSERVE_API_KEY, or make keys with "

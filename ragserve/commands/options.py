@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -105,13 +106,16 @@ def settings_from(**flags: Any) -> Settings:
     """Load the settings. Raises ``InvalidRequest`` with one line per wrong field."""
     try:
         return load(**flags)
-    except ValidationError as error:
+    except ValueError as error:
         hint = "\nSettings come from flags, RAGSERVE_* variables or ragserve.toml."
         raise InvalidRequest("Invalid settings:\n  " + "\n  ".join(problems(error)), hint=hint) from None
 
 
-def problems(error: ValidationError) -> list[str]:
-    """Return a line per wrong field: its name and what is wrong with it."""
+def problems(error: ValueError) -> list[str]:
+    """Return a line per wrong field: its name and what is wrong with it. Of any error but pydantic's, such as
+    that a setting is given by two names, return its text."""
+    if not isinstance(error, ValidationError):
+        return [f"ragserve.toml: {error}" if isinstance(error, tomllib.TOMLDecodeError) else str(error)]
     return [
         f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors(include_url=False)
     ]

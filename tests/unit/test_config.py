@@ -90,6 +90,20 @@ def test_unknown_and_wrong_settings_are_named(monkeypatch: pytest.MonkeyPatch) -
         settings_from()
 
 
+@pytest.mark.parametrize(
+    ("toml", "variable", "says"),
+    [("top_k 6\n", "{}", "ragserve.toml: .*line 1"), ("", "{", 'field "engine_args"')],
+    ids=["file", "variable"],
+)
+def test_settings_that_cannot_be_read_are_said_to_be_wrong(
+    toml: str, variable: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("ragserve.toml").write_text(toml)
+    monkeypatch.setenv("RAGSERVE_ENGINE_ARGS", variable)
+    with pytest.raises(InvalidRequest, match=says):
+        settings_from()
+
+
 def test_secrets_do_not_show() -> None:
     assert "hunter2" not in repr(load(api_key="hunter2"))
 

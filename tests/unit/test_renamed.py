@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from ragserve.api.schemas import QueryRequest
+from ragserve.commands.options import settings_from
 from ragserve.config import Settings, load
+from ragserve.errors import InvalidRequest
 from ragserve.setting_groups.levels import COMMON, EXPERIMENTAL
 from sglang_ext.wire import renamed
 from sglang_ext.wire.option_checks import PlanError
@@ -71,6 +74,15 @@ def test_an_old_flag_is_taken_and_not_shown() -> None:
 def test_both_names_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="kv_hosted_bytes is the old name of kv_offload_bytes"):
         load(sparse_attention="on", kv_hosted_bytes=1, kv_offload_bytes=2)
+    said = "kv_hosted_bytes is the old name of kv_offload_bytes"
+    with pytest.raises(InvalidRequest, match=said):
+        settings_from(kv_hosted_bytes=1, kv_offload_bytes=2)
+    monkeypatch.setenv("RAGSERVE_KV_HOSTED_BYTES", "1")
+    monkeypatch.setenv("RAGSERVE_KV_OFFLOAD_BYTES", "2")
+    with pytest.raises(InvalidRequest, match=said):
+        settings_from()
+    done = CliRunner().invoke(app_with_commands(), ["doctor", "--json"])
+    assert said in json.loads(done.stdout)["checks"][0]["found"]
     with pytest.raises(PlanError, match="hosted is the old name of offloaded"):
         DecodeOptions().from_request('{"mode": "hierarchical", "hosted": true, "offloaded": true}')
 
