@@ -1,1 +1,1 @@
-"""Sparse decoding and prefill inside SGLang, offloaded attention, and KV pools. See README.md."""
+"""Sparse decoding, sparse prefill, attention to offloaded KV, and KV pools, inside SGLang. See README.md."""

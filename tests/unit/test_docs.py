@@ -112,25 +112,41 @@ def test_readme_shows_commands_and_code_that_exist() -> None:
         compile(block, f"README.md, Python block {number}", "exec")
 
 
-READMES = {  # README of a package: packages below it that have their own
-    "sglang_ext": ("analysis", "attention", "context", "documents", "kv_offload"),
-    **{f"sglang_ext/{name}": () for name in ("analysis", "attention", "context", "documents", "kv_offload")},
-    "index/ragserve_index": (),
-}
+PACKAGES = [REPO / "sglang_ext", REPO / "index" / "ragserve_index"]
+READMES = sorted(path for package in PACKAGES for path in package.rglob("README.md"))
 
 
-@pytest.mark.parametrize("package", READMES)
-def test_a_package_readme_names_every_file(package: str) -> None:
-    folder = REPO / package
-    text = (folder / "README.md").read_text(encoding="utf-8")
+def readme_id(path: Path) -> str:
+    return path.parent.relative_to(REPO).as_posix()
+
+
+@pytest.mark.parametrize("readme", READMES, ids=readme_id)
+def test_a_package_readme_names_every_file(readme: Path) -> None:
+    """Those of subfolders too, unless a README nearer to them does."""
+    text = readme.read_text(encoding="utf-8")
     missing = [
-        path.relative_to(folder).as_posix()
-        for path in sorted(folder.rglob("*.py"))
+        path.relative_to(readme.parent).as_posix()
+        for path in sorted(readme.parent.rglob("*.py"))
         if path.name != "__init__.py"
-        and path.relative_to(folder).parts[0] not in READMES[package]
+        and next(folder for folder in path.parents if (folder / "README.md").exists()) == readme.parent
         and not re.search(rf"(?<!\w){re.escape(path.name)}", text)
     ]
-    assert not missing, f"name in {package}/README.md: {missing}"
+    assert not missing, f"name in {readme_id(readme)}/README.md: {missing}"
+
+
+@pytest.mark.parametrize("readme", READMES, ids=readme_id)
+def test_a_package_readme_names_no_file_that_is_gone(readme: Path) -> None:
+    """A path counts from the README's folder, its package or the repository; a test may be named alone."""
+    package = next(package for package in PACKAGES if readme.is_relative_to(package))
+    removed = re.findall(r"`(\w+\.py)`, \[removed since\]", readme.read_text(encoding="utf-8"))
+    named = set(re.findall(r"`([\w./-]+\.py)`", readme.read_text(encoding="utf-8"))) - set(removed)
+    wrong = [
+        name
+        for name in sorted(named)
+        if not any((root / name).exists() for root in (readme.parent, package, REPO))
+        and not (name.startswith("test_") and any((REPO / "tests").rglob(name)))
+    ]
+    assert not wrong, f"{readme_id(readme)}/README.md names what is not there: {wrong}"
 
 
 def test_the_changelog_has_dated_releases_and_stays_short() -> None:

@@ -113,7 +113,7 @@ def quality(cases: Sequence[DecodeCase], ranking: Ranking, bound: Bound, thresho
             errors.append(relative_error(got.out, want))
             used[-1].append(float(got.blocks_used.float().mean()))
     weight = torch.cat(reached)
-    layers = [sum(resident_block) / len(used) for resident_block in zip(*used, strict=True)]
+    layers = [sum(counts) / len(used) for counts in zip(*used, strict=True)]
     return {
         "blocks_used": round(sum(layers) / len(layers), 1),
         "weight_mean": round(float(weight.mean()), 4),
