@@ -2,7 +2,7 @@
 
 A comparison in idle time is cancelled when a request arrives. SGLang reads messages between steps only, and a
 composed context is computed within one step. So the pass of a marked request looks for its own abort before
-each layer. What it reads besides reaches SGLang's loop at its next turn, in its order.
+each layer. Other messages that it reads are passed on to SGLang's loop at its next turn, in order.
 
 Only where a single process runs the model: several would have to stop at the same layer.
 """
@@ -19,8 +19,8 @@ import torch
 PULL = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs"
 
 
-class TakenBack(Exception):
-    """All requests of the running pass have been retracted."""
+class Cancelled(Exception):
+    """All requests of the running pass have been cancelled."""
 
 
 class Inbox:
@@ -39,8 +39,8 @@ class Inbox:
         early, self._early = self._early, []
         return early + (pulled or [])
 
-    def retracted(self, rids: Sequence[str]) -> bool:
-        """Read what has come; tell whether it takes back all requests ``rids``, as SGLang matches them."""
+    def cancelled(self, rids: Sequence[str]) -> bool:
+        """Read new messages; tell whether they abort all requests ``rids``, as SGLang matches them."""
         from sglang.srt.managers.io_struct import AbortReq
 
         if self._pull is None:
@@ -61,10 +61,10 @@ def around_pull(original: Callable[..., Any], receiver: Any) -> Any:
 
 @contextmanager
 def watched(reqs: Sequence[Any]) -> Iterator[None]:
-    """Let `look` raise TakenBack in the block if every request is the server's own and all are retracted."""
+    """Let `look` raise Cancelled in the block once all requests are cancelled, if all are background ones."""
     global _look
     if reqs and all(getattr(req, "ragserve_background", False) for req in reqs):
-        _look = partial(inbox.retracted, [req.rid for req in reqs])
+        _look = partial(inbox.cancelled, [req.rid for req in reqs])
     try:
         yield
     finally:
@@ -72,11 +72,11 @@ def watched(reqs: Sequence[Any]) -> Iterator[None]:
 
 
 def look(device: torch.device) -> None:
-    """Called before a layer of a pass. A device computes what it has been given first: else all layers would
-    be launched before a request can be retracted. Raises TakenBack."""
+    """Called before each layer of a pass. Waits for a GPU to finish its queued work: else all layers would be
+    launched before a request can be cancelled. Raises Cancelled."""
     if _look is None:
         return
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     if _look():
-        raise TakenBack("the request was retracted while its context was computed")
+        raise Cancelled("the request was cancelled while its context was computed")

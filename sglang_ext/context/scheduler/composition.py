@@ -37,7 +37,7 @@ from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.sglang_internals import sglang_requests
 from sglang_ext.sglang_internals.model import NotComposable, check_layers, forward_stream
 from sglang_ext.stages import stages
-from sglang_ext.stages.cancelled_pass import TakenBack, watched
+from sglang_ext.stages.cancelled_pass import Cancelled, watched
 from sglang_ext.tensors.rope import rotation_of
 from sglang_ext.wire.protocol import PLAN_FIELD, ContextPlan, PlanError, composed_session_key
 
@@ -181,7 +181,7 @@ class Composition:
 
     def before_forward(self, batch: Any) -> bool:
         """Before an extend batch: note each row's position offset and fill the slots of its new composed
-        requests. Runs on the stream of the forward pass. Returns True if the server has retracted all of
+        requests. Runs on the stream of the forward pass. Returns True if the server has cancelled all of
         its requests meanwhile, so that nothing is left to extend.
         """
         stages.run_alike("offsets", stages.ending(batch.reqs), self._note_offsets, batch)
@@ -194,7 +194,7 @@ class Composition:
         failures: list[str] = []
         composed = stages.run("composition", failures.append, self._compose, batch, new)
         if composed is False:
-            failures.append("it was retracted while its context was computed")
+            failures.append("it was cancelled while its context was computed")
         if failures:
             self.composer.fused_question.drop()
             stages.ending(new)(failures[0])
@@ -220,7 +220,7 @@ class Composition:
         self.releases.poll()
 
     def _compose(self, batch: Any, new: Sequence[Any]) -> bool:
-        """Fill the slots; False where all requests were retracted before that was done."""
+        """Fill the slots; False if all requests were cancelled before that was done."""
         table = self._tree.req_to_token_pool.req_to_token
         rows = [table[r.req_pool_idx, : r.extend_range.end].to(torch.int64) for r in new]
         contexts = [r.ragserve for r in new]
@@ -231,7 +231,7 @@ class Composition:
         try:
             with watched(batch.reqs if self._alone else ()):
                 self._timer = self.composer.fill(contexts, rows, whole=whole)
-        except TakenBack:
+        except Cancelled:
             return False
         return True
 

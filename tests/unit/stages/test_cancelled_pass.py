@@ -1,4 +1,4 @@
-"""A composed pass of the server's own ends between two layers once its request is retracted, and SGLang gets
+"""A background composed pass ends between two layers once its request is cancelled, and SGLang gets
 every message that was read early."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sglang_ext.context.scheduler.composition import Composition
 from sglang_ext.context.scheduler.release_queue import ReleaseQueue
 from sglang_ext.sglang_internals import background_prefill
 from sglang_ext.stages import cancelled_pass
-from sglang_ext.stages.cancelled_pass import TakenBack, watched
+from sglang_ext.stages.cancelled_pass import Cancelled, watched
 from sglang_ext.wire.protocol import BACKGROUND_FIELD
 from tests.unit.context.composed_cases import SLOTS, Case, assert_same_pools, composer_of
 from tests.unit.context.small_model import LAYERS, runner_of
@@ -56,7 +56,7 @@ def layers_before_the_end(receiver: Receiver, *reqs: Any) -> int:
 def test_a_pass_ends_before_the_next_layer_and_sglang_gets_what_has_come_in_its_order() -> None:
     user, abort, later = object(), AbortReq(rid="verify-1"), object()
     receiver = Receiver([], [user], [abort], [later])
-    with pytest.raises(TakenBack):
+    with pytest.raises(Cancelled):
         layers_before_the_end(receiver, composed("verify-1"))
     assert receiver.looked == 3 <= LAYERS, "a turn and two layers"
     assert receiver.turn() == [user, abort, later]
@@ -75,7 +75,7 @@ def test_a_pass_of_several_ends_when_all_are_cancelled() -> None:
     assert layers_before_the_end(Receiver([], [AbortReq(rid="verify-1")]), *own) == LAYERS
     receiver = Receiver([], [AbortReq(rid="verify-2")])
     receiver.turn()  # what the pass before has left is SGLang's
-    with pytest.raises(TakenBack):
+    with pytest.raises(Cancelled):
         layers_before_the_end(Receiver([], [AbortReq(rid="", abort_all=True)]), *own)
 
 
@@ -107,7 +107,7 @@ def test_a_batch_that_is_cancelled_ends_its_requests_and_lets_documents_go() -> 
 
     is_over, reqs = over([AbortReq(rid="", abort_all=True)])
     assert is_over
-    assert ["retracted" in req.to_finish.message for req in reqs] == [True, True]
+    assert ["cancelled" in req.to_finish.message for req in reqs] == [True, True]
     assert unlocked == case.contexts
     assert composition._timer is None, "nothing to report"
     assert composition.composer.fused_question.output(SimpleNamespace(input_ids=[0])) is None
