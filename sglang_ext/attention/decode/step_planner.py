@@ -75,11 +75,11 @@ IDLE = Step()
 class StepPlanner:
     """Plans decode steps on the host, from lengths that it knows anyway: nothing waits for the device.
 
-    A row's pages serve ``reuse`` steps and stay with it when others join or leave the batch. A page that
-    begins meanwhile joins them; when a second one begins, or if the row has none yet, its pages are chosen at
-    once. Otherwise they are chosen at the end of the step before, by its queries, for all layers in one
-    launch. Rows in the last three quarters of their interval come along, so that the rows of a batch end up
-    choosing together. With ``reuse`` 1 every step chooses at once, by its own queries.
+    A row's selected pages serve ``reuse`` steps and stay with it when others join or leave the batch. If
+    decoding opens a new page, it is added to the selection; a second new page, or a missing selection, forces
+    re-selection in this step. Otherwise pages are selected at the end of the step before, by its queries, for
+    all layers in one launch. Rows in the last three quarters of their interval come along, so that the rows
+    of a batch end up selecting together. With ``reuse`` 1 every step selects by its own queries.
 
     A row with a lag chooses by the last query of its prompt, then at the ends of steps, by its own clock:
     what it reads does not depend on its batch. If its prompt was short, or is a session's, it begins in its
