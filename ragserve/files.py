@@ -1,4 +1,4 @@
-"""File helpers of all rooms: atomic writes, advisory locks, and the data that comes with the project."""
+"""File helpers for all packages: atomic writes, advisory locks, and the data that comes with the project."""
 
 from __future__ import annotations
 

@@ -26,11 +26,9 @@ _INSTRUCTIONS = (
 T = TypeVar("T")
 Question = Annotated[str, Field(description="A question or search text, as a whole sentence.")]
 NamespaceName = Annotated[
-    str | None, Field(description="Collection of documents; leave it out for the usual one.")
+    str | None, Field(description="Collection of documents; omit it for the usual one.")
 ]
-Count = Annotated[
-    int | None, Field(ge=1, le=64, description="Passages; leave it out for the server's default.")
-]
+Count = Annotated[int | None, Field(ge=1, le=64, description="Passages; omit it for the server's default.")]
 
 
 class ReadablePassage(BaseModel):

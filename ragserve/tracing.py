@@ -36,7 +36,7 @@ def exporter(endpoint: str) -> Any:
     except ImportError as error:
         raise InvalidRequest(
             f"otlp_endpoint needs packages that are not installed: {error}.",
-            hint="pip install 'ragserve[otel]', or leave otlp_endpoint out.",
+            hint="pip install 'ragserve[otel]', or omit otlp_endpoint.",
         ) from None
     return Grpc(endpoint=address, insecure=True) if protocol == "grpc" else Http(endpoint=address)
 

@@ -134,7 +134,7 @@ class Answerer:
             if query.session_budget is not None:
                 raise InvalidRequest(
                     "session_budget is about the turns of a session.",
-                    hint='Begin one with "session": "new", or leave it out.',
+                    hint='Begin one with "session": "new", or omit it.',
                     param="session_budget",
                 )
             yield None
@@ -293,7 +293,7 @@ class Answerer:
         if request.decode and not info.sparse_decode:
             raise InvalidRequest(
                 "This engine has no sparse decoding.",
-                hint=f"Start the server with --sparse-attention on{more}, or leave decode out.",
+                hint=f"Start the server with --sparse-attention on{more}, or omit decode.",
                 param="decode",
             )
         if request.prefill and not info.sparse_prefill:
@@ -305,7 +305,7 @@ class Answerer:
         if request.asks_sparse and request.strategy not in EXACT_STRATEGIES:
             raise InvalidRequest(
                 f"Sparse prefill is for exact strategies, and this request's is {request.strategy!r}.",
-                hint="Name strategy prefix or full, or leave prefill out.",
+                hint="Name strategy prefix or full, or omit prefill.",
                 param="prefill",
             )
         if request.strategy == AUTO:
@@ -427,8 +427,8 @@ def _check_room(query: Query, prompt: Prompt, found: int, *, alone: bool) -> Non
     if (prompt.documents_kept or not alone) and (not given or query.overflow == "drop"):
         return
     sizes = (
-        f"take {prompt.tokens_retrieved:,} tokens, and the context has room for {prompt.room:,} beside the "
-        "question and the answer"
+        f"take {prompt.tokens_retrieved:,} tokens, and the context has room for {prompt.room:,}, apart from "
+        "the question and the answer"
     )
     if given:
         raise DocumentsTooLong(

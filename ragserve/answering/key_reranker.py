@@ -43,7 +43,7 @@ class KeyReranker:
             why = engine.info.only_exact or "its engine runs elsewhere"
             raise InvalidRequest(
                 f"This server has no keys of documents: {why}.",
-                hint="Rerank by a CrossEncoder, or leave rerank out.",
+                hint="Rerank by a CrossEncoder, or omit rerank.",
                 param="rerank",
             )
         if not chunks:

@@ -143,7 +143,7 @@ class Warmer:
         info = self.engine.info
         if set(info.strategies) <= set(EXACT_STRATEGIES):
             raise InvalidRequest(
-                "This engine cannot compose contexts from cached documents, so warming them is of no use.",
+                "This engine cannot compose contexts from cached documents, so warming them has no effect.",
                 hint=f"Reason: {info.only_exact}." if info.only_exact else "",
                 code="no_document_cache",
             )

@@ -197,7 +197,7 @@ def evaluate(
     if refresh_turns and (url or mode is not EvalMode.multiturn):
         raise InvalidRequest(
             "--refresh-turns leads strategies along dialogues on an engine of its own.",
-            hint="Give --mode multiturn, and leave --url away.",
+            hint="Give --mode multiturn, and omit --url.",
         )
     if namespace and documents:
         raise InvalidRequest("--namespace and --documents say where to ask.", hint="Give one of them.")

@@ -67,7 +67,7 @@ def load(settings: Settings, fingerprint: str) -> SamkvProfile | None:
         if found is not None:
             return found
     if beside.exists():
-        warning = "%s is of another model than the weights beside it (%s) and is not used: run %s"
+        warning = "%s belongs to other weights than those in its folder (%s) and is not used: run %s"
         log.warning(warning, beside, fingerprint, SAMKV.command)
     return None
 

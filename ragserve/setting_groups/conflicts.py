@@ -27,12 +27,12 @@ def conflict(settings: Any) -> str | None:
     if settings.kv_page_bits != 16 and settings.kv_storage == "aibrix":
         return (
             f"kv_page_bits={settings.kv_page_bits}: aibrix lays pages out by the model's shape and dtype: "
-            "leave kv_page_bits out, or set another --kv-storage"
+            "omit kv_page_bits, or set another --kv-storage"
         )
     if settings.kv_offload_bytes and (settings.sparse_attention == "off" or settings.kv_bits != 16):
         return (
             f"kv_offload_bytes={settings.kv_offload_bytes}: offloaded requests need 16 bits and chosen "
-            "pages: set --sparse-attention on, and leave kv_bits out"
+            "pages: set --sparse-attention on, and omit kv_bits"
         )
     if settings.kv_offload_tokens and not settings.kv_offload_bytes:
         return (
@@ -42,7 +42,7 @@ def conflict(settings: Any) -> str | None:
     if settings.prefill_mode != "dense" and (settings.sparse_attention == "off" or settings.kv_bits != 16):
         return (
             f"prefill_mode={settings.prefill_mode!r}: sparse prefill needs our attention backend and keys of "
-            "16 bits: set --sparse-attention on, and leave kv_bits out"
+            "16 bits: set --sparse-attention on, and omit kv_bits"
         )
     if settings.decode_offload != "off" and not settings.kv_offload_bytes:
         return (
@@ -52,12 +52,12 @@ def conflict(settings: Any) -> str | None:
     if settings.decode_offload != "off" and settings.decode_heads is not None:
         return (
             f"decode_offload={settings.decode_offload}: offloaded requests need heads that do not stream, "
-            "for their pages are not on the device: leave decode_heads out"
+            "for their pages are not on the device: omit decode_heads"
         )
     if settings.decode_scores == "exact" and (settings.decode_offload != "off" or settings.kv_bits != 16):
         return (
-            "decode_scores='exact': keys are read, of 16 bits and on the device: leave decode_offload and "
-            "kv_bits out, or set --decode-scores bound"
+            "decode_scores='exact': keys are read, of 16 bits and on the device: omit decode_offload and "
+            "kv_bits, or set --decode-scores bound"
         )
     if settings.decode_observe == "recent" and settings.decode_offload != "off":
         return (
@@ -66,7 +66,7 @@ def conflict(settings: Any) -> str | None:
     if settings.rerank == "keys" and (settings.engine_url is not None or settings.kv_bits != 16):
         return (
             "rerank='keys': only an engine of this server, with KV of 16 bits, has documents' keys: name a "
-            "CrossEncoder, or leave rerank out"
+            "CrossEncoder, or omit rerank"
         )
     return None
 
@@ -79,10 +79,9 @@ def _unlike_own_pool(settings: Any) -> str | None:
             "--sparse-attention on and --decode-heads"
         )
     if settings.decode_mode != "dense" or settings.prefill_mode != "dense":
-        return "the other heads are dense: set --decode-mode dense, and leave prefill_mode out"
+        return "the other heads are dense: set --decode-mode dense, and omit prefill_mode"
     if settings.kv_bits != 16 or settings.kv_offload_bytes or settings.session_on_host:
         return (
-            "the KV has 16 bits and stays on the device: leave kv_bits, kv_offload_bytes and session_on_host "
-            "out"
+            "the KV has 16 bits and stays on the device: omit kv_bits, kv_offload_bytes and session_on_host"
         )
     return None

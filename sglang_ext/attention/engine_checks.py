@@ -58,7 +58,7 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
     if config.offload_bytes and config.kv_bits != 16:
         problems.append(
             f"kv_offload_bytes is {config.offload_bytes} and kv_bits {config.kv_bits}: KV of few bits is not "
-            "offloaded, leave one of them out"
+            "offloaded, omit one of them"
         )
     if problems:
         raise ValueError("sparse decoding (sparse_attention=on) does not work here: " + "; ".join(problems))
@@ -81,12 +81,12 @@ def _unlike_own_pool(args: Any, config: AttentionConfig) -> list[str]:
     ]
     if config.kv_bits != 16 or config.offload_bytes:
         problems.append(
-            "decode_heads_pool is own: leave kv_bits and kv_offload_bytes out, for the pool is of 16 bits "
-            "and on the device"
+            "decode_heads_pool is own: omit kv_bits and kv_offload_bytes, as the pool has 16 bits and stays "
+            "on the device"
         )
     if config.options.mode != "dense" or config.prefill.mode != "dense":
         problems.append(
-            "decode_heads_pool is own: set decode_mode and prefill_mode to dense, for the other heads are"
+            "decode_heads_pool is own: set decode_mode and prefill_mode to dense, as the other heads are"
         )
     return problems
 

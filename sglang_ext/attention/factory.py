@@ -39,8 +39,8 @@ def with_sparse_decode(make: Callable[[Any], Any], config: AttentionConfig) -> C
             if current.streaming is not None:
                 raise ValueError(
                     "decode_heads_pool=own: prefill and decoding have attention backends of their own, and "
-                    "streaming heads one pool: leave prefill_attention_backend and "
-                    "decode_attention_backend out"
+                    "streaming heads one pool: omit prefill_attention_backend and "
+                    "decode_attention_backend"
                 )
             plan, rows = runner.token_to_kv_pool.plan, len(runner.req_to_token_pool.req_to_token)
             pool, device = runner.token_to_kv_pool, torch.device(runner.device)
@@ -85,7 +85,7 @@ def host_pages(runner: Any, config: AttentionConfig) -> HostPages | None:
     if budget < shape.page_bytes:
         raise ValueError(
             f"kv_offload_bytes is {config.offload_bytes}: a page of {runner.page_size} tokens takes "
-            f"{shape.page_bytes} bytes of it on each rank; raise it, or leave it out"
+            f"{shape.page_bytes} bytes of it on each rank; raise it, or omit it"
         )
     return HostPages(shape, budget, pin=on_gpu, numbers=numbers // runner.page_size)
 

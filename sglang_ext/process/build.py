@@ -139,7 +139,7 @@ def _texts(args: Any, vocabulary: int) -> Any:
         )
     except (OSError, ValueError) as error:
         log.warning(
-            "no tokenizer at %s (%s): documents are analysed behind drawn tokens, without sentences",
+            "no tokenizer at %s (%s): documents are analysed after random tokens, without sentences",
             args.tokenizer_path,
             error,
         )

@@ -31,7 +31,7 @@ def check_mark(params: dict[str, Any]) -> None:
     if not isinstance(custom, dict) or BACKGROUND_FIELD not in custom:
         return
     if not isinstance(custom[BACKGROUND_FIELD], OwnChunk):
-        raise ValueError(f"{BACKGROUND_FIELD} is the server's own; leave it out")
+        raise ValueError(f"{BACKGROUND_FIELD} is the server's own; omit it")
     params["custom_params"] = custom | {BACKGROUND_FIELD: int(custom[BACKGROUND_FIELD])}
 
 

@@ -144,7 +144,7 @@ def check_request(obj: Any, context_length: int) -> None:
     for name in REFUSED:
         value = getattr(obj, name, None)
         if value is not None and value is not False and value != 0 and not isinstance(value, OwnTraceHeaders):
-            raise ValueError(f"{name} is not served here; leave it out")
+            raise ValueError(f"{name} is not served here; omit it")
     if any(len(rid) < MIN_RID_CHARS for rid in _each(obj.rid)):
         raise ValueError(f"rid must have {MIN_RID_CHARS} characters at least")
     for name, least, most in (("priority", -_INT64, _INT64 - 1), ("logprob_start_len", -1, context_length)):

@@ -157,11 +157,11 @@ class ComposedOptions(RequestOptions):
         rule = self.recompute if isinstance(self.recompute, str) else "positions"
         if self.share_top_p is not None and rule not in _SCORED_RULES:
             raise ValueError(
-                f"share_top_p is of rules with scores, {', '.join(_SCORED_RULES)}: recompute is {rule}"
+                f"share_top_p needs one of the rules {', '.join(_SCORED_RULES)}, and recompute is {rule}"
             )
         if self.max_recomputed is not None and rule not in _SHARED_RULES:
             raise ValueError(
-                f"max_recomputed is of rules with a share, {', '.join(_SHARED_RULES)}: recompute is {rule}"
+                f"max_recomputed needs one of the rules {', '.join(_SHARED_RULES)}, and recompute is {rule}"
             )
         return self
 

@@ -155,7 +155,7 @@ def test_what_does_not_go_with_it_fails_the_request_with_advice(streaming_server
     custom = {PREFILL_FIELD: json.dumps({"mode": "vertical_slash"})}
     sampling = {"temperature": 0, "max_new_tokens": 2, "custom_params": custom}
     refused = client.post("/generate", json={"input_ids": ids, "sampling_params": sampling}).json()
-    assert "leave prefill out" in refused["error"]["message"]
+    assert "omit prefill" in refused["error"]["message"]
     refused = generate(client, ids, plan_of([(0, 20), (20, 50)]))
     assert "'prefix' or 'full'" in refused["error"]["message"]
     question = {"query": "Who?", "documents": [{"text": "Nobody knows."}], "max_new_tokens": 4}

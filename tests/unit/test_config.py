@@ -80,7 +80,7 @@ def test_pages_are_chosen_by_what_is_there(settings: dict[str, Any], reason: str
 def test_sparse_prefill_needs_our_backend_and_keys_of_16_bits() -> None:
     assert load(sparse_attention="on", prefill_mode="vertical_slash").prefill_alpha == 0.955
     for without in ({}, {"sparse_attention": "on", "kv_bits": 8}):
-        with pytest.raises(ValueError, match="set --sparse-attention on, and leave kv_bits out"):
+        with pytest.raises(ValueError, match="set --sparse-attention on, and omit kv_bits"):
             load(prefill_mode="block_sparse", **without)
 
 

@@ -179,7 +179,9 @@ class SessionStore:
         if useless:
             self._remove(useless)
         if foreign:
-            log.info("%d sessions were forgotten: they are of another model, tokenizer or template", foreign)
+            log.info(
+                "%d sessions were discarded: they belong to another model, tokenizer or template", foreign
+            )
         return found
 
     def _write(self, record: SessionRecord) -> None:

@@ -315,7 +315,7 @@ class SparseDecodeBackend(AttentionBackend):
         if kwargs:  # a refusal by design: only a pass shows what a model's layers ask for
             raise NotImplementedError(
                 f"layer {layer.layer_id} attends with {', '.join(sorted(kwargs))}, and sparse prefill knows "
-                "plain attention only: leave prefill out"
+                "plain attention only: omit prefill"
             )
         number, pool = layer.layer_id, self._pool
         if save_kv_cache and k is not None:

@@ -125,7 +125,7 @@ class SegmentedPrefill:
             if is_asked:
                 return (
                     f"the prompt takes {self._tokens(req)} tokens, more than the KV pool, so it is prefilled "
-                    f"layer by layer, without {what}: leave that out, or raise max_total_tokens"
+                    f"layer by layer, without {what}: omit that, or raise max_total_tokens"
                 )
         if current.composition is None:
             return (
@@ -271,7 +271,7 @@ class SegmentedPrefill:
         if self._offloaded.bounds.ranks.all_agree(wanted <= left):
             return None
         return (
-            f"its layers take {wanted / 2**30:.1f} GiB of device memory on each rank beside the pool (free "
+            f"its layers take {wanted / 2**30:.1f} GiB of device memory on each rank outside the pool (free "
             f"on this one: {left / 2**30:.1f}): lower mem_fraction_static or max_total_tokens"
         )
 

@@ -36,14 +36,14 @@ class StreamingPoolRuntime:
                 if decode.mode != "dense" or decode.offloaded or not decode.streaming:
                     raise PlanError(
                         "this server's streaming heads have a pool of their own, without their other pages, "
-                        "and its other heads are dense: leave decode out, or start it with "
+                        "and its other heads are dense: omit decode, or start it with "
                         "decode_heads_pool=shared"
                     )
             text = texts.get(PREFILL_FIELD)
             if text is not None and self._config.prefill.from_request(str(text)).mode != "dense":
                 raise PlanError(
-                    "sparse prefill does not go with a pool of their own for streaming heads: leave prefill "
-                    "out, or start the server with decode_heads_pool=shared"
+                    "sparse prefill does not go with a pool of their own for streaming heads: omit prefill, "
+                    "or start the server with decode_heads_pool=shared"
                 )
         except PlanError as error:
             return str(error)

@@ -105,9 +105,7 @@ class PrefillPlanner:
         req.ragserve_prefill = None
         key = str(req.extra_key or "")
         if exact_key(key) != key:
-            raise PlanError(
-                f"the extra key {key[:80]!r} is one of sparse prefill: leave out what follows '|'"
-            )
+            raise PlanError(f"the extra key {key[:80]!r} is one of sparse prefill: omit what follows '|'")
         params = req.sampling_params.custom_params
         text = params.get(PREFILL_FIELD) if isinstance(params, dict) else None
         options = self._config.prefill if text is None else self._config.prefill.from_request(str(text))
@@ -118,7 +116,7 @@ class PrefillPlanner:
             if text is not None:
                 raise PlanError(
                     f"prefill mode {options.mode!r} is for exact strategies, and documents are prefilled "
-                    "densely: leave prefill out, or ask for strategy 'prefix' or 'full'"
+                    "densely: omit prefill, or ask for strategy 'prefix' or 'full'"
                 )
             return
         self._check(options)
@@ -130,7 +128,7 @@ class PrefillPlanner:
         if options.mode != "dense" and self._config.kv_bits != 16:
             raise PlanError(
                 f"prefill mode {options.mode!r} reads keys of 16 bits, and this server's have "
-                f"{self._config.kv_bits}: leave prefill out, or start it with kv_bits=16"
+                f"{self._config.kv_bits}: omit prefill, or start it with kv_bits=16"
             )
         if options.mode == "block_sparse" and options.streaming and self._config.heads is None:
             raise PlanError("streaming heads: this server was started without a pattern file of them")

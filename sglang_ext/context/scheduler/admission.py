@@ -131,10 +131,11 @@ class Admission:
         return self._end(
             req,
             add,
-            f"ragserve: the context takes {context.slots} KV slots, more than the pool can give beside the "
-            "question and the answer: keep less, ask for fewer tokens, or raise max_total_tokens; offloaded "
-            "decoding needs room for its resident blocks there, and for the context in kv_offload_bytes, or "
-            "for its documents in half of kv_host_bytes and for its pages in kv_offload_tokens",
+            f"ragserve: the context takes {context.slots} KV slots, more than the pool can give apart "
+            "from the question and the answer: keep less, ask for fewer tokens, or raise max_total_tokens; "
+            "offloaded decoding needs room for its resident blocks there, and for the context in "
+            "kv_offload_bytes, or for its documents in half of kv_host_bytes and for its pages in "
+            "kv_offload_tokens",
         )
 
     def _decide(self, adder: Any, req: Any, context: ComposedContext) -> tuple[Decision, torch.Tensor | None]:

@@ -93,7 +93,7 @@ class SessionAttention:
         question = array("q", body["question"])
         parts = [TurnPart.of(raw, prompts) for raw in body["parts"]]
         if not question or not prompts:
-            raise PlanError("attention is that of a question with tokens, behind a prompt of the session")
+            raise PlanError("attend needs a question with tokens and at least one prompt of the session")
         slots = [self._held(ids, str(body["key"])) for ids in prompts]
         there = self._ranks.min_votes([len(own) for own in slots])
         slots = [own[:count] for own, count in zip(slots, there, strict=True)]

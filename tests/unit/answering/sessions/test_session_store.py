@@ -192,7 +192,7 @@ def test_ids_of_another_model_mean_nothing(tmp_path: Path, caplog: pytest.LogCap
     run(tmp_path, lambda store: store.keep(session()))
     with caplog.at_level(logging.INFO):
         assert run(tmp_path, model="another") == []
-    assert "1 sessions were forgotten: they are of another model" in caplog.text
+    assert "1 sessions were discarded: they belong to another model" in caplog.text
     assert run(tmp_path) == []
 
 
