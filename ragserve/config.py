@@ -138,7 +138,7 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
         description="on: wrap SGLang's attention backend, so that decode steps may attend to selected KV "
         "pages only, and prefill to selected blocks.",
     )
-    decode_mode: decode_fields.Mode = "hierarchical"
+    decode_mode: decode_fields.Mode = DECODE.mode
     decode_budget: decode_fields.Budget = DECODE.budget
     decode_reuse: decode_fields.Reuse = DECODE.reuse
     decode_observe: decode_fields.Observe = DECODE.observe

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ragserve.answering.citations import Basis
 from ragserve.setting_groups.answering import FollowUps, Retrieval
-from sglang_ext.wire.protocol import DecodeReport, PrefillReport
+from sglang_ext.wire.protocol import ContextReport, DecodeReport, PrefillReport
 
 Overflow = Literal["refuse", "drop", "cut"]
 """The fate of given documents that do not fit into the context."""
@@ -19,10 +19,10 @@ class Result(BaseModel):
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
 
-def said(report: type, name: str) -> Any:
-    """Make a field with the text that the engine's report declares for it."""
-    declared = {each.name: each for each in fields(report)}
-    return Field(description=declared[name].metadata["doc"])
+def said(report: type, name: str, default: Any = ..., *, also: str = "") -> Any:
+    """Make a field with the text that the engine's report declares for it, and ``also`` behind it."""
+    declared = {each.name: each.metadata["doc"] for each in fields(report)}
+    return Field(default, description=f"{declared[name]} {also}".rstrip())
 
 
 class Passage(Result):
@@ -112,12 +112,13 @@ class ContextUse(Result):
     tokens_retrieved: int = Field(
         description="Document tokens found or given; in a session those of new passages, as below."
     )
-    tokens_kept: int = Field(description="Document tokens that the answer could attend to.")
-    tokens_recomputed: int = Field(description="Document tokens whose KV was computed for this query.")
-    tokens_by_tier: dict[str, int] = Field(
-        description="Document tokens whose KV came from a tier of the cache; `remote`: the store that "
-        "engines share. `session`: tokens of a "
-        "session's earlier turns, with their questions and answers, that it held."
+    tokens_kept: int = said(ContextReport, "kept")
+    tokens_recomputed: int = said(ContextReport, "recomputed")
+    tokens_by_tier: dict[str, int] = said(
+        ContextReport,
+        "by_tier",
+        also="`session`: tokens of a session's earlier turns, with their questions and answers, that it "
+        "held.",
     )
     notes: list[str] = Field(
         default_factory=list, description="Remarks for the caller, e.g. dropped documents."
@@ -219,13 +220,9 @@ class Timings(RetrievalTimings):
     """Milliseconds. Null if a stage did not run or the engine does not report it."""
 
     prompt_ms: float | None = Field(default=None, description="Laying out the prompt.")
-    load_ms: float | None = Field(default=None, description="Composed: waiting for documents from disk.")
-    compose_ms: float | None = Field(
-        default=None, description="Composed: filling the context from cached documents."
-    )
-    recompute_ms: float | None = Field(
-        default=None, description="Composed: recomputing selected tokens, mostly with the question."
-    )
+    load_ms: float | None = said(ContextReport, "load_ms", None)
+    compose_ms: float | None = said(ContextReport, "compose_ms", None)
+    recompute_ms: float | None = said(ContextReport, "recompute_ms", None)
     queue_ms: float | None = Field(default=None, description="Waiting in the engine's queue.")
     prefill_ms: float | None = Field(default=None, description="Prefill, as reported by the engine.")
     ttft_ms: float | None = Field(

@@ -88,7 +88,8 @@ def calibrate(
     tokens: Annotated[
         int | None,
         typer.Option(
-            min=8, help="decode: tokens that a request generates (96). heads: of the longest text (1,536)."
+            min=8,
+            help="decode: tokens that a request generates (96). heads: tokens of the longest text (1,536).",
         ),
     ] = None,
     out: Annotated[
@@ -98,14 +99,16 @@ def calibrate(
         float, typer.Option(min=0, max=1, help="heads: share of the heads that the pattern lets stream.")
     ] = 0.5,
     steps: Annotated[int, typer.Option(min=1, help="heads: training steps, one text each.")] = 200,
+    device: Annotated[str, typer.Option(help="heads: torch device; auto: cuda if there is one.")] = "auto",
 ) -> None:
     """Find how a model is served best on this machine, and write it where `serve` reads it.
 
-    The samkv profile (stable layers and retrieval heads) belongs to the model and is written beside it. The
-    costs (time to the first token of every strategy) and the length from which prefill is sparse belong to
-    this machine and are written to the data folder. Stop a server on the same machine first: it would
-    disturb the measurement."""
+    The samkv profile (stable layers and retrieval heads) belongs to the model and is written next to it. The
+    costs (time to the first token of every strategy) and the lengths from which prefill and decoding are
+    sparse belong to this machine and are written to the data folder. The pattern of streaming heads goes to
+    --out. Stop a server on the same machine first: it would disturb the measurement."""
     if part == Part.decode:
+        _at_least("max_tokens", max_tokens, 1024, part)
         calibrate_decode(settings, batch=batch, max_tokens=max_tokens, tokens=tokens or 96)
         return
     if part == Part.heads:
@@ -113,7 +116,10 @@ def calibrate(
             raise InvalidRequest(
                 "--part heads writes a pattern file.", hint="Name it with --out.", param="out"
             )
-        calibrate_heads(out, model=settings.model, share=share, steps=steps, tokens=tokens or 1536)
+        _at_least("tokens", tokens, 768, part)
+        calibrate_heads(
+            out, model=settings.model, share=share, steps=steps, tokens=tokens or 1536, device=device
+        )
         return
     from ragserve.commands.serve_checks import check_engine
     from ragserve.engine.offline import run_once
@@ -153,6 +159,14 @@ def calibrate(
         if part == Part.prefill:
             own |= {"sparse_attention": "on", "decode_mode": "dense"}
         run_once(settings.model_copy(update=own), work)
+
+
+def _at_least(name: str, tokens: int | None, least: int, part: Part) -> None:
+    if tokens is not None and tokens < least:
+        flag = "--" + name.replace("_", "-")
+        raise InvalidRequest(
+            f"{flag} {tokens} is too short for --part {part}: give {least} or more.", param=name
+        )
 
 
 def _passages(settings: Settings, namespace: str) -> list[NamespacePassage]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,7 +20,10 @@ SETTINGS = ("model", "data_dir", *ENGINE_SETTINGS, *DECODE_SETTINGS)
 
 
 def register(app: typer.Typer) -> None:
-    app.command("calibrate-decode", deprecated=True, hidden=True)(with_settings(calibrate_decode, SETTINGS))
+    instead: Any = "Use `ragserve calibrate --part decode`."  # Typer's annotation allows a bool only
+    app.command("calibrate-decode", deprecated=instead, hidden=True)(
+        with_settings(calibrate_decode, SETTINGS)
+    )
 
 
 def calibrate_decode(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +12,8 @@ from ragserve.errors import InvalidRequest
 
 
 def register(app: typer.Typer) -> None:
-    app.command("calibrate-heads", deprecated=True, hidden=True)(calibrate_heads)
+    instead: Any = "Use `ragserve calibrate --part heads`."  # Typer's annotation allows a bool only
+    app.command("calibrate-heads", deprecated=instead, hidden=True)(calibrate_heads)
 
 
 def calibrate_heads(

@@ -14,6 +14,8 @@ from ragserve import logs, tracing
 from ragserve.config import Settings
 from ragserve.engine import shared_store
 from ragserve.errors import InvalidRequest
+from sglang_ext.wire.attention_config import AttentionConfig
+from sglang_ext.wire.option_checks import RequestOptions
 from sglang_ext.wire.prefill_options import PrefillOptions
 from sglang_ext.wire.protocol import (
     ATTENTION_CONFIG_VARIABLE,
@@ -190,42 +192,36 @@ def _kv_config(settings: Settings) -> dict[str, Any]:
 
 
 def _attention_config(settings: Settings) -> dict[str, Any]:
-    """Configure sparse decoding and prefill in the scheduler processes. Raises PlanError for bad options."""
-    options = DecodeOptions(
-        mode=settings.decode_mode,
-        budget=settings.decode_budget,
-        reuse=settings.decode_reuse,
-        observe=settings.decode_observe,
-        window=settings.decode_window,
-        scores=settings.decode_scores,
-        threshold=settings.decode_threshold,
-        dense_below=_dense_below(settings),
-        streaming=settings.decode_heads is not None,
-        offloaded="auto" if settings.decode_offload == "auto" else settings.decode_offload == "on",
-    )
-    config: dict[str, Any] = {
-        "options": options.model_dump(),
-        "prefill": PrefillOptions(
-            mode=settings.prefill_mode,
-            alpha=settings.prefill_alpha,
-            observe=settings.prefill_observe,
-            dense_last=settings.prefill_dense_last,
-            streaming=settings.decode_heads is not None,
-            dense_below=_prefill_dense_below(settings),
-        ).model_dump(),
-        "logical_page": settings.decode_logical_page,
+    """Configure sparse decoding and prefill in the scheduler processes."""
+    streaming = settings.decode_heads is not None
+    decode = _like(DecodeOptions, settings, "decode_") | {
+        "dense_below": _dense_below(settings),
+        "streaming": streaming,
+        "offloaded": {"off": False, "on": True, "auto": "auto"}[settings.decode_offload],
+    }
+    prefill = _like(PrefillOptions, settings, "prefill_") | {
+        "dense_below": _prefill_dense_below(settings),
+        "streaming": streaming,
+    }
+    return _like(AttentionConfig, settings, "decode_") | {
+        "options": DecodeOptions(**decode).model_dump(),
+        "prefill": PrefillOptions(**prefill).model_dump(),
         "max_budget": max(settings.decode_max_budget, settings.decode_budget),
-        "ranking": settings.decode_ranking,
-        "bound": settings.decode_bound,
+        "heads": str(settings.decode_heads.resolve()) if settings.decode_heads else None,
         "kv_bits": settings.kv_bits,
         "offload_bytes": settings.kv_offload_bytes,
         "offloaded_tokens": settings.kv_offload_tokens,
         "inject_tokens": settings.max_inject_tokens,
     }
-    if settings.decode_heads:
-        config["heads"] = str(settings.decode_heads.resolve())
-        config["heads_pool"] = settings.decode_heads_pool
-    return config
+
+
+def _like(model: type[RequestOptions], settings: Settings, prefix: str) -> dict[str, Any]:
+    """Options of ``model`` from the settings that are named ``prefix`` and the option's name."""
+    return {
+        name: getattr(settings, prefix + name)
+        for name in model.model_fields
+        if prefix + name in Settings.model_fields
+    }
 
 
 def _dense_below(settings: Settings) -> int:

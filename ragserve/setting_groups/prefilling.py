@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
-from sglang_ext.wire.prefill_options import DENSE_LAST, MAX_OBSERVE, PrefillMode
+from sglang_ext.wire import prefill_options
+from sglang_ext.wire.prefill_options import PrefillOptions
+
+PREFILL = PrefillOptions()  # defaults of the settings below
 
 
 class PrefillSettings(BaseModel):
-    """Defaults of sparse prefill; each field states its purpose and its unit."""
+    """Defaults of sparse prefill; the options of a request say what each is."""
 
-    prefill_mode: PrefillMode = Field(
-        "dense",
-        description="Default prefill of strategy prefix. dense: exact attention. vertical_slash: to the "
-        "vertical and slash lines that sampled queries point to. block_sparse: to the first, local and "
-        "best-scoring blocks. Both are approximate and need sparse_attention=on; their KV has a prefix cache "
-        "of its own.",
-    )
-    prefill_alpha: float = Field(
-        0.955,
-        gt=0,
-        le=1,
-        description="Sparse modes: share of the attention weight to hold, as the mode estimates it.",
-    )
-    prefill_observe: int = Field(
-        64, ge=1, le=MAX_OBSERVE, description="vertical_slash: queries sampled of every 1,024."
-    )
-    prefill_dense_last: int = Field(
-        DENSE_LAST,
-        ge=0,
-        description="Sparse modes: last tokens of a prompt, its question, that attend to everything.",
-    )
-    prefill_dense_below: int | None = Field(
-        None,
-        ge=0,
-        description="Prompt length, in tokens, up to which prefill is dense. Default: the result of "
-        "calibrate --part prefill; without one prefill with an alpha is dense, and with a request's share "
-        "sparse above 49,152.",
-    )
+    prefill_mode: prefill_options.PrefillMode = PREFILL.mode
+    prefill_alpha: prefill_options.Alpha = PREFILL.alpha
+    prefill_observe: prefill_options.Observe = PREFILL.observe
+    prefill_dense_last: prefill_options.DenseLast = PREFILL.dense_last
+    prefill_dense_below: prefill_options.DenseBelow = PREFILL.dense_below

@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from sglang_ext.wire.option_checks import PlanError, RequestOptions, checked, given_in
 from sglang_ext.wire.renamed import with_new_mode
 
-PrefillMode = Annotated[Literal["dense", "vertical_slash", "block_sparse"], BeforeValidator(with_new_mode)]
 MAX_OBSERVE = 256  # sampled queries of 1,024
 SHARE_DENSE_BELOW = (
     49_152  # of a `share`, not calibrated: below it attention is the smaller part of a prefill
@@ -18,6 +17,47 @@ SHARE_DENSE_BELOW = (
 NEVER = 2**31 - 1  # tokens that no prompt exceeds
 DENSE_LAST = 256  # a question and the template behind it
 _MARK = "|prefill="  # in no namespace's name, session's id or document's key
+
+# Options that are settings of the server, too
+PrefillMode = Annotated[
+    Literal["dense", "vertical_slash", "block_sparse"],
+    BeforeValidator(with_new_mode),
+    Field(
+        description="`dense`: exact attention; `vertical_slash`: to the vertical and slash lines that "
+        "sampled queries point to (LoopServe); `block_sparse`: to the first, local and best-scoring blocks "
+        "(LServe). The sparse modes need sparse_attention=on. They are approximate, for exact strategies, "
+        "and their KV has a prefix cache of its own."
+    ),
+]
+Alpha = Annotated[
+    float,
+    Field(
+        gt=0,
+        le=1,
+        description="Sparse modes: share of the attention weight to hold, as the mode estimates it.",
+    ),
+]
+Observe = Annotated[
+    int, Field(ge=1, le=MAX_OBSERVE, description="vertical_slash: queries sampled of every 1,024.")
+]
+DenseLast = Annotated[
+    int,
+    Field(
+        ge=0,
+        description="Sparse modes: last tokens of the prompt, such as the question, that attend to "
+        "everything, with those before them in their block of 128.",
+    ),
+]
+DenseBelow = Annotated[
+    int | None,
+    Field(
+        ge=0,
+        description="Prompt length, in tokens, up to which prefill is dense in any mode. Default: the result "
+        f"of calibrate --part prefill; without one, it is dense up to {SHARE_DENSE_BELOW:,} with a `share`, "
+        "and always with `alpha`: how many blocks that takes, and so whether it is faster, depends on the "
+        "model.",
+    ),
+]
 
 
 def _without_defaults(schema: dict[str, Any]) -> None:
@@ -30,21 +70,9 @@ class PrefillOptions(RequestOptions):
 
     model_config = ConfigDict(json_schema_extra=_without_defaults)
 
-    mode: PrefillMode = Field(
-        default="dense",
-        description="`dense`: exact attention; `vertical_slash`: to the vertical and slash lines that "
-        "sampled queries point to (LoopServe); `block_sparse`: to the first, local and best-scoring blocks "
-        "(LServe).",
-    )
-    alpha: float = Field(
-        default=0.955,
-        gt=0,
-        le=1,
-        description="Share of the attention weight to hold, as the mode estimates it.",
-    )
-    observe: int = Field(
-        default=64, ge=1, le=MAX_OBSERVE, description="vertical_slash: queries sampled of every 1,024."
-    )
+    mode: PrefillMode = "dense"
+    alpha: Alpha = 0.955
+    observe: Observe = 64
     share: float | None = Field(
         default=None,
         gt=0,
@@ -53,23 +81,12 @@ class PrefillOptions(RequestOptions):
         "the weight that is held is not. `vertical_slash` takes lines of this length together, and computes "
         "less where they cross.",
     )
-    dense_last: int = Field(
-        default=DENSE_LAST,
-        ge=0,
-        description="Last tokens of the prompt, such as the question, that attend to everything, with those "
-        "before them in their block of 128.",
-    )
+    dense_last: DenseLast = DENSE_LAST
     streaming: bool = Field(
         default=False,
         description="block_sparse: heads of the server's pattern file attend to first and local blocks only.",
     )
-    dense_below: int | None = Field(
-        default=None,
-        ge=0,
-        description="Prompt length in tokens up to which prefill is dense in any mode. Where none is given "
-        f"or calibrated, it is dense up to {SHARE_DENSE_BELOW:,} with a `share`, and always with `alpha`: "
-        "how many blocks that takes, and so whether it is faster, depends on the model.",
-    )
+    dense_below: DenseBelow = None
 
     @property
     def dense_up_to(self) -> int:

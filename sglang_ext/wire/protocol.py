@@ -282,29 +282,31 @@ def doc(text: str, default: Any = MISSING) -> Any:
 @dataclass(frozen=True, slots=True)
 class ContextReport:
     """Account of a composed request: document tokens (the system text is exact and not counted), milliseconds
-    by stage."""
+    by stage. Each field says what it counts."""
 
-    strategy: str
-    document_tokens: int
-    kept: int
-    recomputed: int
-    by_tier: Mapping[str, int]
-    compose_ms: float
-    load_ms: float
-    recompute_ms: float
-    extend_ms: float = (
-        0.0  # forward of the question, or of its first chunk, and its batch; logits if one_pass
+    strategy: str = doc("Composed strategy that answered.")
+    document_tokens: int = doc("Document tokens of the prompt.")
+    kept: int = doc("Document tokens that the answer could attend to.")
+    recomputed: int = doc("Document tokens whose KV was computed for this query.")
+    by_tier: Mapping[str, int] = doc(
+        "Document tokens whose KV came from a tier of the cache; `remote`: the store that engines share."
     )
-    analysis_ms: float = 0.0  # of documents without one
-    query_ms: float = 0.0  # SamKV's query pass, shared by its batch
-    select_ms: float = 0.0
-    ask_ms: float = 0.0  # part of recompute_ms: the question's attention, where the rule needs it
-    recompute_graph: bool = False  # the pass was one CUDA graph
-    one_pass: bool = False  # the recompute pass computed the question too; recompute_ms includes it
-    keep_reason: str = ""  # why so many tokens are kept, where the strategy chose
-    recompute_reason: str = ""  # why so many are computed again, where the rule chose
-    session_held: int = 0  # tokens of earlier turns that were found under the session's key
-    session_computed: int = 0  # tokens of earlier turns that were computed again
+    compose_ms: float = doc("Composed: filling the context from cached documents.")
+    load_ms: float = doc("Composed: waiting for documents from disk.")
+    recompute_ms: float = doc("Composed: recomputing selected tokens, mostly with the question.")
+    extend_ms: float = doc(
+        "Forward of the question, or of its first chunk, and its batch; logits if one_pass.", 0.0
+    )
+    analysis_ms: float = doc("Analysing documents without an analysis.", 0.0)
+    query_ms: float = doc("SamKV's query pass, shared by its batch.", 0.0)
+    select_ms: float = doc("Choosing what to keep and what to recompute.", 0.0)
+    ask_ms: float = doc("Part of recompute_ms: the question's attention, where the rule needs it.", 0.0)
+    recompute_graph: bool = doc("The recompute pass was one CUDA graph.", False)
+    one_pass: bool = doc("The recompute pass computed the question too; recompute_ms includes it.", False)
+    keep_reason: str = doc("Why so many tokens are kept, where the strategy chose.", "")
+    recompute_reason: str = doc("Why so many are computed again, where the rule chose.", "")
+    session_held: int = doc("Tokens of earlier turns that were found under the session's key.", 0)
+    session_computed: int = doc("Tokens of earlier turns that were computed again.", 0)
 
     def to_json(self) -> str:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}

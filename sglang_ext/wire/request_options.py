@@ -344,7 +344,7 @@ class DecodeOptions(RequestOptions):
     model_config = ConfigDict(json_schema_extra=_without_defaults)
     renamed: ClassVar[Mapping[str, str]] = renamed.DECODE
 
-    mode: decode_fields.Mode = "dense"
+    mode: decode_fields.Mode = "hierarchical"
     budget: decode_fields.Budget = 2048
     reuse: decode_fields.Reuse = 16
     observe: decode_fields.Observe = "window"

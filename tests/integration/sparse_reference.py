@@ -59,7 +59,7 @@ class SparseReference(Reference):
         self.page, self.logical = page, logical
         self.streaming, self.sink, self.local = streaming, sink, local
         self.bits, self.starts = bits, [0]
-        self.decode = DecodeOptions()
+        self.decode = DecodeOptions(mode="dense")
         self.prefill = PrefillOptions()  # applies at any length
         self.turn = 0  # where the second turn's prompt begins; its lines begin from those before
         self.lines: dict[int, Lines | None] = {}  # of the first turn, by layer

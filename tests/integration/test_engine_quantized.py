@@ -69,13 +69,13 @@ def test_answers_are_those_of_quantised_kv(
     ids = some_ids(tokens, seed)
     answer = ask(locked_server.client, ids, **decode)
     assert answer["meta_info"]["cached_tokens"] == 0
-    reference.decode = DecodeOptions(**decode, dense_below=0)
+    reference.decode = DecodeOptions(**{"mode": "dense"} | decode, dense_below=0)
     assert distance(result(answer), reference.plain(ids, NEW)) < TOLERANCE
     if decode:
         said = DecodeReport.from_json(answer["meta_info"][DECODE_FIELD][-1])
         assert said.sparse_steps == said.steps == NEW - 1
         assert said.share < 1
-        reference.decode = DecodeOptions()
+        reference.decode = DecodeOptions(mode="dense")
         other = reference.plain(ids, NEW)
     else:
         other = plain.plain(ids, NEW)
@@ -90,7 +90,7 @@ def test_a_cached_prefix_is_read_as_it_was_stored(locked_server: Any, reference:
     answer = ask(locked_server.client, shared + second)
     cached = answer["meta_info"]["cached_tokens"]
     assert cached == len(shared) // PAGE * PAGE
-    reference.decode, reference.starts = DecodeOptions(), [0, cached]
+    reference.decode, reference.starts = DecodeOptions(mode="dense"), [0, cached]
     assert distance(result(answer), reference.plain(shared + second, NEW)) < TOLERANCE
     verified = locked_server.client.post("/rag/cache/verify", json={})
     assert verified.status_code == 200, verified.text

@@ -84,7 +84,7 @@ def test_dense_the_whole_budget_and_threshold_one_are_plain_decoding(
 ) -> None:
     ids = some_ids(tokens, tokens)
     dense = result(generate(sparse.client, ids))
-    reference.decode = DecodeOptions()
+    reference.decode = DecodeOptions(mode="dense")
     assert worst(dense, reference.plain(ids, 24)) < TOLERANCE
     whole = generate(sparse.client, ids, mode="hierarchical", budget=8192)
     assert worst(result(whole), dense) < 5e-5
@@ -118,7 +118,7 @@ def test_decode_steps_read_the_pages_of_the_rule(
     want = reference.plain(ids, 24)
     got = generate(sparse.client, ids, **options)
     assert worst(result(got), want) < TOLERANCE
-    reference.decode = DecodeOptions()
+    reference.decode = DecodeOptions(mode="dense")
     dense = reference.plain(ids, 24)
     assert dense.ids != want.ids or worst(dense, want) > 0.01, "the test must tell sparse from dense"
     said = report(got)
@@ -305,7 +305,7 @@ def test_prefill_attends_to_the_chosen_blocks_and_its_kv_stays_apart(
     sparse: Any, reference: SparseReference, prefill: dict[str, Any]
 ) -> None:
     ids = some_ids(1300, 72 + (prefill["mode"] == "vertical_slash"))
-    reference.decode, chunks = DecodeOptions(), list(range(0, 1300, 256))
+    reference.decode, chunks = DecodeOptions(mode="dense"), list(range(0, 1300, 256))
     dense = reference.plain(ids, 8)
     reference.prefill, reference.starts = PrefillOptions(**prefill), chunks
     try:
@@ -337,7 +337,7 @@ def test_a_later_turn_begins_from_the_lines_of_the_turn_before(
 ) -> None:
     ids, first = some_ids(1500, 79), 1280  # whole chunks and pages
     prefill = {"mode": "vertical_slash", "alpha": 0.5, "observe": 32}
-    reference.decode = DecodeOptions()
+    reference.decode = DecodeOptions(mode="dense")
     reference.prefill, reference.starts = PrefillOptions(**prefill), list(range(0, 1500, 256))
     try:
         anew = reference.plain(ids, 4)
@@ -357,7 +357,7 @@ def test_a_later_turn_begins_from_the_lines_of_the_turn_before(
 
 def test_prefill_of_all_blocks_and_of_short_prompts_is_exact(sparse: Any, reference: SparseReference) -> None:
     ids = some_ids(450, 78)
-    reference.decode = DecodeOptions()
+    reference.decode = DecodeOptions(mode="dense")
     want = reference.plain(ids, 8)
     with ThreadPoolExecutor(3) as pool:  # one batch of sparse and dense requests
         whole = pool.submit(prefilled, sparse.client, ids, mode="vertical_slash", alpha=1.0)

@@ -13,8 +13,11 @@ from ragserve.commands.options import settings_from, with_settings
 from ragserve.commands.serve import serve
 from ragserve.config import Settings, StrategyName, load
 from ragserve.errors import InvalidRequest
+from sglang_ext.wire.attention_config import AttentionConfig
+from sglang_ext.wire.option_checks import RequestOptions
+from sglang_ext.wire.prefill_options import PrefillOptions
 from sglang_ext.wire.protocol import EXACT_STRATEGIES
-from sglang_ext.wire.request_options import STRATEGY_OPTIONS
+from sglang_ext.wire.request_options import STRATEGY_OPTIONS, DecodeOptions
 
 
 def test_flags_win_over_environment_over_file_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +109,27 @@ def test_settings_that_cannot_be_read_are_said_to_be_wrong(
 
 def test_secrets_do_not_show() -> None:
     assert "hunter2" not in repr(load(api_key="hunter2"))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "options", "apart"),
+    [
+        ("decode_", DecodeOptions, {"dense_below"}),  # a calibration may set it
+        ("decode_", AttentionConfig, {"heads"}),
+        ("prefill_", PrefillOptions, set()),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_setting_and_the_option_of_its_name_are_one(
+    prefix: str, options: type[RequestOptions], apart: set[str]
+) -> None:
+    """The same default, bounds and text, so that neither can change alone."""
+    shared = [name for name in options.model_fields if prefix + name in Settings.model_fields]
+    assert len(shared) > 4
+    for name in {*shared} - apart:
+        setting, option = Settings.model_fields[prefix + name], options.model_fields[name]
+        assert (setting.default, setting.annotation) == (option.default, option.annotation), name
+        assert (setting.metadata, setting.description) == (option.metadata, option.description), name
 
 
 def test_every_setting_says_what_it_is_for() -> None:

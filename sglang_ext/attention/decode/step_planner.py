@@ -301,7 +301,7 @@ class StepPlanner:
         """Return a request's state; a request that SGLang made for itself is dense."""
         state: DecodeState | None = getattr(req, "ragserve_decode", None)
         if state is None:
-            state = req.ragserve_decode = DecodeState(DecodeOptions())
+            state = req.ragserve_decode = DecodeState(DecodeOptions(mode="dense"))
         return state
 
     def _newest(self, row: Row) -> int:

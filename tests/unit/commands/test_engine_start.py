@@ -57,6 +57,14 @@ def test_a_model_that_is_not_there(command: str, tmp_path: Path) -> None:
         assert "context_length 9000 exceeds the model's" in too_long
 
 
+def test_parts_of_a_calibration_say_what_is_too_short_for_them(tmp_path: Path) -> None:
+    heads = ("--part", "heads", "--out", str(tmp_path / "heads.json"))
+    assert "--tokens 8 is too short for --part heads" in error_of("calibrate", *heads, "--tokens", "8")
+    assert "--out" in error_of("calibrate", "--part", "heads")
+    said = error_of("calibrate", "--part", "decode", "--max-tokens", "100")
+    assert "--max-tokens 100 is too short for --part decode" in said
+
+
 @pytest.mark.parametrize("command", ["calibrate", "calibrate-decode", "eval-gate"])
 def test_a_data_folder_that_cannot_be_used(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from ragserve import cli
 from ragserve.config import Settings
+from ragserve.errors import InvalidRequest
 from tests.conftest import REPO
 
 WIDE = {"COLUMNS": "300", "TERM": "dumb"}
@@ -36,6 +39,15 @@ def test_settings_are_grouped_and_readable(app: typer.Typer) -> None:
     assert "(512 MiB)" in page
     assert "A JSON object" in page
     assert str(REPO) not in page, "where the model is on this machine"
+
+
+@pytest.mark.parametrize("part", ["decode", "heads"])
+def test_old_commands_are_not_shown_and_name_the_new_one(app: typer.Typer, part: str, tmp_path: Path) -> None:
+    assert f"calibrate-{part}" not in CliRunner().invoke(app, ["--help"], env=WIDE).output
+    own = [str(tmp_path)] if part == "heads" else ["--decode-mode", "dense"]
+    done = CliRunner().invoke(app, [f"calibrate-{part}", *own], env=WIDE)
+    assert isinstance(done.exception, InvalidRequest), "it would have run"
+    assert f"ragserve calibrate --part {part}" in done.stderr
 
 
 @pytest.mark.parametrize(

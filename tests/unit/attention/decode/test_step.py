@@ -146,7 +146,7 @@ def test_the_first_and_the_newest_pages_without_a_query() -> None:
 def test_the_mean_of_the_prompts_last_queries(flat: bool) -> None:
     queries, states = (
         PromptQueries(SHAPE, torch.device("cpu")),
-        [DecodeState(DecodeOptions()) for _ in range(2)],
+        [DecodeState(DecodeOptions(mode="dense")) for _ in range(2)],
     )
     q = torch.randn(2, 23, 4, 64)  # of 7 and 13 new tokens, and padding
     queries.begin(((states[0], 0, 7), (states[1], 9, 11)))
@@ -327,7 +327,7 @@ def test_every_variant_is_captured_under_its_label() -> None:
 
 
 def test_bad_options_are_the_reason_of_a_refusal() -> None:
-    runtime, _, _ = runtime_of()
+    runtime, _, _ = runtime_of(AttentionConfig(options=DecodeOptions(mode="dense")))
     req = SimpleNamespace(
         rid="a", sampling_params=SimpleNamespace(custom_params={"ragserve_decode": '{"mode": "fast"}'})
     )

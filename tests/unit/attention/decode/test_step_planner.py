@@ -172,7 +172,10 @@ def test_progressive_rows_decide_the_variant() -> None:
         ({"reuse": True}, "reuse .* is True"),
         ({"budgets": 3}, "no option budgets"),
         ({"streaming": True}, "without a pattern file"),
-        ({"observe": "window"}, "observe is for mode 'hierarchical', and this request's is 'dense'"),
+        (
+            {"mode": "dense", "observe": "window"},
+            "observe is for mode 'hierarchical', and this request's is 'dense'",
+        ),
         ({"mode": "hierarchical", "observe": "all"}, "observe .* is 'all': must be 'last', 'window'"),
         ({"mode": "hierarchical", "window": 65}, "window .* is 65"),
     ],
