@@ -211,6 +211,13 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
         description="Value from which a document goes into the shared store: its retrievals times the "
         "milliseconds of its prefill, per MiB of KV. 0 stores everything, as it is computed.",
     )
+    kv_prefix: str = Field(
+        "fixed",
+        description="Text that documents are prefilled behind; it is dropped afterwards. Documents that "
+        "never stood first lose less when they are composed. fixed: 512 tokens shipped with ragserve. none: "
+        "prefill them alone. Or the path of a text file, of which 1,024 tokens are used. With another prefix "
+        "documents' KV is computed anew, and strategies have to be verified again.",
+    )
     kv_analysis: Literal["ingest", "lazy"] = Field(
         "ingest",
         description="When to analyse documents, at the cost of about 0.9 prefills. ingest: with a warm-up, "

@@ -179,9 +179,7 @@ async def open_services(
             )
             await asyncio.to_thread(warm_runner.start)
             stack.push_async_callback(asyncio.to_thread, warm_runner.stop)
-        gate = Gate.of(
-            settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv
-        )
+        gate = Gate.of(settings, **info.gate_identity)
         verification = _verification(settings, store, engine, retriever, prompts, gate, limiter)
         await stack.enter_async_context(verification.running(idleness))
         chooser = Chooser(
@@ -240,7 +238,11 @@ def _verification(
 
     info = engine.info
     in_use = InUseRecord(
-        settings.data_dir / IN_USE_FILE, info.fingerprint, dtype=info.dtype, samkv=info.samkv
+        settings.data_dir / IN_USE_FILE,
+        info.fingerprint,
+        dtype=info.dtype,
+        samkv=info.samkv,
+        prefix=info.prefix,
     )
     watch = AnswerWatch(engine, store, gate, in_use, limiter, settings.verify_share)
     tuner = None

@@ -208,9 +208,7 @@ async def _costs(
     from ragserve.verification.report import measured_on
 
     info = engine.info
-    gate = Gate.of(
-        settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv
-    )
+    gate = Gate.of(settings, **info.gate_identity)
     verified = [parse(label)[0] for label in gate.verified_anywhere()]
     specs = given or [spec for spec in verified if spec.name != "samkv" or not new_profile]
     if not specs:

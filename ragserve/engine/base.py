@@ -148,8 +148,15 @@ class EngineInfo:
     dtype: str = ""  # "bfloat16", or "bfloat16, KV fp8_e5m2" if weights and KV differ; empty if unknown
     page_bits: int = 16  # of documents' KV below the device; 16: as the KV pool has it
     samkv: str = ""  # digest of the samkv profile (`ragserve.profiles.samkv`); empty without one
+    prefix: str = ""  # digest of what documents are prefilled behind (`kv_prefix`); empty without one
     start_s: float | None = None  # seconds from the start to readiness; None for an engine elsewhere
     warm_up_s: float | None = None  # of these, the requests that compile and load kernels
+
+    @property
+    def gate_identity(self) -> dict[str, str]:
+        """What the gate's records are compared with (`ragserve.profiles.gate.Gate.of`)."""
+        names = ("model", "fingerprint", "dtype", "samkv", "prefix")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -91,6 +91,7 @@ class LocalEngine(ControlledCache):
             dtype=_dtype(manager.model_config.dtype, args.kv_cache_dtype),
             page_bits=cache["page_bits"],
             samkv=cache["samkv"],
+            prefix=cache["prefix"],
         )
         first = GenerateRequest(
             "warm-up",

@@ -60,6 +60,7 @@ def write(
         "attention": served["engine"]["attention_backend"],
         "dtype": served["engine"].get("dtype", ""),
         "samkv profile": served["engine"].get("samkv", ""),
+        "prefix": served["engine"].get("prefix", ""),
         "max_new_tokens": plan.max_new_tokens,
         "limit": plan.limit,
         "engines": plan.workers,

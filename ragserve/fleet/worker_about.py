@@ -21,6 +21,7 @@ _COMPARED = {
     "dtype": "dtype",
     "samkv": "samkv profile",
     "page_bits": "kv_page_bits",
+    "prefix": "kv_prefix",
     "strategies": "strategies",
     "sparse_decode": "sparse decoding",
     "sparse_prefill": "sparse prefill",

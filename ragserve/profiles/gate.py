@@ -144,6 +144,7 @@ class Entry:
     dtype: str
     versions: Mapping[str, str] = field(default_factory=dict)
     samkv: str = ""  # digest of the profile that completed samkv's options (`EngineInfo.samkv`)
+    prefix: str = ""  # digest of what documents were prefilled behind (`EngineInfo.prefix`)
 
     def shortfalls(self) -> list[str]:
         """A line for each set on which the strategy falls short. Inconclusive sets count only if there are no
@@ -178,22 +179,30 @@ class Gate:
     describe the engine."""
 
     def __init__(
-        self, places: Iterable[Path], fingerprint: str, *, model: str, dtype: str, samkv: str = ""
+        self,
+        places: Iterable[Path],
+        fingerprint: str,
+        *,
+        model: str,
+        dtype: str,
+        samkv: str = "",
+        prefix: str = "",
     ) -> None:
         self._places = tuple(places)
         self._fingerprint = fingerprint
         self._model = model
         self._dtype = dtype
         self._samkv = samkv
+        self._prefix = prefix
         self._stamps: tuple[int, ...] = ()
         self._records: list[dict[str, Entry]] = []  # by place
 
     @classmethod
-    def of(cls, settings: Settings, *, model: str, fingerprint: str, dtype: str, samkv: str = "") -> Gate:
+    def of(cls, settings: Settings, *, model: str, fingerprint: str, **about: str) -> Gate:
         """Make a gate of the data folder's record and the one in the folder ``model``. The arguments are
         `EngineInfo`'s."""
         places = (settings.data_dir / FILE_NAME, Path(model) / FILE_NAME)
-        return cls(places, fingerprint, model=Path(model).name, dtype=dtype, samkv=samkv)
+        return cls(places, fingerprint, model=Path(model).name, **about)
 
     def entries(self, namespace: str | None = None) -> Mapping[str, Entry]:
         """The records of this model that count in a namespace (None: in one without its own), by strategy. A
@@ -228,7 +237,8 @@ class Gate:
         return [label for label in labels if parse(label)[0].options.get("recompute") != "all"]
 
     def _lets(self, label: str, entry: Entry) -> bool:
-        return entry.verified and entry.applies_to(self._dtype) and self._same_defaults(label, entry)
+        same = self._same_defaults(label, entry) and entry.prefix == self._prefix
+        return entry.verified and entry.applies_to(self._dtype) and same
 
     def _same_defaults(self, label: str, entry: Entry) -> bool:
         """Return whether the options that the label leaves out are the ones it was measured with."""
@@ -245,6 +255,8 @@ class Gate:
             reason = f"has not been verified for {self._model}{others}"
         elif not self._same_defaults(label, entry):
             reason = f"was measured for {self._model} with another samkv profile than the engine has now"
+        elif entry.prefix != self._prefix:
+            reason = f"was measured for {self._model} with another kv_prefix than the engine has now"
         elif entry.verified:
             reason = (
                 f"was verified for {self._model} in {entry.dtype}, "
@@ -289,6 +301,7 @@ def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
         workload["dtype"],
         environment["versions"],
         workload.get("samkv profile", ""),
+        workload.get("prefix", ""),
     )
     return {label: Entry(sets, *where) for label, sets in groups.items()}
 
@@ -296,13 +309,13 @@ def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
 def record(place: Path, fingerprint: str, entries: Mapping[str, Entry], *, keep_sets: bool = False) -> None:
     """Add records to a gate's file, replacing those of the same model and strategy; atomic. Figures of other
     namespaces' own questions and, with ``keep_sets``, of other sets stay where they were measured in the same
-    precision and with the same samkv profile. Raises InvalidRequest for a foreign file."""
+    precision, with the same samkv profile and prefix. Raises InvalidRequest for a foreign file."""
 
     def change(known: dict[str, Any]) -> dict[str, Any]:
         new = _FILE.dump(dict(entries))
         for label, entry in new.items():
             before = known.get(label)
-            if before and all(before.get(name, "") == entry[name] for name in ("dtype", "samkv")):
+            if before and all(before.get(name, "") == entry[name] for name in ("dtype", "samkv", "prefix")):
                 kept = {n: own for n, own in before["sets"].items() if keep_sets or n.startswith(_NAMESPACE)}
                 entry["sets"] = kept | entry["sets"]
         return known | new

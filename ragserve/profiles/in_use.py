@@ -29,7 +29,7 @@ LATEST = 256  # answers of a strategy and namespace that count
 @dataclass(frozen=True, slots=True)
 class InUse:
     """``kls``: nats a token; ``lost``: the regret, a share; of the latest `LATEST` answers of ``compared``.
-    ``engine``: precision and samkv profile of the engine. ``out``: taken out of ``auto``."""
+    ``engine``: precision, samkv profile and prefix of the engine. ``out``: taken out of ``auto``."""
 
     engine: str
     kls: tuple[float, ...] = ()
@@ -62,11 +62,11 @@ class InUse:
 class InUseRecord:
     """Reads and writes the file of one engine's model, and reads it again when it changes."""
 
-    def __init__(self, place: Path, fingerprint: str, *, dtype: str, samkv: str) -> None:
+    def __init__(self, place: Path, fingerprint: str, *, dtype: str, samkv: str, prefix: str = "") -> None:
         """The arguments after ``place`` are `EngineInfo`'s."""
         self._place = place
         self._fingerprint = fingerprint
-        self._engine = f"{dtype} {samkv}".strip()
+        self._engine = " ".join(filter(None, (dtype, samkv, prefix)))
         self._stamp = 0
         self._known: dict[str, dict[str, InUse]] = {}
 

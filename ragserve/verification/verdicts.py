@@ -82,8 +82,8 @@ def verdict(label: str, rows: Rows, *, project: bool = True, ended: bool = True)
 def state_name(info: EngineInfo, queries: TunedQueries, questions: str | None) -> str:
     """Name the folder of rows that may stand in one table: one model, precision, profile and way to ask."""
     digest = "" if questions is None else hashlib.sha256(Path(questions).read_bytes()).hexdigest()
-    parts = [info.fingerprint, info.dtype, info.samkv, queries.k, queries.retrieval, queries.max_new_tokens]
-    text = json.dumps([*parts, digest])
+    asked = [queries.k, queries.retrieval, queries.max_new_tokens]
+    text = json.dumps([info.fingerprint, info.dtype, info.samkv, info.prefix, *asked, digest])
     return f"{queries.namespace}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -101,6 +101,7 @@ def record_verdicts(
             dtype=info.dtype,
             versions=environment()["versions"],
             samkv=info.samkv,
+            prefix=info.prefix,
         )
         for one in verdicts
         if one.decision != "undecided"

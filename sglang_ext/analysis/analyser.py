@@ -1,11 +1,15 @@
-"""Computes analyses inside the engine: one pass of documents alone and behind an unrelated text, through the
-model's own layers.
+"""Computes documents' KV and analyses inside the engine, through the model's own layers.
+
+Documents are prefilled behind a prefix, which is dropped: its KV is computed once, and its keys are moved to
+the positions before a document's first. So documents stand at positions from 0 on, with a prefix or without.
+An analysis takes one pass of two copies of the documents, one behind the prefix and one alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,9 +22,21 @@ from sglang_ext.analysis.document_analysis import Analysis, Cut, quantize
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.tensors.rope import Rotation
 
 Keep = Callable[[int, torch.Tensor, torch.Tensor], None]
 """Called for each layer with K and V, [tokens, kv_heads, head_dim], of the documents one after another."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens ``ids`` of a document from position ``start`` on. ``before``: by layer, K and V of the
+    document's ``start`` tokens before them.
+    """
+
+    ids: Sequence[int]
+    start: int
+    before: Callable[[int], Kv]
 
 
 class Analyser:
@@ -29,12 +45,22 @@ class Analyser:
     """
 
     def __init__(
-        self, model_runner: Any, texts: Callable[[], Texts], cut: Cut, heads: Sequence[tuple[int, int]] = ()
+        self,
+        model_runner: Any,
+        texts: Callable[[], Texts],
+        cut: Cut,
+        heads: Sequence[tuple[int, int]] = (),
+        *,
+        rotation: Rotation,
+        prefix: Sequence[int] = (),
     ) -> None:
         """``texts`` loads the tokenizer, once, before the first document. ``heads``: the retrieval heads,
-        layer and KV head of all ranks; empty to find them.
+        layer and KV head of all ranks; empty to find them. ``prefix``: token ids that documents are prefilled
+        behind; empty to prefill them alone.
         """
         self.cut = cut
+        self.prefix = list(prefix)
+        self._rotation = rotation
         self._runner = model_runner
         self._load_texts = texts
         self._given = list(heads)
@@ -47,7 +73,7 @@ class Analyser:
         return cut.size(n, self._itemsize)
 
     def analyse(self, ids: Sequence[int], cut: Cut | None = None) -> Analysis:
-        """Analyse one document, prefilled from position 0; the result is placed on the device as
+        """Analyse one document, prefilled behind the prefix; the result is placed on the device as
         :meth:`Analysis.placed` says.
         """
         return self.analyse_all([ids], cut)[0]
@@ -56,7 +82,7 @@ class Analyser:
         self, documents: Sequence[Sequence[int]], cut: Cut | None = None, keep: Keep | None = None
     ) -> list[Analysis]:
         """Analyse documents in one pass, each as :meth:`analyse` does. ``keep`` gets their K and V, which are
-        those of a prefill.
+        those of a prefill behind the prefix.
         """
         cut = cut or self.cut
         lengths = [len(ids) for ids in documents]
@@ -67,13 +93,10 @@ class Analyser:
         layers = _Layers(self, plan, keep)
         tokens = [self._tensor(ids) for ids in documents]
         places = [torch.arange(n, device=self._device) for n in lengths]
-        texts = [Text(*text) for text in zip(tokens, places, strict=True)]
-        context = self._context
-        first = len(context[0][0])
-        texts += [
-            Text(ids, place + first, context.__getitem__) for ids, place in zip(tokens, places, strict=True)
-        ]
-        run(self._runner, texts, layers.observe)
+        alone = [Text(*text) for text in zip(tokens, places, strict=True)]
+        before = self.prefix_kv  # computed by now: a pass cannot run inside of another
+        behind = [Text(text.ids, text.positions, before.__getitem__) for text in alone]
+        run(self._runner, behind + alone if self.prefix else alone + behind, layers.observe)
         found = layers.by_document(self._ranks.sum(layers.moved).cpu())
         return [
             Analysis(
@@ -87,6 +110,28 @@ class Analyser:
             ).placed(self._device)
             for ids, n, block, tensors in zip(documents, lengths, blocks, found, strict=True)
         ]
+
+    def prefill(self, parts: Sequence[Part], keep: Keep) -> None:
+        """Prefill parts of documents behind the prefix; ``keep`` gets their K and V."""
+        before = self.prefix_kv
+
+        def context(part: Part, layer: int) -> Kv:
+            (k, v), (own_k, own_v) = before[layer], part.before(layer)
+            return torch.cat((k, own_k.to(k.dtype))), torch.cat((v, own_v.to(v.dtype)))
+
+        texts = [
+            Text(
+                self._tensor(part.ids),
+                part.start + torch.arange(len(part.ids), device=self._device),
+                partial(context, part) if part.start else before.__getitem__,
+            )
+            for part in parts
+        ]
+
+        def observe(layer: int, states: Sequence[LayerState]) -> None:
+            keep(layer, torch.cat([state.k for state in states]), torch.cat([state.v for state in states]))
+
+        run(self._runner, texts, observe)
 
     @property
     def rank(self) -> int:
@@ -102,7 +147,7 @@ class Analyser:
     def found_heads(self) -> list[tuple[int, int]]:
         """The retrieval heads of all ranks, as `retrieval_heads` finds them; asked as ``heads`` is."""
         layers, kv_heads = self._found.shape
-        head_dim = self._context[0][0].shape[2]
+        head_dim = self.prefix_kv[0][0].shape[2]
         count = retrieval_heads.affordable(layers, kv_heads, head_dim, self._itemsize)
         return retrieval_heads.best(self._found, count)
 
@@ -114,8 +159,8 @@ class Analyser:
     @cached_property
     def _found(self) -> torch.Tensor:
         """Score of each head of all ranks, f32 [layers, kv_heads]."""
-        contexts = [self._context, *self._kv(self.texts.unrelated[1:])]
-        return retrieval_heads.found(self._runner, self.texts.unrelated, contexts, self.gather_heads)
+        unrelated = self.texts.unrelated
+        return retrieval_heads.found(self._runner, unrelated, self._kv(unrelated), self.gather_heads)
 
     def own(self, heads: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Select this rank's heads from all ranks' ``heads``, in its own numbering."""
@@ -139,9 +184,12 @@ class Analyser:
         return self._ranks.gather_heads(part)
 
     @cached_property
-    def _context(self) -> list[Kv]:
-        """K and V, by layer, of the unrelated text that documents are placed behind."""
-        return self._kv(self.texts.unrelated[:1])[0]
+    def prefix_kv(self) -> list[Kv]:
+        """By layer, K and V of the prefix, or without one of the text that analyses place documents behind,
+        at the positions before a document's first."""
+        ids = self.prefix or self.texts.unrelated[0]
+        back = torch.full((len(ids),), -len(ids), dtype=torch.int64, device=self._device)
+        return [(self._rotation.rotate(k, back), v) for k, v in self._kv([ids])[0]]
 
     def _kv(self, unrelated: Sequence[Sequence[int]]) -> list[list[Kv]]:
         """K and V of texts, each alone, by text and layer."""
@@ -174,13 +222,13 @@ class _Layers:
         self.moved = torch.zeros(plan.tokens, dtype=torch.float32, device=plan.doc_start.device)
 
     def observe(self, layer: int, states: Sequence[LayerState]) -> None:
-        """Take a layer of the documents alone, then behind the unrelated text."""
+        """Take a layer of the documents as they are prefilled, then of their other copies."""
         count, plan, gather = self._plan.documents, self._plan, self._analyser.gather_heads
-        alone = states[:count]
-        q, k, v = (torch.cat([getattr(state, name) for state in alone]) for name in "qkv")
+        own_copies = states[:count]
+        q, k, v = (torch.cat([getattr(state, name) for state in own_copies]) for name in "qkv")
         if self._keep is not None:
             self._keep(layer, k, v)
-        summary = _summary(gather(q), gather(k), plan, alone[0].scaling)
+        summary = _summary(gather(q), gather(k), plan, own_copies[0].scaling)
         rank = self._analyser.rank
         own = slice(rank * k.shape[1], (rank + 1) * k.shape[1])
         heads = slice(rank * q.shape[1], (rank + 1) * q.shape[1])
@@ -191,8 +239,8 @@ class _Layers:
         self._rows.append(row)
         self._head_dim = k.shape[2]
         self._keys.extend(quantize(k[:, head]) for at, head in self._heads if at == layer)
-        behind = torch.cat([state.v for state in states[count:]])
-        self.moved.add_((behind.float() - v.float()).square().sum((1, 2)))
+        other = torch.cat([state.v for state in states[count:]])
+        self.moved.add_((other.float() - v.float()).square().sum((1, 2)))
 
     def by_document(self, sensitivity: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         """The tensors of each document's analysis, on the CPU; ``sensitivity`` is that of all tokens."""

@@ -15,6 +15,8 @@ import torch
 
 log = logging.getLogger(__name__)
 TOKENS = 512  # per unrelated text: several passages, and little beside a model's weights
+FIXED = "fixed"  # names the first of the unrelated texts as the documents' prefix
+LONGEST_PREFIX = 1024  # tokens; no longer one was better
 _BEHIND = b"the first"  # of the unrelated texts: analyses made behind all of them have another digest
 LONGEST = 64  # tokens per sentence; longer ones are cut, so that tables and code have sentences, too
 _ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f")
@@ -75,6 +77,19 @@ class Texts:
         place = torch.arange(len(tokens))
         start = torch.where(begins, place, 0).cummax(0).values
         return (begins | ((place - start) % LONGEST == 0)).to(torch.uint8)
+
+
+def prefix_of(tokenizer: Any, text: str, limit: int = LONGEST_PREFIX) -> list[int]:
+    """Token ids of the text that documents are prefilled behind; of the text shipped with the package, which
+    `FIXED` names, as many as of an unrelated text."""
+    if text == FIXED:
+        return next(iter(unrelated_contexts(tokenizer)), [])
+    return list(tokenizer(text.strip(), add_special_tokens=False).input_ids[:limit])
+
+
+def digest_of(prefix: Sequence[int]) -> str:
+    """Eight hex digits of a prefix; empty for none."""
+    return hashlib.blake2b(array("q", prefix).tobytes(), digest_size=4).hexdigest() if prefix else ""
 
 
 def unrelated_contexts(tokenizer: Any, limit: int = TOKENS) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,8 @@ def create_cache(context: Any) -> Any:
     """`RadixCacheFactory`. SGLang's own cache serves exact strategies where documents cannot be kept."""
     from sglang.srt.mem_cache.registry import default_radix_cache_factory
 
+    from sglang_ext.analysis.texts import digest_of
+    from sglang_ext.context.compose.fused_question import is_plain
     from sglang_ext.context.scheduler.composition import AnalysisConfig
     from sglang_ext.documents.pages.types import KvShape
     from sglang_ext.documents.radix import DocumentRadixCache
@@ -32,12 +35,14 @@ def create_cache(context: Any) -> Any:
     args, runner = context.server_args, context.tp_worker.model_runner
     pool = runner.token_to_kv_pool
     config = kv_config()
+    reason = why_no_documents(context)
+    tokenizer = _Tokenizer(args, runner.model_config.vocab_size)
+    prefix = tokenizer.prefix(str(config.get("prefix", ""))) if reason is None and is_plain(runner) else []
+    about = f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{DOCUMENT_PAGE}"
     fingerprint = model_fingerprint(
-        args.model_path,
-        f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{DOCUMENT_PAGE}",
-        options=vars(args),
+        args.model_path, f"{about}|prefix {digest_of(prefix)}" if prefix else about, options=vars(args)
     )
-    if (reason := why_no_documents(context)) is None:
+    if reason is None:
         shape = KvShape(
             pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, DOCUMENT_PAGE, page_bits(config)
         )
@@ -52,7 +57,7 @@ def create_cache(context: Any) -> Any:
             world=context.tp_size,
         )
         kv_heads = runner.model_config.get_total_num_kv_heads()
-        analysis = _analysis_config(config, shape, kv_heads, context.tp_size)
+        analysis = _analysis_config(config, shape, kv_heads, context.tp_size, prefix)
         tree = DocumentRadixCache(params=context.params)
         cache = tree
     else:
@@ -68,7 +73,7 @@ def create_cache(context: Any) -> Any:
         fingerprint=fingerprint,
         block=DOCUMENT_PAGE,
         analysis=analysis,
-        texts=lambda: _texts(args, runner.model_config.vocab_size),
+        texts=tokenizer.texts,
         attention=current.attention,
         sessions_on_host=bool(config.get("sessions", False)),
         unsupported=reason,
@@ -112,7 +117,7 @@ def _remote_config(config: dict[str, Any], ranks: int, rank: int) -> Any:
     )
 
 
-def _analysis_config(config: dict[str, Any], shape: Any, kv_heads: int, ranks: int) -> Any:
+def _analysis_config(config: dict[str, Any], shape: Any, kv_heads: int, ranks: int, prefix: list[int]) -> Any:
     from sglang_ext.analysis.document_analysis import Cut
     from sglang_ext.context.scheduler.composition import ANALYSIS_BYTES, AnalysisConfig
     from sglang_ext.context.selection.profile import Profile
@@ -125,23 +130,49 @@ def _analysis_config(config: dict[str, Any], shape: Any, kv_heads: int, ranks: i
         memory_bytes=int(config.get("analysis_bytes", ANALYSIS_BYTES)) // ranks,
         cut=Cut(int(config.get("block_tokens", 0))),
         profile=profile,
+        prefix=tuple(prefix),
     )
 
 
-def _texts(args: Any, vocabulary: int) -> Any:
-    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+class _Tokenizer:
+    """The model's tokenizer, loaded when it is first needed; random token ids where there is none."""
 
-    from sglang_ext.analysis.texts import Texts
+    def __init__(self, args: Any, vocabulary: int) -> None:
+        self._args = args
+        self._vocabulary = vocabulary
 
-    try:
-        tokenizer = get_tokenizer(
-            args.tokenizer_path, tokenizer_mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        log.warning(
-            "no tokenizer at %s (%s): documents are analysed after random tokens, without sentences",
-            args.tokenizer_path,
-            error,
-        )
-        return Texts.drawn(vocabulary)
-    return Texts.of(tokenizer, vocabulary)
+    def texts(self) -> Any:
+        """Make the tokenizer's part in the analysis."""
+        from sglang_ext.analysis.texts import Texts
+
+        if self._loaded is None:
+            return Texts.drawn(self._vocabulary)
+        return Texts.of(self._loaded, self._vocabulary)
+
+    def prefix(self, text: str) -> list[int]:
+        """Token ids of the text that documents are prefilled behind; none of an empty one."""
+        from sglang_ext.analysis.texts import Texts, prefix_of
+
+        if text and self._loaded is None:
+            return list(Texts.drawn(self._vocabulary).unrelated[0])
+        return prefix_of(self._loaded, text) if text else []
+
+    @cached_property
+    def _loaded(self) -> Any:
+        from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+        args = self._args
+        try:
+            return get_tokenizer(
+                args.tokenizer_path,
+                tokenizer_mode=args.tokenizer_mode,
+                trust_remote_code=args.trust_remote_code,
+            )
+        except (OSError, ValueError) as error:
+            log.warning(
+                "no tokenizer at %s (%s): documents are analysed, and prefilled, behind random tokens, "
+                "without sentences",
+                args.tokenizer_path,
+                error,
+            )
+            return None

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang_ext.analysis.texts import digest_of
 from sglang_ext.diagnostics.compilations import compilations
 from sglang_ext.stages import stages
 from sglang_ext.state import current
@@ -114,6 +115,7 @@ def _info(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
         "decode": None if sparse is None else sparse.describe(),
         "fingerprint": runtime.fingerprint,
         "page_bits": runtime.tiers.shape.bits,
+        "prefix": digest_of(runtime.prefix),
         "prefill_kernels": current.prefill_kernels,
         "recompute_graphs": 0 if composition is None else len(composition.composer.graphs or ()),
         "samkv": runtime.profile.digest,

@@ -67,6 +67,7 @@ class ContextRuntime:
         self.tiers = tiers
         self.fingerprint = fingerprint
         self.profile = analysis.profile
+        self.prefix = analysis.prefix
         # without documents the ranks have nothing to agree on, and may not even run in step
         self.ranks = Ranks.voting(model_runner.tp_group if unsupported is None else None)
         stages.vote_by(FailureVote(model_runner).alike)

@@ -172,9 +172,7 @@ async def _costs(
     from ragserve.verification.report import measured_on
 
     info = engine.info
-    records = gate.Gate.of(
-        settings, model=info.model, fingerprint=info.fingerprint, dtype=info.dtype, samkv=info.samkv
-    )
+    records = gate.Gate.of(settings, **info.gate_identity)
     verified = records.verified_anywhere()  # the profile is of all namespaces
     place = settings.data_dir / COSTS_FILE
     known = COSTS.load(place, info.fingerprint)

@@ -20,7 +20,7 @@ from sglang_ext.context.recompute.graphs import RecomputeGraphs
 from sglang_ext.context.recompute.job import Passed, RecomputeJob
 from sglang_ext.context.recompute.recompute_pass import recompute
 from sglang_ext.ranks.ranks import Ranks
-from sglang_ext.sglang_internals.model import unlike_plain_attention
+from sglang_ext.sglang_internals.model import NotComposable, unlike_plain_attention
 
 # Most slots of a context of which nothing is recomputed, on each rank: with several every rank reads a share
 # of the heads. For 5,120 the pass takes two thirds of SGLang's extend (H200, 8B model, one GPU); more was not
@@ -51,7 +51,7 @@ class FusedQuestion:
         self._world = Ranks(model_runner.tp_group).world
         keys = model_runner.token_to_kv_pool.get_key_buffer(0)
         self._slot_bytes = 2 * keys[0].numel() * keys.itemsize  # K and V of one layer
-        self.possible = _ends_plainly(model_runner) and _attends_plainly(model_runner)
+        self.possible = _ends_plainly(model_runner) and is_plain(model_runner)
         self._hidden: torch.Tensor | None = None
 
     @torch.no_grad()
@@ -136,7 +136,12 @@ def _ends_plainly(model_runner: Any) -> bool:
     ) and hasattr(model.model, "norm")
 
 
-def _attends_plainly(model_runner: Any) -> bool:
+def is_plain(model_runner: Any) -> bool:
     """True if our attention is the model's and its KV is stored as computed, in its own dtype."""
-    same = model_runner.token_to_kv_pool.get_key_buffer(0).dtype == model_runner.dtype
-    return same and unlike_plain_attention(model_runner.model) is None
+    pool = model_runner.token_to_kv_pool
+    if getattr(pool, "bits", 16) != 16 or pool.get_key_buffer(0).dtype != model_runner.dtype:
+        return False
+    try:
+        return unlike_plain_attention(model_runner.model) is None
+    except NotComposable:
+        return False

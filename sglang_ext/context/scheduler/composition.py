@@ -54,12 +54,14 @@ class AnalysisConfig:
 
     ``at_ingestion``: when they are prefilled, unless their plans say otherwise; else at the first use that
     needs it. ``memory_bytes``: budget of decoded analyses. ``profile``: the model's defaults of `samkv`.
+    ``prefix``: token ids that documents are prefilled behind; none to prefill them alone.
     """
 
     at_ingestion: bool = True
     memory_bytes: int = ANALYSIS_BYTES
     cut: Cut = field(default_factory=Cut)
     profile: Profile = field(default_factory=Profile)
+    prefix: Sequence[int] = ()
 
 
 def check_pool(pool: Any) -> None:
@@ -118,7 +120,14 @@ class Composition:
         self._timer: StageTimer | None = None  # of the batch whose forward pass is running
         self._shape = ModelShape(pool.layer_num, pool.dtype.itemsize, config.cut, config.profile)
         self._locator = Locator(tree, tiers, is_removed, block, sessions)
-        analyser = Analyser(model_runner, texts, config.cut, config.profile.heads)
+        analyser = Analyser(
+            model_runner,
+            texts,
+            config.cut,
+            config.profile.heads,
+            rotation=rotation,
+            prefix=config.prefix,
+        )
         selector = Selector(rotation, analyser, ranks)
         self.stage = SelectionStage(
             model_runner,
@@ -138,6 +147,7 @@ class Composition:
             model_runner,
             tree.req_to_token_pool.req_to_token,
             self.stage.analyse_all,
+            self.stage.prefill if config.prefix else None,
             possible=self.composer.fused_question.possible,
         )
         self._scorer = DocumentScorer(model_runner, rotation, self.stage, ranks)
@@ -186,7 +196,7 @@ class Composition:
         """
         stages.run_alike("offsets", stages.ending(batch.reqs), self._note_offsets, batch)
         if self._documents.takes(batch):
-            stages.run("document", stages.ending(batch.reqs), self._documents.run, batch)
+            stages.run("document", stages.ending(batch.reqs), self._documents.replace, batch)
             return False
         new = [r for r in batch.reqs if is_composed(r) and not r.ragserve.filled]
         if not new:
@@ -248,8 +258,8 @@ class Composition:
         self._documents.drop()
 
     def after_forward(self, batch: Any) -> None:
-        """After the extend batch's forward pass (launched, on CUDA): analyse the documents that are complete
-        in it.
+        """After the extend batch's forward pass (launched, on CUDA): compute its documents behind the prefix,
+        unless that is done, and analyse those that are complete.
         """
 
         def finish(message: str) -> None:
@@ -257,6 +267,8 @@ class Composition:
             self.composer.gather.finish()  # or loads would write to slots that are free again
 
         stages.run("extended", finish, self._extended)
+        for req in self._documents.follow(batch):
+            stages.run("document", stages.ending([req]), self._documents.run, [req])
         for req in batch.reqs:
             document = getattr(req, "ragserve", None)
             if not isinstance(document, DocumentRequest) or getattr(req, "ragserve_private", False):

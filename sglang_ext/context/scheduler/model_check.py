@@ -106,14 +106,22 @@ def _differences(
     found["recomputed keys and values"] = _largest(pool, lambda layer: _at(pool, layer, ours), own)
     asked = _prefill(runner, prompt.ids[-_QUESTION:], moved[-_QUESTION:], ours)
     found["logits behind a recomputed context"] = _difference(asked.T, logits.T)
+    found["analysed keys and values"] = _largest(pool, _run(runner, Text(prompt.ids, moved)), own)
+    head, rest = own[:-_QUESTION], own[-_QUESTION:]
+    behind = Text(prompt.ids[-_QUESTION:], moved[-_QUESTION:], lambda layer: _at(pool, layer, head))
+    found["keys and values behind a prefix"] = _largest(pool, _run(runner, behind), rest)
+    return found
+
+
+def _run(runner: Any, text: Text) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    """K and V of a text by layer, by a pass in memory."""
     states: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def observe(layer: int, text: Sequence[LayerState]) -> None:
-        states.append((text[0].k.clone(), text[0].v.clone()))
+    def observe(layer: int, found: Sequence[LayerState]) -> None:
+        states.append((found[0].k.clone(), found[0].v.clone()))
 
-    run(runner, [Text(prompt.ids, moved)], observe)
-    found["analysed keys and values"] = _largest(pool, states.__getitem__, own)
-    return found
+    run(runner, [text], observe)
+    return states.__getitem__
 
 
 def _prefill(runner: Any, ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

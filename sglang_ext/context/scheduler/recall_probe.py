@@ -1,9 +1,9 @@
 """Recall of the tokens that a question needs, by retrieval head and by choice of stable layers, measured on
 probes whose needed tokens are known.
 
-Documents are prefilled alone, and questions behind what the selector's query pass reads, all through the
-model's own layers in memory (`sglang_ext.analysis.forward`). The selections are the engine's own code. All
-ranks take part in every call.
+Documents are prefilled behind the engine's prefix, and questions behind what the selector's query pass reads,
+all through the model's own layers in memory (`sglang_ext.analysis.forward`). The selections are the engine's
+own code. All ranks take part in every call.
 """
 
 from __future__ import annotations
@@ -171,10 +171,15 @@ class RecallProbe:
             k, v = torch.cat([state.k for state in states]), torch.cat([state.v for state in states])
             self._kv.append((self._engine.rotation.rotate(k, shifts), v))
 
-        texts = [self._ids[: self._spans[0].end], *self._documents()]
+        analyser = self._engine.analyser
+        behind = analyser.prefix_kv.__getitem__ if analyser.prefix else None
+        texts = [(self._ids[: self._spans[0].end], None), *((part, behind) for part in self._documents())]
         run(
             self._engine.model_runner,
-            [Text(self._tensor(part), torch.arange(len(part), device=self._device)) for part in texts],
+            [
+                Text(self._tensor(part), torch.arange(len(part), device=self._device), before)
+                for part, before in texts
+            ],
             observe,
         )
 

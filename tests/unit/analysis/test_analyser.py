@@ -9,12 +9,12 @@ import torch
 
 from ragserve_kernels.block_summary import BlockPlan, block_summary_naive
 from sglang_ext.analysis import forward
-from sglang_ext.analysis.analyser import Analyser
+from sglang_ext.analysis.analyser import Analyser, Part
 from sglang_ext.analysis.document_analysis import Cut
 from sglang_ext.analysis.retrieval_heads import best_layers
 from sglang_ext.analysis.texts import Texts
 from tests.analyses import local_queries, mean_keys
-from tests.unit.context.small_model import DIM, HEADS, KV_HEADS, LAYERS, VOCABULARY, runner_of
+from tests.unit.context.small_model import DIM, HEADS, KV_HEADS, LAYERS, ROTATION, VOCABULARY, runner_of
 
 GROUP = HEADS // KV_HEADS
 Layer = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -38,6 +38,12 @@ def over_whole_text(runner: Any, ids: list[int]) -> list[Layer]:
     return found
 
 
+def behind_text(runner: Any, before: list[int], ids: list[int]) -> list[Layer]:
+    """Q, K and V of ``ids`` behind a text, with keys as at positions from 0 on."""
+    n = len(before)
+    return [(q[n:], k[n:] - n / 100, v[n:]) for q, k, v in over_whole_text(runner, before + ids)]
+
+
 def drawn(n: int, seed: int) -> list[int]:
     return [int(i) for i in torch.randint(0, VOCABULARY, (n,), generator=torch.Generator().manual_seed(seed))]
 
@@ -48,8 +54,13 @@ def drawn(n: int, seed: int) -> list[int]:
     ids=str,
 )
 @pytest.mark.parametrize("rows", [8192, 50], ids=["at once", "in steps"])
+@pytest.mark.parametrize("prefixed", [False, True], ids=["alone", "behind a prefix"])
 def test_a_batch_has_the_values_of_whole_texts(
-    lengths: tuple[int, ...], behind: tuple[int, ...], rows: int, monkeypatch: pytest.MonkeyPatch
+    lengths: tuple[int, ...],
+    behind: tuple[int, ...],
+    rows: int,
+    prefixed: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(forward, "CPU_ROWS", rows)
     seed = sum(lengths)
@@ -58,19 +69,23 @@ def test_a_batch_has_the_values_of_whole_texts(
     unrelated = [drawn(n, seed + n) for n in behind]
     heads = [(0, 1), (2, 0)]
     texts = Texts(unrelated, torch.zeros(VOCABULARY, dtype=torch.bool))
-    analyser = Analyser(runner, lambda: texts, Cut(), heads)
+    before = drawn(behind[1], seed + 7) if prefixed else unrelated[0]
+    prefix = before if prefixed else []
+    analyser = Analyser(runner, lambda: texts, Cut(), heads, rotation=ROTATION, prefix=prefix)
     documents = [drawn(n, seed + 1000 * i) for i, n in enumerate(lengths)]
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     found = analyser.analyse_all(documents, keep=lambda layer, k, v: kept.append((k.clone(), v.clone())))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     for ids, start, analysis in zip(documents, starts, found, strict=True):
         n, alone = len(ids), over_whole_text(runner, ids)
+        placed = behind_text(runner, before, ids)
         moved = torch.zeros(n, dtype=torch.float64)
-        for (_, _, v), (_, _, was) in zip(over_whole_text(runner, unrelated[0] + ids), alone, strict=True):
-            moved += (v[len(unrelated[0]) :] - was).square().sum((1, 2))
+        for (_, _, v), (_, _, was) in zip(placed, alone, strict=True):
+            moved += (v - was).square().sum((1, 2))
+        wanted_of = placed if prefixed else alone
         torch.testing.assert_close(analysis.sensitivity.double(), moved, rtol=1e-3, atol=1e-6)
         plan = BlockPlan.build([n], block_tokens=analysis.block, local_blocks=analysis.local_blocks)
-        for layer, (q, k, v) in enumerate(alone):
+        for layer, (q, k, v) in enumerate(wanted_of):
             own_k, own_v = (part[start : start + n] for part in kept[layer])
             torch.testing.assert_close(own_k.double(), k, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(own_v.double(), v, rtol=1e-4, atol=1e-5)
@@ -89,7 +104,7 @@ def test_a_batch_has_the_values_of_whole_texts(
         keys = analysis.token_k.float() * analysis.token_k_scale.float()[..., None]
         for number, (layer, head) in enumerate(heads):
             torch.testing.assert_close(
-                keys[:, number].double(), alone[layer][1][:, head], rtol=0.0, atol=0.05
+                keys[:, number].double(), wanted_of[layer][1][:, head], rtol=0.0, atol=0.05
             )
     assert len(kept) == LAYERS
 
@@ -105,8 +120,29 @@ def test_with_given_heads_only_the_text_before_documents_is_computed(monkeypatch
     runner = runner_of(8, 1)
     runner.token_to_kv_pool.head_num, runner.token_to_kv_pool.dtype = KV_HEADS, torch.float32
     texts = Texts([drawn(37, 1), drawn(90, 2)], torch.zeros(VOCABULARY, dtype=torch.bool))
-    Analyser(runner, lambda: texts, Cut(), [(0, 1)]).analyse(drawn(20, 3))
+    Analyser(runner, lambda: texts, Cut(), [(0, 1)], rotation=ROTATION).analyse(drawn(20, 3))
     assert computed == [37, 20 + 20]
+
+
+def test_parts_of_documents_are_prefilled_behind_the_prefix_and_what_precedes_them() -> None:
+    runner = runner_of(8, 5)
+    runner.token_to_kv_pool.head_num, runner.token_to_kv_pool.dtype = KV_HEADS, torch.float32
+    texts = Texts([drawn(20, 1), drawn(20, 2)], torch.zeros(VOCABULARY, dtype=torch.bool))
+    prefix, documents = drawn(33, 6), [drawn(41, 7), drawn(13, 8)]
+    analyser = Analyser(runner, lambda: texts, Cut(), [(0, 1)], rotation=ROTATION, prefix=prefix)
+    whole = [behind_text(runner, prefix, ids) for ids in documents]
+
+    def before(number: int, start: int) -> Any:
+        return lambda layer: tuple(part[:start].float() for part in whole[number][layer][1:])
+
+    parts = [Part(documents[0][17:29], 17, before(0, 17)), Part(documents[1], 0, before(1, 0))]
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    analyser.prefill(parts, lambda layer, k, v: kept.append((k.clone(), v.clone())))
+    for layer, (k, v) in enumerate(kept):
+        (_, k0, v0), (_, k1, v1) = whole[0][layer], whole[1][layer]
+        torch.testing.assert_close(k.double(), torch.cat((k0[17:29], k1)), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(v.double(), torch.cat((v0[17:29], v1)), rtol=1e-4, atol=1e-4)
+    assert len(kept) == LAYERS
 
 
 def test_critical_layers_are_those_whose_heads_find_most() -> None:

@@ -13,6 +13,10 @@ from sglang_ext.tensors.buffers import Buffers
 LAYERS, HEADS, KV_HEADS, DIM, HIDDEN, VOCABULARY = 3, 4, 2, 8, 16, 50
 
 
+ROTATION: Any = SimpleNamespace(rotate=lambda k, shifts: k + shifts[:, None, None] / 100)
+"""Moves keys as the model does (`Layer`)."""
+
+
 class Layer:
     """A decoder layer of attention alone."""
 

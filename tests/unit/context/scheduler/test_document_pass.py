@@ -16,7 +16,7 @@ from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.scheduler import document_pass
 from sglang_ext.context.scheduler.document_pass import DocumentPass
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
-from tests.unit.context.small_model import KV_HEADS, LAYERS, VOCABULARY, runner_of
+from tests.unit.context.small_model import KV_HEADS, LAYERS, ROTATION, VOCABULARY, runner_of
 
 LENGTHS = (63, 40, 111)
 
@@ -32,9 +32,8 @@ def runner() -> Any:
 @pytest.fixture(scope="module")
 def analyser(runner: Any) -> Analyser:
     unrelated = torch.randint(0, VOCABULARY, (2, 90), generator=torch.Generator().manual_seed(4)).tolist()
-    return Analyser(
-        runner, lambda: Texts(unrelated, torch.zeros(VOCABULARY, dtype=torch.bool)), Cut(), [(1, 0), (2, 1)]
-    )
+    texts = Texts(unrelated, torch.zeros(VOCABULARY, dtype=torch.bool))
+    return Analyser(runner, lambda: texts, Cut(), [(1, 0), (2, 1)], rotation=ROTATION)
 
 
 def request(number: int, n: int) -> Any:
@@ -73,7 +72,7 @@ def done(
     table = torch.randperm(400, generator=torch.Generator().manual_seed(5))[: 3 * 130].view(3, 130).int()
     work, todo = pass_of(runner, analyser, table), batch()
     assert work.takes(todo)
-    work.run(todo)
+    work.replace(todo)
     return todo, table, work
 
 
@@ -161,3 +160,86 @@ def test_other_batches_are_left_to_sglang(runner: Any, analyser: Analyser, chang
     change(todo)
     assert not work.takes(todo)
     assert not pass_of(runner, analyser, torch.zeros(3, 130), possible=False).takes(batch())
+
+
+PREFIX = torch.randint(0, VOCABULARY, (37,), generator=torch.Generator().manual_seed(6)).tolist()
+
+
+@pytest.fixture(scope="module")
+def behind(runner: Any) -> Analyser:
+    """An analyser with a prefix."""
+    texts = Texts([PREFIX, PREFIX], torch.zeros(VOCABULARY, dtype=torch.bool))
+    return Analyser(runner, lambda: texts, Cut(), [(1, 0)], rotation=ROTATION, prefix=PREFIX)
+
+
+def prefixed(runner: Any, behind: Analyser, table: torch.Tensor, **options: Any) -> DocumentPass:
+    def analyse(documents: Any, keep: Any) -> Any:
+        return behind.analyse_all([document.ids for document in documents], keep=keep)
+
+    return DocumentPass(runner, table, analyse, behind.prefill, **{"possible": True} | options)
+
+
+def check(runner: Any, table: torch.Tensor, reqs: Any) -> None:
+    """The slots of the documents hold KV behind the prefix, keys as at positions from 0 on."""
+    pool = runner.token_to_kv_pool
+    for req in reqs:
+        ids, n = torch.tensor([*PREFIX, *req.ragserve.ids]), len(PREFIX)
+        slots = table[req.req_pool_idx, : len(req.ragserve.ids)].long()
+
+        def compare(layer: int, states: Any, slots: torch.Tensor = slots, n: int = n) -> None:
+            k, v = states[0].k[n:] - n / 100, states[0].v[n:]
+            torch.testing.assert_close(pool.get_key_buffer(layer)[slots], k, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(pool.get_value_buffer(layer)[slots], v, rtol=1e-4, atol=1e-4)
+
+        run(runner, [Text(ids, torch.arange(len(ids)))], compare)
+
+
+def table_of() -> torch.Tensor:
+    return torch.randperm(400, generator=torch.Generator().manual_seed(8))[: 3 * 130].view(3, 130).int()
+
+
+@pytest.mark.parametrize("analysed", [(True, True, True), (False, True, False), (False,) * 3], ids=str)
+def test_documents_are_prefilled_behind_the_prefix(
+    runner: Any, behind: Analyser, analysed: tuple[bool, ...]
+) -> None:
+    table, todo = table_of(), batch()
+    for req, analyse in zip(todo.reqs, analysed, strict=True):
+        req.ragserve.analyse = analyse
+    work = prefixed(runner, behind, table)
+    assert work.takes(todo)
+    work.replace(todo)
+    check(runner, table, todo.reqs)
+    assert [req.ragserve.analysis is not None for req in todo.reqs] == list(analysed)
+    assert work.follow(todo) == [], "done already"
+
+
+def test_chunks_and_what_follows_cached_pages_are_prefilled_behind_the_prefix(
+    runner: Any, behind: Analyser
+) -> None:
+    table, todo = table_of(), batch()
+    work = prefixed(runner, behind, table)
+    for start, end in ((0, 30), (30, 64), (64, 128)):  # the last of them with padding
+        for req in todo.reqs:
+            n = len(req.ragserve.ids)
+            req.extend_range.start, req.extend_range.end = min(start, n), min(end, n + 15)
+        assert work.takes(todo)
+        work.replace(todo)
+    check(runner, table, todo.reqs)
+
+
+@pytest.mark.parametrize("possible", [True, False])
+def test_documents_beside_questions_are_computed_after_sglangs_pass(
+    runner: Any, behind: Analyser, possible: bool
+) -> None:
+    table, todo = table_of(), batch()
+    work = prefixed(runner, behind, table, possible=possible)
+    removed, question, document = todo.reqs
+    question.ragserve, removed.ragserve_private = None, True
+    assert not work.takes(todo)
+    assert work.follow(todo) == [document]
+    work.run([document])
+    check(runner, table, [document])
+
+
+def test_without_a_prefix_nothing_follows(runner: Any, analyser: Analyser) -> None:
+    assert pass_of(runner, analyser, table_of()).follow(batch()) == []

@@ -17,7 +17,7 @@ from sglang_ext.documents.summaries import SummaryTicket
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.tensors.rope import Rotation
 from sglang_ext.wire.protocol import PlanError, document_key
-from tests.unit.context.small_model import DIM, KV_HEADS, runner_of
+from tests.unit.context.small_model import DIM, KV_HEADS, ROTATION, runner_of
 
 SYSTEM = [1, 2, 3, 4, 5]
 RARE = 45
@@ -50,7 +50,8 @@ def scorer(tiers: Tiers) -> DocumentScorer:
     runner = runner_of(200, seed=1)
     runner.token_to_kv_pool.head_num, runner.token_to_kv_pool.dtype = KV_HEADS, torch.float32
     unrelated = [torch.randint(0, 40, (100,)).tolist() for _ in range(2)]
-    analyser = Analyser(runner, lambda: Texts(unrelated, torch.zeros(50, dtype=torch.bool)), Cut())
+    texts = Texts(unrelated, torch.zeros(50, dtype=torch.bool))
+    analyser = Analyser(runner, lambda: texts, Cut(), rotation=ROTATION)
     parts: dict[str, Any] = dict.fromkeys(("locator", "query_pass", "selector"), SimpleNamespace())
     stage = SelectionStage(runner, tiers=tiers, analyser=analyser, ranks=Ranks(), memory_bytes=2**20, **parts)
     for ids in DOCUMENTS[:2]:

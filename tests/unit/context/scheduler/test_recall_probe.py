@@ -37,7 +37,7 @@ def engine() -> ProbeEngine:
     ends = torch.zeros(50, dtype=torch.bool)
     ends[END] = True
     unrelated = [torch.randint(0, 40, (100,)).tolist() for _ in range(2)]
-    analyser = Analyser(runner, lambda: Texts(unrelated, ends), Cut())
+    analyser = Analyser(runner, lambda: Texts(unrelated, ends), Cut(), rotation=rotation)
     shape = ModelShape(LAYERS, 4, profile=Profile(selection="none"))
     selector = Selector(rotation, analyser, Ranks())
     return ProbeEngine(runner, rotation, analyser, selector, lambda _, ids: analyser.analyse(ids), shape)

@@ -61,7 +61,7 @@ def turns(tree: Tree, runner: Any) -> SessionAttention:
     unrelated = [torch.randint(0, 40, (20,)).tolist() for _ in range(2)]
     texts = Texts(unrelated, torch.zeros(50, dtype=torch.bool))
     ranks = Ranks()
-    analyser = Analyser(runner, lambda: texts, Cut(), heads=HEAD)
+    analyser = Analyser(runner, lambda: texts, Cut(), heads=HEAD, rotation=ROTATION)
     return SessionAttention(
         runner,
         tree,
