@@ -3,42 +3,49 @@ prompts.
 
 Each question is asked with `full` first. Then all its documents are cached, and each strategy is led along
 the answer of `full` (`ragserve.verification.distribution`), so that its distributions are compared token by
-token; where it would have said something else, it is asked again for its own answer. So a strategy's time to
-the first token is measured with its documents on the device, and no row depends on another."""
+token; where it would have said something else, it is asked again for its own answer. So no row depends on
+another, and a strategy's time to the first token is measured with its documents on the device or, where that
+is wanted, on the host, copies included."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ragserve.answering.accounting import context_use
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
-from ragserve.errors import RagserveError
+from ragserve.engine.document_cache import CachingEngine
+from ragserve.errors import EngineError, RagserveError
 from ragserve.eval.data import Question
 from ragserve.strategy_spec import FULL, StrategySpec
 from ragserve.verification.distribution import Closeness, ReferenceAnswer, answer_of, forced_along
-from ragserve.verification.engine_run import TimedAnswer, first_token
+from ragserve.verification.engine_run import TimedAnswer, first_token, in_tier
 from ragserve.verification.given_scores import GivenScores
-from ragserve.verification.metrics import exact_match, token_f1
+from ragserve.verification.metrics import contains_answer, exact_match, is_refusal, token_f1
 from ragserve.verification.rows import Key, Row
-from sglang_ext.wire.protocol import EXACT_STRATEGIES
+from sglang_ext.wire.protocol import EXACT_STRATEGIES, document_key
 
 if TYPE_CHECKING:
     from ragserve.retrieval.embedder import Embedder
 
 NAMESPACE = "eval"
+Tier = Literal["device", "host"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Limits of asking: ``in_flight`` questions at a time. ``sentence_bytes``: the setting."""
+    """How to ask: ``in_flight`` questions at a time. ``sentence_bytes``: the setting. ``compare``: lead
+    strategies along the answer of `full`; otherwise they are asked for their own answers only. ``tier``: of
+    the documents when a composed strategy is asked."""
 
     max_new_tokens: int = 24
     in_flight: int = 4
     sentence_bytes: int = 0
+    compare: bool = True
+    tier: Tier = "device"
 
 
 async def evaluate(
@@ -95,12 +102,15 @@ class _Asking:
 
     async def run(self, specs: Sequence[StrategySpec], write: Callable[[Row], object]) -> None:
         others = [spec for spec in specs if spec.label != FULL.label]
-        row = await self._row(FULL)  # asked even if it is not wanted: the others are compared with it
-        if len(others) < len(specs):
-            write(row)
+        if self._ask.compare or len(others) < len(specs):  # even if it is not wanted
+            row = await self._row(FULL)
+            if len(others) < len(specs):
+                write(row)
         if any(spec.name not in EXACT_STRATEGIES for spec in others):
             try:
                 await self._engine.warm(self._request(others[0]))
+                if self._ask.tier != "device":
+                    await self._control("flush")
             except RagserveError as error:
                 for spec in others:
                     write(self._failed(spec, error))
@@ -123,17 +133,30 @@ class _Asking:
 
     async def _asked(self, spec: StrategySpec) -> Row:
         request = self._request(spec)
-        if spec.label == FULL.label:
+        if self._ask.tier != "device" and spec.name not in EXACT_STRATEGIES:
+            await self._to_tier(request)
+        if spec.label == FULL.label and self._ask.compare:
             self._reference = await answer_of(self._engine, request)
             tokens = len(self._reference.ids)
             same = Closeness.none(tokens)
             return self._measured(spec, self._reference.timed, self._reference.timed.text, same)
-        if self._reference is None:  # `full` failed
+        if self._reference is None:  # `full` failed, or nothing is compared
             answer = await first_token(self._engine, request)
             return self._measured(spec, answer, answer.text, None)
         close, timed = await forced_along(self._engine, request, self._reference)
         own = self._reference.timed if close.same_answer else await first_token(self._engine, request)
         return self._measured(spec, timed, own.text, close)
+
+    async def _to_tier(self, request: GenerateRequest) -> None:
+        fingerprint = (await self._control("info"))["fingerprint"]
+        ids = request.input_ids
+        keys = [document_key(NAMESPACE, fingerprint, ids[span.start : span.end]) for span in request.spans]
+        await in_tier(self._engine, self._ask.tier, keys)
+
+    async def _control(self, operation: str) -> dict[str, Any]:
+        if not isinstance(self._engine, CachingEngine):
+            raise EngineError("This engine does not say in which tier its documents are.")
+        return await self._engine.control(operation)
 
     def _measured(self, spec: StrategySpec, answer: TimedAnswer, text: str, close: Closeness | None) -> Row:
         last = answer.last
@@ -143,6 +166,8 @@ class _Asking:
             "answer": text.strip(),
             "em": exact_match(text, answers),
             "f1": round(token_f1(text, answers), 4),
+            "contains": contains_answer(text, answers),
+            "refused": is_refusal(text, answers),
             "kl": None if close is None else _shown(close.kl[0]),
             "agrees": None if close is None else close.agrees[0],
             "answer_kl": None if close is None else _shown(close.mean_kl),
@@ -150,6 +175,7 @@ class _Asking:
             "answer_regret": None if close is None else _shown(close.mean_regret),
             "answer_tokens": None if close is None else len(close.kl),
             "ttft_ms": round(answer.ttft_ms, 3),
+            "tiers": dict(use.tokens_by_tier),
             "prompt_tokens": len(self._prompt.input_ids),
             "document_tokens": use.tokens_retrieved,
             "kept": use.tokens_kept,
@@ -161,7 +187,7 @@ class _Asking:
 
     def _failed(self, spec: StrategySpec, error: RagserveError) -> Row:
         failure = f"{error.code}: {error.message}"
-        return self._head(spec) | {"answer": "", "em": 0.0, "f1": 0.0, "error": failure}
+        return self._head(spec) | {"answer": "", "em": 0.0, "f1": 0.0, "contains": False, "error": failure}
 
     def _head(self, spec: StrategySpec) -> dict[str, Any]:
         question = self._question
