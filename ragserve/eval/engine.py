@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragserve.answering.accounting import context_use
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
+from ragserve.best_passages import NOT_COMPOSED, PASSAGES, PassagesOptions
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
 from ragserve.engine.document_cache import CachingEngine
 from ragserve.errors import EngineError, RagserveError
@@ -26,7 +27,7 @@ from ragserve.verification.engine_run import TimedAnswer, first_token, in_tier
 from ragserve.verification.given_scores import GivenScores
 from ragserve.verification.metrics import contains_answer, exact_match, is_refusal, token_f1
 from ragserve.verification.rows import Key, Row
-from sglang_ext.wire.protocol import EXACT_STRATEGIES, document_key
+from sglang_ext.wire.protocol import document_key
 
 if TYPE_CHECKING:
     from ragserve.retrieval.embedder import Embedder
@@ -61,7 +62,9 @@ async def evaluate(
 ) -> None:
     """Hand ``write`` a row for each (set, question) and strategy that is not ``finished``, as soon as it is
     known. Failures become rows too. With an ``embedder`` composed requests have the scores that a retriever
-    would give their documents."""
+    would give their documents, and `passages` takes these by them; without one, in their order.
+
+    `passages` is asked as `full` is, with nothing cached."""
     waiting = iter(questions)
 
     async def worker() -> None:
@@ -93,11 +96,13 @@ class _Asking:
         self._question = question
         documents = [PromptDocument(str(i), d.title, d.text) for i, d in enumerate(question.documents)]
         room = engine.info.max_prompt_tokens - ask.max_new_tokens
+        self._builder, self._documents, self._room = builder, documents, room
         self._prompt: Prompt = builder.build(question.question, documents, max_prompt_tokens=room)
-        self._scores = None
+        self._scores, self._ranking = None, None
         if embedder is not None:
             given = GivenScores(builder, embedder, question.documents, ask.sentence_bytes)
             self._scores = given.of(question.question, self._prompt)
+            self._ranking = given.nearest(question.question, len(documents))
         self._reference: ReferenceAnswer | None = None
 
     async def run(self, specs: Sequence[StrategySpec], write: Callable[[Row], object]) -> None:
@@ -106,9 +111,9 @@ class _Asking:
             row = await self._row(FULL)
             if len(others) < len(specs):
                 write(row)
-        if any(spec.name not in EXACT_STRATEGIES for spec in others):
+        if composed := [spec for spec in others if spec.name not in NOT_COMPOSED]:
             try:
-                await self._engine.warm(self._request(others[0]))
+                await self._engine.warm(self._request(composed[0], self._prompt))
                 if self._ask.tier != "device":
                     await self._control("flush")
             except RagserveError as error:
@@ -118,9 +123,20 @@ class _Asking:
         for spec in others:
             write(await self._row(spec))
 
-    def _request(self, spec: StrategySpec) -> GenerateRequest:
-        sampling = Sampling(max_new_tokens=self._ask.max_new_tokens, stop=self._prompt.stop)
-        rid, ids, spans = f"{self._name}-{self._question.id}", self._prompt.input_ids, self._prompt.spans
+    def _prompt_of(self, spec: StrategySpec) -> Prompt:
+        if spec.name != PASSAGES:
+            return self._prompt
+        sizes = [len(self._builder.document_ids(each.title, each.text)) for each in self._documents]
+        chosen = PassagesOptions.of(spec.options).chosen(sizes, self._ranking)
+        shown = [self._documents[number] for number in chosen]
+        prompt = self._builder.build(self._question.question, shown, max_prompt_tokens=self._room)
+        return replace(prompt, tokens_retrieved=sum(sizes), left_out=len(sizes) - len(shown))
+
+    def _request(self, spec: StrategySpec, prompt: Prompt) -> GenerateRequest:
+        sampling = Sampling(max_new_tokens=self._ask.max_new_tokens, stop=prompt.stop)
+        rid, ids, spans = f"{self._name}-{self._question.id}", prompt.input_ids, prompt.spans
+        if spec.name == PASSAGES:
+            return GenerateRequest(rid, ids, NAMESPACE, FULL.name, sampling, spans)
         return GenerateRequest(
             rid, ids, NAMESPACE, spec.name, sampling, spans, spec.options, scores=self._scores
         )
@@ -132,20 +148,21 @@ class _Asking:
             return self._failed(spec, error)
 
     async def _asked(self, spec: StrategySpec) -> Row:
-        request = self._request(spec)
-        if self._ask.tier != "device" and spec.name not in EXACT_STRATEGIES:
+        prompt = self._prompt_of(spec)
+        request = self._request(spec, prompt)
+        if self._ask.tier != "device" and spec.name not in NOT_COMPOSED:
             await self._to_tier(request)
         if spec.label == FULL.label and self._ask.compare:
             self._reference = await answer_of(self._engine, request)
             tokens = len(self._reference.ids)
             same = Closeness.none(tokens)
-            return self._measured(spec, self._reference.timed, self._reference.timed.text, same)
+            return self._measured(spec, prompt, self._reference.timed, self._reference.timed.text, same)
         if self._reference is None:  # `full` failed, or nothing is compared
             answer = await first_token(self._engine, request)
-            return self._measured(spec, answer, answer.text, None)
+            return self._measured(spec, prompt, answer, answer.text, None)
         close, timed = await forced_along(self._engine, request, self._reference)
         own = self._reference.timed if close.same_answer else await first_token(self._engine, request)
-        return self._measured(spec, timed, own.text, close)
+        return self._measured(spec, prompt, timed, own.text, close)
 
     async def _to_tier(self, request: GenerateRequest) -> None:
         fingerprint = (await self._control("info"))["fingerprint"]
@@ -158,10 +175,17 @@ class _Asking:
             raise EngineError("This engine does not say in which tier its documents are.")
         return await self._engine.control(operation)
 
-    def _measured(self, spec: StrategySpec, answer: TimedAnswer, text: str, close: Closeness | None) -> Row:
+    def _measured(
+        self,
+        spec: StrategySpec,
+        prompt: Prompt,
+        answer: TimedAnswer,
+        text: str,
+        close: Closeness | None,
+    ) -> Row:
         last = answer.last
         answers = self._question.answers
-        use = context_use(spec.name, self._prompt, last, len(self._question.documents))
+        use = context_use(spec.name, prompt, last, len(self._question.documents))
         return self._head(spec) | {
             "answer": text.strip(),
             "em": exact_match(text, answers),
@@ -176,11 +200,11 @@ class _Asking:
             "answer_tokens": None if close is None else len(close.kl),
             "ttft_ms": round(answer.ttft_ms, 3),
             "tiers": dict(use.tokens_by_tier),
-            "prompt_tokens": len(self._prompt.input_ids),
+            "prompt_tokens": len(prompt.input_ids),
             "document_tokens": use.tokens_retrieved,
             "kept": use.tokens_kept,
             "recomputed": use.tokens_recomputed,
-            "documents_dropped": use.documents_retrieved - use.documents_kept,
+            "documents_dropped": use.documents_retrieved - use.documents_kept - prompt.left_out,
             "fallback": last.fallback,
             "error": None,
         }

@@ -20,6 +20,8 @@ def run(job: dict[str, Any]) -> None:
     ``job``: as `ragserve.eval.parallel` writes it; ``sets`` are files, ``settings`` the engine's,
     ``strategies`` labels, of which all questions are asked under the ``first`` ones first."""
     from ragserve.answering.prompt import PromptBuilder
+    from ragserve.answering.scores import SCORED
+    from ragserve.best_passages import PASSAGES
     from ragserve.engine.local import LocalEngine
     from ragserve.engine.offline import run_once
     from ragserve.eval.data import interleaved, load, set_name
@@ -47,7 +49,9 @@ def run(job: dict[str, Any]) -> None:
                 job["max_new_tokens"], job["in_flight"], settings.sentence_bytes, job["compare"], job["tier"]
             )
             mine = every[index :: job["of"]]
-            embedder = Embedder.of(settings) if any(spec.name == "samkv" for spec in specs) else None
+            embedder = (
+                Embedder.of(settings) if any(spec.name in (SCORED, PASSAGES) for spec in specs) else None
+            )
             for part in filter(None, (specs[: job["first"]], specs[job["first"] :])):
                 await evaluate(
                     engine, builder, mine, part, ask, finished=finished, write=write, embedder=embedder

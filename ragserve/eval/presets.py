@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RIVALS = (
-    "full,concat,cacheblend:share=0.15,epic:first=16,"
+    "full,passages:keep=0.15,passages:keep=0.25,concat,cacheblend:share=0.15,epic:first=16,"
     "concat:recompute=question,share=0.15,concat:recompute=anchors,share=0.15,random:share=0.15"
 )
-"""What `--strategies rivals` stands for: exact prefill, documents
-as they were computed, and the rules of CacheBlend, EPIC, ProphetKV and QCFuse, and chance, at one budget."""
+"""What `--strategies rivals` stands for: exact prefill of everything and of the best passages alone, plain
+reuse of documents, and the rules of CacheBlend, EPIC, ProphetKV and QCFuse, and chance, at one budget."""
 
 
 @dataclass(frozen=True, slots=True)

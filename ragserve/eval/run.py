@@ -16,13 +16,13 @@ from typing import Any, cast
 
 from ragserve.answering.auto import AUTO
 from ragserve.answering.results import Answer, RetrievedPassage
+from ragserve.best_passages import NOT_COMPOSED
 from ragserve.client import Client, QueryArguments, TextDocument
 from ragserve.config import StrategyName
 from ragserve.errors import NotFound, RagserveError
 from ragserve.eval.data import GivenPassage, Question, distinct_passages
 from ragserve.strategy_spec import FORCE, StrategySpec
 from ragserve.verification.metrics import contains_answer, exact_match, is_refusal, token_f1
-from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 _SEED = 0
 _INGEST_CHARS = 1_000_000  # per request, below every sensible body limit
@@ -61,7 +61,7 @@ class Options:
     @property
     def is_composed(self) -> bool:
         """Whether the strategy composes contexts from cached documents."""
-        return self.strategy is not None and self.strategy not in (*EXACT_STRATEGIES, AUTO)
+        return self.strategy is not None and self.strategy not in (*NOT_COMPOSED, AUTO)
 
     @property
     def fields(self) -> QueryArguments:

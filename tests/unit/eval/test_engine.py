@@ -185,6 +185,48 @@ def test_refusals_are_told_from_answers() -> None:
     assert [row["refused"] for row in (full, epic, random)] == [True, False, False]
 
 
+def test_the_best_passages_are_asked_for_with_nothing_cached() -> None:
+    table = Table(ANSWERS, DISTRIBUTIONS)
+    full, best, _ = asked(table, "full,passages:tokens=1,epic", ask=Ask(compare=False))
+    assert [request.strategy for request in table.asked] == ["full", "full", "epic"]
+    whole, part, _ = table.asked
+    assert len(part.input_ids) < len(whole.input_ids)
+    assert best["strategy"] == "passages:tokens=1"
+    assert 0 < best["kept"] == best["recomputed"] < best["document_tokens"] == full["document_tokens"]
+    assert best["documents_dropped"] == 0, "left out, not without room"
+    assert table.warmed[0].strategy == "epic"
+
+
+class SecondBest:
+    """An embedder that finds the second passage nearer to every question."""
+
+    dim = 2
+
+    def encode(self, texts: Sequence[str]) -> Any:
+        return np.array([[1.0, 0.0] if number == 0 else [0.0, 1.0] for number, _ in enumerate(texts)])
+
+    def encode_queries(self, texts: Sequence[str]) -> Any:
+        return np.array([[0.0, 1.0]] * len(texts))
+
+
+def test_the_best_passages_are_those_of_the_embedder() -> None:
+    table, written, builder = Table(ANSWERS, DISTRIBUTIONS), list[rows.Row](), PromptBuilder.load(str(MODEL))
+    work = evaluate(
+        table,  # type: ignore[arg-type]
+        builder,
+        [("s", QUESTION)],
+        parse("passages:tokens=1"),
+        Ask(compare=False),
+        finished=(),
+        write=written.append,
+        embedder=SecondBest(),  # type: ignore[arg-type]
+    )
+    asyncio.run(work)
+    read = builder.words(table.asked[0].input_ids)
+    assert "b is blue." in read
+    assert "a is red." not in read
+
+
 def test_nothing_is_asked_twice() -> None:
     table = Table(ANSWERS, DISTRIBUTIONS)
     assert asked(table, "full,epic", finished=frozenset({("s", "q1", "full"), ("s", "q1", "epic")})) == []

@@ -74,6 +74,14 @@ def test_what_a_benchmark_fixes_cannot_be_changed(tmp_path: Path, plans: list[Pl
     assert [spec.label for spec in plans[0].strategies] == ["full", "concat"]
 
 
+def test_the_best_passages_need_a_ranking(tmp_path: Path, plans: list[Plan]) -> None:
+    with pytest.raises(InvalidRequest, match="passages needs the search's order"):
+        invoked(tmp_path, "--strategies", "passages", "--url", "http://localhost:1")
+    with pytest.raises(InvalidRequest, match="passages needs the search's order"):
+        invoked(tmp_path, "--strategies", "passages", "--mode", "multiturn")
+    assert not plans
+
+
 def test_without_a_benchmark_the_settings_system_text_is_asked_with(
     tmp_path: Path, plans: list[Plan]
 ) -> None:
@@ -86,5 +94,6 @@ def test_without_a_benchmark_the_settings_system_text_is_asked_with(
 def test_rivals_stand_for_published_rules() -> None:
     labels = [spec.label for spec in parse(expanded("rivals, samkv:keep=0.3"))]
     assert labels[-1] == "samkv:keep=0.3"
+    assert {"passages:keep=0.15", "passages:keep=0.25"} < set(labels)
     assert {"full", "concat", "cacheblend:share=0.15", "epic:first=16", "random:share=0.15"} < set(labels)
     assert {f"concat:recompute={rule},share=0.15" for rule in ("question", "anchors")} < set(labels)
