@@ -15,7 +15,7 @@ import typer
 from ragserve.commands.options import ENGINE_SETTINGS, with_settings
 from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
-from ragserve.eval.presets import BENCHMARKS, expanded
+from ragserve.eval.presets import BENCHMARKS, expanded, fixed_by
 from ragserve.files import write_text
 
 if TYPE_CHECKING:
@@ -200,7 +200,9 @@ def evaluate(
 
     own = namespace is not None or documents is not None
     known = [name for name in get_args(StrategyName) if name != AUTO or url or own]
-    settings, max_new_tokens, strategies = _preset(benchmark, settings, max_new_tokens, strategies)
+    settings, max_new_tokens, strategies = fixed_by(
+        benchmark, settings, max_new_tokens, strategies or ("" if benchmark else "full,prefix")
+    )
     specs = parse(expanded(strategies), known)
     given_over_rest = mode is EvalMode.given and url is not None and not own
     if any(spec.name == PASSAGES for spec in specs) and (mode is EvalMode.multiturn or given_over_rest):
@@ -314,29 +316,6 @@ def evaluate(
             fg=typer.colors.RED,
         )
         raise typer.Exit(1)
-
-
-def _preset(
-    name: str | None, settings: Settings, max_new_tokens: int | None, strategies: str | None
-) -> tuple[Settings, int | None, str]:
-    """Settings, tokens of an answer, and strategies, as a benchmark fixes them. Raises InvalidRequest where
-    it is unknown, or another is given of what it fixes."""
-    if name is None:
-        return settings, max_new_tokens, strategies or "full,prefix"
-    if name not in BENCHMARKS:
-        raise InvalidRequest(f"No benchmark {name!r}.", hint=f"One of: {', '.join(BENCHMARKS)}.")
-    fixed = BENCHMARKS[name]
-    given = {
-        "--system-prompt": settings.system_prompt not in (None, fixed.system_prompt),
-        "--max-new-tokens": max_new_tokens not in (None, fixed.max_new_tokens),
-    }
-    if other := [flag for flag, is_other in given.items() if is_other]:
-        raise InvalidRequest(
-            f"Benchmark {name} fixes what {' and '.join(other)} would change.",
-            hint="Leave it away, or omit --benchmark.",
-        )
-    settings = settings.model_copy(update={"system_prompt": fixed.system_prompt})
-    return settings, fixed.max_new_tokens, strategies or fixed.strategies
 
 
 def _engines(plan: Plan, work: Path | None, out: Path | None, *, write_gate: bool) -> list[Line]:

@@ -26,8 +26,8 @@ NOTE = (
     "likely token. answer_kl, answer_agrees: the same a token, over the whole answer of full along which the "
     "strategy is led; answer_regret: by how many percent full finds the strategy's most likely token less "
     "likely than its own. ..._bound: 95 % confidence bound on the side of the loss, f1_loss in points below "
-    "full. kept, recomputed: percent of the document tokens. ttft: milliseconds, with documents of composed "
-    "strategies in the tier that the head names. Pooled: all questions of all sets. margin: percent of what "
+    "full. kept, recomputed: percent of the document tokens; from_host: percent of those read from caches. "
+    "ttft: milliseconds, with documents of composed strategies in the tier that the head names. Pooled: all questions of all sets. margin: percent of what "
     "concat loses that is recovered, (f1 - concat) / (full - concat), over the questions of the sets where "
     f"full is at least {LEAST_MARGIN:g} points above concat; its interval is a paired bootstrap within sets."
 )
@@ -141,6 +141,7 @@ def _line(group: Sequence[Mapping[str, Any]], full_f1: Mapping[tuple[str, str], 
         **answer_figures(answered),
         "kept": _share(answered, "kept", tokens),
         "recomputed": _share(answered, "recomputed", tokens),
+        "from_host": _from_host(answered),
         "ttft_ms": _rounded(_mean(ttft)) if ttft else None,
         "ttft_ms_p50": _rounded(percentile(ttft, 50)) if ttft else None,
         "prompt_tokens": round(_mean([row["prompt_tokens"] for row in answered]), 1) if answered else None,
@@ -155,6 +156,13 @@ def _share_of(name: str, group: Sequence[Mapping[str, Any]]) -> float | None:
     if not any(name in row for row in group):
         return None
     return _rounded(100 * _mean([bool(row.get(name)) for row in group]))
+
+
+def _from_host(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Percent of the tokens read from caches; None if none were."""
+    tiers = [row.get("tiers", {}) for row in rows]
+    every = sum(sum(each.values()) for each in tiers)
+    return _rounded(100 * sum(each.get("host", 0) for each in tiers) / every) if every else None
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -252,6 +252,9 @@ def test_averages_by_hand() -> None:
     assert epic["f1_vs_full_se"] == pytest.approx(50 / math.sqrt(3), abs=0.01)
     assert (epic["kl"], epic["kl_p50"], epic["ttft_ms"]) == (1.0, 1.0, 6.0)
     assert (epic["kept"], epic["recomputed"], epic["agrees"]) == (50.0, 20.0, 100.0)
+    assert epic["from_host"] is None
+    [read] = summarise([row("1", "epic", 1.0, tiers={"host": 3}), row("2", "epic", 1.0, tiers={"device": 1})])
+    assert read["from_host"] == 75.0
     assert epic["answer_kl"] is epic["answer_kl_bound"] is None, "rows of an earlier version"
     assert epic["contains"] is epic["refused"] is None
     low, high = epic["f1_vs_full_95"]
