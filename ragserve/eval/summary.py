@@ -27,8 +27,9 @@ NOTE = (
     "strategy is led; answer_regret: by how many percent full finds the strategy's most likely token less "
     "likely than its own. ..._bound: 95 % confidence bound on the side of the loss, f1_loss in points below "
     "full. kept, recomputed: percent of the document tokens; from_host: percent of those read from caches. "
-    "ttft: milliseconds, with documents of composed strategies in the tier that the head names. Pooled: all questions of all sets. margin: percent of what "
-    "concat loses that is recovered, (f1 - concat) / (full - concat), over the questions of the sets where "
+    "ttft: milliseconds, with documents of composed strategies in the tier that the head names. Pooled: all "
+    "questions of all sets. margin: percent of what concat loses that is recovered, (f1 - concat) / (full - "
+    "concat), over the questions of the sets where "
     f"full is at least {LEAST_MARGIN:g} points above concat; its interval is a paired bootstrap within sets."
 )
 
