@@ -46,6 +46,7 @@ _MESSAGE_CHARS = 500
 _MARKED = 4  # characters read for one that is kept: the others are citation markers and blanks
 _MAX_NEW_TOKENS = 64
 _MAX_CHARS = 400  # of a rewrite
+_REWRITTEN = 4 * _MAX_CHARS  # characters of a question of which a rewrite may keep half of the words
 _KEPT = 0.5  # share of the follow-up's words that a rewrite keeps: "that country" becomes a name
 
 _SYSTEM = (
@@ -366,12 +367,12 @@ def is_usable(rewrite: str, question: str, history: Sequence[Message]) -> bool:
 
     Words match if they share all but their ending; words of up to three letters and words without a subject
     are free."""
+    if len(rewrite) > _MAX_CHARS or len(question) > _REWRITTEN:
+        return False
     said, asked = _words(rewrite), _words(question)
     read = (_plain(message.content, _MESSAGE_CHARS) for message in history[-_MESSAGES:])
     known = asked.union(*map(_words, read))
-    if not said or len(rewrite) > _MAX_CHARS:
-        return False
-    if not all(_is_free(word) or _is_in(word, known) for word in said):
+    if not said or not all(_is_free(word) or _is_in(word, known) for word in said):
         return False
     telling = [word for word in asked if not _is_free(word)]
     return sum(_is_in(word, said) for word in telling) >= _KEPT * len(telling)

@@ -20,6 +20,10 @@ def test_long_messages_are_cut_before_they_are_cleaned(run: str) -> None:
     assert len(_dialogue(history, "Why?")) < 4_000
     assert all(len(text) < 400 for text in variants("Why?", history))
     is_usable("Why x?", "Why?", history)
+    words = " ".join(
+        f"w{chr(97 + i % 26)}{chr(97 + i // 26 % 26)}{chr(97 + i // 676)}" for i in range(10_000)
+    )
+    assert not is_usable(words[:400], words, [Message("user", words)] * 6)
     assert thread_time() - started < 1
 
 

@@ -200,11 +200,13 @@ def test_tables_that_arrange_a_page_are_no_tables(tmp_path: Path, parse: ParseFi
     [
         ("---\ntitle: From front matter\ntags: [a]\n---\n# Heading\ntext", "From front matter"),
         ("```sh\n# not a heading\n```\n\n# The heading #\n\ntext", "The heading"),
+        ("#  A heading in C# ##  \n\ntext", "A heading in C#"),
+        ("Underlined C #  \r\n==========  \r\n\r\ntext", "Underlined C #"),
         ("Underlined\n==========\n\ntext", "Underlined"),
         ("---\n: [broken yaml\n---\n# Still found\n", "Still found"),
         ("no heading at all", ""),
     ],
-    ids=["front-matter", "fence", "setext", "broken-front-matter", "none"],
+    ids=["front-matter", "fence", "closed", "setext of CRLF", "setext", "broken-front-matter", "none"],
 )
 def test_markdown_title(content: str, title: str, tmp_path: Path, parse: ParseFile) -> None:
     path = tmp_path / "a.md"
