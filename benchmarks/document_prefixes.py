@@ -1,7 +1,7 @@
 """Which prefix should documents be prefilled behind? Emulates reuse of documents' KV in transformers.
 
     python -m benchmarks.document_prefixes run MODEL OUT.json SET.jsonl[.gz] ... [--half first] [--shard 0/4]
-    python -m benchmarks.document_prefixes table NAME OUT.json ...
+    python -m benchmarks.document_prefixes table OUT.json ... [--report REPORT.json]
 
 A document's KV is computed behind a prefix that is dropped afterwards; its keys are rotated to the document's
 place in the prompt. Then the tokens that the question attends to most (rule `question`) are recomputed over
@@ -361,6 +361,23 @@ def table(paths: Sequence[Path]) -> list[dict[str, Any]]:
     return rows
 
 
+def show(args: argparse.Namespace) -> None:
+    """Print the table, and write it as a report of the machine that answered."""
+    rows, first = table(args.files), json.loads(args.files[0].read_text())
+    for row in rows:
+        print(json.dumps(row))
+    if args.report is None:
+        return
+    half = "all questions" if first["half"] == "all" else f"{first['half']} halves of the sets"
+    report = {
+        "name": "Documents' prefixes",
+        "workload": {"model": first["model"], "questions": half, "tokens": TOKENS, "engine": "emulation"},
+        "environment": {"gpu": first["gpu"], "versions": first["versions"], "date": args.date},
+        "rows": rows,
+    }
+    args.report.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -378,7 +395,9 @@ def main() -> None:
     asked.set_defaults(do=run)
     shown = commands.add_parser("table")
     shown.add_argument("files", type=Path, nargs="+")
-    shown.set_defaults(do=lambda args: [print(json.dumps(row)) for row in table(args.files)])
+    shown.add_argument("--report", type=Path)
+    shown.add_argument("--date", default=time.strftime("%Y-%m-%d"))
+    shown.set_defaults(do=show)
     args = parser.parse_args()
     args.do(args)
 
