@@ -22,7 +22,7 @@ PAGE = 16
 
 def request(row: Any = None, tokens: int = 1000, **options: Any) -> Any:
     state = DecodeState(DecodeOptions(mode="hierarchical", budget=4 * PAGE, **options))
-    state.offloaded = row
+    state.offload.begin(row)
     return SimpleNamespace(ragserve_decode=state, origin_input_ids=[0] * tokens)
 
 

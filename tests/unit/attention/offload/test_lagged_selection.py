@@ -57,7 +57,7 @@ def test_at_most_one_page_begins_while_a_selection_serves(lag: int) -> None:
     req = request(plan, lag=lag, reuse=1000)
     chosen, begun = 0, 0
     for tokens in range(101, 400):
-        was = req.ragserve_decode.widened
+        was = req.ragserve_decode.selection.widened
         step = run(plan, [req], [tokens])
         if step.swapped[0]:
             begun = 0
@@ -116,7 +116,7 @@ def test_an_offloaded_progressive_row_chooses_for_its_resident_blocks_by_its_own
     req = request(plan, mode="progressive", offloaded=True, reuse=5)
     state = req.ragserve_decode
     steps = [run(plan, [req], [101 + i]) for i in range(40)]
-    assert (state.first_tokens, state.options.lag_steps) == (101, 2)
+    assert (state.selection.first_tokens, state.options.lag_steps) == (101, 2)
     assert all(step.variant is Variant.PROGRESSIVE for step in steps)
     assert not any(step.active[0] or step.opened[0] for step in steps), "it reads what it ranks"
     made = [i for i, step in enumerate(steps) if step.lagged[0]]
@@ -236,7 +236,7 @@ def test_pages_of_progressive_rows_are_loaded_by_their_own_clock_and_placed_nowh
     )
     lagged = LaggedSelection(backend, offloaded, PAGE)  # type: ignore[arg-type]
     a, b = request(plan, mode="progressive", offloaded=True, reuse=4), request(plan, mode="dense", lag=0)
-    a.ragserve_decode.offloaded = SimpleNamespace()
+    a.ragserve_decode.offload.begin(SimpleNamespace())
 
     def step(reqs: list[Any], lengths: list[int]) -> list[tuple[str, int]]:
         told.clear()
