@@ -12,7 +12,8 @@ from sglang_ext.documents.fill import DocumentKv, fill_pages
 from sglang_ext.kv_offload.documents.context_pages import ContextPages
 from sglang_ext.kv_offload.host_prefix import HostPrefix
 from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
-from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts, OffloadedRow
+from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
+from sglang_ext.wire.protocol import OffloadCounts
 
 
 class HostPrefixes:

@@ -25,7 +25,7 @@ from sglang_ext.kv_offload.documents.host_documents import HostDocuments
 from sglang_ext.kv_offload.host.copy_stream import CopyStream
 from sglang_ext.kv_offload.host.host_pages import HostPages
 from sglang_ext.kv_offload.host_prefix import HostPrefix
-from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts, OffloadedRow
+from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
 from sglang_ext.kv_offload.resident.page_loads import PageLoads
 from sglang_ext.kv_offload.resident.resident_blocks import EMPTY, ResidentTable
 from sglang_ext.kv_offload.resident.resident_check import differing
@@ -36,6 +36,7 @@ from sglang_ext.kv_offload.resident.working_set import OffloadBounds, resized
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.stages import stages
 from sglang_ext.tensors.buffers import upload
+from sglang_ext.wire.protocol import OffloadCounts
 
 if TYPE_CHECKING:
     from sglang_ext.documents.radix import DocumentRadixCache
@@ -80,9 +81,7 @@ class OffloadedRows:
         self.bounds = OffloadBounds()
         shape = (req_to_token.shape[0], -(-req_to_token.shape[1] // page_size))
         self.statistics_of = torch.full(shape, -1, dtype=torch.int32, device=self.kv.device)
-        """Where the statistics of a request's pages lie, by its row of the request table; -1: with the
-        page.
-        """
+        """By a request's row of the request table, where the statistics of its pages lie; -1: with them."""
 
     def attach(self, tree: DocumentRadixCache, ranks: Ranks) -> None:
         """``tree``: SGLang's prefix cache, ours. ``ranks``: those that vote."""

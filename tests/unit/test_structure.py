@@ -121,7 +121,9 @@ ENGINE = {  # package of sglang_ext: those that it may import
     "cpu": {"attention"},
     "analysis": {"ranks", "sglang_internals"},
     "documents": {"cpu", "wire"},
-    "kv_offload": {"analysis", "documents", "ranks", "sglang_internals", "stages", "state", "tensors"},
+    "kv_offload": {
+        *("analysis", "documents", "ranks", "sglang_internals", "stages", "state", "tensors", "wire"),
+    },
     "context": {
         *("analysis", "diagnostics", "documents", "kv_offload", "ranks", "sglang_internals", "stages"),
         *("tensors", "wire"),

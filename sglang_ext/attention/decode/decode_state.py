@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field
 from ragserve_kernels.paged import PageSelection
 from sglang_ext.attention.decode.observed_queries import ObservedQueries
 from sglang_ext.attention.offload.offload_state import OffloadState, SegmentedPrompt
-from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts
-from sglang_ext.wire.protocol import DecodeOptions, DecodeReport
+from sglang_ext.wire.protocol import DecodeOptions, DecodeReport, OffloadCounts
 
 
 @dataclass(slots=True)

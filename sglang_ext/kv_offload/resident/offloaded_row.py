@@ -1,4 +1,4 @@
-"""State of one offloaded request, and what it counts."""
+"""State of one offloaded request."""
 
 from __future__ import annotations
 
@@ -14,22 +14,7 @@ from sglang_ext.kv_offload.documents.context_pages import ContextPages
 from sglang_ext.kv_offload.resident.link_meter import LinkMeter
 from sglang_ext.kv_offload.resident.resident_blocks import RECENT, ResidentTable
 from sglang_ext.kv_offload.resident.shared_blocks import SharedTable
-
-
-@dataclass(slots=True)
-class OffloadCounts:
-    """Counts of a request, as `DecodeReport` says. One that is retracted is offloaded anew, and counts on."""
-
-    offloaded_steps: int = 0
-    hits: int = 0
-    misses: int = 0
-    fills: int = 0
-    host_reads: int = 0
-    loaded_bytes: int = 0
-    resident_blocks: int = 0
-    working_set: float = 0.0
-    resumed: int = 0
-    segmented_tokens: int = 0
+from sglang_ext.wire.protocol import OffloadCounts
 
 
 @dataclass(eq=False, slots=True)

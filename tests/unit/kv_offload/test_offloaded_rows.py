@@ -14,9 +14,9 @@ from ragserve_kernels.page_stats import PageStats
 from ragserve_kernels.paged import PageSelection
 from sglang_ext.documents.pages.types import IntegrityError
 from sglang_ext.kv_offload import offloaded_rows
-from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts
 from sglang_ext.kv_offload.resident.resident_blocks import RECENT
 from sglang_ext.kv_offload.resident.shared_blocks import SharedTable
+from sglang_ext.wire.protocol import OffloadCounts
 from tests.unit.kv_offload.offloaded_bench import HEADS, LAYERS, LIMIT, PROMPT, Bench, drawn
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts
 from sglang_ext.kv_offload.resident.resident_blocks import RECENT, ResidentTable
 from sglang_ext.kv_offload.resident.working_set import resized
+from sglang_ext.wire.protocol import OffloadCounts
 from tests.unit.kv_offload.offloaded_bench import LIMIT, PROMPT, Bench, drawn
 
 
