@@ -288,6 +288,9 @@ WRITERS = {  # class of shared state: the module that writes its fields; None: i
     "OffloadState": None,
     "SegmentedPrompt": "sglang_ext.attention.offload.segmented_prefill",
     "Account": None,
+    "OffloadedRow": "sglang_ext.kv_offload.offloaded_rows",
+    "HeldBlocks": "sglang_ext.kv_offload.resident.resident_slots",
+    "SelectionLoads": None,
 }
 
 

@@ -163,7 +163,7 @@ class Bench:
         slots = self.table[1, protected:tokens].long()
         if row.moved:
             held, tail = self.req.ragserve_resident_blocks
-            assert not row.placed or torch.equal(held.int(), self.table[1, protected:tail])
+            assert not row.blocks.placed or torch.equal(held.int(), self.table[1, protected:tail])
             slots = torch.cat((held, self.table[1, tail:tokens].long()))
             assert len(slots) == tokens - protected, "SGLang counts as many"
         self.allocator.free(slots)

@@ -55,7 +55,7 @@ def test_resident_blocks_hold_what_copies_would_and_no_host_page_is_taken(
         assert prefix is not None
         row = entered(bench, composed, prefix)
         assert (bench.pages.used, bench.pages.elsewhere) == (0, PROMPT)
-        assert row.table is not None
+        assert row.blocks.table is not None
         selection = drawn()
         placed = bench.rows.load(row, selection)
         assert bench.arrives(row, placed)
@@ -68,10 +68,10 @@ def test_resident_blocks_hold_what_copies_would_and_no_host_page_is_taken(
             bench.rows.check()
             selection, placed = selection_after, placed_after
         assert row.counts.misses
-        row.table.held[0, 0, 0] = (row.table.held[0, 0, 0] + 1) % PROMPT  # type: ignore[union-attr]
+        row.blocks.table.held[0, 0, 0] = (row.blocks.table.held[0, 0, 0] + 1) % PROMPT  # type: ignore[union-attr]
         with pytest.raises(IntegrityError, match="differ from host pages"):
             bench.rows.check()
-        row.table.held[0, 0, 0] = -1  # type: ignore[union-attr]
+        row.blocks.table.held[0, 0, 0] = -1  # type: ignore[union-attr]
         bench.ended(row)
         assert (bench.pages.elsewhere, bench.rows.documents.used) == (0, 0)  # type: ignore[union-attr]
         assert store.drop_host() == len(composed.samples), "nobody reads them any more"
