@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
+PASS_ON = {"enumerate", "list", "reversed", "sorted", "tuple", "zip"}  # what they are given
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ class FieldWriters:
                 return names.get(name, frozenset())
             case ast.Attribute(value=inner, attr=name):
                 return frozenset(self._named.get(name, ())) or self._of(inner, names)
+            case ast.Call(func=ast.Name(id=name), args=given) if name in PASS_ON:
+                return frozenset[str]().union(*(self._of(each, names) for each in given))
             case ast.Call(func=function):
                 return self._of(function, names)
             case ast.Subscript(value=inner) | ast.NamedExpr(value=inner):

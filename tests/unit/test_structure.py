@@ -291,6 +291,10 @@ WRITERS = {  # class of shared state: the module that writes its fields; None: i
     "OffloadedRow": "sglang_ext.kv_offload.offloaded_rows",
     "HeldBlocks": "sglang_ext.kv_offload.resident.resident_slots",
     "SelectionLoads": None,
+    "ComposedContext": "sglang_ext.context.scheduler.selection_stage",
+    "LocatedDocuments": "sglang_ext.context.compose.locate",
+    "ContextPlace": "sglang_ext.context.scheduler.admission",
+    "FillOutcome": None,
 }
 
 
@@ -316,7 +320,7 @@ def f(self, req, row: Row, kept: KeptSelection):
     account = row.state.account
     account.pages += 1
     kept.current = state.kept = None
-    for each in self.rows:
+    for i, each in enumerate(self.rows):
         each.state.offload.row = None
 """
     found = wrong_writes([*sources, ("sglang_ext.bad", ast.parse(bad))])

@@ -163,7 +163,7 @@ def test_it_is_bit_for_bit_what_is_copied_where_it_cannot_be_read_in_place(seed:
             get_key_buffer=k.__getitem__,
             get_value_buffer=v.__getitem__,
         )
-        composed.context.sources = [
+        composed.context.located.sources = [
             DocumentOnHost(key, pages) for key, pages in zip(found.keys, found.sources, strict=True)
         ]
         filling = filling_of(composed.context, torch.arange(1, composed.context.slots + 1))
@@ -189,7 +189,7 @@ def test_codes_do_not_stand_for_what_the_device_has_exactly() -> None:
     composed = Composed(4, 100)
     on_device = DocumentOnDevice(torch.arange(4), "node")
     for bits, sources, found in ((8, [], True), (8, [on_device], False), (16, [on_device], True)):
-        composed.context.sources = list(sources)
+        composed.context.located.sources = list(sources)
         with store_of(composed.samples, bits=bits) as store:
             held = context_on_host(composed.context, documents_of(store), 16)
             assert (held is not None) == found
