@@ -175,13 +175,14 @@ class StepTables:
 
     def set_active(self, step: Step) -> None:
         """Set which rows choose their pages in this step, and the pages that no query chooses."""
-        if step.active != self._active_rows:
-            chosen = list(zip(step.rows, step.active, strict=True))
+        active = step.active
+        if active != self._active_rows:
+            chosen = list(zip(step.rows, active, strict=True))
             self._copy_flags([now and not (row.exact or row.recent) for row, now in chosen], self.active)
             self._copy_flags([now and row.exact and not row.recent for row, now in chosen], self.exact)
-            self._active_rows = step.active
+            self._active_rows = active
         for i, row in enumerate(step.rows):
-            if row.recent and step.active[i]:
+            if row.recent and active[i]:
                 self._set_recent(i, row.state.selection.newest)
 
     def set_shares(self, shares: tuple[float, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from sglang_ext.attention.decode.decode_state import DecodeState, KeptSelection
 from sglang_ext.attention.decode.observed_queries import ObservedQueries
 from sglang_ext.attention.decode.page_stats import PageStatistics
 from sglang_ext.attention.decode.progressive_attention import ProgressiveToken, listed
-from sglang_ext.attention.decode.step_planner import StepPlanner
+from sglang_ext.attention.decode.step_planner import Selects, StepPlanner
 from sglang_ext.attention.offload.lagged_selection import LaggedSelection
 from sglang_ext.attention.offload.streamed_attention import StreamedTokens
 from sglang_ext.documents.pages.types import IntegrityError
@@ -59,8 +59,7 @@ class _Extended:
         tokens: up to the end of the extend.
         last: place of its last new token in the pass.
         part: what attends apart; None if nothing does.
-        chooses: when the pages that its last query chooses at the end of the pass are read: from the next
-            step on, or after its lag.
+        selects: whether its last query selects pages at the end of the pass, and for which steps.
         observes: its last query counts in the mean of a window.
         query: that query, once the pass has shown it.
     """
@@ -71,14 +70,14 @@ class _Extended:
     tokens: int
     last: int
     part: SparseToken | ProgressiveToken | StreamedTokens | None = None
-    chooses: Literal["no", "next", "later"] = "no"
+    selects: Selects = Selects.NO
     observes: bool = False
     query: ObservedQueries = field(default_factory=ObservedQueries)
 
     @property
     def is_asked(self) -> bool:
         """Return True if its last query is to be noted."""
-        return self.observes or self.chooses != "no"
+        return self.observes or self.selects is not Selects.NO
 
     def observe(self) -> None:
         """Take its last query into the mean of the window, as a decode step would."""
@@ -132,8 +131,7 @@ class OffloadedExtends:
             else:
                 if row is not None:
                     self._question(each, row, end - start)
-                if self._planner.chooses_early(req, end):
-                    each.chooses = "next"
+                each.selects = self._planner.selects_early(req, end)
             if each.part is not None or each.is_asked:
                 self._extended.append(each)
 
@@ -142,7 +140,7 @@ class OffloadedExtends:
         state = each.state
         state.counts.resumed += 1
         self._enter(each, row)
-        swapped, chooses, is_new = self._planner.again(each.req, each.tokens)
+        swapped, each.selects, is_new = self._planner.again(each.req, each.tokens)
         if swapped:
             self._lagged.swap(kept, reads=True)
         self._lagged.read_again(row, kept)
@@ -151,7 +149,6 @@ class OffloadedExtends:
         else:
             selection = self._backend.widened(kept.current, state)
             each.part = SparseToken(each.last, self._pages(each, scored=False), selection)
-        each.chooses = "later" if chooses else "no"
         each.observes = is_new and state.options.chooses_by_window
 
     def _progressive(self, each: _Extended, row: OffloadedRow) -> ProgressiveToken:
@@ -202,9 +199,9 @@ class OffloadedExtends:
             if each.part is not None and each.part.layers != self._offloaded.kv.layers:
                 raise IntegrityError("a pass over offloaded requests went past the attention backend")
             each.observe()
-            if each.chooses == "next":
+            if each.selects is Selects.NEXT:
                 self._choose_first(each)
-            elif each.chooses == "later":
+            elif each.selects is Selects.LATER:
                 self._lagged.chosen(each.state, self._selection(each))
             elif each.state.selection.pending_from and each.state.kept is not None:
                 pending = each.state.kept.pending_named

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ragserve_kernels.paged import PageSelection
 from sglang_ext.attention.decode.backend import SparseDecodeBackend
 from sglang_ext.attention.decode.decode_state import DecodeState, KeptSelection, Row
-from sglang_ext.attention.decode.step_planner import Step
+from sglang_ext.attention.decode.step_planner import Selects, Step
 from sglang_ext.documents.pages.types import IntegrityError
 from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
 from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
@@ -54,9 +54,9 @@ class LaggedSelection:
             state = row.state
             if state.offload.row is not None:
                 self._offloaded.load_rest(state.offload.row)
-            if step.active[i] or (row.progressive and state.kept is None):
+            if step.selects[i] is Selects.NOW:
                 self.first(state, self._chosen(i, row, wanted=False))
-            if step.lagged[i] and state.kept is not None:
+            if step.selects[i] is Selects.LATER and state.kept is not None:
                 self.chosen(state, self._chosen(i, row, wanted=True))
             elif state.offload.row is None and may_be_offloaded(row, reqs[i], short=self._short):
                 options = state.options

@@ -12,7 +12,7 @@ from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING
 from sglang_ext.attention.decode.decode_state import DecodeState, Row
 from sglang_ext.attention.decode.observed_queries import ObservedQueries
 from sglang_ext.attention.decode.prompt_queries import PromptQueries
-from sglang_ext.attention.decode.step_planner import IDLE, Step, StepPlanner, Variant
+from sglang_ext.attention.decode.step_planner import IDLE, Selects, Step, StepPlanner, Variant
 from sglang_ext.attention.decode.tables import StepTables, TableShape
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.protocol import DecodeOptions
@@ -104,8 +104,9 @@ def test_lengths_and_pages_are_those_of_the_request_table() -> None:
 
 
 def planned(*rows: Row, active: bool = True, kept: tuple[int, ...] = (), **more: Any) -> Step:
-    whole = dict.fromkeys(("active", "opened"), (False,) * len(rows)) | {"kept": kept or (-1,) * len(rows)}
-    return Step(rows=rows, changed=True, **(whole | {"active": (active,) * len(rows)} | more))
+    selects = (Selects.NOW if active else Selects.NO,) * len(rows)
+    whole = {"selects": selects, "opened": (False,) * len(rows), "kept": kept or (-1,) * len(rows)}
+    return Step(rows=rows, changed=True, **(whole | more))
 
 
 def test_means_of_queries_move_with_their_rows_and_begin_with_those_of_the_prompt() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ragserve_kernels.paged import PageSelection
-from sglang_ext.attention.decode.step_planner import Step, StepPlanner, Variant
+from sglang_ext.attention.decode.step_planner import Selects, Step, StepPlanner, Variant
 from sglang_ext.attention.decode_runtime import DecodeRuntime
 from sglang_ext.attention.offload.lagged_selection import LaggedSelection, may_be_offloaded
 from sglang_ext.wire.attention_config import AttentionConfig
@@ -87,8 +87,8 @@ def test_a_step_that_becomes_an_extend_is_planned_once() -> None:
     state = req.ragserve_decode
     plan.forget(state)
     assert plan.place(state) == -1
-    assert plan.again(req, 105) == (False, True, True), "it chooses at the end of this step"
-    assert plan.again(req, 105) == (False, False, False)
+    assert plan.again(req, 105) == (False, Selects.LATER, True), "it chooses at the end of this step"
+    assert plan.again(req, 105) == (False, Selects.NO, False)
     step = run(plan, [other, req], [105, 106])
     assert (step.active[1], step.kept, step.changed) == (False, (0, -1), True)
     assert plan.place(state) == 1
@@ -101,10 +101,13 @@ def test_a_request_with_a_lag_chooses_by_the_last_query_of_its_prompt() -> None:
     req, session, document, at_once = (request(plan, reuse=1, lag=lag) for lag in (2, 2, 2, 0))
     session.ragserve = SimpleNamespace(plan=SimpleNamespace(session="s"))
     document.ragserve = SimpleNamespace()
-    assert [plan.chooses_early(req, end) for end in (60, 100)] == [False, True], "not by a part of it"
-    assert not any(plan.chooses_early(each, 100) for each in (session, document, at_once))
+    assert [plan.selects_early(req, end) for end in (60, 100)] == [Selects.NO, Selects.NEXT], (
+        "not by a part of it"
+    )
+    others = (session, document, at_once)
+    assert {plan.selects_early(each, 100) for each in others} == {Selects.NO}
     req.ragserve = SimpleNamespace(plan=SimpleNamespace(session=None))
-    assert plan.chooses_early(req, 100), "nor is it otherwise with a composed one"
+    assert plan.selects_early(req, 100) is Selects.NEXT, "nor is it otherwise with a composed one"
     plan.chosen_early(req, 100)
     step = run(plan, [req], [101])
     assert (step.active, step.swapped, step.lagged) == ((False,), (False,), (False,))
