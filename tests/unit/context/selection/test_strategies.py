@@ -158,7 +158,7 @@ def test_layers_may_keep_different_tokens_but_as_many() -> None:
         (
             "concat",
             {"recompute": [4], "max_recomputed": 9},
-            "one of the rules .* recompute is positions",
+            "needs one of the rules .* recompute is positions",
         ),
         ("concat", {"recompute": "question", "max_recomputed": 0}, "greater than or equal to 1"),
         ("nothing", {}, "one of cacheblend, concat, epic, random, samkv"),
