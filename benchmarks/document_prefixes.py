@@ -18,6 +18,8 @@ import argparse
 import collections
 import gzip
 import json
+import os
+import platform
 import statistics
 import sys
 import time
@@ -326,7 +328,8 @@ def run(args: argparse.Namespace) -> None:
             )
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     versions = {"torch": torch.__version__, "transformers": __import__("transformers").__version__}
-    report = {"model": Path(args.model).name, "half": args.half, "gpu": where, "versions": versions}
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "gpu": where}
+    report = {"model": Path(args.model).name, "half": args.half, "machine": machine, "versions": versions}
     args.out.write_text(json.dumps({**report, "seconds": time.monotonic() - started, "rows": found}))
 
 
@@ -372,7 +375,7 @@ def show(args: argparse.Namespace) -> None:
     report = {
         "name": "Documents' prefixes",
         "workload": {"model": first["model"], "questions": half, "tokens": TOKENS, "engine": "emulation"},
-        "environment": {"gpu": first["gpu"], "versions": first["versions"], "date": args.date},
+        "environment": {**first["machine"], "versions": first["versions"], "date": args.date},
         "rows": rows,
     }
     args.report.write_text(json.dumps(report, indent=1) + "\n")

@@ -29,7 +29,7 @@ Keep = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
-class Part:
+class DocumentPart:
     """Tokens ``ids`` of a document from position ``start`` on. ``before``: by layer, K and V of the
     document's ``start`` tokens before them.
     """
@@ -111,11 +111,11 @@ class Analyser:
             for ids, n, block, tensors in zip(documents, lengths, blocks, found, strict=True)
         ]
 
-    def prefill(self, parts: Sequence[Part], keep: Keep) -> None:
+    def prefill(self, parts: Sequence[DocumentPart], keep: Keep) -> None:
         """Prefill parts of documents behind the prefix; ``keep`` gets their K and V."""
         before = self.prefix_kv
 
-        def context(part: Part, layer: int) -> Kv:
+        def context(part: DocumentPart, layer: int) -> Kv:
             (k, v), (own_k, own_v) = before[layer], part.before(layer)
             return torch.cat((k, own_k.to(k.dtype))), torch.cat((v, own_v.to(v.dtype)))
 

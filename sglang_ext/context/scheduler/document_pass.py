@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.analysis.analyser import Keep, Part
+from sglang_ext.analysis.analyser import DocumentPart, Keep
 from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.forward import Kv
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
@@ -23,7 +23,7 @@ TOGETHER = 4096  # tokens of documents in one pass: bounds its memory
 AnalyseAll = Callable[[Sequence[DocumentRequest], Keep], list[Analysis]]
 """Analyses documents together and hands over their K and V by layer (`Analyser.analyse_all`)."""
 
-Prefill = Callable[[Sequence[Part], Keep], None]
+Prefill = Callable[[Sequence[DocumentPart], Keep], None]
 """Prefills parts of documents together behind the prefix (`Analyser.prefill`)."""
 
 
@@ -94,7 +94,7 @@ class DocumentPass:
         parts = []
         for req in reqs:
             start, end = _range(req)
-            parts.append(Part(req.ragserve.ids[start:end], start, self._before(req, start)))
+            parts.append(DocumentPart(req.ragserve.ids[start:end], start, self._before(req, start)))
         self._prefill(parts, self._keep(reqs))
 
     def _before(self, req: Any, start: int) -> Callable[[int], Kv]:

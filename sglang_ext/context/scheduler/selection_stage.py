@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from sglang_ext.analysis.analyser import Analyser, Keep, Part
+from sglang_ext.analysis.analyser import Analyser, DocumentPart, Keep
 from sglang_ext.analysis.analysis_cache import AnalysisCache
 from sglang_ext.analysis.document_analysis import Analysis, Cut, SummaryError
 from sglang_ext.context.compose.locate import Locator
@@ -152,7 +152,7 @@ class SelectionStage:
             self._cache.put(document.key, analysis)
         return made
 
-    def prefill(self, parts: Sequence[Part], keep: Keep) -> None:
+    def prefill(self, parts: Sequence[DocumentPart], keep: Keep) -> None:
         """Prefill parts of documents behind the prefix in one pass, and hand over their K and V by layer."""
         with stages.together():
             self._analyser.prefill(parts, keep)

@@ -9,7 +9,7 @@ import torch
 
 from ragserve_kernels.block_summary import BlockPlan, block_summary_naive
 from sglang_ext.analysis import forward
-from sglang_ext.analysis.analyser import Analyser, Part
+from sglang_ext.analysis.analyser import Analyser, DocumentPart
 from sglang_ext.analysis.document_analysis import Cut
 from sglang_ext.analysis.retrieval_heads import best_layers
 from sglang_ext.analysis.texts import Texts
@@ -135,7 +135,10 @@ def test_parts_of_documents_are_prefilled_behind_the_prefix_and_what_precedes_th
     def before(number: int, start: int) -> Any:
         return lambda layer: tuple(part[:start].float() for part in whole[number][layer][1:])
 
-    parts = [Part(documents[0][17:29], 17, before(0, 17)), Part(documents[1], 0, before(1, 0))]
+    parts = [
+        DocumentPart(documents[0][17:29], 17, before(0, 17)),
+        DocumentPart(documents[1], 0, before(1, 0)),
+    ]
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     analyser.prefill(parts, lambda layer, k, v: kept.append((k.clone(), v.clone())))
     for layer, (k, v) in enumerate(kept):
