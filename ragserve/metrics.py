@@ -29,7 +29,7 @@ class Metrics:
         )
         self.tokens = Counter(
             "ragserve_tokens",
-            "Tokens by kind: prompt, cached, completion, retrieved, kept, recomputed.",
+            "Tokens by kind: prompt, cached, completion, retrieved, kept, recomputed, computed.",
             ["kind"],
         )
         self.aborted = Counter("ragserve_queries_aborted", "Queries whose client went away before the end.")

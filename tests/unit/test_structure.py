@@ -112,9 +112,9 @@ SERVING = (
 OFFLINE = "ragserve.verification.calibration"  # runs in processes of its own
 ENGINE = {  # package of sglang_ext: those that it may import
     "wire": set(),
-    "diagnostics": {"wire"},
+    "diagnostics": {"sglang_internals", "wire"},
     "ranks": set(),
-    "sglang_internals": {"wire"},
+    "sglang_internals": {"stages", "wire"},
     "stages": set(),
     "tensors": {"sglang_internals"},
     "cpu": {"attention"},

@@ -32,6 +32,7 @@ class DecodeState:
         whole: the prompt, while SGLang sees its last token only: it is larger than the pool, and its prefill
             has not begun.
         segmented: the prompt is prefilled by segments, or has been.
+        sparse_from: the first token whose KV a sparse step has computed; None: all KV is exact.
         selections: how often pages have been chosen at once or for the next step.
         observed: queries in the mean that pages are chosen by, at most the window.
         asked: `prompt_queries.PromptMean`; None if no pass has shown the queries of the prompt's end.
@@ -51,6 +52,7 @@ class DecodeState:
     prefix: HostPrefix | None = None
     whole: Any = None
     segmented: bool = False
+    sparse_from: int | None = None
     offload_counts: OffloadCounts = field(default_factory=OffloadCounts)
     selections: int = 0
     observed: int = 0
@@ -80,7 +82,7 @@ class DecodeState:
         """The request loses its slots: it ends, or is retracted and begins anew."""
         self.serves_from, self.newest, self.widened = 0, -1, False
         self.chosen_at = self.pending_from = self.selections = self.observed = 0
-        self.kept = self.asked = None
+        self.kept = self.asked = self.sparse_from = None
 
 
 @dataclass(frozen=True, slots=True)

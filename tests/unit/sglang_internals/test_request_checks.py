@@ -73,6 +73,7 @@ def request(**fields: Any) -> None:
         ("stop", [1]),
         ("stop", ["a"] * 257),
         ("stop", "a" * 5000),
+        ("stop", ["a" * 3000, "b" * 3000]),
         ("stop_regex", "(a+)+$"),
         ("regex", 5),
         ("regex", "a\0"),

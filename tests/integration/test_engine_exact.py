@@ -1,0 +1,157 @@
+"""Exact is exact: whatever a server has computed before, in whatever way, an exact request answers as one
+that finds an empty cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from sglang_ext.wire.protocol import (
+    DECODE_FIELD,
+    PLAN_FIELD,
+    PREFILL_FIELD,
+    ContextPlan,
+    DecodeReport,
+    PrefillReport,
+    SessionPart,
+    Span,
+    session_key,
+)
+from tests.integration.context_client import generate, missing_of, result
+from tests.integration.engines import Server
+from tests.integration.prompts import some_ids
+from tests.integration.reference import Generated
+
+TOLERANCE = 5e-4
+QUANTISED = 4e-3  # rounding noise moves a number to the next code, which changes log-probabilities so far
+KEYS = ("namespace:exact", session_key("exact", "talk"))
+NEW = 64
+HIERARCHICAL = {"mode": "hierarchical", "budget": 64, "reuse": 4, "dense_below": 0}
+SPANS = ((0, 40), (40, 300), (300, 500))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to compute the KV of a prompt and of its answer."""
+
+    decode: dict[str, Any] = field(default_factory=dict)
+    prefill: dict[str, Any] = field(default_factory=dict)
+    strategy: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    in_session: bool = False
+
+
+BY_DECODING = {
+    "dense": Way(),
+    "hierarchical": Way(HIERARCHICAL),
+    "late": Way(HIERARCHICAL | {"dense_below": 680}),  # its first steps are dense
+    "progressive": Way({"mode": "progressive", "threshold": 0.3, "dense_below": 0}),
+}
+ON_DEVICE = {
+    **BY_DECODING,
+    "offloaded": Way(HIERARCHICAL | {"offloaded": True}),
+    "lagging": Way(HIERARCHICAL | {"lag": 2, "offloaded": False}),
+    "lines": Way(prefill={"mode": "lines", "alpha": 0.5}),
+    "blocks": Way(HIERARCHICAL, {"mode": "blocks", "share": 0.3}),
+    "concat": Way(strategy="concat", options={"recompute": "none"}),
+    "half": Way(strategy="concat", options={"keep": 0.5}),
+    "samkv": Way(strategy="samkv"),
+    "composed and sparse": Way(HIERARCHICAL, strategy="concat"),
+    "composed in a session": Way(strategy="concat", in_session=True),
+    "composed and sparse in a session": Way(HIERARCHICAL, strategy="concat", in_session=True),
+}
+STREAMING = {"streaming": Way(HIERARCHICAL | {"streaming": True})}
+
+
+def computed(client: httpx.Client, way: Way, ids: list[int], key: str) -> list[int]:
+    """Answer a prompt in this way, under this key where the request has one; return the answer's tokens."""
+    custom = {}
+    if way.decode:
+        custom[DECODE_FIELD] = json.dumps(way.decode)
+    if way.prefill:
+        custom[PREFILL_FIELD] = json.dumps({"dense_below": 0} | way.prefill)
+    fields = {"extra_key": key}
+    if way.strategy:
+        session = SessionPart(KEYS[1]) if way.in_session else None
+        spans = tuple(Span(*span) for span in SPANS)
+        plan = ContextPlan("compose", "exact", way.strategy, spans, way.options, session=session)
+        custom[PLAN_FIELD], fields = plan.to_json(), {}
+    sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True, "custom_params": custom}
+    for _ in range(3):
+        answer = generate(client, ids, sampling_params=sampling, **fields)
+        if not (missing := missing_of(answer)):
+            break
+        for i in missing:
+            generate(client, ids[slice(*SPANS[i])], ContextPlan("document", "exact"), n_new=1)
+    assert "error" not in answer, answer
+    meta = answer["meta_info"]
+    if way.decode:
+        assert DecodeReport.from_json(meta[DECODE_FIELD][-1]).sparse_steps > 0
+    if way.prefill:
+        assert PrefillReport.from_json(meta[PREFILL_FIELD][-1]).share < 1
+    return list(answer["output_ids"])
+
+
+def emptied(client: httpx.Client) -> None:
+    assert client.post("/flush_cache").status_code == httpx.codes.OK
+
+
+def worst(got: Generated, want: Generated) -> float:
+    """Largest difference of a log-probability; that of the first token that differs is the last to count."""
+    same = next((i for i, (a, b) in enumerate(zip(got.ids, want.ids, strict=True)) if a != b), len(want.ids))
+    return max(abs(a - b) for a, b in zip(got.logprobs[: same + 1], want.logprobs, strict=False))
+
+
+def check(client: httpx.Client, ways: dict[str, Way], tolerance: float, answers: Callable[..., Any]) -> None:
+    """Compute a prompt in all ways, each followed by the turn that has its answer, and compare this turn with
+    an empty cache. ``answers``: what exact requests answer."""
+    ids, cached = some_ids(650, 40), []
+    for number, (name, way) in enumerate(ways.items()):
+        for key in KEYS:
+            emptied(client)
+            dialogue = ids + computed(client, way, ids, key) + some_ids(20, number)
+            after = answers(dialogue, key)
+            again = answers(dialogue, key)
+            emptied(client)
+            empty = answers(dialogue, key)
+            assert empty["meta_info"]["cached_tokens"] == 0
+            assert worst(result(after), result(empty)) < tolerance, (name, key)
+            assert worst(result(again), result(empty)) < tolerance, (name, key)
+            cached.append(after["meta_info"]["cached_tokens"])
+    assert cached[0] > len(ids) + NEW - 20, "a dense answer is found"
+    assert client.post("/rag/cache/verify", json={}).status_code == httpx.codes.OK
+
+
+def exact(client: httpx.Client) -> Callable[[list[int], str], dict[str, Any]]:
+    """Exact requests under a key."""
+    return lambda ids, key: generate(client, ids, n_new=4, extra_key=key)
+
+
+def test_an_exact_request_finds_nothing_approximate(stress_server: Server) -> None:
+    """With requests that are retracted and resumed all the time, and sessions that go to the host."""
+    check(stress_server.client, ON_DEVICE, TOLERANCE, exact(stress_server.client))
+
+
+def test_nor_with_streaming_heads_and_ranks(parallel_server: Server) -> None:
+    check(parallel_server.client, {"dense": Way()} | STREAMING, TOLERANCE, exact(parallel_server.client))
+
+
+def test_nor_in_a_pool_of_8_bits(locked_server: Server) -> None:
+    check(locked_server.client, BY_DECODING, QUANTISED, exact(locked_server.client))
+
+
+def test_a_pool_of_8_bits_answers_alike_wherever_a_prompt_is_cut(locked_server: Server) -> None:
+    """What is cached is read as it is stored, and so is what a prompt's own chunk writes."""
+    ids, ask = some_ids(400, 41), exact(locked_server.client)
+    emptied(locked_server.client)
+    whole = result(ask(ids, KEYS[0]))
+    for cut in (64, 130, 320):
+        emptied(locked_server.client)
+        ask(ids[:cut], KEYS[0])
+        answer = ask(ids, KEYS[0])
+        assert answer["meta_info"]["cached_tokens"] == cut // 64 * 64
+        assert worst(result(answer), whole) < QUANTISED
