@@ -293,8 +293,8 @@ class ContextReport:
     document_tokens: int = doc("Document tokens of the prompt.")
     kept: int = doc("Document tokens that the answer could attend to.")
     recomputed: int = doc(
-        "Document tokens computed with this query's context: by exact strategies all that were not cached, by "
-        "composed ones those computed again."
+        "Document tokens computed with this query's context: by exact strategies all that were not cached, "
+        "by composed ones those computed again."
     )
     by_tier: Mapping[str, int] = doc(
         "Document tokens by the tier of the cache that their KV came from; `remote`: the store that engines "

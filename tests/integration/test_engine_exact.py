@@ -97,7 +97,8 @@ def computed(client: httpx.Client, way: Way, ids: list[int], key: str) -> list[i
 
 
 def emptied(client: httpx.Client) -> None:
-    assert client.post("/flush_cache").status_code == httpx.codes.OK
+    """Empty the cache, once the engine is idle."""
+    assert client.post("/flush_cache", params={"timeout": 60}).status_code == httpx.codes.OK
 
 
 def worst(got: Generated, want: Generated) -> float:
