@@ -74,7 +74,10 @@ def _serve(settings: Settings, listener: socket.socket, worker: bool) -> None:
 def _serve_local(settings: Settings, listener: socket.socket, worker: bool) -> None:
     from ragserve.api.starting import StartingAnswers
     from ragserve.engine import local
+    from ragserve.fleet.worker_about import identity
 
+    if worker:
+        identity(settings.data_dir)  # a damaged one ends the start before the model is loaded
     starting = StartingAnswers(listener, "the engine loads its model")
 
     def make_app(engine: local.LocalEngine, sglang_app: Any) -> Any:
@@ -82,11 +85,13 @@ def _serve_local(settings: Settings, listener: socket.socket, worker: bool) -> N
         from ragserve.fleet.worker_app import create_worker_app
 
         starting.reason = "the engine warms up, and documents are being opened"
+        own = {} if worker else {"serve_metrics": True}  # with SGLang's
         app = (create_worker_app if worker else create_app)(
             settings,
             engine,
             upstream=sglang_app,
             upstream_lifespan=lambda: sglang_app.router.lifespan_context(sglang_app),
+            **own,
         )
         return _announced(app, settings, starting, lambda: engine.info)
 
