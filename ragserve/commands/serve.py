@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -85,13 +86,12 @@ def _serve_local(settings: Settings, listener: socket.socket, worker: bool) -> N
         from ragserve.fleet.worker_app import create_worker_app
 
         starting.reason = "the engine warms up, and documents are being opened"
-        own = {} if worker else {"serve_metrics": True}  # with SGLang's
-        app = (create_worker_app if worker else create_app)(
+        make = create_worker_app if worker else partial(create_app, serve_metrics=True)
+        app = make(
             settings,
             engine,
             upstream=sglang_app,
             upstream_lifespan=lambda: sglang_app.router.lifespan_context(sglang_app),
-            **own,
         )
         return _announced(app, settings, starting, lambda: engine.info)
 
