@@ -167,7 +167,7 @@ class ContextRuntime:
 
     def exact_tokens(self, req: Any, tokens: int) -> int:
         """How many of a request's first ``tokens`` have KV that no sparse decode step has touched. All of a
-        composed session's count: its key is one of approximate KV, and its next turn relies on all of it."""
+        composed session count: its key is one of approximate KV, and its next turn relies on all of it."""
         if self._attention is None or is_composed(req):
             return tokens
         return int(self._attention.exact_tokens(req, tokens))
