@@ -105,7 +105,8 @@ class DocumentRadixCache(RadixCache):
             kept = max(exact // self.page_size * self.page_size, req.cache_protected_len)
         self._inserted = None
         super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kept)
-        self.token_to_kv_pool_allocator.free_segments([(slots[kept:], kept)])
+        if kept < kv_len_to_handle:
+            self.token_to_kv_pool_allocator.free(slots[kept:])
         if self._inserted is not None:
             self.observer.on_cached(req, self._inserted)
         self.observer.on_finished()

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from sglang_ext.state import current
+
 
 @dataclass(slots=True)
 class Seed:
@@ -29,11 +31,10 @@ def on_request(req: Any) -> str | None:
     params = req.sampling_params
     if params.sampling_seed is None or params.top_k == 1:  # greedy
         return None
-    from sglang.srt.runtime_context import get_exec, get_spec
-
-    if get_exec().deterministic.enable_deterministic_inference:
+    args = current.runtime.model_runner.server_args
+    if args.enable_deterministic_inference:
         return None  # SGLang does it
-    if get_spec().speculative_algorithm is not None:
+    if args.speculative_algorithm is not None:
         return "a seed does nothing with speculative decoding: leave it out, or ask with temperature 0"
     req.ragserve_seed = Seed(int(params.sampling_seed))
     return None

@@ -114,7 +114,7 @@ ENGINE = {  # package of sglang_ext: those that it may import
     "wire": set(),
     "diagnostics": {"sglang_internals", "wire"},
     "ranks": set(),
-    "sglang_internals": {"stages", "wire"},
+    "sglang_internals": {"stages", "state", "wire"},
     "stages": set(),
     "tensors": {"sglang_internals"},
     "cpu": {"attention"},

@@ -211,7 +211,8 @@ def test_what_a_sparse_step_has_computed_does_not_enter_the_tree(exact: int, cac
     slots, freed = torch.arange(24), []
     tree.req_to_token_pool = SimpleNamespace(req_to_token=slots[None])
     tree.token_to_kv_pool_allocator = SimpleNamespace(
-        free_segments=lambda segments: freed.extend(slot for part, _ in segments for slot in part.tolist())
+        free=lambda freed_slots: freed.extend(freed_slots.tolist()),
+        free_segments=lambda segments: freed.extend(slot for part, _ in segments for slot in part.tolist()),
     )
     told: list[str] = []
     tree.observer = SimpleNamespace(

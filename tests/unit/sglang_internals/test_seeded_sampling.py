@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang_ext.sglang_internals.seeded_sampling import Seed, before_sampling, draw, on_request
+from sglang_ext.state import current
 
 VOCABULARY = 40
 ALL = 1 << 30  # SGLang's top_k for none
@@ -16,15 +17,11 @@ ALL = 1 << 30  # SGLang's top_k for none
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """SGLang's configuration of the engine."""
-    from sglang.srt import runtime_context
-
-    found = SimpleNamespace(
-        deterministic=SimpleNamespace(enable_deterministic_inference=False), speculative_algorithm=None
-    )
-    monkeypatch.setattr(runtime_context, "get_exec", lambda: found)
-    monkeypatch.setattr(runtime_context, "get_spec", lambda: found)
-    return found
+    """The settings of SGLang's engine."""
+    args = SimpleNamespace(enable_deterministic_inference=False, speculative_algorithm=None)
+    runner = SimpleNamespace(server_args=args)
+    monkeypatch.setattr(current, "runtime", SimpleNamespace(model_runner=runner))
+    return args
 
 
 def req(seed: int | None = None, top_k: int = ALL, top_p: float = 1.0, min_p: float = 0.0) -> Any:
@@ -96,9 +93,9 @@ def test_what_the_request_leaves_out_is_never_drawn(params: dict[str, Any]) -> N
 def test_who_reads_the_seed(engine: Any) -> None:
     assert not hasattr(req(7, top_k=1), "ragserve_seed"), "a greedy request draws nothing"
     assert req(7).ragserve_seed == Seed(7)
-    engine.deterministic.enable_deterministic_inference = True
+    engine.enable_deterministic_inference = True
     assert not hasattr(req(7), "ragserve_seed"), "SGLang does it"
-    engine.deterministic.enable_deterministic_inference = False
+    engine.enable_deterministic_inference = False
     engine.speculative_algorithm = "EAGLE"
     made = SimpleNamespace(sampling_params=req().sampling_params)
     made.sampling_params.sampling_seed = 7
