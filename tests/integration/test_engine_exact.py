@@ -4,7 +4,7 @@ that finds an empty cache."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from sglang_ext.wire.protocol import (
     PrefillReport,
     SessionPart,
     Span,
+    prefix_key,
     session_key,
 )
 from tests.integration.context_client import generate, missing_of, result
@@ -28,9 +29,8 @@ from tests.integration.reference import Generated
 
 TOLERANCE = 5e-4
 QUANTISED = 4e-3  # rounding noise moves a number to the next code, which changes log-probabilities so far
-KEYS = ("namespace:exact", session_key("exact", "talk"))
 NEW = 64
-HIERARCHICAL = {"mode": "hierarchical", "budget": 64, "reuse": 4, "dense_below": 0}
+HIERARCHICAL: dict[str, Any] = {"mode": "hierarchical", "budget": 64, "reuse": 4, "dense_below": 0}
 SPANS = ((0, 40), (40, 300), (300, 500))
 
 
@@ -45,14 +45,19 @@ class Way:
     in_session: bool = False
 
 
-BY_DECODING = {
-    "dense": Way(),
-    "hierarchical": Way(HIERARCHICAL),
-    "late": Way(HIERARCHICAL | {"dense_below": 680}),  # its first steps are dense
-    "progressive": Way({"mode": "progressive", "threshold": 0.3, "dense_below": 0}),
-}
+def by_decoding(budget: int) -> dict[str, Way]:
+    """Ways that differ in decode steps. The first steps of "late" are dense."""
+    hierarchical = HIERARCHICAL | {"budget": budget}
+    return {
+        "dense": Way(),
+        "hierarchical": Way(hierarchical),
+        "late": Way(hierarchical | {"dense_below": 680}),
+        "progressive": Way({"mode": "progressive", "threshold": 0.3, "dense_below": 0}),
+    }
+
+
 ON_DEVICE = {
-    **BY_DECODING,
+    **by_decoding(64),
     "offloaded": Way(HIERARCHICAL | {"offloaded": True}),
     "lagging": Way(HIERARCHICAL | {"lag": 2, "offloaded": False}),
     "vertical_slash": Way(prefill={"mode": "vertical_slash", "alpha": 0.5}),
@@ -74,9 +79,9 @@ def computed(client: httpx.Client, way: Way, ids: list[int], key: str) -> list[i
         custom[DECODE_FIELD] = json.dumps(way.decode)
     if way.prefill:
         custom[PREFILL_FIELD] = json.dumps({"dense_below": 0} | way.prefill)
-    fields = {"extra_key": key}
+    fields: dict[str, Any] = {"extra_key": key}
     if way.strategy:
-        session = SessionPart(KEYS[1]) if way.in_session else None
+        session = SessionPart(key) if way.in_session and key.startswith("session:") else None
         spans = tuple(Span(*span) for span in SPANS)
         plan = ContextPlan("compose", "exact", way.strategy, spans, way.options, session=session)
         custom[PLAN_FIELD], fields = plan.to_json(), {}
@@ -96,63 +101,75 @@ def computed(client: httpx.Client, way: Way, ids: list[int], key: str) -> list[i
     return list(answer["output_ids"])
 
 
-def emptied(client: httpx.Client) -> None:
-    """Empty the cache, once the engine is idle."""
-    assert client.post("/flush_cache", params={"timeout": 60}).status_code == httpx.codes.OK
-
-
 def worst(got: Generated, want: Generated) -> float:
     """Largest difference of a log-probability; that of the first token that differs is the last to count."""
     same = next((i for i, (a, b) in enumerate(zip(got.ids, want.ids, strict=True)) if a != b), len(want.ids))
     return max(abs(a - b) for a, b in zip(got.logprobs[: same + 1], want.logprobs, strict=False))
 
 
-def check(client: httpx.Client, ways: dict[str, Way], tolerance: float, answers: Callable[..., Any]) -> None:
+def check(client: httpx.Client, ways: dict[str, Way], tolerance: float) -> None:
     """Compute a prompt in all ways, each followed by the turn that has its answer, and compare this turn with
-    an empty cache. ``answers``: what exact requests answer."""
+    an empty cache, which is one under another key."""
     ids, cached = some_ids(650, 40), []
     for number, (name, way) in enumerate(ways.items()):
-        for key in KEYS:
-            emptied(client)
+        for key in (prefix_key(f"exact-{number}"), session_key("exact", f"talk-{number}")):
             dialogue = ids + computed(client, way, ids, key) + some_ids(20, number)
-            after = answers(dialogue, key)
-            again = answers(dialogue, key)
-            emptied(client)
-            empty = answers(dialogue, key)
+            after, again, empty = (asked(client, dialogue, each) for each in (key, key, f"{key}-empty"))
             assert empty["meta_info"]["cached_tokens"] == 0
             assert worst(result(after), result(empty)) < tolerance, (name, key)
             assert worst(result(again), result(empty)) < tolerance, (name, key)
             cached.append(after["meta_info"]["cached_tokens"])
-    assert cached[0] > len(ids) + NEW - 20, "a dense answer is found"
+    assert cached[0] > len(ids) + NEW - 70, "a dense answer is found"
     assert client.post("/rag/cache/verify", json={}).status_code == httpx.codes.OK
 
 
-def exact(client: httpx.Client) -> Callable[[list[int], str], dict[str, Any]]:
-    """Exact requests under a key."""
-    return lambda ids, key: generate(client, ids, n_new=4, extra_key=key)
+def asked(client: httpx.Client, ids: list[int], key: str) -> dict[str, Any]:
+    """The answer of an exact request under a key."""
+    return generate(client, ids, n_new=4, extra_key=key)
 
 
 def test_an_exact_request_finds_nothing_approximate(stress_server: Server) -> None:
     """With requests that are retracted and resumed all the time, and sessions that go to the host."""
-    check(stress_server.client, ON_DEVICE, TOLERANCE, exact(stress_server.client))
+    check(stress_server.client, ON_DEVICE, TOLERANCE)
 
 
 def test_nor_with_streaming_heads_and_ranks(parallel_server: Server) -> None:
-    check(parallel_server.client, {"dense": Way()} | STREAMING, TOLERANCE, exact(parallel_server.client))
+    check(parallel_server.client, {"dense": Way()} | STREAMING, TOLERANCE)
 
 
 def test_nor_in_a_pool_of_8_bits(locked_server: Server) -> None:
-    check(locked_server.client, BY_DECODING, QUANTISED, exact(locked_server.client))
+    check(locked_server.client, by_decoding(192), QUANTISED)
 
 
 def test_a_pool_of_8_bits_answers_alike_wherever_a_prompt_is_cut(locked_server: Server) -> None:
     """What is cached is read as it is stored, and so is what a prompt's own chunk writes."""
-    ids, ask = some_ids(400, 41), exact(locked_server.client)
-    emptied(locked_server.client)
-    whole = result(ask(ids, KEYS[0]))
+    ids, client = some_ids(400, 41), locked_server.client
+    whole = result(asked(client, ids, prefix_key("whole")))
     for cut in (64, 130, 320):
-        emptied(locked_server.client)
-        ask(ids[:cut], KEYS[0])
-        answer = ask(ids, KEYS[0])
+        asked(client, ids[:cut], prefix_key(f"cut-{cut}"))
+        answer = asked(client, ids, prefix_key(f"cut-{cut}"))
         assert answer["meta_info"]["cached_tokens"] == cut // 64 * 64
         assert worst(result(answer), whole) < QUANTISED
+
+
+def test_the_same_seed_draws_the_same_answer(stress_server: Server) -> None:
+    """On SGLang's route, retracted and resumed, alone and beside others."""
+
+    def drawn(seed: int | None) -> list[int]:
+        sampling = {"temperature": 1.5, "top_p": 0.95, "max_new_tokens": 24, "ignore_eos": True}
+        if seed is not None:
+            sampling["sampling_seed"] = seed
+        return list(generate(stress_server.client, ids, sampling_params=sampling)["output_ids"])
+
+    ids = some_ids(90, 42)
+    alone = drawn(7)
+    with ThreadPoolExecutor(4) as pool:
+        beside = list(pool.map(drawn, (None, 7, 8, 7)))
+    assert beside[1] == beside[3] == alone
+    assert len({*map(tuple, beside)}) == 3
+    body = {"query": "Who keeps it?", "documents": [{"text": "Anna keeps it."}], "max_new_tokens": 12}
+    answers = [
+        stress_server.client.post("/rag/query", json=body | {"temperature": 1.5, "seed": 7}).json()["answer"]
+        for _ in range(2)
+    ]
+    assert answers[0] == answers[1]
