@@ -3,8 +3,8 @@
 Decode steps read the codes (`ragserve_kernels.sparse_decode`, `progressive_decode`), dense ones too. SGLang's
 own backends run the prefill and read plain KV. For each layer of an extend, the rows of its cached prefixes
 and those that it writes are dequantised into a workspace of one layer that all layers share, at their own
-slots. So every token attends to KV as it is stored: an answer depends neither on what was cached nor on where
-a prompt was cut into chunks."""
+slots. So every token attends to KV as it is stored: but for rounding, which may move a number to its next
+code, an answer depends neither on what was cached nor on where a prompt was cut into chunks."""
 
 from __future__ import annotations
 
