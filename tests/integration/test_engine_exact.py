@@ -28,8 +28,8 @@ from tests.integration.prompts import some_ids
 from tests.integration.reference import Generated
 
 TOLERANCE = 5e-4
-# Rounding moves numbers to their next codes, in one layer after the other: log-probabilities differ by so much
-# then. Reading a chunk's own rows unquantised was no better with 8 bits, and five times worse with 4.
+# Rounding moves numbers to their next codes, in one layer after the other: log-probabilities then differ by
+# so much. Reading a chunk's own rows unquantised was no better with 8 bits, and five times worse with 4.
 QUANTISED = 1.5e-2
 NEW = 64
 HIERARCHICAL: dict[str, Any] = {"mode": "hierarchical", "budget": 64, "reuse": 4, "dense_below": 0}
