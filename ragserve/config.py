@@ -34,7 +34,9 @@ DECODE, ATTENTION = DecodeOptions(), AttentionConfig()  # defaults of the settin
 KEYS_FILE = "keys.json"  # in data_dir: API keys
 SHARED_STORES = ("mooncake", "shared")  # of kv_storage
 DEFAULT_MODEL = str(bundled("examples/models/ragserve-tiny"))
-StrategyName = Literal["full", "prefix", "concat", "epic", "cacheblend", "random", "samkv", "auto"]
+StrategyName = Literal[
+    "full", "prefix", "passages", "concat", "epic", "cacheblend", "random", "samkv", "auto"
+]
 
 Namespace = Annotated[str, Field(pattern=f"^{NAMESPACE.pattern}$", examples=["default"])]
 """Letters, digits, ``_``, ``.`` and ``-``, at most 64, starting with a letter or digit."""

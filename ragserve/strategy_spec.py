@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ragserve.best_passages import PASSAGES, PassagesOptions
 from ragserve.errors import InvalidRequest
 from sglang_ext.wire.request_options import STRATEGY_OPTIONS, PlanError, merged, strategy_options
 
@@ -43,6 +44,8 @@ class StrategySpec:
         try:
             if self.name in STRATEGY_OPTIONS:
                 strategy_options(self.name, self.options)
+            elif self.name == PASSAGES:
+                PassagesOptions.of(self.options)
             elif self.options:
                 raise PlanError(f"strategy {self.name} takes no options")
         except PlanError as error:
@@ -70,7 +73,7 @@ def keeps_whole(spec: StrategySpec) -> bool:
     """Return whether a strategy keeps every token of a document at its place, as sessions need it."""
     given = spec.options
     whole = given.get("keep", 1) == 1 and given.get("kept_positions", "original") == "original"
-    return spec.name != "samkv" and whole and "experimental" not in given
+    return spec.name not in ("samkv", PASSAGES) and whole and "experimental" not in given
 
 
 CANDIDATES = "concat:recompute=sentences,share=0.1,concat:recompute=sentences,share=0.3,samkv,samkv:keep=0.3"

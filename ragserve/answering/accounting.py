@@ -36,7 +36,12 @@ def context_use(
     if session is not None:
         known = session.documents_known
         tiers["session"] = session.tokens_held
-    dropped = retrieved - known - prompt.documents_kept
+    if prompt.left_out:
+        notes.append(
+            f"{prompt.left_out} of {retrieved} passages were left out: the best others fill the strategy's "
+            "token budget."
+        )
+    dropped = retrieved - known - prompt.documents_kept - prompt.left_out
     if dropped:
         notes.append(
             f"{dropped} of {retrieved} passages did not fit into the model's context and were left out, "

@@ -15,6 +15,7 @@ from ragserve.answering.auto import AUTO, Candidates, Chooser
 from ragserve.answering.citations import Marker, MarkerFilter, cite
 from ragserve.answering.follow_ups import DialogueSearch, Found
 from ragserve.answering.in_flight import InFlight, QueryLimiter
+from ragserve.answering.laid_out import LaidOutTurn, check_room, laid_out_request, own_options
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.query import Query
 from ragserve.answering.results import (
@@ -31,8 +32,9 @@ from ragserve.answering.results import (
 from ragserve.answering.scores import SCORED, retrieval_scores
 from ragserve.answering.sessions.dialogues import NEW, Dialogues
 from ragserve.answering.sessions.next_turn import NextTurn
+from ragserve.best_passages import PASSAGES, PassagesOptions
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
-from ragserve.errors import DocumentsTooLong, EngineError, InvalidRequest
+from ragserve.errors import EngineError, InvalidRequest
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate
 from ragserve.strategy_spec import FORCE, StrategySpec
@@ -43,17 +45,6 @@ if TYPE_CHECKING:
 
 # Longer prompts are laid out in a thread, so that other streams do not stutter.
 _INLINE_PROMPT_CHARS = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class LaidOutTurn:
-    """A prompt, the passages found with their numbers, of which the first ``shown`` are in it, and all the
-    passages in it, by number."""
-
-    prompt: Prompt
-    found: list[RetrievedPassage]
-    shown: int
-    passages: list[RetrievedPassage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +141,10 @@ class Answerer:
         if turn is not None:
             query = turn.query(query)
         request = query.request
+        best = None
+        if request.strategy == PASSAGES:
+            best = PassagesOptions.of(own_options(request))
+            request = replace(request, strategy="prefix", options={})
         self._check(request)
         candidates = self._chooser.candidates(request.namespace) if request.strategy == AUTO else None
         search = await self._found(query, candidates)
@@ -170,7 +165,9 @@ class Answerer:
             return
         prompt_start = time.perf_counter()
         with tracing.span("prompt"):
-            laid_out = await self._lay_out(query, found, turn)
+            laid_out = await (
+                self._lay_out(query, found, turn) if best is None else self._lay_out_best(query, found, best)
+            )
         prompt = slot.prompt = laid_out.prompt
         choice = None
         if request.strategy == AUTO:
@@ -198,7 +195,7 @@ class Answerer:
         if request.strategy == SCORED and search is not None:
             scores = retrieval_scores(self._prompts, prompt, found, search.sentences)
             request = replace(request, scores=scores)
-        asked = _laid_out(query, request, prompt)
+        asked = laid_out_request(query, request, prompt)
         if turn is not None:
             asked = turn.request(asked)
         with tracing.span("generate", **{"ragserve.strategy": request.strategy}):
@@ -248,7 +245,13 @@ class Answerer:
             citations=citations,
             usage=Usage.model_validate(last.usage, from_attributes=True),
             context=context_use(
-                request.strategy, prompt, last, len(found), choice, session, sparse=request.asks_sparse
+                PASSAGES if best else request.strategy,
+                prompt,
+                last,
+                len(found),
+                choice,
+                session,
+                sparse=request.asks_sparse,
             ),
             session=session,
             timings=timings,
@@ -309,7 +312,7 @@ class Answerer:
                 param="prefill",
             )
         if request.strategy == AUTO:
-            if _own_options(request):
+            if own_options(request):
                 raise InvalidRequest(
                     "Strategy auto takes no options: it chooses them.", param="strategy_options"
                 )
@@ -318,7 +321,7 @@ class Answerer:
             why = f" {info.only_exact[0].upper()}{info.only_exact[1:]}." if info.only_exact else ""
             raise InvalidRequest(
                 f"This engine has no strategy {request.strategy!r}.{why}",
-                hint=f"One of: {', '.join(info.strategies)}.",
+                hint=f"One of: {', '.join((*info.strategies, PASSAGES))}.",
                 param="strategy",
             )
         if request.strategy in EXACT_STRATEGIES or self._gate is None:
@@ -327,7 +330,7 @@ class Answerer:
         if not isinstance(force, bool):
             raise InvalidRequest(f"{FORCE} must be true or false.", param="strategy_options")
         if not force:
-            label = StrategySpec(request.strategy, _own_options(request)).label
+            label = StrategySpec(request.strategy, own_options(request)).label
             self._gate.check(label, request.namespace)
 
     async def _found(self, query: Query, candidates: Candidates | None) -> Found | None:
@@ -359,7 +362,7 @@ class Answerer:
         room = info.prompt_room(query.request, len(found)) if turn is None else info.max_prompt_tokens
         prompt = await self._prompt(query, found, later, room)
         new = found if later is None else later.new(found)
-        _check_room(query, prompt, len(new), alone=later is None)
+        check_room(query, prompt, len(new), alone=later is None)
         if prompt.cut_to is not None:
             whole = new[prompt.documents_kept - 1]
             beginning = {"text": whole.text[: prompt.cut_to], "end": (whole.start or 0) + prompt.cut_to}
@@ -368,6 +371,26 @@ class Answerer:
             return LaidOutTurn(prompt, found, prompt.documents_kept, found[: prompt.documents_kept])
         found = turn.number(found, prompt.documents_kept)
         return LaidOutTurn(prompt, found, len(found) - len(new) + prompt.documents_kept, turn.passages)
+
+    async def _lay_out_best(
+        self, query: Query, found: list[RetrievedPassage], options: PassagesOptions
+    ) -> LaidOutTurn:
+        """Lay out the best passages alone: these come first among those found, each group in its order."""
+
+        def measured() -> list[int]:
+            return [len(self._prompts.document_ids(each.title, each.text)) for each in found]
+
+        is_short = sum(len(each.text) for each in found) < _INLINE_PROMPT_CHARS
+        sizes = measured() if is_short else await asyncio.to_thread(measured)
+        chosen = options.chosen(sizes)
+        rest = [passage for number, passage in enumerate(found) if number not in chosen]
+        laid_out = await self._lay_out(query, [found[number] for number in chosen], None)
+        prompt = replace(laid_out.prompt, tokens_retrieved=sum(sizes), left_out=len(rest))
+        both = [
+            passage.model_copy(update={"index": index})
+            for index, passage in enumerate([*laid_out.found, *rest], 1)
+        ]
+        return LaidOutTurn(prompt, both, laid_out.shown, both[: laid_out.shown])
 
     async def _prompt(
         self, query: Query, found: list[RetrievedPassage], later: NextTurn | None, limit: int
@@ -398,52 +421,3 @@ class Answerer:
         is_short = sum(map(len, texts)) < _INLINE_PROMPT_CHARS
         is_short = is_short and not (later is not None and later.may_shorten)
         return build() if is_short else await asyncio.to_thread(build)
-
-
-def _laid_out(query: Query, request: GenerateRequest, prompt: Prompt) -> GenerateRequest:
-    """The request with its prompt."""
-    return replace(
-        request,
-        input_ids=prompt.input_ids,
-        sampling=replace(request.sampling, stop=(*request.sampling.stop, *prompt.stop)),
-        spans=prompt.spans,
-        options=_own_options(request),
-        unregistered=_unregistered(query, len(prompt.spans)),
-    )
-
-
-def _unregistered(query: Query, spans: int) -> range:
-    """Numbers of the spans, the system text first, whose text came with the query."""
-    if query.documents is not None:
-        return range(spans)
-    return range(0 if query.system is None else 1)
-
-
-def _check_room(query: Query, prompt: Prompt, found: int, *, alone: bool) -> None:
-    """Raise DocumentsTooLong where an answer would ignore what the client gave, or rest on nothing.
-    ``alone``: there are no other documents than those found."""
-    if prompt.documents_kept == found or prompt.cut_to is not None:
-        return
-    given = query.documents is not None
-    if (prompt.documents_kept or not alone) and (not given or query.overflow == "drop"):
-        return
-    sizes = (
-        f"take {prompt.tokens_retrieved:,} tokens, and the context has room for {prompt.room:,}, apart from "
-        "the question and the answer"
-    )
-    if given:
-        raise DocumentsTooLong(
-            f"The documents {sizes}.",
-            hint='Send less, lower max_new_tokens, or let them be shortened: "documents_overflow": "cut".',
-            param="documents",
-        )
-    raise DocumentsTooLong(
-        f"None of the {found} retrieved passages fits: they {sizes}.",
-        hint="Shorten question and history, lower max_new_tokens, or ingest with a smaller chunk_tokens.",
-        param="query",
-    )
-
-
-def _own_options(request: GenerateRequest) -> dict[str, Any]:
-    """The strategy's options, without the gate's `force`."""
-    return {name: value for name, value in request.options.items() if name != FORCE}

@@ -47,7 +47,8 @@ class Segment:
 class Prompt:
     """Token ids with their segments.
 
-    ``tokens_retrieved`` counts all documents, ``tokens_kept`` those that fit."""
+    ``tokens_retrieved`` counts all documents, ``tokens_kept`` those that fit; ``left_out``: documents that
+    the strategy leaves out, whether they fit or not."""
 
     input_ids: list[int]
     segments: tuple[Segment, ...]
@@ -57,6 +58,7 @@ class Prompt:
     stop: tuple[str, ...] = ()
     room: int = 0  # tokens that documents could have had
     cut_to: int | None = None  # characters left of the last kept document's text; None: all of them
+    left_out: int = 0
 
     @property
     def spans(self) -> tuple[Span, ...]:

@@ -101,14 +101,14 @@ class ContextUse(Result):
     """Use of the documents between retrieval and decoding."""
 
     strategy: str = Field(
-        description="Strategy that answered: `full` (all prefilled) and `prefix` (SGLang's cache) are exact, "
-        "others are composed."
+        description="Strategy that answered: `full` (all prefilled), `prefix` (SGLang's cache) and "
+        "`passages` (the best passages, as `prefix`) are exact, others are composed."
     )
     choice: str | None = Field(
         default=None, description="Strategy `auto`: the chosen strategy with its options, and the reason."
     )
     documents_retrieved: int = Field(description="Passages found or given.")
-    documents_kept: int = Field(description="Passages in the prompt; others did not fit, see `notes`.")
+    documents_kept: int = Field(description="Passages in the prompt; others were left out, see `notes`.")
     tokens_retrieved: int = Field(
         description="Document tokens found or given; in a session those of new passages, as below."
     )
@@ -308,7 +308,8 @@ class SearchResults(Result):
     searched_for: SearchedFor | None = Field(default=None, description=SEARCHED_FOR)
     reranking: Reranking | None = Field(default=None, description=RERANKING)
     results: list[RetrievedPassage] = Field(
-        description="Best first; of these, the first `documents_kept` are in the prompt."
+        description="Best first, with strategy `passages` those that it keeps before the others; of these, "
+        "the first `documents_kept` are in the prompt."
     )
     documents_kept: int
     session: str | None = Field(default=None, description="The session's id; null without one.")

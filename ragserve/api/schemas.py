@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, create_model
 from ragserve.answering.results import Overflow
 from ragserve.api.body import NonBlank, RequestModel, Text
 from ragserve.api.search_fields import SearchFields
+from ragserve.best_passages import PassagesOptions
 from ragserve.config import Namespace, StrategyName
 from sglang_ext.wire.prefill_options import PrefillOptions
 from sglang_ext.wire.request_options import STRATEGY_OPTIONS, DecodeOptions, RequestOptions
@@ -35,9 +36,12 @@ class GateOption(RequestOptions):
     force: bool = Field(False, description="Answer though `ragserve tune` has not verified the strategy.")
 
 
-_OPTION_MODELS = tuple(
-    create_model(model.__name__, __base__=(model, GateOption), __doc__=model.__doc__)
-    for model in STRATEGY_OPTIONS.values()
+_OPTION_MODELS = (
+    *(
+        create_model(model.__name__, __base__=(model, GateOption), __doc__=model.__doc__)
+        for model in STRATEGY_OPTIONS.values()
+    ),
+    PassagesOptions,
 )
 StrategyOptions = Annotated[
     dict[str, OptionValue | dict[str, OptionValue]],
@@ -45,7 +49,7 @@ StrategyOptions = Annotated[
     BeforeValidator(lambda value: value, json_schema_input_type=Union[_OPTION_MODELS]),  # noqa: UP007
     Field(
         default_factory=dict,
-        description="Options of a composed strategy. They are added to the server's own where the strategy "
+        description="Options of the strategy. They are added to the server's own where the strategy "
         "is the server's.",
     ),
 ]
@@ -120,9 +124,9 @@ class QueryRequest(RetrieveRequest):
 
     strategy: StrategyName | None = Field(
         None,
-        description="Exact: `full`, `prefix`. Composed from cached documents, approximate: `concat`, "
-        "`epic`, `cacheblend`, `random`, `samkv`. `auto`: the verified strategy that should be fastest. "
-        "Default: the server's, with its options.",
+        description="Exact: `full`, `prefix`, and `passages`, which reads the best passages only. Composed "
+        "from cached documents, approximate: `concat`, `epic`, `cacheblend`, `random`, `samkv`. `auto`: the "
+        "verified strategy that should be fastest. Default: the server's, with its options.",
     )
     strategy_options: StrategyOptions
     decode: DecodeOptions = Field(

@@ -19,6 +19,7 @@ from ragserve.api.schemas import MAX_DOCUMENTS
 from ragserve.api.search_fields import MAX_K
 from ragserve.api.services import RequestId, Services, Svc
 from ragserve.api.views import Info, Ready
+from ragserve.best_passages import PASSAGES
 from ragserve.cache.warm import warming
 from ragserve.engine.document_cache import ControlledCache
 from ragserve.errors import EngineError, Unavailable
@@ -62,7 +63,7 @@ async def info(svc: Svc, caller: Caller) -> Info:
         system_prompt=settings.system_prompt,
         engine=asdict(engine) | _workers(svc, caller) | await _held(svc),
         embedder={"name": svc.embedder.name, "dim": svc.embedder.dim},
-        strategies=list(engine.strategies),
+        strategies=[*engine.strategies, PASSAGES],
         defaults={
             "k": settings.top_k,
             "retrieval": settings.retrieval,

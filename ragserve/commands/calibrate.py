@@ -121,15 +121,15 @@ def calibrate(
             out, model=settings.model, share=share, steps=steps, tokens=tokens or 1536, device=device
         )
         return
+    from ragserve.best_passages import NOT_COMPOSED
     from ragserve.commands.serve_checks import check_engine
     from ragserve.engine.offline import run_once
     from ragserve.profiles.samkv import FILE_NAME
     from ragserve.strategy_spec import parse
     from ragserve.verification.calibration.prefill_times import check_longest
     from ragserve.verification.costs import CostSchedule
-    from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
-    names = [name for name in get_args(StrategyName) if name not in (*EXACT_STRATEGIES, "auto")]
+    names = [name for name in get_args(StrategyName) if name not in (*NOT_COMPOSED, "auto")]
     given = parse(strategies, names) if strategies else []
     schedule = CostSchedule(max_tokens, document_tokens, repeats)
     if namespace and part != Part.samkv:

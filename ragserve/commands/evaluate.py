@@ -15,17 +15,17 @@ import typer
 from ragserve.commands.options import ENGINE_SETTINGS, with_settings
 from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
+from ragserve.eval.presets import BENCHMARKS, expanded, fixed_by
 from ragserve.files import write_text
 
 if TYPE_CHECKING:
     from ragserve.client import Client
     from ragserve.engine.running_server import RunningServer
-    from ragserve.eval.dialogue_sets import AskedAt
     from ragserve.eval.parallel import Plan
-    from ragserve.strategy_spec import StrategySpec
 
 Line = dict[str, Any]
 _PASSAGES, _TOKENS = 5, 24  # for question sets
+_SETTINGS = ("data_dir", "system_prompt", "embedder", "embed_device")
 
 
 class EvalMode(enum.StrEnum):
@@ -35,7 +35,7 @@ class EvalMode(enum.StrEnum):
 
 
 def register(app: typer.Typer) -> None:
-    app.command("eval")(with_settings(evaluate, (*ENGINE_SETTINGS, "data_dir")))
+    app.command("eval")(with_settings(evaluate, (*ENGINE_SETTINGS, *_SETTINGS)))
 
 
 def evaluate(
@@ -52,13 +52,28 @@ def evaluate(
         ),
     ] = EvalMode.given,
     strategies: Annotated[
-        str, typer.Option(help="Strategies with options: full,epic:first=16,cacheblend:share=0.15")
-    ] = "full,prefix",
+        str | None,
+        typer.Option(
+            help="Strategies with options: full,epic:first=16,cacheblend:share=0.15; rivals: full, the best "
+            "passages, plain reuse, and published rules. Default: full,prefix, or the benchmark's."
+        ),
+    ] = None,
+    benchmark: Annotated[
+        str | None,
+        typer.Option(
+            help="Preset of system text, answer length and strategies, so that figures can be compared: "
+            f"{', '.join(BENCHMARKS)}."
+        ),
+    ] = None,
     sets: Annotated[
         Path | None, typer.Option(help="Folder of the sets that --data names.", envvar="RAGSERVE_EVAL_SETS")
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Questions of each set, spread evenly over it.")
+    ] = None,
+    half: Annotated[
+        Literal["first", "second"] | None,
+        typer.Option(help="Half of each set, by place: choose on the first, report the second."),
     ] = None,
     namespace: Annotated[
         str | None,
@@ -130,6 +145,13 @@ def evaluate(
             help="Engines side by side. On one GPU they share its memory: give --max-total-tokens.",
         ),
     ] = 1,
+    tier: Annotated[
+        Literal["device", "host"],
+        typer.Option(
+            help="given, without --url: where composed strategies find their documents. host: their copies "
+            "are part of the first token's time."
+        ),
+    ] = "device",
     work: Annotated[
         Path | None,
         typer.Option(help="Folder that keeps every answer: a run that was stopped continues from it."),
@@ -170,6 +192,7 @@ def evaluate(
     --namespace or --documents evaluates RAG over your own documents, through a server: what the search finds,
     the answers, their citations, and the time. The questions' format is in docs/evaluation.md."""
     from ragserve.answering.auto import AUTO
+    from ragserve.best_passages import PASSAGES
     from ragserve.commands.serve_checks import check_engine
     from ragserve.eval.data import find
     from ragserve.eval.run import Options
@@ -177,7 +200,16 @@ def evaluate(
 
     own = namespace is not None or documents is not None
     known = [name for name in get_args(StrategyName) if name != AUTO or url or own]
-    specs = parse(strategies, known)
+    settings, max_new_tokens, strategies = fixed_by(
+        benchmark, settings, max_new_tokens, strategies or ("" if benchmark else "full,prefix")
+    )
+    specs = parse(expanded(strategies), known)
+    given_over_rest = mode is EvalMode.given and url is not None and not own
+    if any(spec.name == PASSAGES for spec in specs) and (mode is EvalMode.multiturn or given_over_rest):
+        raise InvalidRequest(
+            "Strategy passages needs the search's order of the passages of a single question.",
+            hint="Use --mode given without --url, --mode retrieved, --namespace or --documents.",
+        )
     if url and model:
         raise InvalidRequest(
             "--model starts a server and --url names a running one.", hint="Give one of them."
@@ -203,29 +235,53 @@ def evaluate(
         raise InvalidRequest("--namespace and --documents say where to ask.", hint="Give one of them.")
     if url is None:
         check_engine(settings, writes=write_gate)
+    system = settings.system_prompt if url else None  # a server that is started has it as its own
     if own:
         from ragserve.eval.own_report import OwnRun, evaluate_own, load_sets
 
-        runs = [Options(spec.name, k, max_new_tokens, concurrency, spec.options) for spec in specs]
-        questions = load_sets(paths, limit)
+        runs = [
+            Options(spec.name, k, max_new_tokens, concurrency, spec.options, system=system) for spec in specs
+        ]
+        questions = load_sets(paths, limit, half)
         with _client(settings, url, api_key, keeps_data=namespace is not None) as client:
             lines = evaluate_own(client, questions, runs, OwnRun(namespace, documents, work, out, html))
     elif mode is EvalMode.given and url is None:
         from ragserve.eval.parallel import Plan
 
-        plan = Plan(paths, specs, settings, limit, max_new_tokens or _TOKENS, concurrency, workers)
+        plan = Plan(
+            paths,
+            specs,
+            settings,
+            limit,
+            max_new_tokens or _TOKENS,
+            concurrency,
+            workers,
+            half=half,
+            compare=benchmark is None or write_gate,
+            tier=tier,
+            benchmark=benchmark,
+        )
         lines = _engines(plan, work, out, write_gate=write_gate)
     elif mode is EvalMode.multiturn and url is None:
-        shape = turns, limit, asked_at, ahead
+        shape = turns, limit, asked_at, ahead, half
         budgets = decode_budget, session_budget or [], refresh_turns or []
-        lines = _dialogues(settings, paths, specs, shape, max_new_tokens or _TOKENS, budgets, out)
+        from ragserve.eval.dialogue_run import lead_dialogues
+
+        lines = lead_dialogues(settings, paths, specs, shape, max_new_tokens or _TOKENS, budgets, out)
     else:
         from ragserve.eval.multiturn import shortened_runs
         from ragserve.eval.page_rivals import page_rivals
-        from ragserve.eval.rest import evaluate_set
+        from ragserve.eval.rest import evaluate_set, report_of
 
         runs = [
-            Options(spec.name, k or _PASSAGES, max_new_tokens or _TOKENS, concurrency, spec.options)
+            Options(
+                spec.name,
+                k or _PASSAGES,
+                max_new_tokens or _TOKENS,
+                concurrency,
+                spec.options,
+                system=system,
+            )
             for spec in specs
         ]
         if mode is EvalMode.multiturn:
@@ -238,7 +294,7 @@ def evaluate(
         with _client(settings, url, api_key) as client:
             lines = []
             for path in paths:
-                report = _report_of(path, paths, out)
+                report = report_of(path, paths, out)
                 lines += evaluate_set(
                     client,
                     path,
@@ -249,6 +305,7 @@ def evaluate(
                     out=report,
                     asked_at=asked_at,
                     ahead=ahead,
+                    half=half,
                 )
     if records is not None:
         write_text(records, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
@@ -283,76 +340,6 @@ def _engines(plan: Plan, work: Path | None, out: Path | None, *, write_gate: boo
     return rows
 
 
-def _report_of(path: Path, paths: list[Path], out: Path | None) -> Path | None:
-    """The report file of a set. With several sets, each gets its set's name."""
-    from ragserve.eval.data import set_name
-
-    return out.with_name(f"{out.stem}-{set_name(path)}{out.suffix}") if out and len(paths) > 1 else out
-
-
-def _dialogues(
-    settings: Settings,
-    paths: list[Path],
-    specs: list[StrategySpec],
-    shape: tuple[int, int | None, AskedAt, int],
-    max_new_tokens: int,
-    budgets: tuple[int | None, list[int], list[int]],
-    out: Path | None,
-) -> list[Line]:
-    """Lead strategies along dialogues on an engine of this process; print and write a table for each set.
-    ``shape``: turns, limit, place of the questions and turns by which documents come before them, as
-    `load_dialogues` takes them. ``budgets``: that of decode steps, those of earlier turns, and the numbers of
-    turns after which a dialogue is prefilled anew."""
-    from ragserve.answering.prompt import PromptBuilder
-    from ragserve.engine.local import LocalEngine
-    from ragserve.engine.offline import run_once
-    from ragserve.eval.console import progress
-    from ragserve.eval.data import set_name
-    from ragserve.eval.dialogue_sets import load_dialogues
-    from ragserve.eval.multiturn_engine import NOTE, by_turn, led_along
-    from ragserve.verification import report
-
-    turns, _, asked_at, ahead = shape
-    decode_budget, session_budgets, refresh_turns = budgets
-    made = {path: load_dialogues(path, *shape) for path in paths}
-
-    async def work(engine: LocalEngine) -> dict[Path, list[Line]]:
-        builder = PromptBuilder.load(engine.info.tokenizer)
-        found = {}
-        for path, dialogues in made.items():
-            with progress(set_name(path), turns * len(dialogues)) as step:
-                found[path] = await led_along(
-                    engine,
-                    builder,
-                    dialogues,
-                    specs,
-                    max_new_tokens,
-                    budget=decode_budget,
-                    session_budgets=session_budgets,
-                    refresh_turns=refresh_turns,
-                    progress=step,
-                )
-        await engine.control("check")
-        return found
-
-    with tempfile.TemporaryDirectory(prefix="ragserve-eval-") as folder:
-        own: dict[str, Any] = {"data_dir": Path(folder), "kv_disk_bytes": 0}
-        if decode_budget is not None:
-            own |= {"sparse_attention": "on", "decode_mode": "dense", "decode_max_budget": decode_budget}
-            own["decode_budget"] = decode_budget
-        found = run_once(settings.model_copy(update=own), work)
-    for path, lines in found.items():
-        workload: dict[str, Any] = {"set": set_name(path), "mode": "multiturn"}
-        workload["model"] = Path(settings.model).name
-        workload |= {"turns": turns, "dialogues": len(made[path]), "max_new_tokens": max_new_tokens}
-        workload |= {"asked_at": asked_at, "decode_budget": decode_budget}
-        workload |= {"ahead": ahead, "session_budgets": session_budgets}
-        workload |= {"refresh_turns": refresh_turns}
-        name = f"eval {set_name(path)} multiturn"
-        report.write(name, workload, by_turn(lines), out=_report_of(path, paths, out), note=NOTE)
-    return [{"set": set_name(path), **line} for path, lines in found.items() for line in lines]
-
-
 @contextlib.contextmanager
 def _client(
     settings: Settings, url: str | None, api_key: str | None, *, keeps_data: bool = False
@@ -374,7 +361,8 @@ def _server(
 ) -> contextlib.AbstractContextManager[RunningServer]:
     from ragserve.engine.running_server import running_server
 
-    given = (name for name in (*ENGINE_SETTINGS, "model") if name in settings.model_fields_set)
+    names = (*ENGINE_SETTINGS, *_SETTINGS, "model")
+    given = (name for name in names if name in settings.model_fields_set and name != "data_dir")
     flags: dict[str, Any] = {name: getattr(settings, name) for name in given}
     if "engine_args" in flags:
         flags["engine_args"] = json.dumps(flags["engine_args"])

@@ -70,14 +70,14 @@ def tune(
     gate's record and the cost profile that strategy auto needs, and samkv's profile where there is none and,
     with --sparse-attention on, from which length sparse decoding pays. Stop a server on the same machine
     first: it would disturb the measurement."""
+    from ragserve.best_passages import NOT_COMPOSED
     from ragserve.commands.serve_checks import check_engine
     from ragserve.eval.console import progress
     from ragserve.retrieval.document_store import open_store
     from ragserve.strategy_spec import parse
     from ragserve.verification.calibration.tune_process import tune as run
-    from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
-    names = [name for name in get_args(StrategyName) if name not in (*EXACT_STRATEGIES, "auto")]
+    names = [name for name in get_args(StrategyName) if name not in (*NOT_COMPOSED, "auto")]
     labels = [spec.label for spec in parse(strategies, names)]
     with open_store(settings) as store:
         store.namespace(namespace)  # before an engine is started for nothing

@@ -9,13 +9,15 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ragserve.errors import InvalidRequest
 from ragserve.json_lines import json_lines
 from ragserve.verification.metrics import contains_answer
 
 T = TypeVar("T")
+Half = Literal["first", "second"]
+"""Part of a set: what is chosen on one half is reported on the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +46,9 @@ class Question:
     kind: str
 
 
-def load(path: Path, limit: int | None = None) -> list[Question]:
-    """Load a file's questions in order; with ``limit``, that many spread evenly over it, the same ones each
-    time.
+def load(path: Path, limit: int | None = None, half: Half | None = None) -> list[Question]:
+    """Load the questions of a file, or of ``half`` of it, in order; with ``limit``, that many spread evenly
+    over it, the same ones each time.
 
     Raises InvalidRequest with file, line and reason."""
     rows = [
@@ -56,7 +58,14 @@ def load(path: Path, limit: int | None = None) -> list[Question]:
         raise InvalidRequest(
             f"{path} holds no questions.", hint="Expected one JSON object a line; see ragserve/eval/data.py."
         )
-    return spread(rows, limit)
+    return spread(halved(rows, half), limit)
+
+
+def halved(rows: list[T], half: Half | None) -> list[T]:
+    """The rows of a half by their place in the set: of an odd number the first half has one more. None:
+    all."""
+    middle = (len(rows) + 1) // 2
+    return rows if half is None else rows[:middle] if half == "first" else rows[middle:]
 
 
 def spread(rows: list[T], limit: int | None) -> list[T]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ragserve.errors import InvalidRequest
-from ragserve.eval.data import GivenPassage, Question, load, spread
+from ragserve.eval.data import GivenPassage, Half, Question, halved, load, spread
 from ragserve.eval.multiturn import DialogueTurn, alternating, dialogues_of
 from ragserve.json_lines import json_lines
 
@@ -26,20 +26,25 @@ Dialogue = list[DialogueTurn]
 
 
 def load_dialogues(
-    path: Path, turns: int, limit: int | None = None, asked_at: AskedAt = "end", ahead: int = 1
+    path: Path,
+    turns: int,
+    limit: int | None = None,
+    asked_at: AskedAt = "end",
+    ahead: int = 1,
+    half: Half | None = None,
 ) -> list[Dialogue]:
     """Load dialogues of ``turns`` turns; with ``limit``, of so many questions together, spread over the file.
     ``ahead``: turns by which documents come before their question, in half of the dialogues of a question
-    set.
+    set. ``half``: of the file's questions or dialogues.
 
     Raises InvalidRequest with file, line and reason, and if there are fewer than two dialogues."""
     _, first = next(json_lines(path), (0, None))
     kinds = {"meeting_transcripts": _qmsum, "input": _mtrag}
     make = next((kinds[name] for name in kinds if isinstance(first, dict) and name in first), None)
     if make is None:
-        dialogues = dialogues_of(load(path, limit), turns, ahead)
+        dialogues = dialogues_of(load(path, limit, half), turns, ahead)
     else:
-        dialogues = spread(make(path, turns), None if limit is None else limit // turns)
+        dialogues = spread(halved(make(path, turns), half), None if limit is None else limit // turns)
         if len(dialogues) < 2:
             raise InvalidRequest(
                 f"{path} has fewer than two dialogues of {turns} turns, or the limit leaves fewer.",

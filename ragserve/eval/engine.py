@@ -3,42 +3,50 @@ prompts.
 
 Each question is asked with `full` first. Then all its documents are cached, and each strategy is led along
 the answer of `full` (`ragserve.verification.distribution`), so that its distributions are compared token by
-token; where it would have said something else, it is asked again for its own answer. So a strategy's time to
-the first token is measured with its documents on the device, and no row depends on another."""
+token; where it would have said something else, it is asked again for its own answer. So no row depends on
+another, and a strategy's time to the first token is measured with its documents on the device or, where that
+is wanted, on the host, copies included."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from ragserve.answering.accounting import context_use
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
+from ragserve.best_passages import NOT_COMPOSED, PASSAGES, PassagesOptions
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
-from ragserve.errors import RagserveError
+from ragserve.engine.document_cache import CachingEngine
+from ragserve.errors import EngineError, RagserveError
 from ragserve.eval.data import Question
 from ragserve.strategy_spec import FULL, StrategySpec
 from ragserve.verification.distribution import Closeness, ReferenceAnswer, answer_of, forced_along
-from ragserve.verification.engine_run import TimedAnswer, first_token
+from ragserve.verification.engine_run import TimedAnswer, first_token, in_tier
 from ragserve.verification.given_scores import GivenScores
-from ragserve.verification.metrics import exact_match, token_f1
+from ragserve.verification.metrics import contains_answer, exact_match, is_refusal, token_f1
 from ragserve.verification.rows import Key, Row
-from sglang_ext.wire.protocol import EXACT_STRATEGIES
+from sglang_ext.wire.protocol import document_key
 
 if TYPE_CHECKING:
     from ragserve.retrieval.embedder import Embedder
 
 NAMESPACE = "eval"
+Tier = Literal["device", "host"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Limits of asking: ``in_flight`` questions at a time. ``sentence_bytes``: the setting."""
+    """How to ask: ``in_flight`` questions at a time. ``sentence_bytes``: the setting. ``compare``: lead
+    strategies along the answer of `full`; otherwise they are asked for their own answers only. ``tier``: of
+    the documents when a composed strategy is asked."""
 
     max_new_tokens: int = 24
     in_flight: int = 4
     sentence_bytes: int = 0
+    compare: bool = True
+    tier: Tier = "device"
 
 
 async def evaluate(
@@ -54,7 +62,9 @@ async def evaluate(
 ) -> None:
     """Hand ``write`` a row for each (set, question) and strategy that is not ``finished``, as soon as it is
     known. Failures become rows too. With an ``embedder`` composed requests have the scores that a retriever
-    would give their documents."""
+    would give their documents, and `passages` takes these by them; without one, in their order.
+
+    `passages` is asked as `full` is, with nothing cached."""
     waiting = iter(questions)
 
     async def worker() -> None:
@@ -86,21 +96,26 @@ class _Asking:
         self._question = question
         documents = [PromptDocument(str(i), d.title, d.text) for i, d in enumerate(question.documents)]
         room = engine.info.max_prompt_tokens - ask.max_new_tokens
+        self._builder, self._documents, self._room = builder, documents, room
         self._prompt: Prompt = builder.build(question.question, documents, max_prompt_tokens=room)
-        self._scores = None
+        self._scores, self._ranking = None, None
         if embedder is not None:
             given = GivenScores(builder, embedder, question.documents, ask.sentence_bytes)
             self._scores = given.of(question.question, self._prompt)
+            self._ranking = given.nearest(question.question, len(documents))
         self._reference: ReferenceAnswer | None = None
 
     async def run(self, specs: Sequence[StrategySpec], write: Callable[[Row], object]) -> None:
         others = [spec for spec in specs if spec.label != FULL.label]
-        row = await self._row(FULL)  # asked even if it is not wanted: the others are compared with it
-        if len(others) < len(specs):
-            write(row)
-        if any(spec.name not in EXACT_STRATEGIES for spec in others):
+        if self._ask.compare or len(others) < len(specs):  # even if it is not wanted
+            row = await self._row(FULL)
+            if len(others) < len(specs):
+                write(row)
+        if composed := [spec for spec in others if spec.name not in NOT_COMPOSED]:
             try:
-                await self._engine.warm(self._request(others[0]))
+                await self._engine.warm(self._request(composed[0], self._prompt))
+                if self._ask.tier != "device":
+                    await self._control("flush")
             except RagserveError as error:
                 for spec in others:
                     write(self._failed(spec, error))
@@ -108,9 +123,20 @@ class _Asking:
         for spec in others:
             write(await self._row(spec))
 
-    def _request(self, spec: StrategySpec) -> GenerateRequest:
-        sampling = Sampling(max_new_tokens=self._ask.max_new_tokens, stop=self._prompt.stop)
-        rid, ids, spans = f"{self._name}-{self._question.id}", self._prompt.input_ids, self._prompt.spans
+    def _prompt_of(self, spec: StrategySpec) -> Prompt:
+        if spec.name != PASSAGES:
+            return self._prompt
+        sizes = [len(self._builder.document_ids(each.title, each.text)) for each in self._documents]
+        chosen = PassagesOptions.of(spec.options).chosen(sizes, self._ranking)
+        shown = [self._documents[number] for number in chosen]
+        prompt = self._builder.build(self._question.question, shown, max_prompt_tokens=self._room)
+        return replace(prompt, tokens_retrieved=sum(sizes), left_out=len(sizes) - len(shown))
+
+    def _request(self, spec: StrategySpec, prompt: Prompt) -> GenerateRequest:
+        sampling = Sampling(max_new_tokens=self._ask.max_new_tokens, stop=prompt.stop)
+        rid, ids, spans = f"{self._name}-{self._question.id}", prompt.input_ids, prompt.spans
+        if spec.name == PASSAGES:
+            return GenerateRequest(rid, ids, NAMESPACE, FULL.name, sampling, spans)
         return GenerateRequest(
             rid, ids, NAMESPACE, spec.name, sampling, spans, spec.options, scores=self._scores
         )
@@ -122,27 +148,50 @@ class _Asking:
             return self._failed(spec, error)
 
     async def _asked(self, spec: StrategySpec) -> Row:
-        request = self._request(spec)
-        if spec.label == FULL.label:
+        prompt = self._prompt_of(spec)
+        request = self._request(spec, prompt)
+        if self._ask.tier != "device" and spec.name not in NOT_COMPOSED:
+            await self._to_tier(request)
+        if spec.label == FULL.label and self._ask.compare:
             self._reference = await answer_of(self._engine, request)
             tokens = len(self._reference.ids)
             same = Closeness.none(tokens)
-            return self._measured(spec, self._reference.timed, self._reference.timed.text, same)
-        if self._reference is None:  # `full` failed
+            return self._measured(spec, prompt, self._reference.timed, self._reference.timed.text, same)
+        if self._reference is None:  # `full` failed, or nothing is compared
             answer = await first_token(self._engine, request)
-            return self._measured(spec, answer, answer.text, None)
+            return self._measured(spec, prompt, answer, answer.text, None)
         close, timed = await forced_along(self._engine, request, self._reference)
         own = self._reference.timed if close.same_answer else await first_token(self._engine, request)
-        return self._measured(spec, timed, own.text, close)
+        return self._measured(spec, prompt, timed, own.text, close)
 
-    def _measured(self, spec: StrategySpec, answer: TimedAnswer, text: str, close: Closeness | None) -> Row:
+    async def _to_tier(self, request: GenerateRequest) -> None:
+        fingerprint = (await self._control("info"))["fingerprint"]
+        ids = request.input_ids
+        keys = [document_key(NAMESPACE, fingerprint, ids[span.start : span.end]) for span in request.spans]
+        await in_tier(self._engine, self._ask.tier, keys)
+
+    async def _control(self, operation: str) -> dict[str, Any]:
+        if not isinstance(self._engine, CachingEngine):
+            raise EngineError("This engine does not say in which tier its documents are.")
+        return await self._engine.control(operation)
+
+    def _measured(
+        self,
+        spec: StrategySpec,
+        prompt: Prompt,
+        answer: TimedAnswer,
+        text: str,
+        close: Closeness | None,
+    ) -> Row:
         last = answer.last
         answers = self._question.answers
-        use = context_use(spec.name, self._prompt, last, len(self._question.documents))
+        use = context_use(spec.name, prompt, last, len(self._question.documents))
         return self._head(spec) | {
             "answer": text.strip(),
             "em": exact_match(text, answers),
             "f1": round(token_f1(text, answers), 4),
+            "contains": contains_answer(text, answers),
+            "refused": is_refusal(text, answers),
             "kl": None if close is None else _shown(close.kl[0]),
             "agrees": None if close is None else close.agrees[0],
             "answer_kl": None if close is None else _shown(close.mean_kl),
@@ -150,18 +199,19 @@ class _Asking:
             "answer_regret": None if close is None else _shown(close.mean_regret),
             "answer_tokens": None if close is None else len(close.kl),
             "ttft_ms": round(answer.ttft_ms, 3),
-            "prompt_tokens": len(self._prompt.input_ids),
+            "tiers": dict(use.tokens_by_tier),
+            "prompt_tokens": len(prompt.input_ids),
             "document_tokens": use.tokens_retrieved,
             "kept": use.tokens_kept,
             "recomputed": use.tokens_recomputed,
-            "documents_dropped": use.documents_retrieved - use.documents_kept,
+            "documents_dropped": use.documents_retrieved - use.documents_kept - prompt.left_out,
             "fallback": last.fallback,
             "error": None,
         }
 
     def _failed(self, spec: StrategySpec, error: RagserveError) -> Row:
         failure = f"{error.code}: {error.message}"
-        return self._head(spec) | {"answer": "", "em": 0.0, "f1": 0.0, "error": failure}
+        return self._head(spec) | {"answer": "", "em": 0.0, "f1": 0.0, "contains": False, "error": failure}
 
     def _head(self, spec: StrategySpec) -> dict[str, Any]:
         question = self._question

@@ -20,6 +20,8 @@ def run(job: dict[str, Any]) -> None:
     ``job``: as `ragserve.eval.parallel` writes it; ``sets`` are files, ``settings`` the engine's,
     ``strategies`` labels, of which all questions are asked under the ``first`` ones first."""
     from ragserve.answering.prompt import PromptBuilder
+    from ragserve.answering.scores import SCORED
+    from ragserve.best_passages import PASSAGES
     from ragserve.engine.local import LocalEngine
     from ragserve.engine.offline import run_once
     from ragserve.eval.data import interleaved, load, set_name
@@ -32,18 +34,24 @@ def run(job: dict[str, Any]) -> None:
 
     folder, index = Path(job["folder"]), job["index"]
     settings = Settings(**job["settings"])
-    every = interleaved({set_name(path): load(path, job["limit"]) for path in map(Path, job["sets"])})
+    every = interleaved(
+        {set_name(path): load(path, job["limit"], job["half"]) for path in map(Path, job["sets"])}
+    )
     finished = {key for key, row in read(folder).items() if not row.get("error")}
     specs = [spec for label in job["strategies"] for spec in parse(label)]
 
     async def work(engine: LocalEngine) -> None:
         served = {"engine": asdict(engine.info), "environment": environment()}
         write_json(folder / f"engine-{index}.json", served)
-        builder = PromptBuilder.load(engine.info.tokenizer)
+        builder = PromptBuilder.load(engine.info.tokenizer, settings.system_prompt)
         with appending(folder / f"rows-{index}.jsonl") as write:
-            ask = Ask(job["max_new_tokens"], job["in_flight"], settings.sentence_bytes)
+            ask = Ask(
+                job["max_new_tokens"], job["in_flight"], settings.sentence_bytes, job["compare"], job["tier"]
+            )
             mine = every[index :: job["of"]]
-            embedder = Embedder.of(settings) if any(spec.name == "samkv" for spec in specs) else None
+            embedder = (
+                Embedder.of(settings) if any(spec.name in (SCORED, PASSAGES) for spec in specs) else None
+            )
             for part in filter(None, (specs[: job["first"]], specs[job["first"] :])):
                 await evaluate(
                     engine, builder, mine, part, ask, finished=finished, write=write, embedder=embedder

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError, 
 
 from ragserve.config import Namespace
 from ragserve.errors import InvalidRequest
-from ragserve.eval.data import spread
+from ragserve.eval.data import Half, halved, spread
 from ragserve.json_lines import json_lines
 
 _HINT = 'A line is {"question": "...", "answers": ["..."], "documents": ["..."]}; see docs/evaluation.md.'
@@ -51,8 +51,9 @@ class OwnQuestion(BaseModel):
         return row | {name: [row[name]] for name in names if isinstance(row.get(name), str)}
 
 
-def load_own(path: Path, limit: int | None = None) -> list[OwnQuestion]:
-    """Load a file's questions in order; with ``limit``, that many spread evenly over it.
+def load_own(path: Path, limit: int | None = None, half: Half | None = None) -> list[OwnQuestion]:
+    """Load the questions of a file, or of ``half`` of it, in order; with ``limit``, that many spread evenly
+    over it.
 
     Raises InvalidRequest that names the bad lines, each with its reason."""
     found: dict[str, OwnQuestion] = {}
@@ -72,7 +73,7 @@ def load_own(path: Path, limit: int | None = None) -> list[OwnQuestion]:
         raise InvalidRequest(f"{path}: {'; '.join(bad[:_SHOWN])}{more}.", hint=_HINT)
     if not found:
         raise InvalidRequest(f"{path} holds no questions.", hint=_HINT)
-    return spread(list(found.values()), limit)
+    return spread(halved(list(found.values()), half), limit)
 
 
 def _reasons(error: ValidationError) -> str:

@@ -17,7 +17,7 @@ from rich.table import Table
 from ragserve.client import Client, Info
 from ragserve.errors import InvalidRequest
 from ragserve.eval.console import progress
-from ragserve.eval.data import set_name
+from ragserve.eval.data import Half, set_name
 from ragserve.eval.judging import METRICS
 from ragserve.eval.own_questions import OwnQuestion, load_own
 from ragserve.eval.run import Options
@@ -49,13 +49,16 @@ class OwnRun:
     html: Path | None = None
 
 
-def load_sets(paths: Sequence[Path], limit: int | None) -> dict[Path, list[OwnQuestion]]:
-    """Load the questions of each file. Raises InvalidRequest for bad lines and for two sets of one name."""
+def load_sets(
+    paths: Sequence[Path], limit: int | None, half: Half | None = None
+) -> dict[Path, list[OwnQuestion]]:
+    """Load the questions of each file, or of ``half`` of each. Raises InvalidRequest for bad lines and two
+    sets of one name."""
     if len({set_name(path) for path in paths}) < len(paths):
         raise InvalidRequest(
             "Two sets have the same name.", hint="A set's name is that of its file, up to the first dot."
         )
-    return {path: load_own(path, limit) for path in paths}
+    return {path: load_own(path, limit, half) for path in paths}
 
 
 def evaluate_own(

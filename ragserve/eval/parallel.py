@@ -17,7 +17,8 @@ from typing import Any
 from ragserve.config import Settings
 from ragserve.engine.running_server import kill_session, spawn
 from ragserve.errors import EngineError
-from ragserve.eval.data import load, set_name
+from ragserve.eval.data import Half, load, set_name
+from ragserve.eval.engine import Tier
 from ragserve.files import write_json
 from ragserve.strategy_spec import StrategySpec
 from ragserve.verification import rows
@@ -33,7 +34,9 @@ class Plan:
     ``in_flight`` questions at a time.
 
     ``seconds``: stop asking after that time, engine start included; the rows known by then are reported.
-    ``first``: every question is asked under that many of the strategies before any under the others."""
+    ``first``: every question is asked under that many of the strategies before any under the others.
+    ``half``: of each set. ``compare``, ``tier``: as `ragserve.eval.engine.Ask` has them. ``benchmark``: the
+    preset's name."""
 
     sets: Sequence[Path]
     strategies: Sequence[StrategySpec]
@@ -44,6 +47,10 @@ class Plan:
     workers: int = 1
     seconds: float | None = None
     first: int = 0
+    half: Half | None = None
+    compare: bool = True
+    tier: Tier = "device"
+    benchmark: str | None = None
 
 
 def run(
@@ -88,16 +95,24 @@ def known(plan: Plan, folder: Path) -> tuple[list[rows.Row], dict[str, Any]]:
 
 
 def _keys(plan: Plan) -> list[rows.Key]:
-    questions = [(set_name(path), question) for path in plan.sets for question in load(path, plan.limit)]
+    questions = [
+        (set_name(path), question) for path in plan.sets for question in load(path, plan.limit, plan.half)
+    ]
     return [(name, question.id, spec.label) for name, question in questions for spec in plan.strategies]
 
 
 def _identity(plan: Plan) -> dict[str, Any]:
     """The facts that all rows of one table must share."""
-    names = ("model", "tokenizer", "dtype", "engine_args", "sentence_bytes")
+    names = ("model", "tokenizer", "dtype", "engine_args", "sentence_bytes", "system_prompt", "embedder")
     engine = {name: getattr(plan.settings, name) for name in names}
     sets = {set_name(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in plan.sets}
-    return {**engine, "max_new_tokens": plan.max_new_tokens, "compared": True, "sets": sets}
+    return {
+        **engine,
+        "max_new_tokens": plan.max_new_tokens,
+        "compared": plan.compare,
+        "tier": plan.tier,
+        "sets": sets,
+    }
 
 
 def _work(plan: Plan, folder: Path, tick: Callable[[], None]) -> None:
@@ -135,10 +150,13 @@ def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.P
         "of": plan.workers,
         "sets": [str(path) for path in plan.sets],
         "limit": plan.limit,
+        "half": plan.half,
         "strategies": [spec.label for spec in plan.strategies],
         "first": plan.first,
         "max_new_tokens": plan.max_new_tokens,
         "in_flight": plan.in_flight,
+        "compare": plan.compare,
+        "tier": plan.tier,
         "settings": settings.model_dump(mode="json", exclude={"api_key", "engine_api_key", "registry_url"}),
     }
     place = folder / f"job-{index}.json"

@@ -10,7 +10,7 @@ from typing import Any
 from ragserve.client import Client
 from ragserve.eval import multiturn
 from ragserve.eval.console import progress
-from ragserve.eval.data import Question, distinct_passages, load, set_name
+from ragserve.eval.data import Half, Question, distinct_passages, load, set_name
 from ragserve.eval.dialogue_sets import AskedAt, Dialogue, load_dialogues
 from ragserve.eval.run import Options, ask_given, ask_retrieved, ingested, losses, summary
 from ragserve.strategy_spec import FULL
@@ -30,28 +30,35 @@ def evaluate_set(
     out: Path | None,
     asked_at: AskedAt = "end",
     ahead: int = 1,
+    half: Half | None = None,
 ) -> list[Line]:
     """Print one set's table, write it to ``out``, and return a line for each question and strategy.
     ``mode``: given, retrieved or multiturn; ``turns``, ``asked_at``, ``ahead``: of dialogues of the last
-    one."""
+    one. ``half``: of the set."""
     if mode == "multiturn":
-        dialogues = load_dialogues(path, turns, limit, asked_at, ahead)
+        dialogues = load_dialogues(path, turns, limit, asked_at, ahead, half)
         rows, lost, lines, workload = _multiturn(client, dialogues, runs)
         workload |= {"questions": turns * len(dialogues), "turns": turns, "asked_at": asked_at}
         workload["ahead"] = ahead
     else:
-        questions = load(path, limit)
+        questions = load(path, limit, half)
         workload = {"questions": len(questions)}
         rows, lost, lines, more = (_retrieved if mode == "retrieved" else _given)(client, questions, runs)
         workload |= more
     workload = {
         "set": set_name(path),
+        "half": half,
         "mode": mode,
         "model": Path(client.info().model).name,
         **workload,
     }
     _write(rows, lost, workload, out)
     return lines
+
+
+def report_of(path: Path, paths: Sequence[Path], out: Path | None) -> Path | None:
+    """The report file of a set. With several sets, each gets its set's name."""
+    return out.with_name(f"{out.stem}-{set_name(path)}{out.suffix}") if out and len(paths) > 1 else out
 
 
 _Run = tuple[list[Line], list[Line], list[Line], dict[str, Any]]
@@ -107,7 +114,10 @@ def _multiturn(client: Client, dialogues: Sequence[Dialogue], runs: Sequence[Opt
 
 
 def _write(rows: list[Line], lost: list[Line], workload: dict[str, Any], out: Path | None) -> None:
-    note = "em, f1: percent, SQuAD's normalisation. Tokens: per question, mean."
+    note = (
+        "em, f1: percent, SQuAD's normalisation. contains: an accepted answer as whole words; refused: says "
+        "that there is no answer. Tokens: per question, mean."
+    )
     if workload["mode"] == "multiturn":
         note = multiturn.NOTE
     report.write(f"eval {workload['set']} {workload['mode']}", workload, rows, out=out, note=note)

@@ -16,13 +16,13 @@ from typing import Any, cast
 
 from ragserve.answering.auto import AUTO
 from ragserve.answering.results import Answer, RetrievedPassage
+from ragserve.best_passages import NOT_COMPOSED
 from ragserve.client import Client, QueryArguments, TextDocument
 from ragserve.config import StrategyName
 from ragserve.errors import NotFound, RagserveError
 from ragserve.eval.data import GivenPassage, Question, distinct_passages
 from ragserve.strategy_spec import FORCE, StrategySpec
-from ragserve.verification.metrics import contains_answer, exact_match, token_f1
-from sglang_ext.wire.protocol import EXACT_STRATEGIES
+from ragserve.verification.metrics import contains_answer, exact_match, is_refusal, token_f1
 
 _SEED = 0
 _INGEST_CHARS = 1_000_000  # per request, below every sensible body limit
@@ -32,8 +32,8 @@ Progress = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of a question. ``strategy`` None: the server's default; ``k`` matters only if passages are
-    retrieved."""
+    """The options of a question. ``strategy`` and ``system`` None: the server's defaults; ``k`` matters only
+    if passages are retrieved."""
 
     strategy: str | None = None
     k: int | None = 5
@@ -43,6 +43,7 @@ class Options:
     decode: Mapping[str, Any] | None = None
     name: str | None = None
     session_budget: int | None = None
+    system: str | None = None
 
     @property
     def label(self) -> str | None:
@@ -60,7 +61,7 @@ class Options:
     @property
     def is_composed(self) -> bool:
         """Whether the strategy composes contexts from cached documents."""
-        return self.strategy is not None and self.strategy not in (*EXACT_STRATEGIES, AUTO)
+        return self.strategy is not None and self.strategy not in (*NOT_COMPOSED, AUTO)
 
     @property
     def fields(self) -> QueryArguments:
@@ -71,6 +72,7 @@ class Options:
             "max_new_tokens": self.max_new_tokens,
             "temperature": 0.0,
             "seed": _SEED,
+            "system": self.system,
         }
 
 
@@ -83,6 +85,8 @@ class AnswerOutcome:
     answer: str
     em: float = 0.0
     f1: float = 0.0
+    contains: bool = False
+    refused: bool = False
     ttft_ms: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -105,6 +109,8 @@ class AnswerOutcome:
             "answer": self.answer,
             "em": self.em,
             "f1": round(self.f1, 4),
+            "contains": self.contains,
+            "refused": self.refused,
             "ttft_ms": self.ttft_ms,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
@@ -176,8 +182,8 @@ def ingested(
 
 
 def summary(outcomes: Sequence[AnswerOutcome]) -> dict[str, Any]:
-    """Average over a set: exact match and F1 in percent, tokens and milliseconds per question. Failures count
-    as wrong."""
+    """Average over a set: exact match, F1, answers that contain an accepted one and refusals in percent,
+    tokens and milliseconds per question. Failures count as wrong."""
     from ragserve.verification.report import percentile
 
     n = len(outcomes)
@@ -188,6 +194,8 @@ def summary(outcomes: Sequence[AnswerOutcome]) -> dict[str, Any]:
         "n": n,
         "em": round(100 * sum(o.em for o in outcomes) / n, 2),
         "f1": round(100 * sum(o.f1 for o in outcomes) / n, 2),
+        "contains": round(100 * sum(o.contains for o in outcomes) / n, 2),
+        "refused": round(100 * sum(o.refused for o in outcomes) / n, 2),
         "failed": n - len(answered),
         "ttft_ms_mean": round(sum(ttft) / len(ttft), 1) if ttft else None,
         "ttft_ms_p50": round(percentile(ttft, 50), 1) if ttft else None,
@@ -249,6 +257,8 @@ def outcome_of(
         answer=answer.answer,
         em=exact_match(answer.answer, question.answers),
         f1=token_f1(answer.answer, question.answers),
+        contains=contains_answer(answer.answer, question.answers),
+        refused=is_refusal(answer.answer, question.answers),
         ttft_ms=answer.timings.ttft_ms,
         prompt_tokens=answer.usage.prompt,
         cached_tokens=answer.usage.cached,

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ragserve.best_passages import NOT_COMPOSED
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile
 from ragserve.strategy_spec import parse
-from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 log = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
     groups: dict[str, dict[str, Figures]] = {}
     names = Figures.__dataclass_fields__
     for row in report["rows"]:
-        if row["strategy"].partition(":")[0] not in EXACT_STRATEGIES and row["f1_vs_full"] is not None:
+        if row["strategy"].partition(":")[0] not in NOT_COMPOSED and row["f1_vs_full"] is not None:
             figures = Figures(**{name: row[name] for name in names if name in row})
             groups.setdefault(row["strategy"], {})[row["set"]] = figures
     where = (

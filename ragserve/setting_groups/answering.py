@@ -19,8 +19,8 @@ class AnsweringSettings(BaseModel):
     strategy: str = Field(
         "auto",
         description="Default strategy. auto: the fastest verified one, prefix where nothing is verified and "
-        "measured. full, prefix: exact. concat, epic, cacheblend, random, samkv: composed from documents, "
-        "with options as in concat:recompute=sentences,share=0.1.",
+        "measured. full, prefix: exact. passages: exact, over the best ones alone. concat, epic, cacheblend, "
+        "random, samkv: composed from documents, with options as in concat:recompute=sentences,share=0.1.",
     )
     force_strategies: bool = Field(
         False,

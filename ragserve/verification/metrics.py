@@ -9,6 +9,14 @@ from collections.abc import Sequence
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_REFUSAL = re.compile(  # of normalised text
+    r"(?:unknown|unanswerable|unclear|none|na|no answer|not enough information)$"
+    r"|.*\b(?:i (?:dont|do not) know|(?:no|insufficient) information|no answer is given"
+    r"|not (?:\w+ )?(?:mentioned|provided|specified|stated|contain|include|available|answer|found|given)"
+    r"|(?:cannot|can not|cant|could not|couldnt|unable to) (?:be )?(?:\w+ )?"
+    r"(?:answer|determine|find|found|provide|say|tell)"
+    r"|(?:dont|do not|doesnt|does not) (?:\w+ )?(?:answer|contain|include|mention|provide|say|specify|state))"
+)
 
 
 def normalise(text: str) -> str:
@@ -31,6 +39,13 @@ def contains_answer(text: str, answers: Sequence[str]) -> bool:
     """Tell whether the text contains one of the answers, as whole words after normalisation."""
     words = f" {normalise(text)} "
     return any(f" {wanted} " in words for answer in answers if (wanted := normalise(answer)))
+
+
+def is_refusal(text: str, answers: Sequence[str]) -> bool:
+    """Tell whether an answer is empty, or says in English that there is none ("not mentioned in the
+    documents"), and contains none of ``answers``."""
+    said = normalise(text)
+    return not contains_answer(text, answers) and (not said or bool(_REFUSAL.match(said)))
 
 
 def _f1(predicted: list[str], wanted: list[str]) -> float:

@@ -147,7 +147,7 @@ class DecodeRuntime:
         # SGLang asks no further once a request found no room; more than so many it does not run anyway
         waiting = running_batch.batch_is_full and len(scheduler.waiting_queue) > 0
         short = waiting and len(running_batch.reqs) < scheduler.max_running_requests
-        rows = [self._planner.state(req).offloaded for req in running_batch.reqs] if lagging else []
+        rows = [self._planner.state(req).offload.row for req in running_batch.reqs] if lagging else []
         if self._lagged.before_schedule(rows, short=short):
             running_batch.batch_is_full = False
 
@@ -161,8 +161,8 @@ class DecodeRuntime:
         most = offloaded.due_tokens // self._page
         for req in reqs:
             state = self._planner.state(req)
-            options = state.options
-            if state.offloaded is None and state.prefix is None and options.offloaded and options.lag_steps:
+            options, offload = state.options, state.offload
+            if offload.row is None and offload.prefix is None and options.offloaded and options.lag_steps:
                 resident_blocks = offloaded.resident_blocks_of(
                     options.budget // self._page, options.resident_blocks
                 )
@@ -181,7 +181,7 @@ class DecodeRuntime:
         state: DecodeState | None = getattr(req, "ragserve_decode", None)
         if state is not None and self._requests is not None:
             self._requests.give_back(req, state)
-        if state is not None and state.prefix is None:
+        if state is not None and state.offload.prefix is None:
             state.forget_selection()
 
     def admit(self, adder: Any, req: Any, add: Callable[[], Any]) -> Any:
@@ -282,11 +282,11 @@ class DecodeRuntime:
                 prefill_metrics().observe(prefilled)
             _tell(req, PREFILL_FIELD, prefilled.to_json())
         state: DecodeState | None = getattr(req, "ragserve_decode", None)
-        if state is None or state.options.mode == "dense" or not state.steps:
+        if state is None or state.options.mode == "dense" or not state.account.steps:
             return
         self._collect()
-        if state.offloaded is not None:
-            state.offloaded.collect()
+        if state.offload.row is not None:
+            state.offload.row.collect()
         report = state.report()
         if self.backend.rank == 0:  # the other ranks have read as much, for heads of their own
             decode_metrics().observe(report)
@@ -359,14 +359,14 @@ class DecodeRuntime:
         """Return the first token whose KV the extend at hand writes, or brings to the device before it."""
         from sglang_ext.context.compose.request import is_composed
 
-        offloaded = self._planner.state(req).offloaded
+        offloaded = self._planner.state(req).offload.row
         if offloaded is not None and offloaded.moved:
             return offloaded.pages * self._page
         return 0 if is_composed(req) and not req.ragserve.filled else prefix
 
     def _count_requests(self, step: Step) -> None:
         """Show how many requests of each kind a step has, where that changes."""
-        rows = [row.state.offloaded for row in step.rows]
+        rows = [row.state.offload.row for row in step.rows]
         offloaded = sum(row is not None and row.moved for row in rows)
         copying = sum(row is not None and not row.moved for row in rows)
         kinds = offloaded, copying, len(rows) - offloaded - copying
@@ -379,7 +379,7 @@ class DecodeRuntime:
     def _decoded_pages(self, req: Any) -> torch.Tensor:
         """Return the full pages of a decoding request that hold its own tokens, int32."""
         full = max(0, len(req.origin_input_ids) + len(req.output_ids) - 2) // self._page
-        row = self._planner.state(req).offloaded
+        row = self._planner.state(req).offload.row
         first = row.pages if row is not None and row.moved else 0  # before them are resident blocks
         return self._statistics.pages_of(req.req_pool_idx, full)[first:]
 
@@ -389,20 +389,17 @@ class DecodeRuntime:
             if not row.sparse:
                 self._account_dense(row.state, row.tokens)
                 continue
-            state, total = row.state, -(-row.tokens // self._page)
-            state.steps += 1
-            state.context_pages += total
-            state.sparse_steps += 1
-            if state.sparse_from is None:
-                state.sparse_from = row.tokens - 1  # its newest token, whose KV the step writes
-            state.offload_counts.offloaded_steps += state.offloaded is not None and state.offloaded.moved
+            state, account, total = row.state, row.state.account, -(-row.tokens // self._page)
+            account.step(total, sparse=True)
+            state.note_sparse(row.tokens - 1)  # its newest token, whose KV the step writes
+            offloaded = state.offload.row
+            state.counts.offloaded_steps += offloaded is not None and offloaded.moved
             streaming = share if row.streaming else 0.0
             if streaming:
-                state.pages += streaming * self._streaming_pages(row.tokens, total)
+                account.read(streaming * self._streaming_pages(row.tokens, total))
             if row.hierarchical:
-                state.pages += (1 - streaming) * (
-                    min(state.options.budget // self._page, total) + state.widened
-                )
+                budget = min(state.options.budget // self._page, total) + state.selection.widened
+                account.read((1 - streaming) * budget)
         if step.variant is Variant.PROGRESSIVE:
             use = self.backend.progressive_use(len(step.rows))
             event = None
@@ -410,16 +407,15 @@ class DecodeRuntime:
                 use = use.to("cpu", non_blocking=True)
                 event = torch.cuda.Event()
                 event.record()
-            offloaded = (row.state.offloaded for row in step.rows)
-            sizes = tuple(0 if each is None else each.head_bytes for each in offloaded)
+            read = (row.state.offload.row for row in step.rows)
+            sizes = tuple(0 if each is None else each.head_bytes for each in read)
             self._pending.append(_Pending(event, use, step.rows, sizes))
         self._collect()
 
     def _account_dense(self, state: DecodeState, tokens: int) -> None:
         pages = -(-tokens // self._page)
-        state.steps += 1
-        state.context_pages += pages
-        state.pages += pages
+        state.account.step(pages, sparse=False)
+        state.account.read(pages)
 
     def _collect(self) -> None:
         while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):
@@ -429,12 +425,12 @@ class DecodeRuntime:
                 if not row.progressive:
                     continue
                 if self._offloaded is not None:
-                    self._offloaded.count_reads(row.state.offload_counts, int(reads), head_bytes)
+                    self._offloaded.count_reads(row.state.counts, int(reads), head_bytes)
+                account = row.state.account
                 streaming = self.backend.streaming_share if row.streaming else 0.0
-                row.state.pages += pages
+                account.read(pages)
                 if streaming < 1:  # streaming heads estimate nothing and count as 1
-                    row.state.weights[0] += (weight - streaming) / (1 - streaming)
-                    row.state.weights[1] += 1
+                    account.estimate((weight - streaming) / (1 - streaming))
 
     def _streaming_pages(self, tokens: int, total: int) -> int:
         """Return the pages that a streaming head reads, as `ragserve_kernels.sparse_decode` counts them."""

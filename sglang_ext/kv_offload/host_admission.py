@@ -63,10 +63,9 @@ class HostAdmission:
         page.
         """
         held = self._rows.slots.in_order(row)
-        self._rows.slots.note(row, held)
-        row.placed = True
+        self._rows.slots.note(row, held, placed=True)
         dummy = torch.arange(self._page, dtype=torch.int64, device=held.device)
-        unused = dummy.repeat(row.pages - row.n_resident)
+        unused = dummy.repeat(row.pages - row.blocks.count)
         rest = prefix.tokens - row.pages * self._page
         row.req.prefix_indices = torch.cat((unused, held, tail[:rest]))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_ext.kv_offload.documents.context_pages import ContextPages
-from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts
+from sglang_ext.wire.protocol import OffloadCounts
 
 
 @dataclass(eq=False, slots=True)

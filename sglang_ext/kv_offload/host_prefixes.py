@@ -12,7 +12,8 @@ from sglang_ext.documents.fill import DocumentKv, fill_pages
 from sglang_ext.kv_offload.documents.context_pages import ContextPages
 from sglang_ext.kv_offload.host_prefix import HostPrefix
 from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
-from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts, OffloadedRow
+from sglang_ext.kv_offload.resident.offloaded_row import HeldBlocks, OffloadedRow
+from sglang_ext.wire.protocol import OffloadCounts
 
 
 class HostPrefixes:
@@ -90,7 +91,7 @@ class HostPrefixes:
             fill_pages(rows.pages.pool, rows.pages.shape, list(range(count)), tail, kv)
             rows.joins.append(rows.copies.event())  # its slots are free now, and those of its prompt
         return HostPrefix(
-            *(row.req, row.owner, row.selection, row.n_resident, row.fixed, row.shared),
+            *(row.req, row.owner, row.selection, row.blocks.count, row.fixed, row.shared),
             *(row.host, row.numbers, tail, tokens, row.counts, row.context),
         )
 
@@ -98,17 +99,16 @@ class HostPrefixes:
         """Make a waiting request an offloaded one that has moved. ``resident_blocks``: int64, their slots."""
         rows, context = self._rows, prefix.context
         head_bytes = rows.head_bytes if context is None else context.head_bytes
+        table = rows.new_table(prefix.n_resident, prefix.pages, prefix.selection, shared=prefix.shared)
+        pages = rows.slots.pages_of(resident_blocks)
+        blocks = HeldBlocks(prefix.n_resident, resident_blocks, pages, table, placed=True)
         row = OffloadedRow(
-            *(prefix.req, prefix.owner, -1, prefix.selection, prefix.n_resident, prefix.fixed, prefix.shared),
+            *(prefix.req, prefix.owner, -1, prefix.selection, blocks, prefix.fixed, prefix.shared),
             *(resident_blocks[:0], prefix.host, prefix.numbers, head_bytes, prefix.counts, rows.bounds.link),
             context=context,
             copied=prefix.pages,
-            resident_blocks=resident_blocks,
-            resident_pages=rows.slots.pages_of(resident_blocks),
             moved=True,
-            placed=True,
         )
-        row.table = rows.new_table(row)
         del self._rows.waiting[prefix.owner]
         rows.add(row)
         return row
@@ -123,7 +123,7 @@ class HostPrefixes:
 
         ``request``: its row of the request table, which names its slots. ``tail``: host pages."""
         rows = self._rows
-        row.request = request
+        row.enter(request)
         rows.statistics_of[request, : row.pages] = rows.first_host + row.host
         if row.context is not None and row.context.entry is not None and rows.contexts is not None:
             rows.contexts.enter(row.context, row.host)

@@ -25,7 +25,7 @@ from sglang_ext.kv_offload.documents.host_documents import HostDocuments
 from sglang_ext.kv_offload.host.copy_stream import CopyStream
 from sglang_ext.kv_offload.host.host_pages import HostPages
 from sglang_ext.kv_offload.host_prefix import HostPrefix
-from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts, OffloadedRow
+from sglang_ext.kv_offload.resident.offloaded_row import HeldBlocks, OffloadedRow
 from sglang_ext.kv_offload.resident.page_loads import PageLoads
 from sglang_ext.kv_offload.resident.resident_blocks import EMPTY, ResidentTable
 from sglang_ext.kv_offload.resident.resident_check import differing
@@ -36,6 +36,7 @@ from sglang_ext.kv_offload.resident.working_set import OffloadBounds, resized
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.stages import stages
 from sglang_ext.tensors.buffers import upload
+from sglang_ext.wire.protocol import OffloadCounts
 
 if TYPE_CHECKING:
     from sglang_ext.documents.radix import DocumentRadixCache
@@ -80,9 +81,7 @@ class OffloadedRows:
         self.bounds = OffloadBounds()
         shape = (req_to_token.shape[0], -(-req_to_token.shape[1] // page_size))
         self.statistics_of = torch.full(shape, -1, dtype=torch.int32, device=self.kv.device)
-        """Where the statistics of a request's pages lie, by its row of the request table; -1: with the
-        page.
-        """
+        """By a request's row of the request table, where the statistics of its pages lie; -1: with them."""
 
     def attach(self, tree: DocumentRadixCache, ranks: Ranks) -> None:
         """``tree``: SGLang's prefix cache, ours. ``ranks``: those that vote."""
@@ -125,7 +124,7 @@ class OffloadedRows:
             self.pages.release(owner)
             raise
         row = OffloadedRow(
-            *(req, owner, req.req_pool_idx, selection, blocks, fixed, shared),
+            *(req, owner, req.req_pool_idx, selection, HeldBlocks(blocks), fixed, shared),
             *(slots, host, numbers, self.head_bytes, counts, self.bounds.link),
         )
         self._rows[owner] = row
@@ -188,26 +187,24 @@ class OffloadedRows:
         ``lag``: as for `SharedLoads.begin`.
 
         A request without resident blocks keeps its prompt on the device, and its selection as it is."""
-        if row.table is None or row.resident_pages is None:
+        if row.blocks.table is None or row.blocks.pages is None:
             return selection
         selection = PageSelection(selection.blocks.contiguous(), selection.counts.contiguous())
         blocks, counts = selection
-        if isinstance(row.table, SharedTable):
-            self._shared_block_loads.begin(row, row.table, selection, lag=lag)
+        if isinstance(row.blocks.table, SharedTable):
+            self._shared_block_loads.begin(row, row.blocks.table, selection, lag=lag)
             return selection
         pages, own = self._loads.pages(row)
-        with self.copies.behind(blocks, counts, *own, row.resident_pages, *row.table.tensors):
-            found = row.table.assign(selection, pages, row.resident_pages)
+        with self.copies.behind(blocks, counts, *own, row.blocks.pages, *row.blocks.table.tensors):
+            found = row.blocks.table.assign(selection, pages, row.blocks.pages)
             begun = self.copies.event()
             self._loads.to_resident_blocks(row, found.source, found.target)
             tally = found.tally
             if tally.is_cuda:
                 tally = tally.to("cpu", non_blocking=True)
-            row.loaded = self.copies.event()
-        row.arriving.append((begun, row.loaded, tally))
-        row.late = found if row.n_resident < 2 * row.selection else None
-        row.has_load = True
-        # where `_place` puts its resident block
+            row.loads.launch(begun, self.copies.event(), tally)
+        row.loads.select(late=found if row.blocks.count < 2 * row.selection else None)
+        # where `ResidentSlots.place` puts its resident block
         return PageSelection(found.placed, counts)
 
     def load_rest(self, row: OffloadedRow) -> None:
@@ -216,17 +213,17 @@ class OffloadedRows:
 
     def _load_late(self, row: OffloadedRow, late: ResidentBlocks, table: ResidentTable) -> None:
         """Load what could not be loaded while the selection before was read, on the current stream."""
-        if row.resident_pages is None:
+        if row.blocks.pages is None:
             raise IntegrityError("a request without resident blocks has pages to load into them")
         pages, own = self._loads.pages(row)
         self.copies.await_on_current(
-            row.loaded, late.late_pages, late.late_resident_blocks, *own, row.resident_pages
+            row.loads.loaded, late.late_pages, late.late_resident_blocks, *own, row.blocks.pages
         )
         is_none = late.late_pages < 0
         self._loads.to_resident_blocks(
             row,
             pages[late.late_pages.clamp_min(0).long()].masked_fill_(is_none, EMPTY),
-            row.resident_pages[late.late_resident_blocks.clamp_min(0).long()],
+            row.blocks.pages[late.late_resident_blocks.clamp_min(0).long()],
         )
         with self.copies.behind(late.late_pages, late.late_resident_blocks):
             table.settle(late)
@@ -242,20 +239,21 @@ class OffloadedRows:
         """Let the step that reads a selection follow its loads.
 
         Return False if it must not read it: the request was to move and could not, and ends with an error."""
-        if not row.has_load:
+        if not row.loads.pending:
             return True  # made when the request had no resident blocks: of its pages on the device
         self.load_rest(row)
-        self.copies.await_on_current(row.loaded, selection.blocks)
-        row.has_load = False
-        if isinstance(row.table, SharedTable):
-            row.table.arrive()
+        self.copies.await_on_current(row.loads.loaded, selection.blocks)
+        row.loads.read()
+        if isinstance(row.blocks.table, SharedTable):
+            row.blocks.table.arrive()
         row.collect()
         if not row.moved:
             return False
-        if row.late is not None and isinstance(row.table, ResidentTable):
-            self._load_late(row, row.late, row.table)  # the selection before is not read any more
-            row.late = None
-        row.leave_after -= 1
+        late, table = row.loads.late, row.blocks.table
+        if late is not None and isinstance(table, ResidentTable):
+            self._load_late(row, late, table)  # the selection before is not read any more
+            row.loads.load_late()
+        row.blocks.begin_selection()
         return True
 
     def settle(self) -> None:
@@ -263,20 +261,6 @@ class OffloadedRows:
         self.shared_blocks.settle()
         if self.contexts is not None:
             self.contexts.settle()
-
-    def _place(self, row: OffloadedRow) -> None:
-        """Write a request's blocks into the request table: block c in place of its last prompt page but c.
-
-        Pages before them are the pool's dummy page. On the stream of the forward passes: steps that have been
-        launched and still wait there copy the table first."""
-        held, end = row.req.ragserve_resident_blocks
-        self.copies.await_on_current(None, held)
-        begin, page = end - len(held), self.page_size
-        self.table[row.request, begin:end] = held.to(self.table.dtype)
-        dummy = torch.arange(page, dtype=self.table.dtype, device=self.table.device)
-        self.table[row.request, :begin] = dummy.repeat(begin // page)
-        self.statistics_of[row.request, : row.pages] = self.first_host + row.host
-        row.placed = True
 
     def join(self) -> None:
         """Let the forward pass follow loads into freed blocks and copies of freed prompts, and put the blocks
@@ -289,8 +273,9 @@ class OffloadedRows:
         if self.documents is not None:
             self.copies.follow()
         for row in self._rows.values():
-            if row.moved and not row.placed:
-                self._place(row)
+            if row.moved and not row.blocks.placed:
+                self.slots.place(row)
+                self.statistics_of[row.request, : row.pages] = self.first_host + row.host
 
     # before SGLang schedules
 
@@ -304,12 +289,12 @@ class OffloadedRows:
             self.documents.poll()
         for row in self._rows.values():
             if row.moved:
-                if row.leaving:
+                if row.blocks.leaving:
                     stages.run_alike("offloading", stages.ending([row.req]), self.slots.give_back, row)
-            elif row.resident_blocks is None:
+            elif row.blocks.slots is None:
                 if row.copied == row.pages:
                     stages.run_alike("offloading", stages.ending([row.req]), self._reserve, row)
-            elif row.has_load and reads_next(row):
+            elif row.loads.pending and reads_next(row):
                 stages.run_alike("offloading", stages.ending([row.req]), self._move, row)
                 moved = moved or row.moved
         return moved
@@ -322,38 +307,31 @@ class OffloadedRows:
     def leave(self, row: OffloadedRow) -> None:
         """`release`, but for the host pages."""
         row.collect()
-        if row.resident_blocks is not None and not row.moved:
-            row.req.cache_protected_len = row.protected
-            self._tree.token_to_kv_pool_allocator.free(row.resident_blocks)
-        if row.table is not None and row.resident_pages is not None:
-            row.table.drop(row.resident_pages)
-        row.filling = False
-        if row.loaded is not None:
-            self.joins.append(row.loaded)
+        if row.blocks.slots is not None and not row.moved:
+            row.req.cache_protected_len = row.blocks.protected
+            self._tree.token_to_kv_pool_allocator.free(row.blocks.slots)
+        if row.blocks.table is not None and row.blocks.pages is not None:
+            row.blocks.table.drop(row.blocks.pages)
+        row.loads.fill()
+        if row.loads.loaded is not None:
+            self.joins.append(row.loads.loaded)
         if row.request >= 0:  # else its first pass has failed on the way
             self.statistics_of[row.request, : row.pages] = -1
         del self._rows[row.owner]
 
     def _reserve(self, row: OffloadedRow) -> None:
-        """Take resident blocks out of the pool, if it has room: else the prompt stays, and asks again.
+        """Take resident blocks out of the pool, if it has room: else the prompt stays, and asks again."""
+        count, pages, selection = row.blocks.count, row.pages, row.selection
+        self.slots.reserve(row, lambda: self.new_table(count, pages, selection, shared=row.shared))
 
-        SGLang counts the slots behind ``cache_protected_len`` as the request's own: the resident blocks, too.
-        """
-        blocks = self.slots.take(row.n_resident)
-        if blocks is None:
-            return
-        # noted before what may lack memory, because `release` gives it back
-        row.resident_blocks, row.protected = blocks, row.req.cache_protected_len
-        row.req.cache_protected_len -= len(blocks)
-        row.resident_pages = (blocks[:: self.page_size] // self.page_size).to(torch.int32)
-        row.table = self.new_table(row)
-
-    def new_table(self, row: OffloadedRow) -> ResidentTable | SharedTable:
-        """Return a table of a request's resident blocks, which hold nothing yet."""
-        if row.shared:
-            return SharedTable(self.shared_blocks, row.n_resident, row.pages, row.selection)
-        layers, kv_heads = self.kv.layers, self.kv.kv_heads
-        return ResidentTable(layers, kv_heads, row.n_resident, row.pages, self.kv.device)
+    def new_table(
+        self, blocks: int, pages: int, selection: int, *, shared: bool
+    ) -> ResidentTable | SharedTable:
+        """Return a table of so many resident blocks, which hold nothing yet, of a prompt of ``pages``. Other
+        arguments as in `OffloadedRow`."""
+        if shared:
+            return SharedTable(self.shared_blocks, blocks, pages, selection)
+        return ResidentTable(self.kv.layers, self.kv.kv_heads, blocks, pages, self.kv.device)
 
     def _move(self, row: OffloadedRow) -> None:
         """Give the prompt up: its cached part may be evicted, its own part is freed.
@@ -361,17 +339,17 @@ class OffloadedRows:
         The next forward pass may write to its slots, so it follows the copies that read them: a load comes
         after those.
         """
-        if row.resident_blocks is None:
+        if row.blocks.slots is None:
             raise IntegrityError("a request without resident blocks is to move")
         req, held = row.req, self.slots.in_order(row)
-        own = row.slots[row.protected :]
+        own = row.slots[row.blocks.protected :]
         if len(own):
             self._tree.token_to_kv_pool_allocator.free(own)
         if req.last_node is not None:
             self._tree.dec_lock_ref(req.last_node)
         req.last_node = self._tree.root_node
         self.slots.note(row, held)
-        self.joins.append(row.loaded)
+        self.joins.append(row.loads.loaded)
         row.moved = True
 
     def resize(self, rows: Sequence[OffloadedRow | None], *, others_wait: bool) -> None:
@@ -383,7 +361,7 @@ class OffloadedRows:
             if row is None or not pages or row.fixed or not row.moved:
                 continue
             blocks = resized(
-                row.n_resident, pages, row.selection, others_wait=others_wait, settled=row.settled
+                row.blocks.count, pages, row.selection, others_wait=others_wait, settled=row.settled
             )
             stages.run_alike("offloading", stages.ending([row.req]), self.slots.resize, row, blocks)
 
@@ -397,7 +375,7 @@ class OffloadedRows:
             self.bounds.link.step(now)
         else:
             self.bounds.link.pause()
-        short = sum(row.resident_blocks is None and row.copied == row.pages for row in self._rows.values())
+        short = sum(row.blocks.slots is None and row.copied == row.pages for row in self._rows.values())
         self.bounds.waiting = Counter(device=short)
 
     @property
@@ -405,7 +383,7 @@ class OffloadedRows:
         """Slots to keep free for the next request that waits for resident blocks: the most that one wants.
 
         It leaves more than those to the one after it, when its prompt goes."""
-        pending = (row.n_resident for row in self._rows.values() if row.resident_blocks is None)
+        pending = (row.blocks.count for row in self._rows.values() if row.blocks.slots is None)
         return self.page_size * max(pending, default=0)
 
     def check(self) -> None:
@@ -421,9 +399,7 @@ class OffloadedRows:
             if self.contexts is not None:
                 self.contexts.check(contexts)
         for row in self._rows.values():
-            bad = (
-                0 if row.resident_blocks is None else differing(row, self.kv, self.pages.pool, self.contexts)
-            )
+            bad = 0 if row.blocks.slots is None else differing(row, self.kv, self.pages.pool, self.contexts)
             if bad:
                 raise IntegrityError(f"{bad} resident blocks of request {row.req.rid} differ from host pages")
 
@@ -442,9 +418,7 @@ class OffloadedRows:
             "requests": moved,
             "copying": len(self._rows) - moved,
             "retracted": len(self.waiting),
-            "resident_blocks": sum(
-                r.n_resident for r in self._rows.values() if r.resident_blocks is not None
-            ),
+            "resident_blocks": sum(r.blocks.count for r in self._rows.values() if r.blocks.slots is not None),
             "resident_blocks_due": self.due_tokens // self.page_size,
             **self.bounds.describe(),
         }

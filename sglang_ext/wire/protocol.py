@@ -326,8 +326,27 @@ class ContextReport:
         return cls(**json.loads(text))
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeReport:
+@dataclass(slots=True, kw_only=True)
+class OffloadCounts:
+    """The part of a `DecodeReport` that offloading counts; each field says what. A request that is retracted
+    is offloaded anew, and counts on."""
+
+    offloaded_steps: int = doc("Steps that read the prompt's pages in GPU-resident blocks.", 0)
+    hits: int = doc("Selected pages of KV heads that were in a resident block, summed over layers.", 0)
+    misses: int = doc("Selected pages that were loaded into resident blocks, likewise.", 0)
+    fills: int = doc(
+        "`progressive`: selected pages that steps read on the host and wrote to resident blocks.", 0
+    )
+    host_reads: int = doc("`progressive`: offloaded pages that steps read on the host.", 0)
+    loaded_bytes: int = doc("Bytes of these misses and reads.", 0)
+    resident_blocks: int = doc("Pages on the device for each KV head of an offloaded request.", 0)
+    working_set: float = doc("Offloaded pages that a head's latest selections have named, the mean.", 0.0)
+    resumed: int = doc("How often it was retracted and continued from its host pages.", 0)
+    segmented_tokens: int = doc("Prompt tokens prefilled layer by layer, onto host pages.", 0)
+
+
+@dataclass(slots=True)
+class DecodeReport(OffloadCounts):
     """Account of a request's decode steps; each field says what it counts. Pages are means over layers and KV
     heads, or sums over them where it says so."""
 
@@ -341,18 +360,6 @@ class DecodeReport:
         "Estimated share of the attention weight in the pages read; null without an estimate."
     )
     lag: int = doc("Steps between a page selection and its use.", 0)
-    offloaded_steps: int = doc("Steps that read the prompt's pages in GPU-resident blocks.", 0)
-    hits: int = doc("Selected pages of KV heads that were in a resident block, summed over layers.", 0)
-    misses: int = doc("Selected pages that were loaded into resident blocks, likewise.", 0)
-    fills: int = doc(
-        "`progressive`: selected pages that steps read on the host and wrote to resident blocks.", 0
-    )
-    host_reads: int = doc("`progressive`: offloaded pages that steps read on the host.", 0)
-    loaded_bytes: int = doc("Bytes of these misses and reads.", 0)
-    resident_blocks: int = doc("Pages on the device for each KV head of an offloaded request.", 0)
-    working_set: float = doc("Offloaded pages that a head's latest selections have named, the mean.", 0.0)
-    resumed: int = doc("How often it was retracted and continued from its host pages.", 0)
-    segmented_tokens: int = doc("Prompt tokens prefilled layer by layer, onto host pages.", 0)
 
     def to_json(self) -> str:
         return json.dumps(

@@ -12,9 +12,12 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from ragserve.best_passages import NOT_COMPOSED
 from ragserve.commands import evaluate
 from ragserve.errors import InvalidRequest, Unavailable
 from ragserve.eval import engine_worker
+from ragserve.eval.presets import expanded
+from ragserve.strategy_spec import parse
 from tests.conftest import EXHAUSTIVE
 from tests.integration.prompts import QUESTIONS
 from tests.integration.served_engine import on
@@ -147,6 +150,25 @@ def test_strategies_are_compared_with_full_prefill_and_a_run_goes_on(tmp_path: P
     assert len(json.loads(report.read_text())["rows"]) == 4
     with pytest.raises(InvalidRequest, match="max_new_tokens"):
         raise run_eval(*arguments, "--max-new-tokens", "5").exception  # type: ignore[misc]
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_benchmark_asks_all_rivals_with_documents_on_the_host(tmp_path: Path) -> None:
+    report, records = tmp_path / "report.json", tmp_path / "records.jsonl"
+    data = str(QUESTIONS / "crossdoc_8.jsonl")
+    files = ("--json", str(report), "--records", str(records), "--concurrency", "1")
+    done = run_eval("--data", data, "--limit", "1", "--benchmark", "short-answers", "--tier", "host", *files)
+    assert done.exit_code == 0, done.output
+    rows = {row["strategy"]: row for row in map(json.loads, records.read_text().splitlines())}
+    assert list(rows) == [spec.label for spec in parse(expanded("rivals"))]
+    for label, row in rows.items():
+        composed = label.partition(":")[0] not in NOT_COMPOSED
+        read = {tier for tier, tokens in row["tiers"].items() if tokens}
+        assert read == ({"host"} if composed else set()), label
+    full, part = rows["full"], rows["passages:keep=0.25"]
+    assert 0 < part["recomputed"] == part["kept"] < full["kept"] == full["document_tokens"]
+    [line] = [line for line in json.loads(report.read_text())["pooled"] if line["strategy"] == "full"]
+    assert (line["sets"], line["n"], line["f1_vs_full"]) == (1, 1, 0.0)
 
 
 def test_failed_requests_count_and_fail_the_command(server: Any, tmp_path: Path) -> None:

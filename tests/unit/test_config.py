@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from ragserve.answering.auto import AUTO
+from ragserve.best_passages import NOT_COMPOSED
 from ragserve.commands.options import settings_from, with_settings
 from ragserve.commands.serve import serve
 from ragserve.config import Settings, StrategyName, load
@@ -16,7 +17,6 @@ from ragserve.errors import InvalidRequest
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.option_checks import RequestOptions
 from sglang_ext.wire.prefill_options import PrefillOptions
-from sglang_ext.wire.protocol import EXACT_STRATEGIES
 from sglang_ext.wire.request_options import STRATEGY_OPTIONS, DecodeOptions
 
 
@@ -208,4 +208,4 @@ def test_the_default_strategy_is_parsed_once() -> None:
 
 
 def test_every_strategy_is_known_to_all() -> None:
-    assert set(get_args(StrategyName)) == {*EXACT_STRATEGIES, *STRATEGY_OPTIONS, AUTO}
+    assert set(get_args(StrategyName)) == {*NOT_COMPOSED, *STRATEGY_OPTIONS, AUTO}

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.wire.protocol import SGLANG_VERSION
+from tests.unit.field_writers import FieldWriters
 
 REPO = Path(__file__).resolve().parents[2]
 RESULTS = REPO / "benchmarks" / "results"
@@ -120,7 +121,9 @@ ENGINE = {  # package of sglang_ext: those that it may import
     "cpu": {"attention"},
     "analysis": {"ranks", "sglang_internals"},
     "documents": {"cpu", "wire"},
-    "kv_offload": {"analysis", "documents", "ranks", "sglang_internals", "stages", "state", "tensors"},
+    "kv_offload": {
+        *("analysis", "documents", "ranks", "sglang_internals", "stages", "state", "tensors", "wire"),
+    },
     "context": {
         *("analysis", "diagnostics", "documents", "kv_offload", "ranks", "sglang_internals", "stages"),
         *("tensors", "wire"),
@@ -275,6 +278,57 @@ def test_nothing_is_checked_by_assert_at_run_time() -> None:
         if isinstance(node, ast.Assert)
     ]
     assert not asserting, f"raise an error of ragserve/errors.py instead: {asserting}"
+
+
+WRITERS = {  # class of shared state: the module that writes its fields; None: its own methods only
+    "DecodeState": None,
+    "Selection": "sglang_ext.attention.decode.step_planner",
+    "KeptSelection": "sglang_ext.attention.offload.lagged_selection",
+    "ObservedQueries": None,
+    "OffloadState": None,
+    "SegmentedPrompt": "sglang_ext.attention.offload.segmented_prefill",
+    "Account": None,
+    "OffloadedRow": "sglang_ext.kv_offload.offloaded_rows",
+    "HeldBlocks": "sglang_ext.kv_offload.resident.resident_slots",
+    "SelectionLoads": None,
+    "ComposedContext": "sglang_ext.context.scheduler.selection_stage",
+    "LocatedDocuments": "sglang_ext.context.compose.locate",
+    "ContextPlace": "sglang_ext.context.scheduler.admission",
+    "FillOutcome": None,
+}
+
+
+def wrong_writes(sources: Sequence[tuple[str, ast.Module]]) -> list[str]:
+    """A sentence for each field of `WRITERS` that another module assigns. A part is put in its place by who
+    writes the part, too."""
+    return [
+        f"{write.module}, line {write.line} assigns {write.owner}.{write.field}: only {writer} may"
+        for write in FieldWriters(WRITERS, sources).writes()
+        if write.module not in {writer := WRITERS[write.owner], *(WRITERS[part] for part in write.part)}
+    ]
+
+
+def test_each_part_of_shared_state_is_written_by_one_module() -> None:
+    sources = [
+        (module, ast.parse(path.read_text(encoding="utf-8"))) for module, path in modules("sglang_ext")
+    ]
+    assert not wrong_writes(sources)
+    bad = """
+def f(self, req, row: Row, kept: KeptSelection):
+    state = self._planner.state(req)
+    state.selection.newest, x = 3, 4
+    account = row.state.account
+    account.pages += 1
+    kept.current = state.kept = None
+    for i, each in enumerate(self.rows):
+        each.state.offload.row = None
+"""
+    found = wrong_writes([*sources, ("sglang_ext.bad", ast.parse(bad))])
+    fields = [line.split()[4].strip(":") for line in found]
+    assert fields == [
+        *("Selection.newest", "Account.pages", "KeptSelection.current", "DecodeState.kept"),
+        "OffloadState.row",
+    ], "and wrong ones are seen"
 
 
 def test_importing_the_product_loads_nothing_heavy() -> None:

@@ -166,10 +166,10 @@ class SparseDecodeBackend(AttentionBackend):
 
     def widened(self, selection: PageSelection, state: DecodeState) -> PageSelection:
         """Return a selection with the page that has begun since, if one has, as `place` would put it."""
-        if not state.widened:
+        if not state.selection.widened:
             return selection
         blocks, counts, count = selection.blocks.clone(), selection.counts, self._limit(state.options)
-        blocks[..., count] = state.newest
+        blocks[..., count] = state.selection.newest
         return PageSelection(blocks, torch.full_like(counts, count + 1))
 
     def place(self, row: int, selection: PageSelection, opened: int | None) -> None:

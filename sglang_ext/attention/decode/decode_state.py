@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
-from sglang_ext.kv_offload.host_prefix import HostPrefix
-from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts, OffloadedRow
-from sglang_ext.wire.protocol import DecodeOptions, DecodeReport
+from ragserve_kernels.paged import PageSelection
+from sglang_ext.attention.decode.observed_queries import ObservedQueries
+from sglang_ext.attention.offload.offload_state import OffloadState, SegmentedPrompt
+from sglang_ext.wire.protocol import DecodeOptions, DecodeReport, OffloadCounts
 
 
 @dataclass(slots=True)
-class DecodeState:
-    """A request's options and what its steps have read so far.
-
-    Page counts are means over layers and KV heads, summed over steps.
+class Selection:
+    """When a request's pages were selected, and for which steps. Written by `StepPlanner`.
 
     Attributes:
         serves_from: the request's tokens in the first step that reads the pages chosen for it.
@@ -26,19 +24,9 @@ class DecodeState:
         pending_newest: the latest page among those of the pending selection.
         first_tokens: with a lag: its tokens in its first step since it has been prefilled.
         tokens: with a lag: its tokens in its latest step.
-        kept: with a lag: `lagged_selection.KeptSelection`, the chosen pages outside of the step's tables.
-        offloaded: None for a request whose KV is on the device.
-        prefix: KV on the host of a request that waits to be admitted with it; None for others.
-        whole: the prompt, while SGLang sees its last token only: it is larger than the pool, and its prefill
-            has not begun.
-        segmented: the prompt is prefilled by segments, or has been.
-        sparse_from: the first token whose KV a sparse step has computed; None: all KV is exact.
-        selections: how often pages have been chosen at once or for the next step.
-        observed: queries in the mean that pages are chosen by, at most the window.
-        asked: `prompt_queries.PromptMean`; None if no pass has shown the queries of the prompt's end.
+        count: how often pages have been chosen at once or for the next step.
     """
 
-    options: DecodeOptions
     serves_from: int = 0
     newest: int = -1
     widened: bool = False
@@ -47,42 +35,102 @@ class DecodeState:
     pending_newest: int = -1
     first_tokens: int = 0
     tokens: int = 0
-    kept: Any = None
-    offloaded: OffloadedRow | None = None
-    prefix: HostPrefix | None = None
-    whole: Any = None
-    segmented: bool = False
-    sparse_from: int | None = None
-    offload_counts: OffloadCounts = field(default_factory=OffloadCounts)
-    selections: int = 0
-    observed: int = 0
-    asked: Any = None
+    count: int = 0
+
+
+@dataclass(slots=True)
+class KeptSelection:
+    """A row's chosen pages, in all layers: [layers, kv_heads, capacity] and [layers, kv_heads]. Written by
+    `LaggedSelection`.
+
+    ``current``: what it reads, but for a page that has begun since; ``pending``: what it will read.
+    ``named``, ``pending_named``: the same, with the logical pages that were chosen in place of resident
+    blocks."""
+
+    current: PageSelection
+    named: PageSelection
+    pending: PageSelection | None = None
+    pending_named: PageSelection | None = None
+
+
+@dataclass(slots=True)
+class Account:
+    """What a request's steps have read so far. Changed by its methods only, which `DecodeRuntime` calls.
+
+    Page counts are means over layers and KV heads, summed over steps.
+
+    Attributes:
+        context_pages: pages that dense steps would have read.
+        weight: sum of the ``estimates`` of the attention weight in the pages read.
+    """
+
     steps: int = 0
     sparse_steps: int = 0
     pages: float = 0.0
-    context_pages: float = 0.0  # pages that a dense step would read
-    weights: list[float] = field(default_factory=lambda: [0.0, 0.0])  # sum of the estimates, their number
+    context_pages: float = 0.0
+    weight: float = 0.0
+    estimates: int = 0
+
+    def step(self, context_pages: int, *, sparse: bool) -> None:
+        """Count a step of a context of so many pages."""
+        self.steps += 1
+        self.sparse_steps += sparse
+        self.context_pages += context_pages
+
+    def read(self, pages: float) -> None:
+        """Count pages that a step has read, the mean over layers and KV heads."""
+        self.pages += pages
+
+    def estimate(self, weight: float) -> None:
+        """Count an estimate of the attention weight in the pages that a step has read."""
+        self.weight += weight
+        self.estimates += 1
+
+
+@dataclass(slots=True)
+class DecodeState:
+    """A request's options, and what its steps know of it: each part is written by one module.
+
+    Attributes:
+        kept: with a lag: the chosen pages outside of the step's tables; None: none have been chosen.
+        sparse_from: the first token whose KV a sparse step has computed; None: all KV is exact.
+        counts: what it has offloaded and loaded, counted where it is done.
+    """
+
+    options: DecodeOptions
+    selection: Selection = field(default_factory=Selection)
+    kept: KeptSelection | None = None
+    sparse_from: int | None = None
+    queries: ObservedQueries = field(default_factory=ObservedQueries)
+    offload: OffloadState = field(default_factory=OffloadState)
+    prompt: SegmentedPrompt = field(default_factory=SegmentedPrompt)
+    counts: OffloadCounts = field(default_factory=OffloadCounts)
+    account: Account = field(default_factory=Account)
 
     def report(self) -> DecodeReport:
         """Return means over the steps so far."""
-        steps = max(1, self.steps)
+        account, steps = self.account, max(1, self.account.steps)
         return DecodeReport(
             mode=self.options.mode,
-            steps=self.steps,
-            sparse_steps=self.sparse_steps,
-            pages=self.pages / steps,
-            pages_held=self.context_pages / steps,
-            share=self.pages / self.context_pages if self.context_pages else 1.0,
-            weight=self.weights[0] / self.weights[1] if self.weights[1] else None,
+            steps=account.steps,
+            sparse_steps=account.sparse_steps,
+            pages=account.pages / steps,
+            pages_held=account.context_pages / steps,
+            share=account.pages / account.context_pages if account.context_pages else 1.0,
+            weight=account.weight / account.estimates if account.estimates else None,
             lag=self.options.lag_steps,
-            **asdict(self.offload_counts),
+            **asdict(self.counts),
         )
+
+    def note_sparse(self, token: int) -> None:
+        """A sparse step computes the KV of ``token``."""
+        if self.sparse_from is None:
+            self.sparse_from = token
 
     def forget_selection(self) -> None:
         """The request loses its slots: it ends, or is retracted and begins anew."""
-        self.serves_from, self.newest, self.widened = 0, -1, False
-        self.chosen_at = self.pending_from = self.selections = self.observed = 0
-        self.kept = self.asked = self.sparse_from = None
+        self.selection, self.kept, self.sparse_from = Selection(), None, None
+        self.queries.forget()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from sglang_ext.attention.decode.decode_state import DecodeState
+from sglang_ext.attention.decode.observed_queries import ObservedQueries
 from sglang_ext.attention.decode.tables import TableShape
-
-
-@dataclass(frozen=True, slots=True)
-class PromptMean:
-    """The mean of ``count`` queries, [layers, heads, head_dim]."""
-
-    mean: torch.Tensor
-    count: int
 
 
 class PromptQueries:
@@ -28,10 +19,10 @@ class PromptQueries:
     def __init__(self, shape: TableShape, device: torch.device) -> None:
         self._shape = shape
         self._device = device
-        self._of: Sequence[tuple[DecodeState, int, int]] = ()  # of the extend at hand: see `Step.asked`
+        self._of: Sequence[tuple[ObservedQueries, int, int]] = ()  # of the extend at hand: see `Step.asked`
         self._places = self._weights = self._means = torch.empty(0)
 
-    def begin(self, asked: Sequence[tuple[DecodeState, int, int]]) -> None:
+    def begin(self, asked: Sequence[tuple[ObservedQueries, int, int]]) -> None:
         """Prepare the next pass: see `Step.asked`."""
         self._of = asked
         if not asked:
@@ -53,8 +44,8 @@ class PromptQueries:
         means = torch.bmm(self._weights[:, None], latest)
         self._means[layer].copy_(means.view(self._means.shape[1:]))
         if layer == self._shape.layers - 1:
-            for i, (state, _, count) in enumerate(self._of):
-                state.asked = PromptMean(self._means[:, i], count)
+            for i, (queries, _, count) in enumerate(self._of):
+                queries.show(self._means[:, i], count)
 
     def _sent(self, values: torch.Tensor) -> torch.Tensor:
         return (values.pin_memory() if self._device.type == "cuda" else values).to(

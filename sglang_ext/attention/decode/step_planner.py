@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from sglang_ext.attention.decode.decode_state import DecodeState, Row
+from sglang_ext.attention.decode.observed_queries import ObservedQueries
 from sglang_ext.attention.prefill.planner import ExtendRow
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.protocol import DECODE_FIELD, DecodeOptions, PlanError
@@ -30,6 +31,15 @@ class Variant(Enum):
     PROGRESSIVE = "ragserve-progressive"  # some rows by threshold; others dense or by budget
 
 
+class Selects(Enum):
+    """When a request selects pages, and which steps read them. `StepPlanner` alone decides it."""
+
+    NO = "no"  # it reads those that it has
+    NOW = "now"  # in this step, which reads them
+    NEXT = "next"  # at the end of this pass, for the next step
+    LATER = "later"  # at the end of this pass, for the steps after its lag
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """Plan of the next forward pass; the backend gets one per pass.
@@ -37,35 +47,46 @@ class Step:
     Attributes:
         variant: of a decode step.
         rows: the requests of a decode step.
-        active: per row, whether it chooses its pages in this step.
+        selects: per row, when it selects pages.
         opened: per row, whether its newest page is new and joins those chosen for it.
         changed: the rows differ from those of the step before.
         kept: per row, its place in the step before if its pages stay, else -1.
         prefixes: of an extend: per request its row of the request table, and how many of its tokens are in
             the pool.
-        asked: of an extend: per request whose last new queries may choose pages, its state, the place of the
-            first of these queries in the batch, and their number.
+        asked: of an extend: per request whose last new queries may choose pages, where they are noted, the
+            place of the first of them in the batch, and their number.
         apart: of an extend: what attends apart from the wrapped backend, `offloaded_extends.SparseToken` or
             the like.
         shares: per row, the share of this step's query in the mean that its pages are chosen by.
-        lagged: per row, whether it chooses pages at the end of this step, for steps after its lag.
         swapped: per row, whether it reads its pending selection from this step on.
         prefill: of an extend with sparse prefill: its requests.
     """
 
     variant: Variant = Variant.DENSE
     rows: tuple[Row, ...] = ()
-    active: tuple[bool, ...] = ()
+    selects: tuple[Selects, ...] = ()
     opened: tuple[bool, ...] = ()
     changed: bool = False
     kept: tuple[int, ...] = ()
     prefixes: tuple[tuple[int, int], ...] = ()
-    asked: tuple[tuple[DecodeState, int, int], ...] = ()
+    asked: tuple[tuple[ObservedQueries, int, int], ...] = ()
     apart: tuple[Any, ...] = ()
     shares: tuple[float, ...] = ()
-    lagged: tuple[bool, ...] = ()
     swapped: tuple[bool, ...] = ()
     prefill: tuple[ExtendRow, ...] = ()
+
+    @property
+    def active(self) -> tuple[bool, ...]:
+        """Per row, whether it selects pages by a budget for this step or the next one."""
+        at_once = (Selects.NOW, Selects.NEXT)
+        return tuple(
+            row.hierarchical and when in at_once for row, when in zip(self.rows, self.selects, strict=True)
+        )
+
+    @property
+    def lagged(self) -> tuple[bool, ...]:
+        """Per row, whether it selects pages for steps after its lag."""
+        return tuple(when is Selects.LATER for when in self.selects)
 
 
 IDLE = Step()
@@ -175,57 +196,63 @@ class StepPlanner:
         kept = tuple(places.get(id(row.state), -1) if row.hierarchical else -1 for row in rows)
         swapped = tuple(self._swap(row) for row in rows)
         shares = tuple(self._observe(row, place) for row, place in zip(rows, kept, strict=True))
-        active = tuple(
-            row.hierarchical and (not row.state.chosen_at if row.lag else place < 0 or self._is_due(row))
-            for row, place in zip(rows, kept, strict=True)
-        )
+        selects = [self._selects(row, place) for row, place in zip(rows, kept, strict=True)]
         opened = tuple(
-            row.hierarchical and not chosen and self._newest(row) != row.state.newest
-            for row, chosen in zip(rows, active, strict=True)
+            row.hierarchical and when is not Selects.NOW and self._newest(row) != row.state.selection.newest
+            for row, when in zip(rows, selects, strict=True)
         )
-        for row, chosen, new in zip(rows, active, opened, strict=True):
-            is_first = row.progressive and row.lag and not row.state.chosen_at
-            if chosen or is_first:
+        for row, when, new in zip(rows, selects, opened, strict=True):
+            if when is Selects.NOW:
                 self._choose(row, row.tokens)
             elif new:
-                row.state.newest, row.state.widened = self._newest(row), True
-        lagged = tuple(self._is_time(row) for row in rows)
-        at_once = [row.hierarchical and not row.lag and not row.recent for row in rows]
+                self._widen(row)
         if any(row.progressive for row in rows):
             variant = Variant.PROGRESSIVE
-        elif any(active):
+        elif Selects.NOW in selects:
             variant = Variant.SELECTED
-        elif any(lagged) or any(
-            self._age(row) + 1 == self._interval(row)
-            for row, chooses in zip(rows, at_once, strict=True)
-            if chooses
-        ):
+        elif Selects.LATER in selects or any(self._left(row) == 1 for row in rows):
             variant = Variant.REFRESHED
-            active = tuple(
-                chooses and 4 * (self._age(row) + 1) >= self._interval(row)
-                for row, chooses in zip(rows, at_once, strict=True)
-            )
+            selects = [
+                Selects.NEXT if self._comes_along(row) else when
+                for row, when in zip(rows, selects, strict=True)
+            ]
         elif any(row.sparse for row in rows):
             variant = Variant.REUSED
         else:
             variant = Variant.DENSE
-        return Step(
-            variant, rows, active, opened, changed, kept, shares=shares, lagged=lagged, swapped=swapped
-        )
+        return Step(variant, rows, tuple(selects), opened, changed, kept, shares=shares, swapped=swapped)
+
+    def _selects(self, row: Row, place: int) -> Selects:
+        """Say when a row selects, whatever the others do. ``place``: see `Step.kept`."""
+        if row.lag:
+            if not row.state.selection.chosen_at:
+                return Selects.NOW
+            return Selects.LATER if self._is_time(row) else Selects.NO
+        is_now = row.hierarchical and (place < 0 or self._is_due(row))
+        return Selects.NOW if is_now else Selects.NO
+
+    def _left(self, row: Row) -> int | None:
+        """Return the steps that a row's pages still serve, this one included; None: no such rows."""
+        if not row.hierarchical or row.lag or row.recent:
+            return None
+        return self._interval(row) - self._age(row)
+
+    def _comes_along(self, row: Row) -> bool:
+        """Return True if a row selects for the next step when others do."""
+        left = self._left(row)
+        return left is not None and 4 * (self._interval(row) - left + 1) >= self._interval(row)
 
     def after(self, step: Step) -> None:
         """Note that the step has been launched: pages that it chose for later steps hold from now on."""
-        if step.variant is Variant.REFRESHED:
-            for row, chosen in zip(step.rows, step.active, strict=True):
-                if chosen:
-                    self._choose(row, row.tokens + 1)
-        for row, chosen in zip(step.rows, step.lagged, strict=True):
+        for row, when in zip(step.rows, step.selects, strict=True):
+            if when is Selects.NEXT:
+                self._choose(row, row.tokens + 1)
             if row.lag:
-                row.state.tokens = row.tokens
-            if chosen:
+                row.state.selection.tokens = row.tokens
+            if when is Selects.LATER:
                 self._select_lagged(row)
             if row.state.options.observe == "window":
-                row.state.asked = None  # the tables go on with it
+                row.state.queries.hand_over()
 
     def place(self, state: DecodeState) -> int:
         """Return a request's place in the latest decode step; -1: it had none."""
@@ -236,37 +263,39 @@ class StepPlanner:
         gone = Row(DecodeState(state.options), 0, sparse=False)
         self._before = tuple(gone if row.state is state else row for row in self._before)
 
-    def again(self, req: Any, tokens: int) -> tuple[bool, bool, bool]:
+    def again(self, req: Any, tokens: int) -> tuple[bool, Selects, bool]:
         """Plan the step of an offloaded request that was retracted before it, and now has it as an extend by
         one token.
 
-        Return whether it reads its pending selection from this step on, whether it chooses at its end, and
-        whether its query is new. With the overlap scheduler the step was planned and launched, and its result
+        Return whether it reads its pending selection from this step on, when it selects, and whether its
+        query is new. With the overlap scheduler the step was planned and launched, and its result
         is not used: then none of these."""
         row = self._row(req, tokens)
-        is_new = row.state.tokens < tokens
+        is_new = row.state.selection.tokens < tokens
         swapped = self._swap(row)
-        if self._newest(row) != row.state.newest:
-            row.state.newest, row.state.widened = self._newest(row), True
-        chooses = self._is_time(row)
-        row.state.tokens = tokens
-        if chooses:
+        if self._newest(row) != row.state.selection.newest:
+            self._widen(row)
+        selects = Selects.LATER if self._is_time(row) else Selects.NO
+        row.state.selection.tokens = tokens
+        if selects is Selects.LATER:
             self._select_lagged(row)
-        return swapped, chooses, is_new
+        return swapped, selects, is_new
 
-    def chooses_early(self, req: Any, end: int) -> bool:
-        """Return True if an extend up to token ``end`` completes a prompt whose last query chooses its first
-        pages: those of requests with a lag, which may be on the host by then. Requests of sessions choose in
-        their first decode step."""
+    def selects_early(self, req: Any, end: int) -> Selects:
+        """Say when a request selects in an extend up to token ``end``: for the next step if it completes a
+        prompt whose last query selects its first pages.
+
+        Those are prompts of requests with a lag, which may be on the host by then. Requests of sessions
+        select in their first decode step."""
         state = self.state(req)
         context = getattr(req, "ragserve", None)
         if context is not None:
             plan = getattr(context, "plan", None)  # a document has none
             if plan is None or plan.session is not None:
-                return False
-        if state.chosen_at:
-            return False
-        return self.is_lagging(req, end) and end == len(req.origin_input_ids) + len(req.output_ids)
+                return Selects.NO
+        if state.selection.chosen_at or not self.is_lagging(req, end):
+            return Selects.NO
+        return Selects.NEXT if end == len(req.origin_input_ids) + len(req.output_ids) else Selects.NO
 
     def is_lagging(self, req: Any, tokens: int) -> bool:
         """Return True if a request has a lag in its decode step behind ``tokens`` tokens."""
@@ -276,16 +305,17 @@ class StepPlanner:
         """Note that pages have been chosen at the end of that extend, for the steps that follow it."""
         state = self.state(req)
         self._choose(self._row(req, end), end)
-        state.chosen_at, state.first_tokens, state.tokens = end, end + 1, end
+        selection = state.selection
+        selection.chosen_at, selection.first_tokens, selection.tokens = end, end + 1, end
 
     def _select_lagged(self, row: Row) -> None:
-        state = row.state
-        state.chosen_at = row.tokens
-        state.pending_from, state.pending_newest = row.tokens + 1 + row.lag, self._newest(row)
+        selection = row.state.selection
+        selection.chosen_at = row.tokens
+        selection.pending_from, selection.pending_newest = row.tokens + 1 + row.lag, self._newest(row)
 
     def asked(
         self, reqs: Sequence[Any], spans: Sequence[tuple[int, int]]
-    ) -> tuple[tuple[DecodeState, int, int], ...]:
+    ) -> tuple[tuple[ObservedQueries, int, int], ...]:
         """Return `Step.asked` of an extend. ``spans``: of each request the first new token and the end."""
         found, place = [], 0
         for req, (start, end) in zip(reqs, spans, strict=True):
@@ -294,7 +324,7 @@ class StepPlanner:
             goes_on = row.state.kept is not None  # its prompt was observed before it was retracted
             if row.hierarchical and row.state.options.observe == "prompt" and not goes_on:
                 count = min(end - start, row.state.options.window)
-                found.append((row.state, place - count, count))
+                found.append((row.state.queries, place - count, count))
         return tuple(found)
 
     def state(self, req: Any) -> DecodeState:
@@ -310,14 +340,15 @@ class StepPlanner:
     @staticmethod
     def _age(row: Row) -> int:
         """Return how many steps the row's pages have served."""
-        return row.tokens - row.state.serves_from
+        return row.tokens - row.state.selection.serves_from
 
     def _is_due(self, row: Row) -> bool:
         """Return True if pages must be chosen before this step: too old, or more than one page behind."""
-        ahead = self._newest(row) - row.state.newest
+        selection = row.state.selection
+        ahead = self._newest(row) - selection.newest
         if row.recent:
             return ahead > 0
-        return self._age(row) >= self._interval(row) or ahead > 1 or (ahead == 1 and row.state.widened)
+        return self._age(row) >= self._interval(row) or ahead > 1 or (ahead == 1 and selection.widened)
 
     @staticmethod
     def _interval(row: Row) -> int:
@@ -325,7 +356,7 @@ class StepPlanner:
         options = row.state.options
         if options.observe == "prompt":
             return sys.maxsize
-        is_first = options.observe == "window" and row.state.selections == 1
+        is_first = options.observe == "window" and row.state.selection.count == 1
         return min(options.reuse, _FIRST_WINDOW) if is_first else options.reuse
 
     @staticmethod
@@ -335,34 +366,38 @@ class StepPlanner:
         if not row.hierarchical or state.options.observe in ("last", "recent"):
             return 1.0
         if place < 0:  # the tables begin with the queries of the prompt's end, if there are any
-            state.observed = 0 if state.asked is None else state.asked.count
-        if state.options.observe == "prompt" and state.observed:
+            state.queries.restart()
+        if state.options.observe == "prompt" and state.queries.count:
             return 0.0
-        state.observed = min(state.observed + 1, state.options.window)
-        return 1 / state.observed
+        return state.queries.add(state.options.window)
 
     def _choose(self, row: Row, serves_from: int) -> None:
-        row.state.serves_from, row.state.newest, row.state.widened = serves_from, self._newest(row), False
-        row.state.selections += 1
+        selection = row.state.selection
+        selection.serves_from, selection.newest, selection.widened = serves_from, self._newest(row), False
+        selection.count += 1
         if row.lag:
-            row.state.first_tokens = row.state.chosen_at = row.tokens
+            selection.first_tokens = selection.chosen_at = row.tokens
+
+    def _widen(self, row: Row) -> None:
+        """Let a row read a page more than its budget: the one that begins."""
+        row.state.selection.newest, row.state.selection.widened = self._newest(row), True
 
     @staticmethod
     def _swap(row: Row) -> bool:
         """Let a row read its pending selection from this step on, if it is time; return whether it is."""
-        state = row.state
-        if not row.lag or not state.pending_from or row.tokens < state.pending_from:
+        selection = row.state.selection
+        if not row.lag or not selection.pending_from or row.tokens < selection.pending_from:
             return False
-        state.serves_from, state.newest, state.widened = row.tokens, state.pending_newest, False
-        state.pending_from = 0
+        selection.serves_from, selection.newest = row.tokens, selection.pending_newest
+        selection.pending_from, selection.widened = 0, False
         return True
 
     def _is_time(self, row: Row) -> bool:
         """Return True if a row with a lag chooses at the end of this step."""
-        if not row.lag or row.state.pending_from:
+        if not row.lag or row.state.selection.pending_from:
             return False
         interval = max(row.lag + 1, min(row.state.options.reuse, self._page - row.lag))
-        return row.tokens - row.state.chosen_at >= interval
+        return row.tokens - row.state.selection.chosen_at >= interval
 
     def _row(self, req: Any, tokens: int) -> Row:
         state = self.state(req)

@@ -138,7 +138,7 @@ class StepTables:
         """Set what a step needs but for lengths and pages, which :meth:`set_lengths` sets."""
         if step.changed:
             self.set_rows(step.rows, step.kept)
-        self.open_pages({i: row.state.newest for i, row in enumerate(step.rows) if step.opened[i]})
+        self.open_pages({i: row.state.selection.newest for i, row in enumerate(step.rows) if step.opened[i]})
         self.set_active(step)
         self.set_shares(step.shares)
         self.set_lagged(step)
@@ -162,8 +162,9 @@ class StepTables:
         self._copy(thresholds, self.thresholds)
         self._move(kept)
         for i, row in enumerate(rows):
-            if row.state.asked is not None and (i >= len(kept) or kept[i] < 0):
-                self.queries[:, i].copy_(row.state.asked.mean)
+            shown = row.state.queries.shown
+            if shown is not None and (i >= len(kept) or kept[i] < 0):
+                self.queries[:, i].copy_(shown.mean)
         self.kinds.copy_(self._kind[None, :, None].expand_as(self.kinds))
         self.by_rank.copy_(self.progressive[None, :, None].expand_as(self.by_rank))
         if self._pattern is not None:
@@ -174,14 +175,15 @@ class StepTables:
 
     def set_active(self, step: Step) -> None:
         """Set which rows choose their pages in this step, and the pages that no query chooses."""
-        if step.active != self._active_rows:
-            chosen = list(zip(step.rows, step.active, strict=True))
+        active = step.active
+        if active != self._active_rows:
+            chosen = list(zip(step.rows, active, strict=True))
             self._copy_flags([now and not (row.exact or row.recent) for row, now in chosen], self.active)
             self._copy_flags([now and row.exact and not row.recent for row, now in chosen], self.exact)
-            self._active_rows = step.active
+            self._active_rows = active
         for i, row in enumerate(step.rows):
-            if row.recent and step.active[i]:
-                self._set_recent(i, row.state.newest)
+            if row.recent and active[i]:
+                self._set_recent(i, row.state.selection.newest)
 
     def set_shares(self, shares: tuple[float, ...]) -> None:
         """Set the share of this step's query in the mean that each row's pages are chosen by."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ragserve_kernels.paged import KVPair, PagedBatch, PageSelection
 from ragserve_kernels.sparse_decode import sparse_decode
 from sglang_ext.attention.decode.backend import SparseDecodeBackend
-from sglang_ext.attention.decode.decode_state import DecodeState
+from sglang_ext.attention.decode.decode_state import DecodeState, KeptSelection
+from sglang_ext.attention.decode.observed_queries import ObservedQueries
 from sglang_ext.attention.decode.page_stats import PageStatistics
 from sglang_ext.attention.decode.progressive_attention import ProgressiveToken, listed
-from sglang_ext.attention.decode.prompt_queries import PromptMean
-from sglang_ext.attention.decode.step_planner import StepPlanner
-from sglang_ext.attention.offload.lagged_selection import KeptSelection, LaggedSelection
+from sglang_ext.attention.decode.step_planner import Selects, StepPlanner
+from sglang_ext.attention.offload.lagged_selection import LaggedSelection
 from sglang_ext.attention.offload.streamed_attention import StreamedTokens
 from sglang_ext.documents.pages.types import IntegrityError
 from sglang_ext.kv_offload.documents.context_reader import ContextReader, PieceMemory
@@ -59,10 +59,9 @@ class _Extended:
         tokens: up to the end of the extend.
         last: place of its last new token in the pass.
         part: what attends apart; None if nothing does.
-        chooses: when the pages that its last query chooses at the end of the pass are read: from the next
-            step on, or after its lag.
+        selects: whether its last query selects pages at the end of the pass, and for which steps.
         observes: its last query counts in the mean of a window.
-        asked: that query, once the pass has shown it.
+        query: that query, once the pass has shown it.
     """
 
     req: Any
@@ -71,25 +70,19 @@ class _Extended:
     tokens: int
     last: int
     part: SparseToken | ProgressiveToken | StreamedTokens | None = None
-    chooses: Literal["no", "next", "later"] = "no"
+    selects: Selects = Selects.NO
     observes: bool = False
-    asked: PromptMean | None = None
+    query: ObservedQueries = field(default_factory=ObservedQueries)
 
     @property
     def is_asked(self) -> bool:
         """Return True if its last query is to be noted."""
-        return self.observes or self.chooses != "no"
+        return self.observes or self.selects is not Selects.NO
 
     def observe(self) -> None:
         """Take its last query into the mean of the window, as a decode step would."""
-        state, newest = self.state, self.asked
-        if not self.observes or newest is None:
-            return
-        state.observed = min(state.observed + 1, state.options.window)
-        mean = newest.mean
-        if state.asked is not None and state.observed > 1:
-            mean = state.asked.mean.lerp(mean, 1 / state.observed)
-        state.asked = PromptMean(mean, state.observed)
+        if self.observes and self.query.shown is not None:
+            self.state.queries.take(self.query.shown.mean, self.state.options.window)
 
 
 class OffloadedExtends:
@@ -114,9 +107,9 @@ class OffloadedExtends:
         self._memory: PieceMemory | None = None  # of the pass at hand
 
     @property
-    def asked(self) -> tuple[tuple[Any, int, int], ...]:
+    def asked(self) -> tuple[tuple[ObservedQueries, int, int], ...]:
         """Those whose newest query is to be noted in this pass, as in `Step.asked`."""
-        return tuple((each, each.last, 1) for each in self._extended if each.is_asked)
+        return tuple((each.query, each.last, 1) for each in self._extended if each.is_asked)
 
     @property
     def parts(self) -> tuple[SparseToken | ProgressiveToken | StreamedTokens, ...]:
@@ -131,32 +124,31 @@ class OffloadedExtends:
         for req, (start, end) in zip(reqs, spans, strict=True):
             place += end - start
             state = self._planner.state(req)
-            each = _Extended(req, state, state.offloaded, end, place - 1)
-            if state.offloaded is not None and state.kept is not None:
-                self._go_on(each, state.offloaded)
+            row = state.offload.row
+            each = _Extended(req, state, row, end, place - 1)
+            if row is not None and state.kept is not None:
+                self._go_on(each, row, state.kept)
             else:
-                if state.offloaded is not None:
-                    self._question(each, state.offloaded, end - start)
-                if self._planner.chooses_early(req, end):
-                    each.chooses = "next"
+                if row is not None:
+                    self._question(each, row, end - start)
+                each.selects = self._planner.selects_early(req, end)
             if each.part is not None or each.is_asked:
                 self._extended.append(each)
 
-    def _go_on(self, each: _Extended, row: OffloadedRow) -> None:
+    def _go_on(self, each: _Extended, row: OffloadedRow, kept: KeptSelection) -> None:
         """Let a request that was retracted have its next step as this extend, by the selection it had."""
-        state, kept = each.state, each.state.kept
-        state.offload_counts.resumed += 1
+        state = each.state
+        state.counts.resumed += 1
         self._enter(each, row)
-        swapped, chooses, is_new = self._planner.again(each.req, each.tokens)
+        swapped, each.selects, is_new = self._planner.again(each.req, each.tokens)
         if swapped:
-            kept.swap(reads=True)
+            self._lagged.swap(kept, reads=True)
         self._lagged.read_again(row, kept)
         if state.options.mode == "progressive":
             each.part = self._progressive(each, row)
         else:
             selection = self._backend.widened(kept.current, state)
             each.part = SparseToken(each.last, self._pages(each, scored=False), selection)
-        each.chooses = "later" if chooses else "no"
         each.observes = is_new and state.options.chooses_by_window
 
     def _progressive(self, each: _Extended, row: OffloadedRow) -> ProgressiveToken:
@@ -172,7 +164,7 @@ class OffloadedExtends:
 
     def _question(self, each: _Extended, row: OffloadedRow, count: int) -> None:
         """Let what follows the prompt's host pages, or a part of it, attend to them."""
-        if each.state.prefix is not None:
+        if each.state.offload.prefix is not None:
             self._enter(each, row)
         begin = row.pages * self._page
         slots = self._offloaded.table[row.request, begin : each.tokens].long()
@@ -184,10 +176,7 @@ class OffloadedExtends:
         each.part = StreamedTokens(each.last + 1 - count, count, reader, slots)
 
     def _enter(self, each: _Extended, row: OffloadedRow) -> None:
-        prefix, each.state.prefix = each.state.prefix, None
-        if prefix is None:
-            raise IntegrityError("an offloaded request is extended, and was not admitted as one")
-        self._prefixes.enter(row, each.req.req_pool_idx, prefix.tail)
+        self._prefixes.enter(row, each.req.req_pool_idx, each.state.offload.enter().tail)
 
     def _pages(self, each: _Extended, *, scored: bool) -> PagedBatch:
         """The request alone, with its pages; ``scored``: those where their statistics lie."""
@@ -210,28 +199,29 @@ class OffloadedExtends:
             if each.part is not None and each.part.layers != self._offloaded.kv.layers:
                 raise IntegrityError("a pass over offloaded requests went past the attention backend")
             each.observe()
-            if each.chooses == "next":
+            if each.selects is Selects.NEXT:
                 self._choose_first(each)
-            elif each.chooses == "later":
+            elif each.selects is Selects.LATER:
                 self._lagged.chosen(each.state, self._selection(each))
-            elif each.state.pending_from and each.state.kept.pending_named is not None:
-                self._lagged.chosen(each.state, each.state.kept.pending_named)  # its resident blocks are gone
+            elif each.state.selection.pending_from and each.state.kept is not None:
+                pending = each.state.kept.pending_named
+                if pending is not None:
+                    self._lagged.chosen(each.state, pending)  # its resident blocks are gone
 
     def _choose_first(self, each: _Extended) -> None:
-        if each.asked is None and each.row is None:
+        if each.query.shown is None and each.row is None:
             return  # the question was in another pass: its first decode step chooses
-        named = self._selection(each)
-        each.state.kept = KeptSelection(named, named)
+        kept = self._lagged.first(each.state, self._selection(each))
         self._planner.chosen_early(each.req, each.tokens)
         if each.row is not None:
-            self._lagged.read_again(each.row, each.state.kept)
+            self._lagged.read_again(each.row, kept)
 
     def _selection(self, each: _Extended) -> PageSelection:
         if isinstance(each.part, ProgressiveToken):
             return each.part.listed(-(-each.tokens // self._page), self._backend.capacity)
-        by = each.asked
-        if each.state.options.observe != "last" and each.state.asked is not None:
-            by = each.state.asked
+        by = each.query.shown
+        if each.state.options.observe != "last" and each.state.queries.shown is not None:
+            by = each.state.queries.shown
         if by is None:
             raise IntegrityError("a pass over offloaded requests showed no queries")
         chosen = self._backend.choose(by.mean, self._pages(each, scored=True), each.state.options)

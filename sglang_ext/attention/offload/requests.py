@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext.attention.decode.backend import SparseDecodeBackend
 from sglang_ext.attention.decode.decode_state import DecodeState
-from sglang_ext.attention.decode.prompt_queries import PromptMean
 from sglang_ext.attention.decode.step_planner import StepPlanner
 from sglang_ext.attention.offload.segmented_prefill import SegmentedPrefill
 from sglang_ext.kv_offload.documents.context_pages import ContextPages
@@ -49,17 +48,17 @@ class OffloadedRequests:
 
         One that is retracted keeps its KV on the host if there is room for what follows the prompt. The KV
         of its newest token is what its next pass writes: that of the others has been written."""
-        row, state.offloaded, state.prefix = state.offloaded, None, None
+        row = state.offload.leave()
         place = self._planner.place(state)
         self._planner.forget(state)
         if row is not None and (req.finished() or req.to_finish is not None or not req.output_ids):
             self._offloaded.release(row)
         elif row is not None:
             tokens = len(req.origin_input_ids) + len(req.output_ids) - 1
-            state.prefix = self._prefixes.retract(row, tokens)
-            if state.prefix is not None and state.options.chooses_by_window and place >= 0:
-                state.asked = PromptMean(self._backend.observed(place), state.observed)
-        req.ragserve_on_host = state.prefix is not None
+            state.offload.wait(self._prefixes.retract(row, tokens))
+            if state.offload.prefix is not None and state.options.chooses_by_window and place >= 0:
+                state.queries.show(self._backend.observed(place), state.queries.count)
+        req.ragserve_on_host = state.offload.prefix is not None
 
     def admit(self, adder: Any, req: Any, add: Callable[[], Any]) -> Any:
         """Admit a request whose KV is on the host, or is to be brought there because the pool cannot take it.
@@ -71,34 +70,36 @@ class OffloadedRequests:
         if self.segments is not None and (begun := self.segments.admit(adder, req, add)) is not None:
             return begun
         state: DecodeState = self._planner.state(req)
-        if state.prefix is None:
+        if state.offload.prefix is None:
             return None
         result, hits = None, adder.log_hit_tokens
         if req.to_finish is None:
             failed = stages.ending([req])
             result = stages.run_alike("offloading", failed, self._admit, adder, state, add)
         alone = not adder.can_run_list and adder.running_batch.is_empty()
-        if result is None or (alone and result is AddReqResult.NO_TOKEN and state.offloaded is None):
-            if state.segmented and self.segments is not None and self.segments.exceeds_pool(req):
+        if result is None or (alone and result is AddReqResult.NO_TOKEN and state.offload.row is None):
+            if state.prompt.segmented and self.segments is not None and self.segments.exceeds_pool(req):
                 return self.segments.give_up(req, add)
             self._prefill(req, state)
             return None
-        if state.offloaded is not None:
+        if state.offload.row is not None:
             adder.log_hit_tokens = hits  # what SGLang takes for a prefix is none of its cache
         return result
 
     def _admit(self, adder: Any, state: DecodeState, add: Callable[[], Any]) -> Any:
-        if state.prefix is None:
+        if state.offload.prefix is None:
             return None
-        result, state.offloaded = self._admission.admit(adder, state.prefix, add)
+        result, row = self._admission.admit(adder, state.offload.prefix, add)
+        state.offload.admit(row)
         return result
 
     def _prefill(self, req: Any, state: DecodeState) -> None:
         """Let a request that waits with its KV on the host be prefilled: nothing will make room for it, or it
         only ends."""
-        if state.prefix is not None and state.offloaded is None:
-            self._prefixes.forget(state.prefix)
-        state.prefix = None
+        prefix = state.offload.prefix
+        if prefix is not None and state.offload.row is None:
+            self._prefixes.forget(prefix)
+        state.offload.wait(None)
         state.forget_selection()
         req.ragserve_on_host = False
         req.init_next_round_input(self._tree)
@@ -126,17 +127,18 @@ class OffloadedRequests:
         if not self._offloaded.ready or not self._planner.is_lagging(req, len(req.full_untruncated_fill_ids)):
             return False
         selection = options.budget // self._offloaded.page_size
-        shared, counts = options.mode == "progressive", state.offload_counts
+        shared, counts = options.mode == "progressive", state.counts
         documents, found = self._offloaded.documents, None
         if documents is not None:
             found = partial(find, documents, self._offloaded.page_size)
         if found is not None and shared:
             table = self._offloaded.contexts
             found = None if table is None or not table.is_open else partial(_in_table, table, found)
-        state.prefix = self._prefixes.reserve(
+        prefix = self._prefixes.reserve(
             *(req, tokens, selection, options.resident_blocks, counts), shared=shared, find=found
         )
-        return state.prefix is not None
+        state.offload.wait(prefix)
+        return prefix is not None
 
     def may_find_room(self, req: Any, tokens: int) -> bool:
         """Whether others that are in no batch hold the host pages that a context of ``tokens`` tokens lacks:
@@ -153,14 +155,14 @@ class OffloadedRequests:
         try:
             result = self._admit(adder, state, add)
         finally:
-            if state.offloaded is None and state.prefix is not None:
-                self._prefixes.forget(state.prefix)
-                state.prefix = None
-        if state.offloaded is None:
+            if state.offload.row is None and state.offload.prefix is not None:
+                self._prefixes.forget(state.offload.prefix)
+                state.offload.wait(None)
+        if state.offload.row is None:
             return result, None
         page, shape = self._offloaded.page_size, self._offloaded.pages.shape
         piece = max(1, PIECE_BYTES // shape.page_bytes) * page
-        return result, HostTarget(self._prefixes, state.offloaded, page, piece)
+        return result, HostTarget(self._prefixes, state.offload.row, page, piece)
 
     def before_schedule(self, queued: Sequence[Any]) -> bool:
         """Free the host pages of requests that have left SGLang's queues, and go on with prompts that are

@@ -97,7 +97,7 @@ class SegmentedPrefill:
         if (reason := self._refusal(req, is_queued=False)) is not None:
             return reason
         sglang_requests.limit_answer(req, longest)
-        req.ragserve_decode.whole = ids
+        req.ragserve_decode.prompt.whole = ids
         req.origin_input_ids = req.origin_input_ids_unpadded = array("q", ids[-1:])
         req.ragserve_on_host = True
         return None
@@ -136,7 +136,7 @@ class SegmentedPrefill:
 
     def _tokens(self, req: Any) -> int:
         """Return the tokens whose KV a request's next forward pass ends with."""
-        whole = self._planner.state(req).whole
+        whole = self._planner.state(req).prompt.whole
         return len(req.origin_input_ids if whole is None else whole) + len(req.output_ids)
 
     def exceeds_pool(self, req: Any) -> bool:
@@ -160,9 +160,9 @@ class SegmentedPrefill:
         if self._job is not None and self._job.req is req:
             return AddReqResult.CONTINUE  # others may go first
         if req.to_finish is not None:
-            is_ours = state.whole is not None or state.segmented
+            is_ours = state.prompt.whole is not None or state.prompt.segmented
             return self.give_up(req, add) if is_ours else None
-        if state.prefix is not None or not self._asks(req):
+        if state.offload.prefix is not None or not self._asks(req):
             return None
         exceeds = self.exceeds_pool(req)
         if not exceeds:
@@ -174,7 +174,7 @@ class SegmentedPrefill:
             self.take_next = False
         elif self._job is not None:
             return AddReqResult.CONTINUE
-        elif state.whole is not None and (reason := self._restore(req, state)) is not None:
+        elif (reason := self._restore(req, state)) is not None:
             return self._end(req, add, f"ragserve: {reason}")
         lacking = stages.run_alike("segments", stages.ending([req]), self._begin, req, state)
         if req.to_finish is not None:
@@ -208,9 +208,11 @@ class SegmentedPrefill:
     ) -> Any:
         """End a request with an error; SGLang admits it once more to report that."""
         state = self._planner.state(req)
-        if state.prefix is not None and state.offloaded is None:
-            self._prefixes.forget(state.prefix)
-        state.prefix = state.whole = None
+        prefix = state.offload.prefix
+        if prefix is not None and state.offload.row is None:
+            self._prefixes.forget(prefix)
+        state.offload.wait(None)
+        state.prompt.whole = None
         req.ragserve_on_host = False
         sglang_requests.end(req, message, status)
         req.init_next_round_input(self._tree)
@@ -218,11 +220,13 @@ class SegmentedPrefill:
 
     def _restore(self, req: Any, state: DecodeState) -> str | None:
         """Show SGLang the whole prompt. Return the reason to refuse the request, or None."""
+        if (whole := state.prompt.whole) is None:
+            return None
         if (reason := self._refusal(req)) is not None:
             return reason
-        surplus = len(state.whole) - len(req.origin_input_ids)
-        req.origin_input_ids = req.origin_input_ids_unpadded = state.whole
-        state.whole = None
+        surplus = len(whole) - len(req.origin_input_ids)
+        req.origin_input_ids = req.origin_input_ids_unpadded = whole
+        state.prompt.whole = None
         if req.logprob_start_len > 0:
             req.logprob_start_len += surplus
         req.full_untruncated_fill_ids = array("q")
@@ -232,23 +236,23 @@ class SegmentedPrefill:
     def _begin(self, req: Any, state: DecodeState) -> str | None:
         """Take host pages for the prompt's whole pages but its last token, and get ready. Return what is
         lacking for it, or None."""
-        state.segmented = True
+        state.prompt.segmented = True
         ids = req.full_untruncated_fill_ids
         tokens = (len(ids) - 1) // self._page * self._page
         options, prefix, lacking = state.options, None, self._lacking(tokens)
         if lacking is None:
             selection = options.budget // self._page
             prefix = self._prefixes.reserve(
-                *(req, tokens, selection, options.resident_blocks, state.offload_counts),
+                *(req, tokens, selection, options.resident_blocks, state.counts),
                 shared=options.mode == "progressive",
             )
         if prefix is None:
-            state.segmented = False
+            state.prompt.segmented = False
             return lacking or (
                 "there is no room for it on the host or on the link, or it has no more pages than "
                 "resident_blocks: raise kv_offload_bytes or max_total_tokens"
             )
-        state.prefix = prefix
+        state.offload.wait(prefix)
         req.ragserve_on_host = True
         write = partial(self._writer.write, prefix)
         with forward_stream(self._runner):

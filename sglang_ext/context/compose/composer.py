@@ -14,7 +14,7 @@ import torch
 from sglang_ext.context.compose.fused_question import FusedQuestion
 from sglang_ext.context.compose.gather import Filling, Gather
 from sglang_ext.context.compose.host_fill import gather_to_host
-from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, tokens_by_tier
+from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, FillOutcome, tokens_by_tier
 from sglang_ext.context.compose.stage_timer import StageTimer
 from sglang_ext.context.recompute.anchor_attention import anchor_attention
 from sglang_ext.context.recompute.graphs import capture_graphs
@@ -84,13 +84,14 @@ class Composer:
                 passed = recompute(self._runner, [job for job in jobs if job is not None], self.graphs)
         timer.mark("recompute")
         for context, job in zip(contexts, jobs, strict=True):
-            context.filled = True
-            context.analyses = {}  # the selection is final: one that is retracted is filled by it again
-            context.recomputed = 0 if job is None else job.recomputed
-            context.fused = fused
-            context.by_graph = passed.by_graph and (job is not None or fused)
-            context.by_tier = tokens_by_tier(context)
-            context.timer = timer
+            outcome = FillOutcome(
+                timer=timer,
+                by_tier=tokens_by_tier(context),
+                recomputed=0 if job is None else job.recomputed,
+                by_graph=passed.by_graph and (job is not None or fused),
+                fused=fused,
+            )
+            context.fill(outcome)
         return timer
 
     def _gather_everywhere(self, contexts: Sequence[ComposedContext], rows: Sequence[torch.Tensor]) -> None:
@@ -103,10 +104,11 @@ class Composer:
             fillings = [filling_of(c, row[: c.slots]) for c, row in zip(contexts, rows, strict=True)]
             pairs = list(zip(contexts, fillings, strict=True))
             for context, filling in pairs:
-                if context.on_host is not None:
-                    gather_to_host(self.gather, self._runner.token_to_kv_pool, filling, context.on_host)
-            turns = [turns_of(c, row) for c, row in zip(contexts, rows, strict=True) if c.turns]
-            if into_slots := [*turns, *(filling for context, filling in pairs if context.on_host is None)]:
+                if context.place.on_host is not None:
+                    gather_to_host(self.gather, self._runner.token_to_kv_pool, filling, context.place.on_host)
+            turns = [turns_of(c, row) for c, row in zip(contexts, rows, strict=True) if c.located.turns]
+            own = (filling for context, filling in pairs if context.place.on_host is None)
+            if into_slots := [*turns, *own]:
                 self.gather(into_slots)
         except Exception as raised:  # noqa: BLE001 - raised again below
             error = raised
@@ -174,7 +176,7 @@ class Composer:
         agreed = self._ranks.first_each(own, lambda positions: positions.numpy().tobytes())
         for (number, context), chosen in zip(pending, agreed, strict=True):
             earlier[number] = None
-            context.decided = replace(context.selection, recomputed=chosen, needs_question_attention=False)
+            context.settle(replace(context.selection, recomputed=chosen, needs_question_attention=False))
 
     def _attention(
         self, contexts: Sequence[ComposedContext], questions: Sequence[QuestionRows]
@@ -252,13 +254,13 @@ def _is_whole(context: ComposedContext, row: torch.Tensor) -> bool:
 
 def turns_of(context: ComposedContext, slots: torch.Tensor) -> Filling:
     """The part of a `Gather` call that brings a session's turns from the host, as they are."""
-    starts = np.array([turn.start - context.held for turn in context.turns], dtype=np.int64)
+    starts = np.array([turn.start - context.located.held for turn in context.located.turns], dtype=np.int64)
     return Filling(
-        kept=np.arange(context.there - context.held, dtype=np.int64),
-        slots=slots[context.held : context.there],
+        kept=np.arange(context.there - context.located.held, dtype=np.int64),
+        slots=slots[context.located.held : context.there],
         starts=starts,
         shifts=np.zeros_like(starts),
-        sources=[turn.pages for turn in context.turns],
+        sources=[turn.pages for turn in context.located.turns],
     )
 
 
@@ -274,7 +276,7 @@ def filling_of(context: ComposedContext, slots: torch.Tensor) -> Filling:
         shifts=starts if context.partial.rotate else np.zeros_like(starts),
         sources=[
             source.slots if isinstance(source, DocumentOnDevice) else source.pages
-            for source in context.sources
+            for source in context.located.sources
         ],
         closed=context.decided is not None and context.decided.compact,
     )

@@ -17,7 +17,8 @@ def context_on_host(
 
     The device has documents' values: host pages of 8 bits do not stand for one that it has.
     ``page_size``: tokens of a page of the context."""
-    if documents.pages.shape.bits == 8 and any(isinstance(s, DocumentOnDevice) for s in context.sources):
+    sources = context.located.sources
+    if documents.pages.shape.bits == 8 and any(isinstance(s, DocumentOnDevice) for s in sources):
         return None
     spans, block = context.plan.spans, documents.pages.shape.block
     wanted = [

@@ -67,15 +67,15 @@ class Locator:
             elif found is None:
                 missing.append(i)
             else:
-                context.sources.append(found)
+                context.located.sources.append(found)
         if loading:  # others may turn out to be missing: all misses are reported at once
-            context.waiting_since = context.waiting_since or time.perf_counter()
+            context.located.waiting_since = context.located.waiting_since or time.perf_counter()
             return None
         if self._short is not None and self._short[0] is context:
             self._short = None  # it has found some, or gives up; others that wait will say so
-        if not missing and context.waiting_since is not None:
-            context.load_ms += (time.perf_counter() - context.waiting_since) * 1e3
-            context.waiting_since = None
+        if not missing and context.located.waiting_since is not None:
+            context.located.load_ms += (time.perf_counter() - context.located.waiting_since) * 1e3
+            context.located.waiting_since = None
         return missing
 
     def _find(self, context: ComposedContext, number: int, span: Span, key: str) -> Any:
@@ -96,9 +96,9 @@ class Locator:
         absent = blocks[pages[blocks] < 0].tolist()
         if not absent:
             self._tiers.pin(key)
-            loaded = context.tickets.get(key)
+            loaded = context.located.tickets.get(key)
             return DocumentOnHost(key, pages, "host" if loaded is None else loaded.tier)
-        ticket = context.tickets.get(key)
+        ticket = context.located.tickets.get(key)
         if ticket is not None:
             if not ticket.done():
                 return None if ticket.late else "loading"
@@ -108,18 +108,19 @@ class Locator:
                 self._short = context, time.monotonic()
         if ticket is None or ticket.ok:
             # A block is absent again if it was evicted before the request came to it.
-            context.loads.update((key, block) for block in absent)
-            if any(context.loads[key, block] > _MAX_LOADS for block in absent):
+            context.located.loads.update((key, block) for block in absent)
+            if any(context.located.loads[key, block] > _MAX_LOADS for block in absent):
                 return None
-        context.tickets[key] = self._tiers.load(key, absent)
+        context.located.tickets[key] = self._tiers.load(key, absent)
         return "loading"
 
-    def held(self, context: ComposedContext) -> int:
-        """The tokens of the dialogue so far that the session's key has now, without locking them."""
-        if context.plan.session is None:
-            return 0
-        ids = context.ids[: context.new_start]
-        return int(self._tree.peek(ids, composed_session_key(context.plan.session.key)))
+    def recount(self, context: ComposedContext) -> None:
+        """Note the tokens of the dialogue so far that the session's key has now, without locking them."""
+        context.located.held, context.located.turns = 0, []
+        if context.plan.session is not None:
+            ids = context.ids[: context.new_start]
+            key = composed_session_key(context.plan.session.key)
+            context.located.held = int(self._tree.peek(ids, key))
 
     def _dialogue(self, context: ComposedContext, session: SessionPart) -> DocumentOnDevice | None:
         """The locked KV of the dialogue so far, as much as the session's key has on the device, and what the
@@ -129,19 +130,19 @@ class Locator:
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        context.held, context.turns = 0, []
+        context.located.held, context.located.turns = 0, []
         key = composed_session_key(session.key)
         if self._is_removed(key):
             return None
         ids = RadixKey(context.ids[: context.new_start], extra_key=key)
         match = self._tree.match_prefix(MatchPrefixParams(key=ids))
-        context.held = len(match.device_indices)
+        context.located.held = len(match.device_indices)
         if self._sessions is not None:
             ids = context.ids[: context.new_start]
-            context.turns = self._sessions.find(key, ids, context.held)
-            context.pinned_turns = [turn.name for turn in context.turns]
+            context.located.turns = self._sessions.find(key, ids, context.located.held)
+            context.located.pinned_turns = [turn.name for turn in context.located.turns]
         if not self.has_turns(context, context.there):
-            context.held = 0
+            context.located.held = 0
             return None
         self._tree.inc_lock_ref(match.last_device_node)
         return DocumentOnDevice(match.device_indices, match.last_device_node)
@@ -149,17 +150,17 @@ class Locator:
     def has_turns(self, context: ComposedContext, end: int) -> bool:
         """Take of the turns on the host what lies before token ``end``, and tell whether the plan needs no
         more of the dialogue so far than is there then."""
-        while context.turns and context.turns[-1].start >= end:
-            turn = context.turns.pop()
+        while context.located.turns and context.located.turns[-1].start >= end:
+            turn = context.located.turns.pop()
             self._tiers.unpin(turn.name)
-            context.pinned_turns.remove(turn.name)
-        if context.turns:
-            context.turns[-1] = replace(context.turns[-1], end=min(context.there, end))
+            context.located.pinned_turns.remove(turn.name)
+        if context.located.turns:
+            context.located.turns[-1] = replace(context.located.turns[-1], end=min(context.there, end))
         session = context.plan.session
         return session is None or context.there > session.held - self._tree.page_size
 
     def _on_device(self, context: ComposedContext, span: Span, key: str) -> Any:
-        if context.below_device:
+        if context.place.below_device:
             return None
         return self._tree.document(context.ids[span.start : span.end], key)
 
@@ -181,12 +182,28 @@ class Locator:
         )
         return False
 
+    def forget_loads(self, context: ComposedContext) -> None:
+        """Forget the loads from disk of a request that has found everything."""
+        context.located.tickets.clear()
+        context.located.loads.clear()
+
+    def unlock_device(self, context: ComposedContext) -> list[str]:
+        """Unlock and forget the sources on the device, and forget the others. Return the keys of the host
+        pages that stay pinned."""
+        located = context.located
+        pinned = [each.key for each in located.sources if not isinstance(each, DocumentOnDevice)]
+        pinned += located.pinned_turns
+        located.sources = [each for each in located.sources if isinstance(each, DocumentOnDevice)]
+        located.pinned_turns = []
+        self.unlock(context)
+        return pinned
+
     def unlock(self, context: ComposedContext) -> None:
         """Unlock and forget the sources, and unpin the turns on the host."""
-        while context.pinned_turns:
-            self._tiers.unpin(context.pinned_turns.pop())
-        while context.sources:
-            source = context.sources.pop()
+        while context.located.pinned_turns:
+            self._tiers.unpin(context.located.pinned_turns.pop())
+        while context.located.sources:
+            source = context.located.sources.pop()
             if isinstance(source, DocumentOnDevice):
                 self._tree.dec_lock_ref(source.node)
             else:

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -45,39 +45,85 @@ class DocumentOnHost:
 
 
 @dataclass(slots=True)
+class LocatedDocuments:
+    """What a request has found and locked of its documents and its dialogue. Written by `Locator`.
+
+    Attributes:
+        sources: of each span, locked.
+        tickets: last load from disk, by key.
+        loads: of each block (key, number), so far.
+        held: leading tokens whose KV the session's key has on the device.
+        turns: those behind ``held`` that come from the host.
+        pinned_turns: names of those whose host pages are pinned.
+        waiting_since: when it began to wait for the disk, in seconds; None: it does not.
+    """
+
+    sources: list[DocumentOnDevice | DocumentOnHost] = field(default_factory=list)
+    tickets: dict[str, Any] = field(default_factory=dict)
+    loads: Counter[tuple[str, int]] = field(default_factory=Counter)
+    held: int = 0
+    turns: list[TurnPages] = field(default_factory=list)
+    pinned_turns: list[str] = field(default_factory=list)
+    waiting_since: float | None = None
+    load_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class ContextPlace:
+    """Where a request's context goes. Written by `Admission`.
+
+    Attributes:
+        below_device: documents are taken from host or disk even where the device has them.
+        awaits_host: room to read it in its documents is about to come.
+        on_host: takes its KV instead of slots; None if its slots do.
+    """
+
+    below_device: bool = False
+    awaits_host: bool = False
+    on_host: HostTarget | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FillOutcome:
+    """What the batch did that filled a request's slots. Made by `Composer`.
+
+    Attributes:
+        timer: of that batch, until the report is written.
+        by_tier: kept document tokens by tier of origin.
+        by_graph: a CUDA graph ran the recompute pass.
+        fused: the question was in that pass.
+    """
+
+    timer: StageTimer | None = None
+    by_tier: dict[str, int] = field(default_factory=dict)
+    recomputed: int = 0
+    by_graph: bool = False
+    fused: bool = False
+
+
+@dataclass(slots=True)
 class ComposedContext:
-    """A composed request in the scheduler. ``decided`` is None until its selection is final."""
+    """A composed request in the scheduler. ``decided`` is None until its selection is final.
+
+    Fields that are not parts of it are written by `SelectionStage` and its own methods."""
 
     plan: ContextPlan
     ids: array[int]  # of the whole prompt, int64
     keys: tuple[str, ...]
     partial: PartialSelection
     decided: ContextSelection | None = None
-    sources: list[DocumentOnDevice | DocumentOnHost] = field(default_factory=list)
-    tickets: dict[str, Any] = field(default_factory=dict)  # last load from disk, by key
-    loads: Counter[tuple[str, int]] = field(default_factory=Counter)  # of each block (key, number), so far
+    located: LocatedDocuments = field(default_factory=LocatedDocuments)
+    place: ContextPlace = field(default_factory=ContextPlace)
+    outcome: FillOutcome = field(default_factory=FillOutcome)
     ids_32: array[int] = field(init=False)  # int32, as the tiers compare them
     failure: str | None = None  # the message that the request ends with
     missing: list[int] = field(default_factory=list)  # spans found in no tier of some rank
-    below_device: bool = False  # take documents from host or disk even where the device has them
-    held: int = 0  # leading tokens whose KV the session's key has on the device
-    turns: list[TurnPages] = field(default_factory=list)  # those behind ``held`` that come from the host
-    pinned_turns: list[str] = field(default_factory=list)  # names of those whose host pages are pinned
     analyses: dict[int, Analysis] = field(default_factory=dict)  # by span; those that the selection needs
     critical_layers: tuple[int, ...] = ()  # in which the question's attention counts, for rules with anchors
-    waiting_since: float | None = None
-    load_ms: float = 0.0
     analysis_ms: float = 0.0
     query_ms: float = 0.0
     select_ms: float = 0.0
     filled: bool = False
-    awaits_host: bool = False  # room to read it in its documents is about to come
-    on_host: HostTarget | None = None  # takes its KV instead of slots; None if its slots do
-    timer: StageTimer | None = None  # of the batch that filled it, until its report is written
-    by_tier: dict[str, int] = field(default_factory=dict)  # kept document tokens by tier of origin
-    recomputed: int = 0
-    by_graph: bool = False  # a CUDA graph ran the recompute pass
-    fused: bool = False  # the question was in that pass
     _blocks: tuple[torch.Tensor, list[Ints]] | None = None  # `needed` and its blocks, cached
     _question: torch.Tensor | None = None  # `question` on the device, for its two or three passes
 
@@ -87,6 +133,30 @@ class ComposedContext:
     def fail(self, message: str) -> None:
         """Let the request end with this message when SGLang asks for it next; the first one counts."""
         self.failure = self.failure or message
+
+    def lack(self, spans: list[int]) -> None:
+        """Note the spans that are in no tier of some rank."""
+        self.missing = spans
+
+    def settle(self, selection: ContextSelection) -> None:
+        """Let its selection be final."""
+        self.decided = selection
+
+    def admit(self) -> None:
+        """Its slots are to be filled before its next forward pass."""
+        self.filled = False
+
+    def fill(self, outcome: FillOutcome | None = None) -> None:
+        """Its slots have been filled; ``outcome``: None where that failed.
+
+        The selection is final: a request that is retracted is filled by it again, without analyses."""
+        self.filled = True
+        if outcome is not None:
+            self.outcome, self.analyses = outcome, {}
+
+    def end_report(self) -> None:
+        """Its report has been written."""
+        self.outcome = replace(self.outcome, timer=None)
 
     @property
     def selection(self) -> ContextSelection:
@@ -113,7 +183,8 @@ class ComposedContext:
     @property
     def there(self) -> int:
         """Leading tokens of the dialogue so far whose KV is on the device or the host."""
-        return self.turns[-1].end if self.turns else self.held
+        located = self.located
+        return located.turns[-1].end if located.turns else located.held
 
     @property
     def earlier(self) -> Ints:
@@ -124,7 +195,8 @@ class ComposedContext:
     @property
     def documents(self) -> Sequence[DocumentOnDevice | DocumentOnHost]:
         """The sources without the session's own."""
-        return self.sources[1:] if self.continues_session else self.sources
+        sources = self.located.sources
+        return sources[1:] if self.continues_session else sources
 
     @property
     def in_order(self) -> list[Analysis]:
@@ -196,23 +268,24 @@ def is_composed(req: Any) -> bool:
 
 def report_of(context: ComposedContext) -> ContextReport:
     """The report of a request whose first forward pass has run."""
-    stages = context.timer.stages() if context.timer is not None else {}
+    outcome = context.outcome
+    stages = outcome.timer.stages() if outcome.timer is not None else {}
     return ContextReport(
         strategy=context.plan.strategy,
         document_tokens=context.plan.question_start - context.plan.spans[0].end,
-        kept=sum(context.by_tier.values()),
-        recomputed=context.recomputed,
-        by_tier=context.by_tier,
+        kept=sum(outcome.by_tier.values()),
+        recomputed=outcome.recomputed,
+        by_tier=outcome.by_tier,
         compose_ms=stages.get("compose", 0.0),
-        load_ms=context.load_ms,
+        load_ms=context.located.load_ms,
         recompute_ms=stages.get("ask", 0.0) + stages.get("recompute", 0.0),
         extend_ms=stages.get("extend", 0.0),
         analysis_ms=context.analysis_ms,
         query_ms=context.query_ms,
         select_ms=context.select_ms,
         ask_ms=stages.get("ask", 0.0),
-        recompute_graph=context.by_graph,
-        one_pass=context.fused,
+        recompute_graph=outcome.by_graph,
+        one_pass=outcome.fused,
         keep_reason=context.selection.reason,
         recompute_reason=_recompute_reason(context),
         session_held=context.there,
@@ -237,9 +310,11 @@ def tokens_by_tier(context: ComposedContext) -> dict[str, int]:
     counts = np.diff(np.searchsorted(kept.numpy(), [*(span.start for span in spans), spans[-1].end]))
     tiers: dict[str, int] = {}
     computed = set(context.plan.computed)
-    for number, (tokens, source) in enumerate(zip(counts[1:].tolist(), context.sources[1:], strict=True), 1):
+    for number, (tokens, source) in enumerate(
+        zip(counts[1:].tolist(), context.located.sources[1:], strict=True), 1
+    ):
         tier = "computed" if number in computed else tier_of(source)
-        if tier == "device" and context.on_host is not None and context.on_host.is_there:
+        if tier == "device" and context.place.on_host is not None and context.place.on_host.is_there:
             tier = "host"  # where it is read, though the device has it, too
         tiers[tier] = tiers.get(tier, 0) + tokens
     return tiers

@@ -101,7 +101,7 @@ class Admission:
         if decision is Decision.ON_HOST:
             with stages.together():
                 result = self._add_on_host(adder, req, context, add)
-            if context.on_host is not None:
+            if context.place.on_host is not None:
                 return result
             if result is not AddReqResult.NO_TOKEN:
                 self._locator.unlock(context)
@@ -123,7 +123,7 @@ class Admission:
         if adder.can_run_list or not adder.running_batch.is_empty():
             return AddReqResult.NO_TOKEN
         if locks_device:  # its own documents are in its way: taken from host they hold no slots
-            context.below_device = True
+            context.place.below_device = True
             return AddReqResult.CONTINUE
         if self._waits_for_host(req, context):
             return self._later(adder)
@@ -148,7 +148,7 @@ class Admission:
             return (Decision.MISSING if context.missing else Decision.WAIT), None
         sglang_req.shrink(req, context, self._tree)
         if context.continues_session:
-            context.held, context.turns = self._locator.held(context), []
+            self._locator.recount(context)
         if self._step_is_full(adder, context):
             return Decision.NEXT_STEP, None
         missing = stages.run("load", context.fail, self._locator.resolve, context)
@@ -161,9 +161,9 @@ class Admission:
             context.fail(stages.ELSEWHERE)
         if _VOTES[found] is not Decision.READY:
             return _VOTES[found], None
-        context.missing = absent(there)
+        context.lack(absent(there))
         if context.continues_session and not self._locator.has_turns(context, end) and not context.missing:
-            context.missing = [0]  # another rank's host has given up some of the dialogue
+            context.lack([0])  # another rank's host has given up some of the dialogue
         if context.missing:
             return Decision.MISSING, None
         with stages.together():  # they have voted: one that fails alone would leave them with other requests
@@ -171,10 +171,10 @@ class Admission:
 
     def _room(self, adder: Any, req: Any, context: ComposedContext) -> tuple[Decision, torch.Tensor | None]:
         """Reserve host pages or slots, alike on every rank. Results as of `_decide`."""
-        context.on_host, context.awaits_host = None, False
+        context.place.on_host, context.place.awaits_host = None, False
         if self._goes_to_host(req, context, full=False):
             return Decision.ON_HOST, None
-        slots = self._reserve(adder, req, context.slots, context.held)
+        slots = self._reserve(adder, req, context.slots, context.located.held)
         if slots is None and self._goes_to_host(req, context, full=True):
             return Decision.ON_HOST, None
         return (Decision.NO_ROOM if slots is None else Decision.READY), slots
@@ -190,13 +190,13 @@ class Admission:
         self, context: ComposedContext, documents: HostDocuments, page_size: int
     ) -> ContextPages | None:
         """The context where its documents lie on the host, held there; None unless all ranks have it all, and
-        nobody waits for room there. `ComposedContext.awaits_host` says whether that may change by itself."""
+        nobody waits for room there. `ContextPlace.awaits_host` says whether that may change by itself."""
         found, passes = None, self._locator.lacks_room
         if not passes:
             found = stages.run("load", stages.nobody, context_on_host, context, documents, page_size)
             passes = found is None and documents.leaving
         if not self._ranks.all_agree(found is not None):
-            context.awaits_host = not self._ranks.all_agree(not passes)
+            context.place.awaits_host = not self._ranks.all_agree(not passes)
             if found is not None:
                 found.release()
             return None
@@ -208,7 +208,7 @@ class Admission:
         offloading = self._offloading(context)
         if offloading is None:
             return False
-        return context.awaits_host or offloading.may_find_room(req, context.slots)
+        return context.place.awaits_host or offloading.may_find_room(req, context.slots)
 
     def _offloading(self, context: ComposedContext) -> ContextOffload | None:
         """What composes contexts on the host; None if it cannot take this one."""
@@ -218,16 +218,16 @@ class Admission:
         return offloading
 
     def _add_on_host(self, adder: Any, req: Any, context: ComposedContext, add: Callable[[], Any]) -> Any:
-        """Admit the request with resident blocks, its context being written to host pages; `context.on_host`
-        is None if SGLang declines."""
+        """Admit the request with resident blocks, its context being written to host pages;
+        `ContextPlace.on_host` is None if SGLang declines."""
         offloading = self._offloading(context)
         if offloading is None:
             raise RuntimeError("a context that is to be offloaded has lost what offloads it")
-        context.filled = False
+        context.admit()
         req.already_computed, req._cache_breakdown_computed = context.slots, True
         hits = adder.log_hit_tokens
-        result, context.on_host = offloading.compose(adder, req, add)
-        if context.on_host is not None:
+        result, context.place.on_host = offloading.compose(adder, req, add)
+        if context.place.on_host is not None:
             self._admitted(adder, req, context, hits)
         return result
 
@@ -236,16 +236,16 @@ class Admission:
     ) -> Any:
         """Admit the request with its slots as a prefix; give everything back if SGLang declines."""
         before = getattr(req, "last_node", None), getattr(req, "cache_protected_len", 0)
-        req.prefix_indices = slots[: context.slots - context.held]
-        if context.continues_session and isinstance(context.sources[0], DocumentOnDevice):
+        req.prefix_indices = slots[: context.slots - context.located.held]
+        if context.continues_session and isinstance(context.located.sources[0], DocumentOnDevice):
             # SGLang locks the node for the request, and frees none of its slots at the end
-            dialogue = context.sources[0]
+            dialogue = context.located.sources[0]
             req.prefix_indices = torch.cat((dialogue.slots, req.prefix_indices))
-            req.last_node, req.cache_protected_len = dialogue.node, context.held
+            req.last_node, req.cache_protected_len = dialogue.node, context.located.held
         # composed tokens are no prefix hits, neither in the sum nor by tier; those of a session are
         req.already_computed = context.slots - context.there
         req._cache_breakdown_computed = True
-        context.filled = False
+        context.admit()
         hits, rows = adder.log_hit_tokens, context.recompute_rows(self._layers)
         try:
             result = add()
@@ -267,8 +267,7 @@ class Admission:
 
     def _admitted(self, adder: Any, req: Any, context: ComposedContext, hits: int) -> None:
         adder.log_hit_tokens = hits
-        context.tickets.clear()
-        context.loads.clear()
+        self._locator.forget_loads(context)
         stages.run("accounting", stages.ending([req]), self._account, context)
 
     def _account(self, context: ComposedContext) -> None:

@@ -14,7 +14,7 @@ from sglang_ext.analysis.document_analysis import Cut
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.compose.composer import Composer
 from sglang_ext.context.compose.locate import Locator
-from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, is_composed, report_of
+from sglang_ext.context.compose.request import ComposedContext, is_composed, report_of
 from sglang_ext.context.compose.stage_timer import StageTimer
 from sglang_ext.context.scheduler import recall_probe, sglang_req
 from sglang_ext.context.scheduler.admission import Admission
@@ -160,7 +160,7 @@ class Composition:
         if partial.needs_analysis:
             self.stage.add(context)
         else:
-            context.decided = partial.settle()
+            context.settle(partial.settle())
         sglang_requests.limit_answer(req, self._context_length)
         if plan.session is None:  # the tree knows a session's KV by its tokens
             sglang_req.compact(req, context)
@@ -200,7 +200,7 @@ class Composition:
             stages.ending(new)(failures[0])
         contexts = [r.ragserve for r in new]
         for context in contexts:
-            context.filled = True
+            context.fill()
 
         def unlock_now(message: str) -> None:
             stages.ending(new)(message)
@@ -277,11 +277,12 @@ class Composition:
     def before_result(self, batch: Any) -> None:
         """Send the reports of an extend batch with its tokens, which SGLang is about to wait for anyway."""
         for req in batch.reqs:
-            if is_composed(req) and req.ragserve.timer is not None:
+            if is_composed(req) and req.ragserve.outcome.timer is not None:
                 stages.run_alike("report", stages.ending([req]), self._report, req)
 
     def _report(self, req: Any) -> None:
-        report, req.ragserve.timer = report_of(req.ragserve), None
+        report = report_of(req.ragserve)
+        req.ragserve.end_report()
         req.customized_info = {**(req.customized_info or {}), PLAN_FIELD: [report.to_json()]}
         if self._counts:
             context_metrics().observe(report)
@@ -330,12 +331,7 @@ class Composition:
             return
         host_keys: list[str] = []
         for context in contexts:
-            on_device = [source for source in context.sources if isinstance(source, DocumentOnDevice)]
-            host_keys += [s.key for s in context.sources if not isinstance(s, DocumentOnDevice)]
-            host_keys += context.pinned_turns
-            context.pinned_turns = []
-            context.sources = list(on_device)
-            self._locator.unlock(context)
+            host_keys += self._locator.unlock_device(context)
         if host_keys:
             event = torch.cuda.Event()
             event.record() if loading is None else event.record(loading)

@@ -21,19 +21,19 @@ def differing(row: OffloadedRow, kv: KVLayers, host: torch.Tensor, contexts: Con
 
     ``kv``: SGLang's pool; ``host``: ``[pages, 2 (K, V), layers, kv_heads, page, head_dim]``, of the requests'
     own pages; ``contexts``: those that progressive requests read in documents."""
-    if row.table is None or row.resident_pages is None:
+    if row.blocks.table is None or row.blocks.pages is None:
         return 0
-    if isinstance(row.table, SharedTable):
+    if isinstance(row.blocks.table, SharedTable):
         read = partial(_own_entries, host)
         if row.context is not None and contexts is not None:
             read = partial(_entries_in_documents, contexts.contexts, kv)
-        return row.table.differing(row.resident_pages, row.numbers, host.shape[4], read)
+        return row.blocks.table.differing(row.blocks.pages, row.numbers, host.shape[4], read)
     page = host.shape[4]
-    bad = torch.zeros(row.table.held.shape[1:], dtype=torch.bool)  # [kv_heads, resident_blocks]
-    within = torch.arange(page, device=row.resident_pages.device)
-    slots = row.resident_pages.long()[:, None] * page + within  # [resident_blocks, page]
+    bad = torch.zeros(row.blocks.table.held.shape[1:], dtype=torch.bool)  # [kv_heads, resident_blocks]
+    within = torch.arange(page, device=row.blocks.pages.device)
+    slots = row.blocks.pages.long()[:, None] * page + within  # [resident_blocks, page]
     for layer in range(kv.layers):
-        held = row.table.held[layer]
+        held = row.blocks.table.held[layer]
         slots = slots[: held.shape[1]]  # resident blocks that it loses hold nothing that is looked up
         if row.context is None:
             wanted = _own(row, held.cpu(), host, layer)

@@ -6,6 +6,7 @@ its accounts, leak checks and retraction are right at any time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,8 @@ import torch
 from sglang_ext.documents.pages.types import IntegrityError
 from sglang_ext.kv_offload.host.copy_stream import CopyStream
 from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
+from sglang_ext.kv_offload.resident.resident_blocks import ResidentTable
+from sglang_ext.kv_offload.resident.shared_blocks import SharedTable
 
 if TYPE_CHECKING:
     from sglang_ext.documents.radix import DocumentRadixCache
@@ -54,18 +57,48 @@ class ResidentSlots:
         """Return a request's resident blocks, or these, as they stand in the request table: the last one
         first.
         """
-        resident_blocks = row.resident_blocks if resident_blocks is None else resident_blocks
+        resident_blocks = row.blocks.slots if resident_blocks is None else resident_blocks
         if resident_blocks is None:
             raise IntegrityError("a request without resident blocks is to have them in the request table")
         return resident_blocks.view(-1, self._page).flip(0).flatten()
 
-    def note(self, row: OffloadedRow, held: torch.Tensor) -> None:
-        """Let SGLang count a moved request's resident blocks, ``held`` `in_order`, as its own."""
+    def reserve(self, row: OffloadedRow, new_table: Callable[[], ResidentTable | SharedTable]) -> None:
+        """Let a request have its resident blocks, if the pool has room for them. ``new_table``: makes theirs.
+
+        SGLang counts the slots behind ``cache_protected_len`` as the request's own: the resident blocks, too.
+        """
+        held, slots = row.blocks, self.take(row.blocks.count)
+        if slots is None:
+            return
+        # noted before what may lack memory, because `OffloadedRows.release` gives it back
+        held.slots, held.protected = slots, row.req.cache_protected_len
+        row.req.cache_protected_len -= len(slots)
+        held.pages = self.pages_of(slots)
+        held.table = new_table()
+
+    def place(self, row: OffloadedRow) -> None:
+        """Write a request's blocks into the request table: block c in place of its last prompt page but c.
+
+        Pages before them are the pool's dummy page. On the stream of the forward passes: steps that have been
+        launched and still wait there copy the table first."""
+        held, end = row.req.ragserve_resident_blocks
+        self._copies.await_on_current(None, held)
+        begin = end - len(held)
+        self._table[row.request, begin:end] = held.to(self._table.dtype)
+        dummy = torch.arange(self._page, dtype=self._table.dtype, device=self._table.device)
+        self._table[row.request, :begin] = dummy.repeat(begin // self._page)
+        row.blocks.placed = True
+
+    def note(self, row: OffloadedRow, held: torch.Tensor, *, placed: bool = False) -> None:
+        """Let SGLang count a moved request's resident blocks, ``held`` `in_order`, as its own.
+
+        ``placed``: the request table names them already; else the next step that reads a new selection finds
+        them there."""
         end = row.pages * self._page
         row.req.cache_protected_len = end - len(held)
         row.req.ragserve_resident_blocks = (held, end)
-        row.counts.resident_blocks = row.n_resident
-        row.placed = False  # the next step that reads a new selection finds them in the request table
+        row.counts.resident_blocks = row.blocks.count
+        row.blocks.placed = placed
 
     def resize(self, row: OffloadedRow, resident_blocks: int) -> None:
         """Let a moved request have another number of resident blocks; without room for more it keeps those it
@@ -73,31 +106,31 @@ class ResidentSlots:
 
         Resident blocks that it loses are forgotten now. The selection at hand may read them, and one that has
         been loaded and is not read yet: they are given back when the next one is (`give_back`)."""
-        if row.table is None or row.resident_blocks is None or row.leaving:
+        if row.blocks.table is None or row.blocks.slots is None or row.blocks.leaving:
             return
         resident_blocks = min(resident_blocks, row.pages)
-        more = resident_blocks - row.n_resident
+        more = resident_blocks - row.blocks.count
         if more > 0:
             self._add(row, more)
         elif more < 0:
             self._resize_table(row, resident_blocks)
-            row.leaving, row.leave_after = -more, 1 + row.has_load
+            row.blocks.leaving, row.blocks.leave_after = -more, 1 + row.loads.pending
 
     def give_back(self, row: OffloadedRow) -> None:
         """Free the resident blocks that a request has lost, once no selection names them any more."""
-        if row.resident_blocks is None or not row.leaving or row.leave_after > 0:
+        if row.blocks.slots is None or not row.blocks.leaving or row.blocks.leave_after > 0:
             return
-        kept = row.n_resident * self._page
-        resident_blocks, gone = row.resident_blocks[:kept], row.resident_blocks[kept:]
+        kept = row.blocks.count * self._page
+        resident_blocks, gone = row.blocks.slots[:kept], row.blocks.slots[kept:]
         held, pages = self.in_order(row, resident_blocks), self.pages_of(resident_blocks)
         # the table must not name what others may get; steps that wait to read it read nothing there
         end, dummy = row.pages * self._page, torch.arange(self._page, device=gone.device)
         places = self._table[row.request, end - kept - len(gone) : end - kept]
-        places.copy_(dummy.repeat(row.leaving))
-        if row.table is not None:
-            row.table.drop(self.pages_of(gone))
+        places.copy_(dummy.repeat(row.blocks.leaving))
+        if row.blocks.table is not None:
+            row.blocks.table.drop(self.pages_of(gone))
         self._free(gone)
-        row.resident_blocks, row.resident_pages, row.leaving = resident_blocks, pages, 0
+        row.blocks.slots, row.blocks.pages, row.blocks.leaving = resident_blocks, pages, 0
         self.note(row, held)
 
     def _free(self, resident_blocks: torch.Tensor) -> None:
@@ -115,21 +148,21 @@ class ResidentSlots:
 
     def _add(self, row: OffloadedRow, more: int) -> None:
         slots = self.take(more)
-        if slots is None or row.resident_blocks is None:
+        if slots is None or row.blocks.slots is None:
             return
         try:
-            resident_blocks = torch.cat((row.resident_blocks, slots))
+            resident_blocks = torch.cat((row.blocks.slots, slots))
             held, pages = self.in_order(row, resident_blocks), self.pages_of(resident_blocks)
-            self._resize_table(row, row.n_resident + more)
+            self._resize_table(row, row.blocks.count + more)
         except BaseException:  # the request does not know of them
             self._tree.token_to_kv_pool_allocator.free(slots)
             raise
-        row.resident_blocks, row.resident_pages = resident_blocks, pages
+        row.blocks.slots, row.blocks.pages = resident_blocks, pages
         self.note(row, held)
 
     def _resize_table(self, row: OffloadedRow, resident_blocks: int) -> None:
-        if row.table is None:
+        if row.blocks.table is None:
             return
-        with self._copies.behind(*row.table.tensors):
-            row.table.resize(resident_blocks)
-        row.n_resident = resident_blocks
+        with self._copies.behind(*row.blocks.table.tensors):
+            row.blocks.table.resize(resident_blocks)
+        row.blocks.count = resident_blocks

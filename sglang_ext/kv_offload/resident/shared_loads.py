@@ -32,23 +32,22 @@ class SharedLoads:
 
         ``lag``: steps between the one that chose and the first that follows `OffloadedRows.arrive`. A request
         whose prompt is still on the device reads nothing from the host, so its pages are loaded."""
-        if row.resident_pages is None:
+        if row.blocks.pages is None:
             raise IntegrityError("a request without resident blocks has pages to load into them")
-        self._copies.await_on_current(None, row.host, row.resident_pages, *table.tensors)
-        moves = table.assign(selection, row.host, row.resident_pages)
-        row.has_load = True
-        row.filling = row.moved and lag >= FILLING_LAG
-        if row.filling:
+        self._copies.await_on_current(None, row.host, row.blocks.pages, *table.tensors)
+        moves = table.assign(selection, row.host, row.blocks.pages)
+        row.loads.select(filling=row.moved and lag >= FILLING_LAG)
+        if row.loads.filling:
             table.expect()
         else:
             self._load(row, moves)
 
     def rest(self, row: OffloadedRow) -> None:
         """Load what the step behind a selection has not written to its shared blocks."""
-        if not row.filling or not isinstance(row.table, SharedTable):
+        if not row.loads.filling or not isinstance(row.blocks.table, SharedTable):
             return
-        row.filling = False
-        moves = row.table.rest()
+        row.loads.fill()
+        moves = row.blocks.table.rest()
         if moves is not None:
             self._load(row, moves)
 
@@ -61,5 +60,4 @@ class SharedLoads:
             self._loads.to_shared_blocks(row, moves)
             if tally.is_cuda:
                 tally = tally.to("cpu", non_blocking=True)
-            row.loaded = self._copies.event()
-        row.arriving.append((begun, row.loaded, tally))
+            row.loads.launch(begun, self._copies.event(), tally)

@@ -57,7 +57,7 @@ class OffloadBounds:
             if row is not None:
                 row.collect()
         self.link.settle()
-        measured = [0 if row is None else row.largest_set for row in rows]
+        measured = [0 if row is None else row.loads.largest_set for row in rows]
         votes = [min(LARGEST, round(_THOUSAND * self.link.share)), *measured]
         share, *sets = (LARGEST - low for low in self.ranks.min_votes([LARGEST - vote for vote in votes]))
         self.share = share / _THOUSAND

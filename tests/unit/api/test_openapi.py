@@ -133,11 +133,13 @@ def test_options_are_described() -> None:
     for body in ("QueryRequest", "ChatRequest"):
         models = schemas[body]["properties"]["strategy_options"]["anyOf"]
         names = [model["$ref"].rpartition("/")[2] for model in models]
-        assert names == [f"{name}Options" for name in ("CacheBlend", "Concat", "Epic", "Random", "SamKv")]
+        assert names == [
+            f"{name}Options" for name in ("CacheBlend", "Concat", "Epic", "Random", "SamKv", "Passages")
+        ]
         for name in names:
             assert schemas[name]["additionalProperties"] is False
             assert all(option["description"] for option in schemas[name]["properties"].values())
-            assert "force" in schemas[name]["properties"]
+            assert ("force" in schemas[name]["properties"]) is (name != "PassagesOptions")
     for name in ("DecodeOptions", "PrefillOptions"):
         given = schemas[name]["properties"]
         assert all(option["description"] and "default" not in option for option in given.values())

@@ -65,7 +65,7 @@ class Case:
                 plan, array("q", ids), tuple(map(str, spans)), partial_selection(plan, ModelShape(LAYERS))
             )
             context.decided = context.partial.settle()
-            context.sources = [
+            context.located.sources = [
                 DocumentOnDevice(torch.tensor([free.pop() for _ in range(s.end - s.start)]), None)
                 for s in spans
             ]

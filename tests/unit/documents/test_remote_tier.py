@@ -117,7 +117,7 @@ def resolved_tiers(store: TierStore, documents: list[Sample]) -> set[str]:
     locator = Locator(nothing_on_device, store, lambda key: False, SHAPE.block)
     context = context_of(documents, [range(document.meta.n_tokens) for document in documents])
     missing = resolved(locator, context)
-    tiers = {"missing"} if missing else {tier_of(source) for source in context.sources}
+    tiers = {"missing"} if missing else {tier_of(source) for source in context.located.sources}
     locator.unlock(context)
     return tiers
 

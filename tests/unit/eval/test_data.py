@@ -56,6 +56,16 @@ def test_limit_spreads_and_repeats(tmp_path: Path) -> None:
     assert len(load(path, 99)) == 10
 
 
+def test_halves_are_apart_and_together_the_set(tmp_path: Path) -> None:
+    path = tmp_path / "set.jsonl"
+    row = {"question": "q", "answers": ["a"], "docs": [["t", "a"]]}
+    path.write_text("".join(json.dumps({"id": i, **row}) + "\n" for i in range(7)))
+    first, second = load(path, half="first"), load(path, half="second")
+    assert [q.id for q in first] == ["0", "1", "2", "3"]
+    assert first + second == load(path)
+    assert [q.id for q in load(path, 2, "second")] == ["4", "5"], "the limit is of the half"
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

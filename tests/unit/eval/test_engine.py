@@ -17,11 +17,12 @@ import pytest
 
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
+from ragserve.engine.document_cache import ControlledCache
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.eval import engine_worker
 from ragserve.eval.data import GivenPassage, Question, find, interleaved
 from ragserve.eval.engine import Ask, evaluate
-from ragserve.eval.summary import summarise
+from ragserve.eval.summary import pooled, summarise
 from ragserve.strategy_spec import parse
 from ragserve.verification import rows
 from sglang_ext.wire.protocol import ContextReport
@@ -32,20 +33,30 @@ def sent(probabilities: Sequence[float]) -> str:
     return base64.b64encode(np.log(np.asarray(probabilities)).astype("<f4").tobytes()).decode()
 
 
-class Table:
-    """Answers by strategy; composed ones want their documents warmed first."""
+class Table(ControlledCache):
+    """Answers by strategy; composed ones want their documents warmed first. ``did``: operations of the cache
+    and strategies asked, in order."""
 
     def __init__(self, answers: dict[str, str], distributions: dict[str, Sequence[float]]) -> None:
         self.answers, self.distributions = answers, distributions
+        self.did: list[str] = []
         self.asked: list[GenerateRequest] = []
         self.warmed: list[GenerateRequest] = []
         self.info = EngineInfo("local", str(MODEL), str(MODEL), "0", "cpu", "", 8192, 8192, tuple(answers))
 
+    async def ready(self) -> bool:
+        return True
+
     async def warm(self, request: GenerateRequest) -> None:
         self.warmed.append(request)
 
+    async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        self.did.append(f"{operation} {','.join(arguments['tiers'])}" if "tiers" in arguments else operation)
+        return {"fingerprint": "f"}
+
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         self.asked.append(request)
+        self.did.append(request.strategy)
         if request.strategy == "broken":
             raise EngineError("it broke")
         documents = request.spans[-1].end - request.spans[0].end
@@ -88,7 +99,9 @@ DISTRIBUTIONS = {
 }
 
 
-def asked(table: Table, strategies: str, *, finished: frozenset[rows.Key] = frozenset()) -> list[rows.Row]:
+def asked(
+    table: Table, strategies: str, *, finished: frozenset[rows.Key] = frozenset(), ask: Ask | None = None
+) -> list[rows.Row]:
     written: list[rows.Row] = []
     builder = PromptBuilder.load(str(MODEL))
     work = evaluate(
@@ -96,7 +109,7 @@ def asked(table: Table, strategies: str, *, finished: frozenset[rows.Key] = froz
         builder,
         [("s", QUESTION)],
         parse(strategies),
-        Ask(),
+        ask or Ask(),
         finished=finished,
         write=written.append,
     )
@@ -147,6 +160,73 @@ def test_a_failure_is_a_row_and_the_others_go_on() -> None:
     assert epic["error"] is None
 
 
+def test_without_a_comparison_each_strategy_is_asked_once() -> None:
+    table = Table(ANSWERS, DISTRIBUTIONS)
+    epic, random = asked(table, "epic,random", ask=Ask(compare=False))
+    assert [(request.strategy, request.distributions) for request in table.asked] == [
+        ("epic", 0),
+        ("random", 0),
+    ]
+    assert (epic["answer"], epic["kl"], epic["answer_kl"]) == ("dark red", None, None)
+    assert (epic["contains"], random["contains"]) == (True, False)
+
+
+def test_first_tokens_with_copies_have_their_documents_on_the_host() -> None:
+    table = Table(ANSWERS, DISTRIBUTIONS)
+    full, epic = asked(table, "full,epic", ask=Ask(compare=False, tier="host"))
+    assert table.did == ["full", "flush", "info", "evict device", "epic"]
+    assert full["error"] is epic["error"] is None
+
+
+def test_refusals_are_told_from_answers() -> None:
+    refusing = "It is not mentioned in the documents."
+    table = Table({**ANSWERS, "full": refusing, "epic": "Not provided: red"}, DISTRIBUTIONS)
+    full, epic, random = asked(table, "full,epic,random", ask=Ask(compare=False))
+    assert [row["refused"] for row in (full, epic, random)] == [True, False, False]
+
+
+def test_the_best_passages_are_asked_for_with_nothing_cached() -> None:
+    table = Table(ANSWERS, DISTRIBUTIONS)
+    full, best, _ = asked(table, "full,passages:tokens=1,epic", ask=Ask(compare=False))
+    assert [request.strategy for request in table.asked] == ["full", "full", "epic"]
+    whole, part, _ = table.asked
+    assert len(part.input_ids) < len(whole.input_ids)
+    assert best["strategy"] == "passages:tokens=1"
+    assert 0 < best["kept"] == best["recomputed"] < best["document_tokens"] == full["document_tokens"]
+    assert best["documents_dropped"] == 0, "left out, not without room"
+    assert table.warmed[0].strategy == "epic"
+
+
+class SecondBest:
+    """An embedder that finds the second passage nearer to every question."""
+
+    dim = 2
+
+    def encode(self, texts: Sequence[str]) -> Any:
+        return np.array([[1.0, 0.0] if number == 0 else [0.0, 1.0] for number, _ in enumerate(texts)])
+
+    def encode_queries(self, texts: Sequence[str]) -> Any:
+        return np.array([[0.0, 1.0]] * len(texts))
+
+
+def test_the_best_passages_are_those_of_the_embedder() -> None:
+    table, written, builder = Table(ANSWERS, DISTRIBUTIONS), list[rows.Row](), PromptBuilder.load(str(MODEL))
+    work = evaluate(
+        table,  # type: ignore[arg-type]
+        builder,
+        [("s", QUESTION)],
+        parse("passages:tokens=1"),
+        Ask(compare=False),
+        finished=(),
+        write=written.append,
+        embedder=SecondBest(),  # type: ignore[arg-type]
+    )
+    asyncio.run(work)
+    read = builder.words(table.asked[0].input_ids)
+    assert "b is blue." in read
+    assert "a is red." not in read
+
+
 def test_nothing_is_asked_twice() -> None:
     table = Table(ANSWERS, DISTRIBUTIONS)
     assert asked(table, "full,epic", finished=frozenset({("s", "q1", "full"), ("s", "q1", "epic")})) == []
@@ -172,13 +252,37 @@ def test_averages_by_hand() -> None:
     assert epic["f1_vs_full_se"] == pytest.approx(50 / math.sqrt(3), abs=0.01)
     assert (epic["kl"], epic["kl_p50"], epic["ttft_ms"]) == (1.0, 1.0, 6.0)
     assert (epic["kept"], epic["recomputed"], epic["agrees"]) == (50.0, 20.0, 100.0)
+    assert epic["from_host"] is None
+    [read] = summarise([row("1", "epic", 1.0, tiers={"host": 3}), row("2", "epic", 1.0, tiers={"device": 1})])
+    assert read["from_host"] == 75.0
     assert epic["answer_kl"] is epic["answer_kl_bound"] is None, "rows of an earlier version"
+    assert epic["contains"] is epic["refused"] is None
+    low, high = epic["f1_vs_full_95"]
+    assert low == -100.0 < -50 < high, "three questions show little"
     assert epic["f1_loss_bound"] > 100.0, "three questions show nothing"
     [led] = summarise([row("1", "epic", 1.0, answer_kl=0.5, answer_agrees=0.75)] * 400)
     assert (led["answer_kl"], led["answer_agrees"]) == (0.5, 75.0)
     assert 0.5 <= led["answer_kl_bound"] < 0.51
     assert led["answer_regret"] == 25.0
     assert 25.0 < led["answer_regret_bound"] < 26.0
+
+
+def test_what_full_misses_is_shown_apart() -> None:
+    answers = [("1", 0.0, 0.5), ("2", 0.0, 0.0), ("3", 1.0, 1.0), ("4", 0.5, 1.0)]
+    group = [row(name, "full", f1, contains=f1 == 1, refused=f1 == 0) for name, f1, _ in answers]
+    group += [row(name, "epic", f1, contains=f1 == 1, refused=f1 == 0) for name, _, f1 in answers]
+    full, epic = summarise(group)
+    assert (full["full_misses"], full["of_these"], full["contains"], full["refused"]) == (50, 0, 25, 50)
+    assert (epic["full_misses"], epic["of_these"], epic["contains"], epic["refused"]) == (50, 50, 50, 25)
+
+
+def test_sets_are_pooled_by_question() -> None:
+    group = [row("1", "full", 1.0), row("1", "concat", 0.0), row("1", "epic", 0.5)]
+    group += [{**row(str(n), "epic", 0.0), "set": "other"} for n in range(3)]
+    lines = {line["strategy"]: line for line in pooled(group)}
+    assert (lines["epic"]["sets"], lines["epic"]["n"], lines["epic"]["f1"]) == (2, 4, 12.5)
+    assert (lines["full"]["margin"], lines["epic"]["margin"], lines["concat"]["margin"]) == (100, 50, 0)
+    assert "margin" not in summarise(group)[0]
 
 
 def test_rows_survive_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
@@ -248,7 +352,6 @@ def test_a_worker_asks_all_questions_under_the_first_strategies_first(
 ) -> None:
     """So that a run that is cut off has those of all questions."""
     table = Table(ANSWERS, DISTRIBUTIONS)
-    table.control = control  # type: ignore[attr-defined]
     monkeypatch.setattr("ragserve.engine.offline.run_once", lambda _, work: asyncio.run(work(table)))
     data = tmp_path / "s.jsonl"
     documents = [[each.title, each.text] for each in QUESTION.documents]
@@ -263,16 +366,17 @@ def test_a_worker_asks_all_questions_under_the_first_strategies_first(
             "limit": None,
             "strategies": ["full", "epic", "random"],
             "first": 2,
+            "half": None,
+            "compare": True,
+            "tier": "device",
             "max_new_tokens": 4,
             "in_flight": 1,
-            "settings": {},
+            "settings": {"system_prompt": "Say little."},
         }
     )
+    read = PromptBuilder.load(str(MODEL)).words(table.asked[0].input_ids)
+    assert "Say little." in read, "the setting is asked with"
     lines = (tmp_path / "rows-0.jsonl").read_text().splitlines()
     asked = [(row["id"], row["strategy"]) for row in map(json.loads, lines)]
     first = [(question, strategy) for question in ("q0", "q1") for strategy in ("full", "epic")]
     assert asked == [*first, ("q0", "random"), ("q1", "random")]
-
-
-async def control(*_: object) -> dict[str, object]:
-    return {}

@@ -70,6 +70,8 @@ def test_given_sends_the_documents_in_order_and_scores_the_answer() -> None:
     total = summary(outcomes)
     assert (total["n"], total["em"], total["failed"]) == (2, 50.0, 0)
     assert total["f1"] == pytest.approx(100 * (1 + 2 / 3) / 2, abs=0.01)
+    assert (total["contains"], total["refused"]) == (100.0, 0.0)
+    assert sent["system"] is None
     assert (total["ttft_ms_mean"], total["prompt_tokens"], total["cached_tokens"]) == (5.0, 10.0, 4.0)
     assert total["computed_tokens"] == outcomes[0].record()["computed_tokens"] == 6
 

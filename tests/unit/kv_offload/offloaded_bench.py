@@ -16,8 +16,9 @@ from sglang_ext.documents.pages.types import KvShape
 from sglang_ext.kv_offload.documents.context_table import ContextTable
 from sglang_ext.kv_offload.host.host_pages import HostPages
 from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
-from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts, OffloadedRow
+from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
 from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.wire.protocol import OffloadCounts
 
 LAYERS, HEADS, DIM, LIMIT = 2, 2, 64, 4
 POOL, PROMPT, TAIL = 60, 20, 3  # pages
@@ -162,7 +163,7 @@ class Bench:
         slots = self.table[1, protected:tokens].long()
         if row.moved:
             held, tail = self.req.ragserve_resident_blocks
-            assert not row.placed or torch.equal(held.int(), self.table[1, protected:tail])
+            assert not row.blocks.placed or torch.equal(held.int(), self.table[1, protected:tail])
             slots = torch.cat((held, self.table[1, tail:tokens].long()))
             assert len(slots) == tokens - protected, "SGLang counts as many"
         self.allocator.free(slots)

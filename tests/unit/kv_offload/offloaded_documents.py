@@ -27,9 +27,9 @@ from sglang_ext.kv_offload.host.copy_stream import CopyStream
 from sglang_ext.kv_offload.host_admission import HostAdmission
 from sglang_ext.kv_offload.host_prefix import HostPrefix
 from sglang_ext.kv_offload.host_prefixes import HostPrefixes
-from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts, OffloadedRow
+from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
 from sglang_ext.tensors.rope import Rotation
-from sglang_ext.wire.protocol import ContextPlan, Span
+from sglang_ext.wire.protocol import ContextPlan, OffloadCounts, Span
 from tests.unit.documents.document_samples import FINGERPRINT, Sample
 from tests.unit.kv_offload.offloaded_bench import DIM, HEADS, LAYERS, LIMIT, PROMPT, TAIL, Bench
 from tests.unit.kv_offload.test_host_admission import Adder

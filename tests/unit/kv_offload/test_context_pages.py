@@ -55,7 +55,7 @@ def test_resident_blocks_hold_what_copies_would_and_no_host_page_is_taken(
         assert prefix is not None
         row = entered(bench, composed, prefix)
         assert (bench.pages.used, bench.pages.elsewhere) == (0, PROMPT)
-        assert row.table is not None
+        assert row.blocks.table is not None
         selection = drawn()
         placed = bench.rows.load(row, selection)
         assert bench.arrives(row, placed)
@@ -68,10 +68,10 @@ def test_resident_blocks_hold_what_copies_would_and_no_host_page_is_taken(
             bench.rows.check()
             selection, placed = selection_after, placed_after
         assert row.counts.misses
-        row.table.held[0, 0, 0] = (row.table.held[0, 0, 0] + 1) % PROMPT  # type: ignore[union-attr]
+        row.blocks.table.held[0, 0, 0] = (row.blocks.table.held[0, 0, 0] + 1) % PROMPT  # type: ignore[union-attr]
         with pytest.raises(IntegrityError, match="differ from host pages"):
             bench.rows.check()
-        row.table.held[0, 0, 0] = -1  # type: ignore[union-attr]
+        row.blocks.table.held[0, 0, 0] = -1  # type: ignore[union-attr]
         bench.ended(row)
         assert (bench.pages.elsewhere, bench.rows.documents.used) == (0, 0)  # type: ignore[union-attr]
         assert store.drop_host() == len(composed.samples), "nobody reads them any more"
@@ -163,7 +163,7 @@ def test_it_is_bit_for_bit_what_is_copied_where_it_cannot_be_read_in_place(seed:
             get_key_buffer=k.__getitem__,
             get_value_buffer=v.__getitem__,
         )
-        composed.context.sources = [
+        composed.context.located.sources = [
             DocumentOnHost(key, pages) for key, pages in zip(found.keys, found.sources, strict=True)
         ]
         filling = filling_of(composed.context, torch.arange(1, composed.context.slots + 1))
@@ -189,7 +189,7 @@ def test_codes_do_not_stand_for_what_the_device_has_exactly() -> None:
     composed = Composed(4, 100)
     on_device = DocumentOnDevice(torch.arange(4), "node")
     for bits, sources, found in ((8, [], True), (8, [on_device], False), (16, [on_device], True)):
-        composed.context.sources = list(sources)
+        composed.context.located.sources = list(sources)
         with store_of(composed.samples, bits=bits) as store:
             held = context_on_host(composed.context, documents_of(store), 16)
             assert (held is not None) == found

@@ -118,7 +118,7 @@ def test_a_shared_block_that_was_overwritten_is_found() -> None:
         prefix = reserved(bench, composed, store)
         assert prefix is not None
         row = entered(bench, composed, prefix)
-        assert isinstance(row.table, SharedTable)
+        assert isinstance(row.blocks.table, SharedTable)
         assert bench.arrives(row, bench.rows.load(row, ranked()))
         bench.rows.check()
         shared_block = int(bench.rows.shared_blocks.places.of[row.numbers].max())

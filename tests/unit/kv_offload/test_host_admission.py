@@ -73,7 +73,7 @@ def test_it_reads_what_it_would_have_read_and_nothing_is_lost(moved: bool) -> No
     assert back is not None
     assert len(bench.req.prefix_indices) == TOKENS
     given = bench.req.prefix_indices[bench.req.cache_protected_len :] // bench.page
-    assert len(torch.unique(given)) == back.n_resident + TAIL, "resident_blocks and what follows the prompt"
+    assert len(torch.unique(given)) == back.blocks.count + TAIL, "resident_blocks and what follows the prompt"
     last = bench.req.prefix_indices[-1] // bench.page * bench.page  # whose rest the extend writes
     slots = torch.cat((bench.req.prefix_indices, last + torch.arange(10, 16)))
     bench.table[1, : len(slots)] = slots.int()

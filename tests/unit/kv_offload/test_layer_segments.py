@@ -10,8 +10,8 @@ from sglang_ext.documents.fill import DocumentKv, fill_pages
 from sglang_ext.kv_offload.host.layer_segments import LayerSegments
 from sglang_ext.kv_offload.host_prefixes import HostPrefixes
 from sglang_ext.kv_offload.layer_writer import LayerWriter
-from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts
 from sglang_ext.state import current
+from sglang_ext.wire.protocol import OffloadCounts
 from tests.unit.context.small_model import KV_HEADS, LAYERS, VOCABULARY, runner_of
 from tests.unit.kv_offload.offloaded_bench import DIM, HEADS, Bench
 from tests.unit.kv_offload.offloaded_bench import LAYERS as BENCH_LAYERS

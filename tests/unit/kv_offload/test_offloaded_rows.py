@@ -14,9 +14,9 @@ from ragserve_kernels.page_stats import PageStats
 from ragserve_kernels.paged import PageSelection
 from sglang_ext.documents.pages.types import IntegrityError
 from sglang_ext.kv_offload import offloaded_rows
-from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts
 from sglang_ext.kv_offload.resident.resident_blocks import RECENT
 from sglang_ext.kv_offload.resident.shared_blocks import SharedTable
+from sglang_ext.wire.protocol import OffloadCounts
 from tests.unit.kv_offload.offloaded_bench import HEADS, LAYERS, LIMIT, PROMPT, Bench, drawn
 
 
@@ -76,13 +76,14 @@ def test_a_request_that_ends_at_any_stage_gives_everything_back(stage: str, cach
     free = bench.allocator.available_size()
     if stage in ("grown", "late", "leaving", "left"):
         row, _ = bench.moved(drawn())
-        assert row.table is not None
-        row.largest_set, row.table.selections = (3 * LIMIT if stage == "grown" else 1), RECENT + 1
+        assert row.blocks.table is not None
+        row.loads.largest_set = 3 * LIMIT if stage == "grown" else 1
+        row.blocks.table.selections = RECENT + 1
         bench.rows.resize([row], others_wait=False)
-        assert row.n_resident == (3 * LIMIT if stage == "grown" else LIMIT)
+        assert row.blocks.count == (3 * LIMIT if stage == "grown" else LIMIT)
         if stage != "grown":
             placed = bench.rows.load(row, drawn())
-            assert row.late is not None
+            assert row.loads.late is not None
         if stage == "left":
             assert bench.arrives(row, placed)
             bench.rows.before_schedule(lambda row: False)
@@ -116,10 +117,10 @@ def test_a_prompt_that_waits_for_room_takes_nothing_from_the_cache_before_it_fit
     short = (2 * LIMIT - 2) * bench.page
     bench.allocator.free(rest[: short - bench.page])
     bench.rows.before_schedule(lambda row: False)
-    assert (row.resident_blocks, bench.tree.evictable_size()) == (None, 2 * bench.page)
+    assert (row.blocks.slots, bench.tree.evictable_size()) == (None, 2 * bench.page)
     bench.allocator.free(rest[short - bench.page : short])
     bench.rows.before_schedule(lambda row: False)
-    assert (row.resident_blocks is None, bench.tree.evictable_size()) == (False, 0)
+    assert (row.blocks.slots is None, bench.tree.evictable_size()) == (False, 0)
     bench.allocator.free(rest[short:])
     bench.ended(row)
 
@@ -200,7 +201,7 @@ def test_without_room_on_the_device_or_the_host_a_prompt_stays_where_it_is() -> 
     assert bench.arrives(row, selection), "it reads its prompt"
     bench.allocator.free(taken)
     bench.rows.before_schedule(lambda row: False)
-    assert row.resident_blocks is not None, "it asks again"
+    assert row.blocks.slots is not None, "it asks again"
     bench.ended(row)
 
 
@@ -223,7 +224,7 @@ def ranked() -> PageSelection:
 def test_shared_resident_blocks_hold_what_the_host_does_whatever_is_loaded() -> None:
     bench = Bench(resident_blocks=0, shared=True)
     row, _ = bench.moved(ranked())
-    assert isinstance(row.table, SharedTable)
+    assert isinstance(row.blocks.table, SharedTable)
     bench.tree.evict(None)
     bench.spoil_free_pages()
     of, shared_blocks = bench.rows.shared_blocks.places.of, 2 * LIMIT * LAYERS * HEADS
@@ -236,10 +237,10 @@ def test_shared_resident_blocks_hold_what_the_host_does_whatever_is_loaded() -> 
         assert bench.arrives(row, selection)
         bench.rows.check()
         if step % 10 == 5:
-            row.largest_set, row.table.selections = LIMIT + step // 2, RECENT + 1
+            row.loads.largest_set, row.blocks.table.selections = LIMIT + step // 2, RECENT + 1
             bench.rows.resize([row], others_wait=False)
             shared_blocks = (LIMIT + step // 2) * LAYERS * HEADS
-            while row.leaving:
+            while row.blocks.leaving:
                 assert bench.arrives(row, bench.rows.load(row, ranked()))
                 bench.rows.before_schedule(lambda row: False)
             bench.spoil_free_pages()
@@ -267,14 +268,14 @@ def test_a_request_with_shared_resident_blocks_that_ends_at_any_stage_leaves_not
             assert row.moved
     else:
         row, _ = bench.moved(ranked())
-        assert row.table is not None
+        assert row.blocks.table is not None
         if stage != "moved":
             bench.rows.load(row, ranked())
         if stage == "leaving":
             row.collect()
-            row.largest_set, row.table.selections = 1, RECENT + 1
+            row.loads.largest_set, row.blocks.table.selections = 1, RECENT + 1
             bench.rows.resize([row], others_wait=False)
-            assert row.leaving == LIMIT
+            assert row.blocks.leaving == LIMIT
     bench.ended(row)
     bench.rows.join()
     assert (bench.rows.shared_blocks.of == -1).all()

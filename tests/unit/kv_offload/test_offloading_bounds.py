@@ -36,7 +36,8 @@ class Voters:
 
 
 def row(largest: int, settled: bool) -> Any:
-    return SimpleNamespace(largest_set=largest, settled=settled, selection=CHOICE, collect=lambda: None)
+    loads = SimpleNamespace(largest_set=largest)
+    return SimpleNamespace(loads=loads, settled=settled, selection=CHOICE, collect=lambda: None)
 
 
 def test_ranks_decide_alike_over_random_histories() -> None:
@@ -62,7 +63,8 @@ def test_ranks_decide_alike_over_random_histories() -> None:
             ]
             sets = bounds.exchange(rows)
             assert all(
-                each is None or pages >= each.largest_set for each, pages in zip(rows, sets, strict=True)
+                each is None or pages >= each.loads.largest_set
+                for each, pages in zip(rows, sets, strict=True)
             )
             resident_blocks = [
                 resized(held, pages, CHOICE, others_wait=at % 3 == 0, settled=done) if pages else held

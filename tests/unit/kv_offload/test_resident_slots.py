@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.kv_offload.resident.offloaded_row import OffloadCounts
 from sglang_ext.kv_offload.resident.resident_blocks import RECENT, ResidentTable
 from sglang_ext.kv_offload.resident.working_set import resized
+from sglang_ext.wire.protocol import OffloadCounts
 from tests.unit.kv_offload.offloaded_bench import LIMIT, PROMPT, Bench, drawn
 
 
@@ -21,14 +21,15 @@ def test_resident_blocks_come_and_go_with_the_working_set_and_nothing_is_lost() 
     bench = Bench(cached=7, resident_blocks=0)
     selection = drawn()
     row, placed = bench.moved(selection)
-    sizes = {row.n_resident}
+    sizes = {row.blocks.count}
     for step in range(60):
         others_wait = draw.random() < 0.2
-        before = row.n_resident
+        before = row.blocks.count
         if step % 3 == 0:
             bench.rows.resize([None, row], others_wait=others_wait)
-            wanted = resized(before, row.largest_set, LIMIT, others_wait=others_wait, settled=step >= RECENT)
-            assert row.n_resident == (wanted if not row.leaving or before != row.n_resident else before)
+            largest, blocks = row.loads.largest_set, row.blocks
+            wanted = resized(before, largest, LIMIT, others_wait=others_wait, settled=step >= RECENT)
+            assert blocks.count == (wanted if not blocks.leaving or before != blocks.count else before)
         bench.rows.before_schedule(lambda row: False)
         bench.counted(row)
         bench.spoil_free_pages()
@@ -42,7 +43,7 @@ def test_resident_blocks_come_and_go_with_the_working_set_and_nothing_is_lost() 
         assert bench.arrives(row, placed_after)
         bench.rows.check()
         selection, placed = after, placed_after
-        sizes.add(row.n_resident)
+        sizes.add(row.blocks.count)
     assert min(sizes) < 2 * LIMIT < max(sizes), sizes
     assert bench.allocator.segments > 0, "resident_blocks are given back without waiting for the device"
     bench.ended(row)
@@ -67,17 +68,17 @@ def test_the_next_forward_pass_of_any_kind_puts_resident_blocks_in_their_places(
 def test_without_room_it_keeps_the_resident_blocks_it_has() -> None:
     bench = Bench(resident_blocks=0)
     row, _ = bench.moved(drawn())
-    row.largest_set = 3 * LIMIT
+    row.loads.largest_set = 3 * LIMIT
     bench.tree.evict(None)
     taken = bench.allocator.alloc(bench.allocator.available_size())
     assert taken is not None
     bench.rows.resize([row], others_wait=False)
-    assert row.n_resident == 2 * LIMIT
+    assert row.blocks.count == 2 * LIMIT
     bench.allocator.free(taken)
     bench.rows.resize([row], others_wait=True)
-    assert row.n_resident == 2 * LIMIT, "others wait for that room"
+    assert row.blocks.count == 2 * LIMIT, "others wait for that room"
     bench.rows.resize([row], others_wait=False)
-    assert row.n_resident == 3 * LIMIT
+    assert row.blocks.count == 3 * LIMIT
     bench.ended(row)
 
 
@@ -87,20 +88,20 @@ def test_a_request_that_fails_as_it_grows_gives_everything_back(monkeypatch: pyt
 
     bench = Bench(resident_blocks=0)
     row, _ = bench.moved(drawn())
-    row.largest_set = 3 * LIMIT
+    row.loads.largest_set = 3 * LIMIT
     monkeypatch.setattr(ResidentTable, "resize", no_memory)
     bench.rows.resize([row], others_wait=False)
     assert "out of memory at stage 'offloading'" in bench.req.to_finish.message
-    assert row.n_resident == 2 * LIMIT
+    assert row.blocks.count == 2 * LIMIT
     bench.ended(row)
 
 
 def test_a_number_of_resident_blocks_that_was_asked_for_stays() -> None:
     bench = Bench(resident_blocks=3)
     row, _ = bench.moved(drawn())
-    row.largest_set = 5 * LIMIT
+    row.loads.largest_set = 5 * LIMIT
     bench.rows.resize([row], others_wait=False)
-    assert row.n_resident == 3 * LIMIT
+    assert row.blocks.count == 3 * LIMIT
     bench.ended(row)
 
 

@@ -22,7 +22,7 @@ PAGE = 16
 
 def request(row: Any = None, tokens: int = 1000, **options: Any) -> Any:
     state = DecodeState(DecodeOptions(mode="hierarchical", budget=4 * PAGE, **options))
-    state.offloaded = row
+    state.offload.begin(row)
     return SimpleNamespace(ragserve_decode=state, origin_input_ids=[0] * tokens)
 
 
@@ -96,13 +96,13 @@ def test_resident_blocks_wait_for_the_chunks_of_a_prompt_that_is_admitted() -> N
         chunked.extend_range = SimpleNamespace(end=end)
         rest = (240 - end) // PAGE
         decoding.before_schedule(scheduler, batch)
-        assert (row.resident_blocks is None) == (rest >= 10), (
+        assert (row.blocks.slots is None) == (rest >= 10), (
             f"{rest} pages to come, 10 besides those for resident_blocks"
         )
         assert bench.allocator.available_size() >= rest * PAGE
 
     scheduler.chunked_req = None
     decoding.before_schedule(scheduler, batch)
-    assert row.resident_blocks is not None
+    assert row.blocks.slots is not None
     bench.allocator.free(taken)
     bench.ended(row)

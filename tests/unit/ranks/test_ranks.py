@@ -52,7 +52,7 @@ def failing_gather(rank: int, ranks: Ranks) -> Any:
         if rank and launched:
             composer.gather = None  # type: ignore[assignment]
         elif rank:
-            case.contexts[0].sources = None
+            case.contexts[0].located.sources = None
         with pytest.raises((RuntimeError, TypeError)) as failed:
             composer.fill(case.contexts, case.rows)
         said.append(str(failed.value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragserve.verification.metrics import contains_answer, exact_match, normalise, token_f1
+from ragserve.verification.metrics import contains_answer, exact_match, is_refusal, normalise, token_f1
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,23 @@ def test_contains_answer_wants_whole_words() -> None:
     assert contains_answer("It stands in Westert, by the river.", ["westert"])
     assert not contains_answer("It stands in Westertown.", ["Westert"])
     assert not contains_answer("anything", ["the"])  # nothing left of the answer
+
+
+@pytest.mark.parametrize(
+    ("text", "refuses"),
+    [
+        ("", True),
+        ("Unknown.", True),
+        ("Unknown Pleasures", False),
+        ("Not mentioned", True),
+        ("The documents don't mention it.", True),
+        ("I'm sorry, I don't know", True),
+        ("It is not explicitly stated in the text", True),
+        ("The answer cannot be found.", True),
+        ("Never Say Never Again", False),
+        ("Notting Hill", False),
+    ],
+)
+def test_refusals(text: str, refuses: bool) -> None:
+    assert is_refusal(text, ["USA Network"]) is refuses
+    assert not is_refusal(text or "x", [text or "x"]), "what is an accepted answer is none"

@@ -10,8 +10,9 @@ import torch
 
 from ragserve_kernels.sparse_decode import FULL, SELECTED, STREAMING
 from sglang_ext.attention.decode.decode_state import DecodeState, Row
-from sglang_ext.attention.decode.prompt_queries import PromptMean, PromptQueries
-from sglang_ext.attention.decode.step_planner import IDLE, Step, StepPlanner, Variant
+from sglang_ext.attention.decode.observed_queries import ObservedQueries
+from sglang_ext.attention.decode.prompt_queries import PromptQueries
+from sglang_ext.attention.decode.step_planner import IDLE, Selects, Step, StepPlanner, Variant
 from sglang_ext.attention.decode.tables import StepTables, TableShape
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.protocol import DecodeOptions
@@ -103,15 +104,16 @@ def test_lengths_and_pages_are_those_of_the_request_table() -> None:
 
 
 def planned(*rows: Row, active: bool = True, kept: tuple[int, ...] = (), **more: Any) -> Step:
-    whole = dict.fromkeys(("active", "opened"), (False,) * len(rows)) | {"kept": kept or (-1,) * len(rows)}
-    return Step(rows=rows, changed=True, **(whole | {"active": (active,) * len(rows)} | more))
+    selects = (Selects.NOW if active else Selects.NO,) * len(rows)
+    whole = {"selects": selects, "opened": (False,) * len(rows), "kept": kept or (-1,) * len(rows)}
+    return Step(rows=rows, changed=True, **(whole | more))
 
 
 def test_means_of_queries_move_with_their_rows_and_begin_with_those_of_the_prompt() -> None:
     step = tables()
     plain, window = row("hierarchical", observe="last"), row("hierarchical", scores="exact")
     prompt = row("hierarchical", observe="prompt")
-    prompt.state.asked = PromptMean(torch.randn(2, 4, 64), 5)
+    prompt.state.queries.show(torch.randn(2, 4, 64), 5)
     step.set_step(planned(plain, window, shares=(1.0, 0.5)))
     assert (step.active[:2].tolist(), step.exact[:2].tolist()) == ([1, 0], [0, 1])
     assert step.shares[:, 0, 0].tolist() == [1, 0.5, 1, 1, 1, 1]
@@ -119,7 +121,7 @@ def test_means_of_queries_move_with_their_rows_and_begin_with_those_of_the_promp
     step.queries[:, :2] = seen
     step.queries[:, 2:] = torch.nan  # what padding left
     step.set_step(planned(prompt, window, plain, active=False, kept=(-1, 1, -1), shares=(0.0, 0.25, 1.0)))
-    assert torch.equal(step.queries[:, 0], prompt.state.asked.mean)
+    assert torch.equal(step.queries[:, 0], prompt.state.queries.shown.mean)
     assert torch.equal(step.queries[:, 1], seen[:, 1])
     assert not step.queries[:, 2:].any()
     assert not step.active.any()
@@ -132,9 +134,9 @@ def test_means_of_queries_move_with_their_rows_and_begin_with_those_of_the_promp
 def test_the_first_and_the_newest_pages_without_a_query() -> None:
     step = tables()
     recent = row("hierarchical", budget=64, observe="recent")
-    recent.state.newest = 18
+    recent.state.selection.newest = 18
     young = row("hierarchical", budget=64, observe="recent")
-    young.state.newest = 2
+    young.state.selection.newest = 2
     step.set_step(planned(recent, young, shares=(1.0, 1.0)))
     assert step.counts[:, :2, 0].tolist() == [[4, 3]] * 2
     assert step.index[1, 0, 1, :4].tolist() == [0, 16, 17, 18]
@@ -144,22 +146,20 @@ def test_the_first_and_the_newest_pages_without_a_query() -> None:
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_the_mean_of_the_prompts_last_queries(flat: bool) -> None:
-    queries, states = (
-        PromptQueries(SHAPE, torch.device("cpu")),
-        [DecodeState(DecodeOptions(mode="dense")) for _ in range(2)],
-    )
+    queries, noted = PromptQueries(SHAPE, torch.device("cpu")), [ObservedQueries() for _ in range(2)]
     q = torch.randn(2, 23, 4, 64)  # of 7 and 13 new tokens, and padding
-    queries.begin(((states[0], 0, 7), (states[1], 9, 11)))
+    queries.begin(((noted[0], 0, 7), (noted[1], 9, 11)))
     for layer in range(2):
-        assert states[0].asked is None, "not before all layers have run"
+        assert noted[0].shown is None, "not before all layers have run"
         queries.observe(q[layer].flatten(1) if flat else q[layer], layer)
-    for state, part in zip(states, (q[:, :7], q[:, 9:20]), strict=True):
-        assert state.asked.count == part.shape[1]
-        torch.testing.assert_close(state.asked.mean, part.mean(1))
+    for each, part in zip(noted, (q[:, :7], q[:, 9:20]), strict=True):
+        assert each.shown is not None
+        assert each.shown.count == part.shape[1]
+        torch.testing.assert_close(each.shown.mean, part.mean(1))
     queries.begin(())
-    kept = states[0].asked
+    kept = noted[0].shown
     queries.observe(q[0], 1)
-    assert states[0].asked is kept, "a pass without them"
+    assert noted[0].shown is kept, "a pass without them"
 
 
 class Backend:

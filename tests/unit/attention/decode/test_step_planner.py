@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_ext.attention.decode.step_planner import Step, StepPlanner, Variant
 from sglang_ext.wire.attention_config import AttentionConfig, from_environment
@@ -58,7 +59,7 @@ def test_pages_are_chosen_at_once_first_and_then_at_the_end_of_every_reuse_th_st
     assert [i for i, step in enumerate(steps) if step.opened[0]] == [12, 28], (
         "113 = 7 * 16 + 1 and 129 begin a page"
     )
-    assert not a.ragserve_decode.widened, "chosen anew since"
+    assert not a.ragserve_decode.selection.widened, "chosen anew since"
 
 
 def test_every_step_chooses_by_itself_where_nothing_is_reused() -> None:
@@ -135,8 +136,10 @@ def test_pages_chosen_by_the_prompt_or_by_nobody_are_not_chosen_again_for_their_
         request(plan, "r", observe="recent"),
     )
     asked = plan.asked([short, prompt, recent], [(0, 400), (90, 100), (0, 100)])
-    assert asked == ((prompt.ragserve_decode, 402, 8),), "of those that decode sparsely, in the batch's order"
-    prompt.ragserve_decode.asked = SimpleNamespace(count=8)
+    assert asked == ((prompt.ragserve_decode.queries, 402, 8),), (
+        "of those that decode sparsely, in the batch's order"
+    )
+    prompt.ragserve_decode.queries.show(torch.zeros(1), 8)
     steps = [run(plan, [prompt, recent], [101 + i, 101 + i]) for i in range(30)]
     assert {step.shares for step in steps} == {(0.0, 1.0)}
     assert [i for i, step in enumerate(steps) if step.active[0]] == [0, 28], "at 129 two pages are new"

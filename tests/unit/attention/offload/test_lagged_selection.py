@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ragserve_kernels.paged import PageSelection
-from sglang_ext.attention.decode.step_planner import Step, StepPlanner, Variant
+from sglang_ext.attention.decode.step_planner import Selects, Step, StepPlanner, Variant
 from sglang_ext.attention.decode_runtime import DecodeRuntime
 from sglang_ext.attention.offload.lagged_selection import LaggedSelection, may_be_offloaded
 from sglang_ext.wire.attention_config import AttentionConfig
@@ -57,7 +57,7 @@ def test_at_most_one_page_begins_while_a_selection_serves(lag: int) -> None:
     req = request(plan, lag=lag, reuse=1000)
     chosen, begun = 0, 0
     for tokens in range(101, 400):
-        was = req.ragserve_decode.widened
+        was = req.ragserve_decode.selection.widened
         step = run(plan, [req], [tokens])
         if step.swapped[0]:
             begun = 0
@@ -87,8 +87,8 @@ def test_a_step_that_becomes_an_extend_is_planned_once() -> None:
     state = req.ragserve_decode
     plan.forget(state)
     assert plan.place(state) == -1
-    assert plan.again(req, 105) == (False, True, True), "it chooses at the end of this step"
-    assert plan.again(req, 105) == (False, False, False)
+    assert plan.again(req, 105) == (False, Selects.LATER, True), "it chooses at the end of this step"
+    assert plan.again(req, 105) == (False, Selects.NO, False)
     step = run(plan, [other, req], [105, 106])
     assert (step.active[1], step.kept, step.changed) == (False, (0, -1), True)
     assert plan.place(state) == 1
@@ -101,10 +101,13 @@ def test_a_request_with_a_lag_chooses_by_the_last_query_of_its_prompt() -> None:
     req, session, document, at_once = (request(plan, reuse=1, lag=lag) for lag in (2, 2, 2, 0))
     session.ragserve = SimpleNamespace(plan=SimpleNamespace(session="s"))
     document.ragserve = SimpleNamespace()
-    assert [plan.chooses_early(req, end) for end in (60, 100)] == [False, True], "not by a part of it"
-    assert not any(plan.chooses_early(each, 100) for each in (session, document, at_once))
+    assert [plan.selects_early(req, end) for end in (60, 100)] == [Selects.NO, Selects.NEXT], (
+        "not by a part of it"
+    )
+    others = (session, document, at_once)
+    assert {plan.selects_early(each, 100) for each in others} == {Selects.NO}
     req.ragserve = SimpleNamespace(plan=SimpleNamespace(session=None))
-    assert plan.chooses_early(req, 100), "nor is it otherwise with a composed one"
+    assert plan.selects_early(req, 100) is Selects.NEXT, "nor is it otherwise with a composed one"
     plan.chosen_early(req, 100)
     step = run(plan, [req], [101])
     assert (step.active, step.swapped, step.lagged) == ((False,), (False,), (False,))
@@ -116,7 +119,7 @@ def test_an_offloaded_progressive_row_chooses_for_its_resident_blocks_by_its_own
     req = request(plan, mode="progressive", offloaded=True, reuse=5)
     state = req.ragserve_decode
     steps = [run(plan, [req], [101 + i]) for i in range(40)]
-    assert (state.first_tokens, state.options.lag_steps) == (101, 2)
+    assert (state.selection.first_tokens, state.options.lag_steps) == (101, 2)
     assert all(step.variant is Variant.PROGRESSIVE for step in steps)
     assert not any(step.active[0] or step.opened[0] for step in steps), "it reads what it ranks"
     made = [i for i, step in enumerate(steps) if step.lagged[0]]
@@ -236,7 +239,7 @@ def test_pages_of_progressive_rows_are_loaded_by_their_own_clock_and_placed_nowh
     )
     lagged = LaggedSelection(backend, offloaded, PAGE)  # type: ignore[arg-type]
     a, b = request(plan, mode="progressive", offloaded=True, reuse=4), request(plan, mode="dense", lag=0)
-    a.ragserve_decode.offloaded = SimpleNamespace()
+    a.ragserve_decode.offload.begin(SimpleNamespace())
 
     def step(reqs: list[Any], lengths: list[int]) -> list[tuple[str, int]]:
         told.clear()

@@ -135,9 +135,9 @@ def test_a_prompt_larger_than_the_pool_is_shown_by_its_end_and_prefilled_before_
     assert rounds == 4
     assert engine.segments.running == 0
     assert engine.admit() is None, "its KV is on the host: see `OffloadedRequests.admit`"
-    prefix = req.ragserve_decode.prefix
+    prefix = req.ragserve_decode.offload.prefix
     assert (prefix.tokens, prefix.tail, prefix.pages) == (POOL * PAGE, [], POOL)
-    assert req.ragserve_decode.offload_counts.segmented_tokens == prefix.tokens
+    assert req.ragserve_decode.counts.segmented_tokens == prefix.tokens
     k = engine.bench.pages.pool[prefix.numbers][:, 0, LAYERS - 1, HEADS - 1, :, DIM - 1]
     assert k.flatten().tolist() == list(range(POOL * PAGE))
     assert (req.already_computed, req._cache_breakdown_computed) == (POOL * PAGE, True), "no cache hits"
@@ -166,7 +166,7 @@ def test_what_fits_is_prefilled_by_segments_only_where_the_pool_has_no_room_for_
     few = Request(5 * PAGE)  # no more pages than its resident blocks
     engine = Scheduler(few, monkeypatch)
     assert engine.admit() is AddReqResult.NO_TOKEN
-    assert (engine.bench.pages.used, few.ragserve_decode.segmented) == (0, False)
+    assert (engine.bench.pages.used, few.ragserve_decode.prompt.segmented) == (0, False)
 
 
 def test_segments_follow_the_copies_of_those_who_had_the_host_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def test_it_is_one_prompt_at_a_time_and_only_offloaded_plain_ones(monkeypatch: p
     engine.admit()
     engine.req = other
     assert engine.admit() is AddReqResult.CONTINUE, "it waits for its turn"
-    assert other.ragserve_decode.prefix is None
+    assert other.ragserve_decode.offload.prefix is None
     for plain in (
         Request(LONG, offloaded=False),
         Request(LONG, mode="dense"),

@@ -89,12 +89,14 @@ def test_one_pass_computes_what_two_do(mix: str, seed: int, graph: bool) -> None
     output = composer.fused_question.output(batch_of(case))
     if mix == "none" and not graph:
         assert output is None, "nothing is saved by a pass of questions alone that is launched layer by layer"
-        assert not any(c.fused for c in case.contexts)
+        assert not any(c.outcome.fused for c in case.contexts)
         return
     torch.testing.assert_close(output.logits_output, wanted)
     assert_same_pools(runner.token_to_kv_pool, pool)
-    assert all(c.fused and c.by_graph == graph for c in case.contexts)
-    assert sum(c.recomputed for c in case.contexts) == sum(c.recomputed for c in _filled(MIXES[mix], seed))
+    assert all(c.outcome.fused and c.outcome.by_graph == graph for c in case.contexts)
+    assert sum(c.outcome.recomputed for c in case.contexts) == sum(
+        c.outcome.recomputed for c in _filled(MIXES[mix], seed)
+    )
 
 
 def _filled(options: Sequence[dict[str, Any]], seed: int) -> list[ComposedContext]:
@@ -151,8 +153,8 @@ def test_a_pass_that_is_not_the_same_in_every_layer_leaves_the_question_to_sglan
 ) -> None:
     case, composer = Case([options], 1, strategy), composer_of(runner_of(SLOTS))
     composer.fill(case.contexts, case.rows, whole=True)
-    assert case.contexts[0].recomputed
-    assert not case.contexts[0].fused
+    assert case.contexts[0].outcome.recomputed
+    assert not case.contexts[0].outcome.fused
     assert composer.fused_question.output(batch_of(case)) is None
 
 
@@ -161,7 +163,7 @@ def test_only_whole_questions_without_answers_are_in_the_pass(cut: int) -> None:
     case, composer = Case([{"recompute": "all"}, {"recompute": "all"}], 2), composer_of(runner_of(SLOTS))
     case.rows[1] = case.rows[1][:-1] if cut < 0 else torch.cat((case.rows[1], case.rows[1][-1:]))
     composer.fill(case.contexts, case.rows, whole=True)
-    assert not any(c.fused for c in case.contexts)
+    assert not any(c.outcome.fused for c in case.contexts)
     assert composer.fused_question.output(batch_of(case)) is None
 
 
@@ -203,7 +205,7 @@ def test_models_that_end_or_attend_another_way_extend_by_themselves(why: str) ->
         setattr(runner.server_args, why, True)
     composer = composer_of(runner)
     composer.fill(case.contexts, case.rows, whole=True)
-    assert not case.contexts[0].fused
+    assert not case.contexts[0].outcome.fused
 
 
 def test_states_are_given_once_to_their_batch_and_no_other_pass_touches_them() -> None:

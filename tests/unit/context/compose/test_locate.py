@@ -90,7 +90,7 @@ def test_chosen_blocks_of_many_documents_come_from_disk(tmp_path: Path) -> None:
         locator.unlock(context)
         settle(context, [[0, 20, 37]] * 13)
         assert resolved(locator, context) == []
-        assert {tier_of(source) for source in context.sources} == {"disk"}
+        assert {tier_of(source) for source in context.located.sources} == {"disk"}
         for document in documents:
             document.assert_pages(store, [0, 5, 9])
         locator.unlock(context)
@@ -191,17 +191,19 @@ def test_the_dialogue_so_far_is_found_under_the_session_s_key(tmp_path: Path) ->
         insert(tree, ids[:16], slots, key=key)
         one = context()
         assert locator.resolve(one) == [0], "less than what nobody else has"
-        assert (locator.held(one), one.held, one.sources) == (16, 0, [])
+        assert (one.located.held, one.located.sources) == (0, [])
+        locator.recount(one)
+        assert (one.located.held, one.located.sources) == (16, [])
         insert(tree, ids[:20], slots, key=key)  # a page that is not full is not in the tree
         assert locator.resolve(one) == []
-        assert one.held == len(one.sources[0].slots) == 20  # type: ignore[union-attr]
+        assert one.located.held == len(one.located.sources[0].slots) == 20  # type: ignore[union-attr]
         assert one.earlier.tolist() == list(range(20, end))
         assert tree.protected_size() == 20
         locator.unlock(one)
         insert(tree, ids[:36], slots, key=key)
         one = context()
         assert locator.resolve(one) == []
-        assert one.held == 28, "no more than the dialogue so far, in whole pages"
+        assert one.located.held == 28, "no more than the dialogue so far, in whole pages"
         locator.unlock(one)
         assert tree.protected_size() == 0
         removed.add(key)
@@ -216,17 +218,17 @@ def test_ranks_take_of_turns_on_the_host_what_all_of_them_have() -> None:
     session = SessionPart(session_key("n", "s"), 22)
     plan = ContextPlan("compose", "n", "concat", (Span(0, 30),), session=session)
     context = ComposedContext(plan, array("q", range(40)), ("whole",), Any)  # type: ignore[arg-type]
-    context.held = 4
-    context.turns = [TurnPages("a", 4, 12, None), TurnPages("b", 12, 28, None)]
-    context.pinned_turns = ["a", "b"]
+    context.located.held = 4
+    context.located.turns = [TurnPages("a", 4, 12, None), TurnPages("b", 12, 28, None)]
+    context.located.pinned_turns = ["a", "b"]
     assert locator.has_turns(context, 28)
     assert (context.there, context.earlier.tolist(), unpinned) == (28, [28, 29], [])
     assert locator.has_turns(context, 20), "another rank's piece ends here"
     assert (context.there, unpinned) == (20, [])
     assert not locator.has_turns(context, 12)
-    assert (context.there, unpinned, context.pinned_turns) == (12, ["b"], ["a"])
+    assert (context.there, unpinned, context.located.pinned_turns) == (12, ["b"], ["a"])
     assert not locator.has_turns(context, 4)
-    assert (context.there, context.turns, unpinned) == (4, [], ["b", "a"])
+    assert (context.there, context.located.turns, unpinned) == (4, [], ["b", "a"])
 
 
 def test_documents_that_were_computed_for_the_request_are_of_no_tier() -> None:
@@ -235,7 +237,12 @@ def test_documents_that_were_computed_for_the_request_are_of_no_tier() -> None:
     context.plan = replace(context.plan, computed=(1, 3))
     node: Any = None
     on_device = DocumentOnDevice(torch.arange(20), node)
-    context.sources = [on_device, on_device, on_device, DocumentOnHost("key", torch.arange(2).numpy())]
+    context.located.sources = [
+        on_device,
+        on_device,
+        on_device,
+        DocumentOnHost("key", torch.arange(2).numpy()),
+    ]
     settle(context, [range(20), range(20), range(5), range(10)])
     assert tokens_by_tier(context) == {"computed": 30, "device": 5}
     plan = ContextPlan.from_json(context.plan.to_json(), len(context.ids))

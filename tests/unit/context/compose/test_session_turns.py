@@ -45,7 +45,7 @@ class Dialogue:
         plan = ContextPlan("compose", "n", "concat", (Span(0, END),), {"recompute": "all"})
         self.composer = composer_of(self.runner)
         everything = self.context(plan)
-        everything.sources = [DocumentOnDevice(self.whole[:END].clone(), None)]
+        everything.located.sources = [DocumentOnDevice(self.whole[:END].clone(), None)]
         self.composer.fill([everything], [self.whole])
 
     def context(self, plan: ContextPlan) -> ComposedContext:
@@ -60,9 +60,9 @@ class Dialogue:
         spans = tuple(Span(a, b) for a, b in pairwise(bounds))
         session = SessionPart(session_key("n", "s"), 20)
         context = self.context(ContextPlan("compose", "n", strategy, spans, options, session=session))
-        context.held = held
+        context.located.held = held
         self.row = torch.cat((self.whole[:held], self.row[held:]))
-        context.sources = [
+        context.located.sources = [
             DocumentOnDevice(self.whole[:held], None),
             *(DocumentOnDevice(slots, None) for slots in self.documents),
         ]
@@ -103,7 +103,7 @@ def test_a_turn_without_new_documents_computes_what_is_not_held(held: int, name:
     strategy, options = OPTIONS.get(name, ("random", {}))
     plan = ContextPlan("compose", "n", strategy, (Span(0, END),), options, session=session)
     context = dialogue.context(plan)
-    context.held, context.sources = held, [DocumentOnDevice(dialogue.whole[:held], None)]
+    context.located.held, context.located.sources = held, [DocumentOnDevice(dialogue.whole[:held], None)]
     row = torch.cat((dialogue.whole[:held], dialogue.row[held:]))
     dialogue.composer.fill([context], [row])
     torch.testing.assert_close(dialogue.kv(row[:END]), wanted, rtol=1e-4, atol=1e-4)
@@ -119,4 +119,4 @@ def test_what_is_held_is_not_written_again() -> None:
     context = dialogue.turn(BEFORE, "concat", {"recompute": "all"})
     dialogue.composer.fill([context], [dialogue.row])
     assert bool((dialogue.kv(dialogue.row[:BEFORE]) == 0.5).all())
-    assert context.recompute_rows(LAYERS) == context.recomputed == sum(DOCUMENTS)
+    assert context.recompute_rows(LAYERS) == context.outcome.recomputed == sum(DOCUMENTS)

@@ -152,5 +152,5 @@ def test_a_context_recomputes_what_its_question_finds_from_the_anchors() -> None
     wanted = start + by_slot[start:].topk(count).indices.sort().values
     composer.fill(case.contexts, case.rows)
     assert first.selection.recomputed.tolist() == wanted.tolist()
-    assert first.recomputed == count
-    assert second.recomputed > 0
+    assert first.outcome.recomputed == count
+    assert second.outcome.recomputed > 0

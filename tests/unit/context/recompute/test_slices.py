@@ -85,7 +85,7 @@ def test_slices_compute_what_one_piece_does(mix: str, seed: int, chunk: int) -> 
     sliced, other, same = filled(mix, chunk, seed)
     assert_same_pools(sliced.token_to_kv_pool, whole.token_to_kv_pool)
     assert max(sliced.rows) <= chunk < max(whole.rows) or max(whole.rows) <= chunk
-    assert [c.recomputed for c in same.contexts] == [c.recomputed for c in case.contexts]
+    assert [c.outcome.recomputed for c in same.contexts] == [c.outcome.recomputed for c in case.contexts]
     one, two = composer.fused_question._hidden, other.fused_question._hidden
     assert (one is None) == (two is None)
     if one is not None and two is not None:
@@ -97,7 +97,7 @@ def test_no_call_has_more_rows_than_a_chunk_however_many_requests_come_at_once()
     kept = sum(context.slots for context in case.contexts)
     assert kept > 10 * 16
     assert max(runner.rows) == 16
-    chosen = sum(context.recomputed for context in case.contexts)
+    chosen = sum(context.outcome.recomputed for context in case.contexts)
     assert kept + chosen <= sum(runner.rows) < kept + chosen + kept // 2, "only the chosen run twice"
 
 
@@ -120,7 +120,7 @@ def test_rows_are_chosen_as_cacheblend_defines_it() -> None:
             if number == 1:
                 first = context.plan.spans[0].end
                 deviation = (v - values[slots]).square().sum((1, 2))[first:]
-                best = first + deviation.topk(context.recomputed).indices.sort().values
+                best = first + deviation.topk(context.outcome.recomputed).indices.sort().values
                 rows, q, k, v, hidden = best, q[best], k[best], v[best], hidden[best]
             keys[slots[rows]], values[slots[rows]] = k, v
             groups = [part[slots].repeat_interleave(HEADS // KV_HEADS, 1) for part in (keys, values)]

@@ -146,18 +146,21 @@ class Engine:
         self.free += len(slots)
 
     def resolve(self, context: ComposedContext) -> list[int] | None:
-        context.sources = [DocumentOnDevice(torch.arange(4), "node")] * (2 - len(self.missing))
-        context.held = HELD if context.continues_session else 0
+        context.located.sources = [DocumentOnDevice(torch.arange(4), "node")] * (2 - len(self.missing))
+        context.located.held = HELD if context.continues_session else 0
         return None if self.loading else self.missing
 
-    def held(self, context: ComposedContext) -> int:
-        return HELD
+    def recount(self, context: ComposedContext) -> None:
+        context.located.held, context.located.turns = HELD, []
+
+    def forget_loads(self, context: ComposedContext) -> None:
+        context.located.tickets.clear()
 
     def has_turns(self, context: ComposedContext, end: int) -> bool:
         return self.has_dialogue
 
     def unlock(self, context: ComposedContext) -> None:
-        context.sources = []
+        context.located.sources = []
 
     def admit(self, *, accepted: bool = True) -> str:
         def add() -> Any:

@@ -26,7 +26,7 @@ def test_a_request_whose_documents_are_there_gets_its_slots() -> None:
     assert engine.admit() == "added"
     assert engine.free == 100 - TOTAL
     assert len(engine.req.prefix_indices) == engine.req.already_computed == TOTAL
-    assert engine.context.sources, "locked until the slots are filled"
+    assert engine.context.located.sources, "locked until the slots are filled"
     assert engine.counted == [("device", 2)]
     assert engine.retrieved == [("a", "b")]
 
@@ -35,7 +35,7 @@ def test_what_sglang_declines_is_given_back() -> None:
     engine = Engine()
     assert engine.admit(accepted=False) == "added"
     assert engine.free == 100
-    assert not engine.context.sources
+    assert not engine.context.located.sources
     assert not len(engine.req.prefix_indices)
 
 
@@ -43,7 +43,7 @@ def test_a_request_waits_for_its_load_without_locks() -> None:
     engine = Engine()
     engine.loading = True
     assert engine.admit() == "CONTINUE"
-    assert not engine.context.sources
+    assert not engine.context.located.sources
     assert engine.free == 100
     assert engine.req.to_finish is None
 
@@ -54,7 +54,7 @@ def test_missing_documents_end_the_request(output: list[int]) -> None:
     engine.req.output_ids = output
     assert engine.admit() == "added"
     assert engine.counted == [(None, 1)]
-    assert not engine.context.sources
+    assert not engine.context.located.sources
     message = engine.req.to_finish.message
     if output:
         assert "retracted" in message, "its answer cannot be continued from other KV"
@@ -67,7 +67,7 @@ def test_without_room_it_waits_for_others_then_leaves_the_device_then_ends() -> 
     assert Engine(free=4, running=True).admit() == "NO_TOKEN"
     engine = Engine(free=4)
     assert engine.admit() == "CONTINUE"
-    assert engine.context.below_device, "its own documents are in its way"
+    assert engine.context.place.below_device, "its own documents are in its way"
     assert engine.req.to_finish is None
     engine.resolve = lambda context: []  # type: ignore[method-assign]
     assert engine.admit() == "added"
@@ -98,7 +98,7 @@ def test_a_burst_is_spread_over_steps() -> None:
     engine.adder.can_run_list = ["another request"]
     assert engine.admit() == "OTHER"
     assert engine.free == 100
-    assert not engine.context.sources
+    assert not engine.context.located.sources
     engine.adder.can_run_list = []
     assert engine.admit() == f"{QUESTION - 1} left", "alone it is admitted, however much it recomputes"
 
@@ -119,7 +119,7 @@ def test_nothing_is_evicted_for_a_request_that_sglang_would_decline(why: str) ->
     declined(engine, why)
     assert engine.admit() == ("NO_TOKEN" if why == "total" else "OTHER")
     assert (engine.evicted, engine.free) == (0, 4)
-    assert not engine.context.sources
+    assert not engine.context.located.sources
     engine.adder.rem_chunk_tokens, engine.adder.prefill_max_requests = 50, None
     engine.adder.rem_total_tokens += 1
     assert engine.admit() == "added"
@@ -162,7 +162,7 @@ def test_an_admission_that_fails_ends_the_request_and_gives_everything_back(wher
     assert engine.req.to_finish.status_code == 500
     assert calls[-1] is engine.req.to_finish, "SGLang admits the request once more to report its end"
     assert engine.free == 100
-    assert not engine.context.sources
+    assert not engine.context.located.sources
 
 
 @pytest.mark.parametrize("where", ["reserve", "alloc", "compose", "add"])
@@ -211,7 +211,7 @@ def test_a_dialogue_that_another_rank_has_less_of_is_missing() -> None:
     engine.has_dialogue = False
     assert engine.admit() == "added", "it ends with an error"
     assert engine.context.missing == [0]
-    assert (engine.free, engine.context.sources) == (100, [])
+    assert (engine.free, engine.context.located.sources) == (100, [])
 
 
 def test_a_declined_turn_leaves_no_lock_and_no_slots() -> None:
@@ -219,7 +219,7 @@ def test_a_declined_turn_leaves_no_lock_and_no_slots() -> None:
     engine.req.last_node, engine.req.cache_protected_len = "root", 0
     assert engine.admit(accepted=False) == "added"
     assert engine.free == 100
-    assert not engine.context.sources
+    assert not engine.context.located.sources
     assert not len(engine.req.prefix_indices)
     assert (engine.req.last_node, engine.req.cache_protected_len) == ("root", 0)
 
@@ -232,7 +232,7 @@ def test_a_dialogue_in_the_way_of_its_own_turn_ends_it_with_the_reason() -> None
 
     def from_host(context: ComposedContext) -> list[int] | None:
         held(context)
-        context.sources = context.sources[:1]
+        context.located.sources = context.located.sources[:1]
         return []
 
     engine.resolve = from_host  # type: ignore[method-assign]

@@ -20,8 +20,8 @@ def test_an_offloaded_context_takes_no_slots(wanted: bool | str, free: int) -> N
     engine.offloading.wanted = wanted
     assert engine.admit() == "added"
     assert engine.free == free
-    assert engine.context.on_host == "target"
-    assert engine.context.sources, "locked until they have been copied"
+    assert engine.context.place.on_host == "target"
+    assert engine.context.located.sources, "locked until they have been copied"
     assert engine.counted == [("device", 2)]
     assert engine.req.already_computed == TOTAL
 
@@ -60,7 +60,7 @@ def test_a_context_that_fits_or_computes_tokens_again_stays_on_the_device() -> N
     engine = Engine()
     engine.offloading.wanted = "auto"
     assert engine.admit() == "added"
-    assert (engine.free, engine.context.on_host) == (100 - TOTAL, None)
+    assert (engine.free, engine.context.place.on_host) == (100 - TOTAL, None)
     blending = Engine(strategy="cacheblend")
     blending.offloading.wanted = True
     blending.admit()
@@ -74,15 +74,15 @@ def test_an_offloaded_context_without_room_for_resident_blocks_waits_then_leaves
         engine = Engine(running=running)
         engine.offloading.wanted, engine.offloading.outcome = True, AddReqResult.NO_TOKEN
         assert engine.admit() == expected
-        assert not engine.context.sources
-        assert engine.context.below_device is not running
+        assert not engine.context.located.sources
+        assert engine.context.place.below_device is not running
     engine.resolve = lambda context: []  # type: ignore[method-assign]
     assert engine.admit() == "added"
     assert "kv_offload_bytes" in engine.req.to_finish.message
     declined = Engine()
     declined.offloading.wanted, declined.offloading.outcome = True, AddReqResult.OTHER
     assert declined.admit() == "OTHER"
-    assert (declined.context.sources, declined.req.to_finish) == ([], None)
+    assert (declined.context.located.sources, declined.req.to_finish) == ([], None)
 
 
 def test_it_waits_for_host_pages_of_requests_that_were_retracted() -> None:

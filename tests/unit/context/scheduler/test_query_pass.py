@@ -64,7 +64,10 @@ def test_where_the_pool_is_full_the_pass_runs_beside_it(ask: str) -> None:
             plan, array("q", ids), ("a", "b"), partial_selection(plan, ModelShape(LAYERS))
         )
         where = torch.randperm(60)
-        context.sources = [DocumentOnDevice(where[:5], None), DocumentOnDevice(where[5 : 5 + length], None)]
+        context.located.sources = [
+            DocumentOnDevice(where[:5], None),
+            DocumentOnDevice(where[5 : 5 + length], None),
+        ]
         contexts.append(context)
     full, roomy = Allocator(list(range(100, 110))), Allocator(list(range(100, 196)))
     beside, inside = (QueryPass(runner, composer, allocator)(contexts) for allocator in (full, roomy))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sglang_ext.context.compose.locate import Locator
-from sglang_ext.context.compose.request import DocumentOnDevice, DocumentOnHost
+from sglang_ext.context.compose.request import DocumentOnDevice, DocumentOnHost, LocatedDocuments
 from sglang_ext.context.scheduler.composition import Composition
 from sglang_ext.context.scheduler.release_queue import ReleaseQueue
 from sglang_ext.documents.device import DeviceDocuments
@@ -86,14 +86,10 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     composition._locator = Locator(tree, tiers, runtime.documents.is_removed, SHAPE.block)
     runtime.composition = composition
     tiers.pin("d" * 32)
-    context = SimpleNamespace(
-        pinned_turns=[],
-        sources=[
-            DocumentOnDevice(torch.arange(2), "node"),
-            DocumentOnHost("d" * 32, torch.arange(3).numpy()),
-        ],
+    located = LocatedDocuments(
+        [DocumentOnDevice(torch.arange(2), "node"), DocumentOnHost("d" * 32, torch.arange(3).numpy())]
     )
-    composition._unlock([context])
+    composition._unlock([SimpleNamespace(located=located)])
     yield runtime
     tiers.close()
 

@@ -200,11 +200,13 @@ def test_tables_that_arrange_a_page_are_no_tables(tmp_path: Path, parse: ParseFi
     [
         ("---\ntitle: From front matter\ntags: [a]\n---\n# Heading\ntext", "From front matter"),
         ("```sh\n# not a heading\n```\n\n# The heading #\n\ntext", "The heading"),
+        ("#  A heading in C# ##  \n\ntext", "A heading in C#"),
+        ("Underlined C #  \r\n==========  \r\n\r\ntext", "Underlined C #"),
         ("Underlined\n==========\n\ntext", "Underlined"),
         ("---\n: [broken yaml\n---\n# Still found\n", "Still found"),
         ("no heading at all", ""),
     ],
-    ids=["front-matter", "fence", "setext", "broken-front-matter", "none"],
+    ids=["front-matter", "fence", "closed", "setext of CRLF", "setext", "broken-front-matter", "none"],
 )
 def test_markdown_title(content: str, title: str, tmp_path: Path, parse: ParseFile) -> None:
     path = tmp_path / "a.md"
@@ -213,6 +215,24 @@ def test_markdown_title(content: str, title: str, tmp_path: Path, parse: ParseFi
     assert isinstance(result, ParsedFile)
     assert result.title == title
     assert text_of(result).strip().endswith(content.rsplit("\n", 1)[-1].strip() or "found")
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "mime"),
+    [
+        ("page.txt", "<!doctype  html><p>Text.", "text/html"),
+        ("page.txt", "<HTML><p>Text.", "text/html"),
+        ("notes.md", "# Notes\n", "text/markdown"),
+        ("notes.txt", "<p>Text.", "text/plain"),
+    ],
+)
+def test_leading_comments_do_not_delay_a_file(
+    name: str, start: str, mime: str, tmp_path: Path, parse: ParseFile
+) -> None:
+    (tmp_path / name).write_text("<?xml version='1.0'?>\n" + "<!-- a note -->\n" * 60 + start)
+    found = parse(tmp_path / name)
+    assert isinstance(found, ParsedFile)
+    assert found.mime == mime
 
 
 def test_code_has_its_language(tmp_path: Path, parse: ParseFile) -> None:
