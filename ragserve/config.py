@@ -295,7 +295,12 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
     session_ttl_s: float = Field(
         3600, gt=0, description="Seconds after a session's last turn at which the server forgets it."
     )
-    max_sessions: int = Field(64, ge=0, description="Most sessions of an API key in a namespace; 0: none.")
+    max_sessions: int = Field(
+        64,
+        ge=0,
+        description="Most sessions of an API key in a namespace; 8 times as many in all, and 64 times on the "
+        "server; 0: none.",
+    )
     sessions_on_disk: bool = Field(
         True,
         description="Keep sessions in the data folder as well, so that they go on after a restart. Off: in "

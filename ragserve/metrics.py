@@ -6,6 +6,7 @@ server starts, and metrics created before that would not be collected.
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +17,7 @@ class Metrics:
     """The metrics of a process; get them from `metrics`."""
 
     def __init__(self) -> None:
-        from prometheus_client import Counter, Gauge, Histogram
+        from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
         self.requests = Counter(
             "ragserve_requests", "Requests by route and HTTP status.", ["route", "status"]
@@ -29,7 +30,7 @@ class Metrics:
         )
         self.tokens = Counter(
             "ragserve_tokens",
-            "Tokens by kind: prompt, cached, completion, retrieved, kept, recomputed.",
+            "Tokens by kind: prompt, cached, completion, retrieved, kept, recomputed, computed.",
             ["kind"],
         )
         self.aborted = Counter("ragserve_queries_aborted", "Queries whose client went away before the end.")
@@ -59,9 +60,11 @@ class Metrics:
             "ragserve_worker_resent", "Of these, requests sent on to another before a token came.", ["worker"]
         )
 
+        self.of_namespaces = CollectorRegistry()
+        own = own_gauge()
+
         def in_use(name: str, what: str) -> Gauge:
-            labels = ["namespace", "strategy"]
-            return Gauge(f"ragserve_use_{name}", what, labels, multiprocess_mode="livesum")
+            return own(f"ragserve_use_{name}", what, ["namespace", "strategy"], registry=self.of_namespaces)
 
         self.use_compared = in_use("compared", "Answered requests that were compared with full prefill.")
         self.use_kl = in_use("kl_nats", "Mean KL a token of the latest of these answers.")
@@ -73,6 +76,28 @@ class Metrics:
             "ragserve_ingest_job_seconds", "Seconds per ingestion job.", buckets=(*_SECONDS, 300, 1800)
         )
 
+    def forget_namespace(self, namespace: str) -> None:
+        """Remove the series of a namespace that was removed."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of files that processes share, where these gauges are not
+            for gauge in (self.use_compared, self.use_kl, self.use_regret, self.use_taken_out):
+                gauge.remove_by_labels({"namespace": namespace})
+
+
+def own_gauge() -> Any:
+    """Return a class of gauges in this process's memory. prometheus_client keeps others in files where
+    processes share them, as SGLang's do, and removes no series from those."""
+    from prometheus_client import Gauge
+    from prometheus_client.values import MutexValue
+
+    class OwnGauge(Gauge):
+        def _metric_init(self) -> None:
+            self._value = MutexValue(
+                self._type, self._name, self._name, self._labelnames, self._labelvalues, self._documentation
+            )
+
+    return OwnGauge
+
 
 @lru_cache(maxsize=1)
 def metrics() -> Metrics:
@@ -81,7 +106,7 @@ def metrics() -> Metrics:
 
 
 def exposition() -> tuple[bytes, str]:
-    """(body, content type) of ``/metrics`` when no SGLang server in this process serves it."""
+    """(body, content type) of ``/metrics``: SGLang's, too, where its processes are ours."""
     import os
 
     from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
@@ -91,4 +116,5 @@ def exposition() -> tuple[bytes, str]:
     if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
         registry = CollectorRegistry()
         MultiProcessCollector(registry)
-    return generate_latest(registry), CONTENT_TYPE_LATEST
+    own = metrics().of_namespaces
+    return generate_latest(registry) + generate_latest(own), CONTENT_TYPE_LATEST

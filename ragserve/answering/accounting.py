@@ -29,7 +29,9 @@ def context_use(
     spans = [(segment.start, segment.end) for segment in prompt.segments if segment.kind == "document"]
     reused = sum(max(0, min(cached, end) - start) for start, end in spans)
     notes = []
-    tiers = dict(report.by_tier) if report else {"device": reused}
+    tiers = {"device": reused, "computed": prompt.tokens_kept - reused}
+    if report:
+        tiers = dict(report.by_tier)
     known = 0
     if session is not None:
         known = session.documents_known
@@ -161,3 +163,4 @@ def observe(answer: Answer) -> None:
         recorded.tokens.labels(kind).inc(count)
     for kind in ("retrieved", "kept", "recomputed"):
         recorded.tokens.labels(kind).inc(getattr(answer.context, f"tokens_{kind}"))
+    recorded.tokens.labels("computed").inc(answer.context.tokens_by_tier.get("computed", 0))

@@ -343,6 +343,7 @@ class Answerer:
             namespace=query.request.namespace,
             request_id=query.request.rid,
             history=query.history,
+            spend=query.spend,
             was_read=query.session not in (None, NEW),
             # read by one strategy only
             sentences=candidates.include(SCORED)

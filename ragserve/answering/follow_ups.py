@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -155,9 +155,11 @@ class DialogueSearch:
         history: Sequence[Message] = (),
         sentences: bool = False,
         was_read: bool = False,
+        spend: Callable[[int], None] = lambda tokens: None,
     ) -> Found:
         """Find the best passages; with ``sentences``, score those of them, too. ``was_read``: the model has
-        read the history, and will not read it again.
+        read the history, and will not read it again. ``spend`` is called with numbers of tokens, those that
+        rewriting the question takes.
 
         Raises as ``PassageSearch.search``; a rewrite that fails is noted."""
         typed = DialogueText(question, tuple(history))
@@ -168,7 +170,7 @@ class DialogueSearch:
         asked, rewrite_ms = None, None
         if any(message.role == "user" for message in history):
             started = time.perf_counter()
-            asked = await self._asked(meant, options.follow_ups, namespace, request_id)
+            asked = await self._asked(meant, options.follow_ups, namespace, request_id, spend)
             if options.follow_ups == "rewrite":
                 rewrite_ms = (time.perf_counter() - started) * 1e3
         elif corrected.corrections:
@@ -206,7 +208,12 @@ class DialogueSearch:
             return await self._spelling.correct(namespace, typed.typed)
 
     async def _asked(
-        self, dialogue: DialogueText, how: FollowUps, namespace: str, request_id: str
+        self,
+        dialogue: DialogueText,
+        how: FollowUps,
+        namespace: str,
+        request_id: str,
+        spend: Callable[[int], None],
     ) -> SearchedFor:
         question, history = dialogue.question, dialogue.history
         if how == "alone":
@@ -214,7 +221,7 @@ class DialogueSearch:
         note = None
         if how == "rewrite":
             with tracing.span("rewrite"):
-                rewrite, note = await self._rewriter.rewrite(question, history, namespace, request_id)
+                rewrite, note = await self._rewriter.rewrite(question, history, namespace, request_id, spend)
             if rewrite is not None:
                 return SearchedFor(question=rewrite, variants=[], follow_up="rewrite")
         return SearchedFor(
@@ -287,13 +294,19 @@ class Rewriter:
         self._testing = asyncio.Lock()
 
     async def rewrite(
-        self, question: str, history: Sequence[Message], namespace: str, request_id: str
+        self,
+        question: str,
+        history: Sequence[Message],
+        namespace: str,
+        request_id: str,
+        spend: Callable[[int], None],
     ) -> tuple[str, None] | tuple[None, str]:
-        """Return the question that stands alone, or why there is none."""
+        """Return the question that stands alone, or why there is none. ``spend``: see `DialogueSearch`; the
+        server's own tests are not counted."""
         try:
             if not await self._can_rewrite(namespace, request_id):
                 return None, "The model cannot rewrite questions."
-            rewrite = await self._rewritten(question, history, namespace, request_id)
+            rewrite = await self._rewritten(question, history, namespace, request_id, spend)
         except RagserveError as error:
             return None, f"The question was not rewritten: {error}"
         if is_usable(rewrite, question, history):
@@ -316,7 +329,12 @@ class Rewriter:
         return True
 
     async def _rewritten(
-        self, question: str, history: Sequence[Message], namespace: str, request_id: str
+        self,
+        question: str,
+        history: Sequence[Message],
+        namespace: str,
+        request_id: str,
+        spend: Callable[[int], None] = lambda tokens: None,
     ) -> str:
         """Return the first line that the model writes."""
         shots = [
@@ -337,12 +355,15 @@ class Rewriter:
             namespace,
             sampling=Sampling(max_new_tokens=_MAX_NEW_TOKENS, stop=prompt.stop),
         )
-        text = ""
+        text, generated = "", 0
+        spend(len(prompt.input_ids))
         # The protocol's iterators are generators: closing them aborts the request.
         chunks = cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(request))
         async with aclosing(chunks):
             async for chunk in chunks:
                 text += chunk.text
+                spend(max(0, chunk.usage.completion - generated))
+                generated = chunk.usage.completion
                 if "\n" in text.strip():
                     break
         return text.strip().partition("\n")[0].strip()

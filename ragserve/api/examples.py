@@ -102,7 +102,7 @@ _EXTRAS = {
         "tokens_retrieved": 124,
         "tokens_kept": 124,
         "tokens_recomputed": 124,
-        "tokens_by_tier": {"device": 0, "session": 640},
+        "tokens_by_tier": {"device": 0, "computed": 124, "session": 640},
         "notes": [],
     },
     "timings": {

@@ -41,12 +41,15 @@ async def retrieve(
     svc.check_question(body.query, len(body.history))
     with svc.limiter.slot():
         options = caller.search_options(body, svc.settings)
+        if body.history and options.follow_ups == "rewrite":  # the model writes
+            caller.check_tokens()
         search = svc.search.search(
             body.query,
             options,
             namespace=body.namespace,
             request_id=request_id,
             history=to_history(body.history),
+            spend=caller.spend,
         )
         found = await until_disconnect(request, search)
     answer = RetrieveAnswer(

@@ -140,7 +140,12 @@ class QueryRequest(RetrieveRequest):
     )
     temperature: float = Field(0.0, ge=0, le=2, description="0: greedy.")
     top_p: float = Field(1.0, gt=0, le=1)
-    seed: int | None = Field(None, ge=0, le=2**31 - 1, description="Makes sampling repeatable.")
+    seed: int | None = Field(
+        None,
+        ge=0,
+        le=2**31 - 1,
+        description="Makes sampling repeatable: the same request draws alike, as far as rounding lets it.",
+    )
     stop: list[Stop] = Field(
         default_factory=list, max_length=16, description="Texts before which the answer ends."
     )

@@ -167,6 +167,6 @@ async def _missing(svc: Services | None) -> list[str]:
     responses={200: {"content": {"text/plain": {"example": examples.METRICS}}}, **failures()},
 )
 async def metrics() -> Response:
-    """Metrics `ragserve_*`; SGLang serves its own at its own address."""
+    """Metrics `ragserve_*`, and SGLang's where it runs in this server; elsewhere it serves its own."""
     body, content_type = await asyncio.to_thread(exposition)
     return Response(body, media_type=content_type)

@@ -24,6 +24,7 @@ from ragserve.config import Settings
 from ragserve.engine.base import Engine
 from ragserve.errors import RagserveError, Unavailable
 from ragserve.files import write_json
+from ragserve.metrics import metrics
 from ragserve_index import Eviction, EvictionLog, IndexStore
 from ragserve_index.evictions import by_namespace
 
@@ -92,7 +93,11 @@ class Evictor:
         settle_at = 0.0
         while True:
             await asyncio.sleep(POLL_S)
-            mark = self._log.mark()
+            try:
+                mark = self._log.mark()
+            except Exception as error:  # noqa: BLE001 - as in drain, which looks for itself
+                _log_failure("The log of removed documents could not be looked at", error)
+                mark = None
             if mark is None or mark != self._mark:
                 self._mark = mark
                 await self.drain()
@@ -133,6 +138,7 @@ class Evictor:
         if not again:
             in_flight = [query for query in self._queries if query.namespace == namespace]
             self._left_behind.setdefault(rows[-1], in_flight)  # as it was at the first attempt
+            metrics().forget_namespace(namespace)
             await self._engine.forget(namespace, None)
             return
         ended = [query for row in rows for query in self._left_behind.get(row, ())]

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -74,7 +75,10 @@ def _serve(settings: Settings, listener: socket.socket, worker: bool) -> None:
 def _serve_local(settings: Settings, listener: socket.socket, worker: bool) -> None:
     from ragserve.api.starting import StartingAnswers
     from ragserve.engine import local
+    from ragserve.fleet.worker_about import identity
 
+    if worker:
+        identity(settings.data_dir)  # a damaged one ends the start before the model is loaded
     starting = StartingAnswers(listener, "the engine loads its model")
 
     def make_app(engine: local.LocalEngine, sglang_app: Any) -> Any:
@@ -82,7 +86,8 @@ def _serve_local(settings: Settings, listener: socket.socket, worker: bool) -> N
         from ragserve.fleet.worker_app import create_worker_app
 
         starting.reason = "the engine warms up, and documents are being opened"
-        app = (create_worker_app if worker else create_app)(
+        make = create_worker_app if worker else partial(create_app, serve_metrics=True)
+        app = make(
             settings,
             engine,
             upstream=sglang_app,

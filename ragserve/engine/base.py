@@ -61,6 +61,7 @@ class GenerateRequest:
         session: The dialogue that the request goes on with, whose KV is kept apart from all other.
         earlier: Makes the request of the session's previous turn, by which a composed turn's KV is computed
             again when it has been evicted; None in the first turn.
+        computed: Numbers of the spans that have just been computed for this request, for its report.
         background: The server's own, for nobody who waits: an exact prefill runs in short chunks, so that
             user requests can be batched with the next chunk, and a composed one ends between layers when it
             is cancelled."""
@@ -80,6 +81,7 @@ class GenerateRequest:
     scores: RetrievalScores | None = None
     session: SessionPart | None = None
     earlier: Callable[[], GenerateRequest] | None = None
+    computed: tuple[int, ...] = ()
     background: bool = False
 
     @property

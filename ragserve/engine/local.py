@@ -176,7 +176,7 @@ class LocalEngine(ControlledCache):
 
     async def _run(self, fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
         """Run one request."""
-        reader = StreamReader(prompt_tokens)
+        reader = StreamReader(prompt_tokens, fields["sampling_params"].get("stop", ()))
         try:
             async with contextlib.aclosing(self.outputs(fields)) as outputs:
                 async for out in outputs:

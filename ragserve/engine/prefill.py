@@ -94,6 +94,8 @@ class Documents:
                         reused = chunk.context.session_held if chunk.context else reused
                 # Not analysed: if this request needs analyses, the engine computes them before composing.
                 await self.prefill(request, [request.spans[i] for i in documents], analyse=False)
+                computed = tuple(sorted({*request.computed, *documents}))
+                request = replace(request, computed=computed)
         raise _NotKept(f"its documents did not stay in the cache, {ROUNDS} times: give the cache more memory")
 
     def _send(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:

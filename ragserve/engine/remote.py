@@ -44,6 +44,7 @@ class RemoteEngine:
         self._url = settings.engine_url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
         self._info: EngineInfo | None = None
+        self._seeds = False  # the server reads them
         self._last: set[asyncio.Task[None]] = set()  # what is left to do for requests that have ended
 
     async def start(self) -> EngineInfo:
@@ -51,6 +52,7 @@ class RemoteEngine:
         server, model = await self._get("/server_info"), await self._get("/model_info")
         tokenizer = self._settings.tokenizer or model.get("tokenizer_path") or model["model_path"]
         total = int(server["max_total_num_tokens"])
+        self._seeds = bool(server.get("enable_deterministic_inference"))
         # SGLang admits prompts up to max_req_input_len: a few tokens less than context or KV pool.
         context = int(server.get("context_length") or server.get("max_req_input_len") or total)
         self._info = EngineInfo(
@@ -115,6 +117,12 @@ class RemoteEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """See the protocol. Leaving early closes the connection and asks the server to abort."""
+        if request.sampling.seed is not None and request.sampling.temperature > 0 and not self._seeds:
+            raise InvalidRequest(
+                f"seed: the engine at {self._url} does not read seeds.",
+                hint="Leave seed out, ask with temperature 0, or start that engine with "
+                "--enable-deterministic-inference.",
+            )
         fields = payload(request, new_rid(request.rid))
         async with aclosing(self._run(fields, len(request.input_ids))) as chunks:
             async for chunk in chunks:
@@ -122,7 +130,7 @@ class RemoteEngine:
 
     async def _run(self, fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
         """Run one request."""
-        reader = StreamReader(prompt_tokens)
+        reader = StreamReader(prompt_tokens, fields["sampling_params"].get("stop", ()))
         async with aclosing(self._outputs(fields)) as outputs:
             async for out in outputs:
                 yield reader.read(out)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, TooManyRequests, Unavailable
+from sglang_ext.sglang_internals.stop_strings import held_back
 from sglang_ext.wire.protocol import (
     DECODE_FIELD,
     DISTRIBUTION_FIELD,
@@ -93,6 +95,7 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
             request.options,
             request.scores,
             request.session,
+            request.computed,
         )
         custom[PLAN_FIELD] = plan.to_json()
     elif request.strategy == "full":
@@ -123,10 +126,15 @@ def document_payload(
 
 
 class StreamReader:
-    """Turns one request's cumulative outputs into deltas and times its first token."""
+    """Turns one request's cumulative outputs into deltas and times its first token.
 
-    def __init__(self, prompt_tokens: int) -> None:
+    What may begin a stop string is held back until more is known: an engine without our hooks sends it, and
+    does not take it back when the stop string is complete."""
+
+    def __init__(self, prompt_tokens: int, stops: Sequence[str] = ()) -> None:
         self._prompt_tokens = prompt_tokens
+        self._stops = stops
+        self._text = ""
         self._sent = 0
         self._start = time.perf_counter()
         self._first: float | None = None
@@ -144,8 +152,7 @@ class StreamReader:
             raise _error({"message": message, "code": reason["status_code"]})
         if self._first is None:
             self._first = time.perf_counter()
-        text: str = out.get("text") or ""
-        delta, self._sent = text[self._sent :], max(self._sent, len(text))
+        delta = self._delta(out.get("text") or "", reason)
         # Not meta_info's prompt tokens: a composed prompt is shorter in the engine (placeholders for the kept
         # context, and the question).
         usage = EngineUsage(
@@ -171,6 +178,18 @@ class StreamReader:
             output_ids=ids,
             prefill=prefill,
         )
+
+    def _delta(self, text: str, reason: Any) -> str:
+        """Return the part of a cumulative text that is new and certain. ``reason``: why it has ended, if it
+        has."""
+        before, self._text = self._text, text
+        end = len(text)
+        if reason is None:
+            end -= held_back(text, self._stops)
+        elif isinstance(reason, dict) and reason.get("matched") in self._stops and end <= len(before):
+            end -= held_back(text, (reason["matched"],))  # cut where its beginning had been sent
+        delta, self._sent = text[self._sent : end], max(self._sent, end)
+        return delta
 
     def _timings(self, meta: dict[str, Any]) -> EngineTimings:
         """Split the TTFT into queue and prefill: the forward pass and the way back.

@@ -90,6 +90,7 @@ class AnswerOutcome:
     ttft_ms: float | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    computed_tokens: int = 0
     completion_tokens: int = 0
     documents_kept: int = 0
     documents: int = 0
@@ -113,6 +114,7 @@ class AnswerOutcome:
             "ttft_ms": self.ttft_ms,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
+            "computed_tokens": self.computed_tokens,
             "documents_kept": self.documents_kept,
             "found": self.found,
             "gold_recall": self.gold_recall,
@@ -187,7 +189,7 @@ def summary(outcomes: Sequence[AnswerOutcome]) -> dict[str, Any]:
     n = len(outcomes)
     answered = [o for o in outcomes if not o.error]
     ttft = [o.ttft_ms for o in answered if o.ttft_ms is not None]
-    tokens = ("prompt_tokens", "cached_tokens", "completion_tokens")
+    tokens = ("prompt_tokens", "cached_tokens", "computed_tokens", "completion_tokens")
     return {
         "n": n,
         "em": round(100 * sum(o.em for o in outcomes) / n, 2),
@@ -260,6 +262,7 @@ def outcome_of(
         ttft_ms=answer.timings.ttft_ms,
         prompt_tokens=answer.usage.prompt,
         cached_tokens=answer.usage.cached,
+        computed_tokens=answer.context.tokens_by_tier.get("computed", 0),
         completion_tokens=answer.usage.completion,
         documents_kept=answer.context.documents_kept,
         documents=answer.context.documents_retrieved,

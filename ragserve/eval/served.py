@@ -126,6 +126,7 @@ def _asked(client: Client, question: OwnQuestion, options: Options, namespace: s
             "choice": answer.context.choice,
             "prompt_tokens": answer.usage.prompt,
             "cached_tokens": answer.usage.cached,
+            "computed_tokens": answer.context.tokens_by_tier.get("computed", 0),
             "completion_tokens": answer.usage.completion,
             "request_id": answer.request_id,
             "error": None,

@@ -325,12 +325,13 @@ class FleetEngine:
                 return found
 
     async def _each(self, links: Sequence[WorkerLink], calls: Sequence[Awaitable[T]]) -> dict[WorkerLink, T]:
-        """Await a call to each worker, and leave out the workers that are lost."""
+        """Await a call to each worker, and leave out the workers that are lost. Raises what others raise,
+        TooManyRequests of one whose queue is full among them: it is not lost."""
         found: dict[WorkerLink, T] = {}
         for link, one in zip(links, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if not isinstance(one, BaseException):
                 found[link] = one
-            elif isinstance(one, RagserveError) and is_loss(one):
+            elif isinstance(one, RagserveError) and is_loss(one) and one.status != 429:
                 link.suspect()
             else:
                 raise one

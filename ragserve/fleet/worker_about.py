@@ -11,6 +11,7 @@ from typing import Any
 
 from ragserve import __version__
 from ragserve.engine.base import EngineInfo
+from ragserve.errors import InvalidRequest
 from ragserve.files import write_json
 
 _IDENTITY_FILE = "worker.json"
@@ -78,11 +79,22 @@ def version_problem(ragserve: str) -> str:
 
 
 def identity(data_dir: Path) -> str:
-    """Return the worker's name, which is made once for a data folder."""
+    """Return the worker's name, which is made once for a data folder.
+
+    Raises InvalidRequest for a file that is damaged: under another name the worker would never be told of
+    the deletions that servers have noted for it, and would keep that KV."""
     path = data_dir / _IDENTITY_FILE
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        name = json.loads(path.read_text(encoding="utf-8"))["id"]
+        if not (isinstance(name, str) and name):
+            raise TypeError("id is no name")
+    except FileNotFoundError:
         name = uuid.uuid4().hex
         write_json(path, {"id": name}, durable=True)
-        return name
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(
+            f"{path} is damaged ({error!r}): it holds the worker's name.",
+            hint="Put the file of a backup in its place. Without one, remove it and all KV on this worker's "
+            f"disk (ragserve cache clear --data-dir {data_dir}): it then begins as a new worker.",
+        ) from error
+    return name

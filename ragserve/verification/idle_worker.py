@@ -38,11 +38,11 @@ class IdleWorker:
 
     async def _run(self) -> None:
         while True:
-            work = self._next() if self._idleness.idle_s >= QUIET_S else None
-            if work is None:
-                await asyncio.sleep(_POLL_S)
-                continue
             try:
+                work = self._next() if self._idleness.idle_s >= QUIET_S else None
+                if work is None:
+                    await asyncio.sleep(_POLL_S)
+                    continue
                 await self._until_arrival(work)
             except Exception:
                 log.exception("work of an idle server failed; it goes on in %g s", _AFTER_ERROR_S)

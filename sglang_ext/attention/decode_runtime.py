@@ -170,16 +170,18 @@ class DecodeRuntime:
                     most = max(most, resident_blocks)
         return most * self._page
 
-    def give_back(self, req: Any) -> None:
-        """Free the host pages and resident blocks of a request that ends. One that is retracted keeps its KV
-        on the host, if there is room for what follows the prompt, and the selection of pages that it goes on
-        by."""
+    def exact_tokens(self, req: Any, tokens: int) -> int:
+        """Return how many of a request's first ``tokens`` have exact KV, before `give_back`."""
         state: DecodeState | None = getattr(req, "ragserve_decode", None)
-        if state is None:
-            return
-        if self._requests is not None:
+        return tokens if state is None or state.sparse_from is None else min(tokens, state.sparse_from)
+
+    def give_back(self, req: Any) -> None:
+        """Free the host pages and resident blocks of a request that ends. A retracted one keeps its KV on the
+        host, if there is room for what follows the prompt, and its page selection."""
+        state: DecodeState | None = getattr(req, "ragserve_decode", None)
+        if state is not None and self._requests is not None:
             self._requests.give_back(req, state)
-        if state.offload.prefix is None:
+        if state is not None and state.offload.prefix is None:
             state.forget_selection()
 
     def admit(self, adder: Any, req: Any, add: Callable[[], Any]) -> Any:
@@ -389,6 +391,7 @@ class DecodeRuntime:
                 continue
             state, account, total = row.state, row.state.account, -(-row.tokens // self._page)
             account.step(total, sparse=True)
+            state.note_sparse(row.tokens - 1)  # its newest token, whose KV the step writes
             offloaded = state.offload.row
             state.counts.offloaded_steps += offloaded is not None and offloaded.moved
             streaming = share if row.streaming else 0.0
@@ -431,9 +434,8 @@ class DecodeRuntime:
 
     def _streaming_pages(self, tokens: int, total: int) -> int:
         """Return the pages that a streaming head reads, as `ragserve_kernels.sparse_decode` counts them."""
-        config = self._config
-        sink = min(-(-config.sink_tokens // self._page), total)
-        local = max(max(tokens - config.local_tokens, 0) // self._page, sink)
+        sink = min(-(-self._config.sink_tokens // self._page), total)
+        local = max(max(tokens - self._config.local_tokens, 0) // self._page, sink)
         return sink + total - local
 
 

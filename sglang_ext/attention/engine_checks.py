@@ -47,6 +47,12 @@ def check_engine(runner: Any, config: AttentionConfig) -> None:
     ):
         if getattr(args, flag, wanted) not in (wanted, None, False):
             problems.append(f"{flag} is {getattr(args, flag)}: expected {wanted}")
+    for flag in ("hicache_storage_backend", "enable_lmcache", "enable_flexkv"):
+        if value := getattr(args, flag, None):
+            problems.append(
+                f"{flag} is {value}: that storage finds KV by its tokens alone, and that of a sparse prefill "
+                "is approximate; leave it out"
+            )
     if args.radix_cache_backend != CACHE_BACKEND:
         problems.append(f"the prefix cache is not ragserve's: set radix_cache_backend to {CACHE_BACKEND}")
     if own:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sglang_ext.sglang_internals.seeded_sampling import next_position
 from sglang_ext.wire.protocol import DISTRIBUTION_FIELD, FORCED_FIELD, MAX_TRACED, PlanError
 
 
@@ -27,11 +28,6 @@ class TokenTrace:
     count: int
     forced: list[int]
     position: int = -1
-
-    @property
-    def ends(self) -> bool:
-        """All that was asked for has been sampled."""
-        return self.position + 1 >= max(self.count, len(self.forced))
 
 
 def on_request(req: Any) -> str | None:
@@ -81,15 +77,8 @@ def before_sampling(forward_batch: Any, logits: torch.Tensor | None) -> None:
     """
     if logits is None:
         return
-    decoding = forward_batch.ragserve_decoding  # rows of a mixed batch that only decode
-    extended = forward_batch.forward_mode.is_extend()
     for row, req, trace in traced(forward_batch.ragserve_reqs):
-        if extended and not any(req is other for other in decoding):
-            trace.position = len(req.output_ids)  # also of a request that was retracted
-        elif trace.ends:
-            continue
-        else:
-            trace.position += 1
+        trace.position = next_position(req, forward_batch, trace.position)
         if trace.position < trace.count:
             _send(req, trace.position, logits[row])
         if trace.position < len(trace.forced):

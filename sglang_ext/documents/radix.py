@@ -3,7 +3,10 @@
 Composed KV is approximate and private: a composed request never matches and never enters the tree, its slots
 are freed when it ends. That of a session enters it under the session's own key, which only its next turn asks
 for. A document request's KV enters the tree under the document's key; the observer gets it
-before that, for the other tiers."""
+before that, for the other tiers.
+
+What a sparse decode step has computed, and all behind it, is approximate too and is freed: the tree takes a
+request's KV up to there."""
 
 from __future__ import annotations
 
@@ -29,6 +32,9 @@ class TreeObserver(Protocol):
     def in_session(self, req: Any) -> bool:
         """True for a composed request of a session: part of its KV may be the tree's, and all of it is to be
         if it ends well."""
+
+    def exact_tokens(self, req: Any, tokens: int) -> int:
+        """Return how many of a request's first ``tokens`` have KV that no sparse decode step has touched."""
 
     def before_release(self, req: Any, tokens: int) -> None:
         """A request has ended with KV of ``tokens`` and still has its row and slots."""
@@ -75,6 +81,7 @@ class DocumentRadixCache(RadixCache):
         req.prefix_indices = slots.to(dtype=torch.int64, copy=True)
 
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+        exact = self.observer.exact_tokens(req, kv_len_to_handle)
         self.observer.before_release(req, kv_len_to_handle)
         slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle]
         if _is_offloaded(req):
@@ -92,8 +99,14 @@ class DocumentRadixCache(RadixCache):
         is_insert = is_insert and not _is_private(req)
         if is_insert and not self.disable and not self.observer.is_composed(req):
             self.observer.on_document(req, slots)
+        kept = kv_len_to_handle
+        if is_insert and not self.disable and exact < kept:
+            # whole pages, for a page is freed by one call; what the tree has already is exact
+            kept = max(exact // self.page_size * self.page_size, req.cache_protected_len)
         self._inserted = None
-        super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
+        super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kept)
+        if kept < kv_len_to_handle:
+            self.token_to_kv_pool_allocator.free(slots[kept:])
         if self._inserted is not None:
             self.observer.on_cached(req, self._inserted)
         self.observer.on_finished()

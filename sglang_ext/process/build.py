@@ -29,7 +29,7 @@ def create_cache(context: Any) -> Any:
     from sglang_ext.documents.pages.types import KvShape
     from sglang_ext.documents.radix import DocumentRadixCache
     from sglang_ext.documents.tier_store import TierStore
-    from sglang_ext.process.exact_only import NO_DOCUMENTS, ExactTree, why_no_documents
+    from sglang_ext.process.exact_only import NO_DOCUMENTS, ExactTree, keep_exact, why_no_documents
     from sglang_ext.process.runtime import ContextRuntime
 
     args, runner = context.server_args, context.tp_worker.model_runner
@@ -63,6 +63,8 @@ def create_cache(context: Any) -> Any:
     else:
         log.warning("%s", reason)
         cache = default_radix_cache_factory(context)
+        if current.attention is not None:
+            keep_exact(cache, current.attention.exact_tokens)
         # it has what is asked of a tree without documents
         tree, analysis = cast(DocumentRadixCache, ExactTree(cache)), AnalysisConfig()
         tiers = TierStore(NO_DOCUMENTS, fingerprint=fingerprint, host_bytes=0, disk=None, pin=False)

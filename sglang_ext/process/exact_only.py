@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.documents.pages.types import DTYPE_CODES, KvShape
@@ -52,6 +53,19 @@ def why_no_documents(context: Any) -> str | None:
 
 def _sentence(what: str, why: str) -> str:
     return f"composed contexts do not work with {what}: {why}; use strategy 'prefix' or 'full'"
+
+
+def keep_exact(cache: Any, exact_tokens: Callable[[Any, int], int]) -> None:
+    """Let a cache of SGLang's own take no answer that has sparse decode steps. Its prompt is there already.
+
+    ``exact_tokens``: as `TreeObserver.exact_tokens`."""
+    finished = cache.cache_finished_req
+
+    def cache_finished_req(req: Any, is_insert: bool = True, *, kv_len_to_handle: int, **kwargs: Any) -> Any:
+        exact = exact_tokens(req, kv_len_to_handle) == kv_len_to_handle
+        return finished(req, is_insert=is_insert and exact, kv_len_to_handle=kv_len_to_handle, **kwargs)
+
+    cache.cache_finished_req = cache_finished_req
 
 
 class ExactTree:

@@ -17,7 +17,8 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 from sglang_ext.attention.pools import pool_hooks
-from sglang_ext.sglang_internals import background_prefill, weight_updates
+from sglang_ext.process import grammar_masks
+from sglang_ext.sglang_internals import background_prefill, seeded_sampling, stop_strings, weight_updates
 from sglang_ext.stages import cancelled_pass, stages
 from sglang_ext.state import current
 from sglang_ext.wire.protocol import SGLANG_VERSIONS
@@ -50,9 +51,10 @@ def _after_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
         stages.run_alike("request", failed, current.runtime.on_request, req)
         stages.run_alike("request", failed, background_prefill.on_request, req)
         if req.to_finish is None:
-            reason = stages.run_alike("request", failed, distribution.on_request, req)
-            if reason is not None and req.to_finish is None:
-                current.runtime.refuse(req, reason)
+            for read in (distribution.on_request, seeded_sampling.on_request):
+                reason = stages.run_alike("request", failed, read, req)
+                if reason is not None and req.to_finish is None:
+                    current.runtime.refuse(req, reason)
         if current.attention is not None:
             reason = stages.run_alike("decode options", failed, current.attention.on_request, req)
             if reason is not None and req.to_finish is None:
@@ -159,6 +161,19 @@ def _before_sampling(runner: Any, logits_output: Any, forward_batch: Any, *args:
             "distribution", stages.ending(measured), distribution.before_sampling, forward_batch, logits
         )
 
+    if seeds := [req for _, req, _ in seeded_sampling.seeded(current.sampled)]:
+        stages.run_alike("seed", stages.ending(seeds), seeded_sampling.before_sampling, forward_batch)
+
+
+def _around_draw(
+    original: Callable[..., Any], sampler: Any, probs: Any, sampling_info: Any, *args: Any, **kwargs: Any
+) -> Any:
+    tokens = original(sampler, probs, sampling_info, *args, **kwargs)
+    if seeds := [req for _, req, _ in seeded_sampling.seeded(current.sampled)]:
+        failed = stages.ending(seeds)
+        stages.run_alike("seeded draw", failed, seeded_sampling.draw, probs, current.sampled, tokens)
+    return tokens
+
 
 def _around_model(
     original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
@@ -168,31 +183,6 @@ def _around_model(
         # a failure takes nothing: the model runs and computes the same
         output = stages.run("output", stages.nobody, current.composition.output_of, forward_batch)
     return original(runner, forward_batch, *args, **kwargs) if output is None else output
-
-
-def _around_mask_memory(
-    original: Callable[..., Any], grammar: Any, vocab_size: int, batch_size: int, device: Any
-) -> Any:
-    """Allocate the mask of a CPU in ordinary memory: SGLang 0.5.17 always asks for pinned memory."""
-    import torch
-    from xgrammar import allocate_token_bitmask
-
-    if torch.device(device).type != "cpu":
-        return original(grammar, vocab_size, batch_size, device)
-    return allocate_token_bitmask(batch_size, vocab_size)
-
-
-def _around_mask(original: Callable[..., Any], grammar: Any, logits: Any, vocab_mask: Any) -> None:
-    """Mask logits on a CPU, too: SGLang does so on accelerators only, and a request with a grammar would end
-    the server.
-    """
-    if logits.device.type != "cpu":
-        original(grammar, logits, vocab_mask)
-        return
-    from xgrammar import apply_token_bitmask_inplace
-
-    failed = stages.ending(req for req in current.sampled if req.grammar is not None)
-    stages.run("grammar", failed, apply_token_bitmask_inplace, logits, vocab_mask)
 
 
 def _after_batch(result: Any, cls: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -288,6 +278,9 @@ HOOKS = (
             *("analysis", "stored analysis", "new analysis", "query", "selection"),
         ),
     ),
+    Hook(stop_strings.BEGINS, ("self",), stop_strings.around_begins, "around", ("stop strings",)),
+    Hook(stop_strings.OUTPUT, ("self", "req"), stop_strings.around_output, "around"),
+    Hook(stop_strings.TAIL, ("self", "new_accepted_len"), stop_strings.around_tail, "around"),
     Hook(cancelled_pass.PULL, ("self",), cancelled_pass.around_pull, "around"),
     Hook(background_prefill.NEXT_CHUNK, ("self", "req"), background_prefill.around_next_chunk, "around"),
     Hook(
@@ -326,7 +319,14 @@ HOOKS = (
         ("self", "logits_output", "forward_batch"),
         _before_sampling,
         "before",
-        ("distribution",),
+        ("distribution", "seed"),
+    ),
+    Hook(
+        "sglang.srt.layers.sampler.Sampler._sample_from_probs",
+        ("self", "probs", "sampling_info", "positions", "simple_sampling_case"),
+        _around_draw,
+        "around",
+        ("seeded draw",),
     ),
     Hook(
         "sglang.srt.model_executor.model_runner.ModelRunner._forward_raw",
@@ -338,13 +338,13 @@ HOOKS = (
     Hook(
         "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.allocate_vocab_mask",
         ("self", "vocab_size", "batch_size", "device"),
-        _around_mask_memory,
+        grammar_masks.around_mask_memory,
         "around",
     ),
     Hook(
         "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
         ("self", "logits", "vocab_mask"),
-        _around_mask,
+        grammar_masks.around_mask,
         "around",
         ("grammar",),
     ),

@@ -166,6 +166,13 @@ class ContextRuntime:
         """True for a composed request of a session."""
         return is_composed(req) and req.ragserve.plan.session is not None
 
+    def exact_tokens(self, req: Any, tokens: int) -> int:
+        """How many of a request's first ``tokens`` have KV that no sparse decode step has touched. All of a
+        composed session count: its key is one of approximate KV, and its next turn relies on all of it."""
+        if self._attention is None or is_composed(req):
+            return tokens
+        return int(self._attention.exact_tokens(req, tokens))
+
     def before_release(self, req: Any, tokens: int) -> None:
         """A request has ended and still has its row and slots."""
         if self.in_session(req) and sglang_req.is_aborted(req):

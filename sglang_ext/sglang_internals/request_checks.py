@@ -228,6 +228,8 @@ def check_sampling(params: dict[str, Any], vocab_size: int, context_length: int)
     ):
         if (value := params.get(name)) is not None:
             _bounded(name, value, least, most)
+    if params.get("sampling_seed") is not None and (params.get("n") or 1) > 1:
+        raise ValueError("sampling_seed with n: all answers would be the same; ask once for each seed")
     for token in _each(params.get("stop_token_ids")):
         if token is not None:
             _bounded("stop_token_ids", token, 0, vocab_size - 1)
@@ -263,6 +265,8 @@ def _check_stops(stop: Any) -> None:
     for text in stops:
         if not isinstance(text, str) or not text or len(text) > MAX_STOP_CHARS:
             raise ValueError(f"a stop must be a string of 1 to {MAX_STOP_CHARS} characters")
+    if sum(map(len, stops)) > MAX_STOP_CHARS:  # each step looks for the beginnings of all of them
+        raise ValueError(f"stop strings of more than {MAX_STOP_CHARS} characters together")
 
 
 def _check_grammar(name: str, text: Any) -> None:

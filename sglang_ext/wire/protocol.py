@@ -133,7 +133,8 @@ class ContextPlan:
     cached; its option ``analyse`` false leaves the analysis to the first request that needs it, ``lasting``
     false keeps it off the disk. ``scores``: what the retriever knows, for strategies that choose.
     ``session``: the request's KV is kept under the session's key when it ends; from the second turn on the
-    first span is all of the dialogue before the new documents."""
+    first span is all of the dialogue before the new documents. ``computed``: numbers of the spans that were
+    in no tier and have been computed for this request; for its report."""
 
     operation: Operation
     namespace: str
@@ -142,6 +143,7 @@ class ContextPlan:
     options: Mapping[str, Any] = field(default_factory=dict)
     scores: RetrievalScores | None = None
     session: SessionPart | None = None
+    computed: tuple[int, ...] = ()
 
     @property
     def question_start(self) -> int:
@@ -172,6 +174,8 @@ class ContextPlan:
             fields["scores"] = self.scores.to_lists()
         if self.session is not None:
             fields["session"] = [self.session.key, self.session.held]
+        if self.computed:
+            fields["computed"] = list(self.computed)
         return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
@@ -184,6 +188,7 @@ class ContextPlan:
             strategy, options = str(raw["strategy"]), dict(raw["options"])
             key, held = raw.get("session") or (None, 0)
             session = None if key is None else SessionPart(str(key), _whole(held))
+            computed = tuple(_whole(number) for number in raw.get("computed", ()))
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise PlanError(f"not a context plan: {error!r}") from None
         if version != PLAN_VERSION:
@@ -199,7 +204,7 @@ class ContextPlan:
             raise PlanError(
                 "op must be compose or document, and namespace a name of letters, digits, '_', '.' and '-'"
             )
-        plan = cls(operation, namespace, strategy, spans, options, session=session)
+        plan = cls(operation, namespace, strategy, spans, options, session=session, computed=computed)
         plan._check(n_ids)
         if raw.get("scores") is None:
             return plan
@@ -287,9 +292,13 @@ class ContextReport:
     strategy: str = doc("Composed strategy that answered.")
     document_tokens: int = doc("Document tokens of the prompt.")
     kept: int = doc("Document tokens that the answer could attend to.")
-    recomputed: int = doc("Document tokens whose KV was computed for this query.")
+    recomputed: int = doc(
+        "Document tokens computed with this query's context: by exact strategies all that were not cached, "
+        "by composed ones those computed again."
+    )
     by_tier: Mapping[str, int] = doc(
-        "Document tokens whose KV came from a tier of the cache; `remote`: the store that engines share."
+        "Document tokens by the tier of the cache that their KV came from; `remote`: the store that engines "
+        "share. `computed`: those that were in no tier and were computed for this query."
     )
     compose_ms: float = doc("Composed: filling the context from cached documents.")
     load_ms: float = doc("Composed: waiting for documents from disk.")

@@ -40,8 +40,8 @@ class Chosen:
 class SparseReference(Reference):
     """Greedy decoding with the options ``decode``, after a prefill with the options ``prefill``.
 
-    With ``bits`` below 16, KV is quantised when it is written: decode steps read quantised KV only, a prefill
-    chunk reads itself unquantised. ``starts``: where the chunks of the prompt begin."""
+    With ``bits`` below 16, KV is quantised when it is written, and no pass reads it as it was before.
+    ``starts``: where the chunks of the prompt begin."""
 
     def __init__(
         self,
@@ -100,8 +100,7 @@ class SparseReference(Reference):
             parts = []
             for start, end in zip(self.starts, ends, strict=False):
                 first = tokens - new + start  # of the chunk
-                seen_k = torch.cat((stored_k[:, :, :first], k[:, :, first : first + end - start]), 2)
-                seen_v = torch.cat((stored_v[:, :, :first], v[:, :, first : first + end - start]), 2)
+                seen_k, seen_v = (x[:, :, : first + end - start] for x in (stored_k, stored_v))
                 visible = torch.ones(end - start, seen_k.shape[2], dtype=torch.bool).tril(first)
                 if self.prefill.mode != "dense":
                     visible = visible & self._prefilled(layer, q[0, :, start:end], seen_k[0], first, tokens)

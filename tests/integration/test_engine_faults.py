@@ -77,6 +77,10 @@ def unanalysed(bench: Bench) -> dict[str, Any]:
     return bench.ask("samkv", selection="shared", block_size=8, local_blocks=3)
 
 
+def seeded(bench: Bench) -> dict[str, Any]:
+    return bench.sampling(temperature=1, sampling_seed=7)
+
+
 REQUESTS: dict[str, Ask] = {
     "request": Bench.ask,
     "decode options": sparse,
@@ -98,6 +102,9 @@ REQUESTS: dict[str, Ask] = {
     "positions": Bench.ask,
     "forward": Bench.ask,
     "distribution": lambda bench: bench.sampling(custom_params={DISTRIBUTION_FIELD: True}),
+    "seed": seeded,
+    "seeded draw": seeded,
+    "stop strings": lambda bench: bench.sampling(max_new_tokens=64, ignore_eos=True, stop=["never"]),
     "graph": sparse,
     "grammar": lambda bench: bench.sampling(regex="No[.] [0-9]{4}"),
     "extended": Bench.ask,

@@ -113,9 +113,9 @@ SERVING = (
 OFFLINE = "ragserve.verification.calibration"  # runs in processes of its own
 ENGINE = {  # package of sglang_ext: those that it may import
     "wire": set(),
-    "diagnostics": {"wire"},
+    "diagnostics": {"sglang_internals", "wire"},
     "ranks": set(),
-    "sglang_internals": {"wire"},
+    "sglang_internals": {"stages", "state", "wire"},
     "stages": set(),
     "tensors": {"sglang_internals"},
     "cpu": {"attention"},

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 NEW = "new"
 """What a request says instead of a session's id to begin one."""
+OF_KEY, OF_SERVER = 8, 64
+"""Times as many sessions as an API key may have in a namespace, it may have in all, and the server."""
 _SWEEP_S = 30.0  # between two looks for sessions that have expired or lost a document
 
 
@@ -53,8 +55,9 @@ class Dialogues:
         disk: SessionStore | None = None,
     ) -> None:
         """``ttl_s``: seconds without a turn after which a session ends. ``most``: of an API key in a
-        namespace. ``budget``: of sessions that do not give one, 0 for none. ``refresh_turns``: as in
-        `NextTurn`. ``disk``: None keeps them in memory only."""
+        namespace; `OF_KEY` and `OF_SERVER` bound those of all namespaces, for a key may name any number.
+        ``budget``: of sessions that do not give one, 0 for none. ``refresh_turns``: as in `NextTurn`.
+        ``disk``: None keeps them in memory only."""
         self._engine = engine
         self._store = store
         self._ttl_s = ttl_s
@@ -64,6 +67,7 @@ class Dialogues:
         self._refresh_turns = refresh_turns
         self._disk = disk
         self._dialogues: dict[str, Dialogue] = {}
+        self._of: dict[str, dict[str, Dialogue]] = {}  # the same by owner
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -113,7 +117,7 @@ class Dialogues:
                 await self._forget_kv(dialogue, dialogue.keys - {dialogue.key})
         finally:
             if not dialogue.turns and dialogue.outdated is None:
-                self._dialogues.pop(dialogue.id, None)
+                self._drop(dialogue)
 
     def get(self, owner: str, name: str) -> tuple[Dialogue, float]:
         """An owner's session and the time at which it ends. Raises NotFound, alike for one of others and for
@@ -127,13 +131,13 @@ class Dialogues:
         """An owner's sessions and the times at which they end, oldest first."""
         return [
             (dialogue, dialogue.used_at + self._ttl_s)
-            for dialogue in self._dialogues.values()
-            if dialogue.owner == owner and dialogue.turns and not self._is_expired(dialogue)
+            for dialogue in self._of.get(owner, {}).values()
+            if dialogue.turns and not self._is_expired(dialogue)
         ]
 
     async def end(self, dialogue: Dialogue) -> None:
         """Forget a session and its KV."""
-        self._dialogues.pop(dialogue.id, None)
+        self._drop(dialogue)
         await self._remove([dialogue])
         await self._forget_kv(dialogue, dialogue.keys)
 
@@ -147,19 +151,40 @@ class Dialogues:
         await self._end_if_lost(list(self._dialogues.values()))
 
     def _new(self, owner: str, namespace: str) -> Dialogue:
-        own = [
-            each for each in self._dialogues.values() if (each.owner, each.namespace) == (owner, namespace)
-        ]
-        if sum(not self._is_expired(each) for each in own) >= self._most:
-            raise TooManyRequests(
-                f"There are {self._most} sessions in namespace {namespace!r} already.",
-                hint="End one with DELETE /rag/sessions/{id}, wait until one expires, or raise max_sessions.",
-                code="too_many_sessions",
-                param="session",
-            )
+        own = self._of.get(owner, {}).values()
+        limits = (
+            (self._dialogues.values(), OF_SERVER * self._most, "on this server"),
+            (own, OF_KEY * self._most, "of this API key"),
+            (
+                [each for each in own if each.namespace == namespace],
+                self._most,
+                f"in namespace {namespace!r}",
+            ),
+        )
+        for there, most, where in limits:
+            # most requests find few, and need not look at each
+            if len(there) >= most and sum(not self._is_expired(each) for each in there) >= most:
+                raise TooManyRequests(
+                    f"There are {most} sessions {where} already.",
+                    hint="End one with DELETE /rag/sessions/{id}, wait until one expires, or raise "
+                    "max_sessions.",
+                    code="too_many_sessions",
+                    param="session",
+                )
         dialogue = Dialogue(secrets.token_hex(16), owner, namespace, self._budget)
-        self._dialogues[dialogue.id] = dialogue
+        self._add(dialogue)
         return dialogue
+
+    def _add(self, dialogue: Dialogue) -> None:
+        self._dialogues[dialogue.id] = dialogue
+        self._of.setdefault(dialogue.owner, {})[dialogue.id] = dialogue
+
+    def _drop(self, dialogue: Dialogue) -> None:
+        self._dialogues.pop(dialogue.id, None)
+        own = self._of.get(dialogue.owner, {})
+        own.pop(dialogue.id, None)
+        if not own:
+            self._of.pop(dialogue.owner, None)
 
     async def _end_if_lost(self, dialogues: Collection[Dialogue]) -> None:
         current = [each for each in dialogues if each.outdated is None]
@@ -188,7 +213,7 @@ class Dialogues:
                 await self._restore()
                 expired = [each for each in self._dialogues.values() if self._is_expired(each)]
                 for dialogue in expired:
-                    del self._dialogues[dialogue.id]
+                    self._drop(dialogue)
                 await self._remove(expired)
                 # An engine with exact strategies only cannot drop one prefix without the others.
                 for dialogue in () if self._engine.info.only_exact else expired:
@@ -203,7 +228,8 @@ class Dialogues:
         if self._disk is None or self._disk.is_open:
             return
         for dialogue in await self._disk.open():
-            self._dialogues.setdefault(dialogue.id, dialogue)
+            if dialogue.id not in self._dialogues:
+                self._add(dialogue)
         if self._disk.is_open:
             kept = [self._disk.keep(each) for each in self._dialogues.values() if each.turns]
             await asyncio.gather(*kept)

@@ -50,8 +50,9 @@ function fill(text, details, answer) {
     const page = place && `, ${place}`;
     element("li", undefined, list).append(sourceButton(answer, citation, `[${citation.index}] ${citation.title}${page}`, ""));
   }
-  const tiers = ["device", "host", "disk"].map((tier, n) => [tier, context.tokens_by_tier[tier] ?? 0, `c${n}`]);
-  bar(details, "Document tokens by tier", [...tiers, ["computed", context.tokens_recomputed, "c3"]], count);
+  const names = ["device", "host", "disk", "computed"];
+  const tiers = names.map((tier, n) => [tier, context.tokens_by_tier[tier] ?? 0, `c${n}`]);
+  bar(details, "Document tokens by tier", tiers, count);
   bar(details, "Stages", stages(timings), ms);
   const first = timings.ttft_ms === null ? "" : `first token ${ms(timings.ttft_ms)}, `;
   element(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ragserve.errors import Conflict, RagserveError, explained
+from ragserve.errors import Conflict, explained
 from ragserve.ingest.jobs.job_report import (
     Interrupted,
     JobReport,
@@ -71,9 +71,8 @@ class Lease:
                 if due and not self._jobs.heartbeat(self._job_id, self._worker, LEASE_S):
                     self.lost = True
                     return
-            except (
-                RagserveError
-            ) as error:  # a full disk, a busy registry: the run itself meets and reports it
+            # a full disk, a busy registry: the run itself meets and reports it, and the lease must go on
+            except Exception as error:  # noqa: BLE001
                 log.warning("The lease of job %s could not be renewed: %s", self._job_id, error)
 
 

@@ -94,9 +94,8 @@ class SparseDecodeBackend(AttentionBackend):
             pool_pages=statistics.tables.k_center.shape[1] - statistics.tables.more,
         )
         self.progressive = ProgressiveAttention(config, statistics, host)
-        self.offloaded_statistics: torch.Tensor | None = (
-            None  # int32 [requests, pages]: see `StepTables.set_lengths`
-        )
+        # int32 [requests, pages]: see `StepTables.set_lengths`
+        self.offloaded_statistics: torch.Tensor | None = None
         self._captured: StepTables | None = None  # at the addresses that graphs read
         self._eager: StepTables | None = None  # for batches larger than any graph, or without graphs
         self._tables: StepTables | None = None  # of the latest decode pass that runs our kernels
@@ -275,6 +274,10 @@ class SparseDecodeBackend(AttentionBackend):
                 return self._sparse_extend(
                     self.prefill, q, k, v, layer, forward_batch, save_kv_cache, **kwargs
                 )
+            if self.quantized and k is not None:
+                # some backends read new rows there, not in the pool
+                k, v = self._pool.written(layer, forward_batch.out_cache_loc, k, v)
+                save_kv_cache = False
             out: torch.Tensor = self.wrapped.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
             if self._step.apart and not decode:
                 self._attend_apart(q, out, layer)

@@ -93,12 +93,14 @@ class DecodeState:
 
     Attributes:
         kept: with a lag: the chosen pages outside of the step's tables; None: none have been chosen.
+        sparse_from: the first token whose KV a sparse step has computed; None: all KV is exact.
         counts: what it has offloaded and loaded, counted where it is done.
     """
 
     options: DecodeOptions
     selection: Selection = field(default_factory=Selection)
     kept: KeptSelection | None = None
+    sparse_from: int | None = None
     queries: ObservedQueries = field(default_factory=ObservedQueries)
     offload: OffloadState = field(default_factory=OffloadState)
     prompt: SegmentedPrompt = field(default_factory=SegmentedPrompt)
@@ -120,9 +122,14 @@ class DecodeState:
             **asdict(self.counts),
         )
 
+    def note_sparse(self, token: int) -> None:
+        """A sparse step computes the KV of ``token``."""
+        if self.sparse_from is None:
+            self.sparse_from = token
+
     def forget_selection(self) -> None:
         """The request loses its slots: it ends, or is retracted and begins anew."""
-        self.selection, self.kept = Selection(), None
+        self.selection, self.kept, self.sparse_from = Selection(), None, None
         self.queries.forget()
 
 

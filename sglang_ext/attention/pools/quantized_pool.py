@@ -2,8 +2,9 @@
 
 Decode steps read the codes (`ragserve_kernels.sparse_decode`, `progressive_decode`), dense ones too. SGLang's
 own backends run the prefill and read plain KV. For each layer of an extend, the rows of its cached prefixes
-are dequantised into a workspace of one layer that all layers share, at their own slots. Rows that the extend
-writes go there as they are, and quantised into the pool."""
+and those that it writes are dequantised into a workspace of one layer that all layers share, at their own
+slots. So every token attends to KV as it is stored: but for rounding, which may move a number to its next
+code, an answer depends neither on what was cached nor on where a prompt was cut into chunks."""
 
 from __future__ import annotations
 
@@ -71,6 +72,14 @@ class QuantizedKVPool(MHATokenToKVPool):
         quantize_kv(k.reshape(shape), slots, keys)
         quantize_kv(v.reshape(shape), slots, values)
 
+    def written(
+        self, layer: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write an extend's rows as `set_kv_buffer` does; return them as they are stored, in their shapes."""
+        self.set_kv_buffer(layer, slots, k, v)
+        keys, values = (plain[slots] for plain in self._workspace)
+        return keys.view_as(k).to(k.dtype), values.view_as(v).to(v.dtype)
+
     def prepare(self, layer: int, slots: torch.Tensor) -> None:
         """Dequantise ``slots`` [n] of a layer into the workspace, for an extend that reads them."""
         for some in slots.split(_AT_ONCE):
@@ -89,14 +98,12 @@ class QuantizedKVPool(MHATokenToKVPool):
         v_scale: Any = None,
         layer_id_override: int | None = None,
     ) -> None:
-        """Write an extend's rows: quantised into the pool, plain into the workspace that the pass reads."""
+        """Write an extend's rows: quantised into the pool, and from there into the workspace that the pass
+        reads."""
         slots = unwrap_write_loc(loc_info)[0]
-        self.store(
-            layer.layer_id if layer_id_override is None else layer_id_override, slots, cache_k, cache_v
-        )
-        shape = (len(slots), self.head_num, self.head_dim)
-        for plain, rows in zip(self._workspace, (cache_k, cache_v), strict=True):
-            plain[slots] = rows.reshape(shape).to(self.dtype)
+        number = layer.layer_id if layer_id_override is None else layer_id_override
+        self.store(number, slots, cache_k, cache_v)
+        self.prepare(number, slots)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Return the workspace, which in an extend holds what was prepared or written for this layer."""

@@ -303,13 +303,17 @@ def _recompute_reason(context: ComposedContext) -> str:
 
 
 def tokens_by_tier(context: ComposedContext) -> dict[str, int]:
-    """Kept document tokens by the tier that their KV comes from; the first layer's, where layers differ."""
+    """Kept document tokens by the tier that their KV comes from, "computed" where it was in none and has been
+    computed for this request; the first layer's, where layers differ."""
     kept = context.selection.kept if context.selection.kept.dim() == 1 else context.selection.kept[0]
     spans = context.plan.spans
     counts = np.diff(np.searchsorted(kept.numpy(), [*(span.start for span in spans), spans[-1].end]))
     tiers: dict[str, int] = {}
-    for tokens, source in zip(counts[1:].tolist(), context.located.sources[1:], strict=True):
-        tier = tier_of(source)
+    computed = set(context.plan.computed)
+    for number, (tokens, source) in enumerate(
+        zip(counts[1:].tolist(), context.located.sources[1:], strict=True), 1
+    ):
+        tier = "computed" if number in computed else tier_of(source)
         if tier == "device" and context.place.on_host is not None and context.place.on_host.is_there:
             tier = "host"  # where it is read, though the device has it, too
         tiers[tier] = tiers.get(tier, 0) + tokens

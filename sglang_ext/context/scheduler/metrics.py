@@ -26,7 +26,7 @@ class ContextMetrics:
         self.requests = Counter("ragserve_contexts", "Composed requests by strategy.", ["strategy"])
         self.tokens = Counter(
             "ragserve_context_tokens",
-            "Document tokens by strategy and kind: whole, kept, recomputed.",
+            "Document tokens by strategy and kind: whole, kept, recomputed, computed (in no tier before).",
             ["strategy", "kind"],
         )
 
@@ -37,6 +37,7 @@ class ContextMetrics:
             ("whole", report.document_tokens),
             ("kept", report.kept),
             ("recomputed", report.recomputed),
+            ("computed", report.by_tier.get("computed", 0)),
         ):
             self.tokens.labels(report.strategy, kind).inc(n)
         for stage in ("load", "compose", "recompute", "extend"):

@@ -1,5 +1,6 @@
 """A shared store that is a folder, such as an NFS mount, with a limit in bytes.
 
+    <folder>/.ragserve-kv
     <folder>/v3-<model digest>/rank-0-of-1/<namespace>/<key>.pages
 
 Documents appear by a rename and disappear by an unlink, whichever engine does so. A file that is unlinked
@@ -21,6 +22,7 @@ import torch
 from sglang_ext.documents.disk.page_files import DocumentFiles, PageFile
 from sglang_ext.documents.pages import page_format
 from sglang_ext.documents.pages.page_format import PageError, PageLayout, Record
+from sglang_ext.documents.remote import own_folder
 from sglang_ext.documents.remote.remote_backend import RemoteBackend, StoreAway
 
 _COUNT_EVERY_S = 60.0  # other engines write, too: the sum is counted anew
@@ -125,6 +127,12 @@ class FolderBackend(RemoteBackend):
     def _require(self) -> None:
         if not self._folder.is_dir():
             raise StoreAway(f"the folder {self._folder} is not there")
+        try:
+            own_folder.claim(self._folder)
+        except own_folder.ForeignFolder as error:  # it was away at the start, which refuses it
+            raise StoreAway(str(error)) from error
+        except OSError as error:
+            raise StoreAway(f"marking {self._folder}: {error}") from error
 
     def _scan(self, namespace: str | None) -> list[PageFile]:
         try:
@@ -167,17 +175,15 @@ class FolderBackend(RemoteBackend):
                 self.evictions += 1
 
     def _listed(self) -> list[tuple[float, int, str]]:
-        """(last use, bytes, path) of every file; unfinished files of killed engines are deleted."""
+        """(last use, bytes, path) of each file of a store; what killed engines left unfinished is deleted."""
         found, old = [], time.time() - _TEMPORARY_S
-        for place, _, names in os.walk(self._folder):
-            for name in names:
-                path = os.path.join(place, name)
-                try:
-                    stat = os.stat(path)
-                    if os.path.basename(place) == ".tmp" and stat.st_mtime < old:
-                        os.unlink(path)
-                    else:
-                        found.append((stat.st_mtime, stat.st_size, path))
-                except OSError:
-                    continue  # another engine has removed it
+        for path, finished in own_folder.own_files(self._folder):
+            try:
+                stat = path.stat()
+                if not finished and stat.st_mtime < old:
+                    path.unlink()
+                else:
+                    found.append((stat.st_mtime, stat.st_size, str(path)))
+            except OSError:
+                continue  # another engine has removed it
         return found

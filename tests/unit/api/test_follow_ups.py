@@ -14,7 +14,8 @@ from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.base import GenerateRequest
 from ragserve.errors import TooManyRequests
 from ragserve.programs import Rag
-from tests.unit.api.scripted_server import DOCUMENTS, Live, serving
+from ragserve.tenants.key_file import KeyLimits
+from tests.unit.api.scripted_server import DOCUMENTS, Live, Tenants, serving
 
 HISTORY = [
     {"role": "user", "content": "Tell me of the lighthouse of Skerryvore."},
@@ -174,3 +175,24 @@ def test_the_turn_before_says_which_of_two_is_meant(client: httpx.Client, live: 
 
     assert best(names[0], "alone") == best(names[1], "alone")
     assert [best(name, "context") for name in names] == list(names)
+
+
+@pytest.mark.parametrize("path", ["/rag/retrieve", "/rag/query"])
+def test_rewriting_a_question_counts_as_tokens_of_its_key(live: Live, path: str) -> None:
+    """A key without a token left may search, but not have its question rewritten."""
+    live.engine.reply = RewritingModel(REWRITES)
+    tenants, body = Tenants(live), {"query": FOLLOW_UP, "namespace": "docs", "history": HISTORY}
+    with live.client() as client:
+        retrieved(client)  # the server's tests of its model are its own
+    limits = KeyLimits(tokens_per_minute=1)
+    with tenants.client("thrifty", "read", "docs", limits=limits) as thrifty:
+        assert thrifty.post(path, json=body).status_code == 200
+        rewriting = live.engine.requests[-1 if path == "/rag/retrieve" else -2]
+        assert "Last question: " in load_tokenizer(DEFAULT_MODEL).decode(rewriting.input_ids)
+        prompts = [len(each.input_ids) for each in (rewriting, live.engine.requests[-1])]
+        least = prompts[0] if path == "/rag/retrieve" else sum(prompts)
+        refused = thrifty.post("/rag/retrieve", json=body)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) > (least - 1) * 60 - 30, "a minute a token"
+        alone = thrifty.post("/rag/retrieve", json=body | {"follow_ups": "context"})
+        assert alone.status_code == 200

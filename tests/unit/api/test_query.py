@@ -330,6 +330,10 @@ def test_tokens_add_up(client: httpx.Client, live: Live, docs: str, share: float
     assert answer["usage"]["cached"] == live.engine.cached
     assert context["tokens_recomputed"] + context["tokens_by_tier"]["device"] == context["tokens_kept"] > 0
     assert (context["tokens_by_tier"]["device"] == 0) == (share == 0)
+    assert sum(context["tokens_by_tier"].values()) == context["tokens_kept"], (
+        "what was in no tier is computed"
+    )
+    assert (context["tokens_by_tier"]["computed"] == 0) == (share == 1)
     assert (context["tokens_recomputed"] == 0) == (share == 1)
 
 

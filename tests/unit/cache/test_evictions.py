@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sqlite3
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from ragserve.cache import evictions, lock
 from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.errors import Conflict, EngineError
+from ragserve.metrics import exposition, metrics
 from ragserve_index import EvictionLog, IndexStore, NewChunk, NewDocument
 from sglang_ext.documents.pages.types import DiskConfig, DocumentMeta, KvShape
 from sglang_ext.documents.tier_store import TierStore
@@ -128,6 +130,52 @@ def test_an_engine_that_fails_is_asked_again(
             await until(lambda: engine.forgotten)
 
     asyncio.run(scenario())
+
+
+def test_a_registry_that_cannot_be_read_for_once_is_looked_at_again(
+    store: IndexStore, prompts: PromptBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One I/O error ended the reader, and removals by other processes were never seen again."""
+    engine, marks, mark = Engine(), [0], EvictionLog.mark
+
+    def failing(log: EvictionLog) -> int | None:
+        marks[0] += 1
+        if marks[0] == 1:
+            raise OSError("I/O error")
+        return mark(log)
+
+    async def scenario() -> None:
+        async with Evictor(store, engine, prompts).running():  # type: ignore[arg-type]
+            monkeypatch.setattr(EvictionLog, "mark", failing)
+            await until(lambda: marks[0])
+            with IndexStore(store.data_dir) as other:
+                remove(other, "vole")
+            await until(lambda: engine.forgotten)
+
+    asyncio.run(scenario())
+
+
+def test_series_of_a_removed_namespace_go(store: IndexStore, prompts: PromptBuilder) -> None:
+    """Whichever process removes it."""
+    recorded = metrics()
+    for namespace in ("birds", "boats"):
+        for gauge in (recorded.use_compared, recorded.use_kl, recorded.use_regret, recorded.use_taken_out):
+            gauge.labels(namespace, "epic:first=8").set(1)
+    engine = Engine()
+
+    def shown() -> set[str]:
+        text = exposition()[0].decode()
+        return set(re.findall(r'ragserve_use_\w+\{namespace="(birds|boats)"', text))
+
+    async def scenario() -> None:
+        async with Evictor(store, engine, prompts).running():  # type: ignore[arg-type]
+            assert shown() == {"birds", "boats"}
+            store.drop_namespace("birds")
+            await until(lambda: ("birds", None) in engine.forgotten)
+
+    asyncio.run(scenario())
+    assert shown() == {"boats"}
+    metrics().forget_namespace("boats")
 
 
 def test_a_query_that_began_before_a_removal_is_waited_for(

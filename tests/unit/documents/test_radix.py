@@ -122,6 +122,7 @@ def test_only_ordinary_requests_enter_the_tree(tree: Any, kind: str) -> None:
     tree.observer = SimpleNamespace(
         is_composed=lambda req: kind == "composed",
         in_session=lambda req: False,
+        exact_tokens=lambda req, tokens: tokens,
         before_release=lambda req, tokens: None,
         on_document=lambda req, slots: None,
         on_finished=lambda: None,
@@ -166,6 +167,7 @@ def test_a_turn_of_a_session_goes_on_from_the_slots_of_the_one_before(tree: Any,
     tree.observer = SimpleNamespace(
         is_composed=lambda req: True,
         in_session=lambda req: True,
+        exact_tokens=lambda req, tokens: tokens,
         before_release=lambda req, tokens: None,
         on_document=lambda req, slots: pytest.fail("a turn is no document"),
         on_finished=lambda: None,
@@ -200,3 +202,39 @@ def test_a_turn_of_a_session_goes_on_from_the_slots_of_the_one_before(tree: Any,
         assert tree.total_size() == 12
         assert sorted(freed) == sorted(slots[12:].tolist())
     assert not tree.document_tokens, "a session's KV is no document's"
+
+
+@pytest.mark.parametrize(("exact", "cached"), [(24, 24), (19, 16), (8, 8), (7, 4)])
+def test_what_a_sparse_step_has_computed_does_not_enter_the_tree(exact: int, cached: int) -> None:
+    """It is freed in whole pages, each slot once. What entered the tree as a prompt stays."""
+    tree = tree_of(4)
+    slots, freed = torch.arange(24), []
+    tree.req_to_token_pool = SimpleNamespace(req_to_token=slots[None])
+    tree.token_to_kv_pool_allocator = SimpleNamespace(
+        free=lambda freed_slots: freed.extend(freed_slots.tolist()),
+        free_segments=lambda segments: freed.extend(slot for part, _ in segments for slot in part.tolist()),
+    )
+    told: list[str] = []
+    tree.observer = SimpleNamespace(
+        is_composed=lambda req: False,
+        exact_tokens=lambda req, tokens: told.append("exact") or min(exact, tokens),
+        before_release=lambda req, tokens: told.append("released"),
+        on_document=lambda req, slots: None,
+        on_finished=lambda: None,
+        on_cached=lambda req, node: None,
+    )
+    ids = array("q", range(100, 124))
+    request = SimpleNamespace(
+        origin_input_ids=ids[:8],
+        output_ids=ids[8:],
+        extra_key=KEY,
+        req_pool_idx=0,
+        cache_protected_len=0,
+        last_node=None,
+        session=None,
+    )
+    tree.cache_finished_req(request, kv_len_to_handle=24)
+    assert told == ["exact", "released"], "a request that is released knows nothing of its steps any more"
+    assert tree.total_size() == cached
+    assert found(tree, ids[:cached]) == slots[:cached].tolist()
+    assert sorted(freed) == list(range(cached, 24))

@@ -116,6 +116,29 @@ def test_all_that_a_query_lacks_is_prefilled_in_one_message_and_not_analysed() -
     asyncio.run(work())
 
 
+def test_a_request_tells_the_engine_which_of_its_documents_were_computed_for_it() -> None:
+    """Its report must tell a cold request from a warm one, though the documents are on the device by then."""
+
+    async def work() -> None:
+        engine = Engine()
+        engine.cached |= {(1, 1), (3, 3)}
+        told: list[list[int]] = []
+        run = engine.documents._run
+
+        def noted(fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
+            plan = json.loads(fields["sampling_params"]["custom_params"][PLAN_FIELD])
+            told.append(plan.get("computed", []))
+            return run(fields, prompt_tokens)
+
+        engine.documents._run = noted
+        asked = request([1, 1], [2], [3, 3], [2], [4])
+        await answer(engine, asked)
+        await answer(engine, asked)
+        assert told == [[], [1, 3, 4], []]
+
+    asyncio.run(work())
+
+
 def test_queries_share_prefills_but_wait_for_no_analysis() -> None:
     async def work() -> None:
         engine = Engine()

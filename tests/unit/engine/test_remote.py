@@ -11,7 +11,7 @@ from aiohttp.test_utils import TestServer
 
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.config import load
-from ragserve.engine.base import GenerateRequest
+from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.engine.remote import REFUSES_KEY, RemoteEngine, refusal
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, TooManyRequests, Unavailable
 from tests.conftest import MODEL
@@ -108,6 +108,37 @@ def test_a_refused_generation_raises_the_error_of_its_status(answer: str) -> Non
                         async for _ in engine.generate(GenerateRequest("r", [1, 2], "n", "full")):
                             pass
                     assert "{" not in str(raised.value), "the reason alone"
+            finally:
+                await engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_seed_is_refused_where_the_engine_does_not_read_it(deterministic: bool) -> None:
+    """SGLang without our hooks reads seeds with deterministic inference only."""
+
+    async def info(_: web.Request) -> web.Response:
+        return web.json_response(INFO | {"enable_deterministic_inference": deterministic})
+
+    async def asked(engine: RemoteEngine, sampling: Sampling) -> None:
+        async for _ in engine.generate(GenerateRequest("q", [1, 2], "n", "full", sampling=sampling)):
+            pass
+
+    async def run() -> None:
+        app = web.Application()
+        app.add_routes([web.get("/{_}", info)])  # and nothing generates: 404
+        async with TestServer(app) as server:
+            engine = RemoteEngine(load(engine_url=str(server.make_url("/"))))
+            try:
+                await engine.start()
+                for sampling, reads in (
+                    (Sampling(seed=7, temperature=1.0), deterministic),
+                    (Sampling(seed=7), True),
+                ):
+                    with pytest.raises(RagserveError) as refused:
+                        await asked(engine, sampling)
+                    assert ("does not read seeds" in str(refused.value)) is not reads
             finally:
                 await engine.close()
 

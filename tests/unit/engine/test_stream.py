@@ -94,3 +94,20 @@ def test_decode_options_travel_and_their_report_comes_with_the_last_chunk() -> N
     last = reader.read(out("A b", {"type": "length"}, ragserve_decode=[None, None, said])).decode
     assert last is not None
     assert (last.mode, last.share, last.weight) == ("progressive", 0.5, 0.97)
+
+
+@pytest.mark.parametrize(
+    ("texts", "reason", "want"),
+    [
+        (["船", "船長", "船長"], {"type": "stop", "matched": "長山"}, "船"),  # it had been sent
+        (["船", "船"], {"type": "stop", "matched": "長山"}, "船"),
+        (["船", "船長", "船長と"], {"type": "stop", "matched": 2}, "船長と"),
+        (["船", "船長"], {"type": "length"}, "船長"),
+    ],
+    ids=str,
+)
+def test_what_may_begin_a_stop_string_waits(texts: list[str], reason: dict[str, Any], want: str) -> None:
+    reader = StreamReader(7, ["長山", "\n\n"])
+    deltas = [reader.read(out(text)).text for text in texts[:-1]]
+    assert "長" not in "".join(deltas)
+    assert "".join([*deltas, reader.read(out(texts[-1], reason)).text]) == want

@@ -15,7 +15,7 @@ def answered(text: str) -> Answer:
             "answer": text,
             "citations": [],
             "usage": {"prompt": 10, "cached": 4, "completion": 2},
-            "context": {"strategy": "full", "tokens_by_tier": {}, **context},
+            "context": {"strategy": "full", "tokens_by_tier": {"device": 4, "computed": 6}, **context},
             "timings": {"ttft_ms": 5.0, "total_ms": 6.0},
             "index_version": 1,
             "namespace": "n",

@@ -73,6 +73,7 @@ def test_given_sends_the_documents_in_order_and_scores_the_answer() -> None:
     assert (total["contains"], total["refused"]) == (100.0, 0.0)
     assert sent["system"] is None
     assert (total["ttft_ms_mean"], total["prompt_tokens"], total["cached_tokens"]) == (5.0, 10.0, 4.0)
+    assert total["computed_tokens"] == outcomes[0].record()["computed_tokens"] == 6
 
 
 def test_failures_count_as_wrong_and_say_why() -> None:

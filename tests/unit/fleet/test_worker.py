@@ -249,5 +249,14 @@ def test_what_workers_must_have_in_common(worker: FakeWorker, tmp_path: Path) ->
 def test_a_worker_makes_its_name_once(tmp_path: Path) -> None:
     first = identity(tmp_path)
     assert first == identity(tmp_path) != identity(tmp_path / "another")
-    (tmp_path / "worker.json").write_text("{")
-    assert len(identity(tmp_path)) == len(first), "a broken file is one of a new worker"
+
+
+@pytest.mark.parametrize("text", ["{", "", "[]", "{}", '{"id": null}', '{"id": ""}', "\x00" * 40])
+def test_a_worker_whose_name_is_damaged_does_not_start(tmp_path: Path, text: str) -> None:
+    """Under another name it would never hear of the deletions that servers have noted for it."""
+    path = tmp_path / "worker.json"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest, match=r"worker\.json is damaged") as caught:
+        identity(tmp_path)
+    assert "backup" in str(caught.value.hint)
+    assert path.read_text() == text

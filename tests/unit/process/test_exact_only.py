@@ -192,3 +192,20 @@ def test_every_operation_answers(make: Any) -> None:
     stat = asked("stat")
     assert stat["device"]["documents"] == 0
     assert stat["device"]["budget_bytes"] > 0
+
+
+@pytest.mark.parametrize(("exact", "kept"), [(8, True), (7, False), (0, False)])
+def test_sglangs_own_cache_takes_no_answer_with_sparse_steps(exact: int, kept: bool) -> None:
+    from sglang_ext.process.exact_only import keep_exact
+
+    told: list[tuple[bool, int]] = []
+
+    class Cache:
+        def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+            told.append((is_insert, kv_len_to_handle))
+
+    cache = Cache()
+    keep_exact(cache, lambda req, tokens: min(exact, tokens))
+    cache.cache_finished_req(object(), kv_len_to_handle=8)
+    cache.cache_finished_req(object(), is_insert=False, kv_len_to_handle=8)
+    assert told == [(kept, 8), (False, 8)]

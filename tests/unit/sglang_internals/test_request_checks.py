@@ -73,6 +73,7 @@ def request(**fields: Any) -> None:
         ("stop", [1]),
         ("stop", ["a"] * 257),
         ("stop", "a" * 5000),
+        ("stop", ["a" * 3000, "b" * 3000]),
         ("stop_regex", "(a+)+$"),
         ("regex", 5),
         ("regex", "a\0"),
@@ -306,3 +307,11 @@ def test_tokens_are_reported_as_they_are_read_and_generated() -> None:
     with metered(spent.append):
         asyncio.run(read(1))
     assert spent[5:] == [3, 2, 3]
+
+
+def test_a_seed_of_several_answers_is_refused() -> None:
+    """They would all be the same one."""
+    sampling(sampling_seed=7, n=1)
+    sampling(n=3)
+    with pytest.raises(ValueError, match="sampling_seed with n"):
+        sampling(sampling_seed=7, n=2)

@@ -29,8 +29,8 @@ AT_START = {  # where an error must end the process
 }
 COUNTS = {"around_next_chunk"}  # tokens of a step, in plain numbers
 REFUSES = {"_around_weights"}  # holds nothing and serves no request
-READS = {"around_pull"}  # hands on a list
-WITHIN_FORWARD = {"_after_token_ids", "_around_mask_memory"}  # called by SGLang's forward pass, a stage
+READS = {"around_pull", "around_output", "around_tail"}  # hands on a list, an output, a number
+WITHIN_FORWARD = {"_after_token_ids", "around_mask_memory"}  # called by SGLang's forward pass, a stage
 
 
 def calls(name: str) -> list[str]:
@@ -59,7 +59,7 @@ def test_every_hook_names_its_stages() -> None:
 
 def test_what_the_tree_calls_is_a_stage() -> None:
     told = {name for name, _ in inspect.getmembers(TreeObserver, inspect.isfunction) if name[0] != "_"}
-    assert told - {"is_composed", "in_session"} == {
+    assert told - {"is_composed", "in_session", "exact_tokens"} == {
         *("before_release", "on_document", "on_finished", "on_cached", "on_evicted", "before_eviction")
     }
     text = (SOURCE / "process" / "runtime.py").read_text()

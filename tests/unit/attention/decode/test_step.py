@@ -401,6 +401,8 @@ def test_engines_that_cannot_decode_sparsely_are_refused() -> None:
         enable_two_batch_overlap=False,
         speculative_algorithm="EAGLE",
         radix_cache_backend=None,
+        hicache_storage_backend="file",
+        enable_lmcache=True,
     )
     runner = SimpleNamespace(server_args=args, page_size=1, token_to_kv_pool=object(), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="sparse_attention=on") as refused:
@@ -411,6 +413,8 @@ def test_engines_that_cannot_decode_sparsely_are_refused() -> None:
         "enable_lora",
         "speculative_algorithm",
         "radix_cache_backend",
+        "hicache_storage_backend is file",
+        "enable_lmcache is True: that storage finds KV by its tokens alone",
         "kv_offload_bytes is 1048576 and kv_bits 8",
         "logical page has 16",
     ):

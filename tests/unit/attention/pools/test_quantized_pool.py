@@ -43,7 +43,7 @@ def layer(number: int) -> Any:
     return SimpleNamespace(layer_id=number)
 
 
-def test_an_extend_reads_its_own_rows_as_they_are_and_earlier_ones_as_stored(pool: QuantizedKVPool) -> None:
+def test_an_extend_reads_its_own_rows_and_earlier_ones_as_stored(pool: QuantizedKVPool) -> None:
     step = 2 ** (1 - pool.bits) * 8  # of values within about 4 sigma
     old, new = torch.arange(20, 37), torch.tensor([90, 41, 3])
     for number in range(LAYERS):
@@ -53,9 +53,14 @@ def test_an_extend_reads_its_own_rows_as_they_are_and_earlier_ones_as_stored(poo
         k, v = rows(len(old), number)
         more_k, more_v = rows(len(new), 10 + number)
         pool.prepare(number, old)
-        pool.set_kv_buffer(layer(number), new, more_k, more_v)
-        assert torch.equal(pool.get_key_buffer(number)[new], more_k)
-        assert torch.equal(pool.get_kv_buffer(number)[1][new], more_v)
+        own = pool.written(layer(number), new, more_k.flatten(1), more_v)
+        assert [x.shape for x in own] == [more_k.flatten(1).shape, more_v.shape]
+        for got, read, stored, want in zip(
+            pool.get_kv_buffer(number), own, pool.quantized(number), (more_k, more_v), strict=True
+        ):
+            assert torch.equal(got[new], dequantize_kv(stored, new))
+            assert torch.equal(got[new], read.view_as(want))
+            assert 0 < float((got[new] - want).abs().max()) < step
         for got, stored, want in zip(pool.get_kv_buffer(number), pool.quantized(number), (k, v), strict=True):
             assert torch.equal(got[old], dequantize_kv(stored, old))
             assert 0 < float((got[old] - want).abs().max()) < step

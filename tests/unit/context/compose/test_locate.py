@@ -5,18 +5,33 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from sglang_ext.context.compose.locate import Locator
-from sglang_ext.context.compose.request import ComposedContext, tier_of
+from sglang_ext.context.compose.request import (
+    ComposedContext,
+    DocumentOnDevice,
+    DocumentOnHost,
+    tier_of,
+    tokens_by_tier,
+)
 from sglang_ext.documents.session_pages import TurnPages
 from sglang_ext.documents.tier_store import TierStore
-from sglang_ext.wire.protocol import ContextPlan, SessionPart, Span, composed_session_key, session_key
+from sglang_ext.wire.protocol import (
+    ContextPlan,
+    PlanError,
+    SessionPart,
+    Span,
+    composed_session_key,
+    session_key,
+)
 from tests.unit.documents.document_samples import SHAPE, Sample, flushed, opened
 
 BLOCK = SHAPE.block
@@ -214,3 +229,24 @@ def test_ranks_take_of_turns_on_the_host_what_all_of_them_have() -> None:
     assert (context.there, unpinned, context.located.pinned_turns) == (12, ["b"], ["a"])
     assert not locator.has_turns(context, 4)
     assert (context.there, context.located.turns, unpinned) == (4, [], ["b", "a"])
+
+
+def test_documents_that_were_computed_for_the_request_are_of_no_tier() -> None:
+    documents = [Sample(number, 20) for number in range(4)]
+    context = context_of(documents, [range(20), range(20), range(5), range(10)])
+    context.plan = replace(context.plan, computed=(1, 3))
+    node: Any = None
+    on_device = DocumentOnDevice(torch.arange(20), node)
+    context.located.sources = [
+        on_device,
+        on_device,
+        on_device,
+        DocumentOnHost("key", torch.arange(2).numpy()),
+    ]
+    settle(context, [range(20), range(20), range(5), range(10)])
+    assert tokens_by_tier(context) == {"computed": 30, "device": 5}
+    plan = ContextPlan.from_json(context.plan.to_json(), len(context.ids))
+    assert plan.computed == (1, 3)
+    text = context.plan.to_json().replace('"computed":[1,3]', '"computed":["x"]')
+    with pytest.raises(PlanError, match="not a context plan"):
+        ContextPlan.from_json(text, len(context.ids))
