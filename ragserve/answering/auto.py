@@ -14,7 +14,7 @@ from ragserve.profiles.costs import ABSENT, COSTS, Costs
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.strategy_spec import StrategySpec, keeps_whole, parse
-from sglang_ext.wire.protocol import EXACT_STRATEGIES
+from sglang_ext.wire.protocol import EXACT_STRATEGIES, pieces_of
 
 AUTO = "auto"
 MIN_GAIN = 0.05  # composed contexts are approximate: a smaller gain is not worth it
@@ -138,7 +138,7 @@ class Chooser:
     ) -> StrategyChoice:
         """The strategy with the lowest expected TTFT, by where the prompt and its documents are cached. A
         session does not use the ``shared`` prefix cache of its namespace."""
-        pieces = [prompt.input_ids[span.start : span.end] for span in prompt.spans]
+        pieces = pieces_of(prompt.input_ids, prompt.spans)
         engine = answering(engine, namespace, pieces)
         tiers = (await engine.where(namespace, pieces)).fastest()
         cached = await engine.prefix(namespace, prompt.input_ids) if shared else 0

@@ -145,4 +145,4 @@ async def warm_missing(engine: CachingEngine, namespace: str, needed: Sequence[l
                 spans.append(Span(len(ids), len(ids) + len(document)))
                 ids += document
         if spans:
-            await engine.warm(GenerateRequest("warm", ids, namespace, spans=tuple(spans)))
+            await engine.warm(GenerateRequest("warm", ids, namespace, spans=tuple(spans), system=False))

@@ -300,7 +300,9 @@ class _WarmRun:
 
     def _failure(self, prompt: list[int], spans: Sequence[Span]) -> str | None:
         """Compute documents of ``prompt``; why that failed, if it did. Raises ``Unavailable``."""
-        request = GenerateRequest(self._job.job_id, prompt, self._job.namespace, spans=tuple(spans))
+        request = GenerateRequest(
+            self._job.job_id, prompt, self._job.namespace, spans=tuple(spans), system=False
+        )
         try:
             self._warmer.call(self._warmer.engine.warm(request))
         except Unavailable:

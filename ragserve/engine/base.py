@@ -48,6 +48,7 @@ class GenerateRequest:
         strategy: Exact (`full`, `prefix`) or the name of a composed strategy.
         sampling: Sampling parameters.
         spans: For composed strategies: the system text and each document, from position 0 without gaps.
+        system: A span that begins at 0 is the system text; false where spans are documents alone.
         options: Options of the strategy.
         distributions: Number of first tokens whose distributions are returned. Costs time; for measurements.
         forced: Token ids that the answer begins with, whatever the model would say; for measurements.
@@ -83,6 +84,7 @@ class GenerateRequest:
     earlier: Callable[[], GenerateRequest] | None = None
     computed: tuple[int, ...] = ()
     background: bool = False
+    system: bool = True
 
     @property
     def asks_sparse(self) -> bool:

@@ -26,9 +26,9 @@ Run = Callable[[dict[str, Any], int], AsyncGenerator[GenerateChunk, None]]
 RunTogether = Callable[[Sequence[dict[str, Any]]], Coroutine[Any, Any, None]]
 """Sends several payloads at once and waits until all have ended."""
 
-_Key = tuple[str, bool, bool, tuple[int, ...]]
-"""Key of a running prefill: namespace, analysed or not, lasting or not, token ids. A query never waits for an
-analysis."""
+_Key = tuple[str, bool, bool, bool, tuple[int, ...]]
+"""Key of a running prefill: namespace, analysed or not, lasting or not, system text or not, and token ids. A
+query never waits for an analysis."""
 
 
 class _NotKept(Exception):
@@ -114,6 +114,7 @@ class Documents:
                 request.namespace,
                 analyse,
                 span not in passing,
+                request.system and span.start == 0,
                 tuple(request.input_ids[span.start : span.end]),
             ): span
             for span in spans

@@ -119,7 +119,8 @@ def document_payload(
         request.rid, ids, request.namespace, "prefix", Sampling(max_new_tokens=1), decode=request.decode
     )
     fields = payload(document, rid)
-    options = {"analyse": analyse, "lasting": lasting}
+    first = request.system and span.start == 0
+    options = {"analyse": analyse, "lasting": lasting} | ({"first": True} if first else {})
     plan = ContextPlan("document", request.namespace, options=options)
     fields["sampling_params"]["custom_params"] = {PLAN_FIELD: plan.to_json()}
     return fields

@@ -27,7 +27,7 @@ from ragserve.verification.engine_run import TimedAnswer, first_token, in_tier
 from ragserve.verification.given_scores import GivenScores
 from ragserve.verification.metrics import contains_answer, exact_match, is_refusal, token_f1
 from ragserve.verification.rows import Key, Row
-from sglang_ext.wire.protocol import document_key
+from sglang_ext.wire.protocol import document_key, pieces_of
 
 if TYPE_CHECKING:
     from ragserve.retrieval.embedder import Embedder
@@ -166,8 +166,8 @@ class _Asking:
 
     async def _to_tier(self, request: GenerateRequest) -> None:
         fingerprint = (await self._control("info"))["fingerprint"]
-        ids = request.input_ids
-        keys = [document_key(NAMESPACE, fingerprint, ids[span.start : span.end]) for span in request.spans]
+        pieces = pieces_of(request.input_ids, request.spans)
+        keys = [document_key(NAMESPACE, fingerprint, piece) for piece in pieces]
         await in_tier(self._engine, self._ask.tier, keys)
 
     async def _control(self, operation: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ragserve.strategy_spec import FULL, StrategySpec
 from ragserve.verification import MAX_TOKENS
 from ragserve.verification.distribution import Closeness, forced_along, given_answer
 from ragserve_index import IndexStore
+from sglang_ext.wire.protocol import pieces_of
 
 log = logging.getLogger(__name__)
 MOST_WAITING = 8  # answers, in memory with their prompts; further ones are not drawn
@@ -132,7 +133,7 @@ class AnswerWatch:
             return None
         with self._limiter.background(request.namespace, request):
             if isinstance(self._engine, CachingEngine):
-                documents = [request.input_ids[span.start : span.end] for span in request.spans]
+                documents = pieces_of(request.input_ids, request.spans)
                 engine = answering(self._engine, request.namespace, documents)
                 found = await engine.where(request.namespace, documents)
                 if ABSENT in found.fastest():

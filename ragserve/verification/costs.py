@@ -21,7 +21,7 @@ from ragserve.errors import InvalidRequest
 from ragserve.profiles.costs import ABSENT, CostSample
 from ragserve.strategy_spec import StrategySpec
 from ragserve.verification.engine_run import REMOTE, TIERS, doubling, first_token, in_tier, random_tokens
-from sglang_ext.wire.protocol import Span, document_key
+from sglang_ext.wire.protocol import Span, document_key, pieces_of
 
 NAMESPACE = "calibration"
 SYSTEM_TOKENS, QUESTION_TOKENS = 16, 32
@@ -152,7 +152,7 @@ class _Probe:
         documents, spans = self._documents.setdefault(length, self._tokens(length)), self._spans(length)
         await self._engine.warm(_request(spec, documents, spans))
         fingerprint = (await self._engine.control("info"))["fingerprint"]
-        keys = [document_key(NAMESPACE, fingerprint, documents[span.start : span.end]) for span in spans]
+        keys = [document_key(NAMESPACE, fingerprint, piece) for piece in pieces_of(documents, spans)]
         taken = []
         for _ in range(self._schedule.repeats + 1):
             if tier != "device":

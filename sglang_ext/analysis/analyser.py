@@ -31,12 +31,13 @@ Keep = Callable[[int, torch.Tensor, torch.Tensor], None]
 @dataclass(frozen=True)
 class DocumentPart:
     """Tokens ``ids`` of a document from position ``start`` on. ``before``: by layer, K and V of the
-    document's ``start`` tokens before them.
+    document's ``start`` tokens before them. ``first``: without the prefix.
     """
 
     ids: Sequence[int]
     start: int
     before: Callable[[int], Kv]
+    first: bool = False
 
 
 class Analyser:
@@ -115,7 +116,12 @@ class Analyser:
         """Prefill parts of documents behind the prefix; ``keep`` gets their K and V."""
         before = self.prefix_kv
 
-        def context(part: DocumentPart, layer: int) -> Kv:
+        def context(part: DocumentPart) -> Callable[[int], Kv] | None:
+            if part.first:
+                return part.before if part.start else None
+            return partial(behind, part) if part.start else before.__getitem__
+
+        def behind(part: DocumentPart, layer: int) -> Kv:
             (k, v), (own_k, own_v) = before[layer], part.before(layer)
             return torch.cat((k, own_k.to(k.dtype))), torch.cat((v, own_v.to(v.dtype)))
 
@@ -123,7 +129,7 @@ class Analyser:
             Text(
                 self._tensor(part.ids),
                 part.start + torch.arange(len(part.ids), device=self._device),
-                partial(context, part) if part.start else before.__getitem__,
+                context(part),
             )
             for part in parts
         ]

@@ -38,6 +38,7 @@ def create_cache(context: Any) -> Any:
     reason = why_no_documents(context)
     tokenizer = _Tokenizer(args, runner.model_config.vocab_size)
     prefix = tokenizer.prefix(str(config.get("prefix", ""))) if reason is None and is_plain(runner) else []
+    prefix = prefix[: runner.model_config.context_len // 4]
     about = f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{DOCUMENT_PAGE}"
     fingerprint = model_fingerprint(
         args.model_path, f"{about}|prefix {digest_of(prefix)}" if prefix else about, options=vars(args)

@@ -27,7 +27,14 @@ from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.sglang_internals import sglang_requests
 from sglang_ext.sglang_internals.model import NotComposable
 from sglang_ext.stages import stages
-from sglang_ext.wire.protocol import PLAN_FIELD, ContextPlan, PlanError, document_key
+from sglang_ext.wire.protocol import (
+    PLAN_FIELD,
+    ContextPlan,
+    PlanError,
+    SystemText,
+    document_key,
+    pieces_of,
+)
 
 if TYPE_CHECKING:
     from sglang_ext.attention.decode_runtime import DecodeRuntime
@@ -135,15 +142,19 @@ class ContextRuntime:
                 raise PlanError(str(self.unsupported))
             ids = array("q", req.origin_input_ids)
             if plan.operation == "document":
-                key = document_key(plan.namespace, self.fingerprint, ids)
-                analyse = plan.analyse and self._at_ingestion
-                req.ragserve = DocumentRequest(key, plan.namespace, ids, analyse, plan.lasting)
+                text = SystemText(ids) if plan.first else ids
+                key = document_key(plan.namespace, self.fingerprint, text)
+                analyse = plan.analyse and self._at_ingestion and not plan.first
+                req.ragserve = DocumentRequest(
+                    key, plan.namespace, ids, analyse, plan.lasting, first=plan.first
+                )
                 req.extra_key = key
                 sglang_req.prefill_whole_pages(req, self.tree.page_size, self._longest)
                 self.documents.document_request(req, plan.namespace)
                 return
-            keys = (document_key(plan.namespace, self.fingerprint, ids[s.start : s.end]) for s in plan.spans)
-            self.composition.attach(req, plan, tuple(keys))
+            pieces = pieces_of(ids, plan.spans)
+            keys = tuple(document_key(plan.namespace, self.fingerprint, piece) for piece in pieces)
+            self.composition.attach(req, plan, keys)
             if plan.session is not None:
                 self.documents.caching_request(req)
         except PlanError as error:

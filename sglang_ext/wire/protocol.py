@@ -129,12 +129,13 @@ class ContextPlan:
     """The plan to serve one request.
 
     ``compose``: spans cover ``ids[0:question_start]`` without gaps, the system text first; the rest of the
-    ids is extended over the composed slots. ``document``: the ids are one document, to be prefilled alone and
-    cached; its option ``analyse`` false leaves the analysis to the first request that needs it, ``lasting``
-    false keeps it off the disk. ``scores``: what the retriever knows, for strategies that choose.
-    ``session``: the request's KV is kept under the session's key when it ends; from the second turn on the
-    first span is all of the dialogue before the new documents. ``computed``: numbers of the spans that were
-    in no tier and have been computed for this request; for its report."""
+    ids is extended over the composed slots. ``document``: the ids are one document, to be prefilled without
+    others and cached; its option ``analyse`` false leaves the analysis to the first request that needs it,
+    ``lasting`` false keeps it off the disk, ``first`` true makes it the text that prompts begin with.
+    ``scores``: what the retriever knows, for strategies that choose. ``session``: the request's KV is kept
+    under the session's key when it ends; from the second turn on the first span is all of the dialogue before
+    the new documents. ``computed``: numbers of the spans that were in no tier and have been computed for this
+    request; for its report."""
 
     operation: Operation
     namespace: str
@@ -160,6 +161,12 @@ class ContextPlan:
         """Write the document through to disk."""
         lasting: bool = self.options.get("lasting", True)
         return lasting
+
+    @property
+    def first(self) -> bool:
+        """The document is a system text: prompts begin with it."""
+        first: bool = self.options.get("first", False)
+        return first
 
     def to_json(self) -> str:
         fields: dict[str, Any] = {
@@ -214,9 +221,9 @@ class ContextPlan:
         if self.operation == "document":
             if self.session is not None:
                 raise PlanError("a document has no session")
-            flags = isinstance(self.analyse, bool) and isinstance(self.lasting, bool)
-            if set(self.options) - {"analyse", "lasting"} or not flags:
-                raise PlanError("a document plan has two options, analyse and lasting: true or false")
+            flags = all(isinstance(value, bool) for value in self.options.values())
+            if set(self.options) - {"analyse", "lasting", "first"} or not flags:
+                raise PlanError("a document plan has the options analyse, lasting and first: true or false")
             return
         if not self.spans:
             raise PlanError("nothing to compose: the plan has no spans")
@@ -266,13 +273,27 @@ def composed_session_key(key: str) -> str:
     return f"{key}:composed"
 
 
+class SystemText(list[int]):
+    """Token ids that prompts begin with. Their KV is computed without the prefix of documents, and has a key
+    of its own."""
+
+
+def pieces_of(ids: Sequence[int], spans: Sequence[Span]) -> list[Sequence[int]]:
+    """The texts of a composed prompt: the system text, then each document."""
+    texts = [ids[span.start : span.end] for span in spans]
+    return [SystemText(text) if number == 0 else text for number, text in enumerate(texts)]
+
+
 def document_key(namespace: str, fingerprint: str, ids: Sequence[int]) -> str:
-    """Cache key of a document's KV: 32 hex digits over namespace, model fingerprint and token ids.
+    """Cache key of a document's KV: 32 hex digits over namespace, model fingerprint and token ids, and over
+    whether it is a `SystemText`.
 
     The namespace is part of the key, so the same text in two namespaces is two documents."""
     digest = hashlib.blake2b(digest_size=16)
     for part in (namespace.encode(), fingerprint.encode()):
         digest.update(len(part).to_bytes(4, "little") + part)
+    if isinstance(ids, SystemText):
+        digest.update(b"first")
     digest.update(array("q", ids).tobytes())
     return digest.hexdigest()
 

@@ -87,10 +87,15 @@ def composed(
             return answer
         for i in missing:
             a, b = spans[i]
-            generate(client, ids[a:b], ContextPlan("document", namespace), n_new=1)
+            generate(client, ids[a:b], document_plan(namespace, i), n_new=1)
             if on_document is not None:
                 on_document(namespace, ids[a:b])
     raise LookupError("the documents do not stay cached")
+
+
+def document_plan(namespace: str, number: int) -> ContextPlan:
+    """The plan that computes a prompt's span: of the first, the system text."""
+    return ContextPlan("document", namespace, options={"first": True} if number == 0 else {})
 
 
 def report(answer: dict[str, Any]) -> dict[str, Any]:

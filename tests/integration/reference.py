@@ -1,5 +1,5 @@
-"""Reference for composed contexts, in transformers: prefill each document alone, rotate its keys, concatenate
-the caches layer by layer.
+"""Reference for composed contexts, in transformers: prefill each document behind the prefix, rotate its keys,
+concatenate the caches layer by layer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ragserve_kernels.quantize_kv.naive import dequantize, quantize
-from sglang_ext.analysis.texts import unrelated_contexts
+from sglang_ext.analysis.texts import FIXED, Texts, prefix_of, unrelated_contexts
 from tests.sentences import chosen, sentences_of
 
 
@@ -21,10 +21,19 @@ class Generated:
     logprobs: list[float]
 
 
-class Reference:
-    """A Hugging Face model in float32; ``page_bits``: of the documents' KV before it is moved."""
+def _prefix_ids(path: Path, text: str, vocabulary: int) -> list[int]:
+    from transformers import AutoTokenizer
 
-    def __init__(self, path: Path, page_bits: int = 16) -> None:
+    if not (path / "tokenizer_config.json").exists():
+        return list(Texts.drawn(vocabulary).unrelated[0])
+    return prefix_of(AutoTokenizer.from_pretrained(path), text)
+
+
+class Reference:
+    """A Hugging Face model in float32; ``page_bits``: of the documents' KV before it is moved; ``prefix``:
+    the text that documents are prefilled behind, `FIXED` or another one."""
+
+    def __init__(self, path: Path, page_bits: int = 16, prefix: str = FIXED) -> None:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -32,6 +41,7 @@ class Reference:
         ).eval()
         self.page_bits = page_bits
         self.layers = self.model.config.num_hidden_layers
+        self.prefix = _prefix_ids(path, prefix, self.model.config.vocab_size)
 
     @torch.no_grad()
     def alone(self, ids: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -39,14 +49,31 @@ class Reference:
         cache = self.model(torch.tensor([ids]), use_cache=True).past_key_values
         return [(self._stored(layer.keys), self._stored(layer.values)) for layer in cache.layers]
 
+    @torch.no_grad()
+    def document(self, ids: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Prefill a document behind the prefix, as `alone`; its keys stand as at positions from 0 on."""
+        from transformers import DynamicCache
+
+        n, cache = len(self.prefix), DynamicCache()
+        if n:
+            cache = self.model(torch.tensor([self.prefix]), use_cache=True).past_key_values
+        positions = torch.arange(n, n + len(ids))[None]
+        out = self.model(
+            torch.tensor([ids]), past_key_values=cache, position_ids=positions, use_cache=True
+        ).past_key_values
+        return [
+            (self._stored(self.moved(layer.keys[:, :, n:], -n)), self._stored(layer.values[:, :, n:]))
+            for layer in out.layers
+        ]
+
     def _stored(self, values: torch.Tensor) -> torch.Tensor:
         return dequantize(*quantize(values, 8)) if self.page_bits == 8 else values
 
     def moved(self, k: torch.Tensor, shift: int) -> torch.Tensor:
         """Rotate K by ``shift`` more positions."""
-        cos, sin = self.model.model.rotary_emb(k, torch.tensor([[shift]]))
+        cos, sin = self.model.model.rotary_emb(k, torch.tensor([[abs(shift)]]))
         a, b = k.chunk(2, -1)
-        return k * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]
+        return k * cos[:, None] + torch.cat((-b, a), -1) * (sin if shift >= 0 else -sin)[:, None]
 
     @torch.no_grad()
     def composed(
@@ -58,7 +85,7 @@ class Reference:
         kept: list[list[int]] | None = None,
         rotate: bool = True,
     ) -> Generated:
-        """Continue greedily a prompt whose spans were prefilled alone; ``kept``: positions of each layer,
+        """Continue greedily a prompt whose spans were prefilled apart; ``kept``: positions of each layer,
         default all."""
         return self._continue(
             ids[spans[-1][1] :], spans[-1][1], self._cache(ids, spans, kept, rotate=rotate), n_new
@@ -124,7 +151,8 @@ class Reference:
     ) -> Any:
         from transformers import DynamicCache
 
-        parts = [self.alone(ids[a:b]) for a, b in spans]
+        (first, *rest) = [ids[a:b] for a, b in spans]
+        parts = [self.alone(first), *map(self.document, rest)]
         cache: Any = DynamicCache()
         for layer in range(self.layers):
             k = torch.cat(

@@ -17,8 +17,8 @@ import psutil
 
 from ragserve.profiles.samkv import FILE_NAME, SAMKV, SamkvProfile
 from sglang_ext.documents.fingerprint import model_fingerprint
-from sglang_ext.wire.protocol import ContextPlan, document_key
-from tests.integration.context_client import assert_same, generate
+from sglang_ext.wire.protocol import SystemText, document_key
+from tests.integration.context_client import assert_same, document_plan, generate
 from tests.integration.reference import Generated, Reference
 
 PAGE = 2 * 2 * 2 * 16 * 16 * 4  # bytes: layers, K and V, heads, tokens, head size, float32
@@ -113,14 +113,16 @@ class Engine:
         return max(family, key=lambda process: process.memory_info().rss)
 
     def key(self, document: Document) -> str:
-        return document_key(SPACES[document[0]], self.fingerprint, TEXTS[document[1]])
+        space, text = document
+        ids = TEXTS[text] if text else SystemText(TEXTS[text])
+        return document_key(SPACES[space], self.fingerprint, ids)
 
     def file(self, document: Document) -> Path:
         return self.folder / "kv" / "rank-0-of-1" / SPACES[document[0]] / f"{self.key(document)}.pages"
 
     def put(self, document: Document) -> None:
         space, text = document
-        answer = generate(self.client, TEXTS[text], ContextPlan("document", SPACES[space]), n_new=1)
+        answer = generate(self.client, TEXTS[text], document_plan(SPACES[space], text), n_new=1)
         assert "error" not in answer, answer
 
     def idle(self) -> dict[str, Any]:

@@ -84,6 +84,7 @@ def test_auto_knows_what_the_engine_has_cached(server: Any) -> None:
     """In this made-up profile the choice depends only on the cache: composing is cheap, computing a document
     is not."""
     fingerprint = model_fingerprint(str(MODEL), "")
+    prefix = server.client.get("/info").json()["engine"]["prefix"]
     files = (server.data_dir / GATE_FILE, server.data_dir / COSTS_FILE)
     texts = [
         f"The lighthouse of Corran {number} was built by Ida Marsh in 18{number}. It is made of granite." * 3
@@ -104,7 +105,8 @@ def test_auto_knows_what_the_engine_has_cached(server: Any) -> None:
         return dict(response.json()["context"])
 
     try:
-        record(files[0], fingerprint, {"concat": Entry({"s": GOOD}, "ragserve-tiny", "d", "h", "float32")})
+        entry = Entry({"s": GOOD}, "ragserve-tiny", "d", "h", "float32", prefix=prefix)
+        record(files[0], fingerprint, {"concat": entry})
         costs = Costs(
             (10.0, 1.0, 0.0), {"concat": {"device": (5.0, 0.01, 0.0)}}, 0.0, "ragserve-tiny", "h", "d"
         )

@@ -22,7 +22,7 @@ from sglang_ext.wire.protocol import (
     prefix_key,
     session_key,
 )
-from tests.integration.context_client import generate, missing_of, result
+from tests.integration.context_client import document_plan, generate, missing_of, result
 from tests.integration.engines import Server
 from tests.integration.prompts import some_ids
 from tests.integration.reference import Generated
@@ -100,7 +100,7 @@ def computed(client: httpx.Client, way: Way, ids: list[int], key: str) -> list[i
         if not (missing := missing_of(answer)):
             break
         for i in missing:
-            generate(client, ids[slice(*SPANS[i])], ContextPlan("document", "exact"), n_new=1)
+            generate(client, ids[slice(*SPANS[i])], document_plan("exact", i), n_new=1)
     assert "error" not in answer, answer
     meta = answer["meta_info"]
     if way.decode:

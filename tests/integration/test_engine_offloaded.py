@@ -19,7 +19,7 @@ import pytest
 
 from sglang_ext.wire.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, DecodeOptions, DecodeReport, Span
 from tests.integration import context_client
-from tests.integration.context_client import result
+from tests.integration.context_client import document_plan, result
 from tests.integration.engines import PARALLEL_LOGICAL, PARALLEL_PAGE, Server
 from tests.integration.offloaded_client import (
     assert_goes_on,
@@ -160,7 +160,7 @@ def test_a_composed_context_is_offloaded_from_the_start(parallel_server: Server,
     for number, (start, end) in enumerate(spans):
         if number == 2:
             client.post("/dumper/ragserve", json={"op": "evict", "tiers": ["device"]})
-        context_client.generate(client, ids[start:end], ContextPlan("document", "offloaded"), 1)
+        context_client.generate(client, ids[start:end], document_plan("offloaded", number), 1)
     offloaded = generate(client, ids, n_new, plan, **OFFLOADED)
     resident = generate(client, ids, n_new, plan, **LAGGING)
     assert_same(result(offloaded), result(resident))
@@ -251,8 +251,8 @@ def test_a_context_larger_than_the_pool_is_composed_on_the_host(stress_server: S
     plan = ContextPlan("compose", "offloaded", "concat", tuple(Span(a, b) for a, b in spans), {})
     client = stress_server.client
     assert held(client)["pages"] * 16 > len(ids) > client.get("/info").json()["engine"]["max_total_tokens"]
-    for start, end in spans:
-        context_client.generate(client, ids[start:end], ContextPlan("document", "offloaded"), 1)
+    for number, (start, end) in enumerate(spans):
+        context_client.generate(client, ids[start:end], document_plan("offloaded", number), 1)
     decode = {"mode": "hierarchical", "budget": 128, "reuse": 4, "lag": 2}
     refused = context_client.generate(client, ids, plan, n_new, decode=decode)
     assert "error" in refused, "it does not fit the device"
@@ -276,8 +276,8 @@ def test_a_context_that_fails_or_is_left_on_its_way_to_the_host_leaves_nothing(s
     ids = some_ids(830, 44)
     plan = ContextPlan("compose", "offloaded", "concat", tuple(Span(a, b) for a, b in spans), {})
     decode = {"mode": "hierarchical", "budget": 64, "offloaded": True}
-    for start, end in spans:
-        context_client.generate(client, ids[start:end], ContextPlan("document", "offloaded"), 1)
+    for number, (start, end) in enumerate(spans):
+        context_client.generate(client, ids[start:end], document_plan("offloaded", number), 1)
     right = generate(client, ids, 6, plan, **decode)
     for stage in ("decode plan", "gather", "forward", "statistics"):
         client.post("/dumper/ragserve", json={"op": "fault", "stage": stage})

@@ -40,8 +40,9 @@ def evict(client: Any, *tiers: str) -> None:
 
 
 def cache_documents(client: Any, ids: list[int]) -> None:
-    for start, end in SPANS:
-        context_client.generate(client, ids[start:end], ContextPlan("document", NAMESPACE), 1)
+    for number, (start, end) in enumerate(SPANS):
+        plan = context_client.document_plan(NAMESPACE, number)
+        context_client.generate(client, ids[start:end], plan, 1)
 
 
 @MODES

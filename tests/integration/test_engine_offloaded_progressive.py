@@ -92,8 +92,9 @@ def test_a_composed_context_is_offloaded_from_the_start(parallel_server: Server)
     ids, n_new = some_ids(500, 46), 16
     plan = ContextPlan("compose", "offloaded-progressive", "concat", tuple(Span(a, b) for a, b in spans), {})
     client = parallel_server.client
-    for start, end in spans:
-        context_client.generate(client, ids[start:end], ContextPlan("document", "offloaded-progressive"), 1)
+    for number, (start, end) in enumerate(spans):
+        part = context_client.document_plan("offloaded-progressive", number)
+        context_client.generate(client, ids[start:end], part, 1)
     values, codes = 4 * 64, 64 + 4  # bytes of a row
     for where, row_bytes in (("used", values), ("in_documents", codes)):
         if where == "in_documents":  # the device has the values, which codes of the host do not stand for

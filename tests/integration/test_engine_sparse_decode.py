@@ -25,7 +25,7 @@ from sglang_ext.wire.protocol import (
     Span,
 )
 from tests.integration import context_client
-from tests.integration.context_client import result
+from tests.integration.context_client import document_plan, result
 from tests.integration.engines import GATES, Server
 from tests.integration.engines import PARALLEL_LOGICAL as LOGICAL
 from tests.integration.engines import PARALLEL_PAGE as PAGE
@@ -244,7 +244,7 @@ def test_composed_contexts_are_read_sparsely(sparse: Any, reference: SparseRefer
         if not message.startswith(MISSING_PREFIX):
             break
         for i in json.loads(message.removeprefix(MISSING_PREFIX)):
-            generate(sparse.client, ids[slice(*spans[i])], 1, ContextPlan("document", "sparse"))
+            generate(sparse.client, ids[slice(*spans[i])], 1, document_plan("sparse", i))
     reference.decode = DecodeOptions(**decode, dense_below=0)
     want = reference.plain(ids, 20) if recompute == "all" else reference.composed(ids, spans, 20)
     assert worst(result(answer), want) < TOLERANCE

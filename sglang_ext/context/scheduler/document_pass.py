@@ -94,7 +94,9 @@ class DocumentPass:
         parts = []
         for req in reqs:
             start, end = _range(req)
-            parts.append(DocumentPart(req.ragserve.ids[start:end], start, self._before(req, start)))
+            document = req.ragserve
+            before = self._before(req, start)
+            parts.append(DocumentPart(document.ids[start:end], start, before, first=document.first))
         self._prefill(parts, self._keep(reqs))
 
     def _before(self, req: Any, start: int) -> Callable[[int], Kv]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class DocumentRequest:
     """A request whose KV becomes a document's. ``analyse``: compute the document's analysis as well.
-    ``lasting``: write it to disk.
+    ``lasting``: write it to disk. ``first``: prompts begin with it, so that it has no prefix.
     """
 
     key: str
@@ -30,6 +30,7 @@ class DocumentRequest:
     analyse: bool
     lasting: bool = True
     analysis: Analysis | None = None
+    first: bool = False
 
 
 def outside_vocabulary(req: Any) -> str | None:
