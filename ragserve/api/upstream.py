@@ -1,7 +1,8 @@
 """SGLang's own app behind ours: it gets requests to the routes of its that we serve, unchanged.
 
-Its other routes control the engine (stop it, load weights, write profiles, open sessions). Only some are
-marked as such, so the ones that are served are named here."""
+Its other routes control the engine (stop it, load weights, write profiles, open sessions) or run a parser
+over what the client has already, in the event loop: some of their regular expressions take for ever. Only
+some are marked as such, so the ones that are served are named here."""
 
 from __future__ import annotations
 
@@ -59,9 +60,7 @@ SERVED: dict[str, Need] = {
     "/metrics": "metrics",
     "/metrics/": "metrics",
     "/model_info": "key",
-    "/parse_function_call": "key",
     "/ping": "key",
-    "/separate_reasoning": "key",
     "/server_info": "inspect",
     "/tokenize": "key",
     "/v1/audio/transcriptions": "read",
@@ -114,8 +113,8 @@ class Upstream:
                 return
             raise NotFound(
                 f"There is no route {path[:128]!r} here.",
-                hint="See /docs. SGLang's routes that control the engine are off: the server's "
-                "--control-routes true opens them.",
+                hint="See /docs. SGLang's routes that control the engine, or parse what the client has "
+                "(/parse_function_call), are off: the server's --control-routes true opens them.",
                 code="route_not_found",
             )
         access: Access = scope["state"]["access"]

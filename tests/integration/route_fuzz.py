@@ -55,8 +55,6 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/tokenize": [{"prompt": ["A", "B"]}],
     "/detokenize": [{"tokens": [5, 6]}],
     "/v1/detokenize": [{"tokens": [[5], [6]]}],
-    "/parse_function_call": [{"text": "f()", "tools": [TOOL], "tool_call_parser": "llama3"}],
-    "/separate_reasoning": [{"text": "<think>a</think>b", "reasoning_parser": "qwen3"}],
     "/v1/completions": [
         {"model": "default", "prompt": "A lighthouse", "max_tokens": 4},
         {"model": "default", "prompt": [5, 6], "max_tokens": 4, "logprobs": 2, "echo": True, "stream": True},
