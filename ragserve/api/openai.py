@@ -80,8 +80,7 @@ async def chat(request: Request, caller: Caller, request_id: RequestId) -> Respo
     system text.
 
     Citations are `annotations` of the message and, in full, the top-level `citations`; when streaming, both
-    come on the last chunk that has a choice. Requests for models not named `ragserve/...` go to SGLang
-    unchanged."""
+    come on the last chunk that has a choice. Requests for models not named `ragserve/...` go to SGLang."""
     raw = await request.body()
     data = await parse_json(raw)
     model = _model_of(data)

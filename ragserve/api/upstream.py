@@ -1,4 +1,5 @@
-"""SGLang's own app behind ours: it gets requests to the routes of its that we serve, unchanged.
+"""SGLang's own app behind ours: it gets requests to the routes of its that we serve, and of their bodies
+what `engine_bodies` lets through.
 
 Its other routes control the engine (stop it, load weights, write profiles, open sessions) or run a parser
 over what the client has already, in the event loop: some of their regular expressions take for ever. Only
@@ -6,15 +7,18 @@ some are marked as such, so the ones that are served are named here."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
+import pydantic_core
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragserve.api.access import Access, Need
-from ragserve.api.body import Replayed, parse_json
+from ragserve.api.body import Replayed, parse_json, received
+from ragserve.api.engine_bodies import FIELDS, served_body
 from ragserve.errors import EngineError, Forbidden, InvalidRequest, NotFound
 from sglang_ext.wire.cache_scope import CacheScope
 from sglang_ext.wire.token_meter import metered
@@ -37,7 +41,8 @@ _SERVER_KEYS = (
     "state",
     "subprotocols",
 )
-
+# SGLang lets pages of any origin read its answers, and may inflate bodies without a limit.
+_KEPT_HEADERS = (b"origin", b"x-body-compressed")
 
 SERVED: dict[str, Need] = {
     "/": "key",
@@ -93,7 +98,7 @@ class Upstream:
     Keys without admin generate in a prefix cache of their own, or in that of a namespace that they may read.
     An engine that is ``remote`` has one for everybody, so they may not generate there by its own routes.
 
-    A browser's Origin stays here: SGLang lets pages of any origin read its answers."""
+    A browser's Origin stays here."""
 
     def __init__(self, app: ASGIApp, *, control_routes: bool = False, remote: bool = False) -> None:
         self._app = app
@@ -119,6 +124,8 @@ class Upstream:
             )
         access: Access = scope["state"]["access"]
         access.allow(need or "operate")
+        if path in FIELDS and scope["method"] in ("POST", "PUT"):
+            receive = await _checked(scope, receive)
         if path == "/abort_request" and not self._control_routes:
             await self._abort(scope, receive, send)
         elif need == "read":
@@ -145,7 +152,7 @@ class Upstream:
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         passed = {name: scope[name] for name in _SERVER_KEYS if name in scope}
-        passed["headers"] = [(name, value) for name, value in scope["headers"] if name.lower() != b"origin"]
+        passed["headers"] = [one for one in scope["headers"] if one[0].lower() not in _KEPT_HEADERS]
         await self._app(passed, receive, send)
 
     async def _abort(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -197,3 +204,15 @@ def _need(path: str) -> Need | None:
         return None
     below = (need for prefix, need in _SERVED_BELOW.items() if path.startswith(prefix))
     return SERVED.get(path) or next(below, None)
+
+
+async def _checked(scope: Scope, receive: Receive) -> Receive:
+    """Read a JSON body and return how SGLang receives what it gets of it."""
+    raw = await Request(scope, receive).body()
+    data = await parse_json(raw)
+    served = served_body(scope["path"], data)
+    if served is not data:
+        raw = await asyncio.to_thread(pydantic_core.to_json, served)
+        headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
+        scope["headers"] = [*headers, (b"content-length", str(len(raw)).encode())]
+    return received(raw, receive)
