@@ -28,6 +28,7 @@ MAX_SEQUENCES = 1024  # prompts times n of one request
 MAX_STOPS = 256
 MAX_STOP_CHARS = 4096
 MAX_TOP_LOGPROBS = 1024
+MAX_PATCHES = 128  # that an image is cut into
 MAX_GRAMMAR_CHARS = 2**17
 MAX_GRAMMAR_DEPTH = 100
 _CONTROL = re.compile(r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
@@ -38,38 +39,40 @@ MIN_REPETITION_PENALTY = 1e-3
 _INT64 = 2**63
 _CLOCK_SKEW_S = 3600.0
 
-REFUSED = (
-    "bootstrap_host",
-    "bootstrap_pair_key",
-    "bootstrap_port",
-    "bootstrap_room",
-    "custom_labels",
-    "decode_tp_size",
-    "disagg_prefill_dp_rank",
-    "embed_override_token_id",
-    "embed_overrides",
-    "encoder_urls",
-    "external_trace_header",
-    "http_worker_ipc",
-    "lora_id",
-    "mm_data_mooncake",
-    "multi_item_delimiter_indices",
-    "need_wait_for_mm_inputs",
-    "num_items_assigned",
-    "positional_embed_overrides",
-    "return_indexer_topk",
-    "return_routed_experts",
-    "return_sampling_mask",
-    "routed_dp_rank",
-    "routed_experts_start_len",
-    "session_id",
-    "session_params",
+SERVED = frozenset(
+    {
+        *("audio_data", "background", "conversation_id", "custom_logit_processor", "dimensions", "extra_key"),
+        *("image_data", "image_max_dynamic_patch", "input_embeds", "input_ids", "is_cross_encoder_request"),
+        *("log_metrics", "logprob_start_len", "lora_path", "max_dynamic_patch", "max_thinking_tokens"),
+        *("min_dynamic_patch", "modalities", "no_logs", "priority", "received_time", "require_reasoning"),
+        *("return_bytes", "return_entropy", "return_flat_raw_top_logprobs"),
+        *("return_flat_raw_top_logprobs_b64", "return_hidden_states", "return_logprob"),
+        *("return_pooled_hidden_states", "return_prompt_token_ids", "return_text_in_logprobs", "rid"),
+        *("routing_key", "sampling_params", "stream", "text", "token_ids_logprob", "top_logprobs_num"),
+        *("use_audio_in_video", "video_data", "video_max_dynamic_patch"),
+    }
 )
-"""Fields for a cluster's own traffic, for sessions and for models of other kinds, which ragserve does not
-serve. SGLang checks none of them.
+"""The fields of SGLang's ``GenerateReqInput`` and ``EmbeddingReqInput`` that are served, whichever route has set
+them. All others must be empty.
+"""
+
+REFUSED = frozenset(
+    {
+        *("bootstrap_host", "bootstrap_pair_key", "bootstrap_port", "bootstrap_room", "custom_labels"),
+        *("decode_tp_size", "disagg_prefill_dp_rank", "embed_override_token_id", "embed_overrides"),
+        *("encoder_urls", "external_trace_header", "http_worker_ipc", "images_config", "lora_id"),
+        *("mm_data_mooncake", "mm_hashes", "multi_item_delimiter_indices", "need_wait_for_mm_inputs"),
+        *("num_items_assigned", "positional_embed_overrides", "return_indexer_topk", "return_routed_experts"),
+        *("return_sampling_mask", "routed_dp_rank", "routed_experts_start_len", "session_id"),
+        "session_params",
+    }
+)
+"""The others of 0.5.17, which a test compares with SGLang's: for a cluster's own traffic, for sessions and for
+models of other kinds. SGLang checks none of them. ``mm_hashes`` names the entries of a cache of all clients.
 """
 
 MEDIA = ("image_data", "video_data", "audio_data")
+_PATCHES = ("image_max_dynamic_patch", "max_dynamic_patch", "min_dynamic_patch", "video_max_dynamic_patch")
 
 SAMPLING = frozenset(
     {
@@ -141,10 +144,14 @@ def _method(manager: Any, name: str, expected: tuple[str, ...]) -> Callable[...,
 
 def check_request(obj: Any, context_length: int) -> None:
     """Check a request as a route made it: its fields, and how many sequences and characters it has."""
-    for name in REFUSED:
-        value = getattr(obj, name, None)
-        if value is not None and value is not False and value != 0 and not isinstance(value, OwnTraceHeaders):
+    for name in getattr(obj, "__dataclass_fields__", None) or vars(obj):
+        value = getattr(obj, name)
+        if name in SERVED or isinstance(value, OwnTraceHeaders):
+            continue
+        if value is not None and value is not False and value not in (0, [], {}):
             raise ValueError(f"{name} is not served here; omit it")
+    for name in _PATCHES:
+        _bounded(name, getattr(obj, name, None), 0, MAX_PATCHES)
     if any(len(rid) < MIN_RID_CHARS for rid in _each(obj.rid)):
         raise ValueError(f"rid must have {MIN_RID_CHARS} characters at least")
     for name, least, most in (("priority", -_INT64, _INT64 - 1), ("logprob_start_len", -1, context_length)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 from array import array
@@ -108,12 +109,14 @@ def test_usual_parameters_pass() -> None:
     "fields",
     [
         {name: value}
-        for name in request_checks.REFUSED
+        for name in sorted({*request_checks.REFUSED, "new_in_sglang"})
         for value in ("x", [1], 7)
     ]
     + [
         {"rid": ""},
         {"rid": "a"},
+        {"max_dynamic_patch": 10**9},
+        {"image_max_dynamic_patch": [1]},
         {"rid": ["long-enough-1", ""]},
         {"priority": 2**63},
         {"logprob_start_len": -2},
@@ -140,6 +143,20 @@ def test_usual_parameters_pass() -> None:
 def test_a_request_that_is_not_served_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         request(**fields)
+
+
+def test_sglang_has_no_field_that_nobody_has_looked_at() -> None:
+    """A field that SGLang adds fails here: serve it, within a limit, or refuse it."""
+    from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+
+    models = (GenerateReqInput, EmbeddingReqInput)
+    theirs = {field.name for model in models for field in dataclasses.fields(model)}
+    assert theirs == request_checks.SERVED | request_checks.REFUSED
+    assert not request_checks.SERVED & request_checks.REFUSED
+    for obj in (GenerateReqInput(text="x"), EmbeddingReqInput(text="x")):
+        check_request(obj, CONTEXT)
+    with pytest.raises(ValueError, match="mm_hashes is not served"):
+        check_request(GenerateReqInput(text="x", image_data="data:,", mm_hashes=["ab"]), CONTEXT)
 
 
 def test_usual_requests_pass() -> None:
