@@ -1,8 +1,8 @@
 """What of a JSON body SGLang's routes get: the fields that are served, within limits on what they cost.
 
-SGLang's own routes read what they know and ignore the rest, as clients of other servers expect. So fields that
-nobody has looked at are left out here, and those that are known not to be served are refused. The fields of
-``/generate``, ``/encode`` and ``/classify`` are checked where all requests meet that run the model
+SGLang's own routes read what they know and ignore the rest, as clients of other servers expect. So fields
+that nobody has looked at are left out here, and those that are known not to be served are refused. The fields
+of ``/generate``, ``/encode`` and ``/classify`` are checked where all requests meet that run the model
 (`sglang_ext.sglang_internals.request_checks`)."""
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ REFUSED = frozenset(
         *("routed_experts_start_len", "session_id", "session_params", "stop_regex"),
     }
 )
-"""Fields of SGLang's models that are not served: of clusters, sessions, models of other kinds, and expressions
-that take for ever."""
+"""Fields of SGLang's models that are not served: of clusters, sessions, models of other kinds, and
+expressions that take for ever."""
 
 _KWARGS = "chat_template_kwargs"
 _MAX_KWARGS = 32

@@ -52,8 +52,8 @@ SERVED = frozenset(
         *("use_audio_in_video", "video_data", "video_max_dynamic_patch"),
     }
 )
-"""The fields of SGLang's ``GenerateReqInput`` and ``EmbeddingReqInput`` that are served, whichever route has set
-them. All others must be empty.
+"""The fields of SGLang's ``GenerateReqInput`` and ``EmbeddingReqInput`` that are served, whichever route has
+set them. All others must be empty.
 """
 
 REFUSED = frozenset(
@@ -67,8 +67,8 @@ REFUSED = frozenset(
         "session_params",
     }
 )
-"""The others of 0.5.17, which a test compares with SGLang's: for a cluster's own traffic, for sessions and for
-models of other kinds. SGLang checks none of them. ``mm_hashes`` names the entries of a cache of all clients.
+"""The others of 0.5.17, which a test compares with SGLang's: for a cluster's own traffic, for sessions and
+for models of other kinds. SGLang checks none of them. ``mm_hashes`` names entries of a cache of all clients.
 """
 
 MEDIA = ("image_data", "video_data", "audio_data")

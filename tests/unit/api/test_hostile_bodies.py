@@ -1,5 +1,5 @@
-"""What one request to SGLang's routes may cost, whoever sends it: bodies that SGLang would run, render, compile
-or keep without a limit do not reach it.
+"""What one request to SGLang's routes may cost, whoever sends it: bodies that SGLang would run, render,
+compile or keep without a limit do not reach it.
 """
 
 from __future__ import annotations
