@@ -21,6 +21,7 @@ from ragserve.api.body import Replayed, parse_json, received
 from ragserve.api.engine_bodies import FIELDS, served_body
 from ragserve.errors import EngineError, Forbidden, InvalidRequest, NotFound
 from sglang_ext.wire.cache_scope import CacheScope
+from sglang_ext.wire.measuring import measuring
 from sglang_ext.wire.token_meter import metered
 
 # Set by the web server; the other keys are our routers' and must not reach another app.
@@ -100,8 +101,12 @@ class Upstream:
 
     A browser's Origin stays here."""
 
-    def __init__(self, app: ASGIApp, *, control_routes: bool = False, remote: bool = False) -> None:
+    def __init__(
+        self, app: ASGIApp, *, control_routes: bool = False, remote: bool = False, worker: bool = False
+    ) -> None:
+        """``worker``: the requests are those of servers in front, which measure."""
         self._app = app
+        self._measures = control_routes or worker
         self._control_routes = control_routes
         self._remote = remote
         self._models: frozenset[str] = frozenset()
@@ -137,7 +142,8 @@ class Upstream:
 
     async def _generate(self, access: Access, scope: Scope, receive: Receive, send: Send) -> None:
         if access.key.is_admin:
-            await self._forward(scope, receive, send)
+            with measuring(allowed=self._measures):
+                await self._forward(scope, receive, send)
             return
         if self._remote:
             raise Forbidden(

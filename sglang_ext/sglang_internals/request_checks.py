@@ -19,6 +19,7 @@ from typing import Any
 
 from sglang_ext.sglang_internals.background_prefill import check_mark
 from sglang_ext.wire.cache_scope import confine
+from sglang_ext.wire.measuring import check_measuring
 from sglang_ext.wire.protocol import longest_text
 from sglang_ext.wire.token_meter import count_answers, count_prompt
 
@@ -28,6 +29,8 @@ MAX_SEQUENCES = 1024  # prompts times n of one request
 MAX_STOPS = 256
 MAX_STOP_CHARS = 4096
 MAX_TOP_LOGPROBS = 1024
+MAX_LOGPROBS = 2**21  # of one request, about 300 MB while it runs
+_DEFAULT_NEW_TOKENS = 128  # SGLang's
 MAX_PATCHES = 128  # that an image is cut into
 MAX_GRAMMAR_CHARS = 2**17
 MAX_GRAMMAR_DEPTH = 100
@@ -37,6 +40,7 @@ MAX_BIAS = 1e9
 MAX_TEMPERATURE = 1000.0
 MIN_REPETITION_PENALTY = 1e-3
 _INT64 = 2**63
+_MOST = 2**31 - 1
 _CLOCK_SKEW_S = 3600.0
 
 SERVED = frozenset(
@@ -210,8 +214,46 @@ def _check_size(obj: Any, context_length: int) -> None:
             raise ValueError(f"{name} has {len(values)} entries for {prompts} prompts")
     if prompts * samples > MAX_SEQUENCES:
         raise ValueError(f"{prompts * samples} sequences are more than the {MAX_SEQUENCES} of one request")
+    for params in _each(given):
+        check_measuring(params, prompts * samples)
+    _check_logprobs(obj, prompts, samples, context_length)
     if (size := sum(map(len, texts))) > (longest := longest_text(context_length)):
         raise ValueError(f"the text has {size} characters, more than the {longest} that are tokenised")
+
+
+def _check_logprobs(obj: Any, prompts: int, samples: int, context_length: int) -> None:
+    """Bound what SGLang keeps as Python objects: sequences x positions x log-probabilities of each. A text
+    counts as many tokens as characters."""
+    if not getattr(obj, "return_logprob", None):
+        return
+    ids_of = getattr(obj, "token_ids_logprob", None)
+    rows = ids_of if isinstance(ids_of, list) and ids_of and isinstance(ids_of[0], list) else [ids_of]
+    listed = max(len(row) if isinstance(row, (list, tuple)) else 0 for row in rows)
+    tops = [value for value in _each(getattr(obj, "top_logprobs_num", None)) if value is not None]
+    new = [params.get("max_new_tokens", _DEFAULT_NEW_TOKENS) for params in _each(obj.sampling_params)]
+    most = [_bounded("max_new_tokens", value, 0, _MOST) for value in new if value is not None]
+    tokens = context_length if None in new else max(most, default=_DEFAULT_NEW_TOKENS)
+    positions = prompts * min(tokens, context_length)
+    starts = [value for value in _each(getattr(obj, "logprob_start_len", None)) if value is not None]
+    if (start := min(starts, default=-1)) >= 0:
+        positions += sum(max(0, length - start) for length in _prompt_lengths(obj, context_length))
+    values = samples * positions * (1 + listed + max(tops, default=0))
+    if values > MAX_LOGPROBS:
+        raise ValueError(
+            f"{values:,} log-probabilities are more than the {MAX_LOGPROBS:,} of one request: lower "
+            "max_new_tokens, n, top_logprobs_num or the prompt's part that has them (logprob_start_len)"
+        )
+
+
+def _prompt_lengths(obj: Any, context_length: int) -> Iterator[int]:
+    """The most tokens that each prompt of a request can have."""
+    if any(getattr(obj, name, None) for name in MEDIA) or (obj.text is None and not obj.input_ids):
+        yield context_length
+    elif obj.text is not None:
+        yield from (min(len(text), context_length) for text in _each(obj.text) if isinstance(text, str))
+    else:
+        rows = obj.input_ids if isinstance(obj.input_ids[0], list) else [obj.input_ids]
+        yield from (min(len(row), context_length) for row in rows)
 
 
 def check_sampling(params: dict[str, Any], vocab_size: int, context_length: int) -> None:
@@ -228,9 +270,9 @@ def check_sampling(params: dict[str, Any], vocab_size: int, context_length: int)
     for name, least, most in (
         ("n", 1, MAX_SEQUENCES),
         ("top_k", -1, 2**30),
-        ("max_new_tokens", 0, 2**31 - 1),
+        ("max_new_tokens", 0, _MOST),
         ("min_new_tokens", 0, context_length),
-        ("stream_interval", 1, 2**31 - 1),
+        ("stream_interval", 1, _MOST),
         ("sampling_seed", -_INT64, _INT64 - 1),
     ):
         if (value := params.get(name)) is not None:

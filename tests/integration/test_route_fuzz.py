@@ -23,6 +23,12 @@ DEADLY: dict[str, tuple[str, dict[str, Any]]] = {
     "text for a flag": ("/generate", {"ignore_eos": "yes"}),
     "nested custom_params": ("/generate", {"custom_params": {"a": {"b": {"c": 1}}}}),
     "the server's own mark": ("/generate", {"custom_params": {"ragserve_background": 256}}),
+    "distributions": ("/generate", {"custom_params": {"ragserve_distribution": 2}}),
+    "forced tokens": ("/generate", {"custom_params": {"ragserve_forced": "[5]"}}),
+    "log-probabilities without end": (
+        "/generate",
+        {"text": "x", "return_logprob": True, "token_ids_logprob": [5] * 2**15},
+    ),
     "a bias that is no number": ("/generate", {"logit_bias": {"5": float("nan")}, "temperature": 0.5}),
     "an endless bias": ("/generate", {"logit_bias": {"5": float("inf")}, "temperature": 0.5}),
     "a regex of NUL": ("/generate", {"regex": "\0"}),

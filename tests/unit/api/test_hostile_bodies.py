@@ -4,18 +4,30 @@ compile or keep without a limit do not reach it.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import warnings
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
+from ragserve.api.app import create_app
 from ragserve.api.engine_bodies import FIELDS, REFUSED, template_parameters
 from ragserve.api.upstream import SERVED
+from ragserve.config import Settings
 from ragserve.engine.compat import prepare
-from tests.unit.api.scripted_server import Live
+from ragserve.tenants.key_file import KeyFile
+from sglang_ext.wire.measuring import check_measuring
+from sglang_ext.wire.protocol import DISTRIBUTION_FIELD
+from tests.unit.api.scripted_server import Live, ScriptedEngine, asgi_client
 
 
 @pytest.mark.parametrize(
@@ -137,3 +149,37 @@ def test_sglang_has_no_field_that_nobody_has_looked_at() -> None:
         assert not fields - theirs - {"reasoning"}, path
         assert not fields & REFUSED, path
     assert set(FIELDS) <= set(SERVED)
+
+
+@pytest.mark.parametrize(
+    ("rights", "control_routes", "measures"),
+    [(["read"], False, False), (["read"], True, False), (["admin"], False, False), (["admin"], True, True)],
+)
+def test_who_may_ask_for_distributions(
+    tmp_path: Path, model_path: Path, rights: list[str], control_routes: bool, measures: bool
+) -> None:
+    """They cost memory and the scheduler's time as nothing else does: an operator's, where control routes are
+    open, and the servers' own."""
+
+    async def generate(request: Request) -> Response:
+        params = (await request.json())["sampling_params"]
+
+        async def later() -> AsyncIterator[str]:  # as a stream does: after the route has returned
+            try:
+                check_measuring(params, 1)
+            except ValueError as error:
+                yield str(error)
+
+        return StreamingResponse(later())
+
+    async def answer(path: str) -> str:
+        body = {"sampling_params": {"custom_params": {DISTRIBUTION_FIELD: 2}}}
+        async with asgi_client(app, secret) as client:
+            return (await client.post(path, json=body)).text
+
+    _, secret = KeyFile(tmp_path).create("somebody", ["a"] if rights == ["read"] else [], rights)  # type: ignore[arg-type]
+    settings = Settings(data_dir=tmp_path, control_routes=control_routes)
+    upstream = Starlette(routes=[Route("/generate", generate, methods=["POST"])])
+    app = create_app(settings, ScriptedEngine(model_path), upstream=upstream)
+    refused = "ragserve_distribution is the server's own; omit it"
+    assert asyncio.run(answer("/generate")) == ("" if measures else refused)
