@@ -106,8 +106,9 @@ _MAX_KWARG_INT = 2**31
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
-def served_body(path: str, data: Any) -> Any:
-    """Return what SGLang gets of a body: ``data`` itself if that is all of it.
+def served_body(path: str, data: Any, *, every_grammar: bool = False) -> Any:
+    """Return what SGLang gets of a body: ``data`` itself if that is all of it. ``every_grammar``: clients may
+    send structural tags of their own.
 
     Raises InvalidRequest for what is not served."""
     if not isinstance(data, dict):
@@ -119,6 +120,13 @@ def served_body(path: str, data: Any) -> Any:
     fields = FIELDS[path]
     if _KWARGS in fields and data.get(_KWARGS) is not None:
         _check_template_arguments(data[_KWARGS])
+    form = data.get("response_format")
+    if isinstance(form, dict) and form.get("type") == "structural_tag" and not every_grammar:
+        raise InvalidRequest(
+            "response_format: structural_tag is not served here: its expressions may stop the engine.",
+            hint="Use json_schema or tools; the server's --grammars all opens it.",
+            param="response_format",
+        )
     return {name: data[name] for name in data if name in fields} if data.keys() - fields else data
 
 

@@ -102,9 +102,17 @@ class Upstream:
     A browser's Origin stays here."""
 
     def __init__(
-        self, app: ASGIApp, *, control_routes: bool = False, remote: bool = False, worker: bool = False
+        self,
+        app: ASGIApp,
+        *,
+        control_routes: bool = False,
+        remote: bool = False,
+        worker: bool = False,
+        every_grammar: bool = False,
     ) -> None:
-        """``worker``: the requests are those of servers in front, which measure."""
+        """``worker``: the requests are those of servers in front, which measure. ``every_grammar``: those
+        of clients may be other than JSON schemas."""
+        self._every_grammar = every_grammar
         self._app = app
         self._measures = control_routes or worker
         self._control_routes = control_routes
@@ -130,7 +138,7 @@ class Upstream:
         access: Access = scope["state"]["access"]
         access.allow(need or "operate")
         if path in FIELDS and scope["method"] in ("POST", "PUT"):
-            receive = await _checked(scope, receive)
+            receive = await _checked(scope, receive, every_grammar=self._every_grammar)
         if path == "/abort_request" and not self._control_routes:
             await self._abort(scope, receive, send)
         elif need == "read":
@@ -212,11 +220,11 @@ def _need(path: str) -> Need | None:
     return SERVED.get(path) or next(below, None)
 
 
-async def _checked(scope: Scope, receive: Receive) -> Receive:
+async def _checked(scope: Scope, receive: Receive, *, every_grammar: bool) -> Receive:
     """Read a JSON body and return how SGLang receives what it gets of it."""
     raw = await Request(scope, receive).body()
     data = await parse_json(raw)
-    served = served_body(scope["path"], data)
+    served = served_body(scope["path"], data, every_grammar=every_grammar)
     if served is not data:
         raw = await asyncio.to_thread(pydantic_core.to_json, served)
         headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]

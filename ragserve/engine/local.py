@@ -61,7 +61,7 @@ class LocalEngine(ControlledCache):
 
         asked = time.monotonic()
         manager, info = _manager(), scheduler_info()
-        request_checks.install(manager)
+        request_checks.install(manager, every_grammar=self._settings.grammars == "all")
         self._crash = CrashHandler(manager, self.stop)
         args = manager.server_args
         cache = await self.control("info")

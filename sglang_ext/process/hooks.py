@@ -17,7 +17,7 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 from sglang_ext.attention.pools import pool_hooks
-from sglang_ext.sglang_internals import background_prefill, weight_updates
+from sglang_ext.sglang_internals import background_prefill, grammar_cache, weight_updates
 from sglang_ext.stages import cancelled_pass, stages
 from sglang_ext.state import current
 from sglang_ext.wire.protocol import SGLANG_VERSIONS
@@ -367,6 +367,8 @@ HOOKS = (
         pool_hooks.around_pool,
         "around",
     ),
+    Hook(grammar_cache.BACKEND, ("self",), grammar_cache.after_backend, "after"),
+    Hook(grammar_cache.COMPILER, ("self", "tokenizer"), grammar_cache.around_compiler, "around"),
     Hook(pool_hooks.CELL, ("self", "kvc", "num_layers"), pool_hooks.after_cell_size, "after"),
     Hook(pool_hooks.TOKENS, ("self", "available_bytes", "page_size"), pool_hooks.around_tokens, "around"),
     Hook(pool_hooks.ROWS, ("self", "token_capacity"), pool_hooks.after_rows, "after"),

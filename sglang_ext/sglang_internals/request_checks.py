@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import math
-import re
 import time
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sglang_ext.sglang_internals import grammar_checks
 from sglang_ext.sglang_internals.background_prefill import check_mark
 from sglang_ext.wire.cache_scope import confine
 from sglang_ext.wire.measuring import check_measuring
@@ -32,10 +31,6 @@ MAX_TOP_LOGPROBS = 1024
 MAX_LOGPROBS = 2**21  # of one request, about 300 MB while it runs
 _DEFAULT_NEW_TOKENS = 128  # SGLang's
 MAX_PATCHES = 128  # that an image is cut into
-MAX_GRAMMAR_CHARS = 2**17
-MAX_GRAMMAR_DEPTH = 100
-_CONTROL = re.compile(r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
-_ANY_JSON = "$$ANY$$"  # SGLang's name for all of JSON
 MAX_BIAS = 1e9
 MAX_TEMPERATURE = 1000.0
 MIN_REPETITION_PENALTY = 1e-3
@@ -109,6 +104,8 @@ SAMPLING = frozenset(
 )
 """SGLang's sampling parameters. It would take its own working fields (``is_normalized``) as well."""
 
+# Routes whose sampling parameters are a client's own. Chats make structural tags of tools.
+_NATIVE = ("/generate", "/vertex_generate")
 _GENERATE = ("obj", "request")
 _CREATE = ("obj", "input_text", "input_ids", "input_embeds", "mm_inputs", "token_type_ids")
 
@@ -117,21 +114,29 @@ class OwnTraceHeaders(dict[str, str]):
     """``external_trace_header`` as the server itself sets it. Clients send theirs as HTTP headers."""
 
 
-def install(manager: Any) -> None:
-    """Check every request to ``manager``, a TokenizerManager. Raises RuntimeError for another SGLang."""
+def install(manager: Any, *, every_grammar: bool = False) -> None:
+    """Check every request to ``manager``, a TokenizerManager, and serve ``every_grammar``, not JSON schemas
+    alone. Raises RuntimeError for another SGLang.
+    """
     generate = _method(manager, "generate_request", _GENERATE)
     create = _method(manager, "_create_tokenized_object", _CREATE)
 
     def generate_checked(obj: Any, request: Any = None) -> Any:
         check_request(obj, manager.context_len)
+        if request is not None and request.url.path in _NATIVE:
+            for params in _each(obj.sampling_params):
+                grammar_checks.check_tags(params, every=every_grammar)
         confine(obj)
         return count_answers(generate(obj, request))
 
     def create_checked(obj: Any, *args: Any, **kwargs: Any) -> Any:
         # Before SGLang's own checks, which fail on other types with other exceptions.
-        check_sampling(obj.sampling_params or {}, manager.model_config.vocab_size, manager.context_len)
+        vocab_size = manager.model_config.vocab_size
+        check_sampling(
+            obj.sampling_params or {}, vocab_size, manager.context_len, every_grammar=every_grammar
+        )
         tokenized = create(obj, *args, **kwargs)
-        check_tokenized(tokenized, manager.model_config.vocab_size, obj.input_ids)
+        check_tokenized(tokenized, vocab_size, obj.input_ids)
         count_prompt(len(tokenized.input_ids or ()))
         return tokenized
 
@@ -256,7 +261,9 @@ def _prompt_lengths(obj: Any, context_length: int) -> Iterator[int]:
         yield from (min(len(row), context_length) for row in rows)
 
 
-def check_sampling(params: dict[str, Any], vocab_size: int, context_length: int) -> None:
+def check_sampling(
+    params: dict[str, Any], vocab_size: int, context_length: int, *, every_grammar: bool = False
+) -> None:
     """Check the sampling parameters of one sequence: what SGLang leaves to its scheduler."""
     if unknown := sorted(map(str, params.keys() - SAMPLING)):
         raise ValueError(f"sampling_params has no {unknown[0]!r:.40}")
@@ -284,9 +291,9 @@ def check_sampling(params: dict[str, Any], vocab_size: int, context_length: int)
     _check_stops(params.get("stop"))
     if params.get("stop_regex") not in (None, [], ()):
         raise ValueError("stop_regex is not served here: some expressions take for ever; use stop")
-    for name in ("json_schema", "regex", "ebnf", "structural_tag"):
+    for name in grammar_checks.NAMES:
         if (text := params.get(name)) is not None:
-            _check_grammar(name, text)
+            grammar_checks.check_grammar(name, text, every=every_grammar)
 
 
 _PENALTIES = ("frequency_penalty", "presence_penalty")
@@ -312,28 +319,6 @@ def _check_stops(stop: Any) -> None:
     for text in stops:
         if not isinstance(text, str) or not text or len(text) > MAX_STOP_CHARS:
             raise ValueError(f"a stop must be a string of 1 to {MAX_STOP_CHARS} characters")
-
-
-def _check_grammar(name: str, text: Any) -> None:
-    """Bound what the grammar compiler gets: it recurses over nested schemas until stack or memory ends."""
-    if not isinstance(text, str):
-        raise ValueError(f"{name} must be a string")
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise ValueError(f"{name} has {len(text)} characters, more than {MAX_GRAMMAR_CHARS}")
-    if bad := _CONTROL.search(text):
-        raise ValueError(f"{name} has the control character {bad[0]!r}; write it as an escape")
-    depth = deepest = 0
-    # Brackets inside of strings count too: a bound needs no parser.
-    for bracket in re.findall(r"[\[\](){}]", text):
-        depth += 1 if bracket in "[({" else -1
-        deepest = max(deepest, depth)
-    if deepest > MAX_GRAMMAR_DEPTH:
-        raise ValueError(f"{name} is nested {deepest} levels deep, more than {MAX_GRAMMAR_DEPTH}")
-    if name in ("json_schema", "structural_tag") and text != _ANY_JSON:
-        try:
-            json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{name} is not JSON: {error}") from None
 
 
 def check_tokenized(tokenized: Any, vocab_size: int, given: Any = None) -> None:

@@ -47,7 +47,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"input_ids": [[5, 6], [7]], "sampling_params": SHORT, "return_logprob": True},
         {"text": ["A", "B"], "sampling_params": [SHORT, SHORT]},
         {"text": "A", "sampling_params": {"min_new_tokens": 2, "max_new_tokens": 6, "n": 2}},
-        {"text": "A", "sampling_params": {"regex": "[a-z]+", "max_new_tokens": 4, "temperature": 0.7}},
+        {"text": "A", "sampling_params": {"json_schema": "{}", "max_new_tokens": 4, "temperature": 0.7}},
     ],
     "/encode": [{"text": "A"}, {"input_ids": [5, 6]}],
     "/classify": [{"text": "A"}],

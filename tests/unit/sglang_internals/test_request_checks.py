@@ -104,7 +104,6 @@ def test_usual_parameters_pass() -> None:
         sampling_seed=7, stream_interval=1, stop_regex=[], custom_params={"ragserve": "{}"},
     )  # fmt: skip
     sampling(json_schema="$$ANY$$")
-    sampling(regex=r"[a-z]{2,5}\d+")
 
 
 @pytest.mark.parametrize(
