@@ -106,6 +106,7 @@ def create_app(
         control_routes=settings.control_routes,
         remote=settings.engine_elsewhere,
         every_grammar=settings.grammars == "all",
+        context_length=lambda: engine.info.context_length,
     )
     app.state.services = None
     for module in (

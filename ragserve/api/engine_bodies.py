@@ -12,7 +12,8 @@ import inspect
 import re
 from typing import Any
 
-from ragserve.errors import InvalidRequest
+from ragserve.errors import InvalidRequest, TooLarge
+from sglang_ext.wire.protocol import longest_text
 
 _SAMPLING = frozenset(
     {
@@ -99,11 +100,46 @@ REFUSED = frozenset(
 """Fields of SGLang's models that are not served: of clusters, sessions, models of other kinds, and
 expressions that take for ever."""
 
+_MEDIA_PARTS = ("image", "image_url", "input_image", "input_audio", "audio_url", "video_url")
+_TOKENISED = frozenset({"/tokenize", "/v1/tokenize", "/v1/messages/count_tokens"})
+_DETOKENISED = frozenset({"/detokenize", "/v1/detokenize"})
+SIZED = _TOKENISED | _DETOKENISED
+_MIN_DETOKENISED = 2**16  # tokens of one request, also for a model of a short context
+
 _KWARGS = "chat_template_kwargs"
 _MAX_KWARGS = 32
 _MAX_KWARG_CHARS = 256
 _MAX_KWARG_INT = 2**31
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+
+
+def check_size(path: str, data: dict[str, Any], context_length: int) -> None:
+    """Bound what is tokenised, or made text of, without running the model: no more fits into its context.
+
+    Raises TooLarge."""
+    if path in _TOKENISED and (size := text_chars(data)) > (longest := longest_text(context_length)):
+        raise TooLarge(
+            f"The request has {size:,} characters of text; the limit of this model is {longest:,}.",
+            hint="Send less.",
+        )
+    if path in _DETOKENISED and isinstance(data.get("tokens"), list):
+        size = sum(len(row) if isinstance(row, list) else 1 for row in data["tokens"])
+        if size > (most := max(context_length, _MIN_DETOKENISED)):
+            raise TooLarge(f"{size:,} tokens are more than the {most:,} of one request.", hint="Send less.")
+
+
+def text_chars(data: Any) -> int:
+    """Characters of all strings, except in parts that are an image, sound or film."""
+    chars, values = 0, [data]
+    while values:
+        value = values.pop()
+        if isinstance(value, str):
+            chars += len(value)
+        elif isinstance(value, list):
+            values += value
+        elif isinstance(value, dict) and value.get("type") not in _MEDIA_PARTS:
+            values += value.values()
+    return chars
 
 
 def served_body(path: str, data: Any, *, every_grammar: bool = False) -> Any:

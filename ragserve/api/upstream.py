@@ -8,6 +8,7 @@ some are marked as such, so the ones that are served are named here."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragserve.api.access import Access, Need
 from ragserve.api.body import Replayed, parse_json, received
-from ragserve.api.engine_bodies import FIELDS, served_body
+from ragserve.api.engine_bodies import FIELDS, SIZED, check_size, served_body
 from ragserve.errors import EngineError, Forbidden, InvalidRequest, NotFound
 from sglang_ext.wire.cache_scope import CacheScope
 from sglang_ext.wire.measuring import measuring
@@ -109,9 +110,11 @@ class Upstream:
         remote: bool = False,
         worker: bool = False,
         every_grammar: bool = False,
+        context_length: Callable[[], int],
     ) -> None:
         """``worker``: the requests are those of servers in front, which measure. ``every_grammar``: those
-        of clients may be other than JSON schemas."""
+        of clients may be other than JSON schemas. ``context_length``: of the model, once it has started."""
+        self._context_length = context_length
         self._every_grammar = every_grammar
         self._app = app
         self._measures = control_routes or worker
@@ -138,7 +141,7 @@ class Upstream:
         access: Access = scope["state"]["access"]
         access.allow(need or "operate")
         if path in FIELDS and scope["method"] in ("POST", "PUT"):
-            receive = await _checked(scope, receive, every_grammar=self._every_grammar)
+            receive = await self._checked(scope, receive)
         if path == "/abort_request" and not self._control_routes:
             await self._abort(scope, receive, send)
         elif need == "read":
@@ -147,6 +150,19 @@ class Upstream:
                 await self._generate(access, scope, receive, send)
         else:
             await self._forward(scope, receive, send)
+
+    async def _checked(self, scope: Scope, receive: Receive) -> Receive:
+        """Read a JSON body and return how SGLang receives what it gets of it."""
+        path, raw = scope["path"], await Request(scope, receive).body()
+        data = await parse_json(raw)
+        served = served_body(path, data, every_grammar=self._every_grammar)
+        if path in SIZED:
+            await asyncio.to_thread(check_size, path, served, self._context_length())
+        if served is not data:
+            raw = await asyncio.to_thread(pydantic_core.to_json, served)
+            headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
+            scope["headers"] = [*headers, (b"content-length", str(len(raw)).encode())]
+        return received(raw, receive)
 
     async def _generate(self, access: Access, scope: Scope, receive: Receive, send: Send) -> None:
         if access.key.is_admin:
@@ -218,15 +234,3 @@ def _need(path: str) -> Need | None:
         return None
     below = (need for prefix, need in _SERVED_BELOW.items() if path.startswith(prefix))
     return SERVED.get(path) or next(below, None)
-
-
-async def _checked(scope: Scope, receive: Receive, *, every_grammar: bool) -> Receive:
-    """Read a JSON body and return how SGLang receives what it gets of it."""
-    raw = await Request(scope, receive).body()
-    data = await parse_json(raw)
-    served = served_body(scope["path"], data, every_grammar=every_grammar)
-    if served is not data:
-        raw = await asyncio.to_thread(pydantic_core.to_json, served)
-        headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
-        scope["headers"] = [*headers, (b"content-length", str(len(raw)).encode())]
-    return received(raw, receive)

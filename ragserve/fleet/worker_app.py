@@ -178,6 +178,7 @@ def create_worker_app(
         control_routes=settings.control_routes,
         worker=True,
         every_grammar=settings.grammars == "all",
+        context_length=lambda: engine.info.context_length,
     )
     limit = max(settings.max_upload_bytes, settings.max_body_bytes)
     app.add_middleware(LimitBody, limit_for=lambda _: limit, timeout_s=settings.body_timeout_s)

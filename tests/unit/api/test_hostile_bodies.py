@@ -26,7 +26,7 @@ from ragserve.config import Settings
 from ragserve.engine.compat import prepare
 from ragserve.tenants.key_file import KeyFile
 from sglang_ext.wire.measuring import check_measuring
-from sglang_ext.wire.protocol import DISTRIBUTION_FIELD
+from sglang_ext.wire.protocol import DISTRIBUTION_FIELD, longest_text
 from tests.unit.api.scripted_server import Live, ScriptedEngine, asgi_client
 
 
@@ -183,3 +183,32 @@ def test_who_may_ask_for_distributions(
     app = create_app(settings, ScriptedEngine(model_path), upstream=upstream)
     refused = "ragserve_distribution is the server's own; omit it"
     assert asyncio.run(answer("/generate")) == ("" if measures else refused)
+
+
+def test_no_more_is_tokenised_than_a_context_holds(client: httpx.Client, live: Live) -> None:
+    """It runs no model, so any key may ask for it, and no limit counts it."""
+    longest = longest_text(live.engine.info.context_length)
+    half, rest = "x" * (longest // 2), "x" * (longest // 2 + 1)
+    messages = [{"role": "user", "content": half}, {"role": "user", "content": rest}]
+    tools = [{"function": {"name": half, "description": rest}}]
+    for path, body in (
+        ("/tokenize", {"prompt": "x" * (longest + 1)}),
+        ("/tokenize", {"prompt": [half, rest]}),
+        ("/v1/tokenize", {"messages": messages}),
+        (
+            "/v1/tokenize",
+            {"messages": MESSAGES, "tools": tools},
+        ),
+        ("/v1/messages/count_tokens", {"messages": messages}),
+        ("/detokenize", {"tokens": [1] * (2**16 + 1)}),
+        ("/v1/detokenize", {"tokens": [[1] * 2**15, [1] * (2**15 + 1)]}),
+    ):
+        response = client.post(path, json=body)
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large"), path
+    assert live.seen_upstream == []
+    for path, body in (
+        ("/tokenize", {"prompt": ["x" * (longest - 100), "x"]}),
+        ("/detokenize", {"tokens": [[1] * 2**15] * 2}),
+        ("/detokenize", {"tokens": 5}),
+    ):
+        assert client.post(path, json=body).json()["upstream"] == path
