@@ -91,6 +91,9 @@ SERVED: dict[str, Need] = {
 """SGLang's routes that are served, and what a key needs for each. Those with ``read`` run the model."""
 MIN_RID_CHARS = 8
 # Stored responses are anyone's who knows their id: the engine does not know whose they are.
+_RESPONSES = "/v1/responses"
+# Only admins may read what is stored; it would stay for nothing, and what runs behind counts for no limit.
+_UNSTORED = {"store": False, "background": False}
 _SERVED_BELOW: dict[str, Need] = {"/v1/models/": "key", "/v1/responses/": "operate"}
 
 
@@ -141,7 +144,7 @@ class Upstream:
         access: Access = scope["state"]["access"]
         access.allow(need or "operate")
         if path in FIELDS and scope["method"] in ("POST", "PUT"):
-            receive = await self._checked(scope, receive)
+            receive = await self._checked(access, scope, receive)
         if path == "/abort_request" and not self._control_routes:
             await self._abort(scope, receive, send)
         elif need == "read":
@@ -151,11 +154,13 @@ class Upstream:
         else:
             await self._forward(scope, receive, send)
 
-    async def _checked(self, scope: Scope, receive: Receive) -> Receive:
+    async def _checked(self, access: Access, scope: Scope, receive: Receive) -> Receive:
         """Read a JSON body and return how SGLang receives what it gets of it."""
         path, raw = scope["path"], await Request(scope, receive).body()
         data = await parse_json(raw)
         served = served_body(path, data, every_grammar=self._every_grammar)
+        if path == _RESPONSES and not access.key.is_admin:
+            served = served | _UNSTORED
         if path in SIZED:
             await asyncio.to_thread(check_size, path, served, self._context_length())
         if served is not data:

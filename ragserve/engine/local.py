@@ -57,12 +57,13 @@ class LocalEngine(ControlledCache):
 
         from sglang_ext.documents.fingerprint import model_fingerprint
         from sglang_ext.process.launch import app_state, scheduler_info
-        from sglang_ext.sglang_internals import request_checks, tokenize_threads
+        from sglang_ext.sglang_internals import request_checks, stored_responses, tokenize_threads
 
         asked = time.monotonic()
         manager, info = _manager(), scheduler_info()
         request_checks.install(manager, every_grammar=self._settings.grammars == "all")
         tokenize_threads.install(manager, app_state())
+        stored_responses.install(app_state())
         self._crash = CrashHandler(manager, self.stop)
         args = manager.server_args
         cache = await self.control("info")
