@@ -269,6 +269,12 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
         description="Serve SGLang's routes that control the engine, too (/flush_cache, /pause_generation, "
         "/update_weights_from_disk and others). Whoever may call the server may then stop it.",
     )
+    grammars: Literal["schemas", "all"] = Field(
+        "schemas",
+        description="Grammars that clients of SGLang's routes may send. schemas: JSON schemas without "
+        "`pattern`, within limits. all: regular expressions, EBNF and structural tags, too; some of 500 "
+        "characters stop the engine for everybody.",
+    )
     audit_log_bytes: int = Field(
         64 * 2**20,
         ge=0,

@@ -102,7 +102,11 @@ def create_app(
         dependencies=[Depends(check_route)],
     )
     app.state.upstream = Upstream(
-        upstream, control_routes=settings.control_routes, remote=settings.engine_elsewhere
+        upstream,
+        control_routes=settings.control_routes,
+        remote=settings.engine_elsewhere,
+        every_grammar=settings.grammars == "all",
+        context_length=lambda: engine.info.context_length,
     )
     app.state.services = None
     for module in (

@@ -114,13 +114,18 @@ class Replayed(Response):
         self._replayed = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = False
+        await self._app(scope, received(self._replayed, receive), send)
 
-        async def receive_again() -> Message:
-            nonlocal given
-            if given:
-                return await receive()  # only a disconnect can follow
-            given = True
-            return {"type": "http.request", "body": self._replayed, "more_body": False}
 
-        await self._app(scope, receive_again, send)
+def received(body: bytes, receive: Receive) -> Receive:
+    """The way by which another app receives a body that has been read."""
+    given = False
+
+    async def receive_again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()  # only a disconnect can follow
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again

@@ -22,6 +22,7 @@ from ragserve.answering.sessions.dialogues import NEW
 from ragserve.api import examples
 from ragserve.api.access import Access, Caller
 from ragserve.api.body import parse_json
+from ragserve.api.engine_bodies import text_chars
 from ragserve.api.errors import validated
 from ragserve.api.openai_schemas import (
     ChatAnswer,
@@ -47,7 +48,6 @@ SGLANG_DEFAULT = "default"  # what SGLang's own clients say for "the model that 
 _NAMESPACE = TypeAdapter(Namespace)
 _URL = re.compile(r"\A[a-zA-Z][a-zA-Z0-9+.-]*+://")
 _END = "[DONE]"
-_MEDIA_PARTS = ("image", "image_url", "input_image", "input_audio", "audio_url", "video_url")
 
 router = APIRouter(tags=["openai"])
 _BODY = {
@@ -80,8 +80,7 @@ async def chat(request: Request, caller: Caller, request_id: RequestId) -> Respo
     system text.
 
     Citations are `annotations` of the message and, in full, the top-level `citations`; when streaming, both
-    come on the last chunk that has a choice. Requests for models not named `ragserve/...` go to SGLang
-    unchanged."""
+    come on the last chunk that has a choice. Requests for models not named `ragserve/...` go to SGLang."""
     raw = await request.body()
     data = await parse_json(raw)
     model = _model_of(data)
@@ -148,25 +147,11 @@ for _path in WITHOUT_RETRIEVAL:
 async def _check_text(data: Any, raw: bytes, svc: Services) -> None:
     """Raise TooLarge for more text than fits into the context: SGLang tokenises it in the event loop."""
     limit = longest_text(svc.engine.info.context_length)
-    if len(raw) > limit and (size := await asyncio.to_thread(_text_chars, data)) > limit:
+    if len(raw) > limit and (size := await asyncio.to_thread(text_chars, data)) > limit:
         raise TooLarge(
             f"The request has {size:,} characters of text; the limit of this model is {limit:,}.",
             hint="Send less.",
         )
-
-
-def _text_chars(data: Any) -> int:
-    """Characters of all strings, except in parts that are an image, sound or film."""
-    chars, values = 0, [data]
-    while values:
-        value = values.pop()
-        if isinstance(value, str):
-            chars += len(value)
-        elif isinstance(value, list):
-            values += value
-        elif isinstance(value, dict) and value.get("type") not in _MEDIA_PARTS:
-            values += value.values()
-    return chars
 
 
 def _model_of(data: Any) -> str | None:

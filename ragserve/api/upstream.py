@@ -1,21 +1,28 @@
-"""SGLang's own app behind ours: it gets requests to the routes of its that we serve, unchanged.
+"""SGLang's own app behind ours: it gets requests to the routes of its that we serve, and of their bodies
+what `engine_bodies` lets through.
 
-Its other routes control the engine (stop it, load weights, write profiles, open sessions). Only some are
-marked as such, so the ones that are served are named here."""
+Its other routes control the engine (stop it, load weights, write profiles, open sessions) or run a parser
+over what the client has already, in the event loop: some of their regular expressions take for ever. Only
+some are marked as such, so the ones that are served are named here."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httpx
+import pydantic_core
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragserve.api.access import Access, Need
-from ragserve.api.body import Replayed, parse_json
+from ragserve.api.body import Replayed, parse_json, received
+from ragserve.api.engine_bodies import FIELDS, SIZED, check_size, served_body
 from ragserve.errors import EngineError, Forbidden, InvalidRequest, NotFound
 from sglang_ext.wire.cache_scope import CacheScope
+from sglang_ext.wire.measuring import measuring
 from sglang_ext.wire.token_meter import metered
 
 # Set by the web server; the other keys are our routers' and must not reach another app.
@@ -36,7 +43,8 @@ _SERVER_KEYS = (
     "state",
     "subprotocols",
 )
-
+# SGLang lets pages of any origin read its answers, and may inflate bodies without a limit.
+_KEPT_HEADERS = (b"origin", b"x-body-compressed")
 
 SERVED: dict[str, Need] = {
     "/": "key",
@@ -59,9 +67,7 @@ SERVED: dict[str, Need] = {
     "/metrics": "metrics",
     "/metrics/": "metrics",
     "/model_info": "key",
-    "/parse_function_call": "key",
     "/ping": "key",
-    "/separate_reasoning": "key",
     "/server_info": "inspect",
     "/tokenize": "key",
     "/v1/audio/transcriptions": "read",
@@ -85,6 +91,9 @@ SERVED: dict[str, Need] = {
 """SGLang's routes that are served, and what a key needs for each. Those with ``read`` run the model."""
 MIN_RID_CHARS = 8
 # Stored responses are anyone's who knows their id: the engine does not know whose they are.
+_RESPONSES = "/v1/responses"
+# Only admins may read what is stored; it would stay for nothing, and what runs behind counts for no limit.
+_UNSTORED = {"store": False, "background": False}
 _SERVED_BELOW: dict[str, Need] = {"/v1/models/": "key", "/v1/responses/": "operate"}
 
 
@@ -94,10 +103,24 @@ class Upstream:
     Keys without admin generate in a prefix cache of their own, or in that of a namespace that they may read.
     An engine that is ``remote`` has one for everybody, so they may not generate there by its own routes.
 
-    A browser's Origin stays here: SGLang lets pages of any origin read its answers."""
+    A browser's Origin stays here."""
 
-    def __init__(self, app: ASGIApp, *, control_routes: bool = False, remote: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        control_routes: bool = False,
+        remote: bool = False,
+        worker: bool = False,
+        every_grammar: bool = False,
+        context_length: Callable[[], int],
+    ) -> None:
+        """``worker``: the requests are those of servers in front, which measure. ``every_grammar``: those
+        of clients may be other than JSON schemas. ``context_length``: of the model, once it has started."""
+        self._context_length = context_length
+        self._every_grammar = every_grammar
         self._app = app
+        self._measures = control_routes or worker
         self._control_routes = control_routes
         self._remote = remote
         self._models: frozenset[str] = frozenset()
@@ -114,12 +137,14 @@ class Upstream:
                 return
             raise NotFound(
                 f"There is no route {path[:128]!r} here.",
-                hint="See /docs. SGLang's routes that control the engine are off: the server's "
-                "--control-routes true opens them.",
+                hint="See /docs. SGLang's routes that control the engine, or parse what the client has "
+                "(/parse_function_call), are off: the server's --control-routes true opens them.",
                 code="route_not_found",
             )
         access: Access = scope["state"]["access"]
         access.allow(need or "operate")
+        if path in FIELDS and scope["method"] in ("POST", "PUT"):
+            receive = await self._checked(access, scope, receive)
         if path == "/abort_request" and not self._control_routes:
             await self._abort(scope, receive, send)
         elif need == "read":
@@ -129,9 +154,25 @@ class Upstream:
         else:
             await self._forward(scope, receive, send)
 
+    async def _checked(self, access: Access, scope: Scope, receive: Receive) -> Receive:
+        """Read a JSON body and return how SGLang receives what it gets of it."""
+        path, raw = scope["path"], await Request(scope, receive).body()
+        data = await parse_json(raw)
+        served = served_body(path, data, every_grammar=self._every_grammar)
+        if path == _RESPONSES and not access.key.is_admin:
+            served = served | _UNSTORED
+        if path in SIZED:
+            await asyncio.to_thread(check_size, path, served, self._context_length())
+        if served is not data:
+            raw = await asyncio.to_thread(pydantic_core.to_json, served)
+            headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
+            scope["headers"] = [*headers, (b"content-length", str(len(raw)).encode())]
+        return received(raw, receive)
+
     async def _generate(self, access: Access, scope: Scope, receive: Receive, send: Send) -> None:
         if access.key.is_admin:
-            await self._forward(scope, receive, send)
+            with measuring(allowed=self._measures):
+                await self._forward(scope, receive, send)
             return
         if self._remote:
             raise Forbidden(
@@ -146,7 +187,7 @@ class Upstream:
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         passed = {name: scope[name] for name in _SERVER_KEYS if name in scope}
-        passed["headers"] = [(name, value) for name, value in scope["headers"] if name.lower() != b"origin"]
+        passed["headers"] = [one for one in scope["headers"] if one[0].lower() not in _KEPT_HEADERS]
         await self._app(passed, receive, send)
 
     async def _abort(self, scope: Scope, receive: Receive, send: Send) -> None:

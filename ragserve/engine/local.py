@@ -23,6 +23,7 @@ from ragserve.engine.server_args import server_args
 from ragserve.engine.stream import DocumentsMissing, StreamReader, timed_out
 from ragserve.engine.warm_up import NAMESPACE, warm_up
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
+from sglang_ext.wire.measuring import measuring
 from sglang_ext.wire.protocol import CONTROL_METHOD, EXACT_STRATEGIES
 
 _FLUSH_S = 5.0  # for the write queue at the end; a service manager kills what takes too long
@@ -55,12 +56,14 @@ class LocalEngine(ControlledCache):
         from sglang.version import __version__ as version
 
         from sglang_ext.documents.fingerprint import model_fingerprint
-        from sglang_ext.process.launch import scheduler_info
-        from sglang_ext.sglang_internals import request_checks
+        from sglang_ext.process.launch import app_state, scheduler_info
+        from sglang_ext.sglang_internals import request_checks, stored_responses, tokenize_threads
 
         asked = time.monotonic()
         manager, info = _manager(), scheduler_info()
-        request_checks.install(manager)
+        request_checks.install(manager, every_grammar=self._settings.grammars == "all")
+        tokenize_threads.install(manager, app_state())
+        stored_responses.install(app_state())
         self._crash = CrashHandler(manager, self.stop)
         args = manager.server_args
         cache = await self.control("info")
@@ -199,7 +202,7 @@ class LocalEngine(ControlledCache):
 
         async def pump() -> None:
             try:
-                async for out in manager.generate_request(GenerateReqInput(**fields, **_traced()), None):
+                async for out in _own(manager, GenerateReqInput(**fields, **_traced())):
                     if abandoned:  # covers an abort that came before SGLang knew the request
                         manager.abort_request(rid)
                     outputs.put_nowait(out)
@@ -238,7 +241,7 @@ class LocalEngine(ControlledCache):
 
         async def read() -> None:
             try:
-                async for out in manager.generate_request(GenerateReqInput(**fields, **_traced()), None):
+                async for out in _own(manager, GenerateReqInput(**fields, **_traced())):
                     try:
                         StreamReader(0).read(out)
                     except RagserveError as error:  # the others go on
@@ -292,6 +295,13 @@ class LocalEngine(ControlledCache):
                 await self.control("flush", timeout_s=_FLUSH_S)
         except (RagserveError, TimeoutError) as error:
             log.warning("KV that was not on disk yet will be computed again: %r", error)
+
+
+def _own(manager: Any, obj: Any) -> AsyncIterator[dict[str, Any]]:
+    """Start a request of the server's own, which may measure."""
+    with measuring():
+        outputs: AsyncIterator[dict[str, Any]] = manager.generate_request(obj, None)
+    return outputs
 
 
 def _traced() -> dict[str, Any]:

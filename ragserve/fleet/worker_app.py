@@ -173,7 +173,13 @@ def create_worker_app(
             raise Unavailable("This worker takes no requests now.", hint="See GET /worker.", code="not_ready")
         return JSONResponse({"ready": True, "missing": []})
 
-    app.router.default = Upstream(routed, control_routes=settings.control_routes)
+    app.router.default = Upstream(
+        routed,
+        control_routes=settings.control_routes,
+        worker=True,
+        every_grammar=settings.grammars == "all",
+        context_length=lambda: engine.info.context_length,
+    )
     limit = max(settings.max_upload_bytes, settings.max_body_bytes)
     app.add_middleware(LimitBody, limit_for=lambda _: limit, timeout_s=settings.body_timeout_s)
     api_key = None if settings.api_key is None else settings.api_key.get_secret_value()

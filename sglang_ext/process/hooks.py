@@ -3,7 +3,6 @@ calls. The table fits all of `protocol.SGLANG_VERSIONS`; a version that differs 
 
 `install()` registers the hooks with SGLang's own registry. `check()` compares signatures with the table, at
 start and in a test, so that another version fails with a list of what moved instead of with a wrong answer.
-`sglang_ext.sglang_internals.model` has what ragserve uses inside SGLang's models.
 """
 
 from __future__ import annotations
@@ -18,7 +17,13 @@ from typing import Any, Literal
 
 from sglang_ext.attention.pools import pool_hooks
 from sglang_ext.process import grammar_masks
-from sglang_ext.sglang_internals import background_prefill, seeded_sampling, stop_strings, weight_updates
+from sglang_ext.sglang_internals import (
+    background_prefill,
+    grammar_cache,
+    seeded_sampling,
+    stop_strings,
+    weight_updates,
+)
 from sglang_ext.stages import cancelled_pass, stages
 from sglang_ext.state import current
 from sglang_ext.wire.protocol import SGLANG_VERSIONS
@@ -43,28 +48,26 @@ class Hook:
 
 
 def _after_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    if current.runtime is not None:
+    if (runtime := current.runtime) is not None:
         from sglang_ext.context.compose.request import is_composed
         from sglang_ext.diagnostics import distribution
 
-        failed = partial(current.runtime.refuse, req, status=HTTPStatus.INTERNAL_SERVER_ERROR)
-        stages.run_alike("request", failed, current.runtime.on_request, req)
+        def refuse(reason: str | None) -> None:
+            if reason is not None and req.to_finish is None:
+                runtime.refuse(req, reason)
+
+        failed = partial(runtime.refuse, req, status=HTTPStatus.INTERNAL_SERVER_ERROR)
+        stages.run_alike("request", failed, runtime.on_request, req)
         stages.run_alike("request", failed, background_prefill.on_request, req)
         if req.to_finish is None:
             for read in (distribution.on_request, seeded_sampling.on_request):
-                reason = stages.run_alike("request", failed, read, req)
-                if reason is not None and req.to_finish is None:
-                    current.runtime.refuse(req, reason)
+                refuse(stages.run_alike("request", failed, read, req))
         if current.attention is not None:
-            reason = stages.run_alike("decode options", failed, current.attention.on_request, req)
-            if reason is not None and req.to_finish is None:
-                current.runtime.refuse(req, reason)
+            refuse(stages.run_alike("decode options", failed, current.attention.on_request, req))
             if current.composition is not None and is_composed(req):
                 stages.run_alike("decode options", failed, current.composition.show_less, req)
         if current.streaming is not None and req.to_finish is None:
-            reason = stages.run_alike("decode options", failed, current.streaming.on_request, req)
-            if reason is not None and req.to_finish is None:
-                current.runtime.refuse(req, reason)
+            refuse(stages.run_alike("decode options", failed, current.streaming.on_request, req))
     return result
 
 
@@ -367,6 +370,8 @@ HOOKS = (
         pool_hooks.around_pool,
         "around",
     ),
+    Hook(grammar_cache.BACKEND, ("self",), grammar_cache.after_backend, "after"),
+    Hook(grammar_cache.COMPILER, ("self", "tokenizer"), grammar_cache.around_compiler, "around"),
     Hook(pool_hooks.CELL, ("self", "kvc", "num_layers"), pool_hooks.after_cell_size, "after"),
     Hook(pool_hooks.TOKENS, ("self", "available_bytes", "page_size"), pool_hooks.around_tokens, "around"),
     Hook(pool_hooks.ROWS, ("self", "token_capacity"), pool_hooks.after_rows, "after"),

@@ -70,6 +70,13 @@ def tokenizer_manager() -> Any:
     return state.tokenizer_manager
 
 
+def app_state() -> Any:
+    """Return the state of SGLang's app, which holds what answers its routes."""
+    from sglang.srt.entrypoints.http_server import app
+
+    return app.state
+
+
 def scheduler_info() -> dict[str, Any]:
     """Return the figures that the scheduler sent when it was ready: pool size, longest request, ..."""
     from sglang.srt.entrypoints.http_server import get_global_state

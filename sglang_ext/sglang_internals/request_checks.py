@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import math
-import re
 import time
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sglang_ext.sglang_internals import grammar_checks
 from sglang_ext.sglang_internals.background_prefill import check_mark
 from sglang_ext.wire.cache_scope import confine
+from sglang_ext.wire.measuring import check_measuring
 from sglang_ext.wire.protocol import longest_text
 from sglang_ext.wire.token_meter import count_answers, count_prompt
 
@@ -28,48 +28,50 @@ MAX_SEQUENCES = 1024  # prompts times n of one request
 MAX_STOPS = 256
 MAX_STOP_CHARS = 4096
 MAX_TOP_LOGPROBS = 1024
-MAX_GRAMMAR_CHARS = 2**17
-MAX_GRAMMAR_DEPTH = 100
-_CONTROL = re.compile(r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
-_ANY_JSON = "$$ANY$$"  # SGLang's name for all of JSON
+MAX_LOGPROBS = 2**21  # of one request, about 300 MB while it runs
+_DEFAULT_NEW_TOKENS = 128  # SGLang's
+MAX_PATCHES = 128  # that an image is cut into
 MAX_BIAS = 1e9
 MAX_TEMPERATURE = 1000.0
 MIN_REPETITION_PENALTY = 1e-3
 _INT64 = 2**63
+_MOST = 2**31 - 1
 _CLOCK_SKEW_S = 3600.0
 
-REFUSED = (
-    "bootstrap_host",
-    "bootstrap_pair_key",
-    "bootstrap_port",
-    "bootstrap_room",
-    "custom_labels",
-    "decode_tp_size",
-    "disagg_prefill_dp_rank",
-    "embed_override_token_id",
-    "embed_overrides",
-    "encoder_urls",
-    "external_trace_header",
-    "http_worker_ipc",
-    "lora_id",
-    "mm_data_mooncake",
-    "multi_item_delimiter_indices",
-    "need_wait_for_mm_inputs",
-    "num_items_assigned",
-    "positional_embed_overrides",
-    "return_indexer_topk",
-    "return_routed_experts",
-    "return_sampling_mask",
-    "routed_dp_rank",
-    "routed_experts_start_len",
-    "session_id",
-    "session_params",
+SERVED = frozenset(
+    {
+        *("audio_data", "background", "conversation_id", "custom_logit_processor", "dimensions", "extra_key"),
+        *("image_data", "image_max_dynamic_patch", "input_embeds", "input_ids", "is_cross_encoder_request"),
+        *("log_metrics", "logprob_start_len", "lora_path", "max_dynamic_patch", "max_thinking_tokens"),
+        *("min_dynamic_patch", "modalities", "no_logs", "priority", "received_time", "require_reasoning"),
+        *("return_bytes", "return_entropy", "return_flat_raw_top_logprobs"),
+        *("return_flat_raw_top_logprobs_b64", "return_hidden_states", "return_logprob"),
+        *("return_pooled_hidden_states", "return_prompt_token_ids", "return_text_in_logprobs", "rid"),
+        *("routing_key", "sampling_params", "stream", "text", "token_ids_logprob", "top_logprobs_num"),
+        *("use_audio_in_video", "video_data", "video_max_dynamic_patch"),
+    }
 )
-"""Fields for a cluster's own traffic, for sessions and for models of other kinds, which ragserve does not
-serve. SGLang checks none of them.
+"""The fields of SGLang's ``GenerateReqInput`` and ``EmbeddingReqInput`` that are served, whichever route has
+set them. All others must be empty.
+"""
+
+REFUSED = frozenset(
+    {
+        *("bootstrap_host", "bootstrap_pair_key", "bootstrap_port", "bootstrap_room", "custom_labels"),
+        *("decode_tp_size", "disagg_prefill_dp_rank", "embed_override_token_id", "embed_overrides"),
+        *("encoder_urls", "external_trace_header", "http_worker_ipc", "images_config", "lora_id"),
+        *("mm_data_mooncake", "mm_hashes", "multi_item_delimiter_indices", "need_wait_for_mm_inputs"),
+        *("num_items_assigned", "positional_embed_overrides", "return_indexer_topk", "return_routed_experts"),
+        *("return_sampling_mask", "routed_dp_rank", "routed_experts_start_len", "session_id"),
+        "session_params",
+    }
+)
+"""The others of 0.5.17, which a test compares with SGLang's: for a cluster's own traffic, for sessions and
+for models of other kinds. SGLang checks none of them. ``mm_hashes`` names entries of a cache of all clients.
 """
 
 MEDIA = ("image_data", "video_data", "audio_data")
+_PATCHES = ("image_max_dynamic_patch", "max_dynamic_patch", "min_dynamic_patch", "video_max_dynamic_patch")
 
 SAMPLING = frozenset(
     {
@@ -102,6 +104,8 @@ SAMPLING = frozenset(
 )
 """SGLang's sampling parameters. It would take its own working fields (``is_normalized``) as well."""
 
+# Routes whose sampling parameters are a client's own. Chats make structural tags of tools.
+_NATIVE = ("/generate", "/vertex_generate")
 _GENERATE = ("obj", "request")
 _CREATE = ("obj", "input_text", "input_ids", "input_embeds", "mm_inputs", "token_type_ids")
 
@@ -110,21 +114,29 @@ class OwnTraceHeaders(dict[str, str]):
     """``external_trace_header`` as the server itself sets it. Clients send theirs as HTTP headers."""
 
 
-def install(manager: Any) -> None:
-    """Check every request to ``manager``, a TokenizerManager. Raises RuntimeError for another SGLang."""
+def install(manager: Any, *, every_grammar: bool = False) -> None:
+    """Check every request to ``manager``, a TokenizerManager, and serve ``every_grammar``, not JSON schemas
+    alone. Raises RuntimeError for another SGLang.
+    """
     generate = _method(manager, "generate_request", _GENERATE)
     create = _method(manager, "_create_tokenized_object", _CREATE)
 
     def generate_checked(obj: Any, request: Any = None) -> Any:
         check_request(obj, manager.context_len)
+        if request is not None and request.url.path in _NATIVE:
+            for params in _each(obj.sampling_params):
+                grammar_checks.check_tags(params, every=every_grammar)
         confine(obj)
         return count_answers(generate(obj, request))
 
     def create_checked(obj: Any, *args: Any, **kwargs: Any) -> Any:
         # Before SGLang's own checks, which fail on other types with other exceptions.
-        check_sampling(obj.sampling_params or {}, manager.model_config.vocab_size, manager.context_len)
+        vocab_size = manager.model_config.vocab_size
+        check_sampling(
+            obj.sampling_params or {}, vocab_size, manager.context_len, every_grammar=every_grammar
+        )
         tokenized = create(obj, *args, **kwargs)
-        check_tokenized(tokenized, manager.model_config.vocab_size, obj.input_ids)
+        check_tokenized(tokenized, vocab_size, obj.input_ids)
         count_prompt(len(tokenized.input_ids or ()))
         return tokenized
 
@@ -141,10 +153,14 @@ def _method(manager: Any, name: str, expected: tuple[str, ...]) -> Callable[...,
 
 def check_request(obj: Any, context_length: int) -> None:
     """Check a request as a route made it: its fields, and how many sequences and characters it has."""
-    for name in REFUSED:
-        value = getattr(obj, name, None)
-        if value is not None and value is not False and value != 0 and not isinstance(value, OwnTraceHeaders):
+    for name in getattr(obj, "__dataclass_fields__", None) or vars(obj):
+        value = getattr(obj, name)
+        if name in SERVED or isinstance(value, OwnTraceHeaders):
+            continue
+        if value is not None and value is not False and value not in (0, [], {}):
             raise ValueError(f"{name} is not served here; omit it")
+    for name in _PATCHES:
+        _bounded(name, getattr(obj, name, None), 0, MAX_PATCHES)
     if any(len(rid) < MIN_RID_CHARS for rid in _each(obj.rid)):
         raise ValueError(f"rid must have {MIN_RID_CHARS} characters at least")
     for name, least, most in (("priority", -_INT64, _INT64 - 1), ("logprob_start_len", -1, context_length)):
@@ -203,11 +219,51 @@ def _check_size(obj: Any, context_length: int) -> None:
             raise ValueError(f"{name} has {len(values)} entries for {prompts} prompts")
     if prompts * samples > MAX_SEQUENCES:
         raise ValueError(f"{prompts * samples} sequences are more than the {MAX_SEQUENCES} of one request")
+    for params in _each(given):
+        check_measuring(params, prompts * samples)
+    _check_logprobs(obj, prompts, samples, context_length)
     if (size := sum(map(len, texts))) > (longest := longest_text(context_length)):
         raise ValueError(f"the text has {size} characters, more than the {longest} that are tokenised")
 
 
-def check_sampling(params: dict[str, Any], vocab_size: int, context_length: int) -> None:
+def _check_logprobs(obj: Any, prompts: int, samples: int, context_length: int) -> None:
+    """Bound what SGLang keeps as Python objects: sequences x positions x log-probabilities of each. A text
+    counts as many tokens as characters."""
+    if not getattr(obj, "return_logprob", None):
+        return
+    ids_of = getattr(obj, "token_ids_logprob", None)
+    rows = ids_of if isinstance(ids_of, list) and ids_of and isinstance(ids_of[0], list) else [ids_of]
+    listed = max(len(row) if isinstance(row, (list, tuple)) else 0 for row in rows)
+    tops = [value for value in _each(getattr(obj, "top_logprobs_num", None)) if value is not None]
+    new = [params.get("max_new_tokens", _DEFAULT_NEW_TOKENS) for params in _each(obj.sampling_params)]
+    most = [_bounded("max_new_tokens", value, 0, _MOST) for value in new if value is not None]
+    tokens = context_length if None in new else max(most, default=_DEFAULT_NEW_TOKENS)
+    positions = prompts * min(tokens, context_length)
+    starts = [value for value in _each(getattr(obj, "logprob_start_len", None)) if value is not None]
+    if (start := min(starts, default=-1)) >= 0:
+        positions += sum(max(0, length - start) for length in _prompt_lengths(obj, context_length))
+    values = samples * positions * (1 + listed + max(tops, default=0))
+    if values > MAX_LOGPROBS:
+        raise ValueError(
+            f"{values:,} log-probabilities are more than the {MAX_LOGPROBS:,} of one request: lower "
+            "max_new_tokens, n, top_logprobs_num or the prompt's part that has them (logprob_start_len)"
+        )
+
+
+def _prompt_lengths(obj: Any, context_length: int) -> Iterator[int]:
+    """The most tokens that each prompt of a request can have."""
+    if any(getattr(obj, name, None) for name in MEDIA) or (obj.text is None and not obj.input_ids):
+        yield context_length
+    elif obj.text is not None:
+        yield from (min(len(text), context_length) for text in _each(obj.text) if isinstance(text, str))
+    else:
+        rows = obj.input_ids if isinstance(obj.input_ids[0], list) else [obj.input_ids]
+        yield from (min(len(row), context_length) for row in rows)
+
+
+def check_sampling(
+    params: dict[str, Any], vocab_size: int, context_length: int, *, every_grammar: bool = False
+) -> None:
     """Check the sampling parameters of one sequence: what SGLang leaves to its scheduler."""
     if unknown := sorted(map(str, params.keys() - SAMPLING)):
         raise ValueError(f"sampling_params has no {unknown[0]!r:.40}")
@@ -221,9 +277,9 @@ def check_sampling(params: dict[str, Any], vocab_size: int, context_length: int)
     for name, least, most in (
         ("n", 1, MAX_SEQUENCES),
         ("top_k", -1, 2**30),
-        ("max_new_tokens", 0, 2**31 - 1),
+        ("max_new_tokens", 0, _MOST),
         ("min_new_tokens", 0, context_length),
-        ("stream_interval", 1, 2**31 - 1),
+        ("stream_interval", 1, _MOST),
         ("sampling_seed", -_INT64, _INT64 - 1),
     ):
         if (value := params.get(name)) is not None:
@@ -237,9 +293,9 @@ def check_sampling(params: dict[str, Any], vocab_size: int, context_length: int)
     _check_stops(params.get("stop"))
     if params.get("stop_regex") not in (None, [], ()):
         raise ValueError("stop_regex is not served here: some expressions take for ever; use stop")
-    for name in ("json_schema", "regex", "ebnf", "structural_tag"):
+    for name in grammar_checks.NAMES:
         if (text := params.get(name)) is not None:
-            _check_grammar(name, text)
+            grammar_checks.check_grammar(name, text, every=every_grammar)
 
 
 _PENALTIES = ("frequency_penalty", "presence_penalty")
@@ -267,28 +323,6 @@ def _check_stops(stop: Any) -> None:
             raise ValueError(f"a stop must be a string of 1 to {MAX_STOP_CHARS} characters")
     if sum(map(len, stops)) > MAX_STOP_CHARS:  # each step looks for the beginnings of all of them
         raise ValueError(f"stop strings of more than {MAX_STOP_CHARS} characters together")
-
-
-def _check_grammar(name: str, text: Any) -> None:
-    """Bound what the grammar compiler gets: it recurses over nested schemas until stack or memory ends."""
-    if not isinstance(text, str):
-        raise ValueError(f"{name} must be a string")
-    if len(text) > MAX_GRAMMAR_CHARS:
-        raise ValueError(f"{name} has {len(text)} characters, more than {MAX_GRAMMAR_CHARS}")
-    if bad := _CONTROL.search(text):
-        raise ValueError(f"{name} has the control character {bad[0]!r}; write it as an escape")
-    depth = deepest = 0
-    # Brackets inside of strings count too: a bound needs no parser.
-    for bracket in re.findall(r"[\[\](){}]", text):
-        depth += 1 if bracket in "[({" else -1
-        deepest = max(deepest, depth)
-    if deepest > MAX_GRAMMAR_DEPTH:
-        raise ValueError(f"{name} is nested {deepest} levels deep, more than {MAX_GRAMMAR_DEPTH}")
-    if name in ("json_schema", "structural_tag") and text != _ANY_JSON:
-        try:
-            json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{name} is not JSON: {error}") from None
 
 
 def check_tokenized(tokenized: Any, vocab_size: int, given: Any = None) -> None:

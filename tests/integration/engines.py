@@ -207,6 +207,7 @@ def stress(folder: Path) -> Iterator[Server]:
         ),
         "max_total_tokens": 6144,
         "control_routes": True,  # for /dumper
+        "grammars": "all",
         "kv_host_bytes": 2**26,
         "session_on_host": True,
         "session_refresh_turns": SESSION_REFRESH,

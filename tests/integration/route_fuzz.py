@@ -47,7 +47,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"input_ids": [[5, 6], [7]], "sampling_params": SHORT, "return_logprob": True},
         {"text": ["A", "B"], "sampling_params": [SHORT, SHORT]},
         {"text": "A", "sampling_params": {"min_new_tokens": 2, "max_new_tokens": 6, "n": 2}},
-        {"text": "A", "sampling_params": {"regex": "[a-z]+", "max_new_tokens": 4, "temperature": 0.7}},
+        {"text": "A", "sampling_params": {"json_schema": "{}", "max_new_tokens": 4, "temperature": 0.7}},
     ],
     "/encode": [{"text": "A"}, {"input_ids": [5, 6]}],
     "/classify": [{"text": "A"}],
@@ -55,8 +55,6 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/v1/tokenize": [{"prompt": ["A", "B"]}],
     "/detokenize": [{"tokens": [5, 6]}],
     "/v1/detokenize": [{"tokens": [[5], [6]]}],
-    "/parse_function_call": [{"text": "f()", "tools": [TOOL], "tool_call_parser": "llama3"}],
-    "/separate_reasoning": [{"text": "<think>a</think>b", "reasoning_parser": "qwen3"}],
     "/v1/completions": [
         {"model": "default", "prompt": "A lighthouse", "max_tokens": 4},
         {"model": "default", "prompt": [5, 6], "max_tokens": 4, "logprobs": 2, "echo": True, "stream": True},

@@ -12,6 +12,9 @@ from tests.conftest import EXHAUSTIVE
 from tests.integration import route_fuzz
 from tests.integration.engines import Server
 
+AMBIGUOUS = "[a-z]?"
+for _ in range(7):
+    AMBIGUOUS = f"({AMBIGUOUS * 2})?"
 DEADLY: dict[str, tuple[str, dict[str, Any]]] = {
     "an id outside the vocabulary": ("/generate", {"input_ids": [999_999_999, 5]}),
     "one in a batch": ("/generate", {"input_ids": [[5, 6], [7, -1]]}),
@@ -23,9 +26,35 @@ DEADLY: dict[str, tuple[str, dict[str, Any]]] = {
     "text for a flag": ("/generate", {"ignore_eos": "yes"}),
     "nested custom_params": ("/generate", {"custom_params": {"a": {"b": {"c": 1}}}}),
     "the server's own mark": ("/generate", {"custom_params": {"ragserve_background": 256}}),
+    "distributions": ("/generate", {"custom_params": {"ragserve_distribution": 2}}),
+    "forced tokens": ("/generate", {"custom_params": {"ragserve_forced": "[5]"}}),
+    "log-probabilities without end": (
+        "/generate",
+        {"text": "x", "return_logprob": True, "token_ids_logprob": [5] * 2**15},
+    ),
     "a bias that is no number": ("/generate", {"logit_bias": {"5": float("nan")}, "temperature": 0.5}),
     "an endless bias": ("/generate", {"logit_bias": {"5": float("inf")}, "temperature": 0.5}),
     "a regex of NUL": ("/generate", {"regex": "\0"}),
+    "an ambiguous regex": ("/generate", {"regex": AMBIGUOUS}),
+    "an ambiguous pattern": (
+        "/generate",
+        {"json_schema": json.dumps({"pattern": AMBIGUOUS})},
+    ),
+    "endless rules": ("/generate", {"ebnf": 'root ::= a a | "" | [a-z]\na ::= root root | ""'}),
+    "a text of 10,000 characters": ("/generate", {"json_schema": '{"type": "string", "maxLength": 10000}'}),
+    "a client's own template": (
+        "/v1/chat/completions",
+        {
+            "messages": route_fuzz.CHAT,
+            "text": "",
+            "chat_template_kwargs": {"chat_template": "{{ 10**9 }}"},
+        },
+    ),
+    "the template of a tokenizer": (
+        "/tokenize",
+        {"messages": route_fuzz.CHAT, "text": "", "chat_template_kwargs": {"chat_template": "x"}},
+    ),
+    "another's image": ("/generate", {"text": "x", "mm_hashes": ["ab"]}),
     "a deep schema": ("/generate", {"json_schema": "[" * 100_000}),
     "more top tokens than there are": (
         "/generate",

@@ -273,7 +273,7 @@ def test_routes_without_retrieval_refuse_the_models_of_namespaces(
     assert "/v1/chat/completions" in error["hint"]
     assert live.seen_upstream == []
     raw = json.dumps({"model": "tiny", "prompt": "Who?"}).encode()
-    assert client.post(f"/v1/{route}", content=raw).json() == {"upstream": f"/v1/{route}", "size": len(raw)}
+    assert client.post(f"/v1/{route}", content=raw).json()["upstream"] == f"/v1/{route}"
 
 
 @pytest.mark.parametrize("path", ["/invocations", "/api/chat", "/api/generate"])

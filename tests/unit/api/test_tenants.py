@@ -203,6 +203,15 @@ def test_stored_responses_of_others_cannot_be_continued(acme: httpx.Client) -> N
     assert acme.post("/v1/responses", json={"input": "And then?"}).json()["upstream"] == "/v1/responses"
 
 
+def test_responses_are_stored_for_those_who_may_read_them(
+    acme: httpx.Client, admin: httpx.Client, tenants: Tenants
+) -> None:
+    for asked in ({}, {"store": True, "background": True}, {"store": None, "background": None}):
+        for client, expected in ((acme, {"store": False, "background": False}), (admin, asked)):
+            assert client.post("/v1/responses", json={"input": "x", **asked}).status_code == 200
+            assert json.loads(tenants.live.seen_upstream[-1]["body"]) == {"input": "x", **expected}
+
+
 def test_control_routes_need_admin_even_where_they_are_on(tmp_path: Path, model_path: Path) -> None:
     asyncio.run(_control_routes(tmp_path, model_path))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 from array import array
@@ -18,6 +19,8 @@ from sglang_ext.sglang_internals.request_checks import (
     check_sampling,
     check_tokenized,
 )
+from sglang_ext.wire.measuring import measuring
+from sglang_ext.wire.protocol import DISTRIBUTION_FIELD, FORCED_FIELD
 from sglang_ext.wire.token_meter import metered
 
 VOCABULARY, CONTEXT = 1000, 512
@@ -102,19 +105,20 @@ def test_usual_parameters_pass() -> None:
         sampling_seed=7, stream_interval=1, stop_regex=[], custom_params={"ragserve": "{}"},
     )  # fmt: skip
     sampling(json_schema="$$ANY$$")
-    sampling(regex=r"[a-z]{2,5}\d+")
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {name: value}
-        for name in request_checks.REFUSED
+        for name in sorted({*request_checks.REFUSED, "new_in_sglang"})
         for value in ("x", [1], 7)
     ]
     + [
         {"rid": ""},
         {"rid": "a"},
+        {"max_dynamic_patch": 10**9},
+        {"image_max_dynamic_patch": [1]},
         {"rid": ["long-enough-1", ""]},
         {"priority": 2**63},
         {"logprob_start_len": -2},
@@ -141,6 +145,81 @@ def test_usual_parameters_pass() -> None:
 def test_a_request_that_is_not_served_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         request(**fields)
+
+
+def test_sglang_has_no_field_that_nobody_has_looked_at() -> None:
+    """A field that SGLang adds fails here: serve it, within a limit, or refuse it."""
+    from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+
+    models = (GenerateReqInput, EmbeddingReqInput)
+    theirs = {field.name for model in models for field in dataclasses.fields(model)}
+    assert theirs == request_checks.SERVED | request_checks.REFUSED
+    assert not request_checks.SERVED & request_checks.REFUSED
+    for obj in (GenerateReqInput(text="x"), EmbeddingReqInput(text="x")):
+        check_request(obj, CONTEXT)
+    with pytest.raises(ValueError, match="mm_hashes is not served"):
+        check_request(GenerateReqInput(text="x", image_data="data:,", mm_hashes=["ab"]), CONTEXT)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampling_params": {"n": 1024}, "top_logprobs_num": 50},
+        {"sampling_params": {"n": 8, "max_new_tokens": None}, "top_logprobs_num": 1024},
+        {"token_ids_logprob": [5] * 2**15},
+        {"text": ["x", "y"], "token_ids_logprob": [[5] * 2**15, [5]]},
+        {
+            "text": "x" * 100_000,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 1024,
+            "sampling_params": {"n": 4},
+        },
+        {"input_ids": [[1] * 512] * 600, "logprob_start_len": 0, "top_logprobs_num": 9},
+        {
+            "image_data": "data:,",
+            "logprob_start_len": 0,
+            "top_logprobs_num": 1000,
+            "sampling_params": {"n": 9},
+        },
+    ],
+)
+def test_log_probabilities_have_one_budget(fields: dict[str, Any]) -> None:
+    """Sequences x positions x values of each: a test of one of them bounds nothing."""
+    with pytest.raises(ValueError, match="log-probabilities are more than"):
+        request(return_logprob=True, **fields)
+    request(**fields)  # SGLang computes none
+
+
+@pytest.mark.parametrize("value", ["x", -1, 1.5, [1], 2**40])
+def test_a_budget_of_nonsense_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        request(return_logprob=True, sampling_params={"max_new_tokens": value})
+
+
+def test_usual_log_probabilities_pass() -> None:
+    request(return_logprob=True, top_logprobs_num=20, sampling_params={"max_new_tokens": None, "n": 8})
+    request(
+        return_logprob=[True, False], text=["x" * 5000] * 2, logprob_start_len=[0, 10], top_logprobs_num=5
+    )
+    request(return_logprob=True, token_ids_logprob=[5, 6], sampling_params={"max_new_tokens": 0})
+    request(return_logprob=True, input_ids=[1] * 500, logprob_start_len=100, top_logprobs_num=1000)
+
+
+@pytest.mark.parametrize("custom", [{DISTRIBUTION_FIELD: 2}, {FORCED_FIELD: "[1]"}])
+def test_only_the_server_itself_measures(custom: dict[str, Any]) -> None:
+    def ask(**params: Any) -> None:
+        request(sampling_params={"custom_params": custom, **params})
+
+    with pytest.raises(ValueError, match="is the server's own; omit it"):
+        ask()
+    with measuring(allowed=False), pytest.raises(ValueError, match="is the server's own; omit it"):
+        ask()
+    with measuring():
+        ask()
+        ask(n=8)
+        custom = {DISTRIBUTION_FIELD: 400}
+        with pytest.raises(ValueError, match="at most 512 in all"):
+            ask(n=2)
 
 
 def test_usual_requests_pass() -> None:
