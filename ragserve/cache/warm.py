@@ -27,7 +27,7 @@ from ragserve.ingest.prune import every_document
 from ragserve.metrics import metrics
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.types import Document, Job, JobItem
-from sglang_ext.wire.protocol import EXACT_STRATEGIES, Span
+from sglang_ext.wire.protocol import EXACT_STRATEGIES, Span, SystemText
 
 __all__ = ["KIND", "Warmer", "submit_warm", "warming"]
 
@@ -237,7 +237,7 @@ class _WarmRun:
         them.
         """
         warmer, namespace = self._warmer, self._job.namespace
-        yield _Item(""), [warmer.prompts.system_ids()]
+        yield _Item(""), [SystemText(warmer.prompts.system_ids())]
         for pending in warmer.jobs.items(self._job.job_id, "pending"):
             item = _Item(pending.source)
             try:
@@ -281,8 +281,10 @@ class _WarmRun:
         group.new = [below not in (found.lasting, "writing", "remote") for below in found.below]
         spans: dict[_Item, list[Span]] = {}
         prompt: list[int] = []
+        system = False
         for (item, piece), new in zip(group.pieces, group.new, strict=True):
             if new:
+                system |= isinstance(piece, SystemText)  # it is the first piece of the job
                 spans.setdefault(item, []).append(Span(len(prompt), len(prompt) + len(piece)))
                 prompt += piece
         if not prompt:
@@ -290,18 +292,18 @@ class _WarmRun:
         wanted = sum(found.bytes_of(len(piece)) for piece, new in zip(ids, group.new, strict=True) if new)
         self._wait(found, lambda now: now.write_room_bytes >= wanted or not now.queued_bytes, [])
         started = time.perf_counter()
-        if self._failure(prompt, [span for own in spans.values() for span in own]) is None:
+        if self._failure(prompt, [span for own in spans.values() for span in own], system) is None:
             if self._background:
                 seconds = max(time.perf_counter() - started, 1e-3)
                 self._limit = min(_GROUP_TOKENS, round(len(prompt) / seconds * _BACKGROUND_S))
             return
         for item, own in spans.items():  # each document by itself, to find the one that fails
-            item.reason = self._failure(prompt, own) or item.reason
+            item.reason = self._failure(prompt, own, system) or item.reason
 
-    def _failure(self, prompt: list[int], spans: Sequence[Span]) -> str | None:
+    def _failure(self, prompt: list[int], spans: Sequence[Span], system: bool) -> str | None:
         """Compute documents of ``prompt``; why that failed, if it did. Raises ``Unavailable``."""
         request = GenerateRequest(
-            self._job.job_id, prompt, self._job.namespace, spans=tuple(spans), system=False
+            self._job.job_id, prompt, self._job.namespace, spans=tuple(spans), system=system
         )
         try:
             self._warmer.call(self._warmer.engine.warm(request))

@@ -190,7 +190,7 @@ def test_every_tier_gives_the_same_answer(
         ),
         (
             '{"v":1,"op":"document","namespace":"n","strategy":"","spans":[],"options":{"analyse":1}}',
-            "two options, analyse",
+            "options analyse",
         ),
         (
             '{"v":1,"op":"compose","namespace":"n","strategy":"concat","spans":[[0,Infinity]],"options":{}}',

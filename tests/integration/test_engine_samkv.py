@@ -130,7 +130,7 @@ def test_a_query_waits_for_no_analysis_that_it_does_not_need(quick_server: Any) 
         (4, {"lexical_weight": 0, "min_tokens": 100}),
         (4, {"lexical_weight": 0.5, "scoring": "attention", "title_weight": 0, "min_tokens": 0}),
         (8, {"lexical_weight": 1, "recompute": "sentences", "share": 0.6, "keep": 0.15, "min_tokens": 300}),
-        (1, {"selection": "shared"}),
+        (1, {"selection": "shared", "keep": 0.5}),
         (3, {"block_size": 64, "selection": "shared"}),  # no longer than initial and local blocks: kept whole
         (8, {"selection": "none"}),
         (8, {"selection": "layers", "scoring": "zscore", "question_query": "mean"}),
@@ -229,12 +229,12 @@ def test_an_analysis_is_what_transformers_computes(
         )
         for layer in reference.model.model.layers
     ]
-    alone = reference.alone(document)
+    alone = reference.document(document)
     for hook in hooks:
         hook.remove()
     plan = BlockPlan.build([n], block_tokens=block)
     for layer, (k, _) in enumerate(alone):
-        q = queries[layer]
+        q = queries[layer - reference.layers]  # after those of the prefix
         a, b = q.chunk(2, -1)
         q = q * cos[0, :, None] + torch.cat((-b, a), -1) * sin[0, :, None]
         want = block_summary_naive(q, k[0].transpose(0, 1), plan, scale=heads[1] ** -0.5)

@@ -28,8 +28,9 @@ from ragserve.config import load
 from ragserve.profiles.gate import FILE_NAME, Gate
 from ragserve.profiles.samkv import place_of
 settings = load()
-[fingerprint] = json.loads((pathlib.Path(settings.model) / FILE_NAME).read_text())["models"]
-gate = Gate.of(settings, model=settings.model, fingerprint=fingerprint, dtype="float32")
+[(fingerprint, records)] = json.loads((pathlib.Path(settings.model) / FILE_NAME).read_text())["models"].items()
+[prefix] = {record["prefix"] for record in records.values()}
+gate = Gate.of(settings, model=settings.model, fingerprint=fingerprint, dtype="float32", prefix=prefix)
 paths = [m.__file__ for m in (ragserve, ragserve_index, ragserve_kernels, sglang_ext)] + [settings.model]
 print(json.dumps({"paths": paths, "samkv": str(place_of(settings, "x")),
                   "verified": gate.verified()}))
@@ -154,7 +155,7 @@ def test_a_wheel_serves_without_checkout_and_network(
     assert out["info"]["model"] == str(other_model)
     assert out["answer"]["usage"]["completion"] > 0
     assert out["answer"]["usage"]["prompt"] > 60, "our system text, the document and the question in ChatML"
-    assert out["info"]["strategies"] == ["full", "prefix"]
+    assert out["info"]["strategies"] == ["full", "prefix", "passages"]
     assert out["full"]["answer"] == out["answer"]["answer"]
     assert out["composed"]["status"] == out["raw"]["status"] == 400
     for refusal in (out["composed"], out["raw"]):
