@@ -206,6 +206,7 @@ def test_a_dialogue_that_was_computed_anew_says_what_full_prefill_says(
     """All that was said so far gets KV under a key of its own; what lay under the former one is dropped, on
     the device and on the host."""
     assert len(TURNS) == SESSION_REFRESH
+    control(stress_server, "clear")  # other tests' sessions
     for on_host in (False, True):
         talk = Talk(stress_server, f"sessions-anew-{on_host}", **ALL)
         before = [talk.turn(number) for number in range(len(TURNS))]

@@ -28,7 +28,8 @@ from ragserve.config import load
 from ragserve.profiles.gate import FILE_NAME, Gate
 from ragserve.profiles.samkv import place_of
 settings = load()
-[(fingerprint, records)] = json.loads((pathlib.Path(settings.model) / FILE_NAME).read_text())["models"].items()
+brought = json.loads((pathlib.Path(settings.model) / FILE_NAME).read_text())
+[(fingerprint, records)] = brought["models"].items()
 [prefix] = {record["prefix"] for record in records.values()}
 gate = Gate.of(settings, model=settings.model, fingerprint=fingerprint, dtype="float32", prefix=prefix)
 paths = [m.__file__ for m in (ragserve, ragserve_index, ragserve_kernels, sglang_ext)] + [settings.model]
