@@ -1,16 +1,17 @@
 """The order in which passages are chosen for a question: each by itself, and by what those before it name.
 
 The second passage of a two-hop question shares few words with it and is not near to it: it is found by what
-the first one names (Asai et al., ICLR 2020, and Qi et al., EMNLP 2019, train models for it). Here each passage
-that is taken lends the others a bonus: where it has their title, and where they have names that the question
-lacks. No model is asked: 250 passages of 100 words take about 25 ms."""
+the first one names (Asai et al., ICLR 2020, and Qi et al., EMNLP 2019, train models for it). Here a passage that
+is taken lends the others a bonus: where one has the other's title, and where they share names that the question
+lacks. No model is asked, and nothing is embedded: 250 passages of 100 words take 40 ms, 20 take 4."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -20,55 +21,73 @@ from ragserve.retrieval.namespace_words import folded
 Floats = npt.NDArray[np.float64]
 
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_UNSPACED}]{{1,2}}|[^\W_{_UNSPACED}]+")
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
+_CHARACTER = re.compile(f"[{_UNSPACED}]")
 _ASIDE = re.compile(r"\(.*?\)")  # in a title: "Sing (film)" is called Sing
 _STEM = 6  # letters: what inflection changes comes behind them
+_SHORTEST = 3  # characters of a name: of, at, II
 _K1, _B = 1.2, 0.75  # BM25's usual constants
-# In standard deviations of a passage's own score. Chosen on first halves: benchmarks/passage_choice.py.
-TITLES, NAMES = 3.0, 3.0
+# Chosen together on the first halves of four sets (benchmarks/passage_choice.py).
+_MATCHES, _MATCHES_BY_PLACE = 0.5, 1.0  # BM25's weight beside scores, and beside places only
+_TITLE_ASKED = 0.5
+_TITLES, _NAMES = 2.0, 2.0  # bonus, as a multiple of the weight of the scores before it
 _PLAIN = 0.25  # weight of a word that is no name
 
 
-def linked_order(
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The numbers of passages, the best first, and the score with which each was taken: in standard deviations
+    of the search's score above the mean, with what BM25 and the bonus add."""
+
+    order: list[int]
+    scores: list[float]
+
+
+def linked(
     question: str,
     passages: Sequence[tuple[str, str]],
+    scores: Sequence[float | None] | None = None,
     *,
-    titles: float = TITLES,
-    names: float = NAMES,
-) -> list[int]:
-    """The numbers of all passages, the best first. ``passages``: title and text of each, in the order of a
-    search, the best first.
+    titles: float = _TITLES,
+    names: float = _NAMES,
+) -> Ranking:
+    """Rank all passages. ``passages``: title and text of each, in the order of a search, the best first.
+    ``scores``: the search's cosines or a reranker's scores; where one lacks it, the places stand for them.
 
-    A passage's own score is the sum of the standard scores of its place in the search and of BM25, and of the
-    share of its title's weight that the question has. The greedy choice adds, for every passage j, the largest
-    bonus of a passage i that is taken,
+    A passage's own score is the standard score of the search's, BM25's times `_MATCHES`, and `_TITLE_ASKED`
+    times the share of its title that the question has. The greedy choice adds, for passage j, the largest of
 
-        share(i) * (titles * [i has j's title, and the question has not]
-                    + names * BM25(j; names of i) / max over j of the same)
+        (1 + `_MATCHES`) * share(i) * (``titles`` * [i or j has the other's title, which the question lacks]
+                                      + ``names`` * BM25(j; names of i) / max over j of the same)
 
-    with share(i) the own score of i, scaled from 0 for the lowest to 1 for the highest. ``titles`` and
-    ``names`` 0: by the own scores."""
-    if len(passages) < 2:
-        return list(range(len(passages)))
+    over the passages i that are taken, with share(i) the own score of i, from 0 for the lowest to 1 for the
+    highest. With both 0 the own scores decide."""
+    n = len(passages)
+    if not n:
+        return Ranking([], [])
     words = _Words(question, passages)
-    own = _standard(-np.log1p(np.arange(len(passages)))) + _standard(words.matches) + words.titles_asked
+    known = [score for score in scores or () if score is not None]
+    by_score = len(known) == n
+    prior = np.array(known) if by_score else -np.log1p(np.arange(n))
+    matches = _MATCHES if by_score else _MATCHES_BY_PLACE
+    own = _standard(prior) + matches * _standard(words.matches) + _TITLE_ASKED * words.titles_asked
     share = (own - own.min()) / (np.ptp(own) or 1.0)
-    bonus = share[:, None] * (titles * words.title_links + names * words.name_links)
-    score, order = own.copy(), list[int]()
-    best = np.zeros(len(passages))
-    for _ in passages:
-        number = int(score.argmax())
-        order.append(number)
-        best = np.maximum(best, bonus[number])
-        score = own + best
+    bonus = (1 + matches) * share[:, None] * (titles * words.title_links + names * words.name_links)
+    lent, order, taken_at = np.zeros(n), list[int](), list[float]()
+    for _ in range(n):
+        score = own + lent
         score[order] = -np.inf
-    return order
+        best = int(score.argmax())
+        order.append(best)
+        taken_at.append(float(score[best]))
+        lent = np.maximum(lent, bonus[best])
+    return Ranking(order, taken_at)
 
 
 class _Words:
     """What ``linked_order`` reads off the words of n passages. ``matches`` [n]: BM25 for the question.
     ``titles_asked`` [n]: share of a title's weight that the question has. ``title_links`` and ``name_links``
-    [n, n]: what passage i (row) says about passage j; 0 between passages of one title."""
+    [n, n]: what passage i (row) says about passage j, from 0 to 1; 0 between passages of one title."""
 
     def __init__(self, question: str, passages: Sequence[tuple[str, str]]) -> None:
         forms = _Forms()
@@ -87,7 +106,7 @@ class _Words:
             frequency[row, [column[term] for term in known]] = [own[term] for term in known]
             named = {term for term, is_name in set(read[row]) if is_name}
             for term in known:
-                if term not in asked and len(term) > 2:
+                if term not in asked and (len(term) >= _SHORTEST or _is_unspaced(term)):
                     wanted[row, column[term]] = 1.0 if term in named else _PLAIN
         rarity = {term: np.log1p((n - held + 0.5) / (held + 0.5)) for term, held in spread.items()}
         lengths = np.array([max(1, len(terms)) for terms in read], dtype=np.float32)
@@ -107,7 +126,8 @@ class _Words:
                 continue
             holding = (frequency[:, [column[term] for term in title]] > 0).all(1) & others[:, number]
             for row in np.flatnonzero(holding):
-                self.title_links[row, number] = _has_phrase(read[row], title)
+                if _has_phrase(read[row], title):
+                    self.title_links[row, number] = self.title_links[number, row] = 1.0
 
 
 class _Forms(dict[str, tuple[str, bool]]):
@@ -119,8 +139,15 @@ class _Forms(dict[str, tuple[str, bool]]):
         return found
 
     def of(self, text: str) -> list[tuple[str, bool]]:
-        """Those of a text, in order."""
-        return [self[word] for word in _WORD.findall(text)]
+        """Those of a text, in order; of a script without spaces, characters and pairs of neighbours."""
+        words = _WORD.findall(text)
+        if not text.isascii():
+            words += [a + b for a, b in pairwise(words) if _is_unspaced(a) and _is_unspaced(b)]
+        return [self[word] for word in words]
+
+
+def _is_unspaced(word: str) -> bool:
+    return _CHARACTER.match(word) is not None
 
 
 def _has_phrase(terms: Sequence[tuple[str, bool]], phrase: Sequence[str]) -> bool:
