@@ -1,11 +1,11 @@
-"""Which passages to choose, and how many: how often all gold passages are among those that fill a share of the
-document tokens, by the order in which they are taken.
+"""Which passages to choose, and how many: how often all gold passages are among those that fill a share of
+the document tokens, by the order in which they are taken.
 
     python -m benchmarks.passage_choice DATA ... --work FILE [--limit N] [--sentences N] [--out FILE]
 
-DATA: question sets with gold passages, as for `ragserve eval`. Methods are chosen on the first half of each set;
-the second half is reported beside it. ``--sentences``: questions of a half, spread evenly, that are asked by
-methods that embed sentences. Vectors are kept in FILE; the same command goes on with them."""
+DATA: question sets with gold passages, as for `ragserve eval`. Methods are chosen on the first half of each
+set; the second half is reported beside it. ``--sentences``: questions of a half, spread evenly, that are
+asked by methods that embed sentences. Vectors are kept in FILE; the same command goes on with them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ SHARES = (0.15, 0.25, 0.4)
 ENOUGH = (2.0, 2.5, 3.0)
 ADAPTIVE = "linked, adaptive"
 NOTE = (
-    "all_gold: percent of the questions whose gold passages are all chosen, [lowest, highest]: 95 % interval of "
-    "the mean; vs_embedder: points above the embedder's order on the same questions. tokens: percent of the "
+    "all_gold: percent of the questions whose gold passages are all chosen; interval: 95 % of the "
+    "mean; vs_embedder: points above the embedder's order on the same questions. tokens: percent of the "
     "document tokens chosen, mean. share: the budget. same_tokens: a fixed budget of as many tokens as the "
     "adaptive one took in this set and half. ms: median milliseconds of the choice, vectors excepted."
 )

@@ -40,14 +40,14 @@ class PassagesOptions(RequestOptions):
     )
     by: Literal["links", "score"] = Field(
         default="links",
-        description="Order in which passages are taken. `links`: by the search's scores, the question's words, "
-        "and what the passages taken before name, which finds the second step of a question; `score`: that of "
-        "the search, or of the documents as they are given.",
+        description="Order in which passages are taken. `links`: by the search's scores, the question's "
+        "words, and what the passages taken before name, which finds the second step of a question; `score`: "
+        "that of the search, or of the documents as they are given.",
     )
     adaptive: bool = Field(
         default=False,
-        description="Take as many as stand out for the question, at least `keep_least` and at most `keep` and "
-        "`tokens`. Needs by=links.",
+        description="Take as many as stand out for the question, at least `keep_least` and at most `keep` "
+        "and `tokens`. Needs by=links.",
     )
     keep_least: Share = Field(
         default=0.1, description="With `adaptive`: least share of the document tokens to keep."

@@ -1,9 +1,10 @@
 """The order in which passages are chosen for a question: each by itself, and by what those before it name.
 
 The second passage of a two-hop question shares few words with it and is not near to it: it is found by what
-the first one names (Asai et al., ICLR 2020, and Qi et al., EMNLP 2019, train models for it). Here a passage that
-is taken lends the others a bonus: where one has the other's title, and where they share names that the question
-lacks. No model is asked, and nothing is embedded: 250 passages of 100 words take 40 ms, 20 take 4."""
+the first one names (Asai et al., ICLR 2020, and Qi et al., EMNLP 2019, train models for it). Here a passage
+that is taken lends the others a bonus: where one has the other's title, and where they share names that the
+question lacks. No model is asked, and nothing is embedded: 250 passages of 100 words take 40 ms, 10 take
+one."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ _PLAIN = 0.25  # weight of a word that is no name
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The numbers of passages, the best first, and the score with which each was taken: in standard deviations
-    of the search's score above the mean, with what BM25 and the bonus add."""
+    """The numbers of passages, the best first, and the score with which each was taken: in standard
+    deviations of the search's score above the mean, with what BM25 and the bonus add."""
 
     order: list[int]
     scores: list[float]
