@@ -155,7 +155,11 @@ def test_layers_may_keep_different_tokens_but_as_many() -> None:
         ("epic", {"first": 1.5}, "valid integer"),
         ("random", {"seed": -1}, "greater than or equal to 0"),
         ("random", {"share_top_p": 0.9}, "needs one of the rules anchors, .*, and recompute is random"),
-        ("concat", {"recompute": [4], "max_recomputed": 9}, "needs one of the rules .* recompute is positions"),
+        (
+            "concat",
+            {"recompute": [4], "max_recomputed": 9},
+            "needs one of the rules .* recompute is positions",
+        ),
         ("concat", {"recompute": "question", "max_recomputed": 0}, "greater than or equal to 1"),
         ("nothing", {}, "one of cacheblend, concat, epic, random, samkv"),
     ],
