@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragserve.best_passages import PASSAGES, PassagesOptions
+from ragserve.best_passages import PASSAGES, choice_of
 from ragserve.errors import InvalidRequest
 from sglang_ext.wire.request_options import STRATEGY_OPTIONS, PlanError, merged, strategy_options
 
@@ -42,15 +42,19 @@ class StrategySpec:
     def check(self) -> None:
         """Raise InvalidRequest for options that the strategy does not have, and for bad values."""
         try:
+            _, options = choice_of(self.name, self.options)
             if self.name in STRATEGY_OPTIONS:
-                strategy_options(self.name, self.options)
-            elif self.name == PASSAGES:
-                PassagesOptions.of(self.options)
-            elif self.options:
+                strategy_options(self.name, options)
+            elif options:
                 raise PlanError(f"strategy {self.name} takes no options")
         except PlanError as error:
             text = str(error)
             raise InvalidRequest(f"{text[0].upper()}{text[1:]}.", param="strategy_options") from None
+
+    @property
+    def chooses_passages(self) -> bool:
+        """Only the best passages are read."""
+        return PASSAGES in (self.name, *self.options)
 
     def resolve(self, name: str | None, options: Mapping[str, Any]) -> StrategySpec:
         """A request's strategy, where this spec is the server's default.
@@ -73,7 +77,20 @@ def keeps_whole(spec: StrategySpec) -> bool:
     """Return whether a strategy keeps every token of a document at its place, as sessions need it."""
     given = spec.options
     whole = given.get("keep", 1) == 1 and given.get("kept_positions", "original") == "original"
-    return spec.name not in ("samkv", PASSAGES) and whole and "experimental" not in given
+    return spec.name != "samkv" and not spec.chooses_passages and whole and "experimental" not in given
+
+
+def check_read_whole(specs: Sequence[StrategySpec]) -> None:
+    """Raise InvalidRequest for strategies that choose passages: those measured beside `full` on one prompt
+    read all of it."""
+    for spec in specs:
+        if spec.chooses_passages:
+            raise InvalidRequest(
+                f"Strategy {spec.label} reads the best passages alone, and this measures strategies on all "
+                "passages of a prompt.",
+                hint="Leave passages out, or compare it with ragserve eval.",
+                param="strategies",
+            )
 
 
 CANDIDATES = "concat:recompute=sentences,share=0.1,concat:recompute=sentences,share=0.3,samkv,samkv:keep=0.3"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ragserve import tracing
 from ragserve.answering.accounting import Clock, context_use, no_context, observe
 from ragserve.answering.auto import AUTO, Candidates, Chooser
+from ragserve.answering.chosen_passages import ChosenPassages, choose
 from ragserve.answering.citations import Marker, MarkerFilter, cite
 from ragserve.answering.follow_ups import DialogueSearch, Found
 from ragserve.answering.in_flight import InFlight, QueryLimiter
@@ -32,7 +33,7 @@ from ragserve.answering.results import (
 from ragserve.answering.scores import SCORED, retrieval_scores
 from ragserve.answering.sessions.dialogues import NEW, Dialogues
 from ragserve.answering.sessions.next_turn import NextTurn
-from ragserve.best_passages import PASSAGES, PassagesOptions
+from ragserve.best_passages import PASSAGES, choice_of
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.metrics import metrics
@@ -141,11 +142,13 @@ class Answerer:
         if turn is not None:
             query = turn.query(query)
         request = query.request
-        best = None
-        if request.strategy == PASSAGES:
-            best = PassagesOptions.of(own_options(request))
+        named = request.strategy
+        best, options = choice_of(named, own_options(request))
+        if named == PASSAGES:
             request = replace(request, strategy="prefix", options={})
         self._check(request)
+        if best is not None:
+            request = replace(request, options=options)
         candidates = self._chooser.candidates(request.namespace) if request.strategy == AUTO else None
         search = await self._found(query, candidates)
         if search is not None:
@@ -165,9 +168,16 @@ class Answerer:
             return
         prompt_start = time.perf_counter()
         with tracing.span("prompt"):
-            laid_out = await (
-                self._lay_out(query, found, turn) if best is None else self._lay_out_best(query, found, best)
-            )
+            sentences = [] if search is None else search.sentences
+            if best is None:
+                laid_out = await self._lay_out(query, found, turn)
+            else:
+                about = searched["searched_for"]
+                asked_for = query.question if about is None else about.question
+                chosen = await choose(self._prompts, asked_for, found, best)
+                found = [found[number] for number in chosen.order]
+                sentences = [sentences[number] for number in chosen.order] if sentences else []
+                laid_out = await self._lay_out_best(query, found, chosen)
         prompt = slot.prompt = laid_out.prompt
         choice = None
         if request.strategy == AUTO:
@@ -193,7 +203,7 @@ class Answerer:
         last = GenerateChunk("", EngineUsage(), EngineTimings())
         clock.engine_starts()
         if request.strategy == SCORED and search is not None:
-            scores = retrieval_scores(self._prompts, prompt, found, search.sentences)
+            scores = retrieval_scores(self._prompts, prompt, found, sentences)
             request = replace(request, scores=scores)
         asked = laid_out_request(query, request, prompt)
         if turn is not None:
@@ -220,7 +230,7 @@ class Answerer:
                 "The engine aborted the generation.", hint="It may be shutting down; retry.", code="aborted"
             )
         composed = asked.strategy not in EXACT_STRATEGIES and not last.fallback
-        if self._on_composed is not None and composed and turn is None:
+        if self._on_composed is not None and composed and turn is None and best is None:
             self._on_composed(asked, last.output_ids, searched["index_version"])
         if self._on_answered is not None and search is not None:
             self._on_answered(query, search.searched_for, slot.began)
@@ -245,7 +255,7 @@ class Answerer:
             citations=citations,
             usage=Usage.model_validate(last.usage, from_attributes=True),
             context=context_use(
-                PASSAGES if best else request.strategy,
+                named if best else request.strategy,
                 prompt,
                 last,
                 len(found),
@@ -373,19 +383,12 @@ class Answerer:
         return LaidOutTurn(prompt, found, len(found) - len(new) + prompt.documents_kept, turn.passages)
 
     async def _lay_out_best(
-        self, query: Query, found: list[RetrievedPassage], options: PassagesOptions
+        self, query: Query, found: list[RetrievedPassage], chosen: ChosenPassages
     ) -> LaidOutTurn:
-        """Lay out the best passages alone: these come first among those found, each group in its order."""
-
-        def measured() -> list[int]:
-            return [len(self._prompts.document_ids(each.title, each.text)) for each in found]
-
-        is_short = sum(len(each.text) for each in found) < _INLINE_PROMPT_CHARS
-        sizes = measured() if is_short else await asyncio.to_thread(measured)
-        chosen = options.chosen(sizes)
-        rest = [passage for number, passage in enumerate(found) if number not in chosen]
-        laid_out = await self._lay_out(query, [found[number] for number in chosen], None)
-        prompt = replace(laid_out.prompt, tokens_retrieved=sum(sizes), left_out=len(rest))
+        """Lay out the chosen passages alone, which come first among those found."""
+        laid_out = await self._lay_out(query, found[: chosen.kept], None)
+        rest = found[chosen.kept :]
+        prompt = replace(laid_out.prompt, tokens_retrieved=chosen.tokens, left_out=len(rest))
         both = [
             passage.model_copy(update={"index": index})
             for index, passage in enumerate([*laid_out.found, *rest], 1)

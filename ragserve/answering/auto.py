@@ -110,7 +110,12 @@ class Chooser:
         progress = self._idle_tuning(namespace)
         tune = run if progress is None else f"{run}, or wait: {progress}"
         known = self._gate.verified(namespace)
-        verified = [label for label in known if parse(label)[0].name in info.strategies]
+        specs = {label: parse(label)[0] for label in known}
+        verified = [
+            label
+            for label, spec in specs.items()
+            if spec.name in info.strategies and not spec.chooses_passages  # the prompt has them all
+        ]
         if not verified:
             return Candidates(reason=f"no composed strategy is verified here: {tune}")
         out = set() if self._in_use is None else self._in_use.taken_out(namespace)

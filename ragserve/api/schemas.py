@@ -30,15 +30,20 @@ Metadata = Annotated[
 OptionValue = bool | int | float | str
 
 
-class GateOption(RequestOptions):
-    """Option that every composed strategy takes over REST."""
+class ServerOptions(RequestOptions):
+    """Options that every composed strategy takes over REST, and the engine does not see."""
 
     force: bool = Field(False, description="Answer though `ragserve tune` has not verified the strategy.")
+    passages: PassagesOptions | None = Field(
+        None,
+        description="Compose the best passages alone: the options of strategy `passages`. The others are "
+        "neither loaded nor moved.",
+    )
 
 
 _OPTION_MODELS = (
     *(
-        create_model(model.__name__, __base__=(model, GateOption), __doc__=model.__doc__)
+        create_model(model.__name__, __base__=(model, ServerOptions), __doc__=model.__doc__)
         for model in STRATEGY_OPTIONS.values()
     ),
     PassagesOptions,

@@ -125,12 +125,13 @@ def calibrate(
     from ragserve.commands.serve_checks import check_engine
     from ragserve.engine.offline import run_once
     from ragserve.profiles.samkv import FILE_NAME
-    from ragserve.strategy_spec import parse
+    from ragserve.strategy_spec import check_read_whole, parse
     from ragserve.verification.calibration.prefill_times import check_longest
     from ragserve.verification.costs import CostSchedule
 
     names = [name for name in get_args(StrategyName) if name not in (*NOT_COMPOSED, "auto")]
     given = parse(strategies, names) if strategies else []
+    check_read_whole(given)
     schedule = CostSchedule(max_tokens, document_tokens, repeats)
     if namespace and part != Part.samkv:
         raise InvalidRequest("--namespace is for --part samkv.", hint="Add --part samkv.", param="namespace")

@@ -192,7 +192,6 @@ def evaluate(
     --namespace or --documents evaluates RAG over your own documents, through a server: what the search finds,
     the answers, their citations, and the time. The questions' format is in docs/evaluation.md."""
     from ragserve.answering.auto import AUTO
-    from ragserve.best_passages import PASSAGES
     from ragserve.commands.serve_checks import check_engine
     from ragserve.eval.data import find
     from ragserve.eval.run import Options
@@ -205,9 +204,9 @@ def evaluate(
     )
     specs = parse(expanded(strategies), known)
     given_over_rest = mode is EvalMode.given and url is not None and not own
-    if any(spec.name == PASSAGES for spec in specs) and (mode is EvalMode.multiturn or given_over_rest):
+    if any(spec.chooses_passages for spec in specs) and (mode is EvalMode.multiturn or given_over_rest):
         raise InvalidRequest(
-            "Strategy passages needs the search's order of the passages of a single question.",
+            "A choice of passages needs the search's order of the passages of a single question.",
             hint="Use --mode given without --url, --mode retrieved, --namespace or --documents.",
         )
     if url and model:

@@ -74,11 +74,13 @@ def tune(
     from ragserve.commands.serve_checks import check_engine
     from ragserve.eval.console import progress
     from ragserve.retrieval.document_store import open_store
-    from ragserve.strategy_spec import parse
+    from ragserve.strategy_spec import check_read_whole, parse
     from ragserve.verification.calibration.tune_process import tune as run
 
     names = [name for name in get_args(StrategyName) if name not in (*NOT_COMPOSED, "auto")]
-    labels = [spec.label for spec in parse(strategies, names)]
+    specs = parse(strategies, names)
+    check_read_whole(specs)
+    labels = [spec.label for spec in specs]
     with open_store(settings) as store:
         store.namespace(namespace)  # before an engine is started for nothing
     check_engine(settings)

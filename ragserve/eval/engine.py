@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ragserve.answering.accounting import context_use
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
-from ragserve.best_passages import NOT_COMPOSED, PASSAGES, PassagesOptions
+from ragserve.best_passages import NOT_COMPOSED, PASSAGES, choice_of
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
 from ragserve.engine.document_cache import CachingEngine
 from ragserve.errors import EngineError, RagserveError
@@ -62,7 +62,7 @@ async def evaluate(
 ) -> None:
     """Hand ``write`` a row for each (set, question) and strategy that is not ``finished``, as soon as it is
     known. Failures become rows too. With an ``embedder`` composed requests have the scores that a retriever
-    would give their documents, and `passages` takes these by them; without one, in their order.
+    would give their documents, and passages are chosen by them; without one, by their order.
 
     `passages` is asked as `full` is, with nothing cached."""
     waiting = iter(questions)
@@ -98,11 +98,9 @@ class _Asking:
         room = engine.info.max_prompt_tokens - ask.max_new_tokens
         self._builder, self._documents, self._room = builder, documents, room
         self._prompt: Prompt = builder.build(question.question, documents, max_prompt_tokens=room)
-        self._scores, self._ranking = None, None
+        self._given = None
         if embedder is not None:
-            given = GivenScores(builder, embedder, question.documents, ask.sentence_bytes)
-            self._scores = given.of(question.question, self._prompt)
-            self._ranking = given.nearest(question.question, len(documents))
+            self._given = GivenScores(builder, embedder, question.documents, ask.sentence_bytes)
         self._reference: ReferenceAnswer | None = None
 
     async def run(self, specs: Sequence[StrategySpec], write: Callable[[Row], object]) -> None:
@@ -113,7 +111,8 @@ class _Asking:
                 write(row)
         if composed := [spec for spec in others if spec.name not in NOT_COMPOSED]:
             try:
-                await self._engine.warm(self._request(composed[0], self._prompt))
+                whole = range(len(self._documents))
+                await self._engine.warm(self._request(composed[0], self._prompt, whole))
                 if self._ask.tier != "device":
                     await self._control("flush")
             except RagserveError as error:
@@ -123,23 +122,31 @@ class _Asking:
         for spec in others:
             write(await self._row(spec))
 
-    def _prompt_of(self, spec: StrategySpec) -> Prompt:
-        if spec.name != PASSAGES:
-            return self._prompt
-        sizes = [len(self._builder.document_ids(each.title, each.text)) for each in self._documents]
-        chosen = PassagesOptions.of(spec.options).chosen(sizes, self._ranking)
-        shown = [self._documents[number] for number in chosen]
-        prompt = self._builder.build(self._question.question, shown, max_prompt_tokens=self._room)
-        return replace(prompt, tokens_retrieved=sum(sizes), left_out=len(sizes) - len(shown))
+    def _laid_out(self, spec: StrategySpec) -> tuple[Prompt, list[int]]:
+        """The prompt, and the numbers of the documents that it is to have."""
+        question, every = self._question.question, self._documents
+        best, _ = choice_of(spec.name, spec.options)
+        if best is None:
+            return self._prompt, list(range(len(every)))
+        order, scores = list(range(len(every))), None
+        if self._given is not None:
+            order = self._given.nearest(question, len(every))
+            scores = self._given.cosines(question, order)
+        texts = [(every[number].title, every[number].text) for number in order]
+        sizes = [len(self._builder.document_ids(*text)) for text in texts]
+        shown = sorted(order[place] for place in best.chosen(question, texts, sizes, scores))
+        documents = [every[number] for number in shown]
+        prompt = self._builder.build(question, documents, max_prompt_tokens=self._room)
+        return replace(prompt, tokens_retrieved=sum(sizes), left_out=len(sizes) - len(shown)), shown
 
-    def _request(self, spec: StrategySpec, prompt: Prompt) -> GenerateRequest:
+    def _request(self, spec: StrategySpec, prompt: Prompt, shown: Sequence[int]) -> GenerateRequest:
         sampling = Sampling(max_new_tokens=self._ask.max_new_tokens, stop=prompt.stop)
         rid, ids, spans = f"{self._name}-{self._question.id}", prompt.input_ids, prompt.spans
         if spec.name == PASSAGES:
             return GenerateRequest(rid, ids, NAMESPACE, FULL.name, sampling, spans)
-        return GenerateRequest(
-            rid, ids, NAMESPACE, spec.name, sampling, spans, spec.options, scores=self._scores
-        )
+        scores = None if self._given is None else self._given.of(self._question.question, prompt, shown)
+        _, options = choice_of(spec.name, spec.options)
+        return GenerateRequest(rid, ids, NAMESPACE, spec.name, sampling, spans, options, scores=scores)
 
     async def _row(self, spec: StrategySpec) -> Row:
         try:
@@ -148,8 +155,8 @@ class _Asking:
             return self._failed(spec, error)
 
     async def _asked(self, spec: StrategySpec) -> Row:
-        prompt = self._prompt_of(spec)
-        request = self._request(spec, prompt)
+        prompt, shown = self._laid_out(spec)
+        request = self._request(spec, prompt, shown)
         if self._ask.tier != "device" and spec.name not in NOT_COMPOSED:
             await self._to_tier(request)
         if spec.label == FULL.label and self._ask.compare:

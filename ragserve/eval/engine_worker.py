@@ -21,7 +21,6 @@ def run(job: dict[str, Any]) -> None:
     ``strategies`` labels, of which all questions are asked under the ``first`` ones first."""
     from ragserve.answering.prompt import PromptBuilder
     from ragserve.answering.scores import SCORED
-    from ragserve.best_passages import PASSAGES
     from ragserve.engine.local import LocalEngine
     from ragserve.engine.offline import run_once
     from ragserve.eval.data import interleaved, load, set_name
@@ -50,7 +49,9 @@ def run(job: dict[str, Any]) -> None:
             )
             mine = every[index :: job["of"]]
             embedder = (
-                Embedder.of(settings) if any(spec.name in (SCORED, PASSAGES) for spec in specs) else None
+                Embedder.of(settings)
+                if any(spec.name == SCORED or spec.chooses_passages for spec in specs)
+                else None
             )
             for part in filter(None, (specs[: job["first"]], specs[job["first"] :])):
                 await evaluate(

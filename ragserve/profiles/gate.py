@@ -222,8 +222,9 @@ class Gate:
         return [label for label, entry in self.entries(namespace).items() if self._lets(label, entry)]
 
     def verified_anywhere(self) -> list[str]:
-        """The strategies that may answer in some namespace and may be sooner than a prefill: those that
-        compute everything again are references for the others."""
+        """The strategies that may answer in some namespace and may be sooner than a prefill of the same
+        passages: those that compute everything again are references for the others, and those that choose
+        passages read less."""
         self.entries()
         spaces = {
             name.removeprefix(_NAMESPACE)
@@ -234,7 +235,12 @@ class Gate:
         }
         found = [self.verified(), *(self.verified(namespace) for namespace in sorted(spaces))]
         labels = dict.fromkeys(label for labels in found for label in labels)
-        return [label for label in labels if parse(label)[0].options.get("recompute") != "all"]
+        specs = {label: parse(label)[0] for label in labels}
+        return [
+            label
+            for label, spec in specs.items()
+            if spec.options.get("recompute") != "all" and not spec.chooses_passages
+        ]
 
     def _lets(self, label: str, entry: Entry) -> bool:
         same = self._same_defaults(label, entry) and entry.prefix == self._prefix
@@ -265,9 +271,12 @@ class Gate:
         else:
             reason = f"was measured for {self._model} and fell short ({'; '.join(entry.shortfalls())})"
         where = f" --namespace {namespace}" if namespace else ""
+        tune = f"ragserve tune{where} --strategies '{label}', or "
+        if parse(label)[0].chooses_passages:
+            tune = ""
         raise InvalidRequest(
             f"Strategy {label} {reason}.",
-            hint=f"Measure it: ragserve tune{where} --strategies '{label}', or with labels ragserve eval "
+            hint=f"Measure it: {tune}with labels ragserve eval "
             f"--data SET --strategies 'full,{label}' --write-gate. "
             'Or force it: strategy_options {"force": true}, or the server\'s --force-strategies true.',
             code="strategy_not_verified",

@@ -50,6 +50,11 @@ class GivenScores:
         order = (-(self._passages @ self._vector(question))).argsort(kind="stable")
         return [int(number) for number in order[:k]]
 
+    def cosines(self, question: str, numbers: Sequence[int]) -> list[float]:
+        """Cosines of a question and some of the documents."""
+        vector = self._vector(question)
+        return [float(self._passages[number] @ vector) for number in numbers]
+
     def of(self, question: str, prompt: Prompt, shown: Sequence[int] | None = None) -> RetrievalScores | None:
         """The scores for ``question``, of the documents that its ``prompt`` has: the numbers ``shown``, or
         all."""

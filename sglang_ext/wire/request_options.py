@@ -422,9 +422,10 @@ def copies_documents(options: ComposedOptions) -> bool:
 
 
 def merged(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """``defaults`` with ``options`` on top; fields of `experimental` one by one."""
+    """``defaults`` with ``options`` on top; fields of groups, as `experimental`, one by one."""
     both = {**defaults, **options}
-    groups = [each["experimental"] for each in (defaults, options) if "experimental" in each]
-    if len(groups) == 2 and all(isinstance(group, Mapping) for group in groups):
-        both["experimental"] = groups[0] | groups[1]
+    for name in defaults.keys() & options.keys():
+        groups = [each[name] for each in (defaults, options)]
+        if all(isinstance(group, Mapping) for group in groups):
+            both[name] = {**groups[0], **groups[1]}
     return both

@@ -245,6 +245,7 @@ def _check_whole(spec: StrategySpec) -> None:
         raise InvalidRequest(
             f"Strategy {spec.label} keeps part of the documents, and a session's later questions may be "
             "about other parts.",
-            hint="Use prefix, full, or a strategy that keeps whole documents, such as concat.",
+            hint="Use prefix, full, or a strategy that keeps whole documents, such as concat, without a "
+            "choice of passages.",
             param="strategy",
         )

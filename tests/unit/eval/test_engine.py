@@ -227,6 +227,17 @@ def test_the_best_passages_are_those_of_the_embedder() -> None:
     assert "a is red." not in read
 
 
+def test_a_composed_strategy_is_asked_with_the_best_passages_alone() -> None:
+    table = Table(ANSWERS, DISTRIBUTIONS)
+    full, best = asked(table, "full,epic:first=16,passages.tokens=1", ask=Ask(compare=False))
+    whole, part = table.asked
+    assert (part.strategy, dict(part.options)) == ("epic", {"first": 16})
+    assert len(part.spans) == 2 < len(whole.spans)
+    assert best["strategy"] == "epic:first=16,passages.tokens=1"
+    assert best["document_tokens"] == full["document_tokens"]
+    assert len(table.warmed[0].spans) == len(whole.spans), "all documents are cached for the others"
+
+
 def test_nothing_is_asked_twice() -> None:
     table = Table(ANSWERS, DISTRIBUTIONS)
     assert asked(table, "full,epic", finished=frozenset({("s", "q1", "full"), ("s", "q1", "epic")})) == []

@@ -75,10 +75,10 @@ def test_what_a_benchmark_fixes_cannot_be_changed(tmp_path: Path, plans: list[Pl
 
 
 def test_the_best_passages_need_a_ranking(tmp_path: Path, plans: list[Plan]) -> None:
-    with pytest.raises(InvalidRequest, match="passages needs the search's order"):
+    with pytest.raises(InvalidRequest, match="choice of passages needs the search's order"):
         invoked(tmp_path, "--strategies", "passages", "--url", "http://localhost:1")
-    with pytest.raises(InvalidRequest, match="passages needs the search's order"):
-        invoked(tmp_path, "--strategies", "passages", "--mode", "multiturn")
+    with pytest.raises(InvalidRequest, match="choice of passages needs the search's order"):
+        invoked(tmp_path, "--strategies", "concat:passages.keep=0.5", "--mode", "multiturn")
     assert not plans
 
 

@@ -228,6 +228,15 @@ def test_auto_is_exact_where_it_cannot_know_better(
     assert says in reason
 
 
+def test_auto_does_not_choose_passages(tmp_path: Path) -> None:
+    """Its prompt has them all: what is verified for the best alone says nothing of that."""
+    label = "epic:passages.keep=0.25"
+    COSTS.save(
+        tmp_path / "costs.json", "abc", replace(costs(), composed={label: costs().composed["epic:first=16"]})
+    )
+    assert choice(tmp_path, Cache(16, *DEVICE), verified=label)[0] == "prefix"
+
+
 def test_auto_sees_a_profile_that_comes_later(tmp_path: Path) -> None:
     record(tmp_path / "gate.json", "abc", {"epic:first=16": Entry({"s": GOOD}, "tiny", "d", "h", "float32")})
     engine: Any = Cache(0, *DEVICE)

@@ -175,6 +175,9 @@ def test_a_measurement_on_a_namespace_counts_there_and_nowhere_else(tmp_path: Pa
     record(place, "abc", {"concat:recompute=all": entry(GOOD)})
     assert "concat:recompute=all" in gate.verified("b")
     assert "concat:recompute=all" not in gate.verified_anywhere(), "nobody need know what that costs"
+    record(place, "abc", {"concat:passages.keep=0.25": entry(GOOD)})
+    assert "concat:passages.keep=0.25" in gate.verified("b")
+    assert "concat:passages.keep=0.25" not in gate.verified_anywhere(), "nor what costs another prompt"
     gate.check("concat", "b")
     with pytest.raises(InvalidRequest, match=r"fell short \(namespace a: .*tune --namespace a "):
         gate.check("concat", "a")
