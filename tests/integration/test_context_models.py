@@ -236,6 +236,7 @@ def test_samkv_selects_the_same_in_every_process(client: Any, reference: Referen
         {"recompute": "sensitivity", "share": 0.4, "selection": "shared"},
         {"recompute": "deviation"},
     ):
+        settled(client)  # both read pages of 8 bits
         answer = composed(client, IDS, SPANS, "samkv", **options)
         settled(client)
         assert_same(result(composed(client, IDS, SPANS, "samkv", **options)), result(answer))
