@@ -47,7 +47,7 @@ def parse(raw: Raw, parser: str | None = None, *, ocr: bool = False) -> Parsed:
     if not parsed.pages:
         parsed = replace(parsed, text=tidy(parsed.text))
     if not parsed.text.strip():
-        raise unreadable("empty", "the file holds no text")
+        raise unreadable("empty", f"the file holds no text{f' ({parsed.note})' if parsed.note else ''}")
     if not has_words(parsed.text):
         raise unreadable("empty", "the file holds no letter and no digit")
     # in the text of its length, so that pages stay where they are

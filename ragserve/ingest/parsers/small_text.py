@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import NamedTuple
 
 _SIMPLE = re.compile(r"[-+−–]?[\w.,*′″†‡§∞]+[-+−]?|[-+−]")
 _ORDINALS = frozenset(["st", "nd", "rd", "th", "er", "re", "ère", "ème", "eme", "tm", "sm", "ª", "º"])
@@ -35,3 +37,23 @@ def _spaced(text: str, change: Callable[[str], str]) -> str:
         return text
     start = text.index(inner)
     return text[:start] + change(inner) + text[start + len(inner) :]
+
+
+class Run(NamedTuple):
+    """Text of one look. ``place`` is 1 for superscripts and -1 for subscripts."""
+
+    text: str
+    place: int = 0
+    struck: bool = False
+
+
+def joined_runs(runs: Iterable[Run]) -> str:
+    """The text of runs in order; runs of one look share their mark."""
+    parts = []
+    for is_struck, alike in groupby(runs, lambda run: run.struck):
+        texts = []
+        for place, group in groupby(alike, lambda run: run.place):
+            text = "".join(run.text for run in group)
+            texts.append(raised(text) if place > 0 else lowered(text) if place < 0 else text)
+        parts.append(struck("".join(texts)) if is_struck else "".join(texts))
+    return "".join(parts)
