@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import NamedTuple
 
-_SIMPLE = re.compile(r"[-+−–]?[\w.,*′″†‡§∞]+[-+−]?|[-+−]")
+_SIMPLE = re.compile(r"[-+−–]?\w+([.,]\d+)*[-+−*°′″]?|[-+−*†‡§°′″∞]")
 _ORDINALS = frozenset(["st", "nd", "rd", "th", "er", "re", "ère", "ème", "eme", "tm", "sm", "ª", "º"])
 
 
