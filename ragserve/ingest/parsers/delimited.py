@@ -48,7 +48,7 @@ def parse(raw: Raw) -> Parsed:
     )
 
 
-class _Reading(NamedTuple):
+class _Dialect(NamedTuple):
     """How the lines of a file are cut, and what comes of it. Without a delimiter they are one column."""
 
     delimiter: str
@@ -66,7 +66,7 @@ class _Rows:
     """Iterates over the rows. A quote that is never closed, or closed within a cell, is taken literally in
     its line, and costs no other line."""
 
-    def __init__(self, lines: Sequence[str], reading: _Reading) -> None:
+    def __init__(self, lines: Sequence[str], reading: _Dialect) -> None:
         self._literal: list[int] = []
         self._rows = self._read(lines, reading)
 
@@ -80,7 +80,7 @@ class _Rows:
         more = ", ..." if len(self._literal) > 10 else ""
         return f"unclosed quotes taken literally in lines {', '.join(map(str, self._literal[:10]))}{more}"
 
-    def _read(self, lines: Sequence[str], reading: _Reading) -> Iterator[list[str]]:
+    def _read(self, lines: Sequence[str], reading: _Dialect) -> Iterator[list[str]]:
         if not reading.delimiter:
             yield from ([_unquoted(line)] for line in lines if line.strip())
             return
@@ -124,7 +124,7 @@ def _cells(line: str, delimiter: str) -> list[str]:
     return cells
 
 
-def _best(lines: Sequence[str]) -> _Reading:
+def _best(lines: Sequence[str]) -> _Dialect:
     """The delimiter by which rows and header become alike; one column if there is none."""
     found = [_judged(lines, delimiter) for delimiter in _DELIMITERS]
     found = [each for each in found if each.width > 1]
@@ -133,19 +133,19 @@ def _best(lines: Sequence[str]) -> _Reading:
         return certain[0]
     most = max((each.alike for each in found), default=0.0)
     found = [each for each in found if each.alike >= most - 0.1]
-    return max(found, key=_Reading.rank, default=_Reading(""))
+    return max(found, key=_Dialect.rank, default=_Dialect(""))
 
 
-def _judged(lines: Sequence[str], delimiter: str) -> _Reading:
+def _judged(lines: Sequence[str], delimiter: str) -> _Dialect:
     """What a delimiter makes of the first rows; ``width`` is 1 if that is no table."""
     sample = lines[: _SAMPLE * 2]
-    rows = [row for row in islice(_Rows(sample, _Reading(delimiter)), _SAMPLE) if any(map(str.strip, row))]
+    rows = [row for row in islice(_Rows(sample, _Dialect(delimiter)), _SAMPLE) if any(map(str.strip, row))]
     if not rows:
-        return _Reading(delimiter)
+        return _Dialect(delimiter)
     behind = [cell for row in rows for cell in row[1:] if cell]
     spaced = sum(cell[0] == " " for cell in behind) > len(behind) / 2
     if spaced:
-        again = islice(_Rows(sample, _Reading(delimiter, spaced)), _SAMPLE)
+        again = islice(_Rows(sample, _Dialect(delimiter, spaced)), _SAMPLE)
         rows = [row for row in again if any(map(str.strip, row))]
     usual, width = 1, 1
     counted = Counter(len(row) for row in rows)
@@ -161,7 +161,7 @@ def _judged(lines: Sequence[str], delimiter: str) -> _Reading:
         width = usual
     if titles == 1 and len(rows[0]) == 1 and not _header_like(body, usual, spaced):
         width = 1
-    return _Reading(delimiter, spaced, titles, alike, values, width)
+    return _Dialect(delimiter, spaced, titles, alike, values, width)
 
 
 def _titles(rows: Sequence[Sequence[str]], usual: int) -> int:

@@ -104,7 +104,8 @@ class _Document:
 
     def _flushed(self) -> Iterator[str]:
         while self._beside or self._below:
-            texts, self._beside, self._below = self._beside + self._below, [], []
+            texts = self._beside + self._below
+            self._beside, self._below = [], []
             yield from texts
 
     def _paragraph(self, node: Any, part: str, *, boxed: bool) -> str:
@@ -120,8 +121,8 @@ class _Document:
         if inline.drawn:
             parts = {relation.id: relation for relation in self._package.relations(part)}
             found = (parts.get(each) for each in inline.drawn)
-            texts = (linked_text(self._package, each.kind, each.target) for each in found if each is not None)
-            self._beside += filter(None, texts)
+            drawn = (linked_text(self._package, each.kind, each.target) for each in found if each is not None)
+            self._beside += filter(None, drawn)
         self._beside += (f"[Image: {text}]" for text in inline.images)
         if not text and inline.deleted_mark:
             return ""

@@ -30,7 +30,8 @@ class Look(NamedTuple):
 
     def under(self, other: Look) -> Look:
         """The look with what ``other`` says over it."""
-        return Look(*(mine if its is None else its for mine, its in zip(self, other, strict=True)))
+        said = {name: value for name, value in other._asdict().items() if value is not None}
+        return self._replace(**said)
 
 
 class Styles:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from ragserve.ingest.parsers.base import Parsed, Raw, joined_notes, unreadable, without_controls
 from ragserve.ingest.parsers.charset import decode
 
-_BETWEEN = re.compile(r"[\s,]*")
+_BETWEEN = (" ", "\n", "\r", "\t", ",")
 _MOST_NAMED = 20  # lines that a note names
 
 
@@ -76,7 +75,8 @@ def _cut_off(text: str, error: ValueError) -> tuple[list[Any], str]:
     values: list[Any] = []
     bad, at, begin = 0, 1, ""
     while at < len(text):
-        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr] - it matches nothing, too
+        while text[at : at + 1] in _BETWEEN and at < len(text):
+            at += 1
         start = text.rfind("\n", 0, at)
         begin = begin or (text[start:at] + "{" if start >= 0 else "")
         try:

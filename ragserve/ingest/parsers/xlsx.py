@@ -108,7 +108,8 @@ class _Workbook:
         header; other rows go on under the header before them."""
         regions: list[list[_Row]] = []
         blank = False
-        hidden, heads = _Hidden(set(), set()), []
+        hidden = _Hidden(set(), set())
+        heads: list[str] = []
         for row in self._rows(part, hidden, heads):
             if not row:
                 blank = True

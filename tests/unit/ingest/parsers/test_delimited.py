@@ -83,7 +83,7 @@ def test_a_row_of_many_columns_becomes_a_record_with_their_names() -> None:
     assert "---" not in text
 
 
-CELL = st.text(st.characters(codec="utf-8", exclude_categories=("C",)), min_size=1, max_size=8)
+CELL = st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1, max_size=8)
 
 
 @given(

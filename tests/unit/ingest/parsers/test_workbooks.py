@@ -20,7 +20,7 @@ from ragserve.ingest.parsers import Parsed, Raw, parse
 from tests.unit.ingest.parsers.table_texts import table_in, written
 
 CELLS = st.one_of(
-    st.text(st.characters(codec="utf-8", exclude_categories=("C",)), min_size=1, max_size=8),
+    st.text(st.characters(codec="utf-8", exclude_categories=["C"]), min_size=1, max_size=8),
     st.integers(-(10**18), 10**18),
     st.decimals("-99999", "99999", places=3).map(float),
     st.booleans(),
@@ -35,8 +35,8 @@ def saved(build: Callable[[Any], object]) -> bytes:
     return out.getvalue()
 
 
-def read(data: bytes, **taken: bool) -> Parsed:
-    return parse(Raw(data, "a.xlsx", ".xlsx", **taken))
+def read(data: bytes, *, hidden: bool = False, comments: bool = True) -> Parsed:
+    return parse(Raw(data, "a.xlsx", ".xlsx", hidden=hidden, comments=comments))
 
 
 def changed(data: bytes, change: Callable[[str, bytes], tuple[str, bytes]]) -> bytes:
