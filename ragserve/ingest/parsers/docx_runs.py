@@ -8,7 +8,7 @@ from ragserve.ingest.parsers.base import one_line
 from ragserve.ingest.parsers.docx_styles import VAL, Look, Styles, W, look_of
 from ragserve.ingest.parsers.list_numbers import symbol
 from ragserve.ingest.parsers.office_math import MATH, math_text
-from ragserve.ingest.parsers.ooxml import is_on, relation_id
+from ragserve.ingest.parsers.ooxml import as_int, is_on, relation_id
 from ragserve.ingest.parsers.small_text import Run, joined_runs
 
 _CHOICE = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
@@ -85,8 +85,7 @@ class Inline:
         elif tag in _PLAIN:
             self._add(_PLAIN[tag], look)
         elif tag == f"{W}sym":
-            code = node.get(f"{W}char") or ""
-            self._symbol(node.get(f"{W}font") or "", int(code, 16) if code else 0, look)
+            self._symbol(node.get(f"{W}font") or "", as_int(node.get(f"{W}char"), base=16), look)
         elif tag in (f"{MATH}oMath", f"{MATH}oMathPara"):
             self._add(math_text(node), look._replace(place=0))
         elif tag == f"{W}fldChar":
@@ -150,8 +149,8 @@ class Inline:
             elif choices is not None:
                 entries = [entry.get(VAL) or "" for entry in choices.iterchildren(f"{W}listEntry")]
                 chosen = choices.find(f"{W}result")
-                place = int(chosen.get(VAL) or 0) if chosen is not None else 0
-                self._add(entries[place] if place < len(entries) else "", look)
+                place = as_int(chosen.get(VAL)) if chosen is not None else 0
+                self._add(entries[place] if 0 <= place < len(entries) else "", look)
             self._fields.append(["", False])
         elif kind == "separate" and self._fields:
             self._fields[-1][1] = True

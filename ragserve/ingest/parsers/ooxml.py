@@ -99,25 +99,33 @@ class Package:
     def main_part(self, kind: str) -> str:
         """Name of the main part of a file that is of this ``kind``. Raises ``KeyError``."""
         usual = next(path for *_, path, name in _KINDS if name == kind)
-        main = next(self.related("", "officeDocument"), usual)
+        main = self._main()[0] or usual
         if main not in self:
             raise KeyError(f"there is no part {main}")
         return main
 
     def kind(self) -> str | None:
-        """``docx``, ``xlsx`` or ``pptx``, by the main part's content type, else by its usual name."""
-        main = next(self.related("", "officeDocument"), None)
-        types = self.optional_xml("[Content_Types].xml")
-        declared = ""
-        for node in types if types is not None and main is not None else ():
-            if isinstance(node.tag, str) and _key(node.get("PartName") or "") == _key(main or ""):
-                declared = node.get("ContentType") or ""
+        """``docx``, ``xlsx`` or ``pptx``, by the main part's content type, else by its root or its name."""
+        main, declared = self._main()
+        if main and not declared:
+            declared = self.read(main)[:4096].decode("latin-1")  # the root's namespace has the same word
         for word, vendor, usual, name in _KINDS:
             if (word in declared or vendor in declared) and ".binary." not in declared:
                 return name
-            if _key(main or "") == usual or (main is None and usual in self):
+            if not main and usual in self:
                 return name
         return None
+
+    def _main(self) -> tuple[str, str]:
+        """Name and content type of the main part, as the package and its list of types name it."""
+        main = next(self.related("", "officeDocument"), "")
+        types = self.optional_xml("[Content_Types].xml")
+        for node in types if types is not None else ():
+            part, declared = _key(node.get("PartName") or ""), node.get("ContentType") or ""
+            named = part == _key(main) if main else declared.endswith(".main+xml") and part in self
+            if part and named:
+                return part, declared
+        return main, ""
 
     def title(self) -> str:
         """The title among the document's properties; empty without one."""
@@ -147,6 +155,14 @@ def relation_id(node: Any, name: str = "id") -> str:
 def is_on(value: str | None) -> bool:
     """Whether a switch such as ``w:val`` is on: without a value it is."""
     return value not in ("0", "false", "off", "none")
+
+
+def as_int(text: str | None, default: int = 0, base: int = 10) -> int:
+    """A whole number of an attribute; ``default`` where it is none, for it only decorates."""
+    try:
+        return int(text or "", base)
+    except ValueError:
+        return default
 
 
 def drawing_text(node: Any) -> str:

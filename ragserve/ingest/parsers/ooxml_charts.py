@@ -8,7 +8,7 @@ from typing import Any
 from ragserve.ingest.markdown_tables import markdown_table
 from ragserve.ingest.parsers.base import one_line
 from ragserve.ingest.parsers.number_formats import shown
-from ragserve.ingest.parsers.ooxml import Package, drawing_text
+from ragserve.ingest.parsers.ooxml import Package, as_int, drawing_text
 
 _C = "{http://schemas.openxmlformats.org/drawingml/2006/chart}"
 _X = "{http://schemas.microsoft.com/office/drawing/2014/chartex}"
@@ -84,7 +84,7 @@ def _points(series: Any, tags: tuple[str, ...]) -> dict[int, str]:
         code = source.findtext(f".//{_C}formatCode") or "General"
         for level in reversed(levels):
             for point in level.iter(f"{_C}pt"):
-                at, text = int(point.get("idx") or 0), point.findtext(f"{_C}v") or ""
+                at, text = as_int(point.get("idx")), point.findtext(f"{_C}v") or ""
                 if source.find(f".//{_C}numCache") is not None or source.find(f"{_C}numLit") is not None:
                     text = shown(text, point.get("formatCode") or code)
                 found[at] = f"{found[at]}, {text}" if at in found else text

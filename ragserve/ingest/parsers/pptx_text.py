@@ -7,6 +7,7 @@ from typing import Any
 
 from ragserve.ingest.parsers.list_numbers import list_number, symbol
 from ragserve.ingest.parsers.office_math import MATH, math_text
+from ragserve.ingest.parsers.ooxml import as_int
 from ragserve.ingest.parsers.small_text import Run, joined_runs
 
 A = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
@@ -30,13 +31,13 @@ def body_text(body: Any) -> str:
     for paragraph in body.iterchildren(f"{A}p"):
         text = _paragraph(paragraph)
         properties = paragraph.find(f"{A}pPr")
-        level = int(properties.get("lvl") or 0) if properties is not None else 0
+        level = as_int(properties.get("lvl")) if properties is not None else 0
         number = None if properties is None else properties.find(f"{A}buAutoNum")
         counts = {each: count for each, count in counts.items() if each <= level}
         if number is None:
             counts.pop(level, None) if text else None
         elif text:
-            kind, first = number.get("type") or "", int(number.get("startAt") or 1)
+            kind, first = number.get("type") or "", as_int(number.get("startAt"), 1)
             before, last = counts.get(level, ("", 0))
             counts[level] = kind, last + 1 if before == kind else first
             text = f"{_label(kind, counts[level][1])} {text}"

@@ -19,7 +19,7 @@ from ragserve.ingest.parsers.base import (
     paged,
 )
 from ragserve.ingest.parsers.number_formats import plain_number, shown, text_shown
-from ragserve.ingest.parsers.ooxml import SAFE, Package, drawing_text, is_on, relation_id
+from ragserve.ingest.parsers.ooxml import SAFE, Package, as_int, drawing_text, is_on, relation_id
 from ragserve.ingest.parsers.ooxml_charts import related_text
 from ragserve.ingest.parsers.small_text import Run, joined_runs, struck
 from ragserve.ingest.parsers.xlsx_styles import MAIN, CellStyle, cell_styles, is_struck
@@ -128,14 +128,14 @@ class _Workbook:
         for node in _elements(self._package.read(part), "col", "row", "headerFooter"):
             if node.tag == f"{MAIN}col":
                 if not self._take_hidden and (is_on(node.get("hidden") or "0") or node.get("width") == "0"):
-                    first, last = int(node.get("min") or 1), int(node.get("max") or 1)
+                    first, last = as_int(node.get("min"), 1), as_int(node.get("max"), 1)
                     hidden.columns.update(range(first, min(last, _COLUMNS) + 1))
                 continue
             if node.tag == f"{MAIN}headerFooter":
                 found = (one_line(_HEADER_CODES.sub(" ", each.text or "")) for each in node)
                 heads += dict.fromkeys(text for text in found if any(map(str.isalpha, text)))
                 continue
-            before, number = number, int(node.get("r") or number + 1)
+            before, number = number, as_int(node.get("r"), number + 1)
             if number > before + 1:
                 yield {}
             row = self._cells(node)
@@ -168,8 +168,8 @@ class _Workbook:
         return cells
 
     def _style(self, number: str | None) -> CellStyle:
-        place = int(number) if number and number.isdigit() else 0
-        return self._styles[place] if place < len(self._styles) else CellStyle()
+        place = as_int(number)
+        return self._styles[place] if 0 <= place < len(self._styles) else CellStyle()
 
     def _cell(self, node: Any, style: CellStyle) -> _Cell:
         kind = node.get("t") or "n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TypeVar
 
 from ragserve.ingest.parsers.number_formats import BUILT_IN
-from ragserve.ingest.parsers.ooxml import is_on
+from ragserve.ingest.parsers.ooxml import as_int, is_on
 
 _T = TypeVar("_T")
 MAIN = "{http://schemas.openxmlformats.org/spreadsheetml/2006/main}"
@@ -53,7 +53,7 @@ def _font(node: Any) -> _Font:
     color = node.find(f"{MAIN}color")
     white = color is not None and (
         (color.get("rgb") or "").upper() in ("FFFFFFFF", "00FFFFFF", "FFFFFF")
-        or (color.get("theme") == "0" and not float(color.get("tint") or 0))
+        or (color.get("theme") == "0" and (color.get("tint") or "0").strip("-0.") == "")
     )
     return _Font(is_struck(node), white)
 
@@ -66,5 +66,5 @@ def _is_filled(node: Any) -> bool:
 
 
 def _at(items: list[_T], number: str | None, default: _T) -> _T:
-    place = int(number) if number and number.isdigit() else 0
-    return items[place] if place < len(items) else default
+    place = as_int(number)
+    return items[place] if 0 <= place < len(items) else default
