@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 _DELIMITER = re.compile(r"^[ \t|:-]{3,}\r?$", re.M)  # `|---|:--|`, or not a table at all
 _MANY_COLUMNS, _LONG_HEADER = 12, 500  # columns, and characters of a header, that make a table too wide
+_BARS = re.compile(r"(?<!\\)\|")  # between cells
 _RECORD = 300  # characters of a paragraph of a record
 _BLANK_LINES = re.compile(r"(?:[ \t]*\r?\n)*")
 
@@ -52,6 +53,24 @@ def tables_in(text: str, start: int, end: int) -> Iterator[TableSpan]:
         rows = min(end, at + 1)
         at = _end_of_rows(text, rows, end)
         yield TableSpan(header, rows, at)
+
+
+def with_records(text: str) -> str:
+    """A text whose tables of very many columns have become records, see `markdown_table`."""
+    parts, at = [], 0
+    for table in tables_in(text, 0, len(text)):
+        lines = text[table.start : table.end].strip().splitlines()
+        names = _cells_of(lines[0])
+        if len(names) >= _MANY_COLUMNS and len(lines[0]) + 4 * len(names) > _LONG_HEADER:
+            rows = [_cells_of(line) for line in lines[2:] if line.strip()]
+            parts += [text[at : table.start], markdown_table([names, *rows]), "\n\n"]
+            at = table.end
+    return "".join([*parts, text[at:]])
+
+
+def _cells_of(row: str) -> list[str]:
+    cells = _BARS.split(row.strip().removeprefix("|").removesuffix("|"))
+    return [cell.strip().replace("\\|", "|") for cell in cells]
 
 
 def _record(names: Sequence[str], row: Sequence[str]) -> Iterator[str]:
