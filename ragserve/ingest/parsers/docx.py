@@ -14,33 +14,13 @@ from ragserve.ingest.parsers.docx_runs import Inline
 from ragserve.ingest.parsers.docx_styles import VAL, Numbering, Styles, W
 from ragserve.ingest.parsers.grid import Grid
 from ragserve.ingest.parsers.list_numbers import list_number
-from ragserve.ingest.parsers.ooxml import Package, is_on, relation_id
+from ragserve.ingest.parsers.ooxml import Package, is_on, is_page_number, relation_id
 from ragserve.ingest.parsers.ooxml_charts import linked_text
 
 MIME = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"
 
 _CHOICE = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
 _AROUND = frozenset(f"{W}{name}" for name in ("sdt", "sdtContent", "customXml", "smartTag", "ins", "moveTo"))
-# what stands around the number of a page
-_PAGE_WORDS = frozenset(
-    [
-        "page",
-        "pages",
-        "of",
-        "p",
-        "pg",
-        "seite",
-        "von",
-        "página",
-        "pagina",
-        "de",
-        "di",
-        "sur",
-        "sida",
-        "av",
-        "z",
-    ]
-)
 
 
 def parse(raw: Raw) -> Parsed:
@@ -215,14 +195,9 @@ class _Document:
             if re.match(r"\s*(PAGE|NUMPAGES|SECTIONPAGES)\b", node.get(f"{W}instr") or ""):
                 node.clear()
         lines = [*self._blocks(root, part, cell=True), *self._flushed()]
-        lines = [line for line in map(one_line, lines) if not _is_page_number(line)]
+        lines = [line for line in map(one_line, lines) if not is_page_number(line)]
         if lines:
             yield f"{name}: {' | '.join(lines)}"
-
-
-def _is_page_number(line: str) -> bool:
-    """Whether a line of a margin says no more than the number of the page, which was left out."""
-    return not set(re.findall(r"\w+", line.lower())) - _PAGE_WORDS
 
 
 def _within(node: Any, tag: str) -> list[Any]:

@@ -20,6 +20,26 @@ _STRICT = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/")  # ISO 29500 Stric
 _DRAWING = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
 _RELATION = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}"
 _TITLE = "{http://purl.org/dc/elements/1.1/}title"
+# what stands around the number of a page
+_PAGE_WORDS = frozenset(
+    [
+        "page",
+        "pages",
+        "of",
+        "p",
+        "pg",
+        "seite",
+        "von",
+        "página",
+        "pagina",
+        "de",
+        "di",
+        "sur",
+        "sida",
+        "av",
+        "z",
+    ]
+)
 _KINDS = (  # word of a main part's content type, usual folder, parser
     ("wordprocessingml", "ms-word.", "word/document.xml", "docx"),
     ("spreadsheetml", "ms-excel.", "xl/workbook.xml", "xlsx"),
@@ -163,6 +183,14 @@ def as_int(text: str | None, default: int = 0, base: int = 10) -> int:
         return int(text or "", base)
     except ValueError:
         return default
+
+
+def is_page_number(line: str) -> bool:
+    """Whether a line of a margin says no more than the number of the page, which was left out."""
+    words = re.findall(r"\w+", line.lower())
+    if words and words[0] in _PAGE_WORDS:
+        words = [word for word in words if not word.isdigit()]
+    return not set(words) - _PAGE_WORDS
 
 
 def drawing_text(node: Any) -> str:

@@ -19,7 +19,15 @@ from ragserve.ingest.parsers.base import (
     paged,
 )
 from ragserve.ingest.parsers.number_formats import plain_number, shown, text_shown
-from ragserve.ingest.parsers.ooxml import SAFE, Package, as_int, drawing_text, is_on, relation_id
+from ragserve.ingest.parsers.ooxml import (
+    SAFE,
+    Package,
+    as_int,
+    drawing_text,
+    is_on,
+    is_page_number,
+    relation_id,
+)
 from ragserve.ingest.parsers.ooxml_charts import related_text
 from ragserve.ingest.parsers.small_text import Run, joined_runs, struck
 from ragserve.ingest.parsers.xlsx_styles import MAIN, CellStyle, cell_styles, is_struck
@@ -29,7 +37,7 @@ MIME = "application/vnd.openxmlformats-officedocument.spreadsheetml.sheet"
 _ESCAPED = re.compile(r"_x([0-9A-Fa-f]{4})_")
 _PLACE = re.compile(r"([A-Z]{1,3})(\d+)", re.I)
 _COLUMNS = 16384
-_HEADER_CODES = re.compile(r'&(?:[LCR]|"[^"]*"|\d+|K[0-9A-F]{6}|K\d\d[+-]\d{3}|[A-Z&])', re.I)
+_HEADER_CODES = re.compile(r'&(?:"[^"]*"|\d+|K[0-9A-F]{6}|K\d\d[+-]\d{3}|[A-Z&])', re.I)
 _DRAWN = "{http://schemas.openxmlformats.org/drawingml/2006/spreadsheetDrawing}"
 _THREADED = "{http://schemas.microsoft.com/office/spreadsheetml/2018/threadedcomments}threadedComment"
 
@@ -100,8 +108,12 @@ class _Workbook:
         return cell_styles(root), part is not None and root is None
 
     def _shared_strings(self) -> list[str]:
-        part = next(self._package.related(self._part, "sharedStrings"), None)
-        return [] if part is None else [_string(node) for node in _elements(self._package.read(part), "si")]
+        part = next(self._package.related(self._part, "sharedStrings"), "xl/sharedStrings.xml")
+        return (
+            []
+            if part not in self._package
+            else [_string(node) for node in _elements(self._package.read(part), "si")]
+        )
 
     def _sheet(self, name: str, part: str) -> str:
         """The sheet's regions below its name. Blank rows end a region if the next row is all text, as a
@@ -132,8 +144,9 @@ class _Workbook:
                     hidden.columns.update(range(first, min(last, _COLUMNS) + 1))
                 continue
             if node.tag == f"{MAIN}headerFooter":
-                found = (one_line(_HEADER_CODES.sub(" ", each.text or "")) for each in node)
-                heads += dict.fromkeys(text for text in found if any(map(str.isalpha, text)))
+                found = (text for each in node for text in re.split("&[LCR]", each.text or ""))
+                texts = (one_line(_HEADER_CODES.sub(" ", text)) for text in found)
+                heads += dict.fromkeys(text for text in texts if not is_page_number(text))
                 continue
             before, number = number, as_int(node.get("r"), number + 1)
             if number > before + 1:
