@@ -16,6 +16,7 @@ from ragserve.ingest.parsers.charset import decode
 
 # in the order in which they are believed: bars and tabs hardly ever stand within a cell
 _DELIMITERS = {"\t": "tabs", "|": "bars", ";": "semicolons", ",": "commas"}
+_NEVER = "\x1f"  # is in no text, for one column
 _SAMPLE = 500  # rows by which a delimiter is judged
 _LARGEST_CELL = 2**20  # characters; longer ones come from a quote that is never closed
 _MOST_TITLES = 20  # lines above a table
@@ -81,15 +82,13 @@ class _Rows:
         return f"unclosed quotes taken literally in lines {', '.join(map(str, self._literal[:10]))}{more}"
 
     def _read(self, lines: Sequence[str], reading: _Dialect) -> Iterator[list[str]]:
-        if not reading.delimiter:
-            yield from ([_unquoted(line)] for line in lines if line.strip())
-            return
+        delimiter = reading.delimiter or _NEVER
         csv.field_size_limit(_LARGEST_CELL)
         start = 0
         while start < len(lines):
             source = csv.reader(
                 islice(lines, start, None),
-                delimiter=reading.delimiter,
+                delimiter=delimiter,
                 skipinitialspace=reading.spaced,
                 strict=True,
             )
@@ -102,7 +101,7 @@ class _Rows:
             except csv.Error:
                 start += done
             line = lines[start].rstrip("\r\n")
-            row = _cells(line, reading.delimiter)
+            row = _cells(line, delimiter)
             if any(cell.startswith('"') for cell in row):
                 self._literal.append(start + 1)
             yield row
@@ -194,9 +193,3 @@ def _prose(spaced: bool, values: float, cells: Sequence[str]) -> bool:
     """Whether a delimiter is the punctuation of sentences."""
     words = sum(len(cell.split()) for cell in cells) / max(1, len(cells))
     return spaced and not values and words >= 3
-
-
-def _unquoted(line: str) -> str:
-    text = line.strip()
-    quoted = len(text) > 1 and text[0] == text[-1] == '"' and '"' not in text[1:-1].replace('""', "")
-    return text[1:-1].replace('""', '"') if quoted else text

@@ -63,6 +63,7 @@ def test_lines_above_a_table_are_its_title() -> None:
         ('id,remark\n1,5" pipe\n2,"6 inch pipe\n3,7 inch\n', ['5" pipe', '"6 inch pipe', "7 inch"], "3"),
         ('id,remark\n1,"6 inch\n2,"8 inch\n3,ok\n', ['"6 inch', '"8 inch', "ok"], "2, 3"),
         ('id,remark\n1,"6" pipe"\n2,"a, b"\n', ['6" pipe', "a, b"], ""),
+        ('id,remark\n1,"six ""6"" inch"\n2,x\n', ['six "6" inch', "x"], ""),
         ('id,remark\n1,"two\nlines"\n2,x\n', ["two lines", "x"], ""),
     ],
 )
@@ -70,6 +71,16 @@ def test_a_quote_costs_no_other_row(text: str, remarks: list[str], lines: str) -
     found = read(text)
     assert [row[1] for row in table_in(found.text)[1:]] == remarks
     assert ("unclosed quotes taken literally in lines " + lines in found.note) == bool(lines)
+
+
+def test_a_column_of_quoted_cells_keeps_its_lines() -> None:
+    found = read('remark\n"It left, late,\nand came back."\n"He said ""no"", and so on."\n')
+    assert table_in(found.text) == [
+        ["remark"],
+        ["It left, late, and came back."],
+        ['He said "no", and so on.'],
+    ]
+    assert found.note == "read as one column"
 
 
 def test_a_row_of_many_columns_becomes_a_record_with_their_names() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import openpyxl
 import pytest
+import xlsxwriter
 from hypothesis import given
 from hypothesis import strategies as st
 from openpyxl.chart import BarChart, Reference
@@ -202,3 +203,25 @@ def test_runs_of_a_cell_are_raised_and_struck() -> None:
         return at, data.replace(b'</row><row r="3"', rich) if "sheet1" in at else data
 
     assert table_in(read(changed(saved(harbour), change)).text)[1][3] == "10^6 ~~old~~"
+
+
+def test_what_stands_beside_the_cells_is_read() -> None:
+    out = io.BytesIO()
+    book = xlsxwriter.Workbook(out)
+    sheet = book.add_worksheet("Fees")
+    sheet.write_rich_string(0, 0, "10", book.add_format({"font_script": 1}), "6", " units")
+    sheet.write_row(0, 1, ["value"])
+    sheet.write(1, 0, 1250, book.add_format({"num_format": '_($* #,##0.00_);_($* (#,##0.00);_($* "-"??_)'}))
+    sheet.write_formula(1, 1, "=NA()", None, "#N/A")
+    sheet.merge_range("A3:B3", "a merged remark")
+    sheet.insert_textbox("E2", "Box text")
+    sheet.set_header("&LPort office&RPage &P of &N")
+    chart = book.add_chart({"type": "pie"})
+    chart.add_series({"values": "=Fees!$A$2:$A$2"})
+    chart.set_title({"name": "Shares"})
+    book.add_chartsheet("Drawn").set_chart(chart)
+    book.close()
+    assert read(out.getvalue()).text == (
+        "# Fees\n\nPort office\n\n| 10^6 units | value |\n|---|---|\n| $1,250.00 | #N/A |\n"
+        "| a merged remark |  |\n\nBox text\n\n# Drawn\n\nChart: Shares"
+    )
