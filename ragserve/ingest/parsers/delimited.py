@@ -174,7 +174,8 @@ def _titles(rows: Sequence[Sequence[str]], usual: int) -> int:
     ):
         return first
     for at, row in enumerate(rows[:_MOST_TITLES]):
-        if sum(1 for cell in row if cell.strip()) > 1 and len(row) > usual / 2:
+        padded = usual > 2 and row[0].strip() and not any(map(str.strip, row[1:]))
+        if not padded and len(row) > usual / 2:
             return at
     return 0
 

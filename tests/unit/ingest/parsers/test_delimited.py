@@ -40,6 +40,8 @@ DIALECTS = {
     "title with a comma": ("Harbour report, spring\nport,depth,width\nOban,8.5,3\n", "port|depth|width"),
     "padded title": ("Report,,,\n,,,\na,b,c,d\n1,2,3,4\n", "a|b|c|d"),
     "two headers": (",2019,,2020,\nport,a,b,c,d\nOban,1,2,3,4\n", "|2019||2020|"),
+    "a header without a first name": (",value\nx,1\ny,2\n", "|value"),
+    "a header with one name": (",,value\na,x,1\nb,y,2\n", "||value"),
     "ragged": ("a,b,c\n1,2\n1,2,3\n1,2,3,4\n", "a|b|c|"),
     "rows longer than the header": ("a,b\nx,y,z\np,q,r\n", "a|b|"),
 }
