@@ -151,9 +151,9 @@ class _Document:
             if before := _number(row, "gridBefore"):
                 grid.add(number, "", colspan=before)
             for each in cells:
-                merge = each.find(f"{W}tcPr/{W}vMerge")
-                goes_on = number > 0 and merge is not None and merge.get(VAL) in (None, "continue")
-                text = "" if goes_on else " ".join(filter(None, self._blocks(each, part, cell=True)))
+                text = ""
+                if not (number and _goes_on(each, "vMerge")) and not _goes_on(each, "hMerge"):
+                    text = " ".join(filter(None, self._blocks(each, part, cell=True)))
                 grid.add(number, text, colspan=_number(each, "gridSpan") or 1)
         if cell:
             lines = (", ".join(filter(None, row)) for row in grid.rows())
@@ -198,6 +198,12 @@ class _Document:
         lines = [line for line in map(one_line, lines) if not is_page_number(line)]
         if lines:
             yield f"{name}: {' | '.join(lines)}"
+
+
+def _goes_on(cell: Any, name: str) -> bool:
+    """Whether a cell only goes on with the one above it, or on its left."""
+    merge = cell.find(f"{W}tcPr/{W}{name}")
+    return merge is not None and merge.get(VAL) in (None, "continue")
 
 
 def _within(node: Any, tag: str) -> list[Any]:

@@ -122,6 +122,7 @@ def spans() -> Sample:
         table(
             row(cell("A"), cell("B"), cell("C")),
             row(cell("b1"), cell("c1"), look='<w:gridBefore w:val="1"/>'),
+            row(cell("ab", '<w:hMerge w:val="restart"/>'), cell("", "<w:hMerge/>"), cell("c")),
             row(cell("a2"), look='<w:gridAfter w:val="2"/>'),
             row(cell("a3"), f"<w:sdt><w:sdtContent>{cell('b3')}</w:sdtContent></w:sdt>", cell(inner)),
         ),
@@ -130,7 +131,8 @@ def spans() -> Sample:
     text = (
         "| Ship | Tonnage |  | Crew |\n|---|---|---|---|\n|  | gross | net |  |\n| Argo | 900 | 400 | 12 |\n"
         "| Vega | laid up |  | 3 |\n|  | 700 | 300 | 9 |\n\n"
-        "| A | B | C |\n|---|---|---|\n|  | b1 | c1 |\n| a2 |  |  |\n| a3 | b3 | x, y; 1, 2 |\n\n"
+        "| A | B | C |\n|---|---|---|\n|  | b1 | c1 |\n| ab |  | c |\n"
+        "| a2 |  |  |\n| a3 | b3 | x, y; 1, 2 |\n\n"
         "A frame around text."
     )
     return Sample(word("".join(body)), text)
