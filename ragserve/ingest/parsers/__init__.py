@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import import_module
 
+from ragserve.ingest.markdown_tables import with_records
 from ragserve.ingest.parsers.base import (
     PARSER_VERSION,
     Parsed,
@@ -31,6 +32,8 @@ PARSERS = (
 )
 """Modules of this package."""
 
+_WITH_TABLES = ("text/html", "text/markdown")  # types whose tables `markdown_table` did not write
+
 
 def parse(raw: Raw, parser: str | None = None, *, ocr: bool = False) -> Parsed:
     """Parse a document, with the named ``parser`` or the detected one. With ``ocr``, text is recognised in
@@ -45,9 +48,10 @@ def parse(raw: Raw, parser: str | None = None, *, ocr: bool = False) -> Parsed:
         parsed = _parse(raw, "ocr")
     # pages are tidied before they are joined: shortening gaps here would move their offsets
     if not parsed.pages:
-        parsed = replace(parsed, text=tidy(parsed.text))
+        text = with_records(parsed.text) if parsed.mime in _WITH_TABLES else parsed.text
+        parsed = replace(parsed, text=tidy(text))
     if not parsed.text.strip():
-        raise unreadable("empty", "the file holds no text")
+        raise unreadable("empty", f"the file holds no text{f' ({parsed.note})' if parsed.note else ''}")
     if not has_words(parsed.text):
         raise unreadable("empty", "the file holds no letter and no digit")
     # in the text of its length, so that pages stay where they are

@@ -1,56 +1,177 @@
-"""PowerPoint files: a page per slide, with tables, grouped shapes and speaker notes."""
+"""PowerPoint files: a page per slide, with its tables, charts and grouped shapes, notes and comments."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from io import BytesIO
 from typing import Any
 
 from ragserve.ingest.markdown_tables import markdown_table
-from ragserve.ingest.parsers.base import Parsed, Raw, container_errors, one_line, paged
+from ragserve.ingest.parsers.base import (
+    Parsed,
+    Raw,
+    container_errors,
+    joined_notes,
+    left_out,
+    one_line,
+    paged,
+)
+from ragserve.ingest.parsers.ooxml import Package, is_on, relation_id
+from ragserve.ingest.parsers.ooxml_charts import linked_text
+from ragserve.ingest.parsers.pptx_text import A, body_text
 
 MIME = "application/vnd.openxmlformats-officedocument.presentationml.presentation"
 
+_P = "{http://schemas.openxmlformats.org/presentationml/2006/main}"
+_CHOICE = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
+_CHART = "{http://schemas.openxmlformats.org/drawingml/2006/chart}chart"
+_CHART_EX = "{http://schemas.microsoft.com/office/drawing/2014/chartex}chart"
+_DIAGRAM = "{http://schemas.openxmlformats.org/drawingml/2006/diagram}relIds"
+_MODERN = "{http://schemas.microsoft.com/office/powerpoint/2018/8/main}"
+_SHAPES = frozenset(f"{_P}{name}" for name in ("sp", "grpSp", "graphicFrame", "pic", "cxnSp", "contentPart"))
+_TITLES = ("title", "ctrTitle")
+_MARGINS = ("ftr", "hdr", "dt")  # placeholders that stand on every slide
+
 
 def parse(raw: Raw) -> Parsed:
-    import pptx
-    from pptx.exc import PythonPptxError
-
-    with container_errors("a PowerPoint file", PythonPptxError):
-        deck = pptx.Presentation(BytesIO(raw.data))
-        pages = [_slide(slide) for slide in deck.slides]
-        title = deck.core_properties.title or ""
-    return paged(pages, MIME, "slide", title=title or _first_heading(pages))
+    with container_errors("a PowerPoint file"):
+        return _Deck(raw).parsed()
 
 
-def _slide(slide: Any) -> str:
-    title = slide.shapes.title
-    heading = one_line(title.text_frame.text) if title is not None else ""
-    parts = [f"# {heading}" if heading else ""]
-    shapes = list(_shapes(slide.shapes))
-    parts += [_text(shape) for shape in shapes if not heading or shape.element is not title.element]
-    if slide.has_notes_slide and slide.notes_slide.notes_text_frame is not None:
-        notes = slide.notes_slide.notes_text_frame.text.strip()
-        parts.append(f"Notes: {notes}" if notes else "")
-    return "\n\n".join(filter(None, parts))
+class _Deck:
+    def __init__(self, raw: Raw) -> None:
+        self._raw = raw
+        self._package = package = Package(raw.data)
+        self._part = package.main_part("pptx")
+        self._deck = package.xml(self._part)
+        self._left_out: Counter[str] = Counter()
+        self._margins: set[str] = set()
+        self._authors = self._read_authors()
+
+    def parsed(self) -> Parsed:
+        if self._deck.tag != f"{_P}presentation":
+            raise KeyError("there is no presentation")
+        parts = {relation.id: relation.target for relation in self._package.relations(self._part)}
+        pages = [self._slide(parts[relation_id(node)]) for node in self._deck.iter(f"{_P}sldId")]
+        title = self._package.title() or _first_heading(pages)
+        return paged(pages, MIME, "slide", title=title, note=joined_notes(left_out(self._left_out)))
+
+    def _slide(self, part: str) -> str:
+        """The slide's text; empty for a hidden slide, which keeps its number."""
+        root = self._package.xml(part)
+        if not is_on(root.get("show")) and not self._raw.hidden:
+            self._left_out["hidden slides"] += 1
+            return ""
+        tree = root.find(f"{_P}cSld/{_P}spTree")
+        shapes = list(self._shapes(tree)) if tree is not None else []
+        title = next((shape for shape in shapes if _placeholder(shape) in _TITLES), None)
+        heading = one_line(_shape_text(title)) if title is not None else ""
+        parts = [f"# {heading}" if heading else ""]
+        parts += [self._text(shape, part) for shape in shapes if shape is not title or not heading]
+        parts += [*self._notes(part), *self._comments(part)]
+        return "\n\n".join(filter(None, parts))
+
+    def _shapes(self, tree: Any) -> Iterator[Any]:
+        """Yield the shapes in their order, those of groups in place of the group, without hidden ones."""
+        stack = list(reversed(tree))
+        while stack:
+            node = stack.pop()
+            if node.tag == f"{_CHOICE}AlternateContent":
+                chosen = node.find(f"{_CHOICE}Choice")
+                chosen = node.find(f"{_CHOICE}Fallback") if chosen is None else chosen
+                stack.extend(reversed(chosen if chosen is not None else ()))
+            elif node.tag in _SHAPES:
+                named = _properties(node)
+                hidden = named is not None and is_on(named.get("hidden") or "0")
+                if hidden and not self._raw.hidden:
+                    self._left_out["hidden shapes"] += 1
+                elif node.tag == f"{_P}grpSp":
+                    stack.extend(reversed(node))
+                else:
+                    yield node
+
+    def _text(self, shape: Any, part: str) -> str:
+        kind = _placeholder(shape)
+        if kind == "sldNum":
+            return ""
+        texts = [*map(_table, shape.iter(f"{A}tbl")), *self._drawn(shape, part)]
+        if shape.tag in (f"{_P}sp", f"{_P}cxnSp"):
+            texts.append(_shape_text(shape))
+        named = _properties(shape)
+        if named is not None and shape.tag != f"{_P}sp" and (described := one_line(named.get("descr") or "")):
+            texts.append(f"[Image: {described}]")
+        text = "\n\n".join(filter(None, texts))
+        if kind in _MARGINS:
+            if text in self._margins:
+                return ""
+            self._margins.add(text)
+        return text
+
+    def _drawn(self, shape: Any, part: str) -> Iterator[str]:
+        """Yield the texts of charts and diagrams."""
+        ids = [relation_id(node) for node in shape.iter(_CHART, _CHART_EX)]
+        ids += [relation_id(node, "dm") for node in shape.iter(_DIAGRAM)]
+        parts = {relation.id: relation for relation in self._package.relations(part)} if ids else {}
+        for each in ids:
+            if each in parts:
+                yield linked_text(self._package, parts[each].kind, parts[each].target)
+
+    def _notes(self, part: str) -> Iterator[str]:
+        for place in self._package.related(part, "notesSlide"):
+            root = self._package.optional_xml(place)
+            for shape in root.iter(f"{_P}sp") if root is not None else ():
+                if _placeholder(shape) == "body" and (text := _shape_text(shape)):
+                    yield f"Notes: {text}"
+
+    def _comments(self, part: str) -> Iterator[str]:
+        for place in self._package.related(part, "comments"):
+            root = self._package.optional_xml(place)
+            for node in root.iter(f"{_P}cm", f"{_MODERN}cm", f"{_MODERN}reply") if root is not None else ():
+                body = node.find(f"{_MODERN}txBody")
+                text = one_line(node.findtext(f"{_P}text") or (body_text(body) if body is not None else ""))
+                if not self._raw.comments:
+                    self._left_out["comments"] += 1
+                elif text:
+                    author = self._authors.get(node.get("authorId") or "", "")
+                    yield f"[Comment{f' by {author}' if author else ''}: {text}]"
+
+    def _read_authors(self) -> dict[str, str]:
+        found = {}
+        for kind in ("commentAuthors", "authors"):
+            for place in self._package.related(self._part, kind):
+                root = self._package.optional_xml(place)
+                for node in root if root is not None else ():
+                    found[node.get("id") or ""] = one_line(node.get("name") or "")
+        return found
 
 
-def _shapes(shapes: Any) -> Iterator[Any]:
-    """Yield the shapes in their order, those of groups in place of the group."""
-    stack = list(reversed(list(shapes)))
-    while stack:
-        shape = stack.pop()
-        if hasattr(shape, "shapes"):
-            stack.extend(reversed(list(shape.shapes)))
-        else:
-            yield shape
+def _properties(shape: Any) -> Any | None:
+    """The element with a shape's name, description and switch."""
+    return next((node for part in shape for node in part.iterchildren(f"{_P}cNvPr")), None)
 
 
-def _text(shape: Any) -> str:
-    if getattr(shape, "has_table", False):
-        return markdown_table([cell.text for cell in row.cells] for row in shape.table.rows)
-    text = shape.text_frame.text if shape.has_text_frame else ""
-    return text.replace("\v", "\n").strip()
+def _placeholder(shape: Any) -> str:
+    """The kind of a placeholder; empty for other shapes."""
+    node = next((node for part in shape for node in part.iter(f"{_P}ph")), None)
+    return "" if node is None else node.get("type") or "body"
+
+
+def _shape_text(shape: Any) -> str:
+    body = shape.find(f"{_P}txBody")
+    return "" if body is None else body_text(body)
+
+
+def _table(table: Any) -> str:
+    """A table whose merged cells have their text in the first of them."""
+    rows = []
+    for row in table.iterchildren(f"{A}tr"):
+        cells = []
+        for cell in row.iterchildren(f"{A}tc"):
+            body = cell.find(f"{A}txBody")
+            merged = is_on(cell.get("hMerge") or "0") or is_on(cell.get("vMerge") or "0")
+            cells.append("" if merged or body is None else body_text(body))
+        rows.append(cells)
+    return markdown_table(rows)
 
 
 def _first_heading(pages: list[str]) -> str:

@@ -3,62 +3,131 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from ragserve.ingest.parsers.base import Parsed, Raw, unreadable, without_controls
+from ragserve.ingest.parsers.base import Parsed, Raw, joined_notes, unreadable, without_controls
 from ragserve.ingest.parsers.charset import decode
+
+_BETWEEN = (" ", "\n", "\r", "\t", ",")
+_MOST_NAMED = 20  # lines that a note names
+
+
+Path = tuple[str, ...]
 
 
 def parse(raw: Raw) -> Parsed:
     text, note = decode(raw.data, raw.charset)
     try:
-        records = [_record(value) for value in _values(text)]
+        values, lost = _values(text)
+        records = [_record(value) for value in values]
     except RecursionError as error:
         raise unreadable("corrupt", "not readable as JSON (nested too deeply)") from error
-    return Parsed(without_controls("\n\n".join(filter(None, records))), "application/json", note=note)
+    body = without_controls("\n\n".join(filter(None, records)))
+    return Parsed(body, "application/json", note=joined_notes(note, lost))
 
 
-def _values(text: str) -> Iterator[Any]:
-    if text.lstrip().startswith("["):
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; of a name that stands twice, both values."""
+    found: dict[str, Any] = {}
+    twice = {name for name, n in Counter(name for name, _ in pairs).items() if n > 1}
+    for name, value in pairs:
+        if name in twice:
+            found.setdefault(name, []).append(value)
+        else:
+            found[name] = value
+    return found
+
+
+# numbers stay as they were written: 1.10 and 1e400 are no floats
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=str, parse_int=str, parse_constant=str)
+
+
+def _values(text: str) -> tuple[list[Any], str]:
+    """The values of a file, and a note about what could not be read. Raises ``UnsupportedDocument`` if
+    nothing could."""
+    text = text.strip()
+    if text.startswith("["):
         try:
-            yield from json.loads(text)
-            return
+            return list(_DECODER.decode(text)), ""
         except ValueError as error:
-            if "\n" not in text.strip() or not _is_json(text.strip().split("\n", 1)[0]):
-                raise unreadable("corrupt", f"not readable as JSON ({error})") from error
+            if "\n" not in text or not _is_json(text.split("\n", 1)[0]):
+                return _cut_off(text, error)
+    values, bad = [], []
+    first: ValueError | None = None
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                yield json.loads(line)
+                values.append(_DECODER.decode(line.strip()))
             except ValueError as error:
-                raise unreadable("corrupt", f"line {number} is not readable as JSON ({error})") from error
+                bad.append(number)
+                first = first or error
+    if first is not None and not values:
+        raise unreadable("corrupt", f"line {bad[0]} is not readable as JSON ({first})") from first
+    named = ", ".join(map(str, bad[:_MOST_NAMED])) + (", ..." if len(bad) > _MOST_NAMED else "")
+    return values, f"{len(bad):,} lines are not readable as JSON and left out: {named}" if bad else ""
+
+
+def _cut_off(text: str, error: ValueError) -> tuple[list[Any], str]:
+    """The whole values of an array that is damaged or cut off. Behind a damaged one it goes on at the next
+    line that begins as the records before it do."""
+    values: list[Any] = []
+    bad, at, begin = 0, 1, ""
+    while at < len(text):
+        while text[at : at + 1] in _BETWEEN and at < len(text):
+            at += 1
+        start = text.rfind("\n", 0, at)
+        begin = begin or (text[start:at] + "{" if start >= 0 else "")
+        try:
+            value, at = _DECODER.raw_decode(text, at)
+            values.append(value)
+        except ValueError:
+            if text[at : at + 1] in ("", "]"):
+                break
+            bad += 1
+            at = text.find(begin, at) if begin else -1
+            if at < 0:
+                break
+    if not values:
+        raise unreadable("corrupt", f"not readable as JSON ({error})") from error
+    return values, f"{bad or 1:,} records are not readable as JSON and left out ({error})"
 
 
 def _is_json(line: str) -> bool:
     try:
-        json.loads(line)
+        _DECODER.decode(line.strip())
     except ValueError:
         return False
     return True
 
 
 def _record(value: Any) -> str:
-    return "\n".join(f"{name}: {text}" if name else text for name, text in _fields(value, "") if text)
+    fields = [(path, text) for path, text in _fields(value, ()) if text]
+    names = Counter(".".join(path) for path, _ in fields)
+    return "\n".join(f"{_name(path, names)}: {text}" if path else text for path, text in fields)
 
 
-def _fields(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield the names and texts of a value's scalars; ``address.city`` is a field of a field."""
+def _name(path: Path, names: Counter[str]) -> str:
+    """``address.city`` for a field of a field; ``"address.city"`` for one that is named so beside it."""
+    name = ".".join(path)
+    if names[name] > 1:
+        return ".".join(f'"{part}"' if "." in part else part for part in path)
+    return name
+
+
+def _fields(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the places and texts of a value's scalars."""
     if isinstance(value, dict):
         for key, part in value.items():
-            yield from _fields(part, f"{name}.{key}" if name else key)
+            yield from _fields(part, (*path, key))
     elif isinstance(value, list) and any(isinstance(part, dict | list) for part in value):
         for number, part in enumerate(value, 1):
-            yield from _fields(part, f"{name}.{number}" if name else str(number))
+            yield from _fields(part, (*path, str(number)))
     elif isinstance(value, list):
-        yield name, ", ".join(map(_text, value))
+        yield path, ", ".join(map(_text, value))
     else:
-        yield name, _text(value)
+        yield path, _text(value)
 
 
 def _text(value: Any) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import zipfile
-from io import BytesIO
+import zlib
 from mimetypes import MimeTypes
 
 from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers.base import OCR_HINT, Raw, not_text, unreadable
 from ragserve.ingest.parsers.languages import LANGUAGES
+from ragserve.ingest.parsers.ooxml import Package
 
 _HTML_START = re.compile(
     rb"\A\s*+(?:<\?xml[^>]*\?>\s*+)?(?:<!--.*?-->\s*+)*+<(?:!doctype\s++html|html[\s>])", re.I | re.S
@@ -79,12 +80,6 @@ _JSON_LINES_EXT = {".jsonl", ".ndjson"}
 _OBJECTS = re.compile(rb"\A\s*+\[\s*+\{")  # an array of them
 _MEDIA_TYPES = MimeTypes()  # Python's own table: the system's may differ
 _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
-_ZIP_PARSERS = (
-    ("word/document.xml", "docx"),
-    ("xl/workbook.xml", "xlsx"),
-    ("ppt/presentation.xml", "pptx"),
-    ("META-INF/container.xml", "epub"),
-)
 _MAX_UNZIPPED = 512 * 2**20  # bytes; a file that unpacks to more is a zip bomb or no document
 
 _FILENAMES = {
@@ -178,21 +173,21 @@ def language_of(raw: Raw) -> str | None:
 
 def _zip_kind(data: bytes) -> str:
     try:
-        with zipfile.ZipFile(BytesIO(data)) as archive:
-            entries = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, OSError) as error:
+        package = Package(data)
+        kind = "epub" if "META-INF/container.xml" in package else package.kind()
+    except (zipfile.BadZipFile, zlib.error, ValueError, OSError) as error:
         why = f"a broken zip container such as a truncated .docx or .xlsx ({error})"
         raise unreadable("corrupt", why) from error
-    names = {entry.filename for entry in entries}
-    kind = next((kind for path, kind in _ZIP_PARSERS if path in names), None)
+    except RuntimeError as error:  # zipfile's, of encryption and compressions that it does not know
+        raise unreadable("encrypted", str(error)) from error
     if kind is not None:
-        if sum(entry.file_size for entry in entries) > _MAX_UNZIPPED:
+        if package.size > _MAX_UNZIPPED:
             raise UnsupportedDocument(f"the .{kind} unpacks to more than {_MAX_UNZIPPED >> 20} MiB")
         return kind
     for path, what in (
         ("xl/workbook.bin", "a binary Excel workbook (save it as .xlsx)"),
         ("content.xml", "an OpenDocument file (save it as .docx, .xlsx, .pptx or PDF)"),
     ):
-        if path in names:
+        if path in package:
             raise UnsupportedDocument(f"no parser for {what}")
     raise not_text("a zip archive (unpack it)")

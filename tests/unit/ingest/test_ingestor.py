@@ -23,6 +23,7 @@ from ragserve.ingest.jobs.lease import LEASE_S
 from ragserve.ingest.sentence_plan import sentence_starts
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
+from tests.data.formats.make_office import samples
 from tests.unit.ingest.ingest_samples import make_docx, make_pdf
 
 
@@ -160,6 +161,21 @@ def test_other_settings_or_metadata_count_as_a_change(
     assert outcomes(ingest(smaller, folder)) == (3, 0, 0, 0)
     assert outcomes(ingest(smaller, folder, metadata={"topic": "sea"})) == (3, 0, 0, 0)
     assert outcomes(ingest(smaller, folder, metadata={"topic": "sea"})) == (0, 3, 0, 0)
+
+
+def test_hidden_text_is_counted_and_the_setting_takes_it_in(
+    settings: Settings, store: IndexStore, embedder: Embedder, tmp_path: Path
+) -> None:
+    path = tmp_path / "hidden.docx"
+    path.write_bytes(samples()["hidden.docx"].data)
+
+    report = ingest(Ingestor(settings, store, embedder), path)
+    assert [note for _, note in report.notes] == ["left out: 4 hidden pieces of text, 1 hidden rows"]
+    assert "0000" not in contents(store)["hidden.docx"]
+    report = ingest(Ingestor(load(data_dir=settings.data_dir, ingest_hidden=True), store, embedder), path)
+    assert outcomes(report) == (1, 0, 0, 0)
+    assert not report.notes
+    assert "0000" in contents(store)["hidden.docx"]
 
 
 def test_bad_files_fail_alone_and_with_their_reasons(

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragserve.ingest.chunking import Chunker
-from ragserve.ingest.markdown_tables import markdown_table, tables_in
+from ragserve.ingest.markdown_tables import markdown_table, tables_in, with_records
 from ragserve.ingest.tokenizer import Counter
 
 HEADER = "| city | river | people |\n|---|---|---|\n"
@@ -67,6 +67,16 @@ def test_a_header_of_more_than_half_a_chunk_is_not_repeated(chunker: Chunker, co
     text = f"| {names} |\n|{'---|' * 40}\n" + "".join(f"| {' | '.join('12345' * 8)} |\n" for _ in range(3))
     check(text, chunker, count)
     assert not any(chunk.header_chars for chunk in chunker.split(text))
+
+
+def test_a_table_of_very_many_columns_in_markdown_becomes_records() -> None:
+    names, values = [f"sensor {n}" for n in range(60)], [str(n * 7) for n in range(60)]
+    wide = f"| {' | '.join(names)} |\n|{'---|' * 60}\n| {' | '.join(values)} |\n"
+    text = with_records(f"Above.\n\n{wide}\n{HEADER}| Oslo | none | 1 |\n\nBelow.")
+    assert text.startswith("Above.\n\nsensor 0: 0; sensor 1: 7; ")
+    assert "sensor 59: 413\n\n| city | river |" in text
+    assert text.endswith("\n\nBelow.")
+    assert all(len(line) < 400 for line in text.split("\n"))
 
 
 def test_a_table_ends_with_its_page(chunker: Chunker) -> None:
