@@ -6,17 +6,18 @@ connection's :class:`Dialect`."""
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ragserve_index.structures.base import Ids
+from ragserve_index.word_cutting import VERSION
+
+log = logging.getLogger(__name__)
 
 _DOCUMENTS = 64  # read at a time when a lexical index is built
-
-Query = tuple[tuple[str, ...], ...]
-"""Words of which a chunk must have one of each group."""
 
 
 class ResultRows(Protocol):
@@ -51,8 +52,9 @@ def lexical_table(namespace_id: int) -> str:
 
 
 class LexicalTables(ABC):
-    """Where the words are: a table for each namespace, which keeps the statistics of BM25, and with them the
-    scores, free of other namespaces. The transaction that writes chunks writes it, too."""
+    """Where the words are, as `words` cuts them: a table for each namespace, which keeps the statistics of
+    BM25, and with them the scores, free of other namespaces. The transaction that writes chunks writes it,
+    too."""
 
     @abstractmethod
     def create(self, connection: Connection, namespace_id: int) -> None:
@@ -80,6 +82,17 @@ class LexicalTables(ABC):
         for start in range(0, len(rows), _DOCUMENTS):
             self.add(connection, namespace_id, [row[0] for row in rows[start : start + _DOCUMENTS]])
 
+    def build_outdated(self, connection: Connection) -> None:
+        """Build all indexes anew if their words were cut in another way than `words` has now."""
+        cut = connection.execute("SELECT version FROM lexical_words").fetchone()
+        if cut is not None and cut[0] == VERSION:
+            return
+        for namespace_id, name in connection.execute("SELECT id, name FROM namespaces").fetchall():
+            log.info("building the lexical index of namespace %s anew: words are cut in another way", name)
+            self.build(connection, namespace_id)
+        connection.execute("DELETE FROM lexical_words")
+        connection.execute("INSERT INTO lexical_words VALUES (?)", (VERSION,))
+
     @abstractmethod
     def missing_and_extra(self, connection: Connection, namespace_id: int, expected: Ids) -> list[str]:
         """Compare the indexed ids with those of the chunks; return what differs."""
@@ -89,36 +102,25 @@ class LexicalTables(ABC):
         """Check the index itself, in a write transaction; return what was found."""
 
     @abstractmethod
-    def words(self, connection: Connection, text: str, limit: int) -> list[str]:
-        """The first ``limit`` distinct words of a text, as they are searched for."""
-
-    @abstractmethod
     def count(self, connection: Connection, namespace_id: int, word: str) -> int:
         """The number of chunks that have a word."""
-
-    @abstractmethod
-    def having(self, connection: Connection, namespace_id: int, query: Query) -> list[int]:
-        """Ids of all chunks that match."""
 
     @abstractmethod
     def scored(
         self,
         connection: Connection,
         namespace_id: int,
-        query: Query,
         counts: dict[str, int],
         *,
         among: str | None = None,
         best: int | None = None,
-        rows: int | None = None,
     ) -> list[tuple[int, float]]:
-        """Ids of chunks that match, with the BM25 of all of the query's words.
+        """Ids of chunks that have one of the words in ``counts``, with the BM25 of all of these words.
 
         Args:
             counts: Numbers of chunks that have a word.
             among: Only of these chunks: a JSON array of ids.
-            best: This many at most, the best.
-            rows: This many at most, the first that are found."""
+            best: This many at most, the best."""
 
 
 class Dialect(ABC):

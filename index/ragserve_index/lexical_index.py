@@ -1,5 +1,5 @@
 """BM25 of one large namespace by tantivy, whose search skips what cannot be among the best (block-max WAND).
-FTS5 and Postgres cannot: they score every match, or, as `lexical_search` asks them to, only some.
+FTS5 and Postgres cannot: they score every match.
 
 The index is a folder, derived from the registry. It follows the change log as the vector index does. A commit
 of tantivy is atomic and has the namespace's version in a document of its own, so a killed process leaves an
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-import unicodedata
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -24,8 +23,9 @@ from ragserve_index import registry
 from ragserve_index.database import Connection
 from ragserve_index.lexical_search import MAX_TERMS, MAX_WORDS, Scored
 from ragserve_index.structures.base import IdSelection
+from ragserve_index.word_cutting import VERSION, distinct_words, words
 
-_FORMAT = 1
+_FORMAT = f"2, words {VERSION}"
 _STATE_ID = 0  # of the document with the version; ids of chunks start at 1
 _HEAP = 64 << 20  # bytes of words in memory before tantivy writes a segment
 _FEW = 256  # a filter that selects less than this part of a namespace is looked up by ids
@@ -51,18 +51,9 @@ def load_tantivy() -> Any:
 
 
 @cache
-def _analyzer() -> Any:
-    """Cuts texts into words as FTS5's tokenizer does: folded, without English endings."""
+def _by_blanks() -> Any:
     tantivy = load_tantivy()
-    words = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple())
-    for each in ("lowercase", "ascii_fold"):
-        words = words.filter(getattr(tantivy.Filter, each)())
-    return words.filter(tantivy.Filter.stemmer("english")).build()
-
-
-def _plain(text: str) -> str:
-    """The text with composed characters, which folding knows, and without lone surrogates."""
-    return unicodedata.normalize("NFC", text).encode("utf-8", "ignore").decode()
+    return tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.whitespace()).build()
 
 
 def folder_of(directory: Path, namespace_id: int) -> Path:
@@ -135,7 +126,7 @@ class LexicalIndex:
         for chunk_id, title, text in connection.stream(_ADDED, (ns.id, version)):
             document = tantivy.Document()
             document.add_unsigned("id", chunk_id)
-            document.add_text("words", _plain(f"{title}\n{text}"))
+            document.add_text("words", " ".join(words(title) + words(text)))
             writer.add_document(document)
             if self._removed or stopped():
                 return False
@@ -172,7 +163,7 @@ class LexicalIndex:
             index = tantivy.Index(schema.build(), path=str(self._path))
         except (ValueError, OSError) as error:
             raise Unusable(str(error)) from error
-        index.register_tokenizer("ragserve", _analyzer())
+        index.register_tokenizer("ragserve", _by_blanks())
         return index
 
     def _committed(self, connection: Connection, ns: registry.Namespace) -> tuple[int, Any]:
@@ -202,8 +193,8 @@ class LexicalIndex:
         at, searcher = self._seen
         if at != version:
             return None
-        words = list(dict.fromkeys(_analyzer().analyze(_plain(text))))[:MAX_WORDS]
-        counted = sorted((n, word) for word in words if (n := searcher.doc_freq("words", word)))[:MAX_TERMS]
+        wanted = distinct_words(text, MAX_WORDS)
+        counted = sorted((n, word) for word in wanted if (n := searcher.doc_freq("words", word)))[:MAX_TERMS]
         if not counted or (selection is not None and not len(selection)):
             return []
         every = [word for _, word in counted]
@@ -211,8 +202,8 @@ class LexicalIndex:
         found = self._best(searcher, telling, k, selection) if telling else []
         return found if len(found) >= k or telling == every else self._best(searcher, every, k, selection)
 
-    def _best(self, searcher: Any, words: Sequence[str], k: int, selection: IdSelection | None) -> Scored:
-        query = self._any(words)
+    def _best(self, searcher: Any, wanted: Sequence[str], k: int, selection: IdSelection | None) -> Scored:
+        query = self._any(wanted)
         if selection is None:
             return _sorted(_hits(searcher, query, k), k)
         share = len(selection) / searcher.num_docs
@@ -227,9 +218,9 @@ class LexicalIndex:
                 return _sorted(chosen, k)
             limit *= 4
 
-    def _any(self, words: Sequence[str]) -> Any:
+    def _any(self, wanted: Sequence[str]) -> Any:
         tantivy, schema = load_tantivy(), self._index.schema
-        terms = (tantivy.Query.term_query(schema, "words", word, "freq") for word in words)
+        terms = (tantivy.Query.term_query(schema, "words", word, "freq") for word in wanted)
         return tantivy.Query.boolean_query([(tantivy.Occur.Should, term) for term in terms])
 
     def _within(self, query: Any, ids: Sequence[int]) -> Any:

@@ -20,7 +20,7 @@ from ragserve_index.structures.base import IdSelection
 
 log = logging.getLogger(__name__)
 
-FROM = 20_000  # chunks of a namespace from which on it has an index; the registry is quick enough below
+FROM = 2_048  # chunks of a namespace from which on it has an index; the registry is quick enough below
 AT_ONCE = 2_000  # changed chunks that a search takes in itself; more are left to the background
 COMPARED = 100_000  # chunks whose ids a search compares where the change log is gone
 _WAIT_S = 0.5  # for another search that brings the index up to date

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 _CONTEXT_CHARS = 300  # of an earlier message in a search: an embedder reads little, the question comes last
 _MESSAGES = 6  # of the dialogue that the model reads
 _MESSAGE_CHARS = 500
+_MARKED = 4  # characters read for one that is kept: the others are citation markers and blanks
 _MAX_NEW_TOKENS = 64
 _MAX_CHARS = 400  # of a rewrite
 _KEPT = 0.5  # share of the follow-up's words that a rewrite keeps: "that country" becomes a name
@@ -76,7 +77,7 @@ _TESTS = (
 )
 
 _WORD = re.compile(r"\w+")
-_MARKER = re.compile(r"\s*\[\d{1,3}\]")
+_MARKER = re.compile(r"(?<!\s)\s*+\[\d{1,3}\]")
 _SHORT_WORD = 3  # letters up to which any word is free: of, the, in, der, est
 # Longer words without a subject of their own. Rewrites in other languages pass if they need no new ones.
 _FREE = frozenset(
@@ -353,19 +354,21 @@ def variants(question: str, history: Sequence[Message]) -> list[str]:
     Stevenson." "When was he born?")."""
     found = []
     for role in ("user", "assistant"):
-        earlier = next((_plain(m.content) for m in reversed(history) if m.role == role), "")
+        earlier = next((_plain(m.content, _CONTEXT_CHARS) for m in reversed(history) if m.role == role), "")
         if earlier:
-            found.append(f"{earlier[:_CONTEXT_CHARS]}\n{question}")
+            found.append(f"{earlier}\n{question}")
     return found
 
 
 def is_usable(rewrite: str, question: str, history: Sequence[Message]) -> bool:
-    """Whether a rewrite keeps at least half of the question's words and adds none but the dialogue's.
+    """Whether a rewrite keeps at least half of the question's words and adds none but those of the
+    dialogue that the model has read.
 
     Words match if they share all but their ending; words of up to three letters and words without a subject
     are free."""
     said, asked = _words(rewrite), _words(question)
-    known = asked | {word for message in history for word in _words(message.content)}
+    read = (_plain(message.content, _MESSAGE_CHARS) for message in history[-_MESSAGES:])
+    known = asked.union(*map(_words, read))
     if not said or len(rewrite) > _MAX_CHARS:
         return False
     if not all(_is_free(word) or _is_in(word, known) for word in said):
@@ -380,13 +383,14 @@ def _messages(turn: tuple[str, str]) -> list[Message]:
 
 def _dialogue(history: Sequence[Message], question: str) -> str:
     names = {"user": "User", "assistant": "Assistant", "system": "System"}
-    lines = [f"{names[m.role]}: {_plain(m.content)[:_MESSAGE_CHARS]}" for m in history[-_MESSAGES:]]
-    return "\n".join([*lines, f"Last question: {_plain(question)}"])
+    lines = [f"{names[m.role]}: {_plain(m.content, _MESSAGE_CHARS)}" for m in history[-_MESSAGES:]]
+    return "\n".join([*lines, f"Last question: {_plain(question, len(question))}"])
 
 
-def _plain(text: str) -> str:
-    """One line, without citation markers."""
-    return " ".join(_MARKER.sub("", text).split())
+def _plain(text: str, chars: int) -> str:
+    """The first ``chars`` characters in one line, without citation markers. A long text is cut before it is
+    cleaned, because clients send megabytes."""
+    return " ".join(_MARKER.sub("", text[: _MARKED * chars]).split())[:chars]
 
 
 def _words(text: str) -> set[str]:

@@ -45,7 +45,7 @@ from sglang_ext.wire.protocol import longest_text
 PREFIX = "ragserve/"
 SGLANG_DEFAULT = "default"  # what SGLang's own clients say for "the model that is there"
 _NAMESPACE = TypeAdapter(Namespace)
-_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
+_URL = re.compile(r"\A[a-zA-Z][a-zA-Z0-9+.-]*+://")
 _END = "[DONE]"
 _MEDIA_PARTS = ("image", "image_url", "input_image", "input_audio", "audio_url", "video_url")
 

@@ -44,7 +44,10 @@ def _corpus() -> Iterator[str]:
             yield path.read_text(encoding="utf-8")
         elif path.suffix == ".html":
             yield re.sub(
-                r"<(script|style).*?</\1>|<[^>]+>", "\n", path.read_text(encoding="utf-8"), flags=re.DOTALL
+                r"<(script|style)(?:(?!</?\1).)*+</\1>|<[^<>]+>",
+                "\n",
+                path.read_text(encoding="utf-8"),
+                flags=re.DOTALL,
             )
 
 

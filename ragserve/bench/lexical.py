@@ -84,7 +84,7 @@ def _rows_of(
     from ragserve_index import IndexStore
     from ragserve_index.database import lexical_table
     from ragserve_index.lexical_search import MAX_WORDS
-    from ragserve_index.sqlite.fts5 import quoted_words
+    from ragserve_index.word_cutting import distinct_words
 
     with tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder, IndexStore(Path(folder)) as store:
         store.ensure_namespace(_NAMESPACE, embedder="bench", dim=2)
@@ -103,7 +103,7 @@ def _rows_of(
             with store.database.read() as connection:
                 ids = connection.execute(
                     f"SELECT rowid FROM {name} WHERE {name} MATCH ? ORDER BY rank LIMIT ?",
-                    (" OR ".join(quoted_words(text)[:MAX_WORDS]), _K),
+                    (" OR ".join(f'"{word}"' for word in distinct_words(text, MAX_WORDS)), _K),
                 ).fetchall()
             return [chunk.source for chunk in store.chunks(_NAMESPACE, [row[0] for row in ids])]
 

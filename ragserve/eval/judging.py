@@ -24,7 +24,7 @@ METRICS = {
     "citation_recall": "Citation recall",
 }
 """Metrics of an answer, each between 0 and 1, or None without the labels that it needs."""
-_MARKER = re.compile(r"\s*\[\d{1,3}\]")  # of a citation: no word of the answer
+_MARKER = re.compile(r"(?<!\s)\s*+\[\d{1,3}\]")  # of a citation: no word of the answer
 _HELD = 0.5  # of a gold passage's word triples: chunk borders may cut it
 
 

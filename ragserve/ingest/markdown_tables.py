@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 _DELIMITER = re.compile(r"^[ \t|:-]{3,}\r?$", re.M)  # `|---|:--|`, or not a table at all
-_BLANK_LINES = re.compile(r"(?:[ \t]*\r?\n)*")
+_BLANK_LINES = re.compile(r"(?<![ \t])(?:[ \t]*+\r?\n)*+")
 
 
 class TableSpan(NamedTuple):

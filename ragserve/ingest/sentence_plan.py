@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ragserve_index.sentence_vectors import SentenceVectors
 
 _END = re.compile(
-    r"""(?:[.!?\u3002\uff01\uff1f]["'\u201d\u2019)\]]*(?:\s+|(?<=[\u3002\uff01\uff1f]))|\n)\s*"""
+    r"""(?:[.!?]["'\u201d\u2019)\]]*+\s|[\u3002\uff01\uff1f](?:["'\u201d\u2019)\]]*+\s)?|\n)\s*+"""
 )
 _SHORTEST, _LONGEST = 40, 320  # characters: less says little by itself, more is several statements
 

@@ -13,7 +13,7 @@ from ragserve.errors import RagserveError, UnsupportedDocument
 from ragserve.ingest.fetch import Fetcher
 from ragserve.ingest.sources import is_url
 
-_NAME = re.compile(r"sitemap[^/]*\.xml(\.gz)?", re.I)
+_NAME = re.compile(r"\Asitemap[^/]*\.xml(\.gz)?", re.I)
 _LARGEST = 50 * 2**20  # bytes, the protocol's own limit
 _MOST_SITEMAPS = 200  # of an index: the URLs are counted, these are not
 _MOST_ELEMENTS = 1_000_000  # 50,000 URLs, the protocol's limit, with pictures and languages

@@ -19,6 +19,7 @@ import logging
 import re
 import string
 import unicodedata
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
@@ -56,10 +57,11 @@ _CONTRACTIONS = frozenset(
 )
 _TOKEN = re.compile(r"`[^`]*`|\S+")
 _INSIDE = re.compile(r"[^\W\d_]+")
-_PLAIN = re.compile(r"[(\[{\"'“”‘’„«»‚¿¡]*((?:[^\W\d_]+['’-])*[^\W\d_]+)['’]?[)\]}\"'“”‘’»«.,;:!?…]*")
+_PLAIN = re.compile(r"\A[(\[{\"'“”‘’„«»‚¿¡]*+([^\W\d_]++(?:['’-][^\W\d_]++)*+)['’]?[)\]}\"'“”‘’»«.,;:!?…]*+")
+# within 200 characters: each quote without its other one is looked for that far
 _QUOTED = re.compile(
-    r"""(?<!\w)"[^"\n]*"|“[^”\n]*”|„[^“”\n]*[“”]|«[^»\n]*»|»[^«\n]*«"""
-    r"""|(?<!\w)'[^\n]*?'(?!\w)|‘[^\n]*?’(?!\w)"""
+    r"""(?<!\w)"[^"\n]{0,200}"|“[^”\n]{0,200}”|„[^“”\n]{0,200}[“”]|«[^»\n]{0,200}»|»[^«\n]{0,200}«"""
+    r"""|(?<!\w)'[^\n]{0,200}?'(?!\w)|‘[^\n]{0,200}?’(?!\w)"""
 )
 _REPEATED = re.compile(r"(.)\1+")
 _LATIN = re.compile(f"[{LATIN}]+")
@@ -245,6 +247,7 @@ def _words(text: str) -> Iterator[tuple[int, int]]:
     """Start and end of the words that may be corrected."""
     capitals = text.upper() == text
     quoted = [found.span() for found in _QUOTED.finditer(text)]
+    ends = [end for _, end in quoted]
     for token in _TOKEN.finditer(text):
         plain = _PLAIN.fullmatch(token.group())
         if plain is None:
@@ -257,7 +260,8 @@ def _words(text: str) -> Iterator[tuple[int, int]]:
                 and _LATIN.fullmatch(folded(word))
             ):
                 start = token.start() + plain.start(1) + found.start()
-                if not any(a < start < b for a, b in quoted):
+                next_quoted = bisect_right(ends, start)
+                if next_quoted == len(quoted) or start <= quoted[next_quoted][0]:
                     yield start, start + len(word)
 
 

@@ -31,7 +31,8 @@ _MIN_WORDS = 12  # of a chunk
 _QUESTION_WORDS = range(4, 41)
 _CLOZE_WORDS = range(7, 41)
 _GAP = "_____"
-_SENTENCE = re.compile(r"[^.!?。！？\n]+[.!?。！？]")
+_SENTENCE = re.compile(r"(?<![^.!?。！？\n])[^.!?。！？\n]++[.!?。！？]")
+_LABEL = re.compile(r"^(?:question\s*+(?:\d++\s*+)?[:.]|\d++[.)])\s*+", re.I)  # before a question
 _WORD = re.compile(r"\w[\w'.,-]*\w|\w")
 
 
@@ -70,7 +71,9 @@ def _once(store: IndexStore, namespace: str, draw: random.Random) -> Iterator[Ch
 def written(answer: str) -> str | None:
     """The question in a model's answer to `WRITE`; None if there is none."""
     line = next((line.strip() for line in answer.splitlines() if line.strip()), "")
-    line = re.sub(r"^(?:question\s*\d*\s*[:.]|\d+[.)])\s*", "", line, flags=re.IGNORECASE).strip("\"'“”*` ")
+    line = re.sub(r"^(?:question\s*+(?:\d++\s*+)?[:.]|\d++[.)])\s*+", "", line, flags=re.IGNORECASE).strip(
+        "\"'“”*` "
+    )
     asks = line.endswith(("?", "？")) and len(line.split()) in _QUESTION_WORDS
     return line if asks and line not in WRITE else None
 

@@ -1,35 +1,25 @@
 """The lexical index in Postgres: a table for each namespace, with each chunk's ``tsvector`` and a GIN index.
 
-Words are folded here as FTS5's unicode61 does (runs of letters and digits, without case and the diacritics of
-Latin letters) and stemmed by Postgres's Porter stemmer, without stop words. Postgres finds what matches. Its
-``ts_rank`` knows no inverse document frequency, so BM25 is computed in SQL, with FTS5's constants."""
+Postgres finds what matches. Its ``ts_rank`` knows no inverse document frequency, so BM25 is computed in SQL,
+with FTS5's constants. A word has as many positions in a ``tsvector`` as places in the chunk, up to 255."""
 
 from __future__ import annotations
 
 import json
-import re
-import unicodedata
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from math import log
 
 import numpy as np
 
-from ragserve_index.database import Connection, LexicalTables, Query, lexical_table
+from ragserve_index.database import Connection, LexicalTables, lexical_table
 from ragserve_index.lexical_differences import differences
 from ragserve_index.structures.base import Ids
+from ragserve_index.word_cutting import words
 
 _K1, _B = 1.2, 0.75
 _LEAST = 1e-6  # weight of a word that is in half of the chunks, or more
-_ACCENTS = re.compile("([A-Za-z\u00c0-\u024f])[\u0300-\u036f]+")  # of Latin letters, as FTS5
-_SEPARATORS = re.compile(r"[\W_]+")
-
-
-def folded(text: str) -> list[str]:
-    """The words of a text, without case and diacritics."""
-    if not text.isascii():
-        text = unicodedata.normalize("NFC", _ACCENTS.sub(r"\1", unicodedata.normalize("NFD", text)))
-        text = text.encode(errors="ignore").decode()  # lone surrogates match nothing
-    return [word for word in _SEPARATORS.split(text.lower()) if word]
+_MOST = 255  # positions of a word
 
 
 class FullText(LexicalTables):
@@ -55,12 +45,12 @@ class FullText(LexicalTables):
             " JOIN documents d ON d.id = wanted.value JOIN chunks c ON c.document = d.id",
             (json.dumps(documents),),
         )
-        added = [(chunk_id, folded(f"{title} {text}")) for chunk_id, title, text in rows]
+        added = [(chunk_id, words(title) + words(text)) for chunk_id, title, text in rows]
         connection.executemany(
-            f"INSERT INTO {lexical_table(namespace_id)} VALUES (?, ?, to_tsvector('ragserve', ?))",
-            [(chunk_id, len(words), " ".join(words)) for chunk_id, words in added],
+            f"INSERT INTO {lexical_table(namespace_id)} VALUES (?, ?, CAST(? AS TSVECTOR))",
+            [(chunk_id, len(own), _tsvector(own)) for chunk_id, own in added],
         )
-        self._grow(connection, namespace_id, sum(len(words) for _, words in added))
+        self._grow(connection, namespace_id, sum(len(own) for _, own in added))
 
     def remove(self, connection: Connection, namespace_id: int, documents: Sequence[int]) -> None:
         (n,) = connection.execute(
@@ -94,37 +84,21 @@ class FullText(LexicalTables):
         ).fetchone() or (None,)
         return None if have == kept else f"the lexical index is damaged: it has {have} words, not {kept}"
 
-    def words(self, connection: Connection, text: str, limit: int) -> list[str]:
-        first = list(dict.fromkeys(folded(text)))[:limit]
-        rows = connection.execute(
-            "SELECT lexeme FROM unnest(to_tsvector('ragserve', ?)) ORDER BY lexeme", (" ".join(first),)
-        )
-        return [row[0] for row in rows]
-
     def count(self, connection: Connection, namespace_id: int, word: str) -> int:
         found = connection.execute(
             f"SELECT count(*) FROM {lexical_table(namespace_id)} WHERE words @@ CAST(? AS tsquery)",
-            (_quoted(word),),
+            (_any([word]),),
         )
         return int(found.fetchone()[0])
-
-    def having(self, connection: Connection, namespace_id: int, query: Query) -> list[int]:
-        rows = connection.execute(
-            f"SELECT chunk_id FROM {lexical_table(namespace_id)} WHERE words @@ CAST(? AS tsquery)",
-            (_match(query),),
-        )
-        return [row[0] for row in rows]
 
     def scored(
         self,
         connection: Connection,
         namespace_id: int,
-        query: Query,
         counts: dict[str, int],
         *,
         among: str | None = None,
         best: int | None = None,
-        rows: int | None = None,
     ) -> list[tuple[int, float]]:
         name = lexical_table(namespace_id)
         n_chunks, n_words = connection.execute(
@@ -132,16 +106,14 @@ class FullText(LexicalTables):
             " WHERE ns.id = ?",
             (namespace_id,),
         ).fetchone()
-        words = list(dict.fromkeys(word for group in query for word in group))
-        weights = [_weight(n_chunks, counts[word]) * (_K1 + 1) for word in words]
-        limits = "" if rows is None else " LIMIT ?"
-        if among is not None:
-            limits = f" AND chunk_id IN (SELECT value FROM {connection.dialect.integers} one){limits}"
+        wanted = list(counts)
+        weights = [_weight(n_chunks, n) * (_K1 + 1) for n in counts.values()]
+        chosen = f" AND chunk_id IN (SELECT value FROM {connection.dialect.integers} one)"
         found = connection.execute(
             # setweight and ts_filter leave the query's words of a chunk: unnesting all is ten times slower
             "SELECT m.chunk_id, sum(w.weight * f.n / (f.n + m.length)) AS score"
             f" FROM (SELECT chunk_id, ? + ? * n AS length, words FROM {name}"
-            f" WHERE words @@ CAST(? AS tsquery){limits}) m"
+            f" WHERE words @@ CAST(? AS tsquery){'' if among is None else chosen}) m"
             " CROSS JOIN LATERAL (SELECT lexeme, CAST(cardinality(positions) AS DOUBLE PRECISION) AS n"
             " FROM unnest(ts_filter(setweight(m.words, 'A', CAST(? AS TEXT[])), '{a}'))) f"
             " JOIN unnest(CAST(? AS TEXT[]), CAST(? AS DOUBLE PRECISION[])) AS w (lexeme, weight)"
@@ -150,11 +122,10 @@ class FullText(LexicalTables):
             [
                 _K1 * (1 - _B),
                 _K1 * _B * n_chunks / max(1, n_words),
-                _match(query),
+                _any(wanted),
                 *([] if among is None else [among]),
-                *([] if rows is None else [rows]),
-                words,
-                words,
+                wanted,
+                wanted,
                 weights,
                 *([] if best is None else [best]),
             ],
@@ -172,5 +143,10 @@ def _quoted(word: str) -> str:
     return f"'{escaped}'"
 
 
-def _match(query: Query) -> str:
-    return " & ".join(f"({' | '.join(map(_quoted, group))})" for group in query)
+def _any(wanted: Iterable[str]) -> str:
+    return " | ".join(map(_quoted, wanted))
+
+
+def _tsvector(own: Iterable[str]) -> str:
+    positions = [str(position) for position in range(1, _MOST + 1)]
+    return " ".join(f"{_quoted(word)}:{','.join(positions[:n])}" for word, n in Counter(own).items())

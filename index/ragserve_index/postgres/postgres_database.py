@@ -162,6 +162,10 @@ class PostgresDatabase(Database):
         ).fetchone() or (False, False)
         if ours:
             (found,) = connection.execute("SELECT format FROM ragserve_registry").fetchone() or (0,)
+            for step in range(found, schema.FORMAT) if found in schema.MIGRATIONS else ():
+                connection.raw.execute(schema.MIGRATIONS[step])
+                connection.execute("UPDATE ragserve_registry SET format = ?", (schema.FORMAT,))
+                found = schema.FORMAT
             if found != schema.FORMAT:
                 raise RegistryDamaged(
                     f"{self.name} has registry format {found}, this ragserve reads format {schema.FORMAT}.",
@@ -175,6 +179,7 @@ class PostgresDatabase(Database):
         else:
             connection.raw.execute(schema.TABLES)
             connection.execute("INSERT INTO ragserve_registry VALUES (?)", (schema.FORMAT,))
+        connection.dialect.lexical.build_outdated(connection)
 
     def _connect(self) -> psycopg.Connection:
         try:

@@ -4,10 +4,12 @@ Text is compared by code point (``COLLATE "C"``), whatever the database's locale
 
 from __future__ import annotations
 
-FORMAT = 1
+FORMAT = 2
 
 _TEXT = 'TEXT COLLATE "C"'
 _ID = "BIGINT GENERATED ALWAYS AS IDENTITY"
+
+_WORDS = f"CREATE TABLE lexical_words (version {_TEXT} NOT NULL)"
 
 TABLES = f"""
 CREATE TABLE ragserve_registry (format INTEGER NOT NULL);
@@ -91,8 +93,12 @@ CREATE TABLE sentences (
 CREATE TABLE lexical_sizes (
   namespace_id BIGINT PRIMARY KEY REFERENCES namespaces(id) ON DELETE CASCADE, n_words BIGINT NOT NULL
 );
-CREATE TEXT SEARCH DICTIONARY ragserve_stem (TEMPLATE = snowball, LANGUAGE = porter);
-CREATE TEXT SEARCH CONFIGURATION ragserve (PARSER = "default");
-ALTER TEXT SEARCH CONFIGURATION ragserve
-  ADD MAPPING FOR asciiword, word, numword, int, uint, float, sfloat WITH ragserve_stem
+{_WORDS}
 """
+
+_OUR_STEMMER = """
+DROP TEXT SEARCH CONFIGURATION IF EXISTS ragserve;
+DROP TEXT SEARCH DICTIONARY IF EXISTS ragserve_stem;
+"""
+MIGRATIONS = {1: _OUR_STEMMER + _WORDS}
+"""The statements that bring a registry from one format to the next, in one transaction."""

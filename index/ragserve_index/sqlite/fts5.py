@@ -6,34 +6,28 @@ the chunk still has, because chunk rows never change."""
 from __future__ import annotations
 
 import json
-import re
 import sqlite3
-import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ragserve_index.database import Connection, LexicalTables, Query, lexical_table
+from ragserve_index.database import Connection, LexicalTables, lexical_table
 from ragserve_index.lexical_differences import differences
 from ragserve_index.structures.base import Ids
+from ragserve_index.word_cutting import SIGNS
 
-# Case and diacritics are folded; English endings are removed, too ("built", "builds" stay two words).
-_TOKENIZER = "porter unicode61 remove_diacritics 2"
+# blanks part words; all characters beyond ASCII are of words
+_TOKENIZER = f"ascii tokenchars ''{SIGNS}''"
+CUT = "cut_words"
+"""The function of a connection that cuts a text into words, joined by blanks."""
 _ROWS = (
     " FROM json_each(?) wanted CROSS JOIN documents d ON d.id = wanted.value"
     " CROSS JOIN chunks c ON c.document = d.id ORDER BY c.chunk_id"
 )
-_WORD = re.compile(r"\w+")
-
-
-def quoted_words(text: str) -> list[str]:
-    """The distinct words of a text as FTS5 strings. Nothing of the text is left that FTS5 reads as syntax."""
-    folded = unicodedata.normalize("NFC", text).lower()
-    return [f'"{word}"' for word in dict.fromkeys(_WORD.findall(folded))]
 
 
 class Fts5(LexicalTables):
-    """FTS5 tokenizes, and scores with its ``bm25()``."""
+    """FTS5 scores with its ``bm25()``."""
 
     def create(self, connection: Connection, namespace_id: int) -> None:
         connection.execute(
@@ -48,7 +42,7 @@ class Fts5(LexicalTables):
         # FTS5 writes a segment whenever ids descend, so a batch is one statement
         connection.execute(
             f"INSERT INTO {lexical_table(namespace_id)} (rowid, title, text)"
-            f" SELECT c.chunk_id, d.title, c.text{_ROWS}",
+            f" SELECT c.chunk_id, {CUT}(d.title), {CUT}(c.text){_ROWS}",
             (json.dumps(documents),),
         )
 
@@ -56,7 +50,7 @@ class Fts5(LexicalTables):
         name = lexical_table(namespace_id)
         connection.execute(
             f"INSERT INTO {name} ({name}, rowid, title, text)"
-            f" SELECT 'delete', c.chunk_id, d.title, c.text{_ROWS}",
+            f" SELECT 'delete', c.chunk_id, {CUT}(d.title), {CUT}(c.text){_ROWS}",
             (json.dumps(documents),),
         )
 
@@ -75,31 +69,21 @@ class Fts5(LexicalTables):
             return f"the lexical index is damaged: {error}"
         return None
 
-    def words(self, connection: Connection, text: str, limit: int) -> list[str]:
-        return quoted_words(text)[:limit]
-
     def count(self, connection: Connection, namespace_id: int, word: str) -> int:
         name = lexical_table(namespace_id)
-        found = connection.execute(f"SELECT count(*) FROM {name} WHERE {name} MATCH ?", (word,))
+        found = connection.execute(f"SELECT count(*) FROM {name} WHERE {name} MATCH ?", (_any([word]),))
         return int(found.fetchone()[0])
-
-    def having(self, connection: Connection, namespace_id: int, query: Query) -> list[int]:
-        name = lexical_table(namespace_id)
-        rows = connection.execute(f"SELECT rowid FROM {name} WHERE {name} MATCH ?", (_match(query),))
-        return [row[0] for row in rows]
 
     def scored(
         self,
         connection: Connection,
         namespace_id: int,
-        query: Query,
         counts: dict[str, int],
         *,
         among: str | None = None,
         best: int | None = None,
-        rows: int | None = None,
     ) -> list[tuple[int, float]]:
-        name, match = lexical_table(namespace_id), _match(query)
+        name, match = lexical_table(namespace_id), _any(counts)
         if among is not None:
             # + keeps FTS5 from starting anew for each id; only selected rows are scored
             return connection.execute(
@@ -112,16 +96,10 @@ class Fts5(LexicalTables):
                 f"SELECT rowid, -rank FROM {name} WHERE {name} MATCH ? ORDER BY rank LIMIT ?", (match, best)
             ).fetchall()
         return connection.execute(
-            f"SELECT rowid, -bm25({name}) FROM {name} WHERE {name} MATCH ? LIMIT ?",
-            (match, -1 if rows is None else rows),
+            f"SELECT rowid, -bm25({name}) FROM {name} WHERE {name} MATCH ?", (match,)
         ).fetchall()
 
 
-def _match(query: Query) -> str:
-    return " AND ".join(f"({' OR '.join(group)})" for group in query)
-
-
-def build_all(connection: Connection) -> None:
-    """Build the tables of all namespaces."""
-    for (namespace_id,) in connection.execute("SELECT id FROM namespaces").fetchall():
-        Fts5().build(connection, namespace_id)
+def _any(words: Iterable[str]) -> str:
+    """The query for one of the words, in which nothing is left that FTS5 reads as syntax."""
+    return " OR ".join(f'"{word}"' for word in words)

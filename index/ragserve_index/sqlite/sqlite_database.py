@@ -29,9 +29,11 @@ from ragserve_index.errors import (
     storage_full,
 )
 from ragserve_index.locks import CommitMark
+from ragserve_index.sqlite.fts5 import CUT
 from ragserve_index.sqlite.sqlite_dialect import SQLITE
 from ragserve_index.sqlite.sqlite_schema import APPLICATION_ID, MIGRATIONS, SCHEMA_VERSION, TABLES
 from ragserve_index.text_forms import normal
+from ragserve_index.word_cutting import words
 
 log = logging.getLogger(__name__)
 
@@ -88,11 +90,8 @@ class SqliteDatabase(Database):
         elif version in MIGRATIONS:
             log.info("%s: migrating the registry to format %d", self.path, SCHEMA_VERSION)
             for step in map(MIGRATIONS.__getitem__, range(version, SCHEMA_VERSION)):
-                if callable(step):
-                    step(connection)
-                else:
-                    for statement in step.split(";\n"):
-                        connection.execute(statement)
+                for statement in step.split(";\n"):
+                    connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             log.info("%s: the registry was migrated from format %d to %d", self.path, version, SCHEMA_VERSION)
         elif version != SCHEMA_VERSION:
@@ -101,6 +100,7 @@ class SqliteDatabase(Database):
                 hint="Use the ragserve that wrote it, or another --data-dir and ingest again.",
                 code="registry_format",
             )
+        connection.dialect.lexical.build_outdated(connection)
 
     def _connect(self) -> _Connection:
         connection = sqlite3.connect(
@@ -113,6 +113,7 @@ class SqliteDatabase(Database):
         )
         try:
             connection.create_function(SQLITE.nfc, 1, normal, deterministic=True)
+            connection.create_function(CUT, 1, lambda text: " ".join(words(text)), deterministic=True)
             # five vectors of 384 components to a page; without effect on an existing file
             connection.execute("PRAGMA page_size = 8192")
             connection.execute("PRAGMA journal_mode = WAL")

@@ -3,13 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from ragserve_index.database import Connection
-from ragserve_index.sqlite import fts5
-
 APPLICATION_ID = 0x52475356  # "RGSV": tells our file from any other SQLite database
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 _EVICTIONS = """-- Removed texts whose KV may still be cached; text NULL: a whole namespace. See evictions.py.
 CREATE TABLE evictions (
@@ -23,6 +18,10 @@ _SENTENCES = """-- Embedded sentences of a chunk (sentence_vectors.py); chunks o
 CREATE TABLE sentences (
   chunk_id INTEGER PRIMARY KEY REFERENCES chunks(chunk_id) ON DELETE CASCADE, data BLOB NOT NULL
 );
+"""
+
+_WORDS = """-- How the words of the lexical indexes are cut: `VERSION` of word_cutting.py, in one row.
+CREATE TABLE lexical_words (version TEXT NOT NULL);
 """
 
 TABLES = (
@@ -93,12 +92,9 @@ CREATE INDEX job_items_by_state ON job_items (job_id, state, chunks, tokens, siz
 """
     + _EVICTIONS
     + _SENTENCES
+    + _WORDS
 )
 
-MIGRATIONS: dict[int, str | Callable[[Connection], None]] = {
-    1: _EVICTIONS,
-    2: fts5.build_all,
-    3: _SENTENCES,
-}
-"""The statements, or the function, that bring a registry from one format to the next. All steps are one
-transaction: a migration that is killed leaves the old format."""
+MIGRATIONS = {1: _EVICTIONS, 2: "", 3: _SENTENCES, 4: _WORDS}
+"""The statements that bring a registry from one format to the next. The lexical indexes, which format 2 had
+not, are built after them. All steps are one transaction: a migration that is killed leaves the old format."""

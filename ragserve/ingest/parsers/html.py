@@ -10,7 +10,7 @@ from ragserve.ingest.markdown_tables import markdown_table
 from ragserve.ingest.parsers.base import Parsed, Raw, unreadable
 from ragserve.ingest.parsers.charset import decode
 
-_META_CHARSET = re.compile(rb"<meta[^>]+charset\s*=\s*[\"']?\s*([A-Za-z0-9_.:-]+)", re.I)
+_META_CHARSET = re.compile(rb"<meta[^<>]+charset\s*+=\s*+[\"']?\s*+([A-Za-z0-9_.:-]+)", re.I)
 _ROW_END = re.compile(r"^(\|.*\|) +$", re.M)  # of a table, as trafilatura writes it
 _INVISIBLE = {"script", "style", "noscript", "template", "head", "svg", "iframe", "object"}
 _BLOCK_TAGS = (

@@ -9,8 +9,9 @@ from ragserve.ingest.parsers.charset import decode
 
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)\r?\n(---|\.\.\.)[ \t]*(\r?\n|\Z)", re.S)
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
-_HEADING = re.compile(r"^# +(.+?)(?: +#+)? *\r?$", re.M)
-_SETEXT = re.compile(r"^(\S.*?) *\r?\n=+ *\r?$", re.M)
+_HEADING = re.compile(r"^# ++(\S.*)$", re.M)
+_CLOSING = re.compile(r" #++\Z")  # of a heading: `# Title #`
+_SETEXT = re.compile(r"^(\S.*+)\n=++ *+\r?$", re.M)
 
 
 def parse(raw: Raw) -> Parsed:
@@ -27,7 +28,9 @@ def parse(raw: Raw) -> Parsed:
             key=lambda m: m.start(),
             default=None,
         )
-        title = found.group(1) if found else ""
+        title = found.group(1).rstrip() if found else ""
+        if found and found.re is _HEADING:
+            title = _CLOSING.sub("", title).rstrip()
     return Parsed(text, "text/markdown", title=title, note=note)
 
 

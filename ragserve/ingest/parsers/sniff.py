@@ -12,7 +12,7 @@ from ragserve.ingest.parsers.base import OCR_HINT, Raw, not_text, unreadable
 from ragserve.ingest.parsers.languages import LANGUAGES
 
 _HTML_START = re.compile(
-    rb"^\s*(<\?xml[^>]*\?>\s*)?(<!--.*?-->\s*)*<(!doctype\s+html|html[\s>])", re.I | re.S
+    rb"\A\s*+(?:<\?xml[^>]*\?>\s*+)?(?:<!--.*?-->\s*+)*+<(?:!doctype\s++html|html[\s>])", re.I | re.S
 )
 _HTML_TAG = re.compile(rb"<(p|div|h[1-6]|body|head|article|section|span|table|ul|ol|a|br)[\s/>]", re.I)
 _HTML_EXT = {".html", ".htm", ".xhtml"}
@@ -69,11 +69,14 @@ _IMAGES = (
     (b"BM", ".bmp"),
 )
 _MAIL_EXT = {".eml", ".mbox", ".mbx"}
-_HEADER = re.compile(rb"[!-9;-~]+:[^\n]*\n")  # the first line of a message
-_MAILBOX = re.compile(rb"From \S[^\n]* \d\d?:\d\d[^\n]* \d{4}\s*\n(>From [^\n]*\n)?" + _HEADER.pattern)
+_HEADER_LINE = rb"[!-9;-~]++:[^\n]*+\n"  # the first line of a message
+_HEADER = re.compile(rb"\A" + _HEADER_LINE)
+_MAILBOX = re.compile(
+    rb"\AFrom \S[^\n]{0,400} \d\d?:\d\d[^\n]{0,40} \d{4}\s*\n(?:>From [^\n]*+\n)?" + _HEADER_LINE
+)
 _TABLE_EXT = {".csv", ".tsv"}
 _JSON_LINES_EXT = {".jsonl", ".ndjson"}
-_OBJECTS = re.compile(rb"\s*\[\s*\{")  # an array of them
+_OBJECTS = re.compile(rb"\A\s*+\[\s*+\{")  # an array of them
 _MEDIA_TYPES = MimeTypes()  # Python's own table: the system's may differ
 _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 _ZIP_PARSERS = (

@@ -98,6 +98,7 @@ def test_a_registry_of_the_first_format_is_brought_up(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "ragserve.sqlite3") as connection:
         connection.execute("DROP TABLE evictions")
         connection.execute("DROP TABLE sentences")
+        connection.execute("DROP TABLE lexical_words")
         connection.execute("PRAGMA user_version = 1")
     connection.close()
     with open_store(tmp_path) as store:

@@ -130,7 +130,7 @@ def test_a_word_in_more_chunks_than_are_left_is_still_found(
     fronts: tuple[IndexStore, IndexStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frequent words are not counted again after every change."""
-    monkeypatch.setattr(lexical_search, "ROWS", 10)
+    monkeypatch.setattr(lexical_search, "_COUNTED", 10)
     store, _ = fronts
     fill(store, 40)
     assert len(store.search_text("n", "d1 title", 500).hits[0]) == 400
@@ -142,17 +142,36 @@ def test_a_namespace_dropped_during_a_search_is_not_found(
     fronts: tuple[IndexStore, IndexStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = fronts
-    words = FullText.words
+    count = FullText.count
 
-    def dropped(self: FullText, connection: Connection, text: str, limit: int) -> list[str]:
+    def dropped(self: FullText, connection: Connection, namespace_id: int, word: str) -> int:
         one.drop_namespace("n")
-        return words(self, connection, text, limit)
+        return count(self, connection, namespace_id, word)
 
     for search in (lambda: two.search_text("n", "d1", 5), lambda: two.word_counts("n", ["d1"])):
         fill(one, 3)
         with monkeypatch.context() as patch:
-            patch.setattr(FullText, "words", dropped)
+            patch.setattr(FullText, "count", dropped)
             with pytest.raises(NotFound):
                 search()
         one.ensure_namespace("n", embedder="e", dim=DIM)
         assert two.search_text("n", "d1", 5).hits == [[]]
+
+
+def test_a_registry_of_format_1_gets_its_words_cut_anew(tmp_path: Path, url: str) -> None:
+    with IndexStore(tmp_path / "a", registry_url=url) as store:
+        store.ensure_namespace("n", embedder="e", dim=DIM)
+        fill(store, 3)
+        with store.database.write() as connection:
+            for statement in (
+                "DROP TABLE lexical_words",
+                "CREATE TEXT SEARCH DICTIONARY ragserve_stem (TEMPLATE = snowball, LANGUAGE = porter)",
+                'CREATE TEXT SEARCH CONFIGURATION ragserve (PARSER = "default")',
+                "UPDATE lexical_1 SET words = to_tsvector('ragserve', 'other words')",
+                "UPDATE ragserve_registry SET format = 1",
+            ):
+                connection.execute(statement)
+    for name in ("a", "b"):
+        with IndexStore(tmp_path / name, registry_url=url) as store:
+            assert len(store.search_text("n", "d1", 50).hits[0]) == 10
+            assert_clean(store)

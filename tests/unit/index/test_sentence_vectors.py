@@ -91,6 +91,7 @@ def test_a_registry_of_the_third_format_has_no_sentences_and_takes_new_ones(tmp_
         store.replace_documents("n", [item("a", 2)])
     with sqlite3.connect(tmp_path / "ragserve.sqlite3") as connection:
         connection.execute("DROP TABLE sentences")
+        connection.execute("DROP TABLE lexical_words")
         connection.execute("PRAGMA user_version = 3")
     connection.close()
     with IndexStore(tmp_path) as store:

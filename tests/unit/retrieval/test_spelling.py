@@ -6,13 +6,14 @@ import asyncio
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from time import thread_time
 from typing import Any
 
 import pytest
 
 from ragserve.errors import NotFound
 from ragserve.retrieval.namespace_words import MAX_WORDS, NamespaceWords, WordTable
-from ragserve.retrieval.spelling import SpellingCorrector
+from ragserve.retrieval.spelling import SpellingCorrector, _words
 from ragserve_index import IndexStore
 from ragserve_index.types import NewChunk, NewDocument
 from tests.unit.api.scripted_server import DIM, WordEmbedder
@@ -112,6 +113,13 @@ def test_words_of_a_registry_in_postgres(store: IndexStore, tmp_path: Path, post
 )
 def test_everything_else_is_left_alone(store: IndexStore, text: str) -> None:
     assert corrected(store, text) == ([text], [])
+
+
+def test_ten_thousand_quotations_are_looked_through_once(store: IndexStore) -> None:
+    assert list(_words('"Skeryvore" ' * 4000 + "lampd")) == [(48_000, 48_005)]
+    started = thread_time()
+    list(_words('"a" lampd ' * 10_000))
+    assert thread_time() - started < 3  # each word beside each quotation: 30 s
 
 
 def test_the_most_frequent_word_wins_and_equals_none(store: IndexStore) -> None:

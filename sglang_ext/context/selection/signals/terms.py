@@ -24,7 +24,7 @@ _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
 _CHARACTER = re.compile(rf"[{_UNSPACED}]")
 _STEM = 6  # letters: as good as a stemmer of one language on English text, and works in others
-_ASIDE = re.compile(r"\(.*?\)")  # in a title: "Sing (film)" is called Sing
+_ASIDE = re.compile(r"\([^()\n]*+\)")  # in a title: "Sing (film)" is called Sing
 _BUCKETS = 2**16  # of terms by their last bits: few of a context share one with a term that is looked for
 
 

@@ -215,6 +215,24 @@ def test_markdown_title(content: str, title: str, tmp_path: Path, parse: ParseFi
     assert text_of(result).strip().endswith(content.rsplit("\n", 1)[-1].strip() or "found")
 
 
+@pytest.mark.parametrize(
+    ("name", "start", "mime"),
+    [
+        ("page.txt", "<!doctype  html><p>Text.", "text/html"),
+        ("page.txt", "<HTML><p>Text.", "text/html"),
+        ("notes.md", "# Notes\n", "text/markdown"),
+        ("notes.txt", "<p>Text.", "text/plain"),
+    ],
+)
+def test_leading_comments_do_not_delay_a_file(
+    name: str, start: str, mime: str, tmp_path: Path, parse: ParseFile
+) -> None:
+    (tmp_path / name).write_text("<?xml version='1.0'?>\n" + "<!-- a note -->\n" * 60 + start)
+    found = parse(tmp_path / name)
+    assert isinstance(found, ParsedFile)
+    assert found.mime == mime
+
+
 def test_code_has_its_language(tmp_path: Path, parse: ParseFile) -> None:
     (tmp_path / "a.rs").write_text('fn main() { println!("hi"); }\n')
     (tmp_path / "tool").write_text("#!/usr/bin/env python3\nprint(1)\n")
