@@ -1,14 +1,16 @@
-"""Bytes to text: byte order mark, declared charset, UTF-8, then a guess that must look like text."""
+"""Bytes to text: byte order mark, UTF-8, declared charset, then a guess that must look like text."""
 
 from __future__ import annotations
 
 import codecs
 import re
 from collections import Counter
+from contextlib import suppress
 from typing import NamedTuple
 
 from ragserve.errors import UnsupportedDocument
-from ragserve.ingest.parsers.base import unreadable
+from ragserve.ingest.parsers.base import one_line, unreadable
+from ragserve.ingest.parsers.charset_labels import charset_of
 from ragserve.ingest.parsers.charset_languages import COMMON_CHARACTERS, LANGUAGE_TABLE
 
 _BOMS = (
@@ -18,8 +20,8 @@ _BOMS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-# Python's codecs that are no charsets: they read escapes, so ASCII becomes anything, half characters too
-_ESCAPES = frozenset({"utf-7", "unicode-escape", "raw-unicode-escape", "punycode", "idna", "undefined"})
+_DOUBLE_BYTE = frozenset(["cp932", "cp949", "gb18030", "big5hkscs", "euc_jp", "johab"])
+_SURE = 4  # so many characters of valid UTF-8 are no chance, even in text of a double-byte charset
 _TEXT_CONTROLS = frozenset("\t\n\r\f\v\b\x1b\x85")
 _MAX_CONTROLS = 0.01  # share of control characters above which decodable bytes are not text
 _GUESS_BYTES = 16 * 1024  # used for the guess; all bytes are then decoded strictly
@@ -43,7 +45,8 @@ class Decoded(NamedTuple):
 
 
 def decode(data: bytes, declared: str | None = None) -> Decoded:
-    """Decode text. The ``declared`` charset (HTTP header, HTML meta) is used if it decodes strictly.
+    """Decode text. The charset that the label ``declared`` (HTTP header, HTML meta) stands for is used if it
+    decodes strictly and the text is not valid UTF-8, which text of other charsets hardly ever is.
 
     Raises ``UnsupportedDocument`` (code ``undecodable``) for binary data and for text in an unknown charset.
     """
@@ -54,15 +57,38 @@ def decode(data: bytes, declared: str | None = None) -> Decoded:
             except UnicodeDecodeError as error:
                 why = f"starts with a {charset} mark but is not {charset} at byte {error.start}"
                 raise _undecodable(why) from error
-    if b"\x00" in data:
+    named = charset_of(declared) if declared else None
+    wide = named is not None and named.startswith(("utf-16", "utf-32"))
+    if b"\x00" in data and not wide:
         raise _undecodable("contains NUL bytes; is it binary?")
-    for charset in dict.fromkeys((declared or "utf-8", "utf-8")):
-        try:
-            if codecs.lookup(charset).name not in _ESCAPES:
-                return Decoded(_checked(data.decode(charset), charset))
-        except (ValueError, LookupError):  # bytes that are not of the charset, or a name of none
-            continue
+    if b"\x00" not in data:
+        text = None if named and _is_escaped(data, named) else _utf_8(data)
+        if text is not None and (wide or not named or _is_sure(text, named)):
+            labelled = named not in (None, "utf-8") and not text.isascii()
+            note = f"read as utf-8, though labelled {one_line(declared or '')[:40]}" if labelled else ""
+            return Decoded(_checked(text, "utf-8"), note)
+        if wide:  # a page that said so in ASCII is no such text
+            named = None
+    if named:
+        with suppress(ValueError, UnsupportedDocument):  # not of that charset, or controls instead of text
+            return Decoded(_checked(data.decode(named), named))
     return _guessed(data)
+
+
+def _utf_8(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def _is_escaped(data: bytes, charset: str) -> bool:
+    """Return whether a charset writes other characters as ASCII that is made to mean them."""
+    return data.isascii() and charset.startswith(("iso2022", "hz"))
+
+
+def _is_sure(utf_8: str, named: str) -> bool:
+    return named not in _DOUBLE_BYTE or utf_8.isascii() or sum(c > "\x7f" for c in utf_8[:4096]) >= _SURE
 
 
 class _Reading(NamedTuple):

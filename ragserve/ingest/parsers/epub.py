@@ -9,8 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ragserve.ingest.parsers.base import Parsed, Raw, container_errors, one_line, paged, unreadable
-from ragserve.ingest.parsers.charset import decode
-from ragserve.ingest.parsers.html import heading_and_text
+from ragserve.ingest.parsers.html import decode_page, heading_and_text
 
 MIME = "application/epub+zip"
 _MAIN = "META-INF/container.xml"
@@ -33,7 +32,7 @@ def parse(raw: Raw) -> Parsed:
             for item in spine
             if item.get("media-type") in _PAGES
         ]
-        chapters = [heading_and_text(decode(book.read(path)).text) for path in paths]
+        chapters = [heading_and_text(decode_page(book.read(path)).text) for path in paths]
         title = one_line(package.findtext(".//{http://purl.org/dc/elements/1.1/}title") or "")
     names = [name for name, _ in chapters]
     return paged([text for _, text in chapters], MIME, "chapter", names=names, title=title)

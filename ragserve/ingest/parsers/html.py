@@ -8,9 +8,14 @@ from typing import Any
 from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.markdown_tables import markdown_table
 from ragserve.ingest.parsers.base import Parsed, Raw, unreadable
-from ragserve.ingest.parsers.charset import decode
+from ragserve.ingest.parsers.charset import Decoded, decode
 
-_META_CHARSET = re.compile(rb"<meta[^<>]+charset\s*+=\s*+[\"']?\s*+([A-Za-z0-9_.:-]+)", re.I)
+# in an XML declaration, or in a meta element
+_CHARSET = re.compile(
+    rb"\A\s*+<\?xml[^<>]{1,99}?encoding\s*+=\s*+[\"']([A-Za-z0-9_.:-]+)"
+    rb"|<meta[^<>]+charset\s*+=\s*+[\"']?\s*+([A-Za-z0-9_.:-]+)",
+    re.I,
+)
 _ROW_END = re.compile(r"^(\|.*\|) +$", re.M)  # of a table, as trafilatura writes it
 _INVISIBLE = {"script", "style", "noscript", "template", "head", "svg", "iframe", "object"}
 _BLOCK_TAGS = (
@@ -23,18 +28,19 @@ _MIN_MAIN_TEXT = 200
 
 
 def parse(raw: Raw) -> Parsed:
-    declared = raw.charset
-    if declared is None:
-        meta = _META_CHARSET.search(raw.data[:4096])
-        declared = meta.group(1).decode("ascii") if meta else None
-    source, note = decode(raw.data, declared)
-
+    source, note = decode_page(raw.data, raw.charset)
     tree = _tree(source)
     title, text = _main_text(_with_header_rows(tree, source), raw.url)
     everything = _all_text(tree)
     if len(text) < _MIN_MAIN_TEXT and len(everything) > len(text):
         text = everything
     return Parsed(text, "text/html", title=title or _heading(tree, ".//title", ".//h1"), note=note)
+
+
+def decode_page(data: bytes, charset: str | None = None) -> Decoded:
+    """Decode a page by ``charset``, else by what the page says itself. Raises ``UnsupportedDocument``."""
+    found = None if charset else _CHARSET.search(data[:4096])
+    return decode(data, (found.group(1) or found.group(2)).decode("ascii") if found else charset)
 
 
 def heading_and_text(source: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from email.message import Message
 from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers.base import Parsed, Raw, one_line, tidy, unreadable, without_controls
 from ragserve.ingest.parsers.charset import decode
-from ragserve.ingest.parsers.html import heading_and_text
+from ragserve.ingest.parsers.html import decode_page, heading_and_text
 
 _SHOWN = ("Subject", "From", "To", "Cc", "Date")
 _PREFERRED = ("text/plain", "multipart/related", "text/html")  # of the alternatives of one text
@@ -83,6 +83,7 @@ def _decoded(part: Message) -> str:
     if not isinstance(data, bytes) or not data:
         return ""
     try:
-        return decode(data, part.get_content_charset()).text.replace("\r\n", "\n")
+        reader = decode_page if part.get_content_subtype() == "html" else decode
+        return reader(data, part.get_content_charset()).text.replace("\r\n", "\n")
     except UnsupportedDocument:  # the other parts are readable
         return data.decode("utf-8", "replace")
