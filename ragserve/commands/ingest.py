@@ -37,7 +37,7 @@ _SETTINGS = (
         "chunk_tokens",
         "index_type",
     ),
-    *("ocr", "robots", "sitemap_urls"),
+    *("ocr", "ingest_hidden", "ingest_comments", "robots", "sitemap_urls"),
 )
 _EPILOG = (
     "Exit status: 0 if all files are indexed or unchanged; 3 if some files failed (each is listed with its "

@@ -97,7 +97,7 @@ class FilePlanner:
         **known: str | None,
     ) -> PlannedFile:
         ext = os.path.splitext(filename)[1].lower() if ext is None else ext
-        salt = content_salt(self._tokenizer, self._settings.chunk_tokens, title, metadata)
+        salt = content_salt(self._settings, self._tokenizer, title, metadata)
         request = ParseRequest(path, filename, ext, salt, self._known_hash(source), **known)
         return PlannedFile(source, request, title, metadata, found)
 

@@ -352,6 +352,8 @@ class Ingestor:
                 "max_bytes": settings.max_upload_bytes,
                 "timeout_s": settings.parse_timeout_s,
                 "ocr": settings.ocr == "docling",
+                "hidden": settings.ingest_hidden,
+                "comments": settings.ingest_comments,
             }
             self._take(run, map(planner.plan, pending), parsing)
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from queue import Empty, Queue
 from typing import Any
 
+from ragserve.config import Settings
 from ragserve.ingest.chunk_embedding import DocumentEmbedder, Vectors, embed_chunks
 from ragserve.ingest.chunking import CHUNKING_VERSION
 from ragserve.ingest.jobs.job_report import Interrupted
@@ -74,12 +75,13 @@ EmbeddedChunks = tuple[Sequence[NewChunk], Vectors]
 Commit = Callable[[list[tuple[NewDocument, Sequence[Any], Vectors]]], Sequence[str]]
 
 
-def content_salt(tokenizer: str, chunk_tokens: int, title: str, metadata: Mapping[str, Any]) -> str:
+def content_salt(settings: Settings, tokenizer: str, title: str, metadata: Mapping[str, Any]) -> str:
     """Hash everything but the bytes that shapes a document, as 64 hex digits.
 
     It goes into the content hash, so that a changed setting counts as a changed file.
     """
-    shape = [PARSER_VERSION, CHUNKING_VERSION, tokenizer, chunk_tokens, title, sorted(metadata.items())]
+    taken = [settings.chunk_tokens, settings.ingest_hidden, settings.ingest_comments]
+    shape = [PARSER_VERSION, CHUNKING_VERSION, tokenizer, *taken, title, sorted(metadata.items())]
     return hashlib.blake2b(json.dumps(shape).encode(), digest_size=32).hexdigest()
 
 

@@ -33,6 +33,14 @@ class IngestionSettings(BaseModel):
     ocr: Literal["off", "docling"] = Field(
         "off", description="What reads images and scanned PDFs; docling needs the extra `docling`."
     )
+    ingest_hidden: bool = Field(
+        False,
+        description="Index also what no reader of a document sees: hidden text, rows, sheets and slides. "
+        "Such text may have been put there for models alone. Else the job's report counts it.",
+    )
+    ingest_comments: bool = Field(
+        True, description="Index the comments in Word, Excel and PowerPoint files, marked as such."
+    )
     url_ingestion: Literal["public", "any", "off"] = Field(
         "public",
         description="URLs that clients may have ingested by POST /rag/ingest. public: those of public "

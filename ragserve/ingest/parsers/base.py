@@ -6,14 +6,14 @@ import re
 import xml.etree.ElementTree as ET
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ragserve.errors import UnsupportedDocument
 
-PARSER_VERSION = 3
+PARSER_VERSION = 4
 """Part of every content hash. Raise it when a parser gives other text for the same bytes."""
 
 NOT_TEXT = "not_text"
@@ -28,13 +28,18 @@ _MAX_NAMES, _NAME_CHARS = 200, 100  # of pages: every search reads them with the
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A file's bytes and origin. ``charset`` is from the HTTP header; ``ext`` is lower case, with its dot."""
+    """A file's bytes and origin. ``charset`` is from the HTTP header; ``ext`` is lower case, with its dot.
+
+    ``hidden``: text that no reader sees is taken too. ``comments``: so are those that readers wrote.
+    """
 
     data: bytes
     filename: str
     ext: str
     url: str | None = None
     charset: str | None = None
+    hidden: bool = False
+    comments: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,17 @@ def paged(
     if any(names) and len(names) <= _MAX_NAMES:
         metadata["page_names"] = [one_line(name)[:_NAME_CHARS] for name in names]
     return Parsed(text, mime, one_line(title), starts, metadata, note)
+
+
+def joined_notes(*notes: str) -> str:
+    """One note of several for the job's report; empty ones are left out, and so is what was said before."""
+    return "; ".join(dict.fromkeys(filter(None, notes)))
+
+
+def left_out(kinds: Mapping[str, int]) -> str:
+    """The note about what was not read: ``left out: 2 hidden rows, 1 hidden sheets``."""
+    found = ", ".join(f"{n:,} {kind}" for kind, n in kinds.items() if n)
+    return f"left out: {found}" if found else ""
 
 
 def has_words(text: str) -> bool:

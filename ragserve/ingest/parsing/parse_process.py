@@ -94,6 +94,8 @@ class ParseProcess:
         timeout_s: float,
         memory_bytes: int | None = None,
         ocr: bool = False,
+        hidden: bool = False,
+        comments: bool = True,
     ) -> None:
         self._timeout_s = timeout_s
         self._ocr = ocr
@@ -104,6 +106,8 @@ class ParseProcess:
             "timeout_s": timeout_s,
             "memory_bytes": memory_bytes or (OCR_MEMORY_BYTES if ocr else MEMORY_BYTES),
             "ocr": ocr,
+            "hidden": hidden,
+            "comments": comments,
         }
         self._process: subprocess.Popen[bytes] | None = None
         self._pending = b""

@@ -59,6 +59,7 @@ class _Worker:
         self._max_bytes = int(config["max_bytes"])
         self._memory_mib = limit >> 20
         self._ocr = bool(config["ocr"])
+        self._taken = {"hidden": bool(config["hidden"]), "comments": bool(config["comments"])}
         threads = (os.cpu_count() or 1) if self._ocr else 2  # docling computes in several
         self._cpu_seconds = int(config["timeout_s"]) * threads + 60
 
@@ -85,14 +86,15 @@ class _Worker:
 
     def _document(self, request: dict[str, Any]) -> dict[str, Any]:
         from ragserve.ingest.parsers import Raw, parse
-        from ragserve.ingest.parsers.base import has_words, unreadable
+        from ragserve.ingest.parsers.base import has_words, joined_notes, unreadable
 
         named = None if request.get("parser") else request["filename"]
         data = _read(request["path"], self._max_bytes, named, ocr=self._ocr)
         digest = hashlib.blake2b(data, digest_size=20, key=request["salt"].encode()).hexdigest()
         if digest == request.get("known_hash"):
             return {"unchanged": digest, "size": len(data)}
-        raw = Raw(data, request["filename"], request["ext"], request.get("url"), request.get("charset"))
+        origin = request["filename"], request["ext"], request.get("url"), request.get("charset")
+        raw = Raw(data, *origin, **self._taken)
         parsed = parse(raw, request.get("parser"), ocr=self._ocr)
         every = self._chunker.split(parsed.text, parsed.pages)
         chunks = [chunk for chunk in every if has_words(chunk.text)]
@@ -100,7 +102,7 @@ class _Worker:
             raise unreadable("empty", "no text to index")
         note = parsed.note
         if left_out := len(every) - len(chunks):
-            note = "; ".join(filter(None, [note, f"{left_out:,} chunks without a letter or digit left out"]))
+            note = joined_notes(note, f"{left_out:,} chunks without a letter or digit left out")
         return {
             "hash": digest,
             "size": len(data),

@@ -1,0 +1,37 @@
+"""Raised and lowered characters, struck-out text: markup whose loss would change what a text says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+_SIMPLE = re.compile(r"[-+−–]?[\w.,*′″†‡§∞]+[-+−]?|[-+−]")
+_ORDINALS = frozenset(["st", "nd", "rd", "th", "er", "re", "ère", "ème", "eme", "tm", "sm", "ª", "º"])
+
+
+def raised(text: str) -> str:
+    """Text as a superscript: ``^6``, ``^(n + 1)``. Endings of ordinals, such as of 1st, stay as they are."""
+    return text if text.strip().lower() in _ORDINALS else _marked("^", text)
+
+
+def lowered(text: str) -> str:
+    """Text as a subscript: ``_1``, ``_(i + 1)``."""
+    return _marked("_", text)
+
+
+def struck(text: str) -> str:
+    """Text that was struck out, and so does not hold."""
+    return _spaced(text, lambda inner: f"~~{inner}~~")
+
+
+def _marked(mark: str, text: str) -> str:
+    return _spaced(text, lambda inner: mark + (inner if _SIMPLE.fullmatch(inner) else f"({inner})"))
+
+
+def _spaced(text: str, change: Callable[[str], str]) -> str:
+    """The text changed, with the white space at its ends where it was."""
+    inner = text.strip()
+    if not inner:
+        return text
+    start = text.index(inner)
+    return text[:start] + change(inner) + text[start + len(inner) :]
