@@ -16,9 +16,11 @@ from ragserve.ingest.parsers.base import (
     unreadable,
     without_controls,
 )
+from ragserve.ingest.parsers.pdf_lines import mended
 
-_HYPHENATED = re.compile("[\ufffe\x02\xad]\\s*\n?")  # PDFium's marks for a hyphen that breaks a line
-_WRAPPED = re.compile(r"(?<=[a-z,;])\n(?=[a-z(])")  # a line that breaks in the middle of a sentence
+# titles that programs give to files that have none, and what they write before a file's name
+_NO_TITLE = re.compile(r"(?:untitled|unknown|document|microsoft (?:word|powerpoint|excel))\d*\Z", re.I)
+_PROGRAM = re.compile(r"\AMicrosoft (?:Word|PowerPoint|Excel) - ", re.I)
 
 
 def parse(raw: Raw) -> Parsed:
@@ -41,10 +43,10 @@ def parse(raw: Raw) -> Parsed:
             document.close()
     if not pages:
         raise unreadable("corrupt", "the PDF has no pages")
-    text, starts = join_pages(pages)
+    text, starts = join_pages([tidy(without_controls(page)) for page in mended(pages)])
     if not text:
         raise ScannedPdf(f"empty: no text on {len(pages)} page(s), probably scanned images ({OCR_HINT})")
-    return Parsed(text, "application/pdf", one_line(title), starts, {"pages": len(pages)})
+    return Parsed(text, "application/pdf", _title(title), starts, {"pages": len(pages)})
 
 
 def _page_text(document: object, number: int) -> str:
@@ -55,5 +57,10 @@ def _page_text(document: object, number: int) -> str:
         text: str = page.get_textpage().get_text_bounded()
     except pypdfium2.PdfiumError as error:
         raise unreadable("corrupt", f"page {number + 1} of the PDF cannot be read ({error})") from error
-    text = _HYPHENATED.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
-    return tidy(_WRAPPED.sub(" ", without_controls(text)))
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _title(given: str) -> str:
+    """The title that a file gives, unless a program made it up."""
+    title = _PROGRAM.sub("", one_line(given))
+    return "" if _NO_TITLE.match(title) else title
