@@ -19,7 +19,7 @@ Value = str | int | list[str]
 
 
 class FrontMatter(NamedTuple):
-    """``end``: offset of the text behind it, 0 if there is none. ``metadata``: fields of fields as ``a.b``."""
+    """``end``: offset of the text behind it, 0 without any. ``metadata``: a field of a field is ``a.b``."""
 
     end: int
     title: str

@@ -12,7 +12,8 @@ from email.message import Message
 from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers.base import Parsed, Raw, one_line, tidy, unreadable, without_controls
 from ragserve.ingest.parsers.charset import decode
-from ragserve.ingest.parsers.html import decode_page, heading_and_text
+from ragserve.ingest.parsers.html import decode_page
+from ragserve.ingest.parsers.html import part as html_part
 
 _SHOWN = ("Subject", "From", "To", "Cc", "Date")
 _PREFERRED = ("text/plain", "multipart/related", "text/html")  # of the alternatives of one text
@@ -75,7 +76,7 @@ def _texts(part: Message) -> Iterator[str]:
             yield from _texts(each)
     elif part.get_content_maintype() == "text" and not _attached(part):
         text = _decoded(part)
-        yield heading_and_text(text)[1] if part.get_content_subtype() == "html" else text
+        yield html_part(text, scripts=False).text if part.get_content_subtype() == "html" else text
 
 
 def _decoded(part: Message) -> str:
