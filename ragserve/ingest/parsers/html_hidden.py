@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ragserve.ingest.parsers.base import has_words
 
 _AT_RULE = re.compile(r"@[^{};@]*+\{(?:[^{}]*+\{[^{}]*+\})*+[^{}]*+\}")
-_SIMPLE = re.compile(r"[a-z]*+([.#][\w-]++)", re.I)  # a selector of one class or id
+_SIMPLE = re.compile(r"\A[a-z]*+([.#][\w-]++)", re.I)  # a selector of one class or id
 _SPACES = re.compile(r"\s++|!important")
 _ZERO = re.compile(r"\+?(?:0+(?:\.0*)?|\.0+)(?:[a-z]+|%)?")
 _TINY = re.compile(r"(?:[01](?:\.\d*)?|\.\d+)(?:px|pt)")

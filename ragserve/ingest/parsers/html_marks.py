@@ -6,13 +6,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ragserve.ingest.parsers.small_text import lowered, raised, struck
+from ragserve.ingest.parsers.small_text import lowered, raised, raised_behind, struck
 
 _BLOCKS = ("p", "div", "section", "article", "ul", "ol", "table", "blockquote", "pre", "h1", "h2", "h3", "h4")
 _FIRST = ("p", "div", "span", "a", "b")  # where the text of a list's item may begin
 _NOTE = re.compile(r"\d{1,3}(?:\s?,\s?\d{1,3})*+|[a-z]")
-_WHOLE = re.compile(r"\s*+[-+]?\d{1,9}\s*+")
-_BEHIND_TEXT = re.compile(r"(?:[^\W\d_]{4}|[.,;:!?”’\"»])\Z")  # a unit is shorter
+_WHOLE = re.compile(r"\A\s*+[-+]?\d{1,9}\s*+")
 _ROMAN = ((10, "x"), (9, "ix"), (5, "v"), (4, "iv"), (1, "i"))
 
 
@@ -57,14 +56,10 @@ def _script(node: Any) -> None:
         _to_text(below, "")
         node.tail = (node.tail or "").lstrip()[1:]
         _to_text(node, f" {fraction}" if before.isdigit() else fraction)
-    elif inner[:1] in ("[", "(") or not any(map(str.isalnum, inner)):
-        _to_text(node, text if inner[:1] != "(" else text.replace(inner, "^" + inner, 1))
-    elif _NOTE.fullmatch(inner) and (
-        _is_reference(node) or (inner.isdigit() and _BEHIND_TEXT.search(_before(node)))
-    ):
+    elif _NOTE.fullmatch(inner) and _is_reference(node):
         _to_text(node, f"[{inner}]")
     else:
-        _to_text(node, raised(text))
+        _to_text(node, raised_behind(_before(node), text))
 
 
 def _is_reference(node: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from ragserve.ingest.parsers.grid import Grid
 
 _MOST_COLUMNS, _MOST_ROWS = 1000, 65534  # that a cell may span, by the standard of HTML
-_DIGITS = re.compile(r"\s*+(\d{1,6})")
+_DIGITS = re.compile(r"\A\s*+(\d{1,6})")
 _LOOSE_ENDS = ("table", "div", "p", "ul", "ol", "dl", "pre", "blockquote", "h1", "h2", "h3", "h4", "h5", "h6")
 _PARTS = ("thead", "tbody", "tfoot")
 

@@ -11,12 +11,14 @@ from ragserve.ingest.parsers.base import (
     Raw,
     ScannedPdf,
     join_pages,
+    left_out,
     one_line,
     tidy,
     unreadable,
     without_controls,
 )
 from ragserve.ingest.parsers.pdf_lines import mended
+from ragserve.ingest.parsers.pdf_objects import page_text
 
 # titles that programs give to files that have none, and what they write before a file's name
 _NO_TITLE = re.compile(r"(?:untitled|unknown|document|microsoft (?:word|powerpoint|excel))\d*\Z", re.I)
@@ -37,27 +39,29 @@ def parse(raw: Raw) -> Parsed:
                 raise unreadable("encrypted", "a scheme that PDFium does not know") from error
             raise unreadable("corrupt", f"PDFium cannot read it ({error})") from error
         try:
-            pages = [_page_text(document, number) for number in range(len(document))]
+            read = [_page(document, number, hidden=raw.hidden) for number in range(len(document))]
             title = document.get_metadata_value("Title") or ""
         finally:
             document.close()
-    if not pages:
+    if not read:
         raise unreadable("corrupt", "the PDF has no pages")
-    text, starts = join_pages([tidy(without_controls(page)) for page in mended(pages)])
+    pages = mended([text for text, _ in read])
+    text, starts = join_pages([tidy(without_controls(page)) for page in pages])
+    note = left_out({"hidden passages": 0 if raw.hidden else sum(n for _, n in read)})
     if not text:
         raise ScannedPdf(f"empty: no text on {len(pages)} page(s), probably scanned images ({OCR_HINT})")
-    return Parsed(text, "application/pdf", _title(title), starts, {"pages": len(pages)})
+    return Parsed(text, "application/pdf", _title(title), starts, {"pages": len(pages)}, note)
 
 
-def _page_text(document: object, number: int) -> str:
+def _page(document: object, number: int, *, hidden: bool) -> tuple[str, int]:
     import pypdfium2
 
     try:
         page = document[number]  # type: ignore[index]
-        text: str = page.get_textpage().get_text_bounded()
+        text, n_hidden = page_text(page, hidden=hidden)
     except pypdfium2.PdfiumError as error:
         raise unreadable("corrupt", f"page {number + 1} of the PDF cannot be read ({error})") from error
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return text.replace("\r\n", "\n").replace("\r", "\n"), n_hidden
 
 
 def _title(given: str) -> str:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 
 _SIMPLE = re.compile(r"[-+−–]?[\w.,*′″†‡§∞]+[-+−]?|[-+−]")
+_NUMBERS = re.compile(r"\d{1,3}(?:\s?,\s?\d{1,3})*+")
+_BEHIND_TEXT = re.compile(r"(?:[^\W\d_]{4}|[.,;:!?”’\"»])\Z")  # a unit is shorter
 _ORDINALS = frozenset(["st", "nd", "rd", "th", "er", "re", "ère", "ème", "eme", "tm", "sm", "ª", "º"])
 
 
@@ -35,3 +37,13 @@ def _spaced(text: str, change: Callable[[str], str]) -> str:
         return text
     start = text.index(inner)
     return text[:start] + change(inner) + text[start + len(inner) :]
+
+
+def raised_behind(before: str, text: str) -> str:
+    """`raised` text behind ``before``: a number behind a word or a sentence is that of a note, ``[3]``."""
+    inner = text.strip()
+    if inner[:1] == "[" or not any(map(str.isalnum, inner)):
+        return text
+    if _NUMBERS.fullmatch(inner) and _BEHIND_TEXT.search(before[-8:]):
+        return text.replace(inner, f"[{inner}]", 1)
+    return text.replace(inner, "^" + inner, 1) if inner[:1] == "(" else raised(text)

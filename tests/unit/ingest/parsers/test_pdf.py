@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
-from ragserve.ingest.parsers import Raw, parse
+import pytest
+from fpdf import FPDF
+from fpdf.enums import TextMode
+from PIL import Image
+
+from ragserve.ingest.parsers import Parsed, Raw, parse
 from ragserve.ingest.parsers.pdf_lines import mended
 from tests.unit.ingest.ingest_samples import make_pdf
 
@@ -56,3 +61,89 @@ def test_short_lines_are_not_joined() -> None:
 )
 def test_titles_made_up_by_programs(given: str, title: str) -> None:
     assert parse(Raw(make_pdf(["Whales sing."], title=given), "a.pdf", ".pdf")).title == title
+
+
+def _pdf(build: Callable[[FPDF], object]) -> bytes:
+    pdf = FPDF()
+    pdf.set_font("Helvetica", size=12)
+    pdf.add_page()
+    build(pdf)
+    return bytes(pdf.output())
+
+
+def _parsed(data: bytes, **taken: bool) -> Parsed:
+    return parse(Raw(data, "a.pdf", ".pdf", **taken))
+
+
+def test_raised_and_lowered_text_is_marked() -> None:
+    def build(pdf: FPDF) -> None:
+        for text, place in (
+            *(("The dose is 10", "LINE"), ("6", "SUP"), (" units of H", "LINE"), ("2", "SUB")),
+            *(
+                ("O, as stated", "LINE"),
+                ("3", "SUP"),
+                (" here, and 2", "LINE"),
+                ("-3", "SUP"),
+                (" m.\n", "LINE"),
+            ),
+        ):
+            pdf.char_vpos = place
+            pdf.write(6, text)
+        pdf.set_font("Helvetica", size=24)
+        pdf.write(12, "Heading\n")
+        pdf.set_font("Helvetica", size=12)
+        pdf.write(6, "Text below.")
+
+    assert _parsed(_pdf(build)).text == (
+        "The dose is 10^6 units of H_2O, as stated[3] here, and 2^-3 m.\nHeading\nText below."
+    )
+
+
+def _white(pdf: FPDF) -> None:
+    pdf.set_text_color(255)
+    pdf.write(6, "the word is wombat\n")
+    pdf.set_text_color(0)
+
+
+def _invisible(pdf: FPDF) -> None:
+    with pdf.local_context(text_mode=TextMode.INVISIBLE):
+        pdf.write(6, "the word is wombat\n")
+
+
+def _tiny(pdf: FPDF) -> None:
+    pdf.set_font_size(0.4)
+    pdf.write(6, "the word is wombat\n")
+    pdf.set_font_size(12)
+
+
+def _beside(pdf: FPDF) -> None:
+    pdf.text(-300, 40, "the word is wombat")
+
+
+@pytest.mark.parametrize("hide", [_white, _invisible, _tiny, _beside])
+def test_text_that_no_reader_sees_is_left_out_and_counted(hide: Callable[[FPDF], None]) -> None:
+    def build(pdf: FPDF) -> None:
+        pdf.write(6, "The gate opens at seven.\n")
+        hide(pdf)
+        pdf.write(6, "It closes at nine.")
+
+    found = _parsed(_pdf(build))
+    assert "wombat" not in found.text
+    assert found.text.split() == ["The", "gate", "opens", "at", "seven.", "It", "closes", "at", "nine."]
+    assert found.note == "left out: 1 hidden passages"
+    if hide is not _beside:  # PDFium reads pages within their borders
+        assert "wombat" in _parsed(_pdf(build), hidden=True).text
+
+
+def test_white_text_on_a_colour_and_invisible_text_over_an_image_are_read() -> None:
+    def build(pdf: FPDF) -> None:
+        pdf.set_fill_color(0, 0, 90)
+        pdf.set_text_color(255)
+        pdf.cell(60, 8, "white on navy", fill=True)
+        pdf.image(Image.new("RGB", (40, 40), "white"), x=10, y=60, w=150, h=50)
+        pdf.text_mode = TextMode.INVISIBLE
+        pdf.text(20, 80, "recognised text")
+
+    found = _parsed(_pdf(build))
+    assert found.text.split() == ["white", "on", "navy", "recognised", "text"]
+    assert found.note == ""
