@@ -3,13 +3,15 @@
     python -m tests.charsets --out benchmarks/results/charsets.json
 
 The texts of tests/data/languages, in ten languages, are written in every charset that has their letters:
-whole, by paragraph and by first sentence of a paragraph. A reading is right if it gives the text back.
+whole, by paragraph and by first sentence of a paragraph. So are tables of 1 to 200 rows of the nouns and
+prices in tests/data/nouns, in twenty languages. A reading is right if it gives the text back.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,27 @@ HOME = {  # charsets in which a language was written
     "japanese": ("cp932", "euc_jp"),
     "chinese": ("gb18030",),
 }
+NOUNS = TEXTS.parent / "nouns"
+TABLES = {  # languages and charsets of the tables
+    "russian": ("cp1251", "koi8-r", "cp866"),
+    "ukrainian": ("cp1251", "koi8-u"),
+    "bulgarian": ("cp1251",),
+    "greek": ("cp1253", "iso8859-7"),
+    "hebrew": ("cp1255",),
+    "arabic": ("cp1256",),
+    "japanese": ("cp932", "euc_jp"),
+    "chinese": ("gb18030",),
+    "chinese-traditional": ("big5",),
+    "korean": ("cp949",),
+    "polish": ("cp1250", "iso8859-2"),
+    "czech": ("cp1250", "iso8859-2"),
+    "hungarian": ("cp1250", "iso8859-2"),
+    "turkish": ("cp1254", "iso8859-9"),
+    **dict.fromkeys(
+        ("german", "french", "spanish", "swedish", "portuguese", "danish"), ("cp1252", "mac-roman")
+    ),
+}
+ROWS = (1, 3, 6, 10, 20, 200)
 # what people wrote in charsets without the character
 _PLAIN = str.maketrans(
     {"’": "'", "‘": "'", "“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "–": "-", "—": "-"}
@@ -59,6 +82,19 @@ def samples() -> Iterator[tuple[str, str, str, str, bytes]]:
                     text = piece.translate(_PLAIN)
                     data = text.encode(charset)
                 yield language, charset, size, text, data
+
+
+def tables() -> Iterator[tuple[str, str, int, str, bytes]]:
+    """(language, charset, rows, text, bytes) of each table to read, three of each size."""
+    for language, charsets in TABLES.items():
+        nouns = (NOUNS / f"{language}.txt").read_text(encoding="utf-8").split()
+        for charset, rows, first in product(charsets, ROWS, (0, 7, 14)):
+            cells = [nouns[(first + at) % len(nouns)] for at in range(2 * rows + 2)]
+            lines = [f"{cells[2 * at]};{at * 7 % 90},50;{cells[2 * at + 1]}" for at in range(1, rows + 1)]
+            text = "\n".join([f"{cells[0]};EUR;{cells[1]}", *lines, ""])
+            if language in ("french", "ukrainian"):
+                text = text.translate(_PLAIN)
+            yield language, charset, rows, text, text.encode(charset)
 
 
 def _first_sentence(paragraph: str) -> str:

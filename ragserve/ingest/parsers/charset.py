@@ -11,7 +11,13 @@ from typing import NamedTuple
 from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers.base import one_line, unreadable
 from ragserve.ingest.parsers.charset_labels import charset_of
-from ragserve.ingest.parsers.charset_languages import COMMON_CHARACTERS, LANGUAGE_TABLE
+from ragserve.ingest.parsers.charset_languages import (
+    COMMON_CHARACTERS,
+    DAILY_USE,
+    FINAL_LETTERS,
+    LANGUAGE_TABLE,
+    VOWELS,
+)
 
 _BOMS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -30,10 +36,22 @@ _GUESS_BYTES = 16 * 1024  # used for the guess; all bytes are then decoded stric
 _WINDOWS = ("cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp1257", "cp1255", "cp1256")
 _UNIX = ("iso8859-15", "iso8859-2", "koi8-u", "iso8859-5", "iso8859-7")
 _OLD = ("mac-roman", "mac-latin2", "cp850", "cp852", "cp866", "cp857")  # of old Macs and of DOS
-_HANDICAP = dict.fromkeys(_WINDOWS, 0.0) | dict.fromkeys(_UNIX, 0.01) | dict.fromkeys(_OLD, 0.1)
+_HANDICAP = (
+    {"gb18030": 0.01, "euc_jp": 0.02, "big5": 0.005}
+    | dict.fromkeys(_WINDOWS, 0.005)
+    | {"cp1252": 0.0}
+    | dict.fromkeys(_UNIX, 0.01)
+    | dict.fromkeys(_OLD, 0.1)
+)
 _WORD = re.compile(r"[^\W\d_]+")
 _INSIDE_WORDS = frozenset("’ʼ‘·\xad‐‑–—")  # beside letters
 _MIN_COMMON = 0.02  # share of common words, or characters, from which a language is recognised
+_LETTERS = 0.25  # what letters add to the score of a script that has an alphabet of its own, at most
+_LATIN_LETTERS = 0.03  # and of languages that have few letters outside of ASCII
+_CAPITALS = 0.05  # taken off where all letters are capitals: Hebrew in koi8 would be
+_MUTE = 0.2  # share of words that may be abbreviations, without a vowel
+_MAX_ODD = 0.1  # share of letters that do not belong, above which letters say nothing
+_SHARE_DAILY = 0.7  # of characters of a multi-byte charset in daily use, above which they say something
 _DOUBT = 0.1  # a reading whose score is that close is as likely
 
 
@@ -120,7 +138,7 @@ def _guessed(data: bytes) -> Decoded:
 def _in_a_language(sample: bytes) -> list[_Reading]:
     """Readings in which a language is recognised, the best first, each text once."""
     readings: dict[str, _Reading] = {}
-    for charset in (*_HANDICAP, *COMMON_CHARACTERS):
+    for charset in dict.fromkeys((*_WINDOWS, *_UNIX, *_OLD, *COMMON_CHARACTERS)):
         try:
             # the sample may end within a character
             text = codecs.getincrementaldecoder(charset)().decode(sample)
@@ -134,24 +152,60 @@ def _in_a_language(sample: bytes) -> list[_Reading]:
 
 def _likeness(text: str) -> float | None:
     """Rate how much a text is like its likeliest language, at most 2. None if it is like none: too few of its
-    words are common, and its letters fit no Latin alphabet.
+    words are common, and its letters fit no alphabet.
 
-    The share of common words, by letters, and of the characters outside of ASCII that belong where they are.
+    The share of common words, by letters, or how common the letters are; and the share of the characters
+    outside of ASCII that belong where they are.
     """
     words = Counter(_WORD.findall(text.lower()))
     total = sum(len(word) * n for word, n in words.items())
     strange, letters = _foreign_characters(text)
     n_foreign = strange + letters.total()
     latin = all(letter < "\u0250" for letter in letters)
+    misplaced = 0 if latin else _misplaced(text)
     best: float | None = None
     for language in LANGUAGE_TABLE.values():
         common = sum(len(word) * words[word] for word in language.words) / max(total, 1)
-        odd = strange + sum(n for letter, n in letters.items() if letter not in language.letters)
-        if common < _MIN_COMMON and (odd or not latin):
-            continue
+        belonging = sum(n for letter, n in letters.items() if letter in language.letters)
+        usual = sum(n * language.letters.get(letter, 0.0) for letter, n in letters.items()) / max(
+            belonging, 1
+        )
+        odd = strange + letters.total() - belonging
         score = common + 1 - odd / max(n_foreign, 1)
+        if language.latin:
+            if common < _MIN_COMMON and (odd or not latin):
+                continue
+            score += _LATIN_LETTERS * usual
+        else:
+            by_letters = (
+                min(_LETTERS, 1.3 * (usual - 0.5)) if odd + misplaced <= _MAX_ODD * n_foreign else 0.0
+            )
+            if common < _MIN_COMMON and by_letters < _MIN_COMMON:
+                continue
+            score += max(0.0, by_letters - common) - misplaced / max(n_foreign, 1)
+            score -= _CAPITALS if text.isupper() else 0.0
         best = score if best is None else max(best, score)
     return best
+
+
+def _misplaced(text: str) -> int:
+    """Letters of words of another script than Latin that nobody writes so: capitals within a word, final
+    letters before its end, and many words of one letter or without a vowel."""
+    wrong = single = n_words = 0
+    mute: list[str] = []
+    for word in _WORD.findall(text):
+        if word.isascii():
+            continue
+        n_words += 1
+        single += len(word) == 1
+        cased = word.islower() or word.isupper() or word[1:].islower() or word.lower() == word.upper()
+        if not cased or any(letter in FINAL_LETTERS for letter in word[:-1]):
+            wrong += len(word)
+        elif VOWELS.isdisjoint(word.lower()) and word.lower() != word.upper():  # of a script that has vowels
+            mute.append(word)
+    if len(mute) > max(1, _MUTE * n_words):
+        wrong += sum(map(len, mute))
+    return wrong + (single if 2 * single > n_words else 0)
 
 
 def _characters(text: str, charset: str) -> float | None:
@@ -159,7 +213,22 @@ def _characters(text: str, charset: str) -> float | None:
     strange, letters = _foreign_characters(text)
     n_foreign = strange + letters.total()
     common = sum(letters[character] for character in COMMON_CHARACTERS[charset]) / max(n_foreign, 1)
-    return None if common < _MIN_COMMON else common + 1 - strange / n_foreign
+    daily = sum(n for letter, n in letters.items() if _is_daily(letter, charset)) / max(n_foreign, 1)
+    by_letters = _LETTERS * (daily - _SHARE_DAILY) / (1 - _SHARE_DAILY)
+    if max(common, by_letters) < _MIN_COMMON:
+        return None
+    return max(common, by_letters) + 1 - strange / n_foreign
+
+
+def _is_daily(letter: str, charset: str) -> bool:
+    standard, first, last = DAILY_USE[charset]
+    try:
+        data = letter.encode(standard)
+    except UnicodeEncodeError:
+        return False
+    if "\u3040" <= letter < "\u3100":  # kana, which the other standards have too
+        return charset in ("cp932", "euc_jp")
+    return len(data) == 2 and first <= data[0] <= last
 
 
 def _foreign_characters(text: str) -> tuple[int, Counter[str]]:
@@ -174,13 +243,17 @@ def _foreign_characters(text: str) -> tuple[int, Counter[str]]:
         before, after = text[at - 1 : at], text[at + 1 : at + 2]
         if character.isalpha():
             mixed = character > "\u024f" and (_is_ascii_letter(before) or _is_ascii_letter(after))
-            if mixed or (character.isupper() and before.islower()):
+            capital_within = (
+                character.isupper() and before.isalpha() and (before.islower() or after.islower())
+            )
+            if mixed or capital_within:
                 strange += 1
             else:
                 letters[character.lower()] += 1
         elif (
             (before.isalpha() and after.isalpha() and character not in _INSIDE_WORDS)
             or character in "\x80¤"
+            or ("\u2500" <= character < "\u2600" and (before.isalpha() or after.isalpha()))
             or "\x80" <= character < "\xa0"
         ):
             strange += 1

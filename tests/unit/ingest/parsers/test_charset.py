@@ -9,7 +9,7 @@ import pytest
 from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers import Parsed, Raw, parse
 from ragserve.ingest.parsers.charset import decode
-from tests.charsets import HOME, samples
+from tests.charsets import HOME, TABLES, samples, tables
 
 
 @pytest.mark.parametrize("language", HOME)
@@ -24,6 +24,25 @@ def test_ten_languages_in_their_charsets(language: str) -> None:
     guessed = {charset for charset, _, _, found in read if found.note}
     assert guessed == set(HOME[language])
     assert all(", guessed" in found.note for _, _, _, found in read if found.note)
+
+
+@pytest.mark.parametrize("language", TABLES)
+def test_tables_of_nouns(language: str) -> None:
+    wrong = [
+        (charset, rows, found.note)
+        for name, charset, rows, text, data in tables()
+        if name == language and (found := decode(data)).text != text
+    ]
+    # a table of up to three rows may be read in several ways
+    assert all(rows <= 3 for _, rows, _ in wrong)
+    assert len(wrong) <= 3, wrong
+
+
+def test_a_price_list_in_cyrillic() -> None:
+    text = "Товар;Цена, руб.;Склад\nМолоко;89,50;Северный\nХлеб;45,00;Южный\nСыр;720,30;Северный\n"
+    for charset in ("cp1251", "koi8-r", "cp866"):
+        assert decode(text.encode(charset)).text == text
+    assert decode("Ilość;Cena\n5;7\n".encode("cp1250")).text == "Ilość;Cena\n5;7\n"
 
 
 def _parsed(data: bytes, name: str) -> Parsed:
