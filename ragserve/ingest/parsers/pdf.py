@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
+from typing import Any
 
 from ragserve.ingest.parsers.base import (
     OCR_HINT,
@@ -17,6 +19,7 @@ from ragserve.ingest.parsers.base import (
     unreadable,
     without_controls,
 )
+from ragserve.ingest.parsers.pdf_annotations import annotation_lines, attached_files
 from ragserve.ingest.parsers.pdf_lines import mended
 from ragserve.ingest.parsers.pdf_objects import page_text
 
@@ -39,29 +42,50 @@ def parse(raw: Raw) -> Parsed:
                 raise unreadable("encrypted", "a scheme that PDFium does not know") from error
             raise unreadable("corrupt", f"PDFium cannot read it ({error})") from error
         try:
-            read = [_page(document, number, hidden=raw.hidden) for number in range(len(document))]
+            if document.get_formtype() != pypdfium2.raw.FORMTYPE_NONE:
+                document.init_forms()  # before pages are loaded
+            dropped: Counter[str] = Counter()
+            read = [_page(document, number, raw, dropped) for number in range(len(document))]
+            files = attached_files(document)
             title = document.get_metadata_value("Title") or ""
         finally:
             document.close()
     if not read:
         raise unreadable("corrupt", "the PDF has no pages")
     pages = mended([text for text, _ in read])
-    text, starts = join_pages([tidy(without_controls(page)) for page in pages])
-    note = left_out({"hidden passages": 0 if raw.hidden else sum(n for _, n in read)})
-    if not text:
+    below = ["\n".join(lines) for _, lines in read]
+    if files:
+        below[-1] += f"\nAttachments: {', '.join(files)}"
+    shown = [
+        "\n".join(filter(None, (page.strip(), lines.strip())))
+        for page, lines in zip(pages, below, strict=True)
+    ]
+    text, starts = join_pages([tidy(without_controls(page)) for page in shown])
+    if not text and dropped:
+        raise unreadable("empty", f"no text that a reader sees ({left_out(dropped)})")
+    if not any(map(str.strip, pages)) and not any(_holds_more_than_comments(lines) for _, lines in read):
         raise ScannedPdf(f"empty: no text on {len(pages)} page(s), probably scanned images ({OCR_HINT})")
-    return Parsed(text, "application/pdf", _title(title), starts, {"pages": len(pages)}, note)
+    return Parsed(text, "application/pdf", _title(title), starts, {"pages": len(pages)}, left_out(dropped))
 
 
-def _page(document: object, number: int, *, hidden: bool) -> tuple[str, int]:
+def _page(document: Any, number: int, raw: Raw, dropped: Counter[str]) -> tuple[str, list[str]]:
+    """A page's text, and the lines of its annotations; counts in ``dropped`` what is not taken."""
     import pypdfium2
 
     try:
-        page = document[number]  # type: ignore[index]
-        text, n_hidden = page_text(page, hidden=hidden)
+        page = document[number]
+        lines = annotation_lines(document, page, dropped, hidden=raw.hidden, comments=raw.comments)
+        text, n_hidden = page_text(page, hidden=raw.hidden)
     except pypdfium2.PdfiumError as error:
         raise unreadable("corrupt", f"page {number + 1} of the PDF cannot be read ({error})") from error
-    return text.replace("\r\n", "\n").replace("\r", "\n"), n_hidden
+    if n_hidden and not raw.hidden:
+        dropped["hidden passages"] += n_hidden
+    return text.replace("\r\n", "\n").replace("\r", "\n"), lines
+
+
+def _holds_more_than_comments(lines: list[str]) -> bool:
+    """Return whether lines of annotations are a document's own text; a scan may have comments too."""
+    return any(not line.startswith("[Comment") for line in lines)
 
 
 def _title(given: str) -> str:

@@ -9,6 +9,7 @@ from fpdf import FPDF
 from fpdf.enums import TextMode
 from PIL import Image
 
+from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers import Parsed, Raw, parse
 from ragserve.ingest.parsers.pdf_lines import mended
 from tests.unit.ingest.ingest_samples import make_pdf
@@ -147,3 +148,79 @@ def test_white_text_on_a_colour_and_invisible_text_over_an_image_are_read() -> N
     found = _parsed(_pdf(build))
     assert found.text.split() == ["white", "on", "navy", "recognised", "text"]
     assert found.note == ""
+
+
+def _form(*annotations: str, fields: tuple[int, ...] = (), text: str = "") -> bytes:
+    """A PDF of one page with annotations, written out; those of ``fields`` are fields of its form."""
+    first = 5
+    refs = " ".join(f"{first + at} 0 R" for at in range(len(annotations)))
+    form = " ".join(f"{first + at} 0 R" for at in fields)
+    content = f"BT /F1 12 Tf 50 700 Td ({text}) Tj ET"
+    font = "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>"
+    objects = [
+        f"<</Type/Catalog/Pages 2 0 R/AcroForm<</Fields[{form}]/DA(/F1 12 Tf)/DR<</Font<</F1 {font}>>>>>>>>",
+        "<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        f"<</Type/Page/Parent 2 0 R/MediaBox[0 0 600 800]/Contents 4 0 R/Annots[{refs}]"
+        f"/Resources<</Font<</F1 {font}>>>>>>",
+        f"<</Length {len(content)}>>\nstream\n{content}\nendstream",
+        *(
+            f"<</Type/Annot/Rect[50 {600 - 40 * at} 250 {620 - 40 * at}]{each}>>"
+            for at, each in enumerate(annotations)
+        ),
+    ]
+    body = "".join(f"{number} 0 obj\n{each}\nendobj\n" for number, each in enumerate(objects, 1))
+    return f"%PDF-1.7\n{body}trailer\n<</Root 1 0 R/Size {len(objects) + 1}>>\n%%EOF\n".encode("latin-1")
+
+
+_FIELDS = (
+    "/Subtype/Widget/FT/Tx/F 4/T(Licence)/V(KX-4410)",
+    "/Subtype/Widget/FT/Tx/F 4/T(form1[0].page[0].Applicant[0])/TU(Name of applicant:)/V(Isla Drever)",
+    "/Subtype/Widget/FT/Btn/F 4/T(Insured)/V/Yes/AS/Yes/AP<</N<</Yes null/Off null>>>>",
+    "/Subtype/Widget/FT/Btn/F 4/T(Trailer)/V/Off/AS/Off/AP<</N<</Yes null/Off null>>>>",
+    "/Subtype/Widget/FT/Ch/Ff 131072/F 4/T(Basin)/V(n)/Opt[[(n)(North)][(s)(South)]]",
+    "/Subtype/Widget/FT/Tx/Ff 8192/F 4/T(Pin)/V(wombat)",
+    "/Subtype/Widget/FT/Tx/F 4/T(Empty)/V()",
+)
+
+
+def test_form_values_are_lines_with_their_names() -> None:
+    found = _parsed(_form(*_FIELDS, fields=tuple(range(len(_FIELDS))), text="Application for a mooring"))
+    assert found.text.split("\n") == [
+        "Application for a mooring",
+        "Licence: KX-4410",
+        "Name of applicant: Isla Drever",
+        "Insured: yes",
+        "Trailer: no",
+        "Basin: North",
+    ]
+
+
+def test_annotations_are_read() -> None:
+    notes = (
+        "/Subtype/FreeText/F 4/Contents(The box says nine)",
+        "/Subtype/Text/F 4/T(Morag)/Contents(Check the \\(old\\) rope)",
+        "/Subtype/Highlight/F 4/Contents(Important)",
+        "/Subtype/Link/F 4/Contents(A link)",
+        "/Subtype/Text/F 2/Contents(wombat)",
+    )
+    data = _form(*notes, text="Harbour rules")
+    found = _parsed(data)
+    lines = [
+        "Harbour rules",
+        "The box says nine",
+        "[Comment by Morag: Check the (old) rope]",
+        "[Comment: Important]",
+    ]
+    assert found.text.split("\n") == lines
+    assert found.note == "left out: 1 hidden passages"
+    assert _parsed(data, comments=False).text.split("\n") == lines[:2]
+    with pytest.raises(UnsupportedDocument, match="scan"):
+        _parsed(_form(notes[1]))
+
+
+def test_attached_files_are_named() -> None:
+    def build(pdf: FPDF) -> None:
+        pdf.write(6, "See the file.")
+        pdf.embed_file(bytes=b"x", basename="depths.csv")
+
+    assert _parsed(_pdf(build)).text == "See the file.\nAttachments: depths.csv"
