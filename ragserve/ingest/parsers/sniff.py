@@ -68,7 +68,7 @@ _IMAGES = (
     (b"MM\x00*", ".tiff"),
     (b"BM", ".bmp"),
 )
-_MAIL_EXT = {".eml", ".mbox", ".mbx"}
+_MAIL_EXT = {".eml", ".mbox", ".mbx", ".mht", ".mhtml"}
 _HEADER_LINE = rb"[!-9;-~]++:[^\n]*+\n"  # the first line of a message
 _HEADER = re.compile(rb"\A" + _HEADER_LINE)
 _MAILBOX = re.compile(
