@@ -20,6 +20,7 @@ from ragserve.ingest.parsers.base import (
     without_controls,
 )
 from ragserve.ingest.parsers.pdf_annotations import annotation_lines, attached_files
+from ragserve.ingest.parsers.pdf_furniture import without_furniture
 from ragserve.ingest.parsers.pdf_lines import mended
 from ragserve.ingest.parsers.pdf_objects import page_text
 
@@ -52,7 +53,7 @@ def parse(raw: Raw) -> Parsed:
             document.close()
     if not read:
         raise unreadable("corrupt", "the PDF has no pages")
-    pages = mended([text for text, _ in read])
+    pages = mended(without_furniture([text for text, _ in read]))
     below = ["\n".join(lines) for _, lines in read]
     if files:
         below[-1] += f"\nAttachments: {', '.join(files)}"

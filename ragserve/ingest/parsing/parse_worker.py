@@ -96,7 +96,9 @@ class _Worker:
         origin = request["filename"], request["ext"], request.get("url"), request.get("charset")
         raw = Raw(data, *origin, **self._taken)
         parsed = parse(raw, request.get("parser"), ocr=self._ocr)
-        every = self._chunker.split(parsed.text, parsed.pages)
+        every = self._chunker.split(
+            parsed.text, parsed.pages, running=parsed.metadata.get("page_kind", "page") == "page"
+        )
         chunks = [chunk for chunk in every if has_words(chunk.text)]
         if not chunks:
             raise unreadable("empty", "no text to index")
