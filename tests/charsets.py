@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,11 @@ TABLES = {  # languages and charsets of the tables
     ),
 }
 ROWS = (1, 3, 6, 10, 20, 200)
+_TABLE_ROWS = {
+    1: "tables of 1 row",
+    3: "tables of 3 rows",
+    **dict.fromkeys(ROWS[2:], "tables of 6 to 200 rows"),
+}
 # what people wrote in charsets without the character
 _PLAIN = str.maketrans(
     {"’": "'", "‘": "'", "“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "–": "-", "—": "-"}
@@ -109,22 +114,25 @@ def by_library(data: bytes) -> tuple[str, str]:
 
 
 def measure() -> list[dict[str, Any]]:
-    """A row for each charset, and one for all."""
+    """A row for each charset of prose, one for all of it, and one for tables of each size."""
     rivals: dict[str, Callable[[bytes], tuple[str, str]]] = {"library": by_library, "ragserve": decode}
     rows = {
-        name: {"charset": name, "readings": 0, "library": 0, "ragserve": 0} for name in (*CHARSETS, "all")
+        name: {"charset": name, "readings": 0, "library": 0, "ragserve": 0}
+        for name in (*CHARSETS, "all", *_TABLE_ROWS.values())
     }
     for row in rows.values():
         row |= {"wrong": 0, "wrong and not said to be a guess": 0, "two charsets named": 0}
-    for language, charset, size, text, data in samples():
-        for row in (rows[charset], rows["all"]):
+    prose = ((*sample, (rows[sample[1]], rows["all"])) for sample in samples())
+    lists = ((*table, (rows[_TABLE_ROWS[table[2]]],)) for table in tables())
+    for language, charset, size, text, data, counted in chain(prose, lists):
+        for row in counted:
             row["readings"] += 1
         for name, read in rivals.items():
             try:
                 found, note = read(data)
             except UnsupportedDocument as error:
                 found, note = "", str(error)
-            for row in (rows[charset], rows["all"]):
+            for row in counted:
                 row[name] += found == text
                 if name == "ragserve":
                     row["two charsets named"] += "it may be" in note
@@ -142,8 +150,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="write the report to this file")
     out = parser.parse_args().out
-    workload = {"texts": "tests/data/languages", "languages": len(HOME), "charsets": len(CHARSETS)}
-    note = "Right readings, %, of whole texts, paragraphs and sentences; library: charset-normalizer alone."
+    workload: dict[str, Any] = {
+        "texts": "tests/data/languages",
+        "languages": len(HOME),
+        "charsets": len(CHARSETS),
+    }
+    workload |= {"tables": "tests/data/nouns", "languages of tables": len(TABLES)}
+    note = (
+        "Right readings, %, of whole texts, paragraphs and sentences, and of tables of nouns; library: "
+        "charset-normalizer alone."
+    )
     write("charsets", workload, measure(), out=out, note=note)
 
 

@@ -49,7 +49,7 @@ def decode_page(data: bytes, charset: str | None = None) -> Decoded:
     return decode(data, (found.group(1) or found.group(2)).decode("ascii") if found else charset)
 
 
-class Part(NamedTuple):
+class PagePart(NamedTuple):
     """A page that is a part of a document: its heading, all visible text, and how many passages of it no
     reader sees."""
 
@@ -58,13 +58,13 @@ class Part(NamedTuple):
     n_hidden: int = 0
 
 
-def part(source: str, *, hidden: bool = False, scripts: bool = True) -> Part:
+def part(source: str, *, hidden: bool = False, scripts: bool = True) -> PagePart:
     """Read such a page. ``hidden`` takes the hidden passages too; for ``scripts`` see `drop_hidden`."""
     try:
         tree, n_hidden = _shown(source, keep=hidden, scripts=scripts)
     except UnsupportedDocument:  # nothing is in it
-        return Part()
-    return Part(_heading(tree, ".//h1", ".//h2", ".//h3", ".//title"), _all_text(tree), n_hidden)
+        return PagePart()
+    return PagePart(_heading(tree, ".//h1", ".//h2", ".//h3", ".//title"), _all_text(tree), n_hidden)
 
 
 def hidden_note(n_hidden: int) -> str:

@@ -1,5 +1,5 @@
 """Elements of HTML that change what their text says, written into it: powers, footnotes, fractions, ruby,
-struck-out words, the numbers of lists."""
+struck-out words, the numbers of lists, descriptions and captions of images."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ def write_marks(tree: Any) -> None:
             node.tag = "div"
     for node in tree.iter("ol"):
         _number(node)
+    for node in list(tree.iter("img")):
+        described = " ".join((node.get("alt") or "").split())
+        _to_text(node, f"[Image: {described}]" if " " in described else "")  # one word names a sign or a file
+    for node in list(tree.iter("figcaption")):  # else trafilatura leaves it out
+        node.tag = "p"
+        if (figure := node.getparent()) is not None and figure.tag == "figure":
+            figure.tag = "div"
 
 
 def _script(node: Any) -> None:

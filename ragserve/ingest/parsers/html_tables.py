@@ -114,7 +114,7 @@ def _unwrap(table: Any) -> None:
 
 def _wrap(cell: Any) -> None:
     """Make paragraphs of the loose text beside the blocks in a cell, which is else taken for theirs."""
-    from lxml import etree  # type: ignore[import-untyped]
+    from lxml import etree
 
     if next(cell.iterchildren("table", "div", "p", "ul", "ol"), None) is None:
         cell.tag = "p"

@@ -51,7 +51,7 @@ def parse(raw: Raw) -> Parsed:
 def message_text(message: Message, *, hidden: bool = False) -> tuple[str, str]:
     """The headers that a reader sees and the text of a message, and a note about what was guessed or left
     out. Raises ``UnsupportedDocument`` if it is encrypted."""
-    reading = _Reading(hidden)
+    reading = _MessageReader(hidden)
     text = reading.message(message)
     return text, joined_notes(*reading.notes, html.hidden_note(0 if hidden else reading.n_hidden))
 
@@ -63,7 +63,7 @@ def header(message: Message, name: str) -> str:
 
 
 @dataclass
-class _Reading:
+class _MessageReader:
     """Reads one message, and collects what there is to say about it."""
 
     hidden: bool
@@ -215,7 +215,8 @@ def _own_parts(message: Message) -> Iterator[Message]:
     payload = message.get_payload()
     if isinstance(payload, list) and message.get_content_type() != "message/rfc822":
         for part in payload:
-            yield from _own_parts(part)
+            if isinstance(part, Message):
+                yield from _own_parts(part)
 
 
 def _attached(part: Message) -> str:

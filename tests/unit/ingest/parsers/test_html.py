@@ -60,6 +60,17 @@ def test_lists_have_their_numbers(rest: str) -> None:
         assert line in text.split("\n")
 
 
+@both
+def test_images_have_their_descriptions_and_captions(rest: str) -> None:
+    text = _page(
+        '<p>The pier <img src="a.png" alt="a map of the pier"> is long, and so are all of the others.</p>'
+        f'<figure><img src="b.png" alt="logo"><figcaption>The pier in 1987.</figcaption></figure>{rest}'
+    ).text
+    assert "The pier [Image: a map of the pier] is long" in text
+    assert "The pier in 1987." in text.split("\n")
+    assert "logo" not in text
+
+
 def test_options_are_apart() -> None:
     assert _page("<select><option>Oban<option>Wick</select>").text == "Oban\nWick"
 
