@@ -39,12 +39,13 @@ _OLD = ("mac-roman", "mac-latin2", "cp850", "cp852", "cp866", "cp857")  # of old
 _HANDICAP = (
     {"gb18030": 0.01, "euc_jp": 0.02, "big5": 0.005}
     | dict.fromkeys(_WINDOWS, 0.005)
-    | {"cp1252": 0.0}
+    | {"cp1252": 0.0, "cp1257": 0.02}
     | dict.fromkeys(_UNIX, 0.01)
     | dict.fromkeys(_OLD, 0.1)
 )
 _WORD = re.compile(r"[^\W\d_]+")
 _INSIDE_WORDS = frozenset("’ʼ‘·\xad‐‑–—")  # beside letters
+_APART = frozenset("±¶¯¥·¬¦¸")  # not before or behind a word
 _MIN_COMMON = 0.02  # share of common words, or characters, from which a language is recognised
 _LETTERS = 0.25  # what letters add to the score of a script that has an alphabet of its own, at most
 _LATIN_LETTERS = 0.03  # and of languages that have few letters outside of ASCII
@@ -253,6 +254,9 @@ def _foreign_characters(text: str) -> tuple[int, Counter[str]]:
         elif (
             (before.isalpha() and after.isalpha() and character not in _INSIDE_WORDS)
             or character in "\x80¤"
+            or (character in _APART and before.isalpha() != after.isalpha())
+            or (character in "¹²³" and text[max(0, at - 3) : at].isalpha() and at > 2)  # units are shorter
+            or (character == "¿" and "?" not in text)
             or ("\u2500" <= character < "\u2600" and (before.isalpha() or after.isalpha()))
             or "\x80" <= character < "\xa0"
         ):
