@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ragserve.ingest.parsers.small_text import lowered, raised_behind
 
@@ -70,6 +73,7 @@ def _visible(page: Any, *, keep: bool) -> tuple[list[_Text], int]:
     import pypdfium2.raw as pdfium
 
     every = list(_objects(page.raw, pdfium.FPDFPage_CountObjects, pdfium.FPDFPage_GetObject))
+    backgrounds = _Backgrounds(every)
     left, bottom, right, top = page.get_bbox()
     matrix, size = pdfium.FS_MATRIX(), ctypes.c_float()
     texts: list[_Text] = []
@@ -82,7 +86,7 @@ def _visible(page: Any, *, keep: bool) -> tuple[list[_Text], int]:
         points = abs(size.value) * (matrix.c**2 + matrix.d**2) ** 0.5
         out = form is None and not (left <= matrix.e <= right and bottom <= matrix.f <= top)
         suspect = out or (points < _TINY and form is None)
-        if _paints_nothing(raw, place, every) or (suspect and _is_lost(raw, (left, bottom, right, top))):
+        if backgrounds.hide(raw, form, place) or (suspect and _is_lost(raw, (left, bottom, right, top))):
             n_runs, in_run = n_runs + (not in_run), True
             if not keep:
                 if form is None:
@@ -97,22 +101,54 @@ def _visible(page: Any, *, keep: bool) -> tuple[list[_Text], int]:
     return texts, n_runs
 
 
-def _paints_nothing(raw: Any, place: int, every: list[_Object]) -> bool:
-    """Return whether text is invisible, not over an image, or as white as what is behind it."""
-    import pypdfium2.raw as pdfium
+class _Backgrounds:
+    """What is painted on a page behind its text; looked at when a text asks for it, on few pages."""
 
-    mode = pdfium.FPDFTextObj_GetTextRenderMode(raw)
-    if mode == _INVISIBLE:
-        images = (each for each, kind, _ in every if kind == pdfium.FPDF_PAGEOBJ_IMAGE)
-        return not any(_is_over(raw, image) for image in images)
-    if mode not in _FILLED:
-        return False
-    colour, alpha = _fill(raw)
-    if alpha <= _CLEAR:
-        return True
-    return min(colour) >= _WHITE and not any(
-        _is_over(raw, each) and _is_coloured(each, kind) for each, kind, _ in every[:place]
-    )
+    def __init__(self, every: list[_Object]) -> None:
+        self._every = every
+
+    def hide(self, raw: Any, form: Any, place: int) -> bool:
+        """Return whether text is invisible, not over an image, or as white as what was painted before it."""
+        import pypdfium2.raw as pdfium
+
+        mode = pdfium.FPDFTextObj_GetTextRenderMode(raw)
+        if mode == _INVISIBLE:
+            return not self._images.is_behind(raw, form, len(self._every))
+        if mode not in _FILLED:
+            return False
+        colour, alpha = _fill(raw)
+        return alpha <= _CLEAR or (min(colour) >= _WHITE and not self._coloured.is_behind(raw, form, place))
+
+    @cached_property
+    def _images(self) -> _Areas:
+        import pypdfium2.raw as pdfium
+
+        image, objects = pdfium.FPDF_PAGEOBJ_IMAGE, enumerate(self._every)
+        return _Areas([(place, raw, form) for place, (raw, kind, form) in objects if kind == image])
+
+    @cached_property
+    def _coloured(self) -> _Areas:
+        objects = enumerate(self._every)
+        return _Areas([(place, raw, form) for place, (raw, kind, form) in objects if _is_coloured(raw, kind)])
+
+
+class _Areas:
+    """The places of objects."""
+
+    def __init__(self, objects: list[tuple[int, Any, Any]]) -> None:
+        self._bounds = np.array([_bounds(raw) for _, raw, _ in objects], np.float32).reshape(-1, 4)
+        self._places = np.array([place for place, _, _ in objects], np.int64)
+        self._forms = np.array([_address(form) for _, _, form in objects], np.uint64)
+
+    def is_behind(self, raw: Any, form: Any, before: int) -> bool:
+        """Return whether an object that was painted before place ``before`` is behind the middle of a text.
+        Forms have coordinates of their own, so those of another form count as being there."""
+        left, bottom, right, top = _bounds(raw)
+        x, y = (left + right) / 2, (bottom + top) / 2
+        own = self._bounds
+        here = (own[:, 0] <= x) & (x <= own[:, 2]) & (own[:, 1] <= y) & (y <= own[:, 3])
+        elsewhere = self._forms != np.uint64(_address(form))
+        return bool(((here | elsewhere) & (self._places < before)).any())
 
 
 def _fill(raw: Any) -> tuple[tuple[int, int, int], int]:
@@ -144,13 +180,6 @@ def _bounds(raw: Any) -> tuple[float, float, float, float]:
     pdfium.FPDFPageObj_GetBounds(raw, *sides)
     left, bottom, right, top = (side.value for side in sides)
     return left, bottom, right, top
-
-
-def _is_over(raw: Any, other: Any) -> bool:
-    left, bottom, right, top = _bounds(raw)
-    x, y = (left + right) / 2, (bottom + top) / 2
-    left, bottom, right, top = _bounds(other)
-    return left <= x <= right and bottom <= y <= top
 
 
 def _is_lost(raw: Any, paper: tuple[float, float, float, float]) -> bool:

@@ -224,3 +224,21 @@ def test_attached_files_are_named() -> None:
         pdf.embed_file(bytes=b"x", basename="depths.csv")
 
     assert _parsed(_pdf(build)).text == "See the file.\nAttachments: depths.csv"
+
+
+def test_a_colour_in_a_form_of_the_page_may_be_behind_white_text() -> None:
+    form = "0 0 0.4 rg 0 0 500 500 re f"
+    content = "/F0 Do 1 1 1 rg BT /F1 12 Tf 50 700 Td (white on navy) Tj ET"
+    font = "<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>"
+    objects = [
+        "<</Type/Catalog/Pages 2 0 R>>",
+        "<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        "<</Type/Page/Parent 2 0 R/MediaBox[0 0 600 800]/Contents 4 0 R"
+        f"/Resources<</Font<</F1 {font}>>/XObject<</F0 5 0 R>>>>>>",
+        f"<</Length {len(content)}>>\nstream\n{content}\nendstream",
+        f"<</Type/XObject/Subtype/Form/BBox[0 0 500 500]/Matrix[1 0 0 1 40 300]/Length {len(form)}>>\n"
+        f"stream\n{form}\nendstream",
+    ]
+    body = "".join(f"{number} 0 obj\n{each}\nendobj\n" for number, each in enumerate(objects, 1))
+    found = _parsed(f"%PDF-1.7\n{body}trailer\n<</Root 1 0 R/Size 6>>\n%%EOF\n".encode())
+    assert (found.text, found.note) == ("white on navy", "")
