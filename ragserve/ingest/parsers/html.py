@@ -37,7 +37,8 @@ def parse(raw: Raw) -> Parsed:
     tree, n_hidden = _shown(source, keep=raw.hidden)
     heading, everything = _heading(tree, ".//title", ".//h1"), _all_text(tree)
     title, text = _main_text(tree, raw.url)
-    if len(text) < _MIN_MAIN_TEXT and len(everything) > len(text):
+    # trafilatura ends lines at inline elements, and writes signs before items
+    if len(text) < _MIN_MAIN_TEXT and sum(map(str.isalnum, everything)) >= sum(map(str.isalnum, text)):
         text = everything
     note = joined_notes(note, hidden_note(0 if raw.hidden else n_hidden))
     return Parsed(text, "text/html", title=title or heading, note=note)

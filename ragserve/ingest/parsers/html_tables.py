@@ -28,13 +28,14 @@ def lay_out_tables(tree: Any, text_of: Callable[[Any], str]) -> None:
         if table.get("role") in ("presentation", "none") or (has_tables and not headed):
             _unwrap(table)
             continue
+        _put_caption_first(table, text_of)
         if has_tables:
             for inner in list(table.iter("table")):
                 if inner is not table:
                     _flatten(inner)
         rows = _grid(table, text_of)
         if sum(map(any, rows)) > 1 and len(rows[0]) > 1:
-            _rewrite(table, rows, text_of)
+            _rewrite(table, rows)
 
 
 def cells_of(table: Any) -> list[list[str]]:
@@ -80,15 +81,24 @@ def _span(value: str | None, most: int) -> int:
     return min(int(found.group(1)), most) if found else 1
 
 
-def _rewrite(table: Any, rows: list[list[str]], text_of: Callable[[Any], str]) -> None:
+def _put_caption_first(table: Any, text_of: Callable[[Any], str]) -> None:
+    """Make a table's caption a paragraph before it."""
     from lxml import etree  # type: ignore[import-untyped]
 
     caption = table.find("caption")
-    parent, tail = table.getparent(), table.tail
-    if caption is not None and parent is not None and (name := text_of(caption).strip()):
+    if caption is None or table.getparent() is None:
+        return
+    if name := text_of(caption).strip():
         above = etree.Element("p")
         above.text = name
         table.addprevious(above)
+    table.remove(caption)
+
+
+def _rewrite(table: Any, rows: list[list[str]]) -> None:
+    from lxml import etree  # type: ignore[import-untyped]
+
+    tail = table.tail
     table.clear()
     table.tail = tail
     for number, row in enumerate(rows):

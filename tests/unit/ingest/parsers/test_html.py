@@ -71,6 +71,23 @@ def test_images_have_their_descriptions_and_captions(rest: str) -> None:
     assert "logo" not in text
 
 
+@both
+def test_inline_elements_end_no_lines(rest: str) -> None:
+    text = _page(f"<p>Take <i>a</i><sub>ij</sub> and <b>two</b>, <span>not</span> three.</p>{rest}").text
+    assert "Take a_ij and two, not three." in text
+
+
+@both
+def test_a_caption_stands_before_its_table(rest: str) -> None:
+    text = _page(f"{rest}<table><caption>Fares of 1987</caption><tr><td>only<td>one row</table>{rest}").text
+    assert "Fares of 1987" in text.split("\n")
+
+
+def test_a_file_of_few_elements_is_html() -> None:
+    source = b"<dl><dt>Berth<dd>A place for a ship</dl>"
+    assert parse(Raw(source, "a.html", ".html")).text == "Berth\nA place for a ship"
+
+
 def test_options_are_apart() -> None:
     assert _page("<select><option>Oban<option>Wick</select>").text == "Oban\nWick"
 
