@@ -96,7 +96,7 @@ def _put_caption_first(table: Any, text_of: Callable[[Any], str]) -> None:
 
 
 def _rewrite(table: Any, rows: list[list[str]]) -> None:
-    from lxml import etree  # type: ignore[import-untyped]
+    from lxml import etree
 
     tail = table.tail
     table.clear()
