@@ -1,5 +1,5 @@
-"""The charsets that labels stand for, by the Encoding Standard of the WHATWG, which browsers and mail programs
-follow (https://encoding.spec.whatwg.org/#names-and-labels)."""
+"""The charsets that labels stand for, by the Encoding Standard of the WHATWG, as browsers
+read them (https://encoding.spec.whatwg.org/#names-and-labels)."""
 
 from __future__ import annotations
 
