@@ -32,4 +32,3 @@ def parse(raw: Raw) -> Parsed:
         if found and found.re is _HEADING:
             title = _CLOSING.sub("", title).rstrip()
     return Parsed(text, "text/markdown", title=title, metadata=dict(front.metadata), note=note)
-
