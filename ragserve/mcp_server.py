@@ -38,6 +38,7 @@ class ReadablePassage(BaseModel):
     source: str | None = Field(description="Path, URL or name of the document.")
     title: str
     page: int | None = Field(description="Page, slide, sheet, chapter or message, from 1.")
+    first_page: int | None = Field(description="Where its first sentence begins: `page`, or the one before.")
     page_kind: str | None = Field(description="Which of these.")
     page_name: str | None = Field(description="Name of the sheet or chapter.")
     text: str
@@ -49,6 +50,7 @@ class ReadablePassage(BaseModel):
             source=passage.source,
             title=passage.title,
             page=passage.page,
+            first_page=passage.first_page,
             page_kind=passage.page_kind,
             page_name=passage.page_name,
             text=passage.text,

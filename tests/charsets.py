@@ -3,13 +3,15 @@
     python -m tests.charsets --out benchmarks/results/charsets.json
 
 The texts of tests/data/languages, in ten languages, are written in every charset that has their letters:
-whole, by paragraph and by first sentence of a paragraph. A reading is right if it gives the text back.
+whole, by paragraph and by first sentence of a paragraph. So are tables of 1 to 200 rows of the nouns and
+prices in tests/data/nouns, in twenty languages. A reading is right if it gives the text back.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,32 @@ HOME = {  # charsets in which a language was written
     "japanese": ("cp932", "euc_jp"),
     "chinese": ("gb18030",),
 }
+NOUNS = TEXTS.parent / "nouns"
+TABLES = {  # languages and charsets of the tables
+    "russian": ("cp1251", "koi8-r", "cp866"),
+    "ukrainian": ("cp1251", "koi8-u"),
+    "bulgarian": ("cp1251",),
+    "greek": ("cp1253", "iso8859-7"),
+    "hebrew": ("cp1255",),
+    "arabic": ("cp1256",),
+    "japanese": ("cp932", "euc_jp"),
+    "chinese": ("gb18030",),
+    "chinese-traditional": ("big5",),
+    "korean": ("cp949",),
+    "polish": ("cp1250", "iso8859-2"),
+    "czech": ("cp1250", "iso8859-2"),
+    "hungarian": ("cp1250", "iso8859-2"),
+    "turkish": ("cp1254", "iso8859-9"),
+    **dict.fromkeys(
+        ("german", "french", "spanish", "swedish", "portuguese", "danish"), ("cp1252", "mac-roman")
+    ),
+}
+ROWS = (1, 3, 6, 10, 20, 200)
+_TABLE_ROWS = {
+    1: "tables of 1 row",
+    3: "tables of 3 rows",
+    **dict.fromkeys(ROWS[2:], "tables of 6 to 200 rows"),
+}
 # what people wrote in charsets without the character
 _PLAIN = str.maketrans(
     {"’": "'", "‘": "'", "“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "–": "-", "—": "-"}
@@ -61,6 +89,19 @@ def samples() -> Iterator[tuple[str, str, str, str, bytes]]:
                 yield language, charset, size, text, data
 
 
+def tables() -> Iterator[tuple[str, str, int, str, bytes]]:
+    """(language, charset, rows, text, bytes) of each table to read, three of each size."""
+    for language, charsets in TABLES.items():
+        nouns = (NOUNS / f"{language}.txt").read_text(encoding="utf-8").split()
+        for charset, rows, first in product(charsets, ROWS, (0, 7, 14)):
+            cells = [nouns[(first + at) % len(nouns)] for at in range(2 * rows + 2)]
+            lines = [f"{cells[2 * at]};{at * 7 % 90},50;{cells[2 * at + 1]}" for at in range(1, rows + 1)]
+            text = "\n".join([f"{cells[0]};EUR;{cells[1]}", *lines, ""])
+            if language in ("french", "ukrainian"):
+                text = text.translate(_PLAIN)
+            yield language, charset, rows, text, text.encode(charset)
+
+
 def _first_sentence(paragraph: str) -> str:
     ends = [paragraph.find(mark) for mark in (". ", "? ", "! ", "。") if mark in paragraph]
     return paragraph[: min(ends) + 1] if ends else paragraph
@@ -73,22 +114,25 @@ def by_library(data: bytes) -> tuple[str, str]:
 
 
 def measure() -> list[dict[str, Any]]:
-    """A row for each charset, and one for all."""
+    """A row for each charset of prose, one for all of it, and one for tables of each size."""
     rivals: dict[str, Callable[[bytes], tuple[str, str]]] = {"library": by_library, "ragserve": decode}
     rows = {
-        name: {"charset": name, "readings": 0, "library": 0, "ragserve": 0} for name in (*CHARSETS, "all")
+        name: {"charset": name, "readings": 0, "library": 0, "ragserve": 0}
+        for name in (*CHARSETS, "all", *_TABLE_ROWS.values())
     }
     for row in rows.values():
         row |= {"wrong": 0, "wrong and not said to be a guess": 0, "two charsets named": 0}
-    for language, charset, size, text, data in samples():
-        for row in (rows[charset], rows["all"]):
+    prose = ((*sample, (rows[sample[1]], rows["all"])) for sample in samples())
+    lists = ((*table, (rows[_TABLE_ROWS[table[2]]],)) for table in tables())
+    for language, charset, size, text, data, counted in chain(prose, lists):
+        for row in counted:
             row["readings"] += 1
         for name, read in rivals.items():
             try:
                 found, note = read(data)
             except UnsupportedDocument as error:
                 found, note = "", str(error)
-            for row in (rows[charset], rows["all"]):
+            for row in counted:
                 row[name] += found == text
                 if name == "ragserve":
                     row["two charsets named"] += "it may be" in note
@@ -106,8 +150,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="write the report to this file")
     out = parser.parse_args().out
-    workload = {"texts": "tests/data/languages", "languages": len(HOME), "charsets": len(CHARSETS)}
-    note = "Right readings, %, of whole texts, paragraphs and sentences; library: charset-normalizer alone."
+    workload: dict[str, Any] = {
+        "texts": "tests/data/languages",
+        "languages": len(HOME),
+        "charsets": len(CHARSETS),
+    }
+    workload |= {"tables": "tests/data/nouns", "languages of tables": len(TABLES)}
+    note = (
+        "Right readings, %, of whole texts, paragraphs and sentences, and of tables of nouns; library: "
+        "charset-normalizer alone."
+    )
     write("charsets", workload, measure(), out=out, note=note)
 
 

@@ -16,7 +16,8 @@ MetadataValue = str | int | float | bool | None | list[str]
 @dataclass(frozen=True, slots=True)
 class NewChunk:
     """A passage of a document's text: ``document_text[start:end]``. The text of one that continues a table
-    begins with a copy of the table's header, in front of that: `header_chars`. ``page`` counts from 1, if the
+    begins with a copy of the table's header, and one that continues a sentence of the page before with a copy
+    of its beginning, in front of that: `header_chars`. ``page`` counts from 1, if the
     format has pages. ``sentences``: embeddings of its sentences, if they were made.
     """
 
@@ -87,8 +88,16 @@ class Chunk:
 
     @property
     def header_chars(self) -> int:
-        """Length of the copied table header at the beginning of ``text``, see `NewChunk`; mostly 0."""
+        """Length of the copy at the beginning of ``text``, see `NewChunk`; mostly 0."""
         return max(0, len(self.text) - (self.end - self.start))
+
+    @property
+    def first_page(self) -> int | None:
+        """``page``, or the one before it if ``text`` begins with a copy of the sentence that goes on there; a
+        copied table header has lines of its own."""
+        copied = self.text[: self.header_chars]
+        goes_on = copied and "\n" not in copied and self.page_kind == "page"
+        return self.page - 1 if goes_on and self.page else self.page
 
     @property
     def own_text(self) -> str:

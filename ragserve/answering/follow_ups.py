@@ -260,7 +260,7 @@ def passages(found: Sequence[Hit | FoundPassage]) -> list[RetrievedPassage]:
 def _fields(chunk: Chunk) -> dict[str, Any]:
     fields = asdict(chunk)
     fields["metadata"].pop("page_names", None)  # one for each page of the document; the own one is below
-    own = ("header_chars", "page_kind", "page_name")
+    own = ("header_chars", "first_page", "page_kind", "page_name")
     return fields | {name: getattr(chunk, name) for name in own}
 
 

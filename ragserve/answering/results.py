@@ -38,6 +38,10 @@ class Passage(Result):
     page: int | None = Field(
         default=None, description="Page, slide, sheet, chapter or message, from 1, where the format has them."
     )
+    first_page: int | None = Field(
+        default=None,
+        description="The page before, if `text` begins with a sentence that goes on from there; else `page`.",
+    )
     page_kind: str | None = Field(
         default=None, description="Which of these: `page`, `slide`, `sheet`, `chapter` or `message`."
     )
@@ -46,8 +50,9 @@ class Passage(Result):
     end: int | None = Field(default=None, description="Character after the last one.")
     header_chars: int = Field(
         default=0,
-        description="Characters at the beginning of `text` that copy the header of the table that the "
-        "passage continues; the rest is the document's text from `start` to `end`.",
+        description="Characters at the beginning of `text` that copy the header of the table, or the "
+        "beginning of the sentence, that the passage continues; the rest is the document's text from `start` "
+        "to `end`.",
     )
     score: float | None = Field(
         default=None,

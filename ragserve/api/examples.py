@@ -18,7 +18,15 @@ _TITLED = {
     "text": "Skerryvore was lit for the first time on 1 February 1844. Its builder was Alan Stevenson.",
 }
 _DOC_ID = {"doc_id": "d41f6c2a9b7e"}
-_PLACE = {"page": None, "page_kind": None, "page_name": None, "start": 512, "end": 804, "header_chars": 0}
+_PLACE = {
+    "page": None,
+    "first_page": None,
+    "page_kind": None,
+    "page_name": None,
+    "start": 512,
+    "end": 804,
+    "header_chars": 0,
+}
 _SOURCE = {"source": "/srv/docs/lighthouse.md"}
 _PASSAGE: dict[str, Any] = {
     "index": 1,

@@ -109,10 +109,14 @@ class ChunkView(BaseModel):
     start: int
     end: int
     header_chars: int = Field(
-        description="Characters at the beginning of `text` that copy the header of the table that the chunk "
-        "continues; the rest is the document's text from `start` to `end`."
+        description="Characters at the beginning of `text` that copy the header of the table, or the "
+        "beginning of the sentence, that the chunk continues; the rest is the document's text from `start` "
+        "to `end`."
     )
     page: int | None
+    first_page: int | None = Field(
+        description="The page before, if `text` begins with a sentence that goes on from there; else `page`."
+    )
     page_kind: str | None = Field(
         description="Kind of place that `page` counts: `page`, `slide`, `sheet`, `chapter` or `message`."
     )

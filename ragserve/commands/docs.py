@@ -109,7 +109,7 @@ def show(
     if as_json:
         names = (
             *("chunk_id", "ordinal", "start", "end", "header_chars"),
-            *("page", "page_kind", "page_name", "n_tokens", "text"),
+            *("page", "first_page", "page_kind", "page_name", "n_tokens", "text"),
         )
         own = [{name: getattr(chunk, name) for name in names} for chunk in chunks]
         print_json({**_plain(found), "chunks": own})

@@ -49,9 +49,13 @@ def shown(name: str) -> str:
 
 
 def place(passage: Passage | Chunk) -> str:
-    """Where in its document a passage is: ``page 3``, ``sheet 2 (Revenue)``; empty without pages."""
+    """Where in its document a passage is: ``page 3``, ``page 3-4``, ``sheet 2 (Revenue)``; empty without
+    pages."""
+    if not passage.page:
+        return ""
     name = f" ({passage.page_name})" if passage.page_name else ""
-    return f"{passage.page_kind} {passage.page}{name}" if passage.page else ""
+    first = f"{passage.first_page}-" if passage.first_page not in (None, passage.page) else ""
+    return f"{passage.page_kind} {first}{passage.page}{name}"
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 chonkie's RecursiveChunker proposes cuts at paragraphs, sentences, clauses and words. It adds up the counts of
 pieces, but BPE counts are not additive, so every proposal is counted again, and pieces that are still too
 long are split here at token boundaries. Tables are cut between their rows; a chunk that continues a table
-begins with a copy of its header, unless that would take more than half of a chunk. The result satisfies:
+begins with a copy of its header, unless that would take more than half of a chunk. A sentence that goes on
+over the end of a page is whole in the chunk of the next page, which begins with a copy of the sentence's
+beginning. The result satisfies:
 
 * ``chunk.text`` is the header's copy, mostly empty, and ``text[chunk.start:chunk.end]``: the length of the
   copy is ``chunk.header_chars``. Chunks are in order, and without the copies they are the text;
@@ -19,10 +21,11 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from ragserve.ingest.markdown_tables import TableSpan, tables_in
+from ragserve.ingest.page_seams import sentence_end, sentences_over_pages
 from ragserve.ingest.tokenizer import Counter
 from ragserve_index.types import NewChunk
 
-CHUNKING_VERSION = 2
+CHUNKING_VERSION = 3
 """Part of every content hash. Raise it when a change here gives other chunks for the same text."""
 
 # characters given to chonkie at once: it holds the pieces of a level in memory and caches their counts
@@ -31,7 +34,8 @@ _ROWS = 1000  # of a table, counted at once
 
 
 class _Piece(NamedTuple):
-    """A span of the text, and the header of the table that it continues."""
+    """A span of the text, and the header of the table, or the beginning of the sentence, that it
+    continues."""
 
     start: int
     end: int
@@ -54,19 +58,23 @@ class Chunker:
         levels = [level for level in rules.levels or [] if level.delimiters or level.whitespace]
         self._chonkie: Any = RecursiveChunker(tokenizer=count, chunk_size=limit, rules=RecursiveRules(levels))
 
-    def split(self, text: str, pages: Sequence[tuple[int, int]] = ()) -> list[NewChunk]:
+    def split(
+        self, text: str, pages: Sequence[tuple[int, int]] = (), *, running: bool = False
+    ) -> list[NewChunk]:
         """Cut ``text`` into chunks; a text of white space has none.
 
-        No chunk crosses a page boundary. ``pages`` holds (offset, number), see `parsers.Parsed`.
+        No chunk crosses a page boundary. ``pages`` holds (offset, number), see `parsers.Parsed`. ``running``:
+        the text goes on from page to page, as it does in a book and not on slides.
         """
         if not text.strip():
             return []
         starts = [start for start, _ in pages]
         bounds = [0, *(start for start in starts if start > 0), len(text)]
+        leads = dict(sentences_over_pages(text, pages)) if running else {}
         pieces = [
             piece
             for start, end in pairwise(bounds)
-            for piece in self._joined(text, self._pieces(text, start, end))
+            for piece in self._joined(text, self._led(text, start, end, leads.get(start, "")))
         ]
         counts = self._count.counts([piece.text(text) for piece in pieces])
         chunks = []
@@ -82,6 +90,22 @@ class Chunker:
             yield from self._table(text, table)
             start = table.end
         yield from self._prose(text, start, end)
+
+    def _led(self, text: str, start: int, end: int, lead: str) -> Iterator[_Piece]:
+        """Yield the spans of a page, the first with the beginning of its sentence."""
+        pieces = self._pieces(text, start, end)
+        first = next(pieces, None) if lead else None
+        if first is not None:
+            whole = first._replace(header=lead)
+            sentence = whole._replace(end=min(first.end, sentence_end(text, start, first.end)))
+            if first.header or self._count(sentence.text(text)) > self._limit:
+                yield first
+            elif self._count(whole.text(text)) <= self._limit:
+                yield whole
+            else:
+                yield sentence
+                yield first._replace(start=sentence.end)
+        yield from pieces
 
     def _prose(self, text: str, start: int, end: int) -> Iterator[_Piece]:
         while start < end:

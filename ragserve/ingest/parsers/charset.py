@@ -1,15 +1,23 @@
-"""Bytes to text: byte order mark, declared charset, UTF-8, then a guess that must look like text."""
+"""Bytes to text: byte order mark, UTF-8, declared charset, then a guess that must look like text."""
 
 from __future__ import annotations
 
 import codecs
 import re
 from collections import Counter
+from contextlib import suppress
 from typing import NamedTuple
 
 from ragserve.errors import UnsupportedDocument
-from ragserve.ingest.parsers.base import unreadable
-from ragserve.ingest.parsers.charset_languages import COMMON_CHARACTERS, LANGUAGE_TABLE
+from ragserve.ingest.parsers.base import one_line, unreadable
+from ragserve.ingest.parsers.charset_labels import charset_of
+from ragserve.ingest.parsers.charset_languages import (
+    COMMON_CHARACTERS,
+    DAILY_USE,
+    FINAL_LETTERS,
+    LANGUAGE_TABLE,
+    VOWELS,
+)
 
 _BOMS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -18,8 +26,8 @@ _BOMS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-# Python's codecs that are no charsets: they read escapes, so ASCII becomes anything, half characters too
-_ESCAPES = frozenset({"utf-7", "unicode-escape", "raw-unicode-escape", "punycode", "idna", "undefined"})
+_DOUBLE_BYTE = frozenset(["cp932", "cp949", "gb18030", "big5hkscs", "euc_jp", "johab"])
+_SURE = 4  # so many characters of valid UTF-8 are no chance, even in text of a double-byte charset
 _TEXT_CONTROLS = frozenset("\t\n\r\f\v\b\x1b\x85")
 _MAX_CONTROLS = 0.01  # share of control characters above which decodable bytes are not text
 _GUESS_BYTES = 16 * 1024  # used for the guess; all bytes are then decoded strictly
@@ -28,10 +36,23 @@ _GUESS_BYTES = 16 * 1024  # used for the guess; all bytes are then decoded stric
 _WINDOWS = ("cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp1257", "cp1255", "cp1256")
 _UNIX = ("iso8859-15", "iso8859-2", "koi8-u", "iso8859-5", "iso8859-7")
 _OLD = ("mac-roman", "mac-latin2", "cp850", "cp852", "cp866", "cp857")  # of old Macs and of DOS
-_HANDICAP = dict.fromkeys(_WINDOWS, 0.0) | dict.fromkeys(_UNIX, 0.01) | dict.fromkeys(_OLD, 0.1)
+_HANDICAP = (
+    {"gb18030": 0.01, "euc_jp": 0.02, "big5": 0.005}
+    | dict.fromkeys(_WINDOWS, 0.005)
+    | {"cp1252": 0.0, "cp1257": 0.02}
+    | dict.fromkeys(_UNIX, 0.01)
+    | dict.fromkeys(_OLD, 0.1)
+)
 _WORD = re.compile(r"[^\W\d_]+")
 _INSIDE_WORDS = frozenset("’ʼ‘·\xad‐‑–—")  # beside letters
+_APART = frozenset("±¶¯¥·¬¦¸")  # not before or behind a word
 _MIN_COMMON = 0.02  # share of common words, or characters, from which a language is recognised
+_LETTERS = 0.25  # what letters add to the score of a script that has an alphabet of its own, at most
+_LATIN_LETTERS = 0.03  # and of languages that have few letters outside of ASCII
+_CAPITALS = 0.05  # taken off where all letters are capitals: Hebrew in koi8 would be
+_MUTE = 0.2  # share of words that may be abbreviations, without a vowel
+_MAX_ODD = 0.1  # share of letters that do not belong, above which letters say nothing
+_SHARE_DAILY = 0.7  # of characters of a multi-byte charset in daily use, above which they say something
 _DOUBT = 0.1  # a reading whose score is that close is as likely
 
 
@@ -43,7 +64,8 @@ class Decoded(NamedTuple):
 
 
 def decode(data: bytes, declared: str | None = None) -> Decoded:
-    """Decode text. The ``declared`` charset (HTTP header, HTML meta) is used if it decodes strictly.
+    """Decode text. The charset that the label ``declared`` (HTTP header, HTML meta) stands for is used if it
+    decodes strictly and the text is not valid UTF-8, which text of other charsets hardly ever is.
 
     Raises ``UnsupportedDocument`` (code ``undecodable``) for binary data and for text in an unknown charset.
     """
@@ -54,15 +76,38 @@ def decode(data: bytes, declared: str | None = None) -> Decoded:
             except UnicodeDecodeError as error:
                 why = f"starts with a {charset} mark but is not {charset} at byte {error.start}"
                 raise _undecodable(why) from error
-    if b"\x00" in data:
+    named = charset_of(declared) if declared else None
+    wide = named is not None and named.startswith(("utf-16", "utf-32"))
+    if b"\x00" in data and not wide:
         raise _undecodable("contains NUL bytes; is it binary?")
-    for charset in dict.fromkeys((declared or "utf-8", "utf-8")):
-        try:
-            if codecs.lookup(charset).name not in _ESCAPES:
-                return Decoded(_checked(data.decode(charset), charset))
-        except (ValueError, LookupError):  # bytes that are not of the charset, or a name of none
-            continue
+    if b"\x00" not in data:
+        text = None if named and _is_escaped(data, named) else _utf_8(data)
+        if text is not None and (wide or not named or _is_sure(text, named)):
+            labelled = named not in (None, "utf-8") and not text.isascii()
+            note = f"read as utf-8, though labelled {one_line(declared or '')[:40]}" if labelled else ""
+            return Decoded(_checked(text, "utf-8"), note)
+        if wide:  # a page that said so in ASCII is no such text
+            named = None
+    if named:
+        with suppress(ValueError, UnsupportedDocument):  # not of that charset, or controls instead of text
+            return Decoded(_checked(data.decode(named), named))
     return _guessed(data)
+
+
+def _utf_8(data: bytes) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def _is_escaped(data: bytes, charset: str) -> bool:
+    """Return whether a charset writes other characters as ASCII that is made to mean them."""
+    return data.isascii() and charset.startswith(("iso2022", "hz"))
+
+
+def _is_sure(utf_8: str, named: str) -> bool:
+    return named not in _DOUBLE_BYTE or utf_8.isascii() or sum(c > "\x7f" for c in utf_8[:4096]) >= _SURE
 
 
 class _Reading(NamedTuple):
@@ -94,7 +139,7 @@ def _guessed(data: bytes) -> Decoded:
 def _in_a_language(sample: bytes) -> list[_Reading]:
     """Readings in which a language is recognised, the best first, each text once."""
     readings: dict[str, _Reading] = {}
-    for charset in (*_HANDICAP, *COMMON_CHARACTERS):
+    for charset in dict.fromkeys((*_WINDOWS, *_UNIX, *_OLD, *COMMON_CHARACTERS)):
         try:
             # the sample may end within a character
             text = codecs.getincrementaldecoder(charset)().decode(sample)
@@ -108,24 +153,60 @@ def _in_a_language(sample: bytes) -> list[_Reading]:
 
 def _likeness(text: str) -> float | None:
     """Rate how much a text is like its likeliest language, at most 2. None if it is like none: too few of its
-    words are common, and its letters fit no Latin alphabet.
+    words are common, and its letters fit no alphabet.
 
-    The share of common words, by letters, and of the characters outside of ASCII that belong where they are.
+    The share of common words, by letters, or how common the letters are; and the share of the characters
+    outside of ASCII that belong where they are.
     """
     words = Counter(_WORD.findall(text.lower()))
     total = sum(len(word) * n for word, n in words.items())
     strange, letters = _foreign_characters(text)
     n_foreign = strange + letters.total()
     latin = all(letter < "\u0250" for letter in letters)
+    misplaced = 0 if latin else _misplaced(text)
     best: float | None = None
     for language in LANGUAGE_TABLE.values():
         common = sum(len(word) * words[word] for word in language.words) / max(total, 1)
-        odd = strange + sum(n for letter, n in letters.items() if letter not in language.letters)
-        if common < _MIN_COMMON and (odd or not latin):
-            continue
+        belonging = sum(n for letter, n in letters.items() if letter in language.letters)
+        usual = sum(n * language.letters.get(letter, 0.0) for letter, n in letters.items()) / max(
+            belonging, 1
+        )
+        odd = strange + letters.total() - belonging
         score = common + 1 - odd / max(n_foreign, 1)
+        if language.latin:
+            if common < _MIN_COMMON and (odd or not latin):
+                continue
+            score += _LATIN_LETTERS * usual
+        else:
+            by_letters = (
+                min(_LETTERS, 1.3 * (usual - 0.5)) if odd + misplaced <= _MAX_ODD * n_foreign else 0.0
+            )
+            if common < _MIN_COMMON and by_letters < _MIN_COMMON:
+                continue
+            score += max(0.0, by_letters - common) - misplaced / max(n_foreign, 1)
+            score -= _CAPITALS if text.isupper() else 0.0
         best = score if best is None else max(best, score)
     return best
+
+
+def _misplaced(text: str) -> int:
+    """Letters of words of another script than Latin that nobody writes so: capitals within a word, final
+    letters before its end, and many words of one letter or without a vowel."""
+    wrong = single = n_words = 0
+    mute: list[str] = []
+    for word in _WORD.findall(text):
+        if word.isascii():
+            continue
+        n_words += 1
+        single += len(word) == 1
+        cased = word.islower() or word.isupper() or word[1:].islower() or word.lower() == word.upper()
+        if not cased or any(letter in FINAL_LETTERS for letter in word[:-1]):
+            wrong += len(word)
+        elif VOWELS.isdisjoint(word.lower()) and word.lower() != word.upper():  # of a script that has vowels
+            mute.append(word)
+    if len(mute) > max(1, _MUTE * n_words):
+        wrong += sum(map(len, mute))
+    return wrong + (single if 2 * single > n_words else 0)
 
 
 def _characters(text: str, charset: str) -> float | None:
@@ -133,7 +214,22 @@ def _characters(text: str, charset: str) -> float | None:
     strange, letters = _foreign_characters(text)
     n_foreign = strange + letters.total()
     common = sum(letters[character] for character in COMMON_CHARACTERS[charset]) / max(n_foreign, 1)
-    return None if common < _MIN_COMMON else common + 1 - strange / n_foreign
+    daily = sum(n for letter, n in letters.items() if _is_daily(letter, charset)) / max(n_foreign, 1)
+    by_letters = _LETTERS * (daily - _SHARE_DAILY) / (1 - _SHARE_DAILY)
+    if max(common, by_letters) < _MIN_COMMON:
+        return None
+    return max(common, by_letters) + 1 - strange / n_foreign
+
+
+def _is_daily(letter: str, charset: str) -> bool:
+    standard, first, last = DAILY_USE[charset]
+    try:
+        data = letter.encode(standard)
+    except UnicodeEncodeError:
+        return False
+    if "\u3040" <= letter < "\u3100":  # kana, which the other standards have too
+        return charset in ("cp932", "euc_jp")
+    return len(data) == 2 and first <= data[0] <= last
 
 
 def _foreign_characters(text: str) -> tuple[int, Counter[str]]:
@@ -148,13 +244,20 @@ def _foreign_characters(text: str) -> tuple[int, Counter[str]]:
         before, after = text[at - 1 : at], text[at + 1 : at + 2]
         if character.isalpha():
             mixed = character > "\u024f" and (_is_ascii_letter(before) or _is_ascii_letter(after))
-            if mixed or (character.isupper() and before.islower()):
+            capital_within = (
+                character.isupper() and before.isalpha() and (before.islower() or after.islower())
+            )
+            if mixed or capital_within:
                 strange += 1
             else:
                 letters[character.lower()] += 1
         elif (
             (before.isalpha() and after.isalpha() and character not in _INSIDE_WORDS)
             or character in "\x80¤"
+            or (character in _APART and before.isalpha() != after.isalpha())
+            or (character in "¹²³" and text[max(0, at - 3) : at].isalpha() and at > 2)  # units are shorter
+            or (character == "¿" and "?" not in text)
+            or ("\u2500" <= character < "\u2600" and (before.isalpha() or after.isalpha()))
             or "\x80" <= character < "\xa0"
         ):
             strange += 1

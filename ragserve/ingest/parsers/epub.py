@@ -9,8 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ragserve.ingest.parsers.base import Parsed, Raw, container_errors, one_line, paged, unreadable
-from ragserve.ingest.parsers.charset import decode
-from ragserve.ingest.parsers.html import heading_and_text
+from ragserve.ingest.parsers.html import decode_page, hidden_note, part
 
 MIME = "application/epub+zip"
 _MAIN = "META-INF/container.xml"
@@ -33,10 +32,11 @@ def parse(raw: Raw) -> Parsed:
             for item in spine
             if item.get("media-type") in _PAGES
         ]
-        chapters = [heading_and_text(decode(book.read(path)).text) for path in paths]
+        chapters = [part(decode_page(book.read(path)).text, hidden=raw.hidden) for path in paths]
         title = one_line(package.findtext(".//{http://purl.org/dc/elements/1.1/}title") or "")
-    names = [name for name, _ in chapters]
-    return paged([text for _, text in chapters], MIME, "chapter", names=names, title=title)
+    names, texts = [chapter.heading for chapter in chapters], [chapter.text for chapter in chapters]
+    note = hidden_note(0 if raw.hidden else sum(chapter.n_hidden for chapter in chapters))
+    return paged(texts, MIME, "chapter", names=names, title=title, note=note)
 
 
 def _refuse_encrypted(book: zipfile.ZipFile) -> None:

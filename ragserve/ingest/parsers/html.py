@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.markdown_tables import markdown_table
-from ragserve.ingest.parsers.base import Parsed, Raw, unreadable
-from ragserve.ingest.parsers.charset import decode
+from ragserve.ingest.parsers.base import Parsed, Raw, joined_notes, left_out, unreadable
+from ragserve.ingest.parsers.charset import Decoded, decode
+from ragserve.ingest.parsers.html_hidden import drop_hidden
+from ragserve.ingest.parsers.html_marks import write_marks
+from ragserve.ingest.parsers.html_tables import cells_of, lay_out_tables
 
-_META_CHARSET = re.compile(rb"<meta[^<>]+charset\s*+=\s*+[\"']?\s*+([A-Za-z0-9_.:-]+)", re.I)
+# in an XML declaration, or in a meta element
+_CHARSET = re.compile(
+    rb"\A\s*+<\?xml[^<>]{1,99}?encoding\s*+=\s*+[\"']([A-Za-z0-9_.:-]+)"
+    rb"|<meta[^<>]+charset\s*+=\s*+[\"']?\s*+([A-Za-z0-9_.:-]+)",
+    re.I,
+)
 _ROW_END = re.compile(r"^(\|.*\|) +$", re.M)  # of a table, as trafilatura writes it
+_LIST_NUMBER = re.compile(r"^- (?=(?:-?\d{1,9}|[a-zA-Z]|[ivxIVX]{1,8})\. )", re.M)  # as `write_marks` has it
 _INVISIBLE = {"script", "style", "noscript", "template", "head", "svg", "iframe", "object"}
 _BLOCK_TAGS = (
     "address article aside blockquote br caption dd details dialog div dl dt fieldset figcaption figure "
-    "footer form h1 h2 h3 h4 h5 h6 header hr li main nav ol p pre section summary table td th tr ul"
+    "footer form h1 h2 h3 h4 h5 h6 header hr legend li main nav ol optgroup option p pre section select "
+    "summary table td textarea th tr ul"
 )
 _BLOCKS = frozenset(_BLOCK_TAGS.split())
 # characters; below that, trafilatura has often taken a caption or a cookie notice for the article
@@ -23,27 +33,53 @@ _MIN_MAIN_TEXT = 200
 
 
 def parse(raw: Raw) -> Parsed:
-    declared = raw.charset
-    if declared is None:
-        meta = _META_CHARSET.search(raw.data[:4096])
-        declared = meta.group(1).decode("ascii") if meta else None
-    source, note = decode(raw.data, declared)
-
-    tree = _tree(source)
-    title, text = _main_text(_with_header_rows(tree, source), raw.url)
-    everything = _all_text(tree)
-    if len(text) < _MIN_MAIN_TEXT and len(everything) > len(text):
+    source, note = decode_page(raw.data, raw.charset)
+    tree, n_hidden = _shown(source, keep=raw.hidden)
+    heading, everything = _heading(tree, ".//title", ".//h1"), _all_text(tree)
+    title, text = _main_text(tree, raw.url)
+    # trafilatura ends lines at inline elements, and writes signs before items
+    if len(text) < _MIN_MAIN_TEXT and sum(map(str.isalnum, everything)) >= sum(map(str.isalnum, text)):
         text = everything
-    return Parsed(text, "text/html", title=title or _heading(tree, ".//title", ".//h1"), note=note)
+    note = joined_notes(note, hidden_note(0 if raw.hidden else n_hidden))
+    return Parsed(text, "text/html", title=title or heading, note=note)
 
 
-def heading_and_text(source: str) -> tuple[str, str]:
-    """The first heading, or the title, and all visible text of a page that is a part of a document."""
+def decode_page(data: bytes, charset: str | None = None) -> Decoded:
+    """Decode a page by ``charset``, else by what the page says itself. Raises ``UnsupportedDocument``."""
+    found = None if charset else _CHARSET.search(data[:4096])
+    return decode(data, (found.group(1) or found.group(2)).decode("ascii") if found else charset)
+
+
+class PagePart(NamedTuple):
+    """A page that is a part of a document: its heading, all visible text, and how many passages of it no
+    reader sees."""
+
+    heading: str = ""
+    text: str = ""
+    n_hidden: int = 0
+
+
+def part(source: str, *, hidden: bool = False, scripts: bool = True) -> PagePart:
+    """Read such a page. ``hidden`` takes the hidden passages too; for ``scripts`` see `drop_hidden`."""
     try:
-        tree = _tree(source)
+        tree, n_hidden = _shown(source, keep=hidden, scripts=scripts)
     except UnsupportedDocument:  # nothing is in it
-        return "", ""
-    return _heading(tree, ".//h1", ".//h2", ".//h3", ".//title"), _all_text(tree)
+        return PagePart()
+    return PagePart(_heading(tree, ".//h1", ".//h2", ".//h3", ".//title"), _all_text(tree), n_hidden)
+
+
+def hidden_note(n_hidden: int) -> str:
+    """The note about hidden passages of HTML."""
+    return left_out({"hidden passages": n_hidden})
+
+
+def _shown(source: str, *, keep: bool = False, scripts: bool = True) -> tuple[Any, int]:
+    """The tree of a page as its reader sees it, and the number of passages that are hidden."""
+    tree = _tree(source)
+    n_hidden = drop_hidden(tree, keep=keep, scripts=scripts)
+    write_marks(tree)
+    lay_out_tables(tree, _all_text)
+    return tree, n_hidden
 
 
 def _tree(source: str) -> Any:
@@ -63,27 +99,13 @@ def _heading(tree: Any, *places: str) -> str:
     return next(filter(None, texts), "")
 
 
-def _with_header_rows(tree: Any, source: str) -> str:
-    """The source with a header row in each table of data, without which trafilatura does not write it as
-    Markdown. Changes the tree."""
-    from lxml import html as lxml_html
-
-    changed = False
-    for table in tree.iter("table"):
-        if table.find(".//th") is None and _rows(table):
-            changed = True
-            for cell in next(table.iter("tr")).iterchildren("td"):
-                cell.tag = "th"
-    return lxml_html.tostring(tree, encoding="unicode") if changed else source
-
-
-def _main_text(source: str, url: str | None) -> tuple[str, str]:
+def _main_text(tree: Any, url: str | None) -> tuple[str, str]:
     import trafilatura
 
     # Only the title of the metadata is read. A thorough search for dates would compile the expressions of 200
     # languages, three seconds in every parsing process.
     found = trafilatura.bare_extraction(
-        source,
+        tree,
         url=url,
         include_comments=False,
         include_formatting=False,
@@ -92,7 +114,7 @@ def _main_text(source: str, url: str | None) -> tuple[str, str]:
     )
     if found is None:
         return "", ""
-    return (found.title or "").strip(), _ROW_END.sub(r"\1", found.text or "").strip()
+    return (found.title or "").strip(), _LIST_NUMBER.sub("", _ROW_END.sub(r"\1", found.text or "")).strip()
 
 
 def _all_text(tree: Any) -> str:
@@ -112,19 +134,10 @@ def _all_text(tree: Any) -> str:
         if visible:
             if node.tag in _BLOCKS:
                 parts.append("\n")
-            if node.tag == "table" and (rows := _rows(node)):
-                parts.append(f"{_heading(node, 'caption')}\n{markdown_table(rows)}\n")
+            if node.tag == "table" and (rows := cells_of(node)):
+                parts.append(f"\n{markdown_table(rows)}\n")
                 continue
             parts.append(node.text or "")
             stack.extend((child, False) for child in reversed(node))
     lines = (" ".join(line.split()) for line in "".join(parts).split("\n"))
     return "\n".join(line for line in lines if line)
-
-
-def _rows(table: Any) -> list[list[str]]:
-    """The texts of the cells of a table of data; empty for one that arranges a page."""
-    if table.find(".//table") is not None:
-        return []
-    rows = [[_all_text(cell) for cell in row.iterchildren("td", "th")] for row in table.iter("tr")]
-    rows = [row for row in rows if any(row)]
-    return rows if len(rows) > 1 and max(map(len, rows)) > 1 else []

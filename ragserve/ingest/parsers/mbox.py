@@ -5,15 +5,19 @@ from __future__ import annotations
 import email
 import mailbox
 import tempfile
+from collections import Counter
 
 from ragserve.errors import UnsupportedDocument
-from ragserve.ingest.parsers.base import Parsed, Raw, paged, unreadable
+from ragserve.ingest.parsers.base import Parsed, Raw, joined_notes, paged, unreadable
 from ragserve.ingest.parsers.mail import message_text
+
+_NOTES = 6  # about messages, the most frequent ones
 
 
 def parse(raw: Raw) -> Parsed:
     pages: list[str] = []
     unread: list[int] = []
+    notes: Counter[str] = Counter()
     # the library reads files only; one without a name is gone with this process, however it ends
     with tempfile.TemporaryFile() as copy:
         copy.write(raw.data)
@@ -22,7 +26,9 @@ def parse(raw: Raw) -> Parsed:
         try:
             for number, key in enumerate(box.iterkeys(), 1):
                 try:
-                    pages.append(message_text(email.message_from_bytes(box.get_bytes(key))))
+                    text, note = message_text(email.message_from_bytes(box.get_bytes(key)), hidden=raw.hidden)
+                    pages.append(text)
+                    notes[note] += 1
                 except (UnsupportedDocument, RecursionError):
                     pages.append("")
                     unread.append(number)
@@ -31,5 +37,6 @@ def parse(raw: Raw) -> Parsed:
     if not any(pages):
         raise unreadable("encrypted" if unread else "empty", f"no readable message of {len(pages)}")
     shown = ", ".join(map(str, unread[:20]))
-    note = f"{len(unread)} messages are encrypted or damaged: {shown}" if unread else ""
-    return paged(pages, "application/mbox", "message", note=note)
+    told = f"{len(unread)} messages are encrypted or damaged: {shown}" if unread else ""
+    parts = [f"{n} messages: {note}" if n > 1 else note for note, n in notes.most_common(_NOTES) if note]
+    return paged(pages, "application/mbox", "message", note=joined_notes(told, *parts))

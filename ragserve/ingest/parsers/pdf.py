@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
+from typing import Any
 
 from ragserve.ingest.parsers.base import (
     OCR_HINT,
@@ -11,14 +13,20 @@ from ragserve.ingest.parsers.base import (
     Raw,
     ScannedPdf,
     join_pages,
+    left_out,
     one_line,
     tidy,
     unreadable,
     without_controls,
 )
+from ragserve.ingest.parsers.pdf_annotations import annotation_lines, attached_files
+from ragserve.ingest.parsers.pdf_furniture import without_furniture
+from ragserve.ingest.parsers.pdf_lines import mended
+from ragserve.ingest.parsers.pdf_objects import page_text
 
-_HYPHENATED = re.compile("[\ufffe\x02\xad]\\s*\n?")  # PDFium's marks for a hyphen that breaks a line
-_WRAPPED = re.compile(r"(?<=[a-z,;])\n(?=[a-z(])")  # a line that breaks in the middle of a sentence
+# titles that programs give to files that have none, and what they write before a file's name
+_NO_TITLE = re.compile(r"(?:untitled|unknown|document|microsoft (?:word|powerpoint|excel))\d*\Z", re.I)
+_PROGRAM = re.compile(r"\AMicrosoft (?:Word|PowerPoint|Excel) - ", re.I)
 
 
 def parse(raw: Raw) -> Parsed:
@@ -35,25 +43,53 @@ def parse(raw: Raw) -> Parsed:
                 raise unreadable("encrypted", "a scheme that PDFium does not know") from error
             raise unreadable("corrupt", f"PDFium cannot read it ({error})") from error
         try:
-            pages = [_page_text(document, number) for number in range(len(document))]
+            if document.get_formtype() != pypdfium2.raw.FORMTYPE_NONE:
+                document.init_forms()  # before pages are loaded
+            dropped: Counter[str] = Counter()
+            read = [_page(document, number, raw, dropped) for number in range(len(document))]
+            files = attached_files(document)
             title = document.get_metadata_value("Title") or ""
         finally:
             document.close()
-    if not pages:
+    if not read:
         raise unreadable("corrupt", "the PDF has no pages")
-    text, starts = join_pages(pages)
-    if not text:
+    pages = mended(without_furniture([text for text, _ in read]))
+    below = ["\n".join(lines) for _, lines in read]
+    if files:
+        below[-1] += f"\nAttachments: {', '.join(files)}"
+    shown = [
+        "\n".join(filter(None, (page.strip(), lines.strip())))
+        for page, lines in zip(pages, below, strict=True)
+    ]
+    text, starts = join_pages([tidy(without_controls(page)) for page in shown])
+    if not text and dropped:
+        raise unreadable("empty", f"no text that a reader sees ({left_out(dropped)})")
+    if not any(map(str.strip, pages)) and not any(_holds_more_than_comments(lines) for _, lines in read):
         raise ScannedPdf(f"empty: no text on {len(pages)} page(s), probably scanned images ({OCR_HINT})")
-    return Parsed(text, "application/pdf", one_line(title), starts, {"pages": len(pages)})
+    return Parsed(text, "application/pdf", _title(title), starts, {"pages": len(pages)}, left_out(dropped))
 
 
-def _page_text(document: object, number: int) -> str:
+def _page(document: Any, number: int, raw: Raw, dropped: Counter[str]) -> tuple[str, list[str]]:
+    """A page's text, and the lines of its annotations; counts in ``dropped`` what is not taken."""
     import pypdfium2
 
     try:
-        page = document[number]  # type: ignore[index]
-        text: str = page.get_textpage().get_text_bounded()
+        page = document[number]
+        lines = annotation_lines(document, page, dropped, hidden=raw.hidden, comments=raw.comments)
+        text, n_hidden = page_text(page, hidden=raw.hidden)
     except pypdfium2.PdfiumError as error:
         raise unreadable("corrupt", f"page {number + 1} of the PDF cannot be read ({error})") from error
-    text = _HYPHENATED.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
-    return tidy(_WRAPPED.sub(" ", without_controls(text)))
+    if n_hidden and not raw.hidden:
+        dropped["hidden passages"] += n_hidden
+    return text.replace("\r\n", "\n").replace("\r", "\n"), lines
+
+
+def _holds_more_than_comments(lines: list[str]) -> bool:
+    """Return whether lines of annotations are a document's own text; a scan may have comments too."""
+    return any(not line.startswith("[Comment") for line in lines)
+
+
+def _title(given: str) -> str:
+    """The title that a file gives, unless a program made it up."""
+    title = _PROGRAM.sub("", one_line(given))
+    return "" if _NO_TITLE.match(title) else title

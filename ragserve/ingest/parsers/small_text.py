@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import NamedTuple
 
-_SIMPLE = re.compile(r"[-+−–]?\w+([.,]\d+)*[-+−*°′″]?|[-+−*†‡§°′″∞]")
+_SIMPLE = re.compile(r"[-+−–]?[\w.,*°′″†‡§∞]+[-+−]?|[-+−]")
+_NUMBERS = re.compile(r"\d{1,3}(?:\s?,\s?\d{1,3})*+")
+_BEHIND_TEXT = re.compile(r"(?:[^\W\d_]{4}|[.,;:!?”’\"»])\Z")  # a unit is shorter
 _ORDINALS = frozenset(["st", "nd", "rd", "th", "er", "re", "ère", "ème", "eme", "tm", "sm", "ª", "º"])
 
 
@@ -57,3 +59,13 @@ def joined_runs(runs: Iterable[Run]) -> str:
             texts.append(raised(text) if place > 0 else lowered(text) if place < 0 else text)
         parts.append(struck("".join(texts)) if is_struck else "".join(texts))
     return "".join(parts)
+
+
+def raised_behind(before: str, text: str) -> str:
+    """`raised` text behind ``before``: a number behind a word or a sentence is that of a note, ``[3]``."""
+    inner = text.strip()
+    if inner[:1] == "[" or not any(map(str.isalnum, inner)):
+        return text
+    if _NUMBERS.fullmatch(inner) and _BEHIND_TEXT.search(before[-8:]):
+        return text.replace(inner, f"[{inner}]", 1)
+    return text.replace(inner, "^" + inner, 1) if inner[:1] == "(" else raised(text)

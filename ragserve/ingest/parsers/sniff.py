@@ -15,7 +15,11 @@ from ragserve.ingest.parsers.ooxml import Package
 _HTML_START = re.compile(
     rb"\A\s*+(?:<\?xml[^>]*\?>\s*+)?(?:<!--.*?-->\s*+)*+<(?:!doctype\s++html|html[\s>])", re.I | re.S
 )
-_HTML_TAG = re.compile(rb"<(p|div|h[1-6]|body|head|article|section|span|table|ul|ol|a|br)[\s/>]", re.I)
+_HTML_TAG = re.compile(
+    rb"<(p|div|h[1-6]|body|head|article|section|span|table|ul|ol|dl|pre|blockquote|"
+    rb"main|form|select|figure|details|center|font|title|meta|img|b|i|em|strong|sup|sub|a|br)[\s/>]",
+    re.I,
+)
 _HTML_EXT = {".html", ".htm", ".xhtml"}
 _MARKDOWN_EXT = {".md", ".markdown", ".mdown", ".mkd", ".mdx", ".qmd", ".rmd"}
 # code that starts as HTML
@@ -69,7 +73,7 @@ _IMAGES = (
     (b"MM\x00*", ".tiff"),
     (b"BM", ".bmp"),
 )
-_MAIL_EXT = {".eml", ".mbox", ".mbx"}
+_MAIL_EXT = {".eml", ".mbox", ".mbx", ".mht", ".mhtml"}
 _HEADER_LINE = rb"[!-9;-~]++:[^\n]*+\n"  # the first line of a message
 _HEADER = re.compile(rb"\A" + _HEADER_LINE)
 _MAILBOX = re.compile(

@@ -47,6 +47,7 @@ def test_the_answer_has_the_documented_fields(client: httpx.Client, docs: str) -
         "title": "Skerryvore",
         "page": None,
         "page_kind": None,
+        "first_page": None,
         "page_name": None,
         "start": 0,
         "end": len(DOCUMENTS["skerryvore"]),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ragserve.errors import UnsupportedDocument
+from ragserve.ingest.parsers import Parsed, Raw, parse
 from ragserve.ingest.parsers.charset import decode
-from tests.charsets import HOME, samples
+from tests.charsets import HOME, TABLES, samples, tables
 
 
 @pytest.mark.parametrize("language", HOME)
@@ -21,6 +24,29 @@ def test_ten_languages_in_their_charsets(language: str) -> None:
     guessed = {charset for charset, _, _, found in read if found.note}
     assert guessed == set(HOME[language])
     assert all(", guessed" in found.note for _, _, _, found in read if found.note)
+
+
+@pytest.mark.parametrize("language", TABLES)
+def test_tables_of_nouns(language: str) -> None:
+    wrong = [
+        (charset, rows, found.note)
+        for name, charset, rows, text, data in tables()
+        if name == language and (found := decode(data)).text != text
+    ]
+    # a table of up to three rows may be read in several ways
+    assert all(rows <= 3 for _, rows, _ in wrong)
+    assert len(wrong) <= 3, wrong
+
+
+def test_a_price_list_in_cyrillic() -> None:
+    text = "Товар;Цена, руб.;Склад\nМолоко;89,50;Северный\nХлеб;45,00;Южный\nСыр;720,30;Северный\n"
+    for charset in ("cp1251", "koi8-r", "cp866"):
+        assert decode(text.encode(charset)).text == text
+    assert decode("Ilość;Cena\n5;7\n".encode("cp1250")).text == "Ilość;Cena\n5;7\n"
+
+
+def _parsed(data: bytes, name: str) -> Parsed:
+    return parse(Raw(data, name, Path(name).suffix))
 
 
 # languages that no figure of tests/charsets.py comes from
@@ -89,3 +115,51 @@ def test_what_was_said_about_the_charset_is_believed() -> None:
 def test_binary_data_is_refused(data: bytes, says: str) -> None:
     with pytest.raises(UnsupportedDocument, match=says.replace("?", r"\?")):
         decode(data)
+
+
+@pytest.mark.parametrize(
+    ("label", "charset", "text"),
+    [
+        ("iso-8859-1", "cp1252", "“Ready” – it costs 5 €."),
+        ("US-ASCII", "cp1252", "“Ready” – it costs 5 €."),
+        (" 'latin1' ", "cp1252", "it’s 5 €"),
+        ("iso-8859-9", "cp1254", "“Şile” 5 €"),
+        ("tis-620", "cp874", "“ราคา” 5 €"),
+        ("shift_jis", "cp932", "①㈱山田の髙い本"),
+        ("x-sjis", "cp932", "①㈱山田の髙い本"),
+        ("gb2312", "gb18030", "镕是人名，€"),
+        ("gb_2312-80", "gb18030", "镕是人名"),
+        ("euc-kr", "cp949", "똠방각하"),
+        ("big5", "big5hkscs", "喺香港"),
+        ("koi8_r", "koi8-r", "Цена"),
+        ("iso-8859-8-i", "iso8859-8", "מחיר"),
+        ("windows-31j", "cp932", "①㈱"),
+        ("iso-2022-jp", "iso2022_jp", "山田"),
+        ("utf-16", "utf-16-le", "a “quote”"),
+    ],
+)
+def test_labels_stand_for_what_browsers_read(label: str, charset: str, text: str) -> None:
+    assert decode(text.encode(charset), label) == (text, "")
+
+
+def test_valid_utf_8_wins_over_a_label_with_a_note() -> None:
+    for label in ("iso-8859-1", "windows-1251", "utf-16", "gb2312"):
+        assert decode("café, 5 € – ¡olé!".encode(), label) == (
+            "café, 5 € – ¡olé!",
+            f"read as utf-8, though labelled {label}",
+        )
+        assert decode(b"coffee", label) == ("coffee", "")
+    assert decode("é".encode(), "iso-8859-1").text == "é"
+    assert decode("中文".encode(), "utf-8") == ("中文", "")
+
+
+def test_pages_are_decoded_by_what_they_say() -> None:
+    text = "<p>He said “ready” and it costs 5 €.</p>"
+    for long in ("", "<p>" + "It holds until further notice for all of the wards. " * 9 + "</p>"):
+        page = f"<html><head><meta charset=iso-8859-1></head><body>{text}{long}</body></html>"
+        assert "“ready” and it costs 5 €." in _parsed(page.encode("cp1252"), "p.html").text
+    xml = '<?xml version="1.0" encoding="windows-1251"?><html><body><p>Цена</p></body></html>'
+    assert _parsed(xml.encode("cp1251"), "p.html").text == "Цена"
+    wide = "<html><head><meta charset='utf-16'></head><body><p>Grün, 5 €</p></body></html>"
+    found = _parsed(wide.encode(), "p.html")
+    assert (found.text, found.note) == ("Grün, 5 €", "read as utf-8, though labelled utf-16")

@@ -1,0 +1,104 @@
+"""Sentences over the end of a page, and the lines that pages repeat."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from ragserve.ingest.chunking import Chunker
+from ragserve.ingest.page_seams import sentence_end, sentences_over_pages
+from ragserve.ingest.parsers.base import join_pages
+from ragserve.ingest.parsers.pdf_furniture import without_furniture
+from ragserve.ingest.tokenizer import Counter
+
+
+def _leads(*pages: str) -> list[str]:
+    return [lead for _, lead in sentences_over_pages(*join_pages(list(pages)))]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lead"),
+    [
+        ("All is well. The reserve tank must be\nemptied before", "the ferry comes.",
+         "The reserve tank must be emptied before "),
+        ("Erst dann. Der Tank muss heute noch vor dem", "Sturm geleert werden.",
+         "Der Tank muss heute noch vor dem "),
+        ("Tank A\nTank B\nTank C", "Tank D", ""),
+        ("Go now. This is the latest infor-", "mation that counts.", "This is the latest infor-"),
+        ("已经检查。备用油箱必须在渡轮到达托伯莫里之前", "排空。", "备用油箱必须在渡轮到达托伯莫里之前"),
+        ("The tank is full.", "the rest", ""),
+        ("See the list:", "apples", ""),
+        ("Annex A", "The tanks", ""),
+        ("| a | b |\n|---|---|\n| the last of the cells |", "and more", ""),
+        ("one two three four\n\n- apples", "pears", ""),
+        ("x " * 500, "and more", ""),
+    ],
+)  # fmt: skip
+def test_sentences_over_pages_are_found(before: str, after: str, lead: str) -> None:
+    found = [each.rstrip() if not lead.endswith(" ") else each for each in _leads(before, after)]
+    assert found == ([lead] if lead else [])
+
+
+def test_a_page_without_text_between_ends_the_search() -> None:
+    assert _leads("The tank must be emptied before", "", "the ferry comes.") == []
+
+
+def test_the_end_of_a_sentence() -> None:
+    text = "the ferry comes. All is well."
+    assert text[: sentence_end(text, 0, len(text))] == "the ferry comes. "
+    assert sentence_end("no end", 0, 6) == 6
+
+
+@pytest.mark.parametrize("limit", [24, 64, 256])
+def test_the_chunk_of_the_next_page_has_the_sentence_whole(limit: int, count: Counter) -> None:
+    pages = [
+        "Every tank is inspected in May by the engineer. The reserve tank must be emptied before",
+        "the ferry reaches Tobermory. All other tanks stay full until the winter comes. " * 5,
+        "The master signs the record.",
+    ]
+    text, starts = join_pages(pages)
+    chunks = Chunker(count, limit).split(text, starts, running=True)
+    first = next(chunk for chunk in chunks if chunk.page == 2)
+    assert first.text.startswith("The reserve tank must be emptied before the ferry reaches Tobermory.")
+    assert first.header_chars == len("The reserve tank must be emptied before ")
+    assert all(chunk.text[chunk.header_chars :] == text[chunk.start : chunk.end] for chunk in chunks)
+    assert [chunk.start for chunk in chunks] == [0, *(chunk.end for chunk, _ in pairwise(chunks))]
+    assert all(count(chunk.text) == chunk.n_tokens <= limit for chunk in chunks)
+    assert sum(chunk.header_chars > 0 for chunk in chunks) == 1
+    assert not any(chunk.header_chars for chunk in Chunker(count, limit).split(text, starts))
+
+
+def _pages(n: int, form: str) -> list[str]:
+    return [form.format(n=number, n7=number * 7, all=n) for number in range(1, n + 1)]
+
+
+def test_heads_stay_once_and_page_numbers_nowhere() -> None:
+    pages = _pages(4, "HARBOUR RULES\nThe text {n7} is here.\nIt goes {n7} on\nRev 3\nPage {n} of {all}")
+    assert without_furniture(pages) == [
+        "HARBOUR RULES\nThe text 7 is here.\nIt goes 7 on",
+        *(f"The text {n}4 is here.\nIt goes {n}4 on".replace(f"{n}4", str(7 * (n + 1))) for n in (1, 2)),
+        "The text 28 is here.\nIt goes 28 on\nRev 3",
+    ]
+    assert without_furniture(["A table\n1", "B table\n2"]) == ["A table\n1", "B table\n2"]
+    for form in (
+        "Words {n7}.\n{n}",
+        "Words {n7}.\n- {n} -",
+        "Seite {n}\nWords {n7}.",
+        "Words {n7}.\n{n}/{all}",
+    ):
+        assert without_furniture(_pages(4, form)) == [f"Words {7 * n}." for n in range(1, 5)]
+    assert without_furniture(_pages(2, "Words {n7}.\nPage {n} of {all}")) == ["Words 7.", "Words 14."]
+    assert without_furniture(_pages(4, "Words {n7}.\nRules | Page {n}"))[:3] == [
+        "Words 7.",
+        "Words 14.",
+        "Words 21.",
+    ]
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["Sales in month {n}\nTotal: {n7}", "Chapter {n}\nText {n7}.", "Text {n7}.\nTotal: {n7}", "Text {n7}"],
+)
+def test_lines_that_differ_stay(form: str) -> None:
+    assert without_furniture(_pages(5, form)) == _pages(5, form)
