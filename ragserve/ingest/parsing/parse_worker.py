@@ -59,7 +59,7 @@ class _Worker:
         self._max_bytes = int(config["max_bytes"])
         self._memory_mib = limit >> 20
         self._ocr = bool(config["ocr"])
-        self._taken = {"hidden": bool(config["hidden"]), "comments": bool(config["comments"])}
+        self._hidden, self._comments = bool(config["hidden"]), bool(config["comments"])
         threads = (os.cpu_count() or 1) if self._ocr else 2  # docling computes in several
         self._cpu_seconds = int(config["timeout_s"]) * threads + 60
 
@@ -94,7 +94,7 @@ class _Worker:
         if digest == request.get("known_hash"):
             return {"unchanged": digest, "size": len(data)}
         origin = request["filename"], request["ext"], request.get("url"), request.get("charset")
-        raw = Raw(data, *origin, **self._taken)
+        raw = Raw(data, *origin, hidden=self._hidden, comments=self._comments)
         parsed = parse(raw, request.get("parser"), ocr=self._ocr)
         every = self._chunker.split(
             parsed.text, parsed.pages, running=parsed.metadata.get("page_kind", "page") == "page"
