@@ -10,8 +10,8 @@ from collections.abc import Sequence
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _REFUSAL = re.compile(  # of normalised text
-    r"(?:unknown|unanswerable|unclear|none|na|no answer|not enough information)$"
-    r"|.*\b(?:i (?:dont|do not) know|(?:no|insufficient) information|no answer is given"
+    r"^(?:unknown|unanswerable|unclear|none|na|no answer|not enough information)$"
+    r"|\b(?:i (?:dont|do not) know|(?:no|insufficient) information|no answer is given"
     r"|not (?:\w+ )?(?:mentioned|provided|specified|stated|contain|include|available|answer|found|given)"
     r"|(?:cannot|can not|cant|could not|couldnt|unable to) (?:be )?(?:\w+ )?"
     r"(?:answer|determine|find|found|provide|say|tell)"
@@ -45,7 +45,7 @@ def is_refusal(text: str, answers: Sequence[str]) -> bool:
     """Tell whether an answer is empty, or says in English that there is none ("not mentioned in the
     documents"), and contains none of ``answers``."""
     said = normalise(text)
-    return not contains_answer(text, answers) and (not said or bool(_REFUSAL.match(said)))
+    return not contains_answer(text, answers) and (not said or bool(_REFUSAL.search(said)))
 
 
 def _f1(predicted: list[str], wanted: list[str]) -> float:

@@ -20,6 +20,7 @@ from tests.unit.test_structure import modules
 # built at run time from others' words: an example of each
 BUILT = {
     "ragserve.answering.chat_template": ["(<\\|im_start\\|>|<s>)"],
+    "ragserve.ingest.parsers.delimited": ['"(?:(?!,)\\s)*+(?=,|$)'],
     "ragserve.answering.citations": ["(?<!\\w)a\\ a\\ b(?!\\w)"],
 }
 Probe = tuple[str, str | list[int], int]

@@ -111,15 +111,20 @@ class _Rows:
 def _cells(line: str, delimiter: str) -> list[str]:
     """The cells of a line in which quotes stand within quotes: a quote before a delimiter closes a cell."""
     cut = re.escape(delimiter)
-    cell = re.compile(rf'[ ]*"((?:[^"]|"(?!\s*(?:{cut}|$)))*)"\s*(?={cut}|$)|([^{cut}]*)')
-    cells, at = [], 0
+    closing = re.compile(rf'"(?:(?!{cut})\s)*+(?={cut}|$)')
+    cells, at, closes = [], 0, True
     while at <= len(line):
-        match = cell.match(line, at)
-        if match is None:
-            break
-        quoted, plain = match.groups()
-        cells.append(plain if quoted is None else quoted.replace('""', '"'))
-        at = match.end() + 1
+        quote = at + len(line[at:]) - len(line[at:].lstrip(" ")) if closes else at
+        closed = closing.search(line, quote + 1) if closes and line[quote : quote + 1] == '"' else None
+        if closed is not None:
+            cells.append(line[quote + 1 : closed.start()].replace('""', '"'))
+            at = closed.end() + 1
+            continue
+        closes = closes and line[quote : quote + 1] != '"'  # or each further quote would look to the end
+        end = line.find(delimiter, at)
+        end = len(line) if end < 0 else end
+        cells.append(line[at:end])
+        at = end + 1
     return cells
 
 

@@ -192,7 +192,7 @@ class _Document:
 
     def _margin(self, root: Any, part: str, name: str) -> Iterator[str]:
         for node in list(root.iter(f"{W}fldSimple")):
-            if re.match(r"\s*(PAGE|NUMPAGES|SECTIONPAGES)\b", node.get(f"{W}instr") or ""):
+            if re.match(r"(PAGE|NUMPAGES|SECTIONPAGES)\b", (node.get(f"{W}instr") or "").lstrip()):
                 node.clear()
         lines = [*self._blocks(root, part, cell=True), *self._flushed()]
         lines = [line for line in map(one_line, lines) if not is_page_number(line)]

@@ -58,7 +58,7 @@ BUILT_IN = {
 """Formats that a workbook names by number only."""
 
 _TOKEN = re.compile(
-    r'"(?P<quoted>[^"]*)"?|\\(?P<escaped>.)|_(?P<gap>.)|\*(?P<fill>.)|\[(?P<bracket>[^\]]*)\]'
+    r'"(?P<quoted>[^"]*)"?|\\(?P<escaped>.)|_(?P<gap>.)|\*(?P<fill>.)|\[(?P<bracket>[^\[\]]*)\]'
     r"|(?P<ampm>AM/PM|A/P)|(?P<general>General)|(?P<exponent>E[+-])|(?P<date>y+|m+|d+|h+|s+|e+|b+|g+)"
     r"|(?P<digit>[0#?])|(?P<other>.)",
     re.I | re.S,
@@ -256,11 +256,9 @@ def _padded(
     leading = next((n for n, at in enumerate(places) if tokens[at].text == "0"), len(places))
     whole = whole.zfill(len(places) - leading) if wanted else whole
     if grouped:
-        return (
-            f"{int(whole):,}".zfill(len(whole))
-            if whole and len(whole) == len(whole.lstrip("0"))
-            else (re.sub(r"(?<=\d)(?=(\d{3})+$)", ",", whole))
-        )
+        head = len(whole) % 3
+        parts = [whole[:head]] if head else []
+        return ",".join(parts + [whole[at : at + 3] for at in range(head, len(whole), 3)])
     inside = [at for at in range(first, end) if tokens[at].kind != "digit" and not _is(tokens[at], ",")]
     inside = [at for at in inside if places and places[0] < at < places[-1]]
     if not inside:

@@ -287,7 +287,7 @@ def test_info_says_what_is_serving(client: httpx.Client, live: Live, docs: str) 
     info = client.get("/info").json()
     assert info["engine"]["kind"] == "local"
     assert info["engine"]["tokenizer"] == live.settings.model
-    assert info["strategies"] == ["full", "prefix", "epic", "samkv"]
+    assert info["strategies"] == ["full", "prefix", "epic", "samkv", "passages"]
     assert info["embedder"] == {"name": "words", "dim": live.embedder.dim}
     assert info["limits"]["max_query_chars"] == live.settings.max_query_chars
     assert info["defaults"]["k"] == live.settings.top_k

@@ -19,6 +19,7 @@ from sglang_ext.documents.fingerprint import model_fingerprint
 from tests.campaigns.troubles import few_descriptors
 
 DEFAULT_RECORD = Path(DEFAULT_MODEL) / FILE_NAME
+PREFIX = "87ee5a12"  # of the embedded model's tokens of the text that ragserve ships
 [BUNDLED] = json.loads(DEFAULT_RECORD.read_text())["models"]
 GOOD = Figures(n=500, f1=97.5, f1_vs_full=-1.5, kl=0.3, kept=100.0, recomputed=10.0)
 
@@ -133,17 +134,21 @@ def test_a_record_of_version_1_keeps_its_rule(tmp_path: Path) -> None:
     assert gate.verified() == ["concat"], "beside a record with bounds, which falls short"
 
 
-def test_the_embedded_model_brings_verified_strategies_and_some_that_fell_short() -> None:
+def test_the_embedded_model_brings_verified_strategies() -> None:
     bundled, fine, coarse = (
-        Gate([DEFAULT_RECORD], BUNDLED, model="ragserve-tiny", dtype=dtype)
+        Gate([DEFAULT_RECORD], BUNDLED, model="ragserve-tiny", dtype=dtype, prefix=PREFIX)
         for dtype in ("bfloat16", "float32", "bfloat16, KV fp8_e5m2")
     )
-    shares = (0.15, 0.2, 0.3)
-    verified = [f"concat:recompute=sentences,share={share}" for share in shares]
-    assert bundled.verified() == fine.verified() == verified
-    with pytest.raises(InvalidRequest, match=r"fell short \(crossdoc"):
-        bundled.check("concat:recompute=sentences,share=0.1")
+    verified = [f"concat:recompute=sentences,share={share}" for share in (0.1, 0.15, 0.2, 0.3)]
+    assert sorted(bundled.verified()) == sorted(fine.verified()) == verified
     assert not coarse.verified(), "it was measured in bfloat16"
+
+
+def test_what_was_measured_with_another_prefix_is_refused() -> None:
+    alone = Gate([DEFAULT_RECORD], BUNDLED, model="ragserve-tiny", dtype="bfloat16")
+    assert not alone.verified()
+    with pytest.raises(InvalidRequest, match="with another kv_prefix"):
+        alone.check("concat:recompute=sentences,share=0.15")
 
 
 def test_figures_of_other_sets_stay_where_they_are_asked_to(tmp_path: Path) -> None:

@@ -22,8 +22,10 @@ SOURCE = Path(stages.__file__).parents[1]
 OUTSIDE_HOOKS = {"release", "lines", "save", "ended"}  # called by the tree: see `TreeObserver`
 AT_START = {  # where an error must end the process
     "_around_capture",
+    "after_backend",
     "after_cell_size",
     "after_rows",
+    "around_compiler",
     "around_pool",
     "around_tokens",
 }
