@@ -146,6 +146,7 @@ def ingest(
         sitemap,
         other_hosts,
     )
+    _note_model(settings)
     with (
         signals_stop() as signals,
         open_store(settings) as store,
@@ -164,6 +165,16 @@ def ingest(
     if not session.files:
         raise typer.Exit(1)
     raise typer.Exit(3 if session.failed else 0)
+
+
+def _note_model(settings: Settings) -> None:
+    """Say what keeps the model from being served on this machine; another one may serve it."""
+    from ragserve.commands.model_checks import problem_at_ingestion
+
+    if problem := problem_at_ingestion(settings):
+        found, advice = problem
+        line = f"note: `ragserve serve --model {settings.model}` would not start: {found}. {advice}"
+        typer.secho(line, err=True, fg=typer.colors.YELLOW)
 
 
 def _server_runs(settings: Settings) -> bool:
