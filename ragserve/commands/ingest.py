@@ -129,7 +129,7 @@ def ingest(
         raise InvalidRequest(message)
 
     from ragserve.ingest.ingestor import PathOptions
-    from ragserve.ingest.sources import is_url, parse_metadata
+    from ragserve.ingest.sources import is_url, parse_metadata, why_nothing
     from ragserve.retrieval.document_store import open_store
 
     if ray is not None and (follow_changes or any(one == "-" or is_url(one) for one in given)):
@@ -163,6 +163,9 @@ def ingest(
     if signals.received:
         raise typer.Exit(128 + signals.received)
     if not session.files:
+        if given:
+            why = why_nothing(given, recursive=recursive, globs=globs or ())
+            typer.secho(why, err=True, fg=typer.colors.YELLOW)
         raise typer.Exit(1)
     raise typer.Exit(3 if session.failed else 0)
 

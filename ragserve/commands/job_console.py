@@ -92,7 +92,11 @@ def progress_bar(console: Console, *, enabled: bool) -> Iterator[Callable[[Count
 def print_report(console: Console, report: JobReport, *, pruned: bool) -> None:
     """Print a summary, the failures with their reasons, and the documents whose file is gone."""
     progress = report.progress
-    console.print(f"[bold]namespace {report.namespace}: {report.state}[/bold] ({report.job_id})")
+    empty = report.state == "done" and not progress.total and not report.vanished
+    state = "nothing to do" if empty else report.state
+    console.print(f"[bold]namespace {report.namespace}: {state}[/bold] ({report.job_id})")
+    if empty:
+        return
     table = Table(show_header=False)
     summary = report.as_json()
     table.add_column(style="bold")
