@@ -113,15 +113,10 @@ def why_nothing(inputs: Sequence[str], *, recursive: bool, globs: Sequence[str])
     for folder in folders:
         with suppress(OSError):
             below += sum(entry.is_dir() and not entry.name.startswith(".") for entry in folder.iterdir())
-    reason = (
-        f"No files found in {', '.join(map(printable, map(str, folders)))}" if folders else "No files found"
-    )
-    reason += f" that match {', '.join(globs)}" if globs else ""
-    if recursive or not below:
-        return f"{reason}."
-    return (
-        f"{reason}, only {below:,} {'folder' if below == 1 else 'folders'}: add --recursive to go into them."
-    )
+    where = f" in {', '.join(printable(str(folder)) for folder in folders)}" if folders else ""
+    matching = f" that match {', '.join(globs)}" if globs else ""
+    more = f", only {below:,} {'folder' if below == 1 else 'folders'}: add --recursive to go into them"
+    return f"No files found{where}{matching}{more if below and not recursive else ''}."
 
 
 def scan(
