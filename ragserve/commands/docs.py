@@ -19,7 +19,7 @@ from ragserve.errors import NotFound, RagserveError
 from ragserve.tenants.audit_log import record_command
 
 if TYPE_CHECKING:
-    from ragserve.api.views import DocumentView
+    from ragserve.api.views import DocumentView, JobDetail
     from ragserve.client import Client
     from ragserve_index import IndexStore
     from ragserve_index.types import Document
@@ -254,7 +254,7 @@ def reembed(
     with signals_stop() as signals, _store(settings) as store:
         sources = None if doc is None else [_resolve(store, namespace, name).source for name in doc]
         job_id = submit_reembed(store, namespace, settings.sentence_bytes, sources).job_id
-        with progress_bar(console, enabled=not as_json) as show:
+        with progress_bar(console, enabled=not as_json, phase="embedding") as show:
             report = run_reembed(store, Embedder.of(settings), job_id, on_progress=show, stop=signals.stop)
     record_command(
         settings,
@@ -323,8 +323,15 @@ def _listed_by_server(
 def _warm_by_server(
     url: str, settings: Settings, namespace: str, doc: list[str] | None, as_json: bool
 ) -> None:
-    with _client(url, settings) as client:
-        job = client.wait(client.warm(namespace, doc))
+    from ragserve.progress_lines import progress_lines
+
+    with _client(url, settings) as client, progress_lines() as now:
+
+        def say(job: JobDetail) -> None:
+            if not as_json:
+                now("warming", f"{job.chunks:,} chunks, {job.tokens:,} tokens computed")
+
+        job = client.wait(client.warm(namespace, doc), on_progress=say)
     counts = {state: n for state, n in job.counts.items() if n}
     if as_json:
         print_json(job.model_dump())

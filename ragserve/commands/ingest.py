@@ -227,7 +227,7 @@ class _Session:
         last: list[Progress] = []
         ended: RagserveError | None = None
         started = time.monotonic()
-        with progress_bar(self._console, enabled=not self._as_json) as show:
+        with progress_bar(self._console, enabled=not self._as_json, phase="ingesting") as show:
 
             def note(progress: Progress) -> None:
                 last[:] = [progress]
