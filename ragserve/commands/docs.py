@@ -84,8 +84,8 @@ def ls(
         with _store(settings) as store:
             names = [namespace] if namespace else [info.name for info in store.namespaces()]
             pages = (every_document(store, name, source_prefix=prefix) for name in names)
-            documents = list(islice(chain.from_iterable(pages), limit))
-        plain = [_plain(document) for document in documents]
+            here = list(islice(chain.from_iterable(pages), limit))
+        documents, plain = here, [_plain(document) for document in here]
     if as_json:
         print_json(plain)
         return
