@@ -251,7 +251,7 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
     )
     api_key: SecretStr | None = Field(
         None,
-        description="Bearer token, required by every route but /health, /docs and /playground. It has all "
+        description="Bearer token, required by every route but /, /health, /docs and /playground. It has all "
         "rights; `ragserve keys` makes keys that have some.",
     )
     allowed_hosts: str = Field(

@@ -27,8 +27,10 @@ Need = Literal["none", "key", "read", "ingest", "delete", "metrics", "inspect", 
 the route checks in which. ``metrics``: that right. ``inspect``, ``operate``: admin, to look at the server or
 to change it."""
 
-OPEN = frozenset({"/health", "/docs"}) | playground.PATHS
+OPEN = frozenset({"/", "/health", "/docs"}) | playground.PATHS
 NEEDS: dict[str, Need] = {
+    "GET /": "none",
+    "HEAD /": "none",
     "GET /docs": "none",
     **{f"GET {path}": "none" for path in playground.PATHS},
     "GET /info": "key",

@@ -18,8 +18,8 @@ _PATH_CHARS = 512
 
 
 class Authentication:
-    """Answers 401 without a key, except on /health, and on /docs and /playground, which ask for
-    it, and 429 over a key's limits. Records what the audit log is for, before the answer is sent."""
+    """Answers 401 without a key, except on /health, on / and on /docs and /playground, which ask
+    for it, and 429 over a key's limits. Records what the audit log is for, before the answer is sent."""
 
     def __init__(self, app: ASGIApp, keyring: Keyring, audit: AuditLog) -> None:
         self._app = app

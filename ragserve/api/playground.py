@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fastapi import APIRouter
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, RedirectResponse, Response
 
 FOLDER = Path(__file__).with_name("playground_page")
 _TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -26,6 +26,18 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 router = APIRouter()
+
+
+@router.get("/", include_in_schema=False)
+def start_page() -> RedirectResponse:
+    """Lead to the playground, below whatever path a proxy serves us at."""
+    return RedirectResponse("playground", headers={"Cache-Control": "no-cache"})
+
+
+@router.head("/", include_in_schema=False)
+def is_there() -> Response:
+    """Answer clients of Ollama's API, which ask this way whether a server is there."""
+    return Response()
 
 
 def _serve(path: Path) -> FileResponse:

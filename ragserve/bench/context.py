@@ -47,6 +47,8 @@ NOTE = (
 _BOTH = ("device", "host")
 _KEY = ("context tokens", "document tokens", "strategy", "tier")
 
+_MATTER = (*_KEY, "ttft ms", "times sooner than full", "error")  # of the columns, on a narrow terminal
+
 
 @dataclass(frozen=True)
 class ContextCase:
@@ -145,7 +147,7 @@ def run(
             await engine.control("clear")
 
     model_shapes.run_engine(shape, work, **settings)
-    result = report.show()
+    result = report.show(narrow=_MATTER)
     if failed := [row["error"] for row in report.rows if "error" in row]:
         raise EngineError(f"{len(failed)} cases failed, the first one with: {failed[0]}")
     return result

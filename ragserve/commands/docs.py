@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,6 +19,8 @@ from ragserve.errors import NotFound, RagserveError
 from ragserve.tenants.audit_log import record_command
 
 if TYPE_CHECKING:
+    from ragserve.api.views import DocumentView, JobDetail
+    from ragserve.client import Client
     from ragserve_index import IndexStore
     from ragserve_index.types import Document
 
@@ -38,11 +40,17 @@ _REEMBED_HELP = (
 )
 
 
+OtherServer = Annotated[
+    str | None,
+    typer.Option(envvar="RAGSERVE_URL", help="Address of a server to use instead of the data folder."),
+]
+
+
 def register(app: typer.Typer) -> None:
     docs = typer.Typer(
         help="List, show, remove, check and warm documents; list and drop namespaces.", no_args_is_help=True
     )
-    docs.command("ls")(with_settings(ls, ["data_dir", "registry_url"]))
+    docs.command("ls")(with_settings(ls, ["data_dir", "registry_url", "api_key"]))
     docs.command("namespaces")(with_settings(namespaces, ["data_dir", "registry_url"]))
     docs.command("show")(with_settings(show, ["data_dir", "registry_url"]))
     docs.command("rm")(with_settings(rm, ["data_dir", "registry_url", "model", "tokenizer"]))
@@ -62,17 +70,24 @@ def ls(
     ] = None,
     prefix: Annotated[str | None, typer.Option(help="List only sources that start with this.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="List at most this many documents.")] = 10_000,
+    url: OtherServer = None,
     as_json: AsJson = False,
 ) -> None:
     """List documents."""
-    from ragserve.ingest.prune import every_document
+    documents: Sequence[Document | DocumentView]
+    if url:
+        documents = _listed_by_server(url, settings, namespace, prefix, limit)
+        plain = [document.model_dump() for document in documents]
+    else:
+        from ragserve.ingest.prune import every_document
 
-    with _store(settings) as store:
-        names = [namespace] if namespace else [info.name for info in store.namespaces()]
-        found = (document for name in names for document in every_document(store, name, source_prefix=prefix))
-        documents = list(islice(found, limit))
+        with _store(settings) as store:
+            names = [namespace] if namespace else [info.name for info in store.namespaces()]
+            pages = (every_document(store, name, source_prefix=prefix) for name in names)
+            here = list(islice(chain.from_iterable(pages), limit))
+        documents, plain = here, [_plain(document) for document in here]
     if as_json:
-        print_json([_plain(document) for document in documents])
+        print_json(plain)
         return
     for document in documents:  # two lines each: sources are long, and terminals are not
         facts = f"{document.n_chunks:,} chunks, {document.n_tokens:,} tokens, namespace {document.namespace}"
@@ -239,7 +254,7 @@ def reembed(
     with signals_stop() as signals, _store(settings) as store:
         sources = None if doc is None else [_resolve(store, namespace, name).source for name in doc]
         job_id = submit_reembed(store, namespace, settings.sentence_bytes, sources).job_id
-        with progress_bar(console, enabled=not as_json) as show:
+        with progress_bar(console, enabled=not as_json, phase="embedding") as show:
             report = run_reembed(store, Embedder.of(settings), job_id, on_progress=show, stop=signals.stop)
     record_command(
         settings,
@@ -265,10 +280,7 @@ def warm(
     doc: Annotated[
         list[str] | None, typer.Option(metavar="DOC_ID|SOURCE", help="Warm only this document. Repeatable.")
     ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(envvar="RAGSERVE_URL", help="Address of a server to use instead of the data folder."),
-    ] = None,
+    url: OtherServer = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute documents' KV ahead of queries; the help text is ``_WARM_HELP``."""
@@ -292,14 +304,34 @@ def warm(
         raise typer.Exit(3)
 
 
-def _warm_by_server(
-    url: str, settings: Settings, namespace: str, doc: list[str] | None, as_json: bool
-) -> None:
+def _client(url: str, settings: Settings) -> Client:
     from ragserve.client import Client
 
     key = settings.api_key
-    with Client(url, api_key=key.get_secret_value() if key else None) as client:
-        job = client.wait(client.warm(namespace, doc))
+    return Client(url, api_key=key.get_secret_value() if key else None)
+
+
+def _listed_by_server(
+    url: str, settings: Settings, namespace: str | None, prefix: str | None, limit: int
+) -> list[DocumentView]:
+    with _client(url, settings) as client:
+        names = [namespace] if namespace else [each.name for each in client.namespaces()]
+        pages = (client.documents(name, source_prefix=prefix) for name in names)
+        return list(islice(chain.from_iterable(pages), limit))
+
+
+def _warm_by_server(
+    url: str, settings: Settings, namespace: str, doc: list[str] | None, as_json: bool
+) -> None:
+    from ragserve.progress_lines import progress_lines
+
+    with _client(url, settings) as client, progress_lines() as now:
+
+        def say(job: JobDetail) -> None:
+            if not as_json:
+                now("warming", f"{job.chunks:,} chunks, {job.tokens:,} tokens computed")
+
+        job = client.wait(client.warm(namespace, doc), on_progress=say)
     counts = {state: n for state, n in job.counts.items() if n}
     if as_json:
         print_json(job.model_dump())

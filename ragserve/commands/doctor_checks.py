@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -17,6 +16,13 @@ from typing import Any, Literal
 
 import httpx
 
+from ragserve.commands.model_checks import (
+    only_gguf,
+    quantised_for_others,
+    read_config,
+    unknown_architecture,
+    unreadable_file,
+)
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.files import bundled
@@ -24,7 +30,7 @@ from sglang_ext.wire.protocol import SGLANG_VERSION, SGLANG_VERSIONS
 
 Status = Literal["ok", "warn", "fail", "skip"]
 _MIB = 2**20
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _HUB_ID = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
 
 
@@ -167,8 +173,10 @@ def _model(settings: Settings) -> Finding:
     if settings.engine_url or settings.workers:
         return "skip", "the engine brings its own (engine_url, workers)"
     folder = Path(settings.model)
-    if folder.is_file() or "://" in settings.model or "model_path" in settings.engine_args:
+    if "://" in settings.model or "model_path" in settings.engine_args:
         return "skip", f"{settings.model} is read by SGLang alone"
+    if folder.is_file():
+        return "fail", *unreadable_file(folder)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
@@ -184,11 +192,18 @@ def _model(settings: Settings) -> Finding:
     files = [path for suffix in _WEIGHTS for path in folder.glob(f"*{suffix}")]
     weights = {path: path.stat().st_size for path in files}
     if not weights and "load_format" not in settings.engine_args:
+        if problem := only_gguf(folder):
+            return "fail", *problem
         return "fail", f"{folder} has no weights ({', '.join(_WEIGHTS)})", "Download the complete model."
     pointer = b"version https://git-lfs"
     if any(size < 1024 and path.read_bytes().startswith(pointer) for path, size in weights.items()):
         return "fail", f"{folder} holds Git LFS pointers instead of weights", "Run git lfs pull there."
-    config = json.loads((folder / "config.json").read_text())
+    config = read_config(folder)
+    if isinstance(config, tuple):
+        return "fail", *config
+    for check in (unknown_architecture, quantised_for_others):
+        if problem := check(config, settings.engine_args):
+            return "fail", f"{settings.model}: {problem[0]}", problem[1]
     context = config.get("max_position_embeddings")
     architectures = ", ".join(config.get("architectures") or ["unknown architecture"])
     found = f"{settings.model}: {architectures}, context {context or 'unknown'}"
@@ -205,9 +220,15 @@ def _download(when: str) -> str:
 def _tokenizer(settings: Settings) -> Finding:
     name = settings.tokenizer or settings.model
     local = Path(name).is_dir()
+    if {"trust_remote_code", "tokenizer_path"} & settings.engine_args.keys():
+        return "skip", "engine_args say how SGLang loads it"
+    if Path(name).is_file():
+        return "fail", f"{name} is a file", "Give --tokenizer a folder with tokenizer.json."
     if not local and (settings.engine_url or settings.workers) and not settings.tokenizer:
         return "skip", "the engine names it when the server starts"
     from transformers import AutoTokenizer
+
+    from ragserve.ingest.tokenizer import without_vocabulary
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
@@ -216,6 +237,8 @@ def _tokenizer(settings: Settings) -> Finding:
             advice = "Give --tokenizer a folder with tokenizer.json."
             return "fail", f"{name}: {str(error).splitlines()[0]}", advice
         return "warn", f"{name} is not on this machine", "It will be downloaded when the server starts."
+    if without_vocabulary(tokenizer):
+        return "fail", f"{name} has no tokenizer", "Give --tokenizer a folder with tokenizer.json."
     if not tokenizer.chat_template:
         advice = (
             "Prompts use our plain layout. If the model was trained with a chat template, "

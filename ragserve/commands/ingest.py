@@ -129,7 +129,7 @@ def ingest(
         raise InvalidRequest(message)
 
     from ragserve.ingest.ingestor import PathOptions
-    from ragserve.ingest.sources import is_url, parse_metadata
+    from ragserve.ingest.sources import is_url, parse_metadata, why_nothing
     from ragserve.retrieval.document_store import open_store
 
     if ray is not None and (follow_changes or any(one == "-" or is_url(one) for one in given)):
@@ -146,6 +146,7 @@ def ingest(
         sitemap,
         other_hosts,
     )
+    _note_model(settings)
     with (
         signals_stop() as signals,
         open_store(settings) as store,
@@ -162,8 +163,21 @@ def ingest(
     if signals.received:
         raise typer.Exit(128 + signals.received)
     if not session.files:
+        if given:
+            why = why_nothing(given, recursive=recursive, globs=globs or ())
+            typer.secho(why, err=True, fg=typer.colors.YELLOW)
         raise typer.Exit(1)
     raise typer.Exit(3 if session.failed else 0)
+
+
+def _note_model(settings: Settings) -> None:
+    """Say what keeps the model from being served on this machine; another one may serve it."""
+    from ragserve.commands.model_checks import problem_at_ingestion
+
+    if problem := problem_at_ingestion(settings):
+        found, advice = problem
+        line = f"note: `ragserve serve --model {settings.model}` would not start: {found}. {advice}"
+        typer.secho(line, err=True, fg=typer.colors.YELLOW)
 
 
 def _server_runs(settings: Settings) -> bool:
@@ -213,7 +227,7 @@ class _Session:
         last: list[Progress] = []
         ended: RagserveError | None = None
         started = time.monotonic()
-        with progress_bar(self._console, enabled=not self._as_json) as show:
+        with progress_bar(self._console, enabled=not self._as_json, phase="ingesting") as show:
 
             def note(progress: Progress) -> None:
                 last[:] = [progress]

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from ragserve.ingest.jobs.job_report import JobReport
 from ragserve.ingest.jobs.job_report import Progress as Counts
+from ragserve.progress_lines import progress_lines
 
 if TYPE_CHECKING:
     from ragserve.answering.results import Passage
@@ -59,10 +60,18 @@ def place(passage: Passage | Chunk) -> str:
 
 
 @contextmanager
-def progress_bar(console: Console, *, enabled: bool) -> Iterator[Callable[[Counts], None]]:
-    """Yield the function to call with each progress. Nothing is drawn unless ``console`` is a terminal."""
-    if not enabled or not console.is_terminal:
+def progress_bar(
+    console: Console, *, enabled: bool, phase: str = "files"
+) -> Iterator[Callable[[Counts], None]]:
+    """Yield the function to call with each progress. Where ``console`` is no terminal, lines on stderr say
+    how far this ``phase`` is."""
+    if not enabled:
         yield lambda _: None
+        return
+    if not console.is_terminal:
+        with progress_lines() as now:
+            now(phase, "starting")
+            yield lambda counts: now(phase, _counts(counts))
         return
     columns = (
         SpinnerColumn(),
@@ -89,10 +98,20 @@ def progress_bar(console: Console, *, enabled: bool) -> Iterator[Callable[[Count
         yield show
 
 
+def _counts(counts: Counts) -> str:
+    name = shown(counts.current.rsplit("/", 1)[-1][:40])
+    done = f"{counts.done:,} of {counts.total:,} files, {counts.chunks:,} chunks, {counts.tokens:,} tokens"
+    return f"{done}  {name}" if name else done
+
+
 def print_report(console: Console, report: JobReport, *, pruned: bool) -> None:
     """Print a summary, the failures with their reasons, and the documents whose file is gone."""
     progress = report.progress
-    console.print(f"[bold]namespace {report.namespace}: {report.state}[/bold] ({report.job_id})")
+    empty = report.state == "done" and not progress.total and not report.vanished
+    state = "nothing to do" if empty else report.state
+    console.print(f"[bold]namespace {report.namespace}: {state}[/bold] ({report.job_id})")
+    if empty:
+        return
     table = Table(show_header=False)
     summary = report.as_json()
     table.add_column(style="bold")

@@ -93,7 +93,7 @@ def _serve_local(settings: Settings, listener: socket.socket, worker: bool) -> N
             upstream=sglang_app,
             upstream_lifespan=lambda: sglang_app.router.lifespan_context(sglang_app),
         )
-        return _announced(app, settings, starting, lambda: engine.info)
+        return _announced(app, settings, starting, lambda: engine.info, pages=not worker)
 
     with lock.shared(settings.data_dir):
         try:
@@ -159,16 +159,23 @@ def _serve_in_front(settings: Settings, engine: Engine, proxy: ReverseProxy, lis
 
 
 def _announced(
-    app: ASGIApp, settings: Settings, starting: StartingAnswers, info: Callable[[], EngineInfo]
+    app: ASGIApp,
+    settings: Settings,
+    starting: StartingAnswers,
+    info: Callable[[], EngineInfo],
+    *,
+    pages: bool = True,
 ) -> ASGIApp:
     """Wrap ``app``: end the answers of a ``starting`` server when the start-up is complete, and say where the
-    server is and how long the engine took by its ``info``."""
+    server and its ``pages`` are, and how long the engine took by its ``info``."""
+    url = f"http://{settings.host}:{settings.port}"
+    where = f"; playground: {url}/playground, API: {url}/docs" if pages else ""
 
     async def announced(scope: Scope, receive: Receive, send: Send) -> None:
         async def told(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
                 starting.stop()  # uvicorn listens a moment later; connections wait for that
-                _say(settings, f"ready on http://{settings.host}:{settings.port}{_took(info())}")
+                _say(settings, f"ready on {url}{_took(info())}{where}")
             await send(message)
 
         await app(scope, receive, told if scope["type"] == "lifespan" else send)

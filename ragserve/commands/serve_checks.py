@@ -17,9 +17,13 @@ _OWNER_WAIT_S = 5.0  # a server that is being stopped saves its state
 def check_engine(settings: Settings, *, writes: bool = True) -> None:
     """Raise the error that would end an engine's start, or of the data folder if a command ``writes`` to it.
 
-    Raises Unavailable (the doctor's findings on data folder, engine and model) and InvalidRequest (no such
-    model)."""
-    for check in examine(settings, (*(["data folder"] if writes else ()), "engine", "model")):
+    Raises Unavailable (the doctor's findings on data folder, engine, model and tokenizer) and InvalidRequest
+    (no such model)."""
+    subjects = [*(["data folder"] if writes else ()), "engine", "model"]
+    own, elsewhere = Path(settings.tokenizer or settings.model), settings.engine_url or settings.workers
+    if not elsewhere and own.exists() and not (own / "tokenizer.json").exists():  # loading it takes a second
+        subjects.append("tokenizer")
+    for check in examine(settings, subjects):
         if check.status == "fail":
             raise Unavailable(f"Cannot start: {check.name}: {check.found}.", hint=check.advice)
         if check.name == "model" and check.status == "warn":

@@ -64,7 +64,7 @@ def show_warm(
     from ragserve.commands.job_console import print_report, progress_bar
 
     console = Console(quiet=quiet)
-    with progress_bar(console, enabled=not quiet) as show:
+    with progress_bar(console, enabled=not quiet, phase="warming") as show:
         report = run_warm(settings, store, job_id, stop=stop, on_progress=show)
     print_report(console, report, pruned=False)
     if report.state == "interrupted":

@@ -302,7 +302,16 @@ def _default_cpu_tokens(settings: Settings, itemsize: int) -> int:
     With a pool of their own for streaming heads: as many as the same bytes take."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(settings.model).get_text_config()
+    try:
+        config = AutoConfig.from_pretrained(settings.model).get_text_config()
+    except (OSError, ValueError) as error:
+        log.debug("transformers cannot read the model's configuration", exc_info=True)
+        why = str(error).strip().partition("\n")[0]
+        raise InvalidRequest(
+            f"Cannot read the configuration of {settings.model}: {why}",
+            hint="`ragserve doctor --model ...` says more.",
+            param="model",
+        ) from error
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     slot_bytes = 2 * config.num_hidden_layers * heads * head_dim * itemsize

@@ -7,6 +7,7 @@ import re
 import stat
 import unicodedata
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -102,6 +103,20 @@ class Scan:
 def is_url(text: str) -> bool:
     """Return whether ``text`` is an http or https URL."""
     return text.lower().startswith(("http://", "https://"))
+
+
+def why_nothing(inputs: Sequence[str], *, recursive: bool, globs: Sequence[str]) -> str:
+    """Say why a scan of these inputs found no file."""
+    paths = [Path(given).expanduser() for given in inputs if not is_url(given)]
+    folders = [path for path in paths if path.is_dir()]
+    below = 0
+    for folder in folders:
+        with suppress(OSError):
+            below += sum(entry.is_dir() and not entry.name.startswith(".") for entry in folder.iterdir())
+    where = f" in {', '.join(printable(str(folder)) for folder in folders)}" if folders else ""
+    matching = f" that match {', '.join(globs)}" if globs else ""
+    more = f", only {below:,} {'folder' if below == 1 else 'folders'}: add --recursive to go into them"
+    return f"No files found{where}{matching}{more if below and not recursive else ''}."
 
 
 def scan(

@@ -44,6 +44,8 @@ def _through_transformers(name: str) -> str:
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise _not_found(f"The tokenizer of {name!r} could not be loaded: {reason}") from error
+    if without_vocabulary(tokenizer):
+        raise _not_found(f"{name} has no tokenizer.")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise _not_found(
@@ -51,6 +53,12 @@ def _through_transformers(name: str) -> str:
         )
     text: str = backend.to_str()
     return text
+
+
+def without_vocabulary(tokenizer: Any) -> bool:
+    """True for the empty tokenizer that transformers makes of a model's folder without tokenizer files."""
+    special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    return set(tokenizer.get_vocab()) <= special
 
 
 def _not_found(message: str) -> InvalidRequest:

@@ -24,7 +24,8 @@ _PACKAGES = (
     *("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs", "sentence-transformers", "numpy"),
 )
 
-_LOG_COLUMNS = 200  # width of a table printed to a file
+_LOG_COLUMNS = 200  # least width of what is printed to a file
+_ANY_COLUMNS = 10_000
 
 
 def environment() -> dict[str, Any]:
@@ -72,23 +73,28 @@ def write(
     note: str = "",
     ran_on: Mapping[str, Any] | None = None,
     shown: Sequence[str] = (),
+    narrow: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Print ``rows`` as a table, write the report to ``out`` if given, and return it.
 
     Args:
         ran_on: The environment measured, if it is not this process's.
         shown: Columns to print; all by default.
+        narrow: Columns to print where the terminal is narrower than the table. A file gets the width that the
+            table needs.
     """
     report = assemble(name, workload, rows, note, ran_on)
-    console = Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS)
-    console.print(f"[bold]{name}[/bold]  " + ", ".join(f"{k}: {v}" for k, v in workload.items()))
-    table = Table()
     columns = list(shown) or list(dict.fromkeys(key for row in rows for key in row))
-    for column in columns:
-        number = any(isinstance(row.get(column), (int, float)) for row in rows)
-        table.add_column(column, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*(_cell(row.get(column)) for column in columns))
+    table = _table(rows, columns)
+    needed = Console(width=_ANY_COLUMNS).measure(table).maximum
+    console = Console(width=None if sys.stdout.isatty() else max(needed, _LOG_COLUMNS))
+    matter = [column for column in columns if column in narrow]
+    if matter and needed > console.width:
+        table = _table(rows, matter)
+        table.caption = (
+            f"{len(matter)} of {len(columns)} columns: {needed} characters of width show all, and a pipe does"
+        )
+    console.print(f"[bold]{name}[/bold]  " + ", ".join(f"{k}: {v}" for k, v in workload.items()))
     console.print(table)
     env = report["environment"]
     console.print(f"{env['cpu']}, {env['cores']} cores, GPU: {env['gpu'] or 'none'}; {env['versions']}")
@@ -98,6 +104,16 @@ def write(
         write_json(out, report)
         console.print(f"written: {out}")
     return report
+
+
+def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Table:
+    table = Table()
+    for column in columns:
+        number = any(isinstance(row.get(column), (int, float)) for row in rows)
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    return table
 
 
 class GrowingReport:
@@ -131,9 +147,10 @@ class GrowingReport:
         if self._out is not None:
             write_json(self._out, assemble(self._name, self.workload, self._all(), self._note))
 
-    def show(self, shown: Sequence[str] = ()) -> dict[str, Any]:
+    def show(self, shown: Sequence[str] = (), *, narrow: Sequence[str] = ()) -> dict[str, Any]:
         """Print the whole table and return the report; see :func:`write`."""
-        return write(self._name, self.workload, self._all(), out=self._out, note=self._note, shown=shown)
+        rows, out, note = self._all(), self._out, self._note
+        return write(self._name, self.workload, rows, out=out, note=note, shown=shown, narrow=narrow)
 
     def _all(self) -> list[dict[str, Any]]:
         measured = {self._place(row) for row in self.rows}

@@ -156,7 +156,8 @@ def test_sparse_decoding_must_be_switched_on(server: Any) -> None:
 def test_the_log_says_when_the_server_was_ready_and_warns_of_nothing(server: Any) -> None:
     log = server.running.log.read_text()
     assert re.search(
-        rf"ragserve: ready on {server.url} \(engine started in \d+\.\d s, \d+\.\d s of them warming up\)\n",
+        rf"ragserve: ready on {server.url} \(engine started in \d+\.\d s, \d+\.\d s of them warming up\); "
+        rf"playground: {server.url}/playground, API: {server.url}/docs\n",
         log,
     )
     for noise in ("UserWarning", "Ignore import error", "init_cpu_threads_env", "RLIMIT_NOFILE"):

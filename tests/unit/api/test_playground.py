@@ -52,6 +52,15 @@ def test_the_page_and_its_files_need_no_key_and_nothing_else_is_open(locked: Liv
             assert client.send(request).status_code == 401, path
 
 
+def test_the_root_leads_to_the_page_without_a_key(locked: Live) -> None:
+    with locked.client() as client:
+        answer = client.get("/", follow_redirects=False)
+        assert (answer.status_code, answer.headers["location"]) == (307, "playground")
+        assert client.get("/", follow_redirects=True).url.path == "/playground"
+        assert client.head("/").status_code == 200  # Ollama's clients ask
+        assert client.post("/").status_code == 405
+
+
 def test_the_files_name_no_other_origin_and_parse_no_markup() -> None:
     for path in FOLDER.iterdir():
         text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")

@@ -42,6 +42,32 @@ def test_all_columns_without_a_choice_and_a_line_where_nothing_was_measured(tmp_
     assert "Not measured yet: no `other.json`" in made
 
 
+WIDE = [{"strategy": "concat:recompute=0.15", "ttft ms": 12.5} | {f"stage {i} ms": i for i in range(30)}]
+
+
+def test_a_file_has_every_column_of_a_wide_table(capsys: pytest.CaptureFixture[str]) -> None:
+    report.write("speed", {}, WIDE, out=None, narrow=("strategy", "ttft ms"))
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in WIDE[0])
+    assert "concat:recompute=0.15" in printed
+
+
+def test_a_narrow_terminal_shows_the_columns_that_matter(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    report.write("speed", {}, WIDE, out=None, narrow=("strategy", "ttft ms"))
+    printed = capsys.readouterr().out
+    assert "concat:recompute=0.15" in printed
+    assert "ttft ms" in printed
+    assert "stage 3" not in printed
+    assert "2 of 32 columns" in printed
+    monkeypatch.setenv("COLUMNS", "900")
+    report.write("speed", {}, WIDE, out=None, narrow=("strategy", "ttft ms"))
+    assert "stage 29 ms" in capsys.readouterr().out
+
+
 def test_bad_reports_and_columns(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(InvalidRequest, match="not a benchmark's report"):

@@ -287,6 +287,22 @@ def test_following_changes(folder: Path, tmp_path: Path) -> None:
     ]
 
 
+def test_a_folder_with_nothing_to_ingest_is_not_done(folder: Path, ragserve: Cli) -> None:
+    outer = folder.parent / "outer"
+    outer.mkdir()
+    folder.rename(outer / "docs")
+    done = ragserve("ingest", "outer", "-n", "n")
+    assert done.returncode == 1
+    assert "only 1 folder: add --recursive" in done.stderr
+    assert "nothing to do" in done.stdout
+    assert "done" not in done.stdout
+    done = ragserve("ingest", "outer", "-r", "--glob", "*.xyz", "-n", "n", "--json")
+    assert done.returncode == 1
+    assert "that match *.xyz." in done.stderr
+    assert json.loads(done.stdout)["files"]["total"] == 0
+    assert ragserve("ingest", "outer", "-r", "-n", "n").returncode == 0
+
+
 def test_images_and_programs_in_a_folder_are_skipped_and_fail_when_named(
     folder: Path, tmp_path: Path, ragserve: Cli
 ) -> None:

@@ -144,4 +144,6 @@ def test_the_line_that_says_when_it_is_ready(
             ("127.0.0.1", port), timeout=240
         ).close()  # whoever waited for the line connects
     assert sent == [{"type": "lifespan.startup.complete"}]
-    assert capsys.readouterr().err == f"ragserve: ready on http://127.0.0.1:{port}{took}\n"
+    url = f"http://127.0.0.1:{port}"
+    pages = f"; playground: {url}/playground, API: {url}/docs"
+    assert capsys.readouterr().err == f"ragserve: ready on {url}{took}{pages}\n"
