@@ -295,10 +295,10 @@ def _fraction(value: Decimal, tokens: tuple[Token, ...], digits: list[int]) -> s
         above -= 1
     separate = any(at <= above for at in digits)  # a place for the whole number
     rest = "".join(token.text for token in tokens[slash + 1 :])
-    fixed = re.match(r"\s*([1-9]\d*)", rest)
+    fixed = re.match(r"[1-9]\d{0,8}", rest.lstrip())
     exact = Fraction(value)
     if fixed:
-        below = int(fixed[1])
+        below = int(fixed[0])
         part = Fraction(round(exact * below), below)
         over = round(exact * below)
     else:
