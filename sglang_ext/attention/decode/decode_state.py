@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 
 from ragserve_kernels.paged import PageSelection
 from sglang_ext.attention.decode.observed_queries import ObservedQueries
-from sglang_ext.attention.offload.offload_state import OffloadState, SegmentedPrompt
+from sglang_ext.attention.decode.offload_state import OffloadState, SegmentedPrompt
 from sglang_ext.wire.protocol import DecodeOptions, DecodeReport, OffloadCounts
 
 
