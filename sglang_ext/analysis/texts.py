@@ -16,7 +16,7 @@ import torch
 log = logging.getLogger(__name__)
 TOKENS = 512  # per unrelated text: several passages, and little beside a model's weights
 FIXED = "fixed"  # names the first of the unrelated texts as the documents' prefix
-LONGEST_PREFIX = 1024  # tokens; no longer one was better
+LONGEST_PREFIX = 1024  # tokens; longer ones were not measured
 _BEHIND = b"the first"  # of the unrelated texts: analyses made behind all of them have another digest
 LONGEST = 64  # tokens per sentence; longer ones are cut, so that tables and code have sentences, too
 _ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f")

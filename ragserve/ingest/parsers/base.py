@@ -157,10 +157,8 @@ def container_errors(what: str, *errors: type[Exception]) -> Iterator[None]:
         yield
     except RecursionError as error:
         raise unreadable("corrupt", f"not readable as {what} (nested too deeply)") from error
-    except (
-        NotImplementedError,
-        RuntimeError,
-    ) as error:  # zipfile's, of encryption and compressions that it does not know
+    # zipfile raises these for encryption and for compressions that it does not know
+    except (NotImplementedError, RuntimeError) as error:
         raise unreadable("encrypted", str(error)) from error
     except (zipfile.BadZipFile, zlib.error, etree.XMLSyntaxError, ET.ParseError, *missing, *errors) as error:
         raise unreadable("corrupt", f"not readable as {what} ({error})") from error

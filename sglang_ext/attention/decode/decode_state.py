@@ -94,7 +94,7 @@ class DecodeState:
     Attributes:
         kept: with a lag: the chosen pages outside of the step's tables; None: none have been chosen.
         sparse_from: the first token whose KV a sparse step has computed; None: all KV is exact.
-        counts: what it has offloaded and loaded, counted where it is done.
+        counts: pages and bytes moved by offloading, counted where they move.
     """
 
     options: DecodeOptions
