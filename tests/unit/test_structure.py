@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.wire.protocol import SGLANG_VERSION
+from tests.groups import groups
 from tests.unit.field_writers import FieldWriters
 
 REPO = Path(__file__).resolve().parents[2]
@@ -54,11 +55,12 @@ def modules(room: str) -> Iterator[tuple[str, Path]]:
 @dataclass(frozen=True)
 class Source:
     """What the tests ask of a file: modules of ours that it imports anywhere, functions and `TYPE_CHECKING`
-    blocks included, the classes that it defines, and its docstring.
+    blocks included, the classes that it defines, the lines of its asserts, and its docstring.
     """
 
     imports: frozenset[str]
     classes: tuple[str, ...]
+    asserts: tuple[int, ...]
     docstring: str | None
 
 
@@ -67,6 +69,7 @@ def read(path: Path) -> Source:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found: set[str] = set()
     classes: list[str] = []
+    asserts: list[int] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -75,8 +78,10 @@ def read(path: Path) -> Source:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ClassDef):
             classes.append(node.name)
+        elif isinstance(node, ast.Assert):
+            asserts.append(node.lineno)
     ours = frozenset(name for name in found if name.split(".")[0] in ROOMS)
-    return Source(ours, tuple(classes), ast.get_docstring(tree))
+    return Source(ours, tuple(classes), tuple(asserts), ast.get_docstring(tree))
 
 
 def allowed(room: str, module: str, imported: str) -> bool:
@@ -271,11 +276,10 @@ def test_the_scan_sees_imports_inside_functions(tmp_path: Path) -> None:
 def test_nothing_is_checked_by_assert_at_run_time() -> None:
     """`python -O` drops an assert, and its message says nothing. Triton's `tl.static_assert` is no assert."""
     asserting = [
-        f"{module}, line {node.lineno}"
+        f"{module}, line {line}"
         for room in ROOMS
         for module, path in modules(room)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Assert)
+        for line in read(path).asserts
     ]
     assert not asserting, f"raise an error of ragserve/errors.py instead: {asserting}"
 
@@ -406,11 +410,17 @@ def test_pre_commit_runs_the_pinned_tools() -> None:
     assert tools <= pinned
 
 
-def test_files_whose_engine_another_group_has_are_named_in_scripts_test() -> None:
-    """Left out, a file is in the group of the default engine, which would start its engine once more."""
-    groups = (REPO / "scripts" / "test").read_text(encoding="utf-8")
-    engine = re.compile(r"\b(?:(?:parallel|stress|streaming)_server|small_engine)\b")
-    named = set(re.findall(r"\w+", groups))
-    for file in sorted((REPO / "tests" / "integration").glob("test_*.py")):
-        if engine.search(file.read_text(encoding="utf-8")):
-            assert named & {file.stem, file.stem.removeprefix("test_")}, file.name
+def test_every_file_of_tests_is_in_one_group_with_those_of_its_engine() -> None:
+    """Another group would start that engine once more."""
+    made = groups()
+    for file in sorted((REPO / "tests").rglob("test_*.py")):
+        path = file.relative_to(REPO)
+        mine = [
+            group.name
+            for group in made
+            if any(path.is_relative_to(each) for each in group.paths)
+            and not any(path.is_relative_to(each) for each in group.ignored)
+        ]
+        assert len(mine) == 1, path
+        if mine == ["other engines"]:
+            assert not re.search(r"\b(?:quick|locked)_server\b", file.read_text(encoding="utf-8")), path
