@@ -13,7 +13,7 @@ from typing import Literal
 
 from ragserve.errors import UnsupportedDocument
 
-PARSER_VERSION = 4
+PARSER_VERSION = 5
 """Part of every content hash. Raise it when a parser gives other text for the same bytes."""
 
 NOT_TEXT = "not_text"

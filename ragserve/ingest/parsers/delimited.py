@@ -130,7 +130,8 @@ def _cells(line: str, delimiter: str) -> list[str]:
 
 def _best(lines: Sequence[str]) -> _Dialect:
     """The delimiter by which rows and header become alike; one column if there is none."""
-    found = [_judged(lines, delimiter) for delimiter in _DELIMITERS]
+    sample = "".join(lines[: 2 * _SAMPLE])
+    found = [_judged(lines, delimiter) for delimiter in _DELIMITERS if delimiter in sample]
     found = [each for each in found if each.width > 1]
     certain = [each for each in found if each.delimiter in "\t|" and each.alike == 1 and not each.titles]
     if certain:

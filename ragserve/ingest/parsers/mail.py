@@ -32,6 +32,7 @@ _PREFERRED = ("text/plain", "multipart/related", "text/html")  # of the alternat
 _SAVED_PAGE = (".mht", ".mhtml")
 _NO_TEXT = ("css", "javascript", "ecmascript")  # of text/...
 _WORD = re.compile(r"\w+")
+_TAG = re.compile(rb"<[^<>]*+>")
 _SAME = 0.5  # share of the words of HTML that its plain text must have to stand for it
 _LONGER = 1.5  # times the characters of the plain text; shorter HTML is no more than another text
 _CONTEXT = 4096  # bytes of the text that tell the charset of a header
@@ -106,6 +107,8 @@ class _MessageReader:
         order = {kind: place for place, kind in enumerate(_PREFERRED)}
         found: list[list[str]] = []
         for part in sorted(parts, key=lambda each: order.get(each.get_content_type(), 1)):
+            if found and not _may_say_more(part, found[0]):
+                continue
             before = len(self.notes), self.n_hidden
             texts = [text for text in self._texts(part) if text.strip()]
             if not texts:
@@ -156,6 +159,15 @@ def _saved_page(message: Message, raw: Raw) -> Parsed | None:
         return None
     note = joined_notes(*(page.note for page in pages))
     return Parsed(text, "multipart/related", title=header(message, "Subject") or pages[0].title, note=note)
+
+
+def _may_say_more(part: Message, than: list[str]) -> bool:
+    """Return whether `_says_more` may hold of an alternative, by its size: most HTML says what the plain text
+    says, and need not be read. An invitation for calendars never does."""
+    if part.get_content_subtype() != "html":
+        return part.get_content_type() != "text/calendar"
+    data = part.get_payload(decode=True)
+    return isinstance(data, bytes) and len(_TAG.sub(b"", data)) > _LONGER * sum(map(len, than))
 
 
 def _says_more(texts: list[str], than: list[str]) -> bool:

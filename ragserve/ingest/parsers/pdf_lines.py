@@ -10,7 +10,7 @@ from itertools import takewhile
 
 # PDFium's mark for a hyphen at a line's end, without the end; a hyphen that it has left there; a soft one
 _MARKS = "\ufffe\x02\xad"
-_BREAK = re.compile("[\ufffe\x02](?:[ \t]*\n)?|(?<=[^\\W\\d_])[-‐][ \t]*\n(?=[a-zß-ÿ])|\xad(?:[ \t]*\n)?")
+_BREAK = re.compile("[\ufffe\x02](?:[ \t]*\n)?|[-‐](?<=[^\\W\\d_].)[ \t]*\n(?=[a-zß-ÿ])|\xad(?:[ \t]*\n)?")
 _WORDS = re.compile(r"[^\W\d_]+(?:[-‐][^\W\d_]+)*")
 _ADDRESS = re.compile(r"@|://|www\.|\w[/\\_=]\w|\w\.\w", re.I)
 _NEAR = 200  # characters; a word, or a URL, that is longer is not looked at whole

@@ -49,8 +49,38 @@ def page_text(page: Any, *, hidden: bool = False) -> tuple[str, int]:
     texts, n_hidden = _visible(page, keep=hidden)
     scripts = list(_scripts(texts))
     textpage = page.get_textpage()
-    text = _with_scripts(textpage, texts, scripts) if scripts else textpage.get_text_bounded()
+    text = _with_scripts(textpage, texts, scripts) if scripts else _bounded(textpage, page.get_bbox())
     return text, n_hidden
+
+
+def _bounded(textpage: Any, box: tuple[float, float, float, float]) -> str:
+    """The text within the page's borders, with a blank where PDFium ends a line between texts of one height,
+    as in a table's row: its own function for text within borders leaves out such ends, which glues the texts.
+    """
+    text = _within(textpage, box)
+    lines = textpage.get_text_range().split("\r\n")
+    if len(lines) == text.count("\r\n") + 1 or "".join(lines) != text.replace("\r\n", ""):
+        return text
+    parts, at = [lines[0]], len(lines[0])
+    for line in lines[1:]:
+        ends = text.startswith("\r\n", at)
+        parts += ["\r\n" if ends else " ", line]
+        at += len(line) + 2 * ends
+    return "".join(parts)
+
+
+def _within(textpage: Any, box: tuple[float, float, float, float]) -> str:
+    """pypdfium2's ``get_text_bounded``, which has the text made twice, first for its length."""
+    import pypdfium2.raw as pdfium
+
+    left, bottom, right, top = box
+    size = 2 * textpage.count_chars() + 64
+    while True:
+        buffer = (ctypes.c_ushort * size)()
+        n_units = pdfium.FPDFText_GetBoundedText(textpage, left, top, right, bottom, buffer, size)
+        if n_units < size:
+            return bytes(memoryview(buffer)[:n_units]).decode("utf-16-le", "ignore").rstrip("\0")
+        size *= 2
 
 
 def _objects(

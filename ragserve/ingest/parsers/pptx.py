@@ -16,7 +16,7 @@ from ragserve.ingest.parsers.base import (
     one_line,
     paged,
 )
-from ragserve.ingest.parsers.ooxml import Package, is_on, relation_id
+from ragserve.ingest.parsers.ooxml import Package, Relation, is_on, relation_id
 from ragserve.ingest.parsers.ooxml_charts import linked_text
 from ragserve.ingest.parsers.pptx_text import A, body_text
 
@@ -51,14 +51,19 @@ class _Deck:
     def parsed(self) -> Parsed:
         if self._deck.tag != f"{_P}presentation":
             raise KeyError("there is no presentation")
-        parts = {relation.id: relation.target for relation in self._package.relations(self._part)}
-        pages = [self._slide(parts[relation_id(node)]) for node in self._deck.iter(f"{_P}sldId")]
+        ids = [relation_id(node) for node in self._deck.iter(f"{_P}sldId")]
+        pages = [self._slide(self._package.relation(self._part, each)) for each in ids]
         title = self._package.title() or _first_heading(pages)
-        return paged(pages, MIME, "slide", title=title, note=joined_notes(left_out(self._left_out)))
+        note = joined_notes(self._package.damage(), left_out(self._left_out))
+        return paged(pages, MIME, "slide", title=title, note=note)
 
-    def _slide(self, part: str) -> str:
+    def _slide(self, relation: Relation | None) -> str:
         """The slide's text; empty for a hidden slide, which keeps its number."""
-        root = self._package.xml(part)
+        part = "" if relation is None else relation.target
+        root = self._package.optional_xml(part)
+        if root is None:
+            self._left_out["slides that are missing or unreadable"] += 1
+            return ""
         if not is_on(root.get("show")) and not self._raw.hidden:
             self._left_out["hidden slides"] += 1
             return ""
@@ -111,22 +116,19 @@ class _Deck:
         """Yield the texts of charts and diagrams."""
         ids = [relation_id(node) for node in shape.iter(_CHART, _CHART_EX)]
         ids += [relation_id(node, "dm") for node in shape.iter(_DIAGRAM)]
-        parts = {relation.id: relation for relation in self._package.relations(part)} if ids else {}
         for each in ids:
-            if each in parts:
-                yield linked_text(self._package, parts[each].kind, parts[each].target)
+            if relation := self._package.relation(part, each):
+                yield linked_text(self._package, relation.kind, relation.target)
 
     def _notes(self, part: str) -> Iterator[str]:
-        for place in self._package.related(part, "notesSlide"):
-            root = self._package.optional_xml(place)
-            for shape in root.iter(f"{_P}sp") if root is not None else ():
+        for root in self._package.roots(part, "notesSlide"):
+            for shape in root.iter(f"{_P}sp"):
                 if _placeholder(shape) == "body" and (text := _shape_text(shape)):
                     yield f"Notes: {text}"
 
     def _comments(self, part: str) -> Iterator[str]:
-        for place in self._package.related(part, "comments"):
-            root = self._package.optional_xml(place)
-            for node in root.iter(f"{_P}cm", f"{_MODERN}cm", f"{_MODERN}reply") if root is not None else ():
+        for root in self._package.roots(part, "comments"):
+            for node in root.iter(f"{_P}cm", f"{_MODERN}cm", f"{_MODERN}reply"):
                 body = node.find(f"{_MODERN}txBody")
                 text = one_line(node.findtext(f"{_P}text") or (body_text(body) if body is not None else ""))
                 if not self._raw.comments:
@@ -138,9 +140,8 @@ class _Deck:
     def _read_authors(self) -> dict[str, str]:
         found = {}
         for kind in ("commentAuthors", "authors"):
-            for place in self._package.related(self._part, kind):
-                root = self._package.optional_xml(place)
-                for node in root if root is not None else ():
+            for root in self._package.roots(self._part, kind):
+                for node in root:
                     found[node.get("id") or ""] = one_line(node.get("name") or "")
         return found
 
