@@ -42,11 +42,10 @@ def parse(raw: Raw) -> Parsed:
         taken = "read as one column"
     rows = _Rows(lines, read)
     titles = [", ".join(filter(None, map(str.strip, row))) for row in islice(rows, read.titles)]
-    table = markdown_table(rows)
-    parts = [*titles, table]
-    return Parsed(
-        "\n\n".join(filter(None, parts)), "text/csv", note=joined_notes(note, taken, rows.literal_note())
-    )
+    long = _LongRows(rows)
+    table = markdown_table(long)
+    note = joined_notes(note, taken, rows.literal_note(), long.note())
+    return Parsed("\n\n".join(filter(None, [*titles, table])), "text/csv", note=note)
 
 
 class _Dialect(NamedTuple):
@@ -106,6 +105,26 @@ class _Rows:
                 self._literal.append(start + 1)
             yield row
             start += 1
+
+
+class _LongRows:
+    """Passes rows on, and tells which have more cells than the header: they may be in wrong columns."""
+
+    def __init__(self, rows: Iterator[list[str]] | _Rows) -> None:
+        self._found: list[int] = []
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[list[str]]:
+        width = 0
+        for number, row in enumerate(self._rows):
+            width = width or len(row)
+            if len(row) > width and any(map(str.strip, row[width:])):
+                self._found.append(number)
+            yield row
+
+    def note(self) -> str:
+        shown = ", ".join(map(str, self._found[:10])) + (", ..." if len(self._found) > 10 else "")
+        return f"{len(self._found):,} rows have more cells than the header: {shown}" if self._found else ""
 
 
 def _cells(line: str, delimiter: str) -> list[str]:

@@ -173,6 +173,7 @@ def _attribute(node: Any, name: str) -> str:
 
 
 def _reveal(node: Any) -> None:
+    node.tag = "div" if node.tag in _CLOSED else node.tag
     for name in ("hidden", "style", "aria-hidden"):
         node.attrib.pop(name, None)
 

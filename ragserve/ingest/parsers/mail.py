@@ -92,7 +92,7 @@ class _MessageReader:
                     yield self._enclosed(each)
                 else:
                     yield from self._texts(each)
-        elif part.get_content_maintype() == "text" and not _attached(part):
+        elif _is_text(part) and not _attached(part):
             yield self._text(part)
 
     def _enclosed(self, message: Message) -> str:
@@ -182,7 +182,7 @@ def _readable(value: str, message: Message) -> str:
     """A raw header as text. Bytes without a charset are in that of the message's text, as far as it is
     known."""
     data = value.encode("utf-8", "surrogateescape")
-    if data.isascii():
+    if data.isascii() and b"\x1b$" not in data:  # the escape of Japanese and Korean mail
         return value
     text = next((part for part in message.walk() if part.get_content_maintype() == "text"), None)
     body = text.get_payload(decode=True) if text is not None else b""
@@ -231,10 +231,15 @@ def _own_parts(message: Message) -> Iterator[Message]:
                 yield from _own_parts(part)
 
 
+def _is_text(part: Message) -> bool:
+    """Return whether a part is text, as one of several parts is whose boundary is missing."""
+    return part.get_content_maintype() in ("text", "multipart") and not part.is_multipart()
+
+
 def _attached(part: Message) -> str:
     if part.is_multipart():
         return ""
-    if part.get_content_maintype() == "text" and part.get_content_disposition() != "attachment":
+    if _is_text(part) and part.get_content_disposition() != "attachment":
         return ""
     name = part.get_filename()
     return _words(_readable(name, part)) if name else part.get_content_type()

@@ -101,8 +101,8 @@ def _edge(lines: list[str], shapes: set[str], number: int, n_pages: int, *, forw
     found: list[int] = []
     for at in order:
         line = " ".join(lines[at].split())
-        counting = _NUMBER.fullmatch(line) and _offset_shape(line, number) in shapes
-        if not (_shape(line, number) in shapes or counting or _counts(line, number, n_pages)):
+        repeated = bool(shapes) and not shapes.isdisjoint(_shapes([line], number))
+        if not (repeated or _counts(line, number, n_pages)):
             break
         found.append(at)
     return found

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import pypdfium2.raw as pdfium
 
 from ragserve.ingest.parsers.small_text import lowered, raised_behind
 
@@ -18,9 +19,11 @@ _TINY = 1.0  # points
 _SMALL, _SMALLEST = 0.85, 0.4  # size of raised and lowered text, of the text before it
 _MOST_CHARS = 24  # of bytes: raised text is short
 _COLOUR = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()  # PDFium writes it there
+_COLOUR_AT = tuple(map(ctypes.byref, _COLOUR))
 _DEPTH = 8  # of forms within forms
 
 
+_Box = tuple[float, float, float, float]  # left, bottom, right, top
 _Object = tuple[Any, int, Any]  # what PDFium calls it, its type, the form that it is in
 
 
@@ -46,14 +49,15 @@ class _Script(NamedTuple):
 def page_text(page: Any, *, hidden: bool = False) -> tuple[str, int]:
     """The text of a page, and the number of its passages that no reader sees; they are left out, unless they
     are asked for. Changes the page in memory."""
-    texts, n_hidden = _visible(page, keep=hidden)
+    box = page.get_bbox()
+    texts, n_hidden = _visible(page, box, keep=hidden)
     scripts = list(_scripts(texts))
     textpage = page.get_textpage()
-    text = _with_scripts(textpage, texts, scripts) if scripts else _bounded(textpage, page.get_bbox())
+    text = _with_scripts(textpage, texts, scripts) if scripts else _bounded(textpage, box)
     return text, n_hidden
 
 
-def _bounded(textpage: Any, box: tuple[float, float, float, float]) -> str:
+def _bounded(textpage: Any, box: _Box) -> str:
     """The text within the page's borders, with a blank where PDFium ends a line between texts of one height,
     as in a table's row: its own function for text within borders leaves out such ends, which glues the texts.
     """
@@ -69,10 +73,8 @@ def _bounded(textpage: Any, box: tuple[float, float, float, float]) -> str:
     return "".join(parts)
 
 
-def _within(textpage: Any, box: tuple[float, float, float, float]) -> str:
+def _within(textpage: Any, box: _Box) -> str:
     """pypdfium2's ``get_text_bounded``, which has the text made twice, first for its length."""
-    import pypdfium2.raw as pdfium
-
     left, bottom, right, top = box
     size = 2 * textpage.count_chars() + 64
     while True:
@@ -87,8 +89,6 @@ def _objects(
     parent: Any, count: Any, get: Any, form: Any = None, depth: int = 0
 ) -> Iterator[tuple[Any, int, Any]]:
     """Yield all objects of a page or a form in the order of painting, with their type and their form."""
-    import pypdfium2.raw as pdfium
-
     for at in range(count(parent)):
         each = get(parent, at)
         kind = pdfium.FPDFPageObj_GetType(each)
@@ -98,25 +98,24 @@ def _objects(
             yield from _objects(each, *below, each, depth + 1)
 
 
-def _visible(page: Any, *, keep: bool) -> tuple[list[_Text], int]:
+def _visible(page: Any, box: _Box, *, keep: bool) -> tuple[list[_Text], int]:
     """Remove hidden text objects. Returns the others of the page, and the number of runs removed."""
-    import pypdfium2.raw as pdfium
-
     every = list(_objects(page.raw, pdfium.FPDFPage_CountObjects, pdfium.FPDFPage_GetObject))
     backgrounds = _Backgrounds(every)
-    left, bottom, right, top = page.get_bbox()
+    left, bottom, right, top = box
     matrix, size = pdfium.FS_MATRIX(), ctypes.c_float()
+    matrix_at, size_at = ctypes.byref(matrix), ctypes.byref(size)
     texts: list[_Text] = []
     n_runs, in_run = 0, False
     for place, (raw, kind, form) in enumerate(every):
         if kind != pdfium.FPDF_PAGEOBJ_TEXT:
             continue
-        pdfium.FPDFPageObj_GetMatrix(raw, matrix)
-        pdfium.FPDFTextObj_GetFontSize(raw, size)
+        pdfium.FPDFPageObj_GetMatrix(raw, matrix_at)
+        pdfium.FPDFTextObj_GetFontSize(raw, size_at)
         points = abs(size.value) * (matrix.c**2 + matrix.d**2) ** 0.5
         out = form is None and not (left <= matrix.e <= right and bottom <= matrix.f <= top)
         suspect = out or (points < _TINY and form is None)
-        if backgrounds.hide(raw, form, place) or (suspect and _is_lost(raw, (left, bottom, right, top))):
+        if backgrounds.hide(raw, form, place) or (suspect and _is_lost(raw, box)):
             n_runs, in_run = n_runs + (not in_run), True
             if not keep:
                 if form is None:
@@ -139,8 +138,6 @@ class _Backgrounds:
 
     def hide(self, raw: Any, form: Any, place: int) -> bool:
         """Return whether text is invisible, not over an image, or as white as what was painted before it."""
-        import pypdfium2.raw as pdfium
-
         mode = pdfium.FPDFTextObj_GetTextRenderMode(raw)
         if mode == _INVISIBLE:
             return not self._images.is_behind(raw, form, len(self._every))
@@ -151,8 +148,6 @@ class _Backgrounds:
 
     @cached_property
     def _images(self) -> _Areas:
-        import pypdfium2.raw as pdfium
-
         image, objects = pdfium.FPDF_PAGEOBJ_IMAGE, enumerate(self._every)
         return _Areas([(place, raw, form) for place, (raw, kind, form) in objects if kind == image])
 
@@ -183,18 +178,14 @@ class _Areas:
 
 def _fill(raw: Any) -> tuple[tuple[int, int, int], int]:
     """Red, green and blue, and the alpha value, of 255."""
-    import pypdfium2.raw as pdfium
-
-    red, green, blue, alpha = _COLOUR
-    if not pdfium.FPDFPageObj_GetFillColor(raw, red, green, blue, alpha):
+    if not pdfium.FPDFPageObj_GetFillColor(raw, *_COLOUR_AT):
         return (0, 0, 0), 255
+    red, green, blue, alpha = _COLOUR
     return (red.value, green.value, blue.value), alpha.value
 
 
 def _is_coloured(raw: Any, kind: int) -> bool:
     """Return whether white text can be read on an object."""
-    import pypdfium2.raw as pdfium
-
     if kind != pdfium.FPDF_PAGEOBJ_PATH:
         return kind in (pdfium.FPDF_PAGEOBJ_IMAGE, pdfium.FPDF_PAGEOBJ_SHADING)
     fill, stroke = ctypes.c_int(), ctypes.c_int()
@@ -203,16 +194,14 @@ def _is_coloured(raw: Any, kind: int) -> bool:
     return fill.value != pdfium.FPDF_FILLMODE_NONE and min(colour) < _WHITE and alpha > _CLEAR
 
 
-def _bounds(raw: Any) -> tuple[float, float, float, float]:
-    import pypdfium2.raw as pdfium
-
+def _bounds(raw: Any) -> _Box:
     sides = [ctypes.c_float() for _ in range(4)]
     pdfium.FPDFPageObj_GetBounds(raw, *sides)
     left, bottom, right, top = (side.value for side in sides)
     return left, bottom, right, top
 
 
-def _is_lost(raw: Any, paper: tuple[float, float, float, float]) -> bool:
+def _is_lost(raw: Any, paper: _Box) -> bool:
     """Return whether text is too small to be seen, or beside the page."""
     left, bottom, right, top = _bounds(raw)
     if left == right and bottom == top:  # of blanks
@@ -272,8 +261,6 @@ def _is_short(raw: Any) -> bool:
 
 def _with_scripts(textpage: Any, texts: list[_Text], scripts: list[_Script]) -> str:
     """The page's text with its raised and lowered parts marked, on the line that they belong to."""
-    import pypdfium2.raw as pdfium
-
     owners: dict[int, int] = {_address(raw): n for n, script in enumerate(scripts) for raw in script.raw}
     lines = {_address(text.raw): text for text in texts}
     spans: list[list[int]] = []  # script, first character, end

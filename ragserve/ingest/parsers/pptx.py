@@ -16,7 +16,7 @@ from ragserve.ingest.parsers.base import (
     one_line,
     paged,
 )
-from ragserve.ingest.parsers.ooxml import Package, Relation, is_on, relation_id
+from ragserve.ingest.parsers.ooxml import Package, Relation, as_int, is_on, relation_id
 from ragserve.ingest.parsers.ooxml_charts import linked_text
 from ragserve.ingest.parsers.pptx_text import A, body_text
 
@@ -46,6 +46,8 @@ class _Deck:
         self._deck = package.xml(self._part)
         self._left_out: Counter[str] = Counter()
         self._margins: set[str] = set()
+        size = self._deck.find(f"{_P}sldSz")
+        self._size = (as_int(size.get("cx")), as_int(size.get("cy"))) if size is not None else (0, 0)
         self._authors = self._read_authors()
 
     def parsed(self) -> Parsed:
@@ -90,10 +92,24 @@ class _Deck:
                 hidden = named is not None and is_on(named.get("hidden") or "0")
                 if hidden and not self._raw.hidden:
                     self._left_out["hidden shapes"] += 1
+                elif self._is_beside(node) and not self._raw.hidden:
+                    self._left_out["shapes beside their slide"] += 1
                 elif node.tag == f"{_P}grpSp":
                     stack.extend(reversed(node))
                 else:
                     yield node
+
+    def _is_beside(self, shape: Any) -> bool:
+        """Whether nothing of a shape is on the slide. Shapes of a group have coordinates of their own."""
+        parent = shape.getparent()
+        place = (
+            shape.find(f"{_P}spPr/{A}xfrm") if parent is not None and parent.tag == f"{_P}spTree" else None
+        )
+        at, size = (None, None) if place is None else (place.find(f"{A}off"), place.find(f"{A}ext"))
+        if at is None or size is None or not all(self._size):
+            return False
+        places = zip((at.get("x"), at.get("y")), (size.get("cx"), size.get("cy")), self._size, strict=True)
+        return any(as_int(start) + as_int(n) <= 0 or as_int(start) >= end for start, n, end in places)
 
     def _text(self, shape: Any, part: str) -> str:
         kind = _placeholder(shape)

@@ -179,7 +179,7 @@ class _Workbook:
             if not cell.text or column > _COLUMNS:
                 continue
             if style.unseen and not self._take_hidden:
-                self._left_out["cells in white on white"] += 1
+                self._left_out["cells in the colour of their ground"] += 1
                 continue
             cells[column] = cell._replace(text=struck(cell.text)) if style.struck else cell
         return cells

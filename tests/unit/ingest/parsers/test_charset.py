@@ -94,6 +94,39 @@ def test_a_sentence_of_other_languages(charset: str, text: str) -> None:
     assert decode(late.encode(charset)).text == late
 
 
+@pytest.mark.parametrize(
+    ("charset", "text"),
+    [
+        ("cp1251", "ТОВАР;ЦЕНА\nМОЛОКО;5\nХЛЕБ;7\n"),
+        ("koi8-r", "ТОВАР;ЦЕНА\nМОЛОКО;5\nХЛЕБ;7\n"),
+        ("cp866", "ТОВАР;ЦЕНА\nМОЛОКО;5\nХЛЕБ;7\n"),
+        ("cp1253", "ΠΡΟΪΟΝ;ΤΙΜΗ\nΓΑΛΑ;5\nΨΩΜΙ;7\n"),
+        ("cp1253", "ΌΝΟΜΑ;ΠΌΛΗ\nΆΝΝΑ;ΑΘΉΝΑ\nΓΙΏΡΓΟΣ;ΠΆΤΡΑ\n"),
+        ("iso8859-6", "مدينة;سعر\nبغداد;5\nالقاهرة;7\n"),
+    ],
+)
+def test_tables_in_capitals_and_of_unix(charset: str, text: str) -> None:
+    assert decode(text.encode(charset)).text == text
+
+
+@pytest.mark.parametrize(
+    ("charset", "name"),
+    [("iso2022_jp", "iso2022_jp_ext"), ("utf-16-le", "utf-16-le"), ("utf-16-be", "utf-16-be")],
+)
+def test_charsets_that_show_themselves(charset: str, name: str) -> None:
+    text = "price 商品;200\n" + "rope and net;7\n" * 9
+    assert decode(text.encode(charset)) == (text, f"read as {name}, guessed")
+
+
+def test_a_damaged_character_does_not_change_the_charset() -> None:
+    text = "Die Fähre fährt früh über die große Brücke, und für alle Gäste gibt es Frühstück."
+    for data in (text.encode() + b"\xff", "ü".encode()[:1] + text.encode()):
+        found = decode(data)
+        assert found.text.replace("\ufffd", "") == text
+        assert found.note == "read as utf-8, with 1 damaged characters"
+    assert decode(text.encode("cp1252")).text == text
+
+
 def test_two_charsets_that_fit_are_both_named() -> None:
     text, note = decode("Procès-verbal".encode("cp1252"))
     assert (text, note) == ("Procès-verbal", "read as cp1252, guessed; it may be cp1250")

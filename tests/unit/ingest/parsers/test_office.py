@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docx.oxml import parse_xml
 from pptx.util import Inches
 
+from ragserve.ingest.parsers import Raw
+from ragserve.ingest.parsers import parse as parse_raw
 from ragserve.ingest.parsing.parse_process import ParsedFile
 from tests.unit.ingest.ingest_samples import (
     ParseFile,
     assert_fails,
+    make_docx,
     make_epub,
     make_pptx,
     make_xlsx,
@@ -123,6 +127,31 @@ def test_chapters_of_a_book_are_pages_in_the_order_of_its_spine(tmp_path: Path, 
     assert isinstance(result, ParsedFile)
     assert result.title == "Moby Dick"
     assert result.metadata["page_names"] == ["The Start", "", "The End"]
+
+
+def test_shapes_beside_their_slide_are_left_out_and_counted() -> None:
+    def build(deck: Any) -> None:
+        shapes = deck.slides.add_slide(deck.slide_layouts[6]).shapes
+        for left, text in ((1, "Seen."), (-9, "wombat"), (20, "wombat")):
+            shapes.add_textbox(Inches(left), 0, Inches(2), Inches(1)).text_frame.text = text
+
+    data = make_pptx(build)
+    found = parse_raw(Raw(data, "a.pptx", ".pptx"))
+    assert (found.text, found.note) == ("Seen.", "left out: 2 shapes beside their slide")
+    assert found.text != parse_raw(Raw(data, "a.pptx", ".pptx", hidden=True)).text
+
+
+def test_drawn_words_and_mixed_fractions_of_word_are_read() -> None:
+    math = "http://schemas.openxmlformats.org/officeDocument/2006/math"
+    fraction = "<m:f><m:num><m:r><m:t>1</m:t></m:r></m:num><m:den><m:r><m:t>2</m:t></m:r></m:den></m:f>"
+    formula = f'<m:oMath xmlns:m="{math}"><m:r><m:t>2</m:t></m:r>{fraction}</m:oMath>'
+    drawn = '<v:shape xmlns:v="urn:schemas-microsoft-com:vml"><v:textpath string="DRAFT"/></v:shape>'
+
+    def build(document: Any) -> None:
+        document.add_paragraph().add_run()._r.append(parse_xml(drawn))
+        document.add_paragraph()._p.append(parse_xml(formula))
+
+    assert parse_raw(Raw(make_docx(build), "a.docx", ".docx")).text == "DRAFT\n\n2 1/2"
 
 
 def protected(algorithm: str) -> dict[str, str]:
