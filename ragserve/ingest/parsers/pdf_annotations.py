@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pypdfium2.raw as pdfium
-
 from ragserve.ingest.parsers.base import one_line
 
 _HIDDEN = 0x02 | 0x20  # flags: hidden, not shown on screens
@@ -24,6 +22,8 @@ def annotation_lines(
 ) -> list[str]:
     """The lines that a page's annotations add to its text: ``Name: value`` of each form field, text boxes,
     and ``[Comment by NAME: ...]``. What is not taken is counted in ``left_out``."""
+    import pypdfium2.raw as pdfium
+
     lines: dict[str, None] = {}  # a field that is shown twice on a page is read once
     for at in range(pdfium.FPDFPage_GetAnnotCount(page)):
         annotation = pdfium.FPDFPage_GetAnnot(page, at)
@@ -66,6 +66,8 @@ def _note(annotation: Any, *, boxed: bool) -> str:
 
 def _field(form: Any, annotation: Any) -> str:
     """A form field as ``Name: value``; empty without a value, and for buttons and passwords."""
+    import pypdfium2.raw as pdfium
+
     if not form:
         return ""
     kind = pdfium.FPDFAnnot_GetFormFieldType(form, annotation)
@@ -94,12 +96,16 @@ def _field(form: Any, annotation: Any) -> str:
 
 
 def _chosen(form: Any, annotation: Any) -> Iterator[str]:
+    import pypdfium2.raw as pdfium
+
     for at in range(max(0, pdfium.FPDFAnnot_GetOptionCount(form, annotation))):
         if pdfium.FPDFAnnot_IsOptionSelected(form, annotation, at):
             yield _string(lambda *rest, at=at: pdfium.FPDFAnnot_GetOptionLabel(form, annotation, at, *rest))
 
 
 def _value(annotation: Any, key: bytes) -> str:
+    import pypdfium2.raw as pdfium
+
     return _string(pdfium.FPDFAnnot_GetStringValue, annotation, key)
 
 

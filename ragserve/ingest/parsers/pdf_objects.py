@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import pypdfium2.raw as pdfium
 
 from ragserve.ingest.parsers.small_text import lowered, raised_behind
 
@@ -75,6 +74,8 @@ def _bounded(textpage: Any, box: _Box) -> str:
 
 def _within(textpage: Any, box: _Box) -> str:
     """pypdfium2's ``get_text_bounded``, which has the text made twice, first for its length."""
+    import pypdfium2.raw as pdfium
+
     left, bottom, right, top = box
     size = 2 * textpage.count_chars() + 64
     while True:
@@ -89,6 +90,8 @@ def _objects(
     parent: Any, count: Any, get: Any, form: Any = None, depth: int = 0
 ) -> Iterator[tuple[Any, int, Any]]:
     """Yield all objects of a page or a form in the order of painting, with their type and their form."""
+    import pypdfium2.raw as pdfium
+
     for at in range(count(parent)):
         each = get(parent, at)
         kind = pdfium.FPDFPageObj_GetType(each)
@@ -100,6 +103,8 @@ def _objects(
 
 def _visible(page: Any, box: _Box, *, keep: bool) -> tuple[list[_Text], int]:
     """Remove hidden text objects. Returns the others of the page, and the number of runs removed."""
+    import pypdfium2.raw as pdfium
+
     every = list(_objects(page.raw, pdfium.FPDFPage_CountObjects, pdfium.FPDFPage_GetObject))
     backgrounds = _Backgrounds(every)
     left, bottom, right, top = box
@@ -115,7 +120,9 @@ def _visible(page: Any, box: _Box, *, keep: bool) -> tuple[list[_Text], int]:
         points = abs(size.value) * (matrix.c**2 + matrix.d**2) ** 0.5
         out = form is None and not (left <= matrix.e <= right and bottom <= matrix.f <= top)
         suspect = out or (points < _TINY and form is None)
-        if backgrounds.hide(raw, form, place) or (suspect and _is_lost(raw, box)):
+        if (not _is_painted(pdfium, raw) and backgrounds.hide(raw, form, place)) or (
+            suspect and _is_lost(raw, box)
+        ):
             n_runs, in_run = n_runs + (not in_run), True
             if not keep:
                 if form is None:
@@ -130,6 +137,16 @@ def _visible(page: Any, box: _Box, *, keep: bool) -> tuple[list[_Text], int]:
     return texts, n_runs
 
 
+def _is_painted(pdfium: Any, raw: Any) -> bool:
+    """Return whether text is filled with a colour that white paper shows, as most is."""
+    if pdfium.FPDFTextObj_GetTextRenderMode(raw) not in _FILLED:
+        return False
+    red, green, blue, alpha = _COLOUR
+    if not pdfium.FPDFPageObj_GetFillColor(raw, *_COLOUR_AT):
+        return True
+    return alpha.value > _CLEAR and min(red.value, green.value, blue.value) < _WHITE
+
+
 class _Backgrounds:
     """What is painted on a page behind its text; looked at when a text asks for it, on few pages."""
 
@@ -138,6 +155,8 @@ class _Backgrounds:
 
     def hide(self, raw: Any, form: Any, place: int) -> bool:
         """Return whether text is invisible, not over an image, or as white as what was painted before it."""
+        import pypdfium2.raw as pdfium
+
         mode = pdfium.FPDFTextObj_GetTextRenderMode(raw)
         if mode == _INVISIBLE:
             return not self._images.is_behind(raw, form, len(self._every))
@@ -148,6 +167,8 @@ class _Backgrounds:
 
     @cached_property
     def _images(self) -> _Areas:
+        import pypdfium2.raw as pdfium
+
         image, objects = pdfium.FPDF_PAGEOBJ_IMAGE, enumerate(self._every)
         return _Areas([(place, raw, form) for place, (raw, kind, form) in objects if kind == image])
 
@@ -178,6 +199,8 @@ class _Areas:
 
 def _fill(raw: Any) -> tuple[tuple[int, int, int], int]:
     """Red, green and blue, and the alpha value, of 255."""
+    import pypdfium2.raw as pdfium
+
     if not pdfium.FPDFPageObj_GetFillColor(raw, *_COLOUR_AT):
         return (0, 0, 0), 255
     red, green, blue, alpha = _COLOUR
@@ -186,6 +209,8 @@ def _fill(raw: Any) -> tuple[tuple[int, int, int], int]:
 
 def _is_coloured(raw: Any, kind: int) -> bool:
     """Return whether white text can be read on an object."""
+    import pypdfium2.raw as pdfium
+
     if kind != pdfium.FPDF_PAGEOBJ_PATH:
         return kind in (pdfium.FPDF_PAGEOBJ_IMAGE, pdfium.FPDF_PAGEOBJ_SHADING)
     fill, stroke = ctypes.c_int(), ctypes.c_int()
@@ -195,6 +220,8 @@ def _is_coloured(raw: Any, kind: int) -> bool:
 
 
 def _bounds(raw: Any) -> _Box:
+    import pypdfium2.raw as pdfium
+
     sides = [ctypes.c_float() for _ in range(4)]
     pdfium.FPDFPageObj_GetBounds(raw, *sides)
     left, bottom, right, top = (side.value for side in sides)
@@ -261,6 +288,8 @@ def _is_short(raw: Any) -> bool:
 
 def _with_scripts(textpage: Any, texts: list[_Text], scripts: list[_Script]) -> str:
     """The page's text with its raised and lowered parts marked, on the line that they belong to."""
+    import pypdfium2.raw as pdfium
+
     owners: dict[int, int] = {_address(raw): n for n, script in enumerate(scripts) for raw in script.raw}
     lines = {_address(text.raw): text for text in texts}
     spans: list[list[int]] = []  # script, first character, end
