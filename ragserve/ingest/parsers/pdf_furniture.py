@@ -34,10 +34,8 @@ def without_furniture(pages: list[str]) -> list[str]:
     """
     split = [[line for line in page.split("\n") if line.strip()] for page in pages]
     n_pages = sum(map(bool, split))
-    heads = _repeated([[" ".join(line.split()) for line in lines[:_EDGE]] for lines in split], n_pages)
-    feet = _repeated(
-        [[" ".join(line.split()) for line in lines[: -_EDGE - 1 : -1]] for lines in split], n_pages
-    )
+    heads = _repeated([lines[:_EDGE] for lines in split], n_pages)
+    feet = _repeated([lines[: -_EDGE - 1 : -1] for lines in split], n_pages)
     out: list[str] = []
     kept_heads: set[str] = set()
     left_feet: dict[str, str] = {}
@@ -72,7 +70,7 @@ def _repeated(edges: list[list[str]], n_pages: int) -> set[str]:
     found: set[str] = set()
     if n_pages < _FEWEST:
         return found
-    shapes = [_shapes(lines, number) for number, lines in enumerate(edges, 1)]
+    shapes = [_shapes([" ".join(line.split()) for line in lines], at) for at, lines in enumerate(edges, 1)]
     for first, step in ((0, 1), (0, 2), (1, 2)):
         counts = Counter(shape for page in shapes[first::step] for shape in page)
         fewest = max(_FEWEST, _SHARE * n_pages / step)

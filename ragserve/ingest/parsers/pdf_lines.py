@@ -8,9 +8,11 @@ from functools import cache
 from importlib import resources
 from itertools import takewhile
 
-# PDFium's mark for a hyphen at a line's end, without the end; a hyphen that it has left there; a soft one
+# PDFium's marks for a hyphen at a line's end, mostly without the end; a soft hyphen
 _MARKS = "\ufffe\x02\xad"
-_BREAK = re.compile("[\ufffe\x02](?:[ \t]*\n)?|[-‐](?<=[^\\W\\d_].)[ \t]*\n(?=[a-zß-ÿ])|\xad(?:[ \t]*\n)?")
+_BREAKS = {sign: re.compile(f"{sign}(?:[ \t]*\n)?") for sign in _MARKS} | {
+    sign: re.compile(f"{sign}(?<=[^\\W\\d_]{sign})[ \t]*\n(?=[a-zß-ÿ])") for sign in "-‐"
+}
 _WORDS = re.compile(r"[^\W\d_]+(?:[-‐][^\W\d_]+)*")
 _ADDRESS = re.compile(r"@|://|www\.|\w[/\\_=]\w|\w\.\w", re.I)
 _NEAR = 200  # characters; a word, or a URL, that is longer is not looked at whole
@@ -26,7 +28,14 @@ def mended(pages: list[str]) -> list[str]:
     the word without it: part numbers, names and addresses would be others.
     """
     shown = _shown(pages)
-    return [_unwrapped(_BREAK.sub(lambda found: _hyphen(found, shown), page)) for page in pages]
+    return [_unwrapped(_joined(page, shown)) for page in pages]
+
+
+def _joined(page: str, shown: Callable[[], frozenset[str]]) -> str:
+    for sign, pattern in _BREAKS.items():
+        if sign in page:
+            page = pattern.sub(lambda found: _hyphen(found, shown), page)
+    return page
 
 
 def _shown(pages: list[str]) -> Callable[[], frozenset[str]]:

@@ -50,10 +50,13 @@ def page_text(page: Any, *, hidden: bool = False) -> tuple[str, int]:
     are asked for. Changes the page in memory."""
     box = page.get_bbox()
     texts, n_hidden = _visible(page, box, keep=hidden)
-    scripts = list(_scripts(texts))
+    sizes = [text.size for text in texts]
+    scripts = list(_scripts(texts)) if sizes and min(sizes) <= _SMALL * max(sizes) else []
     textpage = page.get_textpage()
-    text = _with_scripts(textpage, texts, scripts) if scripts else _bounded(textpage, box)
-    return text, n_hidden
+    if scripts:
+        return _with_scripts(textpage, texts, scripts), n_hidden
+    rows = len({text.y for text in texts}) < len(texts)
+    return (_bounded if rows else _within)(textpage, box), n_hidden
 
 
 def _bounded(textpage: Any, box: _Box) -> str:
@@ -86,43 +89,59 @@ def _within(textpage: Any, box: _Box) -> str:
         size *= 2
 
 
-def _objects(
-    parent: Any, count: Any, get: Any, form: Any = None, depth: int = 0
-) -> Iterator[tuple[Any, int, Any]]:
-    """Yield all objects of a page or a form in the order of painting, with their type and their form."""
+def _objects(page: Any) -> list[_Object]:
+    """All objects of a page in the order of painting, those of its forms behind the form."""
     import pypdfium2.raw as pdfium
 
-    for at in range(count(parent)):
-        each = get(parent, at)
-        kind = pdfium.FPDFPageObj_GetType(each)
-        yield each, kind, form
+    get, type_of, form = pdfium.FPDFPage_GetObject, pdfium.FPDFPageObj_GetType, pdfium.FPDF_PAGEOBJ_FORM
+    found: list[_Object] = []
+    for at in range(pdfium.FPDFPage_CountObjects(page)):
+        raw = get(page, at)
+        kind = type_of(raw)
+        found.append((raw, kind, None))
+        if kind == form:
+            found += _objects_of(raw)
+    return found
+
+
+def _objects_of(form: Any, depth: int = 1) -> Iterator[_Object]:
+    import pypdfium2.raw as pdfium
+
+    for at in range(pdfium.FPDFFormObj_CountObjects(form)):
+        raw = pdfium.FPDFFormObj_GetObject(form, at)
+        kind = pdfium.FPDFPageObj_GetType(raw)
+        yield raw, kind, form
         if kind == pdfium.FPDF_PAGEOBJ_FORM and depth < _DEPTH:
-            below = pdfium.FPDFFormObj_CountObjects, pdfium.FPDFFormObj_GetObject
-            yield from _objects(each, *below, each, depth + 1)
+            yield from _objects_of(raw, depth + 1)
 
 
 def _visible(page: Any, box: _Box, *, keep: bool) -> tuple[list[_Text], int]:
     """Remove hidden text objects. Returns the others of the page, and the number of runs removed."""
     import pypdfium2.raw as pdfium
 
-    every = list(_objects(page.raw, pdfium.FPDFPage_CountObjects, pdfium.FPDFPage_GetObject))
+    every = _objects(page.raw)
     backgrounds = _Backgrounds(every)
     left, bottom, right, top = box
     matrix, size = pdfium.FS_MATRIX(), ctypes.c_float()
     matrix_at, size_at = ctypes.byref(matrix), ctypes.byref(size)
+    get_matrix, get_size = pdfium.FPDFPageObj_GetMatrix, pdfium.FPDFTextObj_GetFontSize
+    get_mode, get_fill = pdfium.FPDFTextObj_GetTextRenderMode, pdfium.FPDFPageObj_GetFillColor
+    text_kind, (red, green, blue, alpha) = pdfium.FPDF_PAGEOBJ_TEXT, _COLOUR
     texts: list[_Text] = []
     n_runs, in_run = 0, False
     for place, (raw, kind, form) in enumerate(every):
-        if kind != pdfium.FPDF_PAGEOBJ_TEXT:
+        if kind != text_kind:
             continue
-        pdfium.FPDFPageObj_GetMatrix(raw, matrix_at)
-        pdfium.FPDFTextObj_GetFontSize(raw, size_at)
-        points = abs(size.value) * (matrix.c**2 + matrix.d**2) ** 0.5
-        out = form is None and not (left <= matrix.e <= right and bottom <= matrix.f <= top)
-        suspect = out or (points < _TINY and form is None)
-        if (not _is_painted(pdfium, raw) and backgrounds.hide(raw, form, place)) or (
-            suspect and _is_lost(raw, box)
-        ):
+        get_matrix(raw, matrix_at)
+        get_size(raw, size_at)
+        b, c, d, x, y = matrix.b, matrix.c, matrix.d, matrix.e, matrix.f
+        points = abs(size.value) * (abs(d) if c == 0 else (c**2 + d**2) ** 0.5)
+        suspect = form is None and (points < _TINY or not (left <= x <= right and bottom <= y <= top))
+        # most text is painted in a colour that white paper shows
+        painted = get_mode(raw) in _FILLED and get_fill(raw, *_COLOUR_AT) and alpha.value > _CLEAR
+        dark = painted and (red.value < _WHITE or green.value < _WHITE or blue.value < _WHITE)
+        unseen = not dark and backgrounds.hide(raw, form, place)
+        if unseen or (suspect and _is_lost(raw, box)):
             n_runs, in_run = n_runs + (not in_run), True
             if not keep:
                 if form is None:
@@ -132,19 +151,8 @@ def _visible(page: Any, box: _Box, *, keep: bool) -> tuple[list[_Text], int]:
                 continue
         else:
             in_run = False
-        upright = matrix.b == matrix.c == 0 and form is None
-        texts.append(_Text(raw, form, matrix.e, matrix.f, points, upright))
+        texts.append(_Text(raw, form, x, y, points, b == c == 0 and form is None))
     return texts, n_runs
-
-
-def _is_painted(pdfium: Any, raw: Any) -> bool:
-    """Return whether text is filled with a colour that white paper shows, as most is."""
-    if pdfium.FPDFTextObj_GetTextRenderMode(raw) not in _FILLED:
-        return False
-    red, green, blue, alpha = _COLOUR
-    if not pdfium.FPDFPageObj_GetFillColor(raw, *_COLOUR_AT):
-        return True
-    return alpha.value > _CLEAR and min(red.value, green.value, blue.value) < _WHITE
 
 
 class _Backgrounds:
