@@ -4,7 +4,8 @@
 
 The texts of tests/data/languages, in ten languages, are written in every charset that has their letters:
 whole, by paragraph and by first sentence of a paragraph. So are tables of 1 to 200 rows of the nouns and
-prices in tests/data/nouns, in twenty languages. A reading is right if it gives the text back.
+prices in tests/data/nouns, in twenty languages, also in capitals, and sentences in further languages. A
+reading is right if it gives the text back.
 """
 
 from __future__ import annotations
@@ -38,6 +39,39 @@ HOME = {  # charsets in which a language was written
     "japanese": ("cp932", "euc_jp"),
     "chinese": ("gb18030",),
 }
+# sentences in further languages, and odd ones, by charset
+OTHERS: dict[str, tuple[str, ...]] = {
+    "cp1252": (
+        "La città è più bella di notte, quando le luci si accendono e tutti escono. Perché non vieni "
+        "anche tu?",
+        "Não há nada que possa fazer agora; amanhã a situação será outra, e então veremos o coração "
+        "da questão.",
+        "Det är många som tycker att våren är den bästa tiden på året, när allt börjar växa på nytt.",
+        "Når det bliver mørkt, går børnene hjem, og så er der stille på gaden. Hvor længe skal vi vente?",
+        "Hän ei tiennyt, että päivä oli jo pitkällä, kun myös sää muuttui ja lämpö väheni.",
+        "Það var mjög kalt í gær, svo við vorum heima og lásum bækur um sjóinn.",
+        "The café’s résumé—he said it was “naïve”—cost £5 and was not for us.",
+        "Müller, Köln\nGroß, Düsseldorf\n",
+        "Procès-verbal",
+    ),
+    "cp1250": (
+        "Az őszi erdő csendes volt, és csak a szél zúgott; nem is tudtuk, hogy hová megyünk.",
+        "Keď som bol malý, chodil som k starej mame na dedinu, kde sme mali kone a veľký sad.",
+        "Kad je došla zima, više nitko nije išao na tržnicu, jer su ceste bile zatvorene.",
+        "Łódź, Kraków, Gdańsk\n",
+    ),
+    "cp1257": ("Vakar buvo labai šalta, todėl mes likome namuose ir skaitėme knygas apie jūrą.",),
+    "cp1251": (
+        "Учора було дуже холодно, тому ми залишилися вдома і читали книжки про море.",
+        "Вчера беше много студено, затова останахме вкъщи и четохме книги за морето.",
+    ),
+    "cp1255": ("אתמול היה קר מאוד, ולכן נשארנו בבית וקראנו ספרים על הים של הצפון.",),
+    "cp1256": ("كان الجو باردا جدا أمس، لذلك بقينا في البيت وقرأنا كتبا عن البحر من هذا النوع.",),
+    "cp949": ("어제는 매우 추워서 우리는 집에 머물면서 바다에 관한 책을 읽었다. 그것은 좋은 날이었다.",),
+    "big5": ("昨天很冷，所以我們留在家裡看關於大海的書。這是一個很好的日子。",),
+    "cp850": ("L'été dernier, nous étions à la plage et la mer était très calme après l'orage.",),
+    "cp866": ("Вчера было очень холодно, поэтому мы остались дома и читали книги о море.",),
+}
 NOUNS = TEXTS.parent / "nouns"
 TABLES = {  # languages and charsets of the tables
     "russian": ("cp1251", "koi8-r", "cp866"),
@@ -64,6 +98,7 @@ _TABLE_ROWS = {
     3: "tables of 3 rows",
     **dict.fromkeys(ROWS[2:], "tables of 6 to 200 rows"),
 }
+_OTHERS, _CAPITALS = "further languages", "tables in capitals"
 # what people wrote in charsets without the character
 _PLAIN = str.maketrans(
     {"’": "'", "‘": "'", "“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "–": "-", "—": "-"}
@@ -102,6 +137,21 @@ def tables() -> Iterator[tuple[str, str, int, str, bytes]]:
             yield language, charset, rows, text, text.encode(charset)
 
 
+def capitals() -> Iterator[tuple[str, str, int, str, bytes]]:
+    """The tables in capitals."""
+    for language, charset, rows, text, _ in tables():
+        upper = text.upper()
+        if upper != text:
+            yield language, charset, rows, upper, upper.encode(charset)
+
+
+def others() -> Iterator[tuple[str, str, str, str, bytes]]:
+    """The sentences in further languages."""
+    for charset, texts in OTHERS.items():
+        for text in texts:
+            yield "another language", charset, "sentence", text, text.encode(charset)
+
+
 def _first_sentence(paragraph: str) -> str:
     ends = [paragraph.find(mark) for mark in (". ", "? ", "! ", "。") if mark in paragraph]
     return paragraph[: min(ends) + 1] if ends else paragraph
@@ -118,13 +168,15 @@ def measure() -> list[dict[str, Any]]:
     rivals: dict[str, Callable[[bytes], tuple[str, str]]] = {"library": by_library, "ragserve": decode}
     rows = {
         name: {"charset": name, "readings": 0, "library": 0, "ragserve": 0}
-        for name in (*CHARSETS, "all", *_TABLE_ROWS.values())
+        for name in (*CHARSETS, "all", _OTHERS, *_TABLE_ROWS.values(), _CAPITALS)
     }
     for row in rows.values():
         row |= {"wrong": 0, "wrong and not said to be a guess": 0, "two charsets named": 0}
     prose = ((*sample, (rows[sample[1]], rows["all"])) for sample in samples())
     lists = ((*table, (rows[_TABLE_ROWS[table[2]]],)) for table in tables())
-    for language, charset, size, text, data, counted in chain(prose, lists):
+    further = ((*sample, (rows[_OTHERS],)) for sample in others())
+    upper = ((*table, (rows[_CAPITALS],)) for table in capitals())
+    for language, charset, size, text, data, counted in chain(prose, further, lists, upper):
         for row in counted:
             row["readings"] += 1
         for name, read in rivals.items():
@@ -155,6 +207,7 @@ def main() -> None:
         "languages": len(HOME),
         "charsets": len(CHARSETS),
     }
+    workload |= {"sentences in further languages": sum(map(len, OTHERS.values()))}
     workload |= {"tables": "tests/data/nouns", "languages of tables": len(TABLES)}
     note = (
         "Right readings, %, of whole texts, paragraphs and sentences, and of tables of nouns; library: "

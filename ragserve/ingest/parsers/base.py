@@ -13,7 +13,7 @@ from typing import Literal
 
 from ragserve.errors import UnsupportedDocument
 
-PARSER_VERSION = 4
+PARSER_VERSION = 5
 """Part of every content hash. Raise it when a parser gives other text for the same bytes."""
 
 NOT_TEXT = "not_text"
@@ -22,7 +22,7 @@ NOT_TEXT = "not_text"
 PageKind = Literal["page", "slide", "sheet", "chapter", "message"]
 
 _LONG_GAP = re.compile(r"\s{65,}")
-_CONTROLS = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\ufffe\uffff]|[\ud800-\udfff]")
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
 _MAX_NAMES, _NAME_CHARS = 200, 100  # of pages: every search reads them with the metadata of its documents
 
 

@@ -28,19 +28,23 @@ _BOMS = (
 )
 _DOUBLE_BYTE = frozenset(["cp932", "cp949", "gb18030", "big5hkscs", "euc_jp", "johab"])
 _SURE = 4  # so many characters of valid UTF-8 are no chance, even in text of a double-byte charset
-_TEXT_CONTROLS = frozenset("\t\n\r\f\v\b\x1b\x85")
+_GOOD_PER_BAD = 10  # characters outside of ASCII that damaged UTF-8 has at least for each one that is none
+_MOSTLY = 0.5
+_ESCAPES = {b"\x1b$B": "iso2022_jp_ext", b"\x1b$@": "iso2022_jp_ext", b"\x1b$)C": "iso2022_kr"}
+_CONTROLS = re.compile("[\x00-\x07\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f]")  # that texts do not have
 _MAX_CONTROLS = 0.01  # share of control characters above which decodable bytes are not text
 _GUESS_BYTES = 16 * 1024  # used for the guess; all bytes are then decoded strictly
 
 # 8-bit charsets, the most common first: of several that read the same text, the first is named
 _WINDOWS = ("cp1252", "cp1250", "cp1251", "cp1253", "cp1254", "cp1257", "cp1255", "cp1256")
-_UNIX = ("iso8859-15", "iso8859-2", "koi8-u", "iso8859-5", "iso8859-7")
+_UNIX = ("iso8859-15", "iso8859-2", "koi8-u", "iso8859-5", "iso8859-7", "iso8859-6")
 _OLD = ("mac-roman", "mac-latin2", "cp850", "cp852", "cp866", "cp857")  # of old Macs and of DOS
 _HANDICAP = (
     {"gb18030": 0.01, "euc_jp": 0.02, "big5": 0.005}
     | dict.fromkeys(_WINDOWS, 0.005)
     | {"cp1252": 0.0, "cp1257": 0.02}
     | dict.fromkeys(_UNIX, 0.01)
+    | {"iso8859-7": 0.03}  # has a quote where cp1253 has a letter
     | dict.fromkeys(_OLD, 0.1)
 )
 _WORD = re.compile(r"[^\W\d_]+")
@@ -48,8 +52,9 @@ _INSIDE_WORDS = frozenset("’ʼ‘·\xad‐‑–—")  # beside letters
 _APART = frozenset("±¶¯¥·¬¦¸")  # not before or behind a word
 _MIN_COMMON = 0.02  # share of common words, or characters, from which a language is recognised
 _LETTERS = 0.25  # what letters add to the score of a script that has an alphabet of its own, at most
+_MORE = 0.5  # of what letters say beyond that
 _LATIN_LETTERS = 0.03  # and of languages that have few letters outside of ASCII
-_CAPITALS = 0.05  # taken off where all letters are capitals: Hebrew in koi8 would be
+_CAPITALS = 0.02  # taken off where all letters are capitals: Hebrew in koi8 would be
 _MUTE = 0.2  # share of words that may be abbreviations, without a vowel
 _MAX_ODD = 0.1  # share of letters that do not belong, above which letters say nothing
 _SHARE_DAILY = 0.7  # of characters of a multi-byte charset in daily use, above which they say something
@@ -77,6 +82,9 @@ def decode(data: bytes, declared: str | None = None) -> Decoded:
                 why = f"starts with a {charset} mark but is not {charset} at byte {error.start}"
                 raise _undecodable(why) from error
     named = charset_of(declared) if declared else None
+    if named is None and (found := _unmarked(data)):
+        with suppress(ValueError, UnsupportedDocument):
+            return Decoded(_checked(data.decode(found), found), f"read as {found}, guessed")
     wide = named is not None and named.startswith(("utf-16", "utf-32"))
     if b"\x00" in data and not wide:
         raise _undecodable("contains NUL bytes; is it binary?")
@@ -91,7 +99,32 @@ def decode(data: bytes, declared: str | None = None) -> Decoded:
     if named:
         with suppress(ValueError, UnsupportedDocument):  # not of that charset, or controls instead of text
             return Decoded(_checked(data.decode(named), named))
-    return _guessed(data)
+    return _damaged_utf_8(data) or _guessed(data)
+
+
+def _unmarked(data: bytes) -> str | None:
+    """A charset that shows itself: by its escapes, or by the zeros of Latin text in two bytes a character."""
+    head = data[:_GUESS_BYTES]
+    if b"\x00" in head:
+        for zeros, others, charset in (
+            (head[1::2], head[::2], "utf-16-le"),
+            (head[::2], head[1::2], "utf-16-be"),
+        ):
+            if zeros.count(0) > _MOSTLY * len(zeros) and 0 not in others:
+                return charset
+    elif b"\x1b$" in data and data.isascii():
+        return next((charset for escape, charset in _ESCAPES.items() if escape in data), None)
+    return None
+
+
+def _damaged_utf_8(data: bytes) -> Decoded | None:
+    """Text that is UTF-8 but for a few bytes, which no text of another charset is."""
+    text = data.decode("utf-8", "replace")
+    n_bad = text.count("\ufffd")
+    n_good = sum(character > "\x7f" for character in text) - n_bad
+    if n_good < _SURE or n_bad * _GOOD_PER_BAD > n_good:
+        return None
+    return Decoded(_checked(text, "utf-8"), f"read as utf-8, with {n_bad:,} damaged characters")
 
 
 def _utf_8(data: bytes) -> str | None:
@@ -178,15 +211,19 @@ def _likeness(text: str) -> float | None:
                 continue
             score += _LATIN_LETTERS * usual
         else:
-            by_letters = (
-                min(_LETTERS, 1.3 * (usual - 0.5)) if odd + misplaced <= _MAX_ODD * n_foreign else 0.0
-            )
+            by_letters = _by_letters(usual) if odd + misplaced <= _MAX_ODD * n_foreign else 0.0
             if common < _MIN_COMMON and by_letters < _MIN_COMMON:
                 continue
             score += max(0.0, by_letters - common) - misplaced / max(n_foreign, 1)
             score -= _CAPITALS if text.isupper() else 0.0
         best = score if best is None else max(best, score)
     return best
+
+
+def _by_letters(usual: float) -> float:
+    """What letters say of a script that has an alphabet of its own; ``usual`` tells how common they are."""
+    rise = 1.3 * (usual - 0.5)
+    return min(rise, _LETTERS + _MORE * (rise - _LETTERS))
 
 
 def _misplaced(text: str) -> int:
@@ -278,7 +315,7 @@ def _by_statistics(sample: bytes) -> list[_Reading]:
 def _checked(text: str, charset: str) -> str:
     if "\x00" in text:
         raise _undecodable(f"contains NUL characters as {charset}; is it binary?")
-    controls = sum(1 for c in text[:65536] if (c < " " or "\x7f" <= c < "\xa0") and c not in _TEXT_CONTROLS)
+    controls = len(_CONTROLS.findall(text, 0, 65536))
     if controls > _MAX_CONTROLS * min(len(text), 65536):
         raise _undecodable("too many control characters for text; is it binary?")
     return text

@@ -42,11 +42,10 @@ def parse(raw: Raw) -> Parsed:
         taken = "read as one column"
     rows = _Rows(lines, read)
     titles = [", ".join(filter(None, map(str.strip, row))) for row in islice(rows, read.titles)]
-    table = markdown_table(rows)
-    parts = [*titles, table]
-    return Parsed(
-        "\n\n".join(filter(None, parts)), "text/csv", note=joined_notes(note, taken, rows.literal_note())
-    )
+    long = _LongRows(rows)
+    table = markdown_table(long)
+    note = joined_notes(note, taken, rows.literal_note(), long.note())
+    return Parsed("\n\n".join(filter(None, [*titles, table])), "text/csv", note=note)
 
 
 class _Dialect(NamedTuple):
@@ -108,6 +107,26 @@ class _Rows:
             start += 1
 
 
+class _LongRows:
+    """Passes rows on, and tells which have more cells than the header: they may be in wrong columns."""
+
+    def __init__(self, rows: Iterator[list[str]] | _Rows) -> None:
+        self._found: list[int] = []
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[list[str]]:
+        width = 0
+        for number, row in enumerate(self._rows):
+            width = width or len(row)
+            if len(row) > width and any(map(str.strip, row[width:])):
+                self._found.append(number)
+            yield row
+
+    def note(self) -> str:
+        shown = ", ".join(map(str, self._found[:10])) + (", ..." if len(self._found) > 10 else "")
+        return f"{len(self._found):,} rows have more cells than the header: {shown}" if self._found else ""
+
+
 def _cells(line: str, delimiter: str) -> list[str]:
     """The cells of a line in which quotes stand within quotes: a quote before a delimiter closes a cell."""
     cut = re.escape(delimiter)
@@ -130,7 +149,8 @@ def _cells(line: str, delimiter: str) -> list[str]:
 
 def _best(lines: Sequence[str]) -> _Dialect:
     """The delimiter by which rows and header become alike; one column if there is none."""
-    found = [_judged(lines, delimiter) for delimiter in _DELIMITERS]
+    sample = "".join(lines[: 2 * _SAMPLE])
+    found = [_judged(lines, delimiter) for delimiter in _DELIMITERS if delimiter in sample]
     found = [each for each in found if each.width > 1]
     certain = [each for each in found if each.delimiter in "\t|" and each.alike == 1 and not each.titles]
     if certain:

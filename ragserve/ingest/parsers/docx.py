@@ -52,10 +52,15 @@ class _Document:
         title = self._package.title()
         if not title:
             title = next((block.lstrip("# ") for block in blocks if block.startswith("# ")), "")
-        return Parsed("\n\n".join(blocks), MIME, title=title, note=joined_notes(left_out(self._left_out)))
+        return Parsed(
+            "\n\n".join(blocks),
+            MIME,
+            title=title,
+            note=joined_notes(self._package.damage(), left_out(self._left_out)),
+        )
 
     def _related_root(self, kind: str) -> Any | None:
-        return self._package.optional_xml(next(self._package.related(self._part, kind), None))
+        return next(self._package.roots(self._part, kind), None)
 
     def _texts(self, kind: str, tag: str) -> dict[str, Any]:
         """The notes of a kind, by their ids."""
@@ -99,8 +104,7 @@ class _Document:
             texts = list(self._blocks(box, part, boxed=True))  # flushes what was beside until now
             self._beside += texts
         if inline.drawn:
-            parts = {relation.id: relation for relation in self._package.relations(part)}
-            found = (parts.get(each) for each in inline.drawn)
+            found = (self._package.relation(part, each) for each in inline.drawn)
             drawn = (linked_text(self._package, each.kind, each.target) for each in found if each is not None)
             self._beside += filter(None, drawn)
         self._beside += (f"[Image: {text}]" for text in inline.images)
@@ -176,7 +180,6 @@ class _Document:
 
     def _margins(self) -> tuple[list[str], list[str]]:
         """Headers and footers, each text once, without the numbers of pages."""
-        parts = {relation.id: relation.target for relation in self._package.relations(self._part)}
         settings = self._related_root("settings")
         even = settings is not None and settings.find(f"{W}evenAndOddHeaders") is not None
         found: dict[str, list[str]] = {"header": [], "footer": []}
@@ -184,10 +187,12 @@ class _Document:
             shown = {"default": True, "even": even, "first": section.find(f"{W}titlePg") is not None}
             for kind, texts in found.items():
                 for reference in section.iterchildren(f"{W}{kind}Reference"):
-                    part = parts.get(relation_id(reference))
-                    root = self._package.optional_xml(part) if shown.get(reference.get(f"{W}type")) else None
-                    if root is not None and part is not None:
-                        texts += self._margin(root, part, kind.capitalize())
+                    found_at = self._package.relation(self._part, relation_id(reference))
+                    if found_at is None or not shown.get(reference.get(f"{W}type")):
+                        continue
+                    root = self._package.optional_xml(found_at.target)
+                    if root is not None:
+                        texts += self._margin(root, found_at.target, kind.capitalize())
         return list(dict.fromkeys(found["header"])), list(dict.fromkeys(found["footer"]))
 
     def _margin(self, root: Any, part: str, name: str) -> Iterator[str]:

@@ -16,6 +16,7 @@ _CHART = "{http://schemas.openxmlformats.org/drawingml/2006/chart}chart"
 _CHART_EX = "{http://schemas.microsoft.com/office/drawing/2014/chartex}chart"
 _DIAGRAM = "{http://schemas.openxmlformats.org/drawingml/2006/diagram}relIds"
 _PICTURE = "{http://schemas.openxmlformats.org/drawingml/2006/wordprocessingDrawing}docPr"
+_ART = "{urn:schemas-microsoft-com:vml}textpath"  # words drawn as a shape, such as a watermark
 _SKIPPED = frozenset(
     f"{W}{name}" for name in ("del", "moveFrom", "pPr", "rPr", "sdtPr", "instrText", "delText")
 )
@@ -96,6 +97,8 @@ class Inline:
             self.drawn.append(relation_id(node))
         elif tag == _DIAGRAM:
             self.drawn.append(relation_id(node, "dm"))
+        elif tag == _ART:
+            self._add(node.get("string") or "", look)
         elif tag == _PICTURE and (text := one_line(node.get("descr") or "")):
             self.images.append(text)
         else:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import posixpath
-import zipfile
-from io import BytesIO
-from typing import Any
 from urllib.parse import unquote
 
-from ragserve.ingest.parsers.base import Parsed, Raw, container_errors, one_line, paged, unreadable
+from ragserve.ingest.parsers.base import (
+    Parsed,
+    Raw,
+    container_errors,
+    joined_notes,
+    left_out,
+    one_line,
+    paged,
+    unreadable,
+)
 from ragserve.ingest.parsers.html import decode_page, hidden_note, part
+from ragserve.ingest.parsers.ooxml import Package
 
 MIME = "application/epub+zip"
 _MAIN = "META-INF/container.xml"
@@ -20,33 +27,35 @@ _PAGES = ("application/xhtml+xml", "text/html", "application/x-dtbook+xml")
 
 
 def parse(raw: Raw) -> Parsed:
-    with container_errors("an EPUB book"), zipfile.ZipFile(BytesIO(raw.data)) as book:
+    with container_errors("an EPUB book"):
+        book = Package(raw.data)
         _refuse_encrypted(book)
-        package_path = _xml(book, _MAIN).find(".//{*}rootfile").get("full-path")
-        package = _xml(book, package_path)
+        package_path = book.xml(_MAIN).find(".//{*}rootfile").get("full-path")
+        package = book.xml(package_path)
         items = {item.get("id"): item for item in package.iterfind(".//{*}manifest/{*}item")}
-        spine = [items[ref.get("idref")] for ref in package.iterfind(".//{*}spine/{*}itemref")]
+        listed = [items.get(ref.get("idref")) for ref in package.iterfind(".//{*}spine/{*}itemref")]
+        spine = [item for item in listed if item is not None]
         folder = posixpath.dirname(package_path)
         paths = [
             posixpath.normpath(posixpath.join(folder, unquote(item.get("href"))))
             for item in spine
             if item.get("media-type") in _PAGES
         ]
-        chapters = [part(decode_page(book.read(path)).text, hidden=raw.hidden) for path in paths]
+        missing = len(listed) - len(spine) + sum(path not in book for path in paths)
+        if paths and not any(path in book for path in paths):
+            raise KeyError("none of its chapters is there")
+        # one that is missing keeps its number
+        read = (decode_page(book.read(path)).text if path in book else "" for path in paths)
+        chapters = [part(source, hidden=raw.hidden) for source in read]
         title = one_line(package.findtext(".//{http://purl.org/dc/elements/1.1/}title") or "")
     names, texts = [chapter.heading for chapter in chapters], [chapter.text for chapter in chapters]
-    note = hidden_note(0 if raw.hidden else sum(chapter.n_hidden for chapter in chapters))
+    hidden = hidden_note(0 if raw.hidden else sum(chapter.n_hidden for chapter in chapters))
+    note = joined_notes(book.damage(), left_out({"chapters that are missing": missing}), hidden)
     return paged(texts, MIME, "chapter", names=names, title=title, note=note)
 
 
-def _refuse_encrypted(book: zipfile.ZipFile) -> None:
-    if _ENCRYPTION in book.namelist():
-        methods = _xml(book, _ENCRYPTION).iterfind(".//{*}EncryptedData/{*}EncryptionMethod")
+def _refuse_encrypted(book: Package) -> None:
+    if _ENCRYPTION in book:
+        methods = book.xml(_ENCRYPTION).iterfind(".//{*}EncryptedData/{*}EncryptionMethod")
         if any(method.get("Algorithm") not in _OF_FONTS for method in methods):
             raise unreadable("encrypted", "a book with copy protection")
-
-
-def _xml(book: zipfile.ZipFile, path: str) -> Any:
-    from lxml import etree  # type: ignore[import-untyped]
-
-    return etree.fromstring(book.read(path), etree.XMLParser(resolve_entities=False, no_network=True))

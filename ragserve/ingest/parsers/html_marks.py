@@ -10,6 +10,20 @@ from ragserve.ingest.parsers.small_text import lowered, raised, raised_behind, s
 
 _BLOCKS = ("p", "div", "section", "article", "ul", "ol", "table", "blockquote", "pre", "h1", "h2", "h3", "h4")
 _FIRST = ("p", "div", "span", "a", "b")  # where the text of a list's item may begin
+_PLAIN = {
+    **dict.fromkeys(("q", "time", "label", "output", "legend", "textarea"), "span"),
+    "fieldset": "div",
+}
+_INLINE = ("span", "font", "small", "a", "b", "i", "u", "em", "strong")
+_STRUCK = re.compile(r"text-decoration(?:-line)?\s*+:[^;]*line-through")
+_PLACE = re.compile(r"vertical-align\s*+:\s*+(super|sub)\b")
+_LIST_STYLE = re.compile(r"list-style(?:-type)?\s*+:\s*+([a-z-]++)")
+_LIST_KINDS = {"none": "none", "lower-roman": "i", "upper-roman": "I"}
+_LIST_KINDS |= dict.fromkeys(("lower-alpha", "lower-latin"), "a") | dict.fromkeys(
+    ("upper-alpha", "upper-latin"), "A"
+)
+_ROWS = ("math", "mrow", "mstyle", "semantics", "mtd")  # of MathML
+_UNSHOWN = ("hidden", "password", "image", "file", "color", "range", "button", "submit", "reset")
 _NOTE = re.compile(r"\d{1,3}(?:\s?,\s?\d{1,3})*+|[a-z]")
 _WHOLE = re.compile(r"\A\s*+[-+]?\d{1,9}\s*+")
 _ROMAN = ((10, "x"), (9, "ix"), (5, "v"), (4, "iv"), (1, "i"))
@@ -17,6 +31,17 @@ _ROMAN = ((10, "x"), (9, "ix"), (5, "v"), (4, "iv"), (1, "i"))
 
 def write_marks(tree: Any) -> None:
     """Replace such elements of a tree by text."""
+    for node in tree.iter(*_INLINE):
+        if style := node.get("style"):
+            _name_by_style(node, style.lower())
+    for node in list(tree.iter("svg")):  # what its icons say is not seen, what it writes is
+        _to_text(node, " ".join(" ".join("".join(each.itertext()).split()) for each in node.iter("text")))
+    for node in list(tree.iter("input")):
+        _to_text(node, _entered(node))
+    for node in tree.iter("q"):
+        _quote(node)
+    for node in tree.iter(*_PLAIN):  # trafilatura would leave them out, with what they say
+        node.tag = _PLAIN[node.tag]
     for node in list(tree.iter("math")):
         try:
             formula = _formula(node)
@@ -47,6 +72,31 @@ def write_marks(tree: Any) -> None:
         node.tag = "p"
         if (figure := node.getparent()) is not None and figure.tag == "figure":
             figure.tag = "div"
+
+
+def _name_by_style(node: Any, style: str) -> None:
+    """Give an element whose style strikes out, raises or lowers its text the name of one that does."""
+    if _STRUCK.search(style):
+        node.tag = "s"
+    elif place := _PLACE.search(style):
+        node.tag = "sup" if place.group(1) == "super" else "sub"
+
+
+def _entered(node: Any) -> str:
+    """What a field of a form shows."""
+    kind = (node.get("type") or "text").lower()
+    if kind in ("checkbox", "radio"):
+        return "☒" if node.get("checked") is not None else "☐"
+    return "" if kind in _UNSHOWN else node.get("value") or ""
+
+
+def _quote(node: Any) -> None:
+    """Write the quotation marks that a browser puts around an element."""
+    node.text = f"“{node.text or ''}"
+    if len(node):
+        node[-1].tail = f"{node[-1].tail or ''}”"
+    else:
+        node.text += "”"
 
 
 def _script(node: Any) -> None:
@@ -86,7 +136,12 @@ def _before(node: Any) -> str:
 
 def _formula(node: Any) -> str:
     """MathML as a line of text."""
-    parts = [_formula(child) for child in node if isinstance(child.tag, str) and child.tag != "annotation"]
+    parts: list[str] = []
+    for child in node:
+        if isinstance(child.tag, str) and child.tag != "annotation":
+            part = _formula(child)
+            mixed = child.tag == "mfrac" and node.tag in _ROWS and parts and parts[-1][-1:].isalnum()
+            parts.append(f" {part}" if mixed else part)  # a whole number before a fraction
     if node.tag in ("annotation-xml", "mphantom"):
         return ""
     if node.tag == "msup" and len(parts) == 2:
@@ -101,6 +156,18 @@ def _formula(node: Any) -> str:
         return f"√({''.join(parts)})"
     if node.tag == "mroot" and len(parts) == 2:
         return f"({parts[1]})√({parts[0]})"
+    if node.tag in ("munder", "munderover") and len(parts) > 1:
+        return parts[0] + lowered(parts[1]) + "".join(map(raised, parts[2:])) + " "
+    if node.tag == "mover" and len(parts) == 2 and parts[1].strip().isalnum():
+        return parts[0] + raised(parts[1]) + " "
+    if node.tag == "mfenced":
+        return f"{node.get('open', '(')}{', '.join(parts)}{node.get('close', ')')}"
+    if node.tag == "mtable":
+        return f"[{'; '.join(parts)}]"
+    if node.tag in ("mtr", "mlabeledtr"):
+        return ", ".join(parts)
+    if node.tag == "mspace":
+        return " "
     if node.tag == "mo":
         sign = (node.text or "").strip()
         return f" {sign} " if sign in ("=", "≤", "≥", "<", ">", "≈", "→", "∈") else sign
@@ -110,6 +177,10 @@ def _formula(node: Any) -> str:
 def _number(ordered: Any) -> None:
     """Write the numbers of a list before its items."""
     items = [item for item in ordered if item.tag == "li"]
+    style = _LIST_STYLE.search((ordered.get("style") or "").lower())
+    kind = _LIST_KINDS.get(style.group(1), "1") if style else ordered.get("type") or "1"
+    if kind == "none":
+        return
     backwards = ordered.get("reversed") is not None
     at = _int(ordered.get("start"), len(items) if backwards else 1)
     for item in items:
@@ -117,7 +188,7 @@ def _number(ordered: Any) -> None:
         place = item
         while not (place.text or "").strip() and len(place) and place[0].tag in _FIRST:
             place = place[0]
-        place.text = f"{_label(at, ordered.get('type') or '1')}. {(place.text or '').lstrip()}"
+        place.text = f"{_label(at, kind)}. {(place.text or '').lstrip()}"
         at += -1 if backwards else 1
 
 

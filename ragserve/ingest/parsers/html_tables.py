@@ -11,6 +11,10 @@ from ragserve.ingest.parsers.grid import Grid
 _MOST_COLUMNS, _MOST_ROWS = 1000, 65534  # that a cell may span, by the standard of HTML
 _DIGITS = re.compile(r"\A\s*+(\d{1,6})")
 _LOOSE_ENDS = ("table", "div", "p", "ul", "ol", "dl", "pre", "blockquote", "h1", "h2", "h3", "h4", "h5", "h6")
+_ROLES = {"table": "table", "grid": "table", "row": "tr", "rowgroup": "tbody"} | {
+    **dict.fromkeys(("cell", "gridcell"), "td"),
+    **dict.fromkeys(("columnheader", "rowheader"), "th"),
+}
 _PARTS = ("thead", "tbody", "tfoot")
 
 
@@ -20,6 +24,9 @@ def lay_out_tables(tree: Any, text_of: Callable[[Any], str]) -> None:
     ``text_of`` gives the text of a cell. A table in a cell of another one is a part of its text; if the outer
     table has no header cells and no caption, it arranges the page and becomes blocks.
     """
+    for node in tree.iter("div", "span", "ul", "li"):
+        if role := node.get("role"):
+            node.tag = _ROLES.get(role, node.tag)
     for table in reversed(list(tree.iter("table"))):
         has_tables = table.find(".//table") is not None
         headed = table.find("caption") is not None or any(
@@ -36,6 +43,8 @@ def lay_out_tables(tree: Any, text_of: Callable[[Any], str]) -> None:
         rows = _grid(table, text_of)
         if sum(map(any, rows)) > 1 and len(rows[0]) > 1:
             _rewrite(table, rows)
+        else:
+            _unwrap(table)
 
 
 def cells_of(table: Any) -> list[list[str]]:
@@ -73,7 +82,9 @@ def _grid(table: Any, text_of: Callable[[Any], str]) -> list[list[str]]:
             across = max(1, _span(cell.get("colspan"), _MOST_COLUMNS))
             text = " ".join(text_of(cell).split())
             grid.add(number, text, left if down == 0 else min(down, left), across)
-    return [row for row in grid.rows() if any(row)]
+    rows = [row for row in grid.rows() if any(row)]
+    columns = [at for at in range(len(rows[0]) if rows else 0) if any(row[at] for row in rows)]
+    return [[row[at] for at in columns] for row in rows]
 
 
 def _span(value: str | None, most: int) -> int:

@@ -32,6 +32,7 @@ _PREFERRED = ("text/plain", "multipart/related", "text/html")  # of the alternat
 _SAVED_PAGE = (".mht", ".mhtml")
 _NO_TEXT = ("css", "javascript", "ecmascript")  # of text/...
 _WORD = re.compile(r"\w+")
+_TAG = re.compile(rb"<[^<>]*+>")
 _SAME = 0.5  # share of the words of HTML that its plain text must have to stand for it
 _LONGER = 1.5  # times the characters of the plain text; shorter HTML is no more than another text
 _CONTEXT = 4096  # bytes of the text that tell the charset of a header
@@ -91,7 +92,7 @@ class _MessageReader:
                     yield self._enclosed(each)
                 else:
                     yield from self._texts(each)
-        elif part.get_content_maintype() == "text" and not _attached(part):
+        elif _is_text(part) and not _attached(part):
             yield self._text(part)
 
     def _enclosed(self, message: Message) -> str:
@@ -106,6 +107,8 @@ class _MessageReader:
         order = {kind: place for place, kind in enumerate(_PREFERRED)}
         found: list[list[str]] = []
         for part in sorted(parts, key=lambda each: order.get(each.get_content_type(), 1)):
+            if found and not _may_say_more(part, found[0]):
+                continue
             before = len(self.notes), self.n_hidden
             texts = [text for text in self._texts(part) if text.strip()]
             if not texts:
@@ -158,6 +161,15 @@ def _saved_page(message: Message, raw: Raw) -> Parsed | None:
     return Parsed(text, "multipart/related", title=header(message, "Subject") or pages[0].title, note=note)
 
 
+def _may_say_more(part: Message, than: list[str]) -> bool:
+    """Return whether `_says_more` may hold of an alternative, by its size: most HTML says what the plain text
+    says, and need not be read. An invitation for calendars never does."""
+    if part.get_content_subtype() != "html":
+        return part.get_content_type() != "text/calendar"
+    data = part.get_payload(decode=True)
+    return isinstance(data, bytes) and len(_TAG.sub(b"", data)) > _LONGER * sum(map(len, than))
+
+
 def _says_more(texts: list[str], than: list[str]) -> bool:
     """Return whether another text is shorter and has few of the words: it asks its reader to open
     ``texts``."""
@@ -170,7 +182,7 @@ def _readable(value: str, message: Message) -> str:
     """A raw header as text. Bytes without a charset are in that of the message's text, as far as it is
     known."""
     data = value.encode("utf-8", "surrogateescape")
-    if data.isascii():
+    if data.isascii() and b"\x1b$" not in data:  # the escape of Japanese and Korean mail
         return value
     text = next((part for part in message.walk() if part.get_content_maintype() == "text"), None)
     body = text.get_payload(decode=True) if text is not None else b""
@@ -219,10 +231,15 @@ def _own_parts(message: Message) -> Iterator[Message]:
                 yield from _own_parts(part)
 
 
+def _is_text(part: Message) -> bool:
+    """Return whether a part is text, as one of several parts is whose boundary is missing."""
+    return part.get_content_maintype() in ("text", "multipart") and not part.is_multipart()
+
+
 def _attached(part: Message) -> str:
     if part.is_multipart():
         return ""
-    if part.get_content_maintype() == "text" and part.get_content_disposition() != "attachment":
+    if _is_text(part) and part.get_content_disposition() != "attachment":
         return ""
     name = part.get_filename()
     return _words(_readable(name, part)) if name else part.get_content_type()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import email
-import mailbox
-import tempfile
+import re
 from collections import Counter
 
 from ragserve.errors import UnsupportedDocument
@@ -12,28 +11,25 @@ from ragserve.ingest.parsers.base import Parsed, Raw, joined_notes, paged, unrea
 from ragserve.ingest.parsers.mail import message_text
 
 _NOTES = 6  # about messages, the most frequent ones
+# a line before a message: who sent it, and when. Python's mailbox takes every line that begins with "From "
+_BEFORE = re.compile(rb"^From \S[^\n]{0,200} \d\d?:\d\d[^\n]{0,40} \d{4}\b[^\n]{0,20}\n", re.M)
+_QUOTED = re.compile(rb"^>(>*+From )", re.M)  # a line of text that else would begin a message
 
 
 def parse(raw: Raw) -> Parsed:
     pages: list[str] = []
     unread: list[int] = []
     notes: Counter[str] = Counter()
-    # the library reads files only; one without a name is gone with this process, however it ends
-    with tempfile.TemporaryFile() as copy:
-        copy.write(raw.data)
-        copy.flush()
-        box = mailbox.mbox(f"/proc/self/fd/{copy.fileno()}", create=False)
+    messages = _BEFORE.split(raw.data.replace(b"\r\n", b"\n"))[1:]
+    for number, message in enumerate(messages, 1):
         try:
-            for number, key in enumerate(box.iterkeys(), 1):
-                try:
-                    text, note = message_text(email.message_from_bytes(box.get_bytes(key)), hidden=raw.hidden)
-                    pages.append(text)
-                    notes[note] += 1
-                except (UnsupportedDocument, RecursionError):
-                    pages.append("")
-                    unread.append(number)
-        finally:
-            box.close()
+            source = _QUOTED.sub(rb"\1", message)
+            text, note = message_text(email.message_from_bytes(source), hidden=raw.hidden)
+            pages.append(text)
+            notes[note] += 1
+        except (UnsupportedDocument, RecursionError):
+            pages.append("")
+            unread.append(number)
     if not any(pages):
         raise unreadable("encrypted" if unread else "empty", f"no readable message of {len(pages)}")
     shown = ", ".join(map(str, unread[:20]))

@@ -23,7 +23,12 @@ def math_text(node: Any) -> str:
         return _FORMS[name](node)
     if name == "oMathPara":
         return "; ".join(filter(None, map(math_text, node.iterchildren(f"{MATH}oMath"))))
-    return "".join(map(math_text, node))
+    text = ""
+    for child in node:
+        part = math_text(child)
+        # a whole number before a fraction
+        text += f" {part}" if child.tag == f"{MATH}f" and text[-1:].isalnum() else part
+    return text
 
 
 def _part(node: Any, name: str) -> str:

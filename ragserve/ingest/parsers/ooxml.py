@@ -10,12 +10,14 @@ import posixpath
 import re
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from io import BytesIO
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from ragserve.ingest.parsers.base import one_line
 
+_MOST_NAMED = 5  # damaged parts in a note
 _STRICT = re.compile(rb"http://purl\.oclc\.org/ooxml/(\w+)/")  # ISO 29500 Strict has namespaces of its own
 _DRAWING = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
 _RELATION = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}"
@@ -59,12 +61,15 @@ class Relation(NamedTuple):
 class Package:
     """The parts of a file. Names of parts are compared without case, and with slashes of either kind.
 
-    Raises ``zipfile.BadZipFile``, and ``KeyError`` for parts that are not there.
+    Of a part whose XML is damaged, what stands there is read all the same, and ``damage`` says so. Raises
+    ``zipfile.BadZipFile``, and ``KeyError`` for parts that are not there.
     """
 
     def __init__(self, data: bytes) -> None:
         self._zip = zipfile.ZipFile(BytesIO(data))
         self._entries = {_key(entry.filename): entry for entry in self._zip.infolist()}
+        self._relations: dict[str, list[Relation]] = {}
+        self._damaged: dict[str, None] = {}
         self.size = sum(entry.file_size for entry in self._zip.infolist())
 
     def __contains__(self, name: str) -> bool:
@@ -75,27 +80,64 @@ class Package:
         entry = self._entries.get(_key(name))
         if entry is None:
             raise KeyError(f"there is no part {name}")
-        return _STRICT.sub(rb"http://schemas.openxmlformats.org/\1/2006/", self._zip.read(entry))
+        data = self._zip.read(entry)
+        if b"purl.oclc.org" not in data:
+            return data
+        return _STRICT.sub(rb"http://schemas.openxmlformats.org/\1/2006/", data)
 
     def xml(self, name: str) -> Any:
-        """The root element of a part. Raises ``lxml.etree.XMLSyntaxError``."""
+        """The root element of a part. Raises ``lxml.etree.XMLSyntaxError`` if nothing of it can be read."""
         from lxml import etree  # type: ignore[import-untyped]
 
-        return etree.fromstring(self.read(name), etree.XMLParser(**SAFE))
+        data = self.read(name)
+        try:
+            return etree.fromstring(data, etree.XMLParser(**SAFE))
+        except etree.XMLSyntaxError:
+            self._damaged[name] = None
+            root = etree.fromstring(data, etree.XMLParser(recover=True, **SAFE))
+            if root is None:
+                raise
+            return root
 
     def optional_xml(self, name: str | None) -> Any | None:
         """The root element of a part that a document can be read without; None if it is absent or broken."""
         from lxml import etree
 
-        if name is None or name not in self:
-            return None
-        try:
-            return self.xml(name)
-        except etree.XMLSyntaxError:
-            return None
+        if name is not None and name in self:
+            with suppress(etree.XMLSyntaxError):
+                return self.xml(name)
+        return None
+
+    def elements(self, name: str, *tags: str) -> Iterator[Any]:
+        """Yield elements of a part when they are complete, and forget them after that."""
+        from lxml import etree
+
+        reading = etree.iterparse(BytesIO(self.read(name)), tag=tags, recover=True, **SAFE)
+        for _, node in reading:
+            yield node
+            node.clear()
+            while node.getprevious() is not None:
+                del node.getparent()[0]
+        if reading.error_log.filter_from_errors():
+            self._damaged[name] = None
+
+    def damage(self) -> str:
+        """The note about parts whose XML is damaged; empty if none of those that were read is."""
+        named = ", ".join(list(self._damaged)[:_MOST_NAMED])
+        return f"damaged, and read as far as it goes: {named}" if named else ""
 
     def relations(self, part: str = "") -> list[Relation]:
         """What a part refers to, or the package."""
+        if part not in self._relations:
+            self._relations[part] = self._read_relations(part)
+        return self._relations[part]
+
+    def relation(self, part: str, name: str) -> Relation | None:
+        """The relation of a part that has an id; None if it has none of that id, or it leads outside."""
+        found = (each for each in self.relations(part) if each.id == name and not each.external)
+        return next(found, None)
+
+    def _read_relations(self, part: str) -> list[Relation]:
         folder, name = posixpath.split(part)
         root = self.optional_xml(posixpath.join(folder, "_rels", f"{name}.rels"))
         found = []
@@ -115,6 +157,13 @@ class Package:
         for relation in self.relations(part):
             if relation.kind == kind and not relation.external and relation.target in self:
                 yield relation.target
+
+    def roots(self, part: str, kind: str) -> Iterator[Any]:
+        """Yield the root elements of such parts, without those that cannot be read."""
+        for target in self.related(part, kind):
+            root = self.optional_xml(target)
+            if root is not None:
+                yield root
 
     def main_part(self, kind: str) -> str:
         """Name of the main part of a file that is of this ``kind``. Raises ``KeyError``."""
@@ -149,9 +198,8 @@ class Package:
 
     def title(self) -> str:
         """The title among the document's properties; empty without one."""
-        for part in self.related("", "core-properties"):
-            root = self.optional_xml(part)
-            found = root.find(f".//{_TITLE}") if root is not None else None
+        for root in self.roots("", "core-properties"):
+            found = root.find(f".//{_TITLE}")
             if found is not None:
                 return one_line(found.text or "")
         return ""

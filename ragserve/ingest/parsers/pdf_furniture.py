@@ -29,15 +29,13 @@ def without_furniture(pages: list[str]) -> list[str]:
     """Pages without what they repeat: heads stay on the first page, feet on the last, numbers of pages
     nowhere.
 
-    A line is repeated if most pages have it, at the top or at the bottom, with no other digits than those
-    that count the pages.
+    A line is repeated if most pages, or most of the left or right ones, have it, at the top or at the bottom,
+    with no other digits than those that count the pages.
     """
     split = [[line for line in page.split("\n") if line.strip()] for page in pages]
     n_pages = sum(map(bool, split))
-    heads = _repeated([[" ".join(line.split()) for line in lines[:_EDGE]] for lines in split], n_pages)
-    feet = _repeated(
-        [[" ".join(line.split()) for line in lines[: -_EDGE - 1 : -1]] for lines in split], n_pages
-    )
+    heads = _repeated([lines[:_EDGE] for lines in split], n_pages)
+    feet = _repeated([lines[: -_EDGE - 1 : -1] for lines in split], n_pages)
     out: list[str] = []
     kept_heads: set[str] = set()
     left_feet: dict[str, str] = {}
@@ -67,13 +65,23 @@ def without_furniture(pages: list[str]) -> list[str]:
 
 
 def _repeated(edges: list[list[str]], n_pages: int) -> set[str]:
-    """The shapes of the lines that enough of the pages have at an edge."""
-    counts: Counter[str] = Counter()
-    for number, lines in enumerate(edges, 1):
-        counts.update({_shape(line, number) for line in lines if len(line) <= _LONGEST})
-        # numbers that count from another page on
-        counts.update({_offset_shape(line, number) for line in lines if _NUMBER.fullmatch(line)})
-    return {shape for shape, n in counts.items() if n >= max(_FEWEST, _SHARE * n_pages)}
+    """The shapes of the lines that enough of the pages have at an edge, or of the left or the right ones: in
+    many books their heads differ."""
+    found: set[str] = set()
+    if n_pages < _FEWEST:
+        return found
+    shapes = [_shapes([" ".join(line.split()) for line in lines], at) for at, lines in enumerate(edges, 1)]
+    for first, step in ((0, 1), (0, 2), (1, 2)):
+        counts = Counter(shape for page in shapes[first::step] for shape in page)
+        fewest = max(_FEWEST, _SHARE * n_pages / step)
+        found.update(shape for shape, n in counts.items() if n >= fewest)
+    return found
+
+
+def _shapes(lines: list[str], number: int) -> set[str]:
+    """The shapes of a page's lines, of numbers also as those that count from another page on."""
+    found = {_shape(line, number) for line in lines if len(line) <= _LONGEST}
+    return found | {_offset_shape(line, number) for line in lines if _NUMBER.fullmatch(line)}
 
 
 def _shape(line: str, number: int) -> str:
@@ -91,8 +99,8 @@ def _edge(lines: list[str], shapes: set[str], number: int, n_pages: int, *, forw
     found: list[int] = []
     for at in order:
         line = " ".join(lines[at].split())
-        counting = _NUMBER.fullmatch(line) and _offset_shape(line, number) in shapes
-        if not (_shape(line, number) in shapes or counting or _counts(line, number, n_pages)):
+        repeated = bool(shapes) and not shapes.isdisjoint(_shapes([line], number))
+        if not (repeated or _counts(line, number, n_pages)):
             break
         found.append(at)
     return found

@@ -8,13 +8,15 @@ from functools import cache
 from importlib import resources
 from itertools import takewhile
 
-# PDFium's mark for a hyphen at a line's end, without the end; a hyphen that it has left there; a soft one
+# PDFium's marks for a hyphen at a line's end, mostly without the end; a soft hyphen
 _MARKS = "\ufffe\x02\xad"
-_BREAK = re.compile("[\ufffe\x02](?:[ \t]*\n)?|(?<=[^\\W\\d_])[-‐][ \t]*\n(?=[a-zß-ÿ])|\xad(?:[ \t]*\n)?")
+_BREAKS = {sign: re.compile(f"{sign}(?:[ \t]*\n)?") for sign in _MARKS} | {
+    sign: re.compile(f"{sign}(?<=[^\\W\\d_]{sign})[ \t]*\n(?=[a-zß-ÿ])") for sign in "-‐"
+}
 _WORDS = re.compile(r"[^\W\d_]+(?:[-‐][^\W\d_]+)*")
 _ADDRESS = re.compile(r"@|://|www\.|\w[/\\_=]\w|\w\.\w", re.I)
 _NEAR = 200  # characters; a word, or a URL, that is longer is not looked at whole
-_WRAPPED = re.compile(r"(?<=[a-zß-ÿ,;])\n(?=[a-zß-ÿ(])")  # a line that may end in the middle of a sentence
+_WRAPPED = re.compile(r"\n(?<=[a-zß-ÿ,;]\n)(?=[a-zß-ÿ(])")  # a line that may end in the middle of a sentence
 _FULL_LINE = 30  # characters; shorter lines are lists, columns and labels
 _FILLED = 0.85  # of the longest line around it
 
@@ -26,7 +28,14 @@ def mended(pages: list[str]) -> list[str]:
     the word without it: part numbers, names and addresses would be others.
     """
     shown = _shown(pages)
-    return [_unwrapped(_BREAK.sub(lambda found: _hyphen(found, shown), page)) for page in pages]
+    return [_unwrapped(_joined(page, shown)) for page in pages]
+
+
+def _joined(page: str, shown: Callable[[], frozenset[str]]) -> str:
+    for sign, pattern in _BREAKS.items():
+        if sign in page:
+            page = pattern.sub(lambda found: _hyphen(found, shown), page)
+    return page
 
 
 def _shown(pages: list[str]) -> Callable[[], frozenset[str]]:
@@ -84,14 +93,18 @@ def _english() -> frozenset[str]:
 
 def _unwrapped(page: str) -> str:
     """A page with lines joined where one ends, full, within a sentence."""
+    seams = {found.start() for found in _WRAPPED.finditer(page)}
+    if not seams:
+        return page
     lines = page.split("\n")
-    lengths = [len(line) for line in lines]
-    parts = [lines[0]]
+    lengths = list(map(len, lines))
+    parts, end = [lines[0]], lengths[0]
     for at in range(1, len(lines)):
-        longest = max(lengths[max(0, at - 3) : at + 2])
-        seam = f"{lines[at - 1][-1:]}\n{lines[at][:1]}"
-        with_next = lengths[at - 1] + 1 + lines[at].find(" ") if " " in lines[at] else longest
-        full = lengths[at - 1] >= _FULL_LINE and with_next >= _FILLED * longest
-        parts.append(" " if full and _WRAPPED.search(seam) else "\n")
-        parts.append(lines[at])
+        full = False
+        if end in seams and lengths[at - 1] >= _FULL_LINE:
+            longest = max(lengths[max(0, at - 3) : at + 2])
+            with_next = lengths[at - 1] + 1 + lines[at].find(" ") if " " in lines[at] else longest
+            full = with_next >= _FILLED * longest
+        parts += [" " if full else "\n", lines[at]]
+        end += 1 + lengths[at]
     return "".join(parts)

@@ -18,9 +18,11 @@ _TINY = 1.0  # points
 _SMALL, _SMALLEST = 0.85, 0.4  # size of raised and lowered text, of the text before it
 _MOST_CHARS = 24  # of bytes: raised text is short
 _COLOUR = ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint(), ctypes.c_uint()  # PDFium writes it there
+_COLOUR_AT = tuple(map(ctypes.byref, _COLOUR))
 _DEPTH = 8  # of forms within forms
 
 
+_Box = tuple[float, float, float, float]  # left, bottom, right, top
 _Object = tuple[Any, int, Any]  # what PDFium calls it, its type, the form that it is in
 
 
@@ -46,47 +48,100 @@ class _Script(NamedTuple):
 def page_text(page: Any, *, hidden: bool = False) -> tuple[str, int]:
     """The text of a page, and the number of its passages that no reader sees; they are left out, unless they
     are asked for. Changes the page in memory."""
-    texts, n_hidden = _visible(page, keep=hidden)
-    scripts = list(_scripts(texts))
+    box = page.get_bbox()
+    texts, n_hidden = _visible(page, box, keep=hidden)
+    sizes = [text.size for text in texts]
+    scripts = list(_scripts(texts)) if sizes and min(sizes) <= _SMALL * max(sizes) else []
     textpage = page.get_textpage()
-    text = _with_scripts(textpage, texts, scripts) if scripts else textpage.get_text_bounded()
-    return text, n_hidden
+    if scripts:
+        return _with_scripts(textpage, texts, scripts), n_hidden
+    rows = len({text.y for text in texts}) < len(texts)
+    return (_bounded if rows else _within)(textpage, box), n_hidden
 
 
-def _objects(
-    parent: Any, count: Any, get: Any, form: Any = None, depth: int = 0
-) -> Iterator[tuple[Any, int, Any]]:
-    """Yield all objects of a page or a form in the order of painting, with their type and their form."""
+def _bounded(textpage: Any, box: _Box) -> str:
+    """The text within the page's borders, with a blank where PDFium ends a line between texts of one height,
+    as in a table's row: its own function for text within borders leaves out such ends, which glues the texts.
+    """
+    text = _within(textpage, box)
+    lines = textpage.get_text_range().split("\r\n")
+    if len(lines) == text.count("\r\n") + 1 or "".join(lines) != text.replace("\r\n", ""):
+        return text
+    parts, at = [lines[0]], len(lines[0])
+    for line in lines[1:]:
+        ends = text.startswith("\r\n", at)
+        parts += ["\r\n" if ends else " ", line]
+        at += len(line) + 2 * ends
+    return "".join(parts)
+
+
+def _within(textpage: Any, box: _Box) -> str:
+    """pypdfium2's ``get_text_bounded``, which has the text made twice, first for its length."""
     import pypdfium2.raw as pdfium
 
-    for at in range(count(parent)):
-        each = get(parent, at)
-        kind = pdfium.FPDFPageObj_GetType(each)
-        yield each, kind, form
+    left, bottom, right, top = box
+    size = 2 * textpage.count_chars() + 64
+    while True:
+        buffer = (ctypes.c_ushort * size)()
+        n_units = pdfium.FPDFText_GetBoundedText(textpage, left, top, right, bottom, buffer, size)
+        if n_units < size:
+            return bytes(memoryview(buffer)[:n_units]).decode("utf-16-le", "ignore").rstrip("\0")
+        size *= 2
+
+
+def _objects(page: Any) -> list[_Object]:
+    """All objects of a page in the order of painting, those of its forms behind the form."""
+    import pypdfium2.raw as pdfium
+
+    get, type_of, form = pdfium.FPDFPage_GetObject, pdfium.FPDFPageObj_GetType, pdfium.FPDF_PAGEOBJ_FORM
+    found: list[_Object] = []
+    for at in range(pdfium.FPDFPage_CountObjects(page)):
+        raw = get(page, at)
+        kind = type_of(raw)
+        found.append((raw, kind, None))
+        if kind == form:
+            found += _objects_of(raw)
+    return found
+
+
+def _objects_of(form: Any, depth: int = 1) -> Iterator[_Object]:
+    import pypdfium2.raw as pdfium
+
+    for at in range(pdfium.FPDFFormObj_CountObjects(form)):
+        raw = pdfium.FPDFFormObj_GetObject(form, at)
+        kind = pdfium.FPDFPageObj_GetType(raw)
+        yield raw, kind, form
         if kind == pdfium.FPDF_PAGEOBJ_FORM and depth < _DEPTH:
-            below = pdfium.FPDFFormObj_CountObjects, pdfium.FPDFFormObj_GetObject
-            yield from _objects(each, *below, each, depth + 1)
+            yield from _objects_of(raw, depth + 1)
 
 
-def _visible(page: Any, *, keep: bool) -> tuple[list[_Text], int]:
+def _visible(page: Any, box: _Box, *, keep: bool) -> tuple[list[_Text], int]:
     """Remove hidden text objects. Returns the others of the page, and the number of runs removed."""
     import pypdfium2.raw as pdfium
 
-    every = list(_objects(page.raw, pdfium.FPDFPage_CountObjects, pdfium.FPDFPage_GetObject))
+    every = _objects(page.raw)
     backgrounds = _Backgrounds(every)
-    left, bottom, right, top = page.get_bbox()
+    left, bottom, right, top = box
     matrix, size = pdfium.FS_MATRIX(), ctypes.c_float()
+    matrix_at, size_at = ctypes.byref(matrix), ctypes.byref(size)
+    get_matrix, get_size = pdfium.FPDFPageObj_GetMatrix, pdfium.FPDFTextObj_GetFontSize
+    get_mode, get_fill = pdfium.FPDFTextObj_GetTextRenderMode, pdfium.FPDFPageObj_GetFillColor
+    text_kind, (red, green, blue, alpha) = pdfium.FPDF_PAGEOBJ_TEXT, _COLOUR
     texts: list[_Text] = []
     n_runs, in_run = 0, False
     for place, (raw, kind, form) in enumerate(every):
-        if kind != pdfium.FPDF_PAGEOBJ_TEXT:
+        if kind != text_kind:
             continue
-        pdfium.FPDFPageObj_GetMatrix(raw, matrix)
-        pdfium.FPDFTextObj_GetFontSize(raw, size)
-        points = abs(size.value) * (matrix.c**2 + matrix.d**2) ** 0.5
-        out = form is None and not (left <= matrix.e <= right and bottom <= matrix.f <= top)
-        suspect = out or (points < _TINY and form is None)
-        if backgrounds.hide(raw, form, place) or (suspect and _is_lost(raw, (left, bottom, right, top))):
+        get_matrix(raw, matrix_at)
+        get_size(raw, size_at)
+        b, c, d, x, y = matrix.b, matrix.c, matrix.d, matrix.e, matrix.f
+        points = abs(size.value) * (abs(d) if c == 0 else (c**2 + d**2) ** 0.5)
+        suspect = form is None and (points < _TINY or not (left <= x <= right and bottom <= y <= top))
+        # most text is painted in a colour that white paper shows
+        painted = get_mode(raw) in _FILLED and get_fill(raw, *_COLOUR_AT) and alpha.value > _CLEAR
+        dark = painted and (red.value < _WHITE or green.value < _WHITE or blue.value < _WHITE)
+        unseen = not dark and backgrounds.hide(raw, form, place)
+        if unseen or (suspect and _is_lost(raw, box)):
             n_runs, in_run = n_runs + (not in_run), True
             if not keep:
                 if form is None:
@@ -96,8 +151,7 @@ def _visible(page: Any, *, keep: bool) -> tuple[list[_Text], int]:
                 continue
         else:
             in_run = False
-        upright = matrix.b == matrix.c == 0 and form is None
-        texts.append(_Text(raw, form, matrix.e, matrix.f, points, upright))
+        texts.append(_Text(raw, form, x, y, points, b == c == 0 and form is None))
     return texts, n_runs
 
 
@@ -155,9 +209,9 @@ def _fill(raw: Any) -> tuple[tuple[int, int, int], int]:
     """Red, green and blue, and the alpha value, of 255."""
     import pypdfium2.raw as pdfium
 
-    red, green, blue, alpha = _COLOUR
-    if not pdfium.FPDFPageObj_GetFillColor(raw, red, green, blue, alpha):
+    if not pdfium.FPDFPageObj_GetFillColor(raw, *_COLOUR_AT):
         return (0, 0, 0), 255
+    red, green, blue, alpha = _COLOUR
     return (red.value, green.value, blue.value), alpha.value
 
 
@@ -173,7 +227,7 @@ def _is_coloured(raw: Any, kind: int) -> bool:
     return fill.value != pdfium.FPDF_FILLMODE_NONE and min(colour) < _WHITE and alpha > _CLEAR
 
 
-def _bounds(raw: Any) -> tuple[float, float, float, float]:
+def _bounds(raw: Any) -> _Box:
     import pypdfium2.raw as pdfium
 
     sides = [ctypes.c_float() for _ in range(4)]
@@ -182,7 +236,7 @@ def _bounds(raw: Any) -> tuple[float, float, float, float]:
     return left, bottom, right, top
 
 
-def _is_lost(raw: Any, paper: tuple[float, float, float, float]) -> bool:
+def _is_lost(raw: Any, paper: _Box) -> bool:
     """Return whether text is too small to be seen, or beside the page."""
     left, bottom, right, top = _bounds(raw)
     if left == right and bottom == top:  # of blanks

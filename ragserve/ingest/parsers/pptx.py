@@ -16,7 +16,7 @@ from ragserve.ingest.parsers.base import (
     one_line,
     paged,
 )
-from ragserve.ingest.parsers.ooxml import Package, is_on, relation_id
+from ragserve.ingest.parsers.ooxml import Package, Relation, as_int, is_on, relation_id
 from ragserve.ingest.parsers.ooxml_charts import linked_text
 from ragserve.ingest.parsers.pptx_text import A, body_text
 
@@ -46,19 +46,26 @@ class _Deck:
         self._deck = package.xml(self._part)
         self._left_out: Counter[str] = Counter()
         self._margins: set[str] = set()
+        size = self._deck.find(f"{_P}sldSz")
+        self._size = (as_int(size.get("cx")), as_int(size.get("cy"))) if size is not None else (0, 0)
         self._authors = self._read_authors()
 
     def parsed(self) -> Parsed:
         if self._deck.tag != f"{_P}presentation":
             raise KeyError("there is no presentation")
-        parts = {relation.id: relation.target for relation in self._package.relations(self._part)}
-        pages = [self._slide(parts[relation_id(node)]) for node in self._deck.iter(f"{_P}sldId")]
+        ids = [relation_id(node) for node in self._deck.iter(f"{_P}sldId")]
+        pages = [self._slide(self._package.relation(self._part, each)) for each in ids]
         title = self._package.title() or _first_heading(pages)
-        return paged(pages, MIME, "slide", title=title, note=joined_notes(left_out(self._left_out)))
+        note = joined_notes(self._package.damage(), left_out(self._left_out))
+        return paged(pages, MIME, "slide", title=title, note=note)
 
-    def _slide(self, part: str) -> str:
+    def _slide(self, relation: Relation | None) -> str:
         """The slide's text; empty for a hidden slide, which keeps its number."""
-        root = self._package.xml(part)
+        part = "" if relation is None else relation.target
+        root = self._package.optional_xml(part)
+        if root is None:
+            self._left_out["slides that are missing or unreadable"] += 1
+            return ""
         if not is_on(root.get("show")) and not self._raw.hidden:
             self._left_out["hidden slides"] += 1
             return ""
@@ -85,10 +92,24 @@ class _Deck:
                 hidden = named is not None and is_on(named.get("hidden") or "0")
                 if hidden and not self._raw.hidden:
                     self._left_out["hidden shapes"] += 1
+                elif self._is_beside(node) and not self._raw.hidden:
+                    self._left_out["shapes beside their slide"] += 1
                 elif node.tag == f"{_P}grpSp":
                     stack.extend(reversed(node))
                 else:
                     yield node
+
+    def _is_beside(self, shape: Any) -> bool:
+        """Whether nothing of a shape is on the slide. Shapes of a group have coordinates of their own."""
+        parent = shape.getparent()
+        place = (
+            shape.find(f"{_P}spPr/{A}xfrm") if parent is not None and parent.tag == f"{_P}spTree" else None
+        )
+        at, size = (None, None) if place is None else (place.find(f"{A}off"), place.find(f"{A}ext"))
+        if at is None or size is None or not all(self._size):
+            return False
+        places = zip((at.get("x"), at.get("y")), (size.get("cx"), size.get("cy")), self._size, strict=True)
+        return any(as_int(start) + as_int(n) <= 0 or as_int(start) >= end for start, n, end in places)
 
     def _text(self, shape: Any, part: str) -> str:
         kind = _placeholder(shape)
@@ -111,22 +132,19 @@ class _Deck:
         """Yield the texts of charts and diagrams."""
         ids = [relation_id(node) for node in shape.iter(_CHART, _CHART_EX)]
         ids += [relation_id(node, "dm") for node in shape.iter(_DIAGRAM)]
-        parts = {relation.id: relation for relation in self._package.relations(part)} if ids else {}
         for each in ids:
-            if each in parts:
-                yield linked_text(self._package, parts[each].kind, parts[each].target)
+            if relation := self._package.relation(part, each):
+                yield linked_text(self._package, relation.kind, relation.target)
 
     def _notes(self, part: str) -> Iterator[str]:
-        for place in self._package.related(part, "notesSlide"):
-            root = self._package.optional_xml(place)
-            for shape in root.iter(f"{_P}sp") if root is not None else ():
+        for root in self._package.roots(part, "notesSlide"):
+            for shape in root.iter(f"{_P}sp"):
                 if _placeholder(shape) == "body" and (text := _shape_text(shape)):
                     yield f"Notes: {text}"
 
     def _comments(self, part: str) -> Iterator[str]:
-        for place in self._package.related(part, "comments"):
-            root = self._package.optional_xml(place)
-            for node in root.iter(f"{_P}cm", f"{_MODERN}cm", f"{_MODERN}reply") if root is not None else ():
+        for root in self._package.roots(part, "comments"):
+            for node in root.iter(f"{_P}cm", f"{_MODERN}cm", f"{_MODERN}reply"):
                 body = node.find(f"{_MODERN}txBody")
                 text = one_line(node.findtext(f"{_P}text") or (body_text(body) if body is not None else ""))
                 if not self._raw.comments:
@@ -138,9 +156,8 @@ class _Deck:
     def _read_authors(self) -> dict[str, str]:
         found = {}
         for kind in ("commentAuthors", "authors"):
-            for place in self._package.related(self._part, kind):
-                root = self._package.optional_xml(place)
-                for node in root if root is not None else ():
+            for root in self._package.roots(self._part, kind):
+                for node in root:
                     found[node.get("id") or ""] = one_line(node.get("name") or "")
         return found
 

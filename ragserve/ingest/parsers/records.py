@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from ragserve.ingest.parsers.base import Parsed, Raw, joined_notes, unreadable, without_controls
@@ -59,21 +60,36 @@ def _values(text: str) -> tuple[list[Any], str]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                values.append(_DECODER.decode(line.strip()))
+                values += _in_a_row(line)
             except ValueError as error:
                 bad.append(number)
                 first = first or error
+    if first is not None and not any(isinstance(value, dict) for value in values):
+        with suppress(ValueError):  # records over several lines
+            return _in_a_row(text), ""
     if first is not None and not values:
         raise unreadable("corrupt", f"line {bad[0]} is not readable as JSON ({first})") from first
     named = ", ".join(map(str, bad[:_MOST_NAMED])) + (", ..." if len(bad) > _MOST_NAMED else "")
     return values, f"{len(bad):,} lines are not readable as JSON and left out: {named}" if bad else ""
 
 
+def _in_a_row(text: str) -> list[Any]:
+    """The values that follow each other in a text, commas between them or not. Raises ``ValueError``."""
+    values, at = [], 0
+    while at < len(text):
+        if text[at] in _BETWEEN:
+            at += 1
+            continue
+        value, at = _DECODER.raw_decode(text, at)
+        values.append(value)
+    return values
+
+
 def _cut_off(text: str, error: ValueError) -> tuple[list[Any], str]:
     """The whole values of an array that is damaged or cut off. Behind a damaged one it goes on at the next
     line that begins as the records before it do."""
     values: list[Any] = []
-    bad, at, begin = 0, 1, ""
+    bad, at, begin, ended = 0, 1, "", False
     while at < len(text):
         while text[at : at + 1] in _BETWEEN and at < len(text):
             at += 1
@@ -83,7 +99,8 @@ def _cut_off(text: str, error: ValueError) -> tuple[list[Any], str]:
             value, at = _DECODER.raw_decode(text, at)
             values.append(value)
         except ValueError:
-            if text[at : at + 1] in ("", "]"):
+            ended = text[at : at + 1] == "]"
+            if ended or at >= len(text):
                 break
             bad += 1
             at = text.find(begin, at) if begin else -1
@@ -91,6 +108,8 @@ def _cut_off(text: str, error: ValueError) -> tuple[list[Any], str]:
                 break
     if not values:
         raise unreadable("corrupt", f"not readable as JSON ({error})") from error
+    if ended and not bad:  # a comma behind the last record
+        return values, ""
     return values, f"{bad or 1:,} records are not readable as JSON and left out ({error})"
 
 

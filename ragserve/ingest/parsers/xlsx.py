@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from io import BytesIO
 from typing import Any, NamedTuple
 
 from ragserve.ingest.markdown_tables import markdown_table
@@ -20,7 +19,6 @@ from ragserve.ingest.parsers.base import (
 )
 from ragserve.ingest.parsers.number_formats import plain_number, shown, text_shown
 from ragserve.ingest.parsers.ooxml import (
-    SAFE,
     Package,
     as_int,
     drawing_text,
@@ -78,15 +76,17 @@ class _Workbook:
         self._unvalued = 0  # formulas without a stored value
 
     def parsed(self) -> Parsed:
-        parts = {relation.id: relation for relation in self._package.relations(self._part)}
         sheets = list(self._book.iterfind(f"{MAIN}sheets/{MAIN}sheet"))
         if not sheets:
             raise KeyError("there are no sheets")
         pages, names = [], []
         for sheet in sheets:
-            relation = parts.get(relation_id(sheet))
+            relation = self._package.relation(self._part, relation_id(sheet))
             if relation is None or relation.target not in self._package:
-                raise KeyError(f"there is no part for the sheet {sheet.get('name')}")
+                self._left_out["sheets that are missing"] += 1
+                pages.append("")
+                names.append("")
+                continue
             if not self._take_hidden and sheet.get("state") in ("hidden", "veryHidden"):
                 self._left_out["hidden sheets"] += 1
                 pages.append("")
@@ -96,6 +96,7 @@ class _Workbook:
             pages.append(self._sheet(names[-1], relation.target))
         formulas = f"{self._unvalued:,} formulas without a stored value are blank (save the file in Excel)"
         note = joined_notes(
+            self._package.damage(),
             "styles are broken: numbers are read as stored" if self._broken else "",
             left_out(self._left_out),
             formulas if self._unvalued else "",
@@ -112,7 +113,7 @@ class _Workbook:
         return (
             []
             if part not in self._package
-            else [_string(node) for node in _elements(self._package.read(part), "si")]
+            else [_string(node) for node in self._package.elements(part, f"{MAIN}si")]
         )
 
     def _sheet(self, name: str, part: str) -> str:
@@ -137,9 +138,12 @@ class _Workbook:
     def _rows(self, part: str, hidden: _Hidden, heads: list[str]) -> Iterator[_Row]:
         """Yield the rows, blank ones too; fill in what is hidden, and what is printed above and below."""
         number = 0
-        for node in _elements(self._package.read(part), "col", "row", "headerFooter"):
+        tags = (f"{MAIN}{name}" for name in ("col", "row", "headerFooter"))
+        for node in self._package.elements(part, *tags):
             if node.tag == f"{MAIN}col":
-                if not self._take_hidden and (is_on(node.get("hidden") or "0") or node.get("width") == "0"):
+                if not self._take_hidden and (
+                    is_on(node.get("hidden") or "0") or _is_zero(node.get("width"))
+                ):
                     first, last = as_int(node.get("min"), 1), as_int(node.get("max"), 1)
                     hidden.columns.update(range(first, min(last, _COLUMNS) + 1))
                 continue
@@ -153,7 +157,7 @@ class _Workbook:
                 yield {}
             row = self._cells(node)
             if row and not self._take_hidden:
-                if is_on(node.get("hidden") or "0") or node.get("ht") == "0":
+                if is_on(node.get("hidden") or "0") or _is_zero(node.get("ht")):
                     hidden.rows.add(number)
                     self._left_out["hidden rows"] += 1
                     continue
@@ -175,7 +179,7 @@ class _Workbook:
             if not cell.text or column > _COLUMNS:
                 continue
             if style.unseen and not self._take_hidden:
-                self._left_out["cells in white on white"] += 1
+                self._left_out["cells in the colour of their ground"] += 1
                 continue
             cells[column] = cell._replace(text=struck(cell.text)) if style.struck else cell
         return cells
@@ -194,9 +198,10 @@ class _Workbook:
             self._unvalued += node.find(f"{MAIN}f") is not None
             return _Cell("")
         if kind == "s":
-            place = int(stored)
+            place = as_int(stored, -1)
             if not 0 <= place < len(self._strings):
-                raise IndexError(f"there is no shared string {place}")
+                self._left_out["texts that are missing"] += 1
+                return _Cell("")
             return _Cell(text_shown(self._strings[place], style.code))
         if kind == "b":
             return _Cell("TRUE" if is_on(stored.strip()) else "FALSE", False)
@@ -225,15 +230,13 @@ class _Workbook:
 
     def _comments(self, part: str, hidden: _Hidden) -> Iterator[str]:
         found: dict[str, list[str]] = {}
-        for place in self._package.related(part, "threadedComment"):
-            root = self._package.optional_xml(place)
-            for node in root.iter(_THREADED) if root is not None else ():
+        for root in self._package.roots(part, "threadedComment"):
+            for node in root.iter(_THREADED):
                 text = "".join(each.text or "" for each in node if str(each.tag).endswith("}text"))
                 found.setdefault(node.get("ref") or "", []).append(text)
         threaded = set(found)
-        for place in self._package.related(part, "comments"):
-            root = self._package.optional_xml(place)
-            for node in root.iter(f"{MAIN}comment") if root is not None else ():
+        for root in self._package.roots(part, "comments"):
+            for node in root.iter(f"{MAIN}comment"):
                 text = node.find(f"{MAIN}text")
                 if text is not None and (ref := node.get("ref") or "") not in threaded:
                     found.setdefault(ref, []).append(_string(text))
@@ -245,15 +248,9 @@ class _Workbook:
             yield from (f"[Comment on {ref}: {text}]" for text in map(one_line, texts) if text)
 
 
-def _elements(data: bytes, *tags: str) -> Iterator[Any]:
-    """Yield elements of a part when they are complete, and forget them after that."""
-    from lxml import etree  # type: ignore[import-untyped]
-
-    for _, node in etree.iterparse(BytesIO(data), tag=[f"{MAIN}{tag}" for tag in tags], **SAFE):
-        yield node
-        node.clear()
-        while node.getprevious() is not None:
-            del node.getparent()[0]
+def _is_zero(size: str | None) -> bool:
+    """Whether a column's width or a row's height is given and nothing."""
+    return bool(size) and not (size or "").strip("0.")
 
 
 def _string(node: Any) -> str:

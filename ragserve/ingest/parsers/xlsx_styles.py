@@ -12,7 +12,8 @@ MAIN = "{http://schemas.openxmlformats.org/spreadsheetml/2006/main}"
 
 
 class CellStyle(NamedTuple):
-    """The format of a cell's number, and whether its text is struck out, or white on no fill."""
+    """The format of a cell's number, and whether its text is struck out, or has the colour of what is behind
+    it."""
 
     code: str = "General"
     struck: bool = False
@@ -21,7 +22,7 @@ class CellStyle(NamedTuple):
 
 class _Font(NamedTuple):
     struck: bool
-    white: bool
+    color: str
 
 
 def cell_styles(root: Any | None) -> list[CellStyle]:
@@ -33,11 +34,11 @@ def cell_styles(root: Any | None) -> list[CellStyle]:
         if (number := node.get("numFmtId") or "").isdigit():
             codes[int(number)] = node.get("formatCode") or "General"
     fonts = [_font(node) for node in root.iterfind(f"{MAIN}fonts/{MAIN}font")]
-    filled = [_is_filled(node) for node in root.iterfind(f"{MAIN}fills/{MAIN}fill")]
+    fills = [_fill(node) for node in root.iterfind(f"{MAIN}fills/{MAIN}fill")]
     styles = []
     for xf in root.iterfind(f"{MAIN}cellXfs/{MAIN}xf"):
-        font = _at(fonts, xf.get("fontId"), _Font(False, False))
-        unseen = font.white and not _at(filled, xf.get("fillId"), True)
+        font = _at(fonts, xf.get("fontId"), _Font(False, ""))
+        unseen = bool(font.color) and font.color == _at(fills, xf.get("fillId"), "")
         code = codes.get(int(number) if (number := xf.get("numFmtId") or "").isdigit() else 0, "General")
         styles.append(CellStyle(code, font.struck, unseen))
     return styles
@@ -50,19 +51,27 @@ def is_struck(font: Any) -> bool:
 
 
 def _font(node: Any) -> _Font:
-    color = node.find(f"{MAIN}color")
-    white = color is not None and (
-        (color.get("rgb") or "").upper() in ("FFFFFFFF", "00FFFFFF", "FFFFFF")
-        or (color.get("theme") == "0" and (color.get("tint") or "0").strip("-0.") == "")
-    )
-    return _Font(is_struck(node), white)
+    return _Font(is_struck(node), _color(node.find(f"{MAIN}color")))
 
 
-def _is_filled(node: Any) -> bool:
+def _fill(node: Any) -> str:
+    """The colour that fills a cell: white where nothing does, empty where it is not known."""
     pattern = node.find(f"{MAIN}patternFill")
     if pattern is None:
-        return node.find(f"{MAIN}gradientFill") is not None
-    return (pattern.get("patternType") or "none") != "none"
+        return "FFFFFF" if node.find(f"{MAIN}gradientFill") is None else ""
+    kind = pattern.get("patternType") or "none"
+    if kind == "none":
+        return "FFFFFF"
+    return _color(pattern.find(f"{MAIN}fgColor")) if kind == "solid" else ""
+
+
+def _color(node: Any | None) -> str:
+    """A colour as ``RRGGBB``; empty where it is another than white of the workbook's theme, or none."""
+    if node is None:
+        return ""
+    if node.get("theme") == "0" and (node.get("tint") or "0").strip("-0.") == "":
+        return "FFFFFF"
+    return (node.get("rgb") or "").upper()[-6:]
 
 
 def _at(items: list[_T], number: str | None, default: _T) -> _T:

@@ -23,7 +23,7 @@ from ragserve.ingest.jobs.lease import LEASE_S
 from ragserve.ingest.sentence_plan import sentence_starts
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
-from tests.data.formats.make_office import samples
+from tests.data.formats.make_files import samples
 from tests.unit.ingest.ingest_samples import make_docx, make_pdf
 
 

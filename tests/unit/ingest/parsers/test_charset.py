@@ -9,7 +9,7 @@ import pytest
 from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers import Parsed, Raw, parse
 from ragserve.ingest.parsers.charset import decode
-from tests.charsets import HOME, TABLES, samples, tables
+from tests.charsets import HOME, OTHERS, TABLES, samples, tables
 
 
 @pytest.mark.parametrize("language", HOME)
@@ -49,41 +49,6 @@ def _parsed(data: bytes, name: str) -> Parsed:
     return parse(Raw(data, name, Path(name).suffix))
 
 
-# languages that no figure of tests/charsets.py comes from
-OTHERS = {
-    "cp1252": (
-        "La città è più bella di notte, quando le luci si accendono e tutti escono. Perché non vieni "
-        "anche tu?",
-        "Não há nada que possa fazer agora; amanhã a situação será outra, e então veremos o coração "
-        "da questão.",
-        "Det är många som tycker att våren är den bästa tiden på året, när allt börjar växa på nytt.",
-        "Når det bliver mørkt, går børnene hjem, og så er der stille på gaden. Hvor længe skal vi vente?",
-        "Hän ei tiennyt, että päivä oli jo pitkällä, kun myös sää muuttui ja lämpö väheni.",
-        "Það var mjög kalt í gær, svo við vorum heima og lásum bækur um sjóinn.",
-        "The café’s résumé—he said it was “naïve”—cost £5 and was not for us.",
-        "Müller, Köln\nGroß, Düsseldorf\n",
-        "Procès-verbal",
-    ),
-    "cp1250": (
-        "Az őszi erdő csendes volt, és csak a szél zúgott; nem is tudtuk, hogy hová megyünk.",
-        "Keď som bol malý, chodil som k starej mame na dedinu, kde sme mali kone a veľký sad.",
-        "Kad je došla zima, više nitko nije išao na tržnicu, jer su ceste bile zatvorene.",
-        "Łódź, Kraków, Gdańsk\n",
-    ),
-    "cp1257": ("Vakar buvo labai šalta, todėl mes likome namuose ir skaitėme knygas apie jūrą.",),
-    "cp1251": (
-        "Учора було дуже холодно, тому ми залишилися вдома і читали книжки про море.",
-        "Вчера беше много студено, затова останахме вкъщи и четохме книги за морето.",
-    ),
-    "cp1255": ("אתמול היה קר מאוד, ולכן נשארנו בבית וקראנו ספרים על הים של הצפון.",),
-    "cp1256": ("كان الجو باردا جدا أمس، لذلك بقينا في البيت وقرأنا كتبا عن البحر من هذا النوع.",),
-    "cp949": ("어제는 매우 추워서 우리는 집에 머물면서 바다에 관한 책을 읽었다. 그것은 좋은 날이었다.",),
-    "big5": ("昨天很冷，所以我們留在家裡看關於大海的書。這是一個很好的日子。",),
-    "cp850": ("L'été dernier, nous étions à la plage et la mer était très calme après l'orage.",),
-    "cp866": ("Вчера было очень холодно, поэтому мы остались дома и читали книги о море.",),
-}
-
-
 @pytest.mark.parametrize(
     ("charset", "text"), [(c, t) for c, texts in OTHERS.items() for t in texts], ids=lambda value: value[:12]
 )
@@ -92,6 +57,39 @@ def test_a_sentence_of_other_languages(charset: str, text: str) -> None:
     # the lines that tell are found behind pages of ASCII
     late = "Only plain words here.\n" * 5000 + text
     assert decode(late.encode(charset)).text == late
+
+
+@pytest.mark.parametrize(
+    ("charset", "text"),
+    [
+        ("cp1251", "ТОВАР;ЦЕНА\nМОЛОКО;5\nХЛЕБ;7\n"),
+        ("koi8-r", "ТОВАР;ЦЕНА\nМОЛОКО;5\nХЛЕБ;7\n"),
+        ("cp866", "ТОВАР;ЦЕНА\nМОЛОКО;5\nХЛЕБ;7\n"),
+        ("cp1253", "ΠΡΟΪΟΝ;ΤΙΜΗ\nΓΑΛΑ;5\nΨΩΜΙ;7\n"),
+        ("cp1253", "ΌΝΟΜΑ;ΠΌΛΗ\nΆΝΝΑ;ΑΘΉΝΑ\nΓΙΏΡΓΟΣ;ΠΆΤΡΑ\n"),
+        ("iso8859-6", "مدينة;سعر\nبغداد;5\nالقاهرة;7\n"),
+    ],
+)
+def test_tables_in_capitals_and_of_unix(charset: str, text: str) -> None:
+    assert decode(text.encode(charset)).text == text
+
+
+@pytest.mark.parametrize(
+    ("charset", "name"),
+    [("iso2022_jp", "iso2022_jp_ext"), ("utf-16-le", "utf-16-le"), ("utf-16-be", "utf-16-be")],
+)
+def test_charsets_that_show_themselves(charset: str, name: str) -> None:
+    text = "price 商品;200\n" + "rope and net;7\n" * 9
+    assert decode(text.encode(charset)) == (text, f"read as {name}, guessed")
+
+
+def test_a_damaged_character_does_not_change_the_charset() -> None:
+    text = "Die Fähre fährt früh über die große Brücke, und für alle Gäste gibt es Frühstück."
+    for data in (text.encode() + b"\xff", "ü".encode()[:1] + text.encode()):
+        found = decode(data)
+        assert found.text.replace("\ufffd", "") == text
+        assert found.note == "read as utf-8, with 1 damaged characters"
+    assert decode(text.encode("cp1252")).text == text
 
 
 def test_two_charsets_that_fit_are_both_named() -> None:

@@ -75,6 +75,12 @@ def test_a_quote_costs_no_other_row(text: str, remarks: list[str], lines: str) -
     assert ("unclosed quotes taken literally in lines " + lines in found.note) == bool(lines)
 
 
+def test_rows_with_more_cells_than_the_header_are_reported() -> None:
+    found = read("id,name,qty\n1,rope,5\n2,buoy, large,7\n3,net,2\n")
+    assert table_in(found.text)[1] == ["1", "rope", "5", ""]
+    assert found.note.endswith("1 rows have more cells than the header: 2")
+
+
 def test_a_column_of_quoted_cells_keeps_its_lines() -> None:
     found = read('remark\n"It left, late,\nand came back."\n"He said ""no"", and so on."\n')
     assert table_in(found.text) == [

@@ -42,6 +42,14 @@ both = pytest.mark.parametrize("rest", ["", _LONG], ids=["short", "long"])
         ("(a+b)<sup>n</sup>", "(a+b)^n"),
         ("Price <del>90</del> <ins>70</ins> EUR, <s>old</s>", "Price ~~90~~ 70 EUR, ~~old~~"),
         ("<ruby>漢字<rp>(</rp><rt>kanji</rt><rp>)</rp></ruby> is", "漢字(kanji) is"),
+        ('Price <span style="text-decoration:line-through">90</span> 70 EUR', "Price ~~90~~ 70 EUR"),
+        ('is 10<span style="vertical-align: super">6</span> units', "is 10^6 units"),
+        ("He said <q>no</q> and left on <time>5 March</time>.", "He said “no” and left on 5 March."),
+        ('Name: <input value="Isla"> <input type=checkbox checked> insured', "Name: Isla ☒ insured"),
+        ("<math><munderover><mo>∑</mo><mi>i</mi><mi>n</mi></munderover><mi>x</mi></math> is", "∑_i^n x is"),
+        ("is <math><mn>2</mn><mfrac><mn>1</mn><mn>2</mn></mfrac></math> m", "is 2 1/2 m"),
+        ("<math><mfenced><mi>a</mi><mi>b</mi></mfenced></math> and", "(a, b) and"),
+        ("<math><mtable><mtr><mtd>1</mtd><mtd>2</mtd></mtr></mtable></math> is", "[1, 2] is"),
         ("so <math><msup><mi>x</mi><mn>2</mn></msup><mo>=</mo><mfrac><mn>1</mn><mi>y</mi></mfrac></math>.",
          "so x^2 = 1/y."),
     ],
@@ -55,7 +63,11 @@ def test_lists_have_their_numbers(rest: str) -> None:
     text = _page(
         "<ol start=4><li>Alpha clause stands.</li><li value=7><p>Beta clause stands.</p></li></ol>"
         f"<ol type=a><li>Gamma clause stands.</li></ol><ul><li>Delta stands here.</li></ul>{rest}"
+        "<ol style='list-style-type:lower-roman'><li>Zeta clause stands.</li></ol>"
+        "<ol style='list-style:none'><li>Eta clause stands.</li></ol>"
     ).text
+    assert "i. Zeta clause stands." in text
+    assert "1. Eta" not in text
     for line in ("4. Alpha clause stands.", "7. Beta clause stands.", "a. Gamma clause stands."):
         assert line in text.split("\n")
 
@@ -126,6 +138,36 @@ def test_tables_are_grids(table: str, rows: list[str], rest: str) -> None:
     assert "\n".join(rows) in "\n".join(found)
 
 
+@both
+def test_tables_by_roles_and_of_one_row_are_read(rest: str) -> None:
+    roles = "<div role=table><div role=row><span role=columnheader>Port</span><span role=columnheader>Depth"
+    roles += "</span></div><div role=row><span role=cell>Oban</span><span role=cell>8</span></div></div>"
+    text = _page(f"{rest}{roles}<table><tr><td>alone<td>in a row</table>").text
+    assert "| Port | Depth |\n|---|---|\n| Oban | 8 |" in text
+    assert text.endswith("alone\nin a row")
+
+
+@both
+def test_text_of_drawings_is_read_and_what_replaces_others_is_not(rest: str) -> None:
+    text = _page(
+        f"<p>Catch:</p><svg><title>icon</title><text>Herring 777 t</text></svg>{rest}"
+        "<noscript>wombat</noscript><template>wombat</template><dialog>wombat</dialog>"
+        "<canvas>wombat</canvas><p>The end.</p>"
+    ).text
+    assert "Herring 777 t" in text
+    assert "wombat" not in text
+    assert "icon" not in text
+
+
+def test_style_sheets_hide_where_nothing_can_show_it_later() -> None:
+    page = "<html><head><style>.x {display: none} #y {visibility: hidden}</style>{}</head><body><p>Open.</p>"
+    page += "<p class=x>wombat</p><p id=y>wombat</p></html>"
+    found = _page(page.replace("{}", ""))
+    assert (found.text, found.note) == ("Open.", "left out: 2 hidden passages")
+    assert "wombat" in _page(page.replace("{}", "<script>show()</script>")).text
+    assert "wombat" in _page(page.replace("{}", "<style>a:hover + .x {display: block}</style>")).text
+
+
 def test_tables_of_mail_and_books_are_grids() -> None:
     table = "<table><tr><th>Ship</th><th>Port</th></tr><tr><td rowspan='2'>Argo</td><td>Oban</td></tr>" \
         "<tr><td>Oslo</td></tr></table>"  # fmt: skip
@@ -155,6 +197,13 @@ HIDDEN = (
     '<p style="color:#FFFFFF">wombat</p>',
     '<p><font color="white">wombat</font></p>',
     '<p style="mso-hide:all">wombat</p>',
+    '<p style="opacity:0.01">wombat</p>',
+    '<p style="transform: scale(0)">wombat</p>',
+    '<p style="margin-left:-9999px">wombat</p>',
+    '<p style="position:fixed;left:-100vw">wombat</p>',
+    '<p style="color:hsl(0, 0%, 100%)">wombat</p>',
+    '<p style="font:0/0 a">wombat</p>',
+    "<dialog>wombat</dialog>",
 )
 
 

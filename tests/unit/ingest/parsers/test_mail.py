@@ -69,6 +69,24 @@ def test_encoded_words_are_read_as_mail_programs_do() -> None:
     assert _parsed(b"Subject: =?utf-8?b?broken\n\nText.").title == "=?utf-8?b?broken"
 
 
+def test_japanese_headers_may_be_raw() -> None:
+    head = b"Subject: " + "価格表".encode("iso2022_jp")
+    data = head + b"\nContent-Type: text/plain; charset=iso-2022-jp\n\n" + "五百円".encode("iso2022_jp")
+    assert _parsed(data).text == "Subject: 価格表\n\n五百円"
+
+
+def test_several_parts_without_a_boundary_are_text() -> None:
+    assert _body(b"Subject: A\nContent-Type: multipart/mixed\n\nPlain words.\n") == "Plain words."
+
+
+def test_an_invitation_does_not_stand_for_the_text() -> None:
+    mail = EmailMessage()
+    mail["Subject"] = "Meeting"
+    mail.set_content("At nine.")
+    mail.add_alternative("BEGIN:VCALENDAR\nSUMMARY:Meeting\nEND:VCALENDAR\n", subtype="calendar")
+    assert _body(mail.as_bytes()) == "At nine."
+
+
 def _alternatives(plain: str, html: str) -> bytes:
     mail = EmailMessage()
     mail["Subject"] = "News"

@@ -100,6 +100,28 @@ def test_raised_and_lowered_text_is_marked() -> None:
     )
 
 
+def test_cells_of_a_row_are_apart() -> None:
+    def build(pdf: FPDF) -> None:
+        with pdf.table() as table:
+            for cells in (("Ship", "Port", "Crew"), ("Vega", "Wick", "9")):
+                row = table.row()
+                for cell in cells:
+                    row.cell(cell)
+
+    assert _parsed(_pdf(build)).text.split("\n") == ["Ship Port Crew", "Vega Wick 9"]
+
+
+def test_heads_of_left_and_right_pages_are_recognised() -> None:
+    names = ("one", "two", "three", "four", "five", "six", "seven", "eight")
+    pages = [
+        f"{'Chapter 3: Fees' if at % 2 else 'Harbour handbook'}\nThe text of page {name} stands here."
+        for at, name in enumerate(names)
+    ]
+    text = _parsed(make_pdf(pages)).text
+    assert text.count("Harbour handbook") == text.count("Chapter 3: Fees") == 1
+    assert text.count("stands here") == 8
+
+
 def _white(pdf: FPDF) -> None:
     pdf.set_text_color(255)
     pdf.write(6, "the word is wombat\n")

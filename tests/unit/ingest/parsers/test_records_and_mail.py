@@ -68,6 +68,9 @@ def test_json_lines_and_arrays_are_records(tmp_path: Path, parse: ParseFile) -> 
     ("name", "content", "text", "note"),
     [
         ("a.jsonl", '{"a": 1}\n{"a": 2\n\n{"a": 3}', "a: 1\n\na: 3", "1 lines are not readable"),
+        ("a.jsonl", '{"a": 1}{"a": 2},\n{"a" 3}', "a: 1\n\na: 2", "1 lines are not readable"),
+        ("b.jsonl", '{\n "a": 1\n}\n{\n "a": 2\n}\n', "a: 1\n\na: 2", ""),
+        ("b.json", '[{"a": 1},\n{"a": 2},\n]', "a: 1\n\na: 2", ""),
         ("a.json", '[{"a": 1}, {"a": [2, 3]}, {"a": ', "a: 1\n\na: 2, 3", "1 records are not readable"),
         ("a.json", '[\n{"a": 1},\n{"a" 2},\n{"a": 3}\n]', "a: 1\n\na: 3", "1 records are not readable"),
     ],
@@ -80,6 +83,7 @@ def test_a_bad_record_costs_no_other(
     assert text_of(result) == text
     assert isinstance(result, ParsedFile)
     assert result.note.startswith(note)
+    assert bool(result.note) == bool(note)
 
 
 def test_numbers_and_names_stay_as_they_are_written(tmp_path: Path, parse: ParseFile) -> None:
@@ -167,6 +171,16 @@ def test_messages_of_a_mailbox_are_pages(tmp_path: Path, parse: ParseFile) -> No
         assert isinstance(result, ParsedFile)
         assert result.metadata == {"pages": 3, "page_kind": "message"}
         assert result.note == "1 messages are encrypted or damaged: 2"
+
+
+def test_lines_that_begin_with_from_end_no_message(tmp_path: Path, parse: ParseFile) -> None:
+    path = tmp_path / "a.mbox"
+    path.write_bytes(
+        b"From a@x Mon Jan  1 10:00:00 2024\r\nSubject: A\r\n\r\n>From here on.\r\nFrom me to you\r\n\r\n"
+        b"From b@x Tue Jan  2 10:00:00 2024 +0100\nSubject: B\n\nSecond.\n"
+    )
+    places = places_of(parse(path))
+    assert [text.split("\n\n", 1)[1] for _, text in places] == ["From here on.\nFrom me to you", "Second."]
 
 
 def bad_files() -> dict[str, tuple[bytes, str, str]]:

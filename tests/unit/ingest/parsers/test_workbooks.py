@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openpyxl.chart import BarChart, Reference
 from openpyxl.comments import Comment
-from openpyxl.styles import Font
+from openpyxl.styles import Font, PatternFill
 
 from ragserve.ingest.parsers import Parsed, Raw, parse
 from tests.unit.ingest.parsers.table_texts import table_in, written
@@ -82,12 +82,15 @@ def test_hidden_rows_columns_and_sheets_are_counted_or_taken() -> None:
         secret["A1"] = "marzipan"
         secret.sheet_state = "veryHidden"
         sheet["A4"], sheet["A4"].font = "unseen", Font(color="FFFFFFFF")
+        sheet["B4"], sheet["B4"].font = "unseen", Font(color="FF00AA00")
+        sheet["B4"].fill = PatternFill("solid", fgColor="FF00AA00")
 
     data = saved(build)
     found = read(data)
     assert table_in(found.text) == [["gate", "opens"], ["north", "seven"]]
     assert found.note == (
-        "left out: 2 cells of hidden columns, 1 hidden rows, 1 cells in white on white, 1 hidden sheets"
+        "left out: 2 cells of hidden columns, 1 hidden rows, 2 cells in the colour of their ground, "
+        "1 hidden sheets"
     )
     assert "Secret" not in str(found.metadata)
     everything = read(data, hidden=True)

@@ -1,15 +1,16 @@
-"""Make the small Office files of this folder. Each has what parsers lose, and the text that must come out.
+"""Make the small files of this folder. Each has what parsers lose, and the text that must come out.
 
-    python -m tests.data.formats.make_office
+    python -m tests.data.formats.make_files
 
-Parts are written as XML, because the libraries that write such files make few of these constructs. The test
-is ``tests/unit/ingest/parsers/test_office_formats.py``.
+They are written by hand, part by part, because the libraries that write such files make few of these
+constructs. The test is ``tests/unit/ingest/parsers/test_formats.py``.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from tests.data.formats import mails, papers, text_files, web_pages
 from tests.data.formats.office_parts import Sample, strict
 from tests.data.formats.office_sheets import formats, hidden_cells, strict_cells
 from tests.data.formats.office_slides import slides
@@ -36,6 +37,10 @@ def samples() -> dict[str, Sample]:
         "strict.xlsx": strict_cells(),
         "slides.pptx": slides("pptx"),
         "show.ppsx": slides("ppsx"),
+        **web_pages.samples(),
+        **mails.samples(),
+        **papers.samples(),
+        **text_files.samples(),
     }
 
 

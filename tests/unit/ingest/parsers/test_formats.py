@@ -1,4 +1,4 @@
-"""The Office files of ``tests/data/formats``: what each says is what is read."""
+"""The files of ``tests/data/formats``: what each says is what is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragserve.ingest.parsers import Raw, parse
-from tests.data.formats.make_office import FOLDER, Sample, samples
+from tests.data.formats.make_files import FOLDER, Sample, samples
+from tests.data.formats.text_files import METADATA
 from tests.unit.ingest.parsers.table_texts import table_in, written
 
 SAMPLES = samples()
@@ -21,13 +22,15 @@ SAMPLES = samples()
 def test_what_a_file_says_is_what_is_read(name: str) -> None:
     sample: Sample = SAMPLES[name]
     data = (FOLDER / name).read_bytes()
-    assert data == sample.data, "run python -m tests.data.formats.make_office"
+    assert data == sample.data, "run python -m tests.data.formats.make_files"
     ext = name[name.rindex(".") :]
     found = parse(Raw(data, name, ext))
     assert found.text == sample.text
     assert found.note == sample.note
+    assert METADATA.get(name, {}).items() <= found.metadata.items()
     assert not [word for word in sample.absent.split() if word in found.text]
     everything = parse(Raw(data, name, ext, hidden=True))
+    # the other words of Office files are in deleted parts
     hidden = [word for word in sample.absent.split() if not word.isalpha() or word == "marzipan"]
     assert all(word in everything.text for word in hidden)
 
