@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 INLINE_CHARS = 2**14  # about 5 ms
@@ -51,10 +52,26 @@ def install(manager: Any, state: Any) -> None:
     for name, method in _HANDLERS:
         if (handler := getattr(state, name, None)) is not None:  # /v1/responses may be off
             setattr(handler, method, _threaded(getattr(handler, method)))
+    state.ollama_serving.tokenizer_manager = _WithLists(manager)
     ahead = _Ahead(state.openai_serving_chat)
     for name, method in _CHATS:
         handler = getattr(state, name)
         setattr(handler, method, ahead.of(getattr(handler, method)))
+
+
+class _WithLists:
+    """``manager`` for ``/api/chat``: its tokenizer's templates give lists of ids, as they did before
+    transformers 5, not what SGLang sends on as the prompt and then refuses."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self.tokenizer = SimpleNamespace(apply_chat_template=self._ids)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def _ids(self, messages: Any, **options: Any) -> Any:
+        return self._manager.tokenizer.apply_chat_template(messages, **options, return_dict=False)
 
 
 class _Ahead:

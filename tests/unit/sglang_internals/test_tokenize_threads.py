@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +78,8 @@ def installed() -> tuple[Any, dict[str, Handler]]:
     handlers = {name: Handler() for name in names}
     for handler in handlers.values():
         handler.chat = handlers["openai_serving_chat"]
-    tokenize_threads.install(manager, SimpleNamespace(**handlers))
+    ollama = SimpleNamespace(tokenizer_manager=manager)
+    tokenize_threads.install(manager, SimpleNamespace(**handlers, ollama_serving=ollama))
     return manager, handlers
 
 
@@ -155,6 +158,32 @@ def test_a_long_chat_becomes_a_prompt_in_a_thread(name: str, method: str) -> Non
     assert inline == [False] * 3 + [True] + [False] * (method == "handle_request")
 
 
+def test_chats_of_ollamas_route_send_lists_of_ids(model_path: Path) -> None:
+    """Transformers 5 returns a mapping, which SGLang 0.5.17 sends on: the route answered 500."""
+    from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest
+    from sglang.srt.entrypoints.ollama.serving import OllamaServing
+    from transformers import AutoTokenizer
+
+    sent: list[Any] = []
+
+    async def generate_request(request: Any, raw: Any) -> AsyncIterator[dict[str, Any]]:
+        sent.append(request.input_ids)
+        yield {"text": "x", "meta_info": {}}
+
+    manager: Any = Manager()
+    manager.tokenizer = AutoTokenizer.from_pretrained(model_path)
+    manager.generate_request, manager.served_model_name = generate_request, "tiny"
+    ollama = OllamaServing(manager)
+    names = ("openai_serving_tokenize", "openai_serving_detokenize", "anthropic_serving")
+    others = {name: Handler() for name in (*names, "openai_serving_chat")}
+    tokenize_threads.install(manager, SimpleNamespace(**others, ollama_serving=ollama))
+    message = {"role": "user", "content": "Who built Skerryvore?"}
+    asked = OllamaChatRequest(model="tiny", messages=[message], stream=False)  # type: ignore[list-item]
+    asyncio.run(ollama.handle_chat(asked, None))  # type: ignore[arg-type]
+    assert isinstance(sent[0], list)
+    assert all(isinstance(token, int) for token in sent[0])
+
+
 def test_another_sglang_is_noticed() -> None:
     manager = SimpleNamespace(_tokenize_texts=lambda texts: texts)
     with pytest.raises(RuntimeError, match="_tokenize_texts has parameters"):
@@ -170,6 +199,7 @@ def test_another_sglang_is_noticed() -> None:
         openai_serving_tokenize=object.__new__(OpenAIServingTokenize),
         openai_serving_detokenize=object.__new__(OpenAIServingDetokenize),
         anthropic_serving=object.__new__(AnthropicServing),
+        ollama_serving=SimpleNamespace(),
         openai_serving_chat=object.__new__(OpenAIServingChat),
         openai_serving_responses=object.__new__(OpenAIServingResponses),
     )
