@@ -344,8 +344,9 @@ HOOKS = (
         grammar_masks.around_mask_memory,
         "around",
     ),
+    Hook(grammar_masks.FILL, ("self", "vocab_mask", "idx"), grammar_masks.after_fill, "after"),
     Hook(
-        "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
+        grammar_masks.MASK,
         ("self", "logits", "vocab_mask"),
         grammar_masks.around_mask,
         "around",
