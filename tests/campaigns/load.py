@@ -19,6 +19,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -185,15 +186,15 @@ class Watch:
         if now - self._sampled >= _SAMPLE_S:
             self._sampled = now
             minute = round((now - self._began) / 60, 3)
-            held = _held_mib(self._site)
+            held = held_mib(processes(self._site))
             self._lives[-1].append([minute, round(sum(held.values()), 2)])
             for name, mib in held.items():
                 self._by_process.setdefault(name, []).append([minute, round(mib, 2)])
 
     def figures(self, minutes: float) -> dict[str, Any]:
         window = min(WINDOW_MIN, minutes / 4)
-        slope, error = slope_of([_by_minute(life, window) for life in self._lives])
-        later, later_error = slope_of([_by_minute(life, minutes / 2) for life in self._lives])
+        slope, error = slope_of([by_minute(life, window) for life in self._lives])
+        later, later_error = slope_of([by_minute(life, minutes / 2) for life in self._lives])
         last = [mib for life in self._lives for _, mib in life][-1:]
         first, end = (self._medians(low, high) for low, high in ((0, window), (minutes - window, minutes)))
         both = sorted(set(first) & set(end))
@@ -227,10 +228,10 @@ def _rounded(value: float | None) -> float | None:
 
 def _slope(samples: list[list[float]], after: float) -> float | None:
     """MiB an hour of one process; restarts of the server are not told apart."""
-    return _rounded(slope_of([_by_minute(samples, after)])[0])
+    return _rounded(slope_of([by_minute(samples, after)])[0])
 
 
-def _by_minute(samples: list[list[float]], after: float) -> list[tuple[float, float]]:
+def by_minute(samples: list[list[float]], after: float) -> list[tuple[float, float]]:
     """Means by minute of the samples that are later than ``after``: neighbours are not independent."""
     minutes: defaultdict[int, list[float]] = defaultdict(list)
     for minute, mib in samples:
@@ -330,10 +331,10 @@ def processes(site: Site) -> list[psutil.Process]:
     return [main, *main.children(recursive=True)]
 
 
-def _held_mib(site: Site) -> dict[str, float]:
+def held_mib(of: Iterable[psutil.Process]) -> dict[str, float]:
     """Resident memory that is no file's, by name of the process."""
     held: defaultdict[str, float] = defaultdict(float)
-    for process in processes(site):
+    for process in of:
         with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
             kib = [int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]

@@ -349,7 +349,7 @@ def run(
     with contextlib.ExitStack() as stack:
         if site is None:
             site = stack.enter_context(Site(folder=progress.folder / "data", **(SETTINGS | options)))
-        key = _key(site.running.data_dir) if site.own else ""  # one closes a server to everybody else
+        key = key_in(site.running.data_dir) if site.own else ""  # one closes a server to everybody else
         hostile = [list(requests(one)) for one in targets(site.call("GET", "/openapi.json"), HOSTILE)]
         site.put(SPACE, dict(document(number, 0, 0) for number in range(DOCUMENTS)))
         first = Caller(site, key, random.Random(f"mixed {progress.seed} first"), clients, hostile)
@@ -366,7 +366,7 @@ def run(
         figures["hostile requests to draw from"] = sum(map(len, hostile))
 
 
-def _key(folder: Path) -> str:
+def key_in(folder: Path) -> str:
     """A key without admin, of namespaces that begin with ``mixed-``."""
     keys = KeyFile(folder)
     with contextlib.suppress(NotFound):  # of a run that was killed
