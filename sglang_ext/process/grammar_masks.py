@@ -12,8 +12,10 @@ from typing import Any
 from sglang_ext.stages import stages
 from sglang_ext.state import current
 
+NEW = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.allocate_vocab_mask"
 FILL = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.fill_vocab_mask"
 MASK = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask"
+SIZES = ("self", "vocab_size", "batch_size", "device")
 MASKED = ("self", "logits", "vocab_mask")
 _NO_TOKEN = "the grammar allows no token here: a JSON schema may refer to itself without end"
 

@@ -4,7 +4,7 @@ index and removals, ingestion jobs now and then, and hostile values in each fiel
 without admin may call, by several tasks, each with a namespace of its own.
 
 Violations: a server error; an answer that does not show what was written before; a registry or an index with
-a fault, looked at every `CHECK_EVERY` operations; memory that grows in the second half, see campaign `load`."""
+a fault, looked at every `CHECK_EVERY` operations; memory that grows in the second half, as in `load`."""
 
 from __future__ import annotations
 
