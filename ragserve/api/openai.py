@@ -21,7 +21,7 @@ from ragserve.answering.results import Answer, SearchResults
 from ragserve.answering.sessions.dialogues import NEW
 from ragserve.api import examples
 from ragserve.api.access import Access, Caller
-from ragserve.api.body import parse_json
+from ragserve.api.body import check_names, parse_json
 from ragserve.api.engine_bodies import MOST_PER_BYTE, check_text
 from ragserve.api.errors import validated
 from ragserve.api.openai_schemas import (
@@ -95,6 +95,7 @@ async def chat(request: Request, caller: Caller, request_id: RequestId) -> Respo
         await _check_text(data, raw, svc)
         return await _replayed(request, model, raw)
     caller.check_tokens()
+    check_names(data)
     body = validated(ChatRequest, data)
     asked = replace(_query(body, svc, caller, request_id), private=is_private(request))
     events = svc.answerer.events(asked)
