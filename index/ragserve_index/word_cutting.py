@@ -37,7 +37,7 @@ _JOINED = re.compile("[/:-]")
 # groups of three digits, with the same sign between them
 _GROUPS = re.compile(r"(?<![\d.,])\d{1,3}([ ,.])\d{3}(?:\1\d{3})*+(?![.,]?\d)")
 
-_BEFORE_UNIT = re.compile(r"\d[\d.:-]*+(?<=\d)(?=[^\W\d_])")
+_BEFORE_UNIT = re.compile(r"\A\d[\d.:-]*+(?<=\d)(?=[^\W\d_])")
 _ORDINALS = ("st", "nd", "rd", "th")
 _BEFORE_VERSION = re.compile(r"(?<=[^\W\d_])(?:\+\++|#)(?=\d)|(?<=^[.@])[^\W\d_]++(?=[\d.]++$)")
 

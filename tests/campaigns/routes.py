@@ -207,14 +207,10 @@ def run(progress: Progress, *, tasks: int = TASKS) -> None:
     progress.operations = 0  # its folder is new, too
     progress.counts.clear()
     settings = Settings(data_dir=folder, model=str(DEFAULT_MODEL), verify_share=0, url_ingestion="off")
-    embedder = WordEmbedder()
-    app = create_app(
-        settings,
-        ScriptedEngine(DEFAULT_MODEL),
-        upstream=upstream_app(_Nothing()),
-        embedder=lambda _: embedder,
-    )
-    asyncio.run(_run(progress, app, folder, tasks, embedder))
+    engine, embedder = ScriptedEngine(DEFAULT_MODEL), WordEmbedder()
+    app = create_app(settings, engine, upstream=upstream_app(_Nothing()), embedder=lambda _: embedder)
+    remembered = (embedder.calls, engine.requests, engine.aborted, engine.forgotten)
+    asyncio.run(_run(progress, app, folder, tasks, remembered))
 
 
 async def _run(
@@ -257,6 +253,7 @@ async def _run(
             if progress.operations < progress.target:  # no time is left
                 break
         progress.target = target
+        assert not sampling.done(), sampling.exception()
         sampling.cancel()
     minutes = samples[-1][0]
     slope, error = slope_of([by_minute(samples, minutes / 2)])
