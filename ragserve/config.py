@@ -297,7 +297,7 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
 
     # limits, so that a request cannot take the server down
     max_query_chars: int = Field(16_384, ge=1, description="Longest question, characters.")
-    max_history_messages: int = Field(64, ge=0, description="Most earlier messages in a request.")
+    max_history_messages: int = Field(64, ge=0, le=4096, description="Most earlier messages in a request.")
     session_ttl_s: float = Field(
         3600, gt=0, description="Seconds after a session's last turn at which the server forgets it."
     )

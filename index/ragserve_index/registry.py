@@ -388,13 +388,18 @@ def sentence_vectors(
     return {chunk_id: SentenceVectors.decode(data, ns.dim) for chunk_id, data in rows}
 
 
-def document_chunks(connection: Connection, ns: Namespace, doc_id: str) -> list[Chunk]:
-    """A document's chunks in text order. Raises NotFound."""
+_ALL = 2**31 - 1
+
+
+def document_chunks(
+    connection: Connection, ns: Namespace, doc_id: str, after: int = 0, limit: int | None = None
+) -> list[Chunk]:
+    """A document's chunks in text order: all, or some. Raises NotFound."""
     get_document(connection, ns, doc_id)
     rows = connection.execute(
         f"SELECT {_CHUNK} FROM documents d JOIN chunks c ON c.document = d.id"
-        " WHERE d.namespace_id = ? AND d.doc_id = ? ORDER BY c.ordinal",
-        (ns.id, doc_id),
+        " WHERE d.namespace_id = ? AND d.doc_id = ? ORDER BY c.ordinal LIMIT ? OFFSET ?",
+        (ns.id, doc_id, _ALL if limit is None else limit, min(after, _ALL)),
     )
     return [to_chunk(row) for row in rows]
 

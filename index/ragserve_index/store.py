@@ -280,10 +280,14 @@ class IndexStore:
         position = (runs[-1][0], runs[-1][1]) if runs else after
         return AddedChunks(ns.id, ns.n_chunks, list(found.values()), len(ids), position)
 
-    def document_chunks(self, namespace: str, doc_id: str) -> list[Chunk]:
-        """Return all chunks of a document, in text order. Raises NotFound."""
+    def document_chunks(
+        self, namespace: str, doc_id: str, *, after: int = 0, limit: int | None = None
+    ) -> list[Chunk]:
+        """Return the chunks of a document in text order: all, or ``limit`` of them behind the first
+        ``after``. Raises NotFound."""
         with self.database.read() as connection:
-            return registry.document_chunks(connection, registry.namespace(connection, namespace), doc_id)
+            ns = registry.namespace(connection, namespace)
+            return registry.document_chunks(connection, ns, doc_id, after, limit)
 
     def sentence_vectors(self, namespace: str, chunk_ids: Sequence[int]) -> dict[int, SentenceVectors]:
         """Embedded sentences of chunks, by id; a chunk that is gone, or was embedded without, is left out."""

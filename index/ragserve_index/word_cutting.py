@@ -5,7 +5,9 @@ returns, joined by blanks, so their own tokenizers only part it there.
   folded away, and so are accents, points and tone marks of all scripts. Vowel signs, as Hindi's, stay.
 * English endings are cut off.
 * A name with signs in it (``c++``, ``.net``, ``#682``, ``gb/s``, ``ab-4410``) is a word beside its parts, and
-  so is a number beside the groups of its digits (``10 000`` or ``10,000``: ``10000``)."""
+  so is a number beside the groups of its digits (``10 000`` or ``10,000``: ``10000``).
+* What is written together is also cut apart: a name before a version (``c++17``: ``c++``), and a number
+  before its unit (``1.5gb/s``: ``gb/s``; ``16gb``: ``16``, ``gb``)."""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import unicodedata
 from functools import cache
 from typing import Any
 
-VERSION = f"1 {unicodedata.unidata_version}"
+VERSION = f"2 {unicodedata.unidata_version}"
 """Of the way in which words are cut. An index with words that were cut in another way is built again."""
 
 _SIGNS = "+#./&@_:^-"  # of names
@@ -24,7 +26,7 @@ _LONGEST = 64  # characters; of a longer word the first ones, and no name
 _WORDS_OF_THEIR_OWN = "$%§"  # and the other currencies
 # letters that Unicode does not decompose
 _LETTERS = dict(
-    zip("łŁøØđĐðÐħĦŧŧıŋŊ", "lLoOdDdDhHttinN", strict=True),
+    zip("łŁøØđĐðÐħĦŧŧıŋŊ♯", "lLoOdDdDhHttinN#", strict=True),
     æ="ae", Æ="AE", œ="oe", Œ="OE", þ="th", Þ="TH", ĸ="k", ƒ="f",
 )  # fmt: skip
 _HYPHENS = "\u2010\u2011\u2212\ufe63\uff0d"
@@ -34,6 +36,10 @@ _PART = re.compile(f"[^{re.escape(_SIGNS)}]+")
 _JOINED = re.compile("[/:-]")
 # groups of three digits, with the same sign between them
 _GROUPS = re.compile(r"(?<![\d.,])\d{1,3}([ ,.])\d{3}(?:\1\d{3})*+(?![.,]?\d)")
+
+_BEFORE_UNIT = re.compile(r"\A\d[\d.:-]*+(?<=\d)(?=[^\W\d_])")
+_ORDINALS = ("st", "nd", "rd", "th")
+_BEFORE_VERSION = re.compile(r"(?<=[^\W\d_])(?:\+\++|#)(?=\d)|(?<=^[.@])[^\W\d_]++(?=[\d.]++$)")
 
 
 class _Characters(dict[int, str]):
@@ -98,19 +104,33 @@ def words(text: str) -> list[str]:
     names = [re.sub(r"\D", "", found.group()) for found in _GROUPS.finditer(folded)]
     for piece in folded.replace(",", "\n").split():
         if piece.isalnum():
-            plain.append(piece[:_LONGEST])
+            plain += [piece[:_LONGEST], *_measured(piece)]
             continue
         parts = _PART.findall(piece)
         plain += [part[:_LONGEST] for part in parts]
         if len(piece) <= 2 * _LONGEST:  # c#/.net and c++-based have names in them
             for own in dict.fromkeys((piece, *_JOINED.split(piece))):
                 names += _names(own)
+                measured = _measured(own)
+                plain += [one for one in measured if one.isalnum()]
+                names += [name for one in measured for name in _names(one)]
     return [*_stemmer().analyze(" ".join(plain)), *names]
 
 
 def distinct_words(text: str, limit: int) -> list[str]:
     """The first ``limit`` different words of a text, to search for."""
     return list(dict.fromkeys(words(text)))[:limit]
+
+
+def _measured(piece: str) -> list[str]:
+    """The number and the unit of a piece such as 16gb or 1.5gb/s; of one letter only if it has signs."""
+    found = _BEFORE_UNIT.match(piece) if len(piece) <= _LONGEST else None
+    if found is None:
+        return []
+    unit = piece[found.end() :]
+    if unit.isalnum() and (len(unit) < 2 or not unit.isalpha() or unit in _ORDINALS):
+        return []
+    return [found.group(), unit]
 
 
 def _names(piece: str) -> list[str]:
@@ -126,8 +146,9 @@ def _names(piece: str) -> list[str]:
     name = f"{before}{piece[start:end]}{after}"
     if len(name) > _LONGEST or name == parts[0]:
         return []
+    names = [name, *(name[: found.end()] for found in _BEFORE_VERSION.finditer(name))]
     # m² is also written m2; 10² is not 102
-    return [name, name.replace("^", "")] if "^" in name and name[0].isalpha() else [name]
+    return [*names, name.replace("^", "")] if "^" in name and name[0].isalpha() else names
 
 
 def _folded(text: str) -> str:

@@ -174,7 +174,8 @@ class Answerer:
             else:
                 about = searched["searched_for"]
                 asked_for = query.question if about is None else about.question
-                chosen = await choose(self._prompts, asked_for, found, best)
+                room = None if query.documents is None else self._engine.info.max_prompt_tokens
+                chosen = await choose(self._prompts, asked_for, found, best, room)
                 found = [found[number] for number in chosen.order]
                 sentences = [sentences[number] for number in chosen.order] if sentences else []
                 laid_out = await self._lay_out_best(query, found, chosen)

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from ragserve.answering.prompt import most_read
 from ragserve.answering.results import RetrievedPassage
+from ragserve.errors import DocumentsTooLong
 
 if TYPE_CHECKING:
     from ragserve.answering.prompt import PromptBuilder
     from ragserve.best_passages import PassagesOptions
 
+_TIMES = 4  # as many characters as are read for a prompt
 _INLINE_CHARS = 20_000  # longer ones are read in a thread, so that other streams do not stutter
 
 
@@ -28,9 +31,21 @@ class ChosenPassages:
 
 
 async def choose(
-    builder: PromptBuilder, question: str, found: Sequence[RetrievedPassage], options: PassagesOptions
+    builder: PromptBuilder,
+    question: str,
+    found: Sequence[RetrievedPassage],
+    options: PassagesOptions,
+    given_tokens: int | None = None,
 ) -> ChosenPassages:
-    """Choose among the passages that were found for a question, or came with it."""
+    """Choose among the passages that were found for a question, or came with it. ``given_tokens``: of
+    a prompt, if they came with it. Raises DocumentsTooLong for many times that size."""
+    chars = sum(len(each.text) for each in found)
+    if given_tokens is not None and chars > (most := _TIMES * most_read(given_tokens)):
+        raise DocumentsTooLong(
+            f"The documents have {chars:,} characters; the best are chosen among {most:,} at most.",
+            hint="Send less, or ingest them and ask their namespace.",
+            param="documents",
+        )
 
     def chosen() -> ChosenPassages:
         sizes = [len(builder.document_ids(each.title, each.text)) for each in found]
@@ -39,7 +54,7 @@ async def choose(
         rest = sorted(set(range(len(found))).difference(kept))
         return ChosenPassages([*kept, *rest], len(kept), sum(sizes))
 
-    is_short = sum(len(each.text) for each in found) < _INLINE_CHARS
+    is_short = chars < _INLINE_CHARS
     return chosen() if is_short else await asyncio.to_thread(chosen)
 
 

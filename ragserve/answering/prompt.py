@@ -22,6 +22,10 @@ from sglang_ext.wire.protocol import Span
 __all__ = ["Message", "Prompt", "PromptBuilder", "PromptDocument", "Segment"]
 
 _CACHED_DOCUMENTS = 4096
+_CACHED_TOKENS = 2**21  # of all of them together, about 80 MB
+_READ_CHARS = 32  # for each token of room: of texts with more characters the rest is not tokenised
+_LEAST_READ = 2**18
+_CHARS_PER_TOKEN = 4  # of what is not read, by guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,8 @@ class Segment:
 class Prompt:
     """Token ids with their segments.
 
-    ``tokens_retrieved`` counts all documents, ``tokens_kept`` those that fit; ``left_out``: documents that
-    the strategy leaves out, whether they fit or not."""
+    ``tokens_retrieved`` counts all documents, those far too long for the context by a guess, ``tokens_kept``
+    those that fit; ``left_out``: documents that the strategy leaves out, whether they fit or not."""
 
     input_ids: list[int]
     segments: tuple[Segment, ...]
@@ -74,6 +78,7 @@ class PromptBuilder:
         self._system = system_prompt
         self._layout = ChatLayout(tokenizer)
         self._documents: OrderedDict[tuple[str, str], list[int]] = OrderedDict()
+        self._cached_tokens = 0
         self._heads: dict[bool, list[int]] = {}
         self._lock = threading.Lock()
 
@@ -112,6 +117,14 @@ class PromptBuilder:
         The first document that does not fit and all after it are left out (the best come first). With ``cut``
         the beginning of its text stays, as much as fits. Raises
         PromptTooLong if question, history and system text alone do not fit."""
+        own = sum(len(each.content) for each in history) + len(question) + len(system or "")
+        if own > most_read(max_prompt_tokens):
+            raise PromptTooLong(
+                f"The question (with history and system text) has {own:,} characters and the context has "
+                f"room for {max_prompt_tokens:,} tokens.",
+                hint="Shorten the question or history.",
+                param="query",
+            )
         head = self._head(self._system if system is None else system, has_documents=bool(documents))
         tail = self._layout.encode(self._layout.question(question, history, has_documents=bool(documents)))
         return self._fitted(head, documents, tail, max_prompt_tokens, cut=cut)
@@ -181,13 +194,13 @@ class PromptBuilder:
                 hint="Shorten the question or history, or lower max_new_tokens.",
                 param="query",
             )
-        encoded = [self._document(document) for document in documents]
+        encoded, unread = self._read(documents, most_read(room))
         kept, free = 0, room
         while kept < len(encoded) and len(encoded[kept]) <= free:
             free -= len(encoded[kept])
             kept += 1
         shown, cut_to = encoded[:kept], None
-        if cut and kept < len(encoded):
+        if cut and kept < len(documents):
             cut_to, beginning = self._beginning(documents[kept], free)
             shown += [beginning] if cut_to else []
         ids = list(head)
@@ -200,17 +213,26 @@ class PromptBuilder:
             [*ids, *tail],
             tuple(segments),
             len(shown),
-            sum(map(len, encoded)),
+            sum(map(len, encoded)) + unread,
             sum(map(len, shown)),
             self._layout.stop,
             room,
             cut_to or None,
         )
 
+    def _read(self, documents: Sequence[PromptDocument], chars: int) -> tuple[list[list[int]], int]:
+        """Token ids of the first documents, of so many characters together, and about how many tokens the
+        others have: they do not fit."""
+        read = 0
+        while read < len(documents) and (chars := chars - len(documents[read].text)) >= 0:
+            read += 1
+        unread = sum(len(document.text) for document in documents[read:]) // _CHARS_PER_TOKEN
+        return [self._document(document) for document in documents[:read]], unread
+
     def _beginning(self, document: PromptDocument, room: int) -> tuple[int, list[int]]:
         """Return as many characters of a document's text as fit into ``room`` tokens with its title, and its
         ids."""
-        text = document.text
+        text = document.text[: most_read(room)]
         while text:
             tokens = self._layout.encode(self._layout.document(document.title, text))
             if len(tokens) <= room:
@@ -252,10 +274,16 @@ class PromptBuilder:
                 return self._documents[key]
         tokens = self._layout.encode(self._layout.document(document.title, document.text))
         with self._lock:
+            self._cached_tokens += len(tokens) - len(self._documents.get(key, ()))
             self._documents[key] = tokens
-            while len(self._documents) > _CACHED_DOCUMENTS:
-                self._documents.popitem(last=False)
+            while len(self._documents) > _CACHED_DOCUMENTS or self._cached_tokens > _CACHED_TOKENS:
+                self._cached_tokens -= len(self._documents.popitem(last=False)[1])
         return tokens
+
+
+def most_read(tokens: int) -> int:
+    """Characters of text that are tokenised to fill so many tokens: more than fit, but for the rarest."""
+    return max(_LEAST_READ, _READ_CHARS * tokens)
 
 
 def load_tokenizer(path: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Annotated, Any
 
 import pydantic_core
@@ -18,6 +18,7 @@ from ragserve.errors import InvalidRequest
 
 # Larger bodies are parsed in a thread.
 _INLINE_BYTES = 2**20
+_MAX_NAMES = 20_000  # of a body's objects: each unknown one is an error of its own, made in the event loop
 # A client that is refused while still sending would see a connection reset instead of our answer: read on.
 _DRAIN_BYTES = 8 * 2**20
 _DRAIN_S = 5.0
@@ -63,6 +64,23 @@ async def parse_json(raw: bytes) -> Any:
         ) from None
 
 
+def check_names(data: Any, most: int = _MAX_NAMES) -> None:
+    """Raise InvalidRequest for objects with more than ``most`` names together."""
+    names, values = 0, [data]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            names += len(value)
+            value = value.values()
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            continue
+        if names > most:
+            raise InvalidRequest(
+                f"The objects of the body have more than {most:,} names.", hint="See /docs for the fields."
+            )
+        values += (one for one in value if isinstance(one, (dict, list)))
+
+
 def _parse(raw: bytes) -> Any:
     raw.decode("utf-8")  # the JSON parser's own error would not name the byte
     return pydantic_core.from_json(raw, allow_inf_nan=False)
@@ -100,6 +118,7 @@ class JsonRoute(APIRoute):
                     )
                 # Request.json() returns this, so the body is parsed once
                 request._json = await parse_json(await request.body())
+                check_names(request._json)
             return await handler(request)
 
         return parsed

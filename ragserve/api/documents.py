@@ -100,10 +100,11 @@ async def chunks(
 ) -> dict[str, Any]:
     """Show the searched pieces of a document and their places in it."""
     caller.require("read", page.namespace)
-    found = await asyncio.to_thread(svc.store.document_chunks, page.namespace, doc_id)
-    end = page.after + page.limit
-    shown = [ChunkView.model_validate(each, from_attributes=True) for each in found[page.after : end]]
-    return {"chunks": shown, "next": end if end < len(found) else None}
+    found = await asyncio.to_thread(
+        svc.store.document_chunks, page.namespace, doc_id, after=page.after, limit=page.limit + 1
+    )
+    shown = [ChunkView.model_validate(each, from_attributes=True) for each in found[: page.limit]]
+    return {"chunks": shown, "next": page.after + page.limit if len(found) > page.limit else None}
 
 
 @router.delete(

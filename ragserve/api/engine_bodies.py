@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from ragserve.errors import InvalidRequest, TooLarge
@@ -101,9 +102,17 @@ REFUSED = frozenset(
 expressions that take for ever."""
 
 _MEDIA_PARTS = ("image", "image_url", "input_image", "input_audio", "audio_url", "video_url")
+_WITH_PARTS = ("documents", "input", "messages", "query")
+_IDS = ("context", "input", "input_ids", "items", "label_token_ids", "prompt", "query", "tokens")
+_EACH = 32  # characters that a text, a number or an object in a list counts beside its own
+MOST_PER_BYTE = _EACH  # of a body
 _TOKENISED = frozenset({"/tokenize", "/v1/tokenize", "/v1/messages/count_tokens"})
 _DETOKENISED = frozenset({"/detokenize", "/v1/detokenize"})
-SIZED = _TOKENISED | _DETOKENISED
+_REPEATED = {"/v1/rerank": ("documents", "query", "instruct"), "/v1/score": ("items", "query")}
+"""A list, and what is put before each of its texts."""
+_INLINE = "/api/chat"  # tokenised in the event loop, whatever its length
+_INLINE_CHARS = 2**16
+SIZED = _TOKENISED | _DETOKENISED | _REPEATED.keys() | {_INLINE}
 _MIN_DETOKENISED = 2**16  # tokens of one request, also for a model of a short context
 
 _KWARGS = "chat_template_kwargs"
@@ -114,30 +123,87 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 def check_size(path: str, data: dict[str, Any], context_length: int) -> None:
-    """Bound what is tokenised, or made text of, without running the model: no more fits into its context.
+    """Bound what a request makes SGLang tokenise, make text of or put together before it has counted it: no
+    more fits into the model's context.
 
     Raises TooLarge."""
-    if path in _TOKENISED and (size := text_chars(data)) > (longest := longest_text(context_length)):
-        raise TooLarge(
-            f"The request has {size:,} characters of text; the limit of this model is {longest:,}.",
-            hint="Send less.",
-        )
+    longest = longest_text(context_length)
+    if path in _TOKENISED or path == _INLINE:
+        check_text(data, longest if path in _TOKENISED else _INLINE_CHARS)
     if path in _DETOKENISED and isinstance(data.get("tokens"), list):
-        size = sum(len(row) if isinstance(row, list) else 1 for row in data["tokens"])
+        size = sum(len(row) or 1 if isinstance(row, list) else 1 for row in data["tokens"])
         if size > (most := max(context_length, _MIN_DETOKENISED)):
             raise TooLarge(f"{size:,} tokens are more than the {most:,} of one request.", hint="Send less.")
+    if path in _REPEATED:
+        many, *before = _REPEATED[path]
+        n = len(data[many]) if isinstance(data.get(many), list) else 1
+        size = n * (_EACH + sum(map(_length, map(data.get, before))))
+        if size > longest:
+            raise TooLarge(
+                f"{before[0]} before each of {n:,} {many} makes {size:,} characters; the limit of this model "
+                f"is {longest:,}.",
+                hint=f"Send fewer {many} at a time.",
+            )
 
 
-def text_chars(data: Any) -> int:
-    """Characters of all strings, except in parts that are an image, sound or film."""
+def _length(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return sum(_EACH + _chars(one) for one in value) if isinstance(value, list) else 0
+
+
+def check_text(data: Any, limit: int) -> None:
+    """Raise TooLarge for a body with more than ``limit`` characters that may become a prompt: those of texts,
+    names and numbers, but for token ids, images, sound and films."""
+    if (size := sum(map(_chars, _written(data)))) > limit:
+        raise TooLarge(
+            f"The request has {size:,} characters of text; the limit of this model is {limit:,}.",
+            hint="Send less.",
+        )
+
+
+def _written(data: Any) -> Iterator[Any]:
+    """The values of a body without its token ids and the parts that are no text."""
+    if not isinstance(data, dict):
+        return
+    for name, value in data.items():
+        yield name
+        if not isinstance(value, list):
+            yield value
+        elif name in _WITH_PARTS:
+            for one in value:
+                yield [_without_media(one)]
+        elif name not in _IDS or not value:
+            yield value
+        elif not isinstance(value[0], int):
+            yield [one for one in value if not (isinstance(one, list) and one and isinstance(one[0], int))]
+
+
+def _without_media(one: Any) -> Any:
+    """A message or document without its parts that are no text; token ids are none either."""
+    if isinstance(one, dict) and isinstance(one.get("content"), list):
+        return one | {"content": _without_media(one["content"])}
+    if not isinstance(one, list):
+        return "" if isinstance(one, int) or _is_media(one) else one
+    return [] if one and isinstance(one[0], int) else [part for part in one if not _is_media(part)]
+
+
+def _is_media(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _MEDIA_PARTS
+
+
+def _chars(data: Any) -> int:
+    """Characters of a value as a template may write it."""
     chars, values = 0, [data]
     while values:
         value = values.pop()
         if isinstance(value, str):
             chars += len(value)
         elif isinstance(value, list):
+            chars += _EACH * len(value)
             values += value
-        elif isinstance(value, dict) and value.get("type") not in _MEDIA_PARTS:
+        elif isinstance(value, dict):
+            chars += sum(len(name) + _EACH for name in value)
             values += value.values()
     return chars
 

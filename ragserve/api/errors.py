@@ -28,6 +28,8 @@ from ragserve.errors import (
 
 log = logging.getLogger(__name__)
 _SHOWN = 5
+_SAID_CHARS = 400  # about one field; names of fields may be the client's
+_PATH_CHARS = 160
 _ALTERNATIVE = re.compile(
     r"[\[\]()]|^(constrained-|function-|json-or-python|nullable)|^(str|int|float|bool)$"
 )
@@ -68,7 +70,10 @@ def as_error(error: BaseException, request_id: str) -> RagserveError:
 
 def invalid(errors: Sequence[Any]) -> InvalidRequest:
     """Merge validation errors into one that names every field, ``param`` the first. Never echoes input."""
-    described = [f"{_path(error['loc']) or 'body'}: {_what(error)}" for error in errors[:_SHOWN]]
+    described = [
+        _shortened(f"{_path(error['loc']) or 'body'}: {_what(error)}", _SAID_CHARS)
+        for error in errors[:_SHOWN]
+    ]
     if len(errors) > _SHOWN:
         described.append(f"and {len(errors) - _SHOWN} more")
     unknown = any(error["type"] == "extra_forbidden" for error in errors)
@@ -128,7 +133,11 @@ def _path(location: Sequence[str | int]) -> str:
     if location[:1] and location[0] in ("body", "query", "path", "header") and len(location) > 1:
         location = location[1:]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return path.removeprefix(".") if location != ("body",) else ""
+    return _shortened(path.removeprefix("."), _PATH_CHARS) if location != ("body",) else ""
+
+
+def _shortened(text: str, chars: int) -> str:
+    return text if len(text) <= chars else f"{text[: chars - 1]}…"
 
 
 def _what(error: Any) -> str:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ragserve.api import examples
 from ragserve.api.access import Access, Caller
-from ragserve.api.body import RequestModel, media_type, parse_json
+from ragserve.api.body import RequestModel, check_names, media_type, parse_json
 from ragserve.api.errors import UnsupportedMediaType, validated
 from ragserve.api.openapi import documented
 from ragserve.api.schemas import IngestTexts, IngestUrls, Metadata
@@ -20,6 +20,7 @@ from ragserve.api.views import JobDetail, JobList, JobView
 from ragserve.config import Namespace
 from ragserve_index.types import Job
 
+_MAX_NAMES = 100_000  # of a body: a thousand texts may have metadata of 64 fields each
 router = APIRouter(tags=["ingest"])
 JobId = Annotated[str, Path(min_length=1, max_length=128, description="As returned by POST /rag/ingest.")]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
@@ -108,6 +109,7 @@ async def ingest(request: Request, svc: Svc, caller: Caller) -> Response:
     kind = media_type(request)
     if kind == "application/json":
         data = await parse_json(await request.body())
+        check_names(data, _MAX_NAMES)
         take = _urls if isinstance(data, dict) and "urls" in data else _texts
         job = await take(data, svc, caller)
     elif kind == "multipart/form-data":

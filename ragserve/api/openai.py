@@ -21,8 +21,8 @@ from ragserve.answering.results import Answer, SearchResults
 from ragserve.answering.sessions.dialogues import NEW
 from ragserve.api import examples
 from ragserve.api.access import Access, Caller
-from ragserve.api.body import parse_json
-from ragserve.api.engine_bodies import text_chars
+from ragserve.api.body import check_names, parse_json
+from ragserve.api.engine_bodies import MOST_PER_BYTE, check_text
 from ragserve.api.errors import validated
 from ragserve.api.openai_schemas import (
     ChatAnswer,
@@ -95,6 +95,7 @@ async def chat(request: Request, caller: Caller, request_id: RequestId) -> Respo
         await _check_text(data, raw, svc)
         return await _replayed(request, model, raw)
     caller.check_tokens()
+    check_names(data)
     body = validated(ChatRequest, data)
     asked = replace(_query(body, svc, caller, request_id), private=is_private(request))
     events = svc.answerer.events(asked)
@@ -147,11 +148,8 @@ for _path in WITHOUT_RETRIEVAL:
 async def _check_text(data: Any, raw: bytes, svc: Services) -> None:
     """Raise TooLarge for more text than fits into the context: SGLang tokenises it in the event loop."""
     limit = longest_text(svc.engine.info.context_length)
-    if len(raw) > limit and (size := await asyncio.to_thread(text_chars, data)) > limit:
-        raise TooLarge(
-            f"The request has {size:,} characters of text; the limit of this model is {limit:,}.",
-            hint="Send less.",
-        )
+    if len(raw) > limit // MOST_PER_BYTE:
+        await asyncio.to_thread(check_text, data, limit)
 
 
 def _model_of(data: Any) -> str | None:

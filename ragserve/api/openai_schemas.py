@@ -18,6 +18,7 @@ from ragserve.answering.results import (
 from ragserve.api.body import RequestModel, Text
 from ragserve.api.schemas import (
     MAX_DOCUMENTS,
+    MAX_MESSAGES,
     DocumentsOverflow,
     GivenDocument,
     Prefill,
@@ -99,7 +100,9 @@ class ChatRequest(SearchFields):
         description="`ragserve/NAMESPACE`; other names go to SGLang.", examples=["ragserve/default"]
     )
     messages: list[ChatMessage] = Field(
-        min_length=1, description="System messages replace the server's system text."
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        description="System messages replace the server's system text.",
     )
     stream: bool | None = False
     stream_options: StreamOptions | None = None

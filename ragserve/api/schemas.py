@@ -16,6 +16,7 @@ from sglang_ext.wire.prefill_options import PrefillOptions
 from sglang_ext.wire.request_options import STRATEGY_OPTIONS, DecodeOptions, RequestOptions
 
 MAX_DOCUMENTS = 256
+MAX_MESSAGES = 4096  # max_history_messages is at most that
 MAX_TEXT_CHARS = 4 * 2**20
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 MetadataKey = Annotated[Text, Field(min_length=1, max_length=128)]
@@ -120,7 +121,9 @@ class RetrieveRequest(SearchFields):
     query: NonBlank = Field(description="The question. /info has its largest length, limits.max_query_chars.")
     namespace: Namespace = Field("default", description="Where to search.")
     history: list[HistoryMessage] = Field(
-        default_factory=list, description="Earlier turns, oldest first. The question is a follow-up then."
+        default_factory=list,
+        max_length=MAX_MESSAGES,
+        description="Earlier turns, oldest first. The question is a follow-up then.",
     )
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOOKED_AT = 256  # words of a text
+_READ_CHARS = 8192  # that have them
 _FOR_EACH = 8  # known words, one more unknown one is corrected
 _IN_LANGUAGE = 2 / 3  # share of the known words that the embedder knows
 _VERIFIED = 3  # of the best replacements, by the lexical index
@@ -169,7 +170,7 @@ def _corrected(
     counts: Callable[[Sequence[str]], dict[str, int]],
 ) -> list[Replacement]:
     """What is replaced in one text, in its order."""
-    places = list(_words(text))[:_LOOKED_AT]
+    places = list(_words(text[:_READ_CHARS]))[:_LOOKED_AT]
     words = {place: unicodedata.normalize("NFC", text[slice(*place)]).lower() for place in places}
     distinct = dict.fromkeys(words.values())
     strange = [word for word in distinct if not _is_known(folded(word), known)]

@@ -338,19 +338,9 @@ HOOKS = (
         "around",
         ("output",),
     ),
-    Hook(
-        "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.allocate_vocab_mask",
-        ("self", "vocab_size", "batch_size", "device"),
-        grammar_masks.around_mask_memory,
-        "around",
-    ),
-    Hook(
-        "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask",
-        ("self", "logits", "vocab_mask"),
-        grammar_masks.around_mask,
-        "around",
-        ("grammar",),
-    ),
+    Hook(grammar_masks.NEW, grammar_masks.SIZES, grammar_masks.around_mask_memory, "around"),
+    Hook(grammar_masks.FILL, ("self", "vocab_mask", "idx"), grammar_masks.after_fill, "after"),
+    Hook(grammar_masks.MASK, grammar_masks.MASKED, grammar_masks.around_mask, "around", ("grammar",)),
     Hook(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one_shape",
         ("self", "size", "forward", "stream_idx", "variant_label"),

@@ -1,5 +1,6 @@
-"""Long texts are tokenised in threads. SGLang does it in the event loop: a text of 1 MiB took seconds, in
-which nobody was answered. The tokenizer itself works without the interpreter's lock."""
+"""Long texts are tokenised in threads, and long chats made prompts there. SGLang does it in the event loop: a
+text of 1 MiB took seconds, in which nobody was answered. The tokenizer itself works without the interpreter's
+lock."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 INLINE_CHARS = 2**14  # about 5 ms
@@ -15,8 +19,16 @@ _HANDLERS = (
     ("openai_serving_tokenize", "_handle_non_streaming_request"),
     ("openai_serving_detokenize", "_handle_non_streaming_request"),
     ("anthropic_serving", "handle_count_tokens"),
+    ("openai_serving_responses", "_make_request"),
 )
-"""What answers by tokenising alone. None of these waits for anything."""
+"""What answers by tokenising alone, or makes a prompt. None of these waits for anything."""
+_CHATS = (
+    ("openai_serving_chat", "handle_request"),
+    ("anthropic_serving", "_handle_streaming"),
+    ("anthropic_serving", "_handle_non_streaming"),
+)
+"""What has ``openai_serving_chat`` convert a request, its first argument, and then waits for the answer. The
+HTTP request is the last one."""
 
 _executor = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="tokenize")
 
@@ -38,8 +50,63 @@ def install(manager: Any, state: Any) -> None:
 
     manager._tokenize_texts = tokenize_texts
     for name, method in _HANDLERS:
+        if (handler := getattr(state, name, None)) is not None:  # /v1/responses may be off
+            setattr(handler, method, _threaded(getattr(handler, method)))
+    state.ollama_serving.tokenizer_manager = _WithLists(manager)
+    ahead = _Ahead(state.openai_serving_chat)
+    for name, method in _CHATS:
         handler = getattr(state, name)
-        setattr(handler, method, _threaded(getattr(handler, method)))
+        setattr(handler, method, ahead.of(getattr(handler, method)))
+
+
+class _WithLists:
+    """``manager`` for ``/api/chat``: its tokenizer's templates give lists of ids, as they did before
+    transformers 5, not what SGLang sends on as the prompt and then refuses."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self.tokenizer = SimpleNamespace(apply_chat_template=self._ids)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def _ids(self, messages: Any, **options: Any) -> Any:
+        return self._manager.tokenizer.apply_chat_template(messages, **options, return_dict=False)
+
+
+class _Ahead:
+    """Converts long requests in a thread before ``chat``, SGLang's handler of chats, asks for it."""
+
+    def __init__(self, chat: Any) -> None:
+        self._convert = chat._convert_to_internal_request
+        found = tuple(inspect.signature(self._convert).parameters)
+        if found != ("request", "raw_request"):
+            raise RuntimeError(f"SGLang's OpenAIServingChat._convert_to_internal_request has {found}")
+        self._done: dict[int, asyncio.Future[Any]] = {}  # by the identity of the request
+        chat._convert_to_internal_request = self._converted
+
+    def _converted(self, request: Any, raw_request: Any = None) -> Any:
+        done = self._done.pop(id(request), None)
+        return self._convert(request, raw_request) if done is None else done.result()
+
+    def of(self, method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """``method``, which begins when its long request is converted."""
+
+        async def ahead(request: Any, *rest: Any) -> Any:
+            if int(rest[-1].headers.get("content-length", INLINE_CHARS + 1)) <= INLINE_CHARS:
+                return await method(request, *rest)
+            loop = asyncio.get_running_loop()
+            convert = partial(copy_context().run, self._convert, request, rest[-1])
+            done = loop.run_in_executor(_executor, convert)
+            await asyncio.wait([done])
+            done.exception()  # it is raised where SGLang would convert
+            self._done[id(request)] = done
+            try:
+                return await method(request, *rest)
+            finally:
+                self._done.pop(id(request), None)
+
+        return ahead
 
 
 def _chars(texts: Any) -> int:

@@ -28,7 +28,19 @@ for _name in [name for name in os.environ if name.startswith("RAGSERVE_")]:
 _SET = """kill: `order`, what is killed; load: `clients`, `k`, `entries`, `burst_every`, fleet: `clients`,
     `documents`, `k`, `every_s`, and settings of the server, e.g. `context_length`, `replicas`"""
 _MOUNTS = "CAMPAIGN_MAY_MOUNT"  # set in the process that has a mount namespace of its own
-NAMES = ("operations", "dialogues", "kill", "damage", "tenants", "disk", "api", "load", "fleet")
+NAMES = (
+    "operations",
+    "dialogues",
+    "kill",
+    "damage",
+    "tenants",
+    "disk",
+    "api",
+    "load",
+    "mixed",
+    "routes",
+    "fleet",
+)
 MOUNTING = ("disk",)  # run in a mount namespace of their own
 
 

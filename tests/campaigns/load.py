@@ -19,6 +19,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,12 @@ SLOWER = 1.10  # allowed
 SIGMAS = 3.0  # of the slope of the memory, from which on it is no noise
 _SAMPLE_S = 5.0
 _REPLACE_S = 2.0
-_DECODE: tuple[dict[str, Any], ...] = (
+DECODE: tuple[dict[str, Any], ...] = (
     {"mode": "dense"},
     {"mode": "hierarchical", "budget": 64, "reuse": 4, "dense_below": 0},
     {"mode": "progressive", "threshold": 0.9, "dense_below": 0},
 )
-_FLAGS: dict[str, Any] = {
+FLAGS: dict[str, Any] = {
     "force_strategies": "true",
     "sparse_attention": "on",
     "decode_mode": "dense",
@@ -101,7 +102,7 @@ class Clients:
 
     def _body(self, chance: random.Random) -> tuple[str, dict[str, Any]]:
         strategy, options = chance.choice(SPECS)
-        decode = chance.choice(_DECODE) if self._site.own else {}
+        decode = chance.choice(DECODE) if self._site.own else {}
         force = {"force": True} if strategy not in ("full", "prefix", "auto") else {}
         label = f"{strategy} {options} {decode.get('mode', '')}"
         return label, {
@@ -149,14 +150,14 @@ class Clients:
         while not self._end.is_set():
             try:
                 number, edition = chance.randrange(self._crowd.documents), chance.randrange(10**6)
-                self._site.put(SPACE, dict([_document(number, edition, self._crowd.entries)]))
+                self._site.put(SPACE, dict([document(number, edition, self._crowd.entries)]))
                 self.results.put(Done("replaced"))
             except (AssertionError, httpx.HTTPError) as error:
                 self.results.put(Done("replaced", failure=repr(error)))
             self._end.wait(_REPLACE_S)
 
 
-def _document(number: int, edition: int, entries: int) -> tuple[str, str]:
+def document(number: int, edition: int, entries: int) -> tuple[str, str]:
     text = COMMON["station 0"].replace("number 0", f"number {number}")
     nights = (
         f"Night {n}: lamp {(n * 7919 + edition) % 97} burned until {n % 7 + 1}. " for n in range(entries)
@@ -185,15 +186,15 @@ class Watch:
         if now - self._sampled >= _SAMPLE_S:
             self._sampled = now
             minute = round((now - self._began) / 60, 3)
-            held = _held_mib(self._site)
+            held = held_mib(processes(self._site))
             self._lives[-1].append([minute, round(sum(held.values()), 2)])
             for name, mib in held.items():
                 self._by_process.setdefault(name, []).append([minute, round(mib, 2)])
 
     def figures(self, minutes: float) -> dict[str, Any]:
         window = min(WINDOW_MIN, minutes / 4)
-        slope, error = slope_of([_by_minute(life, window) for life in self._lives])
-        later, later_error = slope_of([_by_minute(life, minutes / 2) for life in self._lives])
+        slope, error = slope_of([by_minute(life, window) for life in self._lives])
+        later, later_error = slope_of([by_minute(life, minutes / 2) for life in self._lives])
         last = [mib for life in self._lives for _, mib in life][-1:]
         first, end = (self._medians(low, high) for low, high in ((0, window), (minutes - window, minutes)))
         both = sorted(set(first) & set(end))
@@ -227,10 +228,10 @@ def _rounded(value: float | None) -> float | None:
 
 def _slope(samples: list[list[float]], after: float) -> float | None:
     """MiB an hour of one process; restarts of the server are not told apart."""
-    return _rounded(slope_of([_by_minute(samples, after)])[0])
+    return _rounded(slope_of([by_minute(samples, after)])[0])
 
 
-def _by_minute(samples: list[list[float]], after: float) -> list[tuple[float, float]]:
+def by_minute(samples: list[list[float]], after: float) -> list[tuple[float, float]]:
     """Means by minute of the samples that are later than ``after``: neighbours are not independent."""
     minutes: defaultdict[int, list[float]] = defaultdict(list)
     for minute, mib in samples:
@@ -278,27 +279,38 @@ def run(progress: Progress, site: Site | None = None, **options: Any) -> None:
     crowd = Crowd(**{name: options.pop(name) for name in ours})
     with contextlib.ExitStack() as stack:
         if site is None:
-            site = stack.enter_context(Site(folder=progress.folder / "data", **(_FLAGS | options)))
-        descriptors = _descriptors(site)
-        site.put(SPACE, dict(_document(number, 0, crowd.entries) for number in range(crowd.documents)))
-        watch = Watch(progress, site)
+            site = stack.enter_context(Site(folder=progress.folder / "data", **(FLAGS | options)))
+        before = descriptors_of(site)
+        site.put(SPACE, dict(document(number, 0, crowd.entries) for number in range(crowd.documents)))
         clients = Clients(site, f"load {progress.seed} {progress.operations}", crowd)
-        try:
-            while progress.goes_on() and site.is_up:
-                with contextlib.suppress(queue.Empty):
-                    _count(progress, watch, clients.results.get(timeout=1.0))
-                watch.sample()
-        finally:
-            clients.stop()
-        while not clients.results.empty():  # what was under way at the end
-            _count(progress, watch, clients.results.get())
-        with progress.operation("ended"):
-            assert site.is_up, f"the server ended:\n{site.running.log.read_text()[-3000:]}"
-            assert_nothing_left(site)
-        figures = watch.figures(progress.seconds / 60)
-        figures["file descriptors more"] = _descriptors(site) - descriptors
-        progress.data["figures"] = figures
-        _judge(progress, figures)
+        figures = watched(progress, site, clients)
+        figures["file descriptors more"] = descriptors_of(site) - before
+        _judge_latencies(progress, figures)
+
+
+def watched(progress: Progress, site: Site, clients: Any) -> dict[str, Any]:
+    """Count the ``results`` of clients and sample the memory of the server until the campaign's end; then
+    ``stop`` them, and judge what is left and whether memory grows."""
+    watch = Watch(progress, site)
+    try:
+        while progress.goes_on() and site.is_up:
+            with contextlib.suppress(queue.Empty):
+                _count(progress, watch, clients.results.get(timeout=1.0))
+            watch.sample()
+    finally:
+        clients.stop()
+    while not clients.results.empty():  # what was under way at the end
+        _count(progress, watch, clients.results.get())
+    with progress.operation("ended"):
+        assert site.is_up, f"the server ended:\n{site.running.log.read_text()[-3000:]}"
+        assert_nothing_left(site)
+    figures = watch.figures(progress.seconds / 60)
+    progress.data["figures"] = figures
+    # A cache that is filled once, late, raises the slope of the whole hour; a leak goes on to the end.
+    slope, error = figures["slope of the second half"], figures["standard error of that"]
+    if slope is not None and slope > SIGMAS * error:
+        progress.violation(f"memory grows by {slope} MiB/h in the second half, standard error {error}")
+    return figures
 
 
 def _count(progress: Progress, watch: Watch, done: Done) -> None:
@@ -308,25 +320,21 @@ def _count(progress: Progress, watch: Watch, done: Done) -> None:
             watch.took(done)
 
 
-def _judge(progress: Progress, figures: dict[str, Any]) -> None:
-    # A cache that is filled once, late, raises the slope of the whole hour; a leak goes on to the end.
-    slope, error = figures["slope of the second half"], figures["standard error of that"]
-    if slope is not None and slope > SIGMAS * error:
-        progress.violation(f"memory grows by {slope} MiB/h in the second half, standard error {error}")
+def _judge_latencies(progress: Progress, figures: dict[str, Any]) -> None:
     slower = figures["latency last/first"]
     if slower is not None and progress.minutes and progress.minutes >= 4 * WINDOW_MIN and slower > SLOWER:
         progress.violation(f"latencies at the end are {slower} times those at the beginning")
 
 
-def _processes(site: Site) -> list[psutil.Process]:
+def processes(site: Site) -> list[psutil.Process]:
     main = psutil.Process(site.running.process.pid)
     return [main, *main.children(recursive=True)]
 
 
-def _held_mib(site: Site) -> dict[str, float]:
+def held_mib(of: Iterable[psutil.Process]) -> dict[str, float]:
     """Resident memory that is no file's, by name of the process."""
     held: defaultdict[str, float] = defaultdict(float)
-    for process in _processes(site):
+    for process in of:
         with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended
             lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
             kib = [int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
@@ -334,6 +342,6 @@ def _held_mib(site: Site) -> dict[str, float]:
     return held
 
 
-def _descriptors(site: Site) -> int:
+def descriptors_of(site: Site) -> int:
     """Open files of all processes of the server."""
-    return sum(process.num_fds() for process in _processes(site))
+    return sum(process.num_fds() for process in processes(site))

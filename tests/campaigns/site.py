@@ -148,11 +148,14 @@ class Site:
         passages = [(row["source"], row["text"]) for row in found["results"]]
         return Asked(passages, found["documents_kept"], final)
 
-    def leave(self, after_s: float, **body: Any) -> None:
+    def leave(
+        self, after_s: float, path: str = "/rag/query", headers: Mapping[str, str] | None = None, **body: Any
+    ) -> None:
         """Send a query and close the connection after a time, whatever has come."""
         host, port = self.url.removeprefix("http://").split(":")
         data = json.dumps(body).encode()
-        head = f"POST /rag/query HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        head += "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         with socket.create_connection((host, int(port)), timeout=WAIT_S) as connection:
             connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
             time.sleep(after_s)

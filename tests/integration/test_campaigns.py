@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.campaigns import dialogues, load, operations, tenants
+from tests.campaigns import dialogues, load, mixed, operations, tenants
 from tests.campaigns.progress import Progress
 from tests.campaigns.site import Site
 from tests.integration.engines import Server
@@ -48,3 +48,12 @@ def test_load(server: Any, tmp_path: Path) -> None:
     assert progress.violations == []
     assert {"asked", "left", "replaced", "ended"} <= set(progress.counts)
     assert progress.data["figures"]["latency ms p50"] > 0
+
+
+def test_mixed(server: Any, tmp_path: Path) -> None:
+    progress = Progress(tmp_path, "mixed", seed=1, target=60)
+    with Site(server.running) as site:
+        mixed.run(progress, site, clients=3, schemas=2)
+    assert progress.violations == []
+    assert {"hostile", "health", "ended"} <= set(progress.counts)
+    assert progress.data["figures"]["hostile requests to draw from"] > 10_000

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragserve.answering import prompt
 from ragserve.answering.prompt import Message, PromptBuilder, PromptDocument, load_tokenizer
 from ragserve.errors import PromptTooLong, Unavailable
 from tests.conftest import MODEL
@@ -236,3 +237,15 @@ def _shared_tokenizer() -> Any:
 @cache
 def _shared_builder() -> PromptBuilder:
     return PromptBuilder(_shared_tokenizer())
+
+
+def test_ids_that_are_kept_have_a_bound(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that came with queries stayed, up to 4,096 of megabytes each."""
+    monkeypatch.setattr(prompt, "_CACHED_TOKENS", 500)
+    builder = PromptBuilder(tokenizer)
+    for number in range(30):
+        builder.document_ids(f"t{number}", f"lamp {number} " * 20)
+        kept = builder._documents.values()
+        assert sum(map(len, kept)) == builder._cached_tokens <= 500
+    builder.document_ids("long", "lamp " * 2_000)
+    assert builder._cached_tokens == sum(map(len, builder._documents.values())) <= 500

@@ -147,21 +147,21 @@ class Live:
         """Documents of one chunk each, straight into the store."""
         store = self.services.store
         store.ensure_namespace(namespace, embedder="words", dim=DIM)
-        batch = []
-        for name, text in texts.items():
-            document = NewDocument(
-                name,
-                name.title(),
-                str(zlib.crc32(text.encode())),
-                "text/plain",
-                len(text),
-                {"name": name, **metadata},
-            )
-            batch.append(
-                (document, [NewChunk(text, 0, len(text), len(text.split()))], self.embedder.encode([text]))
-            )
+        batch = [
+            chunk_of(name, text, {"name": name, **metadata}, self.embedder) for name, text in texts.items()
+        ]
         store.replace_documents(namespace, batch)
         self.embedder.calls.clear()
+
+
+def chunk_of(
+    name: str, text: str, metadata: dict[str, Any] | None = None, embedder: WordEmbedder | None = None
+) -> tuple[NewDocument, list[NewChunk], Any]:
+    """A document of one chunk with its vector."""
+    digest = str(zlib.crc32(text.encode()))
+    document = NewDocument(name, name.title(), digest, "text/plain", len(text), metadata or {})
+    vectors = (embedder or WordEmbedder()).encode([text])
+    return document, [NewChunk(text, 0, len(text), len(text.split()))], vectors
 
 
 class Tenants:

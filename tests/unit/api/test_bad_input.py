@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -229,3 +230,54 @@ def test_bad_parameters(client: httpx.Client, docs: str, path: str) -> None:
     response = client.get(path)
     assert response.status_code == 400
     assert error_of(response)["param"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/rag/query", GOOD | {f"k{i}": 1 for i in range(200_000)}),
+        ("/rag/retrieve", GOOD | {"history": [{f"k{i}": 1 for i in range(100)}] * 1_000}),
+        (
+            "/v1/chat/completions",
+            {"model": "ragserve/docs", "messages": [{f"k{i}": 1 for i in range(100)}] * 1_000},
+        ),
+        ("/rag/ingest", {"texts": [{"name": "a", "text": "b"}], "x": {f"k{i}": 1 for i in range(200_000)}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_body_of_many_names_is_not_validated_name_by_name(
+    client: httpx.Client, docs: str, path: str, body: dict[str, Any]
+) -> None:
+    """Each unknown name is an error of its own, made in the event loop: 200,000 took two seconds."""
+    response = client.post(path, json=body)
+    assert response.status_code == 400
+    assert "names" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"documents": [{"text": "1 " * 1_000_000}]}, {"documents": [{"text": "a. " * 5_000}] * 100}]
+)
+@pytest.mark.parametrize("overflow", ["refuse", "drop", "cut"])
+def test_documents_far_over_the_context_are_not_tokenised(
+    client: httpx.Client, live: Live, change: dict[str, Any], overflow: str
+) -> None:
+    builder = live.services.answerer._prompts
+    with mock.patch.object(builder._layout, "_plain", wraps=builder._layout._plain) as plain:
+        response = client.post("/rag/query", json=GOOD | change | {"documents_overflow": overflow})
+    read = sum(len(call.args[0]) for call in plain.call_args_list)
+    assert read < 2 * 2**18 + 10_000
+    assert (response.status_code == 200) == (overflow == "cut")
+
+
+def test_a_history_far_over_the_context_is_not_tokenised(client: httpx.Client, live: Live, docs: str) -> None:
+    builder = live.services.answerer._prompts
+    history = [{"role": "user", "content": "1 " * 30_000}, {"role": "assistant", "content": "x"}] * 30
+    with mock.patch.object(builder._layout, "_plain", wraps=builder._layout._plain) as plain:
+        response = client.post("/rag/query", json=GOOD | {"history": history, "follow_ups": "alone"})
+    assert error_of(response)["code"] == "prompt_too_long"
+    assert sum(len(call.args[0]) for call in plain.call_args_list) < 2**18
+
+
+def test_the_best_are_not_chosen_among_more_than_a_few_contexts(client: httpx.Client, docs: str) -> None:
+    body = GOOD | {"documents": [{"text": "a. " * 1_000_000}], "strategy": "passages"}
+    assert error_of(client.post("/rag/query", json=body))["code"] == "documents_too_long"

@@ -7,6 +7,7 @@ import sqlite3
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -233,6 +234,16 @@ def test_documents_are_listed_page_by_page(client: httpx.Client, live: Live) -> 
     assert sorted(seen) == [f"doc{i:02}" for i in range(7)]
     prefixed = client.get("/rag/documents", params={"namespace": "pages", "source_prefix": "oth"}).json()
     assert [document["source"] for document in prefixed["documents"]] == ["other"]
+
+
+def test_a_page_of_chunks_reads_no_others(client: httpx.Client, live: Live, docs: str) -> None:
+    (document, *_) = client.get("/rag/documents", params={"namespace": docs}).json()["documents"]
+    path = f"/rag/documents/{document['doc_id']}/chunks"
+    with mock.patch.object(live.services.store, "document_chunks", return_value=[]) as read:
+        assert client.get(path, params={"namespace": docs, "limit": 5, "after": 9}).json()["next"] is None
+    assert read.call_args.kwargs == {"after": 9, "limit": 6}
+    beyond = client.get(path, params={"namespace": docs, "after": "9" * 50})
+    assert beyond.json() == {"chunks": [], "next": None}
 
 
 def test_a_document_is_shown_and_removed(client: httpx.Client, docs: str) -> None:

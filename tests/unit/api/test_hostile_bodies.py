@@ -212,3 +212,60 @@ def test_no_more_is_tokenised_than_a_context_holds(client: httpx.Client, live: L
         ("/detokenize", {"tokens": 5}),
     ):
         assert client.post(path, json=body).json()["upstream"] == path
+
+
+def test_names_numbers_and_empty_texts_are_counted_too(client: httpx.Client, live: Live) -> None:
+    """Templates write the names and numbers of tools, and each text is a call of the tokenizer."""
+    longest = longest_text(live.engine.info.context_length)
+
+    def tool(**parameters: Any) -> dict[str, Any]:
+        return {"messages": MESSAGES, "tools": [{"function": {"name": "f", "parameters": parameters}}]}
+
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * longest}}
+    hidden = tool(type="image_url", description="x" * longest)
+    for path, body in (
+        ("/tokenize", {"prompt": [""] * (longest // 32 + 1)}),
+        ("/tokenize", {"messages": [{"role": "user", "content": ""}] * (longest // 64)}),
+        ("/v1/tokenize", tool(**{"k" * longest: 1})),
+        ("/v1/tokenize", tool(enum=[1] * (longest // 32))),
+        ("/v1/tokenize", tool(input=[1] * (longest // 32))),
+        ("/v1/tokenize", hidden),
+        ("/v1/chat/completions", hidden),
+        ("/v1/chat/completions", tool(**{f"k{i}": 1 for i in range(longest // 32)})),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [{}] * (longest // 32)}]}),
+        ("/v1/completions", {"prompt": [""] * (longest // 32 + 1)}),
+        ("/detokenize", {"tokens": [[]] * (2**16 + 1)}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "x" * 2**16}]}),
+    ):
+        response = client.post(path, json=body)
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large"), path
+    assert live.seen_upstream == []
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [image]}]}),
+        ("/v1/completions", {"prompt": [1] * longest}),
+        ("/v1/completions", {"prompt": [[1] * 1_000] * 1_000}),
+        ("/api/generate", {"prompt": "x", "context": [1] * longest}),
+        ("/tokenize", {"prompt": ["a line of text"] * 10_000}),
+    ):
+        assert client.post(path, json=body).json()["upstream"] == path
+
+
+@pytest.mark.parametrize(
+    ("path", "many", "before"),
+    [
+        ("/v1/score", "items", "query"),
+        ("/v1/rerank", "documents", "query"),
+        ("/v1/rerank", "documents", "instruct"),
+    ],
+)
+def test_a_text_before_each_of_many_is_counted_as_often(
+    client: httpx.Client, live: Live, path: str, many: str, before: str
+) -> None:
+    """SGLang makes all prompts before it counts them: 4 MiB made 300 GB of them."""
+    longest = longest_text(live.engine.info.context_length)
+    for text in ("x" * (longest // 100), [1] * (longest // 100)):
+        body: dict[str, Any] = {"model": "default", "query": "x", before: text}
+        response = client.post(path, json=body | {many: ["x"] * 101})
+        if before == "query" or isinstance(text, str):
+            assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large")
+    assert client.post(path, json={"query": "x" * 1_000, many: ["x" * 100] * 100}).status_code == 200

@@ -111,6 +111,16 @@ def test_removal(store: IndexStore) -> None:
 
 
 @on_both_registries
+def test_chunks_are_read_in_pages(store: IndexStore) -> None:
+    fill(store, 2, n_chunks=10)
+    (doc_id, *_) = (document.doc_id for document in store.documents("n"))
+    every = store.document_chunks("n", doc_id)
+    assert len(every) == 10
+    for after, limit in ((0, 3), (3, 3), (9, 3), (10, 1), (0, 10**6), (10**30, 5)):
+        assert store.document_chunks("n", doc_id, after=after, limit=limit) == every[after : after + limit]
+
+
+@on_both_registries
 def test_documents_are_listed_in_pages(store: IndexStore) -> None:
     fill(store, 25, 1)
     listed, after = [], None

@@ -70,6 +70,24 @@ SAME = [
     ("10'000 barrels", "10000"),
     ("see #682,", "#682"),
     ("2 GB/s", "gb/s"),
+    ("1.5GB/s", "GB/s"),
+    ("1,5GB/s", "gb/s"),
+    ("1.5-2GB/s", "GB/s"),
+    ("at 120km/h", "km/h"),
+    ("at 120 km/h", "120km/h"),
+    ("20mg/ml", "mg/mL"),
+    ("9.81m/s²", "m/s2"),
+    ("16GB of memory", "16 GB"),
+    ("16 GB of memory", "16GB"),
+    ("1.5GB of memory", "1.5 GB"),
+    ("C++11", "C++"),
+    ("-std=c++17", "C++"),
+    ("C++98/C++03", "C++03"),
+    ("(C++1z)", "C++"),
+    ("C#7.3", "C#"),
+    ("C♯", "C#"),
+    (".NET8", ".net"),
+    (".NET6.0", ".NET"),
     ("5 €", "€"),
     ("€5", "5 €"),
     ("45 m²", "m2"),
@@ -119,9 +137,32 @@ def test_names_made_of_signs_are_found_first(store: IndexStore, engine: str) -> 
     assert {name: found(store, f"What is {name}?", 1) for name in signs} == {name: [name] for name in signs}
 
 
+@on_both_registries
+def test_a_name_is_found_before_its_letters_whatever_version_it_has(store: IndexStore, engine: str) -> None:
+    texts = {
+        "C++11": "The standard C++11 has move semantics",
+        "C++17": "The standard C++17 has structured bindings",
+        "C": "The standard C of 1989 has neither of both",
+        "vitamin": "The standard vitamin C and eleven others",
+        "disk": "This disk writes 1.5GB/s all day",
+        "bus": "This bus carries 40 Gb and has an s",
+        "car": "This car drives 90km/h all day",
+        "walk": "This h is a letter and 90 km are far",
+    }
+    write(store, texts | {f"filler{i}": f"water and oil {i}" for i in range(20)})
+    store.save("n")
+    assert set(found(store, "C++", 2)) == {"C++11", "C++17"}
+    assert found(store, "C++17", 2) == ["C++17", "C++11"]
+    assert found(store, "GB/s", 1) == ["disk"]
+    assert found(store, "km/h", 1) == ["car"]
+    assert "c++" not in words("C")
+    assert len(words("21st 2nd 1990s 3d 5f9d0")) == 5
+
+
 @given(st.text(alphabet=st.characters(), max_size=80))
 @example("1 100,000 9 10,000.5 1 234 567,890")
 @example("a\u0345\u0130 \u01c4 \ufdfa \u3099")
+@example("1.5gb/s 16gb c++17 1.5-2gb/s 2-wire .net6.0 c#7#8 9:5x++2++3.a 1:2:b")
 @example("c+++++++ ..a.. #@.b #c# " + "+" * 200 + "a" + "+" * 200)
 def test_each_word_of_a_text_finds_it(text: str) -> None:
     has = set(words(text))
@@ -141,7 +182,22 @@ def test_case_and_form_do_not_matter(text: str) -> None:
 
 
 def test_long_runs_are_cut_in_linear_time() -> None:
-    for unit in ["a", "+", "a+", "1 ", "000 ", "000,", *"\u0301\u00ad #.漢²", "c++ ", "a²"]:
+    for unit in [
+        "a",
+        "+",
+        "a+",
+        "1 ",
+        "000 ",
+        "000,",
+        *"\u0301\u00ad #.漢²",
+        "c++ ",
+        "a²",
+        "1.5gb/",
+        "c++1",
+        "1-",
+        "1:2a",
+        ".a1",
+    ]:
         started = thread_time()
         words((unit * 65_536)[:65_536])
         assert thread_time() - started < 1, unit

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,8 +32,11 @@ class Manager:
 class Handler:
     """Tokenises for ``WORK_S`` without waiting for anything, as SGLang's handlers do."""
 
+    chat: Handler
+
     def __init__(self) -> None:
         self.at_once = self.most = 0
+        self.threads: list[str] = []
 
     async def _handle_non_streaming_request(self, adapted: Any, request: Any, raw: Any) -> Any:
         self.at_once += 1
@@ -45,12 +50,36 @@ class Handler:
     async def handle_count_tokens(self, request: Any, raw: Any) -> Any:
         return await self._handle_non_streaming_request(request, request, raw)
 
+    async def _handle_streaming(self, request: Any, other: Any, raw: Any) -> Any:
+        return self.chat._convert_to_internal_request(request, raw)
+
+    async def _handle_non_streaming(self, request: Any, other: Any, raw: Any) -> Any:
+        return self.chat._convert_to_internal_request(request, raw)
+
+    async def handle_request(self, request: Any, raw: Any) -> Any:
+        if request == ["not valid"]:
+            return "refused"
+        return self._convert_to_internal_request(request, raw)
+
+    def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> Any:
+        self.threads.append(threading.current_thread().name)
+        time.sleep(WORK_S)
+        if request[0] == "bad":
+            raise ValueError("no template")
+        return request, raw_request
+
 
 def installed() -> tuple[Any, dict[str, Handler]]:
     manager: Any = Manager()
-    names = ("openai_serving_tokenize", "openai_serving_detokenize", "anthropic_serving")
+    names = (
+        *("openai_serving_tokenize", "openai_serving_detokenize", "anthropic_serving"),
+        "openai_serving_chat",
+    )
     handlers = {name: Handler() for name in names}
-    tokenize_threads.install(manager, SimpleNamespace(**handlers))
+    for handler in handlers.values():
+        handler.chat = handlers["openai_serving_chat"]
+    ollama = SimpleNamespace(tokenizer_manager=manager)
+    tokenize_threads.install(manager, SimpleNamespace(**handlers, ollama_serving=ollama))
     return manager, handlers
 
 
@@ -92,11 +121,76 @@ def test_the_event_loop_answers_while_texts_are_tokenised() -> None:
     assert handlers["anthropic_serving"].most <= AT_A_TIME
 
 
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("openai_serving_chat", "handle_request"),
+        ("anthropic_serving", "_handle_streaming"),
+        ("anthropic_serving", "_handle_non_streaming"),
+    ],
+)
+def test_a_long_chat_becomes_a_prompt_in_a_thread(name: str, method: str) -> None:
+    _, handlers = installed()
+    chat, handle = handlers["openai_serving_chat"], getattr(handlers[name], method)
+
+    def asked(request: Any, length: int | None) -> Any:
+        headers = {} if length is None else {"content-length": str(length)}
+        rest = (SimpleNamespace(headers=headers),)
+        return handle(request, *(rest if method == "handle_request" else (None, *rest)))
+
+    async def run() -> float:
+        tasks = asyncio.gather(*(asked([f"chat {i}"], length) for i, length in enumerate((10**6, None))))
+        longest = 0.0
+        while not tasks.done():
+            began = time.monotonic()
+            await asyncio.sleep(0.005)
+            longest = max(longest, time.monotonic() - began)
+        assert [found[0] for found in await tasks] == [["chat 0"], ["chat 1"]]
+        with pytest.raises(ValueError, match="no template"):
+            await asked(["bad"], 10**6)
+        assert (await asked(["short"], INLINE_CHARS))[0] == ["short"]
+        if method == "handle_request":
+            assert await asked(["not valid"], 10**6) == "refused"
+        return longest
+
+    assert asyncio.run(run()) < WORK_S
+    inline = [not thread.startswith("tokenize") for thread in chat.threads]
+    assert inline == [False] * 3 + [True] + [False] * (method == "handle_request")
+
+
+def test_chats_of_ollamas_route_send_lists_of_ids(model_path: Path) -> None:
+    """Transformers 5 returns a mapping, which SGLang 0.5.17 sends on: the route answered 500."""
+    from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest
+    from sglang.srt.entrypoints.ollama.serving import OllamaServing
+    from transformers import AutoTokenizer
+
+    sent: list[Any] = []
+
+    async def generate_request(request: Any, raw: Any) -> AsyncIterator[dict[str, Any]]:
+        sent.append(request.input_ids)
+        yield {"text": "x", "meta_info": {}}
+
+    manager: Any = Manager()
+    manager.tokenizer = AutoTokenizer.from_pretrained(model_path)
+    manager.generate_request, manager.served_model_name = generate_request, "tiny"
+    ollama = OllamaServing(manager)
+    names = ("openai_serving_tokenize", "openai_serving_detokenize", "anthropic_serving")
+    others = {name: Handler() for name in (*names, "openai_serving_chat")}
+    tokenize_threads.install(manager, SimpleNamespace(**others, ollama_serving=ollama))
+    message = {"role": "user", "content": "Who built Skerryvore?"}
+    asked = OllamaChatRequest(model="tiny", messages=[message], stream=False)  # type: ignore[list-item]
+    asyncio.run(ollama.handle_chat(asked, None))  # type: ignore[arg-type]
+    assert isinstance(sent[0], list)
+    assert all(isinstance(token, int) for token in sent[0])
+
+
 def test_another_sglang_is_noticed() -> None:
     manager = SimpleNamespace(_tokenize_texts=lambda texts: texts)
     with pytest.raises(RuntimeError, match="_tokenize_texts has parameters"):
         tokenize_threads.install(manager, SimpleNamespace())
     from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+    from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
     from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingDetokenize, OpenAIServingTokenize
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
@@ -105,5 +199,8 @@ def test_another_sglang_is_noticed() -> None:
         openai_serving_tokenize=object.__new__(OpenAIServingTokenize),
         openai_serving_detokenize=object.__new__(OpenAIServingDetokenize),
         anthropic_serving=object.__new__(AnthropicServing),
+        ollama_serving=SimpleNamespace(),
+        openai_serving_chat=object.__new__(OpenAIServingChat),
+        openai_serving_responses=object.__new__(OpenAIServingResponses),
     )
     tokenize_threads.install(real, state)
