@@ -2,7 +2,8 @@
 
 Documents are prefilled behind a prefix, which is dropped: its KV is computed once, and its keys are moved to
 the positions before a document's first. So documents stand at positions from 0 on, with a prefix or without.
-An analysis takes one pass of two copies of the documents, one behind the prefix and one alone.
+An analysis takes one pass of two copies of the documents, one behind the prefix and one alone; without the
+context sensitivity one copy does, which is the documents' prefill.
 """
 
 from __future__ import annotations
@@ -80,10 +81,16 @@ class Analyser:
         return self.analyse_all([ids], cut)[0]
 
     def analyse_all(
-        self, documents: Sequence[Sequence[int]], cut: Cut | None = None, keep: Keep | None = None
+        self,
+        documents: Sequence[Sequence[int]],
+        cut: Cut | None = None,
+        keep: Keep | None = None,
+        *,
+        sensitivity: bool = True,
     ) -> list[Analysis]:
         """Analyse documents in one pass, each as :meth:`analyse` does. ``keep`` gets their K and V, which are
-        those of a prefill behind the prefix.
+        those of a prefill behind the prefix. Without ``sensitivity``, which takes another copy of them, the
+        pass costs little more than their prefill.
         """
         cut = cut or self.cut
         lengths = [len(ids) for ids in documents]
@@ -94,11 +101,14 @@ class Analyser:
         layers = _Layers(self, plan, keep)
         tokens = [self._tensor(ids) for ids in documents]
         places = [torch.arange(n, device=self._device) for n in lengths]
-        alone = [Text(*text) for text in zip(tokens, places, strict=True)]
-        before = self.prefix_kv  # computed by now: a pass cannot run inside of another
-        behind = [Text(text.ids, text.positions, before.__getitem__) for text in alone]
-        run(self._runner, behind + alone if self.prefix else alone + behind, layers.observe)
-        found = layers.by_document(self._ranks.sum(layers.moved).cpu())
+        copies = [Text(*text) for text in zip(tokens, places, strict=True)]
+        if self.prefix or sensitivity:
+            before = self.prefix_kv  # computed by now: a pass cannot run inside of another
+            behind = [Text(text.ids, text.positions, before.__getitem__) for text in copies]
+            own, other = (behind, copies) if self.prefix else (copies, behind)
+            copies = own + other if sensitivity else own
+        run(self._runner, copies, layers.observe)
+        found = layers.by_document(self._ranks.sum(layers.moved).cpu() if sensitivity else None)
         return [
             Analysis(
                 n,
@@ -245,11 +255,13 @@ class _Layers:
         self._rows.append(row)
         self._head_dim = k.shape[2]
         self._keys.extend(quantize(k[:, head]) for at, head in self._heads if at == layer)
-        other = torch.cat([state.v for state in states[count:]])
-        self.moved.add_((other.float() - v.float()).square().sum((1, 2)))
+        if len(states) > count:
+            other = torch.cat([state.v for state in states[count:]])
+            self.moved.add_((other.float() - v.float()).square().sum((1, 2)))
 
-    def by_document(self, sensitivity: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-        """The tensors of each document's analysis, on the CPU; ``sensitivity`` is that of all tokens."""
+    def by_document(self, sensitivity: torch.Tensor | None) -> list[dict[str, torch.Tensor]]:
+        """The tensors of each document's analysis, on the CPU; ``sensitivity``: that of all tokens, None if
+        it was not computed."""
         stacked = {name: torch.stack([row[name] for row in self._rows]).cpu() for name in self._rows[0]}
         none = (
             torch.empty(self._plan.tokens, 0, self._head_dim, dtype=torch.int8),
@@ -260,7 +272,10 @@ class _Layers:
             if self._keys
             else none
         )
-        tokens = {"sensitivity": sensitivity, "token_k": token_k, "token_k_scale": token_k_scale}
+        tokens = {"token_k": token_k, "token_k_scale": token_k_scale}
+        unknown = {"sensitivity": torch.empty(0)} if sensitivity is None else {}
+        if sensitivity is not None:
+            tokens["sensitivity"] = sensitivity
         found = []
         bounds = zip(
             pairwise(self._plan.doc_start.tolist()), pairwise(self._plan.doc_block.tolist()), strict=True
@@ -270,7 +285,8 @@ class _Layers:
             for name, tensor in stacked.items():
                 local = name.startswith("local_q")
                 parts[name] = tensor[:, number] if local else tensor[:, slice(*blocks)]
-            found.append({name: part.clone() for name, part in parts.items()})  # not views of all documents
+            # not views of all documents
+            found.append(unknown | {name: part.clone() for name, part in parts.items()})
         return found
 
 

@@ -61,7 +61,8 @@ class Analysis:
         token: u8 [layers, blocks], the block's most attended token, counted in the block.
         attention: f32 [layers, blocks], its mean attention; inf if no token has enough later queries.
         exponent: f16 [layers, blocks], exponent of its power law.
-        sensitivity: f32 [tokens], context sensitivity (docs/methods.md, section 6).
+        sensitivity: f32 [tokens], context sensitivity (docs/methods.md, section 6); [0] where it has not been
+            computed yet.
         begins: u8 [tokens], 1 where a sentence begins.
         heads: u8 [found, 2], layer and KV head of the retrieval heads (`retrieval_heads`).
         token_k: int8 [tokens, found, head_dim] times ``token_k_scale`` f16 [tokens, found], their keys,
@@ -93,6 +94,15 @@ class Analysis:
         names = [each.name for each in fields(cls) if each.type == "torch.Tensor"]
         tensors: dict[str, Any] = {**dict.fromkeys(names, torch.empty(0)), **known, "begins": begins}
         return cls(len(begins), block, 1, **tensors)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the context sensitivity is there, too."""
+        return len(self.sensitivity) == self.n_tokens
+
+    def without_sensitivity(self) -> Analysis:
+        """Copy it as it was before that was computed."""
+        return replace(self, sensitivity=torch.empty(0))
 
     @property
     def layers(self) -> int:
