@@ -242,8 +242,9 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
 
     warm_ingested: bool = Field(
         True,
-        description="Compute the KV of what is ingested while a server runs on the data folder: in the "
-        "background, when no query is being answered, as long as the cache has room.",
+        description="Compute the KV of what is ingested while a server runs on the data folder, and of what "
+        "was before, the newest first: in the background, when no query is being answered, as long as the "
+        "cache has room.",
     )
 
     # the server

@@ -10,6 +10,9 @@ import numpy as np
 import torch
 
 VERSION = 1  # of what the stored values mean, beside their names and shapes; raise it when that changes
+WHOLE_ONLY = ("token", "attention", "exponent", "sensitivity")
+"""Tensors that a document's prefill does not give by itself."""
+
 _SIGMAS = 3.0  # PauTa criterion
 _BOUND = 0.03  # most of a document's KV that its mean keys may take
 _LARGEST_BLOCK = 64
@@ -49,6 +52,8 @@ class Cut:
 class Analysis:
     """The analysis of a document, for this rank's heads.
 
+    It is whole, or a part: without those of `WHOLE_ONLY`, which are empty then.
+
     The tensors that selection multiplies (``mean_k``, ``local_q``, ``token_k`` and their scales) may be on
     the model's device; the others are on the CPU. The last block has the tokens that are left.
 
@@ -61,8 +66,7 @@ class Analysis:
         token: u8 [layers, blocks], the block's most attended token, counted in the block.
         attention: f32 [layers, blocks], its mean attention; inf if no token has enough later queries.
         exponent: f16 [layers, blocks], exponent of its power law.
-        sensitivity: f32 [tokens], context sensitivity (docs/methods.md, section 6); [0] where it has not been
-            computed yet.
+        sensitivity: f32 [tokens], context sensitivity (docs/methods.md, section 6).
         begins: u8 [tokens], 1 where a sentence begins.
         heads: u8 [found, 2], layer and KV head of the retrieval heads (`retrieval_heads`).
         token_k: int8 [tokens, found, head_dim] times ``token_k_scale`` f16 [tokens, found], their keys,
@@ -97,12 +101,12 @@ class Analysis:
 
     @property
     def is_whole(self) -> bool:
-        """True if the context sensitivity is there, too."""
+        """True if the context sensitivity and the blocks' static attention are there, too."""
         return len(self.sensitivity) == self.n_tokens
 
-    def without_sensitivity(self) -> Analysis:
-        """Copy it as it was before that was computed."""
-        return replace(self, sensitivity=torch.empty(0))
+    def part(self) -> Analysis:
+        """Copy it as it was before the rest was computed."""
+        return replace(self, **dict.fromkeys(WHOLE_ONLY, torch.empty(0)))
 
     @property
     def layers(self) -> int:

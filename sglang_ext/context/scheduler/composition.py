@@ -53,7 +53,7 @@ ANALYSIS_BYTES = 2**30  # default memory for decoded analyses
 class AnalysisConfig:
     """The settings of documents' analysis.
 
-    ``at_ingestion``: their context sensitivity is computed when they are prefilled, if their plans ask for
+    ``at_ingestion``: their whole analysis is computed when they are prefilled, if their plans ask for
     it. ``complete``: requests that read it wait until it is computed; else they do without.
     ``memory_bytes``: budget of decoded analyses. ``profile``: the model's defaults of `samkv`. ``prefix``:
     token ids that documents are prefilled behind; none to prefill them alone.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _STEP_TOKENS = 8192  # document tokens analysed in one scheduler step; bounds how long decoding waits
 _TOGETHER = 4096  # document tokens analysed in one pass: bounds its memory
-# votes; the lowest of any rank decides. _PART: an analysis without the context sensitivity
+# votes; the lowest of any rank decides. _PART: an analysis that is not whole
 _FAILED, _MISSING, _WAIT, _PART, _READY = range(5)
 AnalysisName = tuple[str, int, int]
 """Identifies an analysis: the document's key, block size and number of local blocks."""
@@ -75,16 +75,14 @@ class DocumentAnalyses:
             return known
         return self._compute([key], [ids], cut)[0]
 
-    def analyse_all(
-        self, documents: Sequence[DocumentRequest], keep: Keep, *, sensitivity: bool
-    ) -> list[Analysis]:
+    def analyse_all(self, documents: Sequence[DocumentRequest], keep: Keep, *, whole: bool) -> list[Analysis]:
         """Analyse documents with the server's cut in one pass, and hand over their K and V by layer."""
         found = self._compute(
             [document.key for document in documents],
             [document.ids for document in documents],
             self._analyser.cut,
             keep=keep,
-            sensitivity=sensitivity,
+            whole=whole,
         )
         self._prefilled += len(found)
         return found
@@ -138,10 +136,10 @@ class DocumentAnalyses:
         cut: Cut,
         *,
         keep: Keep | None = None,
-        sensitivity: bool = True,
+        whole: bool = True,
     ) -> list[Analysis]:
         with stages.together():
-            made = self._analyser.analyse_all(documents, cut, keep, sensitivity=sensitivity)
+            made = self._analyser.analyse_all(documents, cut, keep, whole=whole)
         self._computed += len(made)
         for key, analysis in zip(keys, made, strict=True):
             self._cache.put(key, analysis)
@@ -164,7 +162,7 @@ class DocumentAnalyses:
             if vote == _READY and isinstance(known, Analysis):
                 found[name] = known
             elif vote == _PART and isinstance(known, Analysis) and asked.level < Wanted.WHOLE:
-                found[name] = known.without_sensitivity()  # some rank does not have it
+                found[name] = known.part()  # some rank does not have the rest
             elif vote == _MISSING and asked.level == Wanted.SENTENCES:
                 found[name] = Analysis.of_sentences(self._analyser.texts.begins(asked.ids), name[1])
             elif vote == _FAILED:
@@ -197,7 +195,7 @@ class DocumentAnalyses:
         first = next(iter(group.values()))
         cut, keys = first.cut, [name[0] for name in group]
         documents = [asked.ids for asked in group.values()]
-        made = self._compute(keys, documents, cut, sensitivity=first.level == Wanted.WHOLE)
+        made = self._compute(keys, documents, cut, whole=first.level == Wanted.WHOLE)
         if cut == self._analyser.cut:
             for key, analysis in zip(keys, made, strict=True):
                 self._tiers.put_summary(key, analysis.encode())

@@ -27,7 +27,7 @@ class AnalyseAll(Protocol):
     """Analyses documents together and hands over their K and V by layer (`Analyser.analyse_all`)."""
 
     def __call__(
-        self, documents: Sequence[DocumentRequest], keep: Keep, *, sensitivity: bool
+        self, documents: Sequence[DocumentRequest], keep: Keep, *, whole: bool
     ) -> list[Analysis]: ...
 
 
@@ -66,7 +66,7 @@ class DocumentPass:
             and batch.forward_mode.name == "EXTEND"
             and not (batch.return_logprob or batch.return_hidden_states)
             and all(map(_is_only_for_the_cache, batch.reqs))
-            and (self._prefill is not None or all(map(_is_whole, batch.reqs)))
+            and (self._prefill is not None or all(map(_is_complete, batch.reqs)))
         )
 
     def replaced(self, batch: Any) -> None:
@@ -82,18 +82,18 @@ class DocumentPass:
     @torch.no_grad()
     def run(self, reqs: Sequence[Any]) -> None:
         """Write the K and V of what the batch extends of documents to their slots, and attach the analyses of
-        whole documents: of those to analyse with their context sensitivity.
+        complete documents: whole ones of those to analyse.
         """
-        whole = [req for req in reqs if _is_whole(req)]
-        for sensitivity in (False, True):
-            for group in _groups([req for req in whole if req.ragserve.analyse == sensitivity]):
-                self._run_whole(group, sensitivity=sensitivity)
-        for group in _groups([req for req in reqs if not _is_whole(req)]):
+        complete = [req for req in reqs if _is_complete(req)]
+        for whole in (False, True):
+            for group in _groups([req for req in complete if req.ragserve.analyse == whole]):
+                self._run_complete(group, whole=whole)
+        for group in _groups([req for req in reqs if not _is_complete(req)]):
             self._run_parts(group)
 
-    def _run_whole(self, reqs: Sequence[Any], *, sensitivity: bool) -> None:
+    def _run_complete(self, reqs: Sequence[Any], *, whole: bool) -> None:
         documents = [req.ragserve for req in reqs]
-        analyses = self._analyse(documents, self._keep(reqs), sensitivity=sensitivity)
+        analyses = self._analyse(documents, self._keep(reqs), whole=whole)
         for document, analysis in zip(documents, analyses, strict=True):
             document.analysis = analysis
 
@@ -172,7 +172,7 @@ def _is_only_for_the_cache(req: Any) -> bool:
     return plain and _document_of(req) is not None
 
 
-def _is_whole(req: Any) -> bool:
+def _is_complete(req: Any) -> bool:
     """True for a document that is computed from its first token to its last, and is no longer than what one
     pass may have. Texts that prompts begin with have no analysis."""
     document = _document_of(req)

@@ -26,7 +26,7 @@ class Wanted(IntEnum):
     """How much of a document's analysis a selection reads."""
 
     SENTENCES = 0  # where its sentences begin
-    SUMMARIES = 1  # all but the context sensitivity
+    KEYS = 1  # and the means and keys that sentences are scored by
     WHOLE = 2
 
 
@@ -120,9 +120,11 @@ class PartialSelection:
     def analysis_wanted(self, *, complete: bool) -> Wanted:
         """How much of an analysis the selection reads, where it reads one. ``complete``: rule `sentences`
         waits for the context sensitivity; else it does without that of documents where it is not known."""
-        if self.rule.name == "sensitivity" or (complete and self.rule.reads_sensitivity):
+        of_blocks = self.selects and self.samkv is not None and not self.samkv.by_sentence
+        whole = of_blocks or self.rule.name in ("sensitivity", "outliers", "anchors")
+        if whole or (complete and self.rule.reads_sensitivity):
             return Wanted.WHOLE
-        return Wanted.SENTENCES if self.rule.name == "sentences" and not self.selects else Wanted.SUMMARIES
+        return Wanted.KEYS if self.selects else Wanted.SENTENCES
 
     def settle(
         self, analyses: Sequence[Analysis] = (), chosen: torch.Tensor | None = None

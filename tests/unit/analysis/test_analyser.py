@@ -128,13 +128,13 @@ def test_without_sensitivity_one_copy_is_computed_and_all_else_is_the_same(
     monkeypatch.setattr("sglang_ext.analysis.analyser.run", counted)
     again: list[tuple[torch.Tensor, torch.Tensor]] = []
     part = analyser.analyse_all(
-        documents, keep=lambda layer, k, v: again.append((k.clone(), v.clone())), sensitivity=False
+        documents, keep=lambda layer, k, v: again.append((k.clone(), v.clone())), whole=False
     )
     assert rows == [104]
     for one, other in zip(whole, part, strict=True):
         assert (one.is_whole, other.is_whole) == (True, False)
         decoded = Analysis.decode(other.encode(), other.n_tokens)
-        for name, wanted in one.without_sensitivity()._tensors().items():
+        for name, wanted in one.part()._tensors().items():
             torch.testing.assert_close(getattr(decoded, name), wanted, rtol=1e-4, atol=1e-5)
     for (k, v), (k2, v2) in zip(kept, again, strict=True):
         torch.testing.assert_close(k, k2, rtol=1e-4, atol=1e-5)

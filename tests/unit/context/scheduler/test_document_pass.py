@@ -58,9 +58,9 @@ def batch() -> Any:
 
 
 def pass_of(runner: Any, analyser: Analyser, table: torch.Tensor, **options: Any) -> DocumentPass:
-    def analyse(documents: Any, keep: Any, *, sensitivity: bool) -> Any:
+    def analyse(documents: Any, keep: Any, *, whole: bool) -> Any:
         every = [document.ids for document in documents]
-        return analyser.analyse_all(every, keep=keep, sensitivity=sensitivity)
+        return analyser.analyse_all(every, keep=keep, whole=whole)
 
     return DocumentPass(runner, table, analyse, **{"possible": True} | options)
 
@@ -190,8 +190,8 @@ def behind(runner: Any) -> Analyser:
 
 
 def prefixed(runner: Any, behind: Analyser, table: torch.Tensor, **options: Any) -> DocumentPass:
-    def analyse(documents: Any, keep: Any, *, sensitivity: bool) -> Any:
-        return behind.analyse_all([each.ids for each in documents], keep=keep, sensitivity=sensitivity)
+    def analyse(documents: Any, keep: Any, *, whole: bool) -> Any:
+        return behind.analyse_all([each.ids for each in documents], keep=keep, whole=whole)
 
     return DocumentPass(runner, table, analyse, behind.prefill, **{"possible": True} | options)
 

@@ -59,13 +59,13 @@ class Analyser:
         return replace(made, basis=self.basis, heads=heads)
 
     def analyse_all(
-        self, documents: Sequence[Sequence[int]], cut: Cut, keep: Any = None, *, sensitivity: bool = True
+        self, documents: Sequence[Sequence[int]], cut: Cut, keep: Any = None, *, whole: bool = True
     ) -> list[Analysis]:
         self.passes.append([len(ids) for ids in documents])
         if any(len(ids) in self.broken for ids in documents):
             raise ValueError("no such row")
         found = [self.analyse(ids, cut) for ids in documents]
-        return found if sensitivity else [each.without_sensitivity() for each in found]
+        return found if whole else [each.part() for each in found]
 
 
 def selector(begin: Callable[..., Any] = lambda *args: lambda: None) -> SimpleNamespace:
@@ -304,9 +304,7 @@ def test_rule_sentences_does_without_a_sensitivity_that_is_not_known_yet() -> No
         known = DOCUMENTS[0]
         whole = analyser.analyse(known.ids, analyser.cut)
         store.put_summary(known.key, whole.encode())
-        store.put_summary(
-            DOCUMENTS[1].key, analyser.analyse(DOCUMENTS[1].ids, analyser.cut).without_sensitivity().encode()
-        )
+        store.put_summary(DOCUMENTS[1].key, analyser.analyse(DOCUMENTS[1].ids, analyser.cut).part().encode())
         context = about(*DOCUMENTS, rule="sentences")
         advanced(stage, context)
         assert context.failure is None
