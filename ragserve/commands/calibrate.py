@@ -160,7 +160,7 @@ def calibrate(
         own: dict[str, Any] = {"data_dir": Path(folder)}
         if part == Part.prefill:
             own |= {"sparse_attention": "on", "decode_mode": "dense"}
-        run_once(settings.model_copy(update=own), work)
+        run_once(settings.model_copy(update=own), work, measures=False)
 
 
 def _at_least(name: str, tokens: int | None, least: int, part: Part) -> None:

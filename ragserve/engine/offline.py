@@ -24,8 +24,9 @@ GRACE_S = 2.0
 def run_once(
     settings: Settings, work: Callable[[local.LocalEngine], Awaitable[T]], *, measures: bool = True
 ) -> T:
-    """Start an engine on a free port, await ``work(engine)``, stop it and return the result. What
-    ``measures`` strategies has no idle time: its documents are analysed before they are used.
+    """Start an engine on a free port, await ``work(engine)``, stop it and return the result. Where
+    it ``measures`` answers without comparing distributions, documents are analysed before they are used:
+    there is no idle time.
 
     Call it from the main thread, once per process. Errors of ``work`` or of the start are raised after the
     engine's processes have ended. A signal that ends commands (`ENDING`) cancels ``work`` and raises

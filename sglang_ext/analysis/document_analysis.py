@@ -106,7 +106,8 @@ class Analysis:
 
     def part(self) -> Analysis:
         """Copy it as it was before the rest was computed."""
-        return replace(self, **dict.fromkeys(WHOLE_ONLY, torch.empty(0)))
+        none: dict[str, Any] = dict.fromkeys(WHOLE_ONLY, torch.empty(0))
+        return replace(self, **none)
 
     @property
     def layers(self) -> int:

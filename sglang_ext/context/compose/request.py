@@ -119,6 +119,7 @@ class ComposedContext:
     failure: str | None = None  # the message that the request ends with
     missing: list[int] = field(default_factory=list)  # spans found in no tier of some rank
     analyses: dict[int, Analysis] = field(default_factory=dict)  # by span; those that the selection needs
+    complete: bool = False  # it waits for whole analyses, as what is measured does
     unknown: list[int] = field(default_factory=list)  # spans whose context sensitivity the rule does without
     critical_layers: tuple[int, ...] = ()  # in which the question's attention counts, for rules with anchors
     analysis_ms: float = 0.0

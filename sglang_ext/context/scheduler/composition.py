@@ -32,6 +32,7 @@ from sglang_ext.context.selection.base import keeps_all
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.strategies import ModelShape, partial_selection
+from sglang_ext.diagnostics import distribution
 from sglang_ext.documents.session_pages import SessionPages
 from sglang_ext.kv_offload.base import SparseDecoding
 from sglang_ext.ranks.ranks import Ranks
@@ -177,7 +178,8 @@ class Composition:
                 "a session keeps its documents whole, because later questions are about other parts of them: "
                 "use a strategy that keeps all tokens where they are, such as concat or prefix"
             )
-        context = ComposedContext(plan, array("q", req.origin_input_ids), keys, partial)
+        ids = array("q", req.origin_input_ids)
+        context = ComposedContext(plan, ids, keys, partial, complete=distribution.asks(req))
         if partial.needs_analysis:
             self.stage.add(context)
         else:

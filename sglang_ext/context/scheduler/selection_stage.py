@@ -154,7 +154,8 @@ class SelectionStage:
         """Find or compute the documents' analyses. A document that fails fails the requests that have it."""
         wanted: dict[AnalysisName, WantedAnalysis] = {}
         for context in contexts:
-            level = context.partial.analysis_wanted(complete=self.analyses.complete)
+            complete = self.analyses.complete or context.complete
+            level = context.partial.analysis_wanted(complete=complete)
             for number, name in self._analyses_of(context).items():
                 span = context.plan.spans[number]
                 ids = context.ids[span.start : span.end]

@@ -321,11 +321,15 @@ def test_rule_sentences_does_without_a_sensitivity_that_is_not_known_yet() -> No
         assert needs_it.unknown == []
 
 
-def test_rule_sentences_waits_for_it_where_the_server_is_told_so() -> None:
+@pytest.mark.parametrize("measured", [True, False])
+def test_rule_sentences_waits_for_it_where_answers_are_measured_or_the_server_is_told_so(
+    measured: bool,
+) -> None:
     with opened(None) as store:
         DOCUMENTS[0].put(store)
         analyser = Analyser()
         context = about(DOCUMENTS[0], rule="sentences")
-        advanced(stage_of(store, analyser), context)
+        context.complete = measured
+        advanced(stage_of(store, analyser, complete=not measured), context)
         assert analyser.passes == [[24]]
         assert context.unknown == []
