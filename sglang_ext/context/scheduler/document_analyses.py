@@ -64,7 +64,7 @@ class DocumentAnalyses:
         self._ranks = ranks
         self._device = torch.device(device)
         self._cache = AnalysisCache(memory_bytes)
-        self._computed = self._prefilled = 0
+        self._computed = self._prefilled = self._whole = 0
         self._reads: dict[str, Any] = {}  # reads of stored analyses under way, by document key
 
     def analyse(self, key: str, ids: Sequence[int]) -> Analysis:
@@ -113,10 +113,11 @@ class DocumentAnalyses:
         }
 
     def stat(self) -> dict[str, int]:
-        """Figures of the analyses in memory; ``computed`` counts those made since the start, ``prefilled``
-        those whose pass was the document's prefill as well.
+        """Figures of the analyses in memory; ``computed`` counts those made since the start, ``whole`` the
+        whole ones of them, ``prefilled`` those whose pass was the document's prefill as well.
         """
-        return self._cache.stat() | {"computed": self._computed, "prefilled": self._prefilled}
+        made = {"computed": self._computed, "whole": self._whole, "prefilled": self._prefilled}
+        return self._cache.stat() | made
 
     def forget(self, keys: Sequence[str] | None) -> None:
         """Drop the analyses of removed documents. With None some were removed: the others are read again from
@@ -141,6 +142,7 @@ class DocumentAnalyses:
         with stages.together():
             made = self._analyser.analyse_all(documents, cut, keep, whole=whole)
         self._computed += len(made)
+        self._whole += len(made) if whole else 0
         for key, analysis in zip(keys, made, strict=True):
             self._cache.put(key, analysis)
         return made
