@@ -102,8 +102,8 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
     replicas: int = Field(0, ge=0, le=64, description="Workers to start here, each with tp_size GPUs.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Data type of weights and KV. auto: the model's on CUDA, float32 on CPU, where half "
-        "precision is slower.",
+        description="Data type of weights and KV. auto: the model's on CUDA; on a CPU bfloat16 if it has "
+        "instructions for it (AMX, AVX-512 BF16), which halve times and bytes, else float32.",
     )
     context_length: int | None = Field(
         None, ge=64, description="Tokens of prompt and answer together. Default: the model's own limit."
@@ -220,11 +220,13 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
         "prefill them alone. Or the path of a text file, of which 1,024 tokens are used. With another prefix "
         "documents' KV is computed anew, and strategies have to be verified again.",
     )
-    kv_analysis: Literal["ingest", "lazy"] = Field(
-        "ingest",
-        description="When to analyse documents, at the cost of about 0.9 prefills. ingest: with a warm-up, "
-        "and documents that came with a query at the first query whose strategy or rule needs it. lazy: "
-        "always at that query.",
+    kv_analysis: Literal["idle", "ingest", "lazy"] = Field(
+        "idle",
+        description="When to compute documents' context sensitivity, which costs about another prefill; the "
+        "rest of their analysis comes with their prefill. idle: of documents in use, while no query is being "
+        "answered; until then rule sentences goes by the question's attention alone, and notes say so. "
+        "ingest: with a warm-up, and of documents that came with a query at the first query whose rule reads "
+        "it, which waits. lazy: always at that query.",
     )
     kv_analysis_bytes: int = Field(
         2**30,
@@ -240,8 +242,9 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
 
     warm_ingested: bool = Field(
         True,
-        description="Compute the KV of what is ingested while a server runs on the data folder: in the "
-        "background, when no query is being answered, as long as the cache has room.",
+        description="Compute the KV of what is ingested while a server runs on the data folder, and of what "
+        "was before, the newest first: in the background, when no query is being answered, as long as the "
+        "cache has room.",
     )
 
     # the server

@@ -27,11 +27,6 @@ def bundled(path: str) -> Path:
     return installed if installed.exists() else _PACKAGE.parent / path
 
 
-def in_package(path: Path) -> bool:
-    """Return whether ``path`` lies in the installed package, where an upgrade would remove what we write."""
-    return path.resolve().is_relative_to(_PACKAGE)
-
-
 def write_text(path: Path, text: str, *, durable: bool = False, mode: int = 0o666) -> None:
     """Write UTF-8 text atomically: readers see the old file or the new one. Parent folders are made.
 

@@ -24,7 +24,7 @@ class Metrics:
         )
         self.query_stage = Histogram(
             "ragserve_query_stage_seconds",
-            "Seconds per stage: rewrite, embed, search, prompt, ttft, total.",
+            "Seconds per stage: rewrite, embed, search, prompt, documents, ttft, total.",
             ["stage"],
             buckets=_SECONDS,
         )

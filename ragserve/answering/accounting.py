@@ -57,6 +57,12 @@ def context_use(
         notes.append(
             f"{share:.0%} of the kept document tokens were computed again: {report.recompute_reason}."
         )
+    if report and report.unknown_sensitivity:
+        notes.append(
+            f"{len(report.unknown_sensitivity)} of {prompt.documents_kept} passages were not fully analysed "
+            "yet: what to compute again of them was chosen by the question's attention alone. The server "
+            "analyses them while it is idle (kv_analysis)."
+        )
     if last.fallback:
         strategy = "prefix"
         notes.append(f"Answered by strategy prefix: {last.fallback}.")
@@ -118,6 +124,8 @@ class Clock:
         return Timings(
             **retrieval.model_dump(),
             prompt_ms=prompt_ms,
+            documents_ms=engine.documents_ms if engine else None,
+            documents_tokens=engine.documents_tokens if engine else None,
             load_ms=report.load_ms if report else None,
             compose_ms=report.compose_ms if report else None,
             recompute_ms=report.recompute_ms if report else None,
@@ -135,11 +143,14 @@ class Clock:
         if not tracing.is_on() or self._first is None or prefill is None:
             return
         begin = self._first - prefill / 1e3
+        sent = begin - (queue or 0.0) / 1e3
         stages = [
-            ("queue", begin - (queue or 0.0) / 1e3, begin),
+            ("queue", sent, begin),
             ("prefill", begin, self._first),
             ("decode", self._first, self._engine_end),
         ]
+        if last.timings.documents_ms is not None:
+            stages.insert(0, ("documents", sent - last.timings.documents_ms / 1e3, sent))
         if report is not None:
             waits = {name: getattr(report, f"{name}_ms") for name in ("load", "analysis", "query", "select")}
             work = {name: getattr(report, f"{name}_ms") for name in ("compose", "recompute", "extend")}
@@ -155,7 +166,7 @@ class Clock:
 def observe(answer: Answer) -> None:
     """Record an answer's times and tokens as metrics."""
     recorded = metrics()
-    for stage in ("rewrite", "embed", "search", "rerank", "prompt", "ttft", "total"):
+    for stage in ("rewrite", "embed", "search", "rerank", "prompt", "documents", "ttft", "total"):
         milliseconds = getattr(answer.timings, f"{stage}_ms")
         if milliseconds is not None:
             recorded.query_stage.labels(stage).observe(milliseconds / 1e3)

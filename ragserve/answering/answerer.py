@@ -33,6 +33,7 @@ from ragserve.answering.results import (
 from ragserve.answering.scores import SCORED, retrieval_scores
 from ragserve.answering.sessions.dialogues import NEW, Dialogues
 from ragserve.answering.sessions.next_turn import NextTurn
+from ragserve.answering.small_contexts import better_exact
 from ragserve.best_passages import PASSAGES, choice_of
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import EngineError, InvalidRequest
@@ -209,6 +210,9 @@ class Answerer:
         asked = laid_out_request(query, request, prompt)
         if turn is not None:
             asked = turn.request(asked)
+        exact = better_exact(asked, self._engine.info.samkv_defaults)
+        if exact is not None:
+            asked = replace(asked, strategy="prefix", options={})
         with tracing.span("generate", **{"ragserve.strategy": request.strategy}):
             # The protocol's iterators are generators: closing them aborts the request.
             generated = cast("AsyncGenerator[GenerateChunk, None]", self._engine.generate(asked))
@@ -216,7 +220,7 @@ class Answerer:
             async with aclosing(generated) as chunks:
                 async for chunk in chunks:
                     query.spend(max(0, chunk.usage.completion - last.usage.completion))
-                    last = chunk
+                    last = chunk if exact is None else replace(chunk, fallback=exact)
                     if chunk.text:
                         clock.token()
                     if turn is not None:

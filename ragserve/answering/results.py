@@ -224,7 +224,16 @@ class RetrievalTimings(Result):
 class Timings(RetrievalTimings):
     """Milliseconds. Null if a stage did not run or the engine does not report it."""
 
+    documents_tokens: int | None = Field(
+        default=None, description="Tokens of the documents that documents_ms computed."
+    )
+
     prompt_ms: float | None = Field(default=None, description="Laying out the prompt.")
+    documents_ms: float | None = Field(
+        default=None,
+        description="Composed: until documents that were in no tier of the cache were computed; queue_ms and "
+        "the others follow it.",
+    )
     load_ms: float | None = said(ContextReport, "load_ms", None)
     compose_ms: float | None = said(ContextReport, "compose_ms", None)
     recompute_ms: float | None = said(ContextReport, "recompute_ms", None)

@@ -26,7 +26,7 @@ from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import Settings
 from ragserve.engine.base import Engine, EngineInfo, TokenizingEngine
 from ragserve.engine.document_cache import CachingEngine, ManyEngines
-from ragserve.errors import InvalidRequest, Unavailable
+from ragserve.errors import InvalidRequest, RagserveError, Unavailable
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import FILE_NAME as IN_USE_FILE
@@ -66,6 +66,7 @@ class Services:
     dialogues: Dialogues
     verification: BackgroundVerification
     warm_runner: JobRunner | None  # None if the engine has no document cache
+    foreign: list[str]  # namespaces that were cut for another model, when the server started
     evict: Callable[[], Coroutine[Any, Any, None]]  # evict the KV of removed documents from every tier
 
     def document_cache(self) -> CachingEngine:
@@ -114,6 +115,7 @@ async def open_services(
     """Start all parts; the embedder, the slowest, loads in a thread while the engine starts.
 
     Raises the error of a part that cannot start."""
+    from ragserve.cache.cold_documents import submit_cold
     from ragserve.cache.warm import KIND as WARM
     from ragserve.cache.warm import Warmer
     from ragserve.ingest.ingestor import Ingestor
@@ -134,6 +136,7 @@ async def open_services(
         prompts = await asyncio.to_thread(PromptBuilder.load, info.tokenizer, settings.system_prompt)
         if isinstance(engine, TokenizingEngine):
             await engine.check_tokenizer(prompts.plain_ids)
+        foreign = await asyncio.to_thread(_cut_for_others, store, info)
         retriever = Retriever(store, embedder)
         stack.push_async_callback(retriever.close)
         limiter = QueryLimiter(settings.max_concurrent_queries)
@@ -177,6 +180,8 @@ async def open_services(
             warm_runner = JobRunner(
                 Warmer(store, engine, prompts, loop, busy=lambda: limiter.in_flight > 0), WARM
             )
+            if settings.warm_ingested and not info.only_exact:
+                await asyncio.to_thread(submit_cold, store, await _room(engine))
             await asyncio.to_thread(warm_runner.start)
             stack.push_async_callback(asyncio.to_thread, warm_runner.stop)
         gate = Gate.of(settings, **info.gate_identity)
@@ -221,8 +226,34 @@ async def open_services(
             verification=verification,
             warm_runner=warm_runner,
             evict=evict,
+            foreign=foreign,
         )
         log.info("shutting down")
+
+
+async def _room(engine: CachingEngine) -> int | None:
+    """Tokens of documents that the lasting tier of an engine holds; None without a limit."""
+    one = engine.measured() if isinstance(engine, ManyEngines) else engine
+    where = await one.where("default", [])
+    return (
+        None
+        if where.budget_bytes is None
+        else where.budget_bytes * where.block // where.bytes_of(where.block)
+    )
+
+
+def _cut_for_others(store: IndexStore, info: EngineInfo) -> list[str]:
+    """Namespaces that were cut for another model, which is logged."""
+    from ragserve.ingest.foreign_cuts import advice_of, foreign_cuts
+
+    try:
+        found = foreign_cuts(store, info.tokenizer)
+    except RagserveError as error:  # a tokenizer that only the engine can load
+        log.debug("it is not known for which model documents were cut: %s", error)
+        return []
+    if found:
+        log.warning("%s: %s", *advice_of(found, info.model))
+    return found
 
 
 def _verification(

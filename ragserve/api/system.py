@@ -97,6 +97,7 @@ async def info(svc: Svc, caller: Caller) -> Info:
             "namespaces": len(namespaces),
             "documents": sum(one.n_documents for one in namespaces),
             "chunks": sum(one.n_chunks for one in namespaces),
+            "cut_for_another_model": [one.name for one in namespaces if one.name in svc.foreign],
         },
         warming=warm_ups,
         verification=await asyncio.to_thread(svc.verification.info, caller.key.grants),

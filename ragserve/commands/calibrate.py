@@ -103,10 +103,11 @@ def calibrate(
 ) -> None:
     """Find how a model is served best on this machine, and write it where `serve` reads it.
 
-    The samkv profile (stable layers and retrieval heads) belongs to the model and is written next to it. The
-    costs (time to the first token of every strategy) and the lengths from which prefill and decoding are
-    sparse belong to this machine and are written to the data folder. The pattern of streaming heads goes to
-    --out. Stop a server on the same machine first: it would disturb the measurement."""
+    The samkv profile (stable layers and retrieval heads) belongs to the model, and may be copied into its
+    folder. The costs (time to the first token of every strategy) and the lengths from which prefill and
+    decoding are sparse belong to this machine. All are written to the data folder, but for the pattern of
+    streaming heads, which goes to --out. Stop a server on the same machine first: it would disturb the
+    measurement."""
     if part == Part.decode:
         _at_least("max_tokens", max_tokens, 1024, part)
         calibrate_decode(settings, batch=batch, max_tokens=max_tokens, tokens=tokens or 96)
@@ -159,7 +160,7 @@ def calibrate(
         own: dict[str, Any] = {"data_dir": Path(folder)}
         if part == Part.prefill:
             own |= {"sparse_attention": "on", "decode_mode": "dense"}
-        run_once(settings.model_copy(update=own), work)
+        run_once(settings.model_copy(update=own), work, measures=False)
 
 
 def _at_least(name: str, tokens: int | None, least: int, part: Part) -> None:

@@ -24,8 +24,11 @@ from ragserve.commands.model_checks import (
     unreadable_file,
 )
 from ragserve.config import Settings
+from ragserve.engine.cpu_precision import cpu_dtype
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.files import bundled
+from ragserve.ingest.foreign_cuts import advice_of, foreign_cuts
+from ragserve_index import IndexStore
 from sglang_ext.wire.protocol import SGLANG_VERSION, SGLANG_VERSIONS
 
 Status = Literal["ok", "warn", "fail", "skip"]
@@ -166,6 +169,8 @@ def _device(settings: Settings) -> Finding:
     if shutil.which("nvidia-smi"):
         advice = "NVIDIA's driver is here, but this torch cannot use it: install a CUDA build of torch."
         return "warn", found, advice
+    if settings.dtype == "auto" and not (settings.engine_elsewhere or "dtype" in settings.engine_args):
+        found += ", {}: {}".format(*cpu_dtype())
     return "ok", found
 
 
@@ -290,6 +295,7 @@ def _index(settings: Settings) -> Finding:
     with open_store(settings.model_copy(update={"index_device": "cpu"})) as store:
         reports = store.check(None)
         namespaces = store.namespaces()
+        foreign = _foreign_cuts(settings, store)
     if broken := [report for report in reports if not report.ok]:
         found = "; ".join(f"{report.namespace}: {', '.join(report.problems)}" for report in broken)
         return "fail", found, "Run `ragserve docs check --repair`: it builds indexes again from the registry."
@@ -304,7 +310,18 @@ def _index(settings: Settings) -> Finding:
             "use the embedder they were made with, or ingest again."
         )
         return "warn", f"{found}; embedded with another model: {', '.join(other)}", advice
+    if foreign:
+        said, advice = advice_of(foreign, settings.model)
+        return "warn", f"{found}; {said}", advice
     return "ok", found
+
+
+def _foreign_cuts(settings: Settings, store: IndexStore) -> list[str]:
+    """Namespaces cut for another model; none where the server's is not on this machine."""
+    name = settings.tokenizer or settings.model
+    if settings.engine_elsewhere or not (Path(name) / "tokenizer.json").is_file():
+        return []
+    return foreign_cuts(store, name)
 
 
 def _index_device(settings: Settings) -> Finding:

@@ -136,7 +136,15 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Longest answer in tokens. Default: 24; over your own, the server's."),
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, max=256, help="Questions in flight in each worker.")] = 4,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=256,
+            help="Questions in flight in each worker. Default: 4, without a GPU 1, since others would count "
+            "in the time to the first token.",
+        ),
+    ] = None,
     workers: Annotated[
         int,
         typer.Option(
@@ -234,6 +242,7 @@ def evaluate(
         raise InvalidRequest("--namespace and --documents say where to ask.", hint="Give one of them.")
     if url is None:
         check_engine(settings, writes=write_gate)
+    concurrency = concurrency or _in_flight(settings, url, api_key)
     system = settings.system_prompt if url else None  # a server that is started has it as its own
     if own:
         from ragserve.eval.own_report import OwnRun, evaluate_own, load_sets
@@ -315,6 +324,20 @@ def evaluate(
             fg=typer.colors.RED,
         )
         raise typer.Exit(1)
+
+
+def _in_flight(settings: Settings, url: str | None, api_key: str | None) -> int:
+    """The default number of questions in flight, by what computes the answers."""
+    if url is not None:
+        from ragserve.client import Client
+
+        with Client(url, api_key=api_key) as client:
+            return 1 if client.info().engine.get("device") == "cpu" else 4
+    if settings.engine_elsewhere:
+        return 4
+    import torch
+
+    return 4 if torch.cuda.is_available() else 1
 
 
 def _engines(plan: Plan, work: Path | None, out: Path | None, *, write_gate: bool) -> list[Line]:

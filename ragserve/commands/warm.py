@@ -118,7 +118,7 @@ def _run_here(
     handlers: dict[int, Any] = {n: signal.getsignal(n) for n in ENDING}
     handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     try:
-        return run_once(settings, work)
+        return run_once(settings, work, measures=False)
     except SystemExit as ended:  # by a signal during the start, before `work` had its handlers
         signalled = int(ended.code or 0) - 128
         if signalled not in handlers:

@@ -103,10 +103,13 @@ class EngineUsage:
 
 @dataclass(frozen=True, slots=True)
 class EngineTimings:
-    """Milliseconds, measured by the engine; None if it reports none."""
+    """Milliseconds, measured by the engine; None if it reports none. ``documents_ms``: until the documents of
+    a composed request that were in no tier, ``documents_tokens``, were computed; None if there were none."""
 
     queue_ms: float | None = None
     prefill_ms: float | None = None
+    documents_ms: float | None = None
+    documents_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,7 @@ class EngineInfo:
     dtype: str = ""  # "bfloat16", or "bfloat16, KV fp8_e5m2" if weights and KV differ; empty if unknown
     page_bits: int = 16  # of documents' KV below the device; 16: as the KV pool has it
     samkv: str = ""  # digest of the samkv profile (`ragserve.profiles.samkv`); empty without one
+    samkv_defaults: Mapping[str, Any] = field(default_factory=dict)  # options of samkv that the profile gives
     prefix: str = ""  # digest of what documents are prefilled behind (`kv_prefix`); empty without one
     start_s: float | None = None  # seconds from the start to readiness; None for an engine elsewhere
     warm_up_s: float | None = None  # of these, the requests that compile and load kernels

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
+import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -26,6 +28,7 @@ from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavaila
 from sglang_ext.wire.measuring import measuring
 from sglang_ext.wire.protocol import CONTROL_METHOD, EXACT_STRATEGIES
 
+_MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _FLUSH_S = 5.0  # for the write queue at the end; a service manager kills what takes too long
 # Between two looks at an operation that waits for the disk: doubled from the first to the second time.
 _FIRST_LOOK_S, _NEXT_LOOK_S = 0.002, 0.05
@@ -94,6 +97,7 @@ class LocalEngine(ControlledCache):
             dtype=_dtype(manager.model_config.dtype, args.kv_cache_dtype),
             page_bits=cache["page_bits"],
             samkv=cache["samkv"],
+            samkv_defaults=cache["samkv_defaults"],
             prefix=cache["prefix"],
         )
         first = GenerateRequest(
@@ -150,7 +154,8 @@ class LocalEngine(ControlledCache):
 
     async def warm(self, request: GenerateRequest) -> None:
         """See `CachingEngine`. Documents are also analysed if the settings ask for it."""
-        await self._documents.prefill(request, request.spans, analyse=True)
+        analyse = self._settings.kv_analysis == "ingest"
+        await self._documents.prefill(request, request.spans, analyse=analyse)
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """See `CachingEngine`; `sglang_ext.process.control` lists the operations. Waits while pending."""
@@ -281,6 +286,7 @@ class LocalEngine(ControlledCache):
 
     async def close(self) -> None:
         """Abort running requests, and write what the document cache has queued, for five seconds at most."""
+        await self._documents.close()
         if self._crash is not None:
             self._crash.close()
         if self.crash is not None:
@@ -353,6 +359,21 @@ def _translate(error: Exception) -> RagserveError:
     return EngineError(f"The engine failed: {error}", hint="See the server's log.")
 
 
+@contextlib.contextmanager
+def _meeting_by_file(args: Any) -> Iterator[None]:
+    """Let the engine's processes on this machine find each other by a file. Torch's store, at a port,
+    listens on every interface, and whoever reaches it may write to it."""
+    if args.nnodes > 1 or args.dist_init_addr or os.environ.get(_MEETING):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="ragserve-") as folder:
+        os.environ[_MEETING] = f"file://{folder}/rendezvous"
+        try:
+            yield
+        finally:
+            del os.environ[_MEETING]
+
+
 def serve(
     settings: Settings,
     make_app: Callable[[LocalEngine, Any], Any],
@@ -375,7 +396,10 @@ def serve(
         return make_app(engines[-1], sglang_app)
 
     launcher = Launcher(build, listener)
-    with hold_port() as rendezvous:  # of torch.distributed, which SGLang would look up and let go
+    with (
+        hold_port() as rendezvous,
+        _meeting_by_file(args),
+    ):  # of torch.distributed, which SGLang would look up and let go
         if args.nccl_port is None:
             args.override("ragserve", nccl_port=port_of(rendezvous))
         on_launch()

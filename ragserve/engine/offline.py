@@ -21,12 +21,18 @@ GRACE_S = 2.0
 """Seconds from a signal until the engine's processes and this one are killed."""
 
 
-def run_once(settings: Settings, work: Callable[[local.LocalEngine], Awaitable[T]]) -> T:
-    """Start an engine on a free port, await ``work(engine)``, stop it and return the result.
+def run_once(
+    settings: Settings, work: Callable[[local.LocalEngine], Awaitable[T]], *, measures: bool = True
+) -> T:
+    """Start an engine on a free port, await ``work(engine)``, stop it and return the result. Where
+    it ``measures`` answers without comparing distributions, documents are analysed before they are used:
+    there is no idle time.
 
     Call it from the main thread, once per process. Errors of ``work`` or of the start are raised after the
     engine's processes have ended. A signal that ends commands (`ENDING`) cancels ``work`` and raises
     ``SystemExit``, or ends the process after `GRACE_S`; ``work`` may put its own handlers on the loop."""
+    if measures and settings.kv_analysis == "idle":
+        settings = settings.model_copy(update={"kv_analysis": "ingest"})
     done: list[T] = []
     failure: list[BaseException] = []
 

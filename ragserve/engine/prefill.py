@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from ragserve.engine.base import GenerateChunk, GenerateRequest
+from ragserve.engine.base import EngineTimings, GenerateChunk, GenerateRequest
+from ragserve.engine.later_analyses import LaterAnalyses
 from ragserve.engine.stream import DocumentsMissing, document_payload, new_rid, payload
 from ragserve.errors import InvalidRequest, Unavailable
 from sglang_ext.sglang_internals.background_prefill import OwnChunk
@@ -45,14 +48,26 @@ class Documents:
         self._run = run
         self._run_together = run_together
         self._running: dict[_Key, asyncio.Task[None]] = {}
+        self._later = LaterAnalyses(partial(self.prefill, analyse=True))
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """Stream a request. A composed one falls back to strategy ``prefix`` if its documents do not stay
         cached; ``GenerateChunk.fallback`` then gives the reason. Raises Unavailable where the engine does not
         take so large a prompt, as it may a context that is read on the host."""
-        return self._send(request) if request.strategy in EXACT_STRATEGIES else self._kept(request)
+        self._later.begin()
+        try:
+            made = self._send(request) if request.strategy in EXACT_STRATEGIES else self._kept(request)
+            async with aclosing(made) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self._later.end()
 
-    async def _kept(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    async def close(self) -> None:
+        """Compute nothing more that nobody waits for."""
+        await self._later.close()
+
+    async def _kept(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
         try:
             async with aclosing(self._composed(request)) as chunks:
                 async for chunk in chunks:
@@ -76,11 +91,15 @@ class Documents:
         """Stream a composed request, after computing what it lacks: documents and, of a session, the turns
         before it, each once. What is computed for it is not reported as held. Raises _NotKept."""
         reused: int | None = None  # tokens of a dialogue that had to be computed
+        began, tokens, spent = time.perf_counter(), 0, 0.0
         for _ in range(ROUNDS):
             try:
                 async with aclosing(self._send(request)) as chunks:
                     async for chunk in chunks:
-                        yield chunk if reused is None else _holding(chunk, reused)
+                        if chunk.finish_reason and chunk.context and chunk.context.unknown_sensitivity:
+                            self._later.add(request, chunk.context.unknown_sensitivity)
+                        made = chunk if reused is None else _holding(chunk, reused)
+                        yield replace(made, timings=_after(made.timings, tokens, spent)) if tokens else made
                 return
             except DocumentsMissing as missing:  # always before the first chunk
                 documents = [i for i in missing.spans if i or request.earlier is None]
@@ -93,7 +112,10 @@ class Documents:
                     async for chunk in self._composed(request.earlier()):
                         reused = chunk.context.session_held if chunk.context else reused
                 # Not analysed: if this request needs analyses, the engine computes them before composing.
-                await self.prefill(request, [request.spans[i] for i in documents], analyse=False)
+                lacking = [request.spans[i] for i in documents]
+                await self.prefill(request, lacking, analyse=False)
+                tokens += sum(span.end - span.start for span in lacking)
+                spent = time.perf_counter() - began
                 computed = tuple(sorted({*request.computed, *documents}))
                 request = replace(request, computed=computed)
         raise _NotKept(f"its documents did not stay in the cache, {ROUNDS} times: give the cache more memory")
@@ -134,6 +156,11 @@ class Documents:
             task.add_done_callback(lambda _: [self._running.pop(key) for key in new])
         # Shielded: a client that leaves must not cancel a prefill that others wait for.
         await asyncio.gather(*(asyncio.shield(task) for task in {self._running[key] for key in wanted}))
+
+
+def _after(timings: EngineTimings, tokens: int, seconds: float) -> EngineTimings:
+    """The times of a request whose documents, ``tokens``, were computed before it was sent for good."""
+    return replace(timings, documents_ms=seconds * 1e3, documents_tokens=tokens)
 
 
 def _holding(chunk: GenerateChunk, reused: int) -> GenerateChunk:

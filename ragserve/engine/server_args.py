@@ -13,6 +13,7 @@ from typing import Any
 from ragserve import logs, tracing
 from ragserve.config import Settings
 from ragserve.engine import shared_store
+from ragserve.engine.cpu_precision import cpu_dtype
 from ragserve.errors import InvalidRequest
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.option_checks import RequestOptions
@@ -107,7 +108,7 @@ def server_args(settings: Settings) -> Any:
             "sleep_on_idle": True,
         }
         if settings.dtype == "auto":
-            options["dtype"] = "float32"
+            options["dtype"] = cpu_dtype()[0]
         if settings.max_total_tokens is None:
             options["max_total_tokens"] = _default_cpu_tokens(
                 settings, 2 if options["dtype"] in ("bfloat16", "float16") else 4

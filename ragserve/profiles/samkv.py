@@ -1,20 +1,17 @@
 """SamKV profile of a model: defaults of strategy `samkv`, found by `ragserve calibrate`, and how they were
 found.
 
-The file lies beside the model's weights (`place_of`), so that it goes where they go; or in the data folder,
-for a model whose folder is not writable or does not exist (a hub id). If both have one, the data folder's
-wins, as for the gate's record."""
+The file is written to the data folder. A copy beside the model's weights goes where they go, and is read by
+every server without its own: the data folder's wins, as for the gate's record."""
 
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
-from ragserve.files import in_package
 from ragserve.profiles.file import ProfileFile
 from sglang_ext.wire.request_options import strategy_options
 
@@ -72,12 +69,6 @@ def load(settings: Settings, fingerprint: str) -> SamkvProfile | None:
     return None
 
 
-def place_of(settings: Settings, fingerprint: str) -> Path:
-    """Choose the place of a new profile: beside the model if that folder is writable, else in the data
-    folder; there too if it already has one, which would hide the model's."""
-    own = settings.data_dir / FILE_NAME
-    if SAMKV.load(own, fingerprint) is not None:
-        return own
-    folder = Path(settings.model)
-    writable = folder.is_dir() and os.access(folder, os.W_OK) and not in_package(folder)
-    return folder / FILE_NAME if writable else own
+def place_of(settings: Settings) -> Path:
+    """The place of a new profile: in the data folder. A model's folder may be others' as well."""
+    return settings.data_dir / FILE_NAME

@@ -2,7 +2,8 @@
 
 Documents are prefilled behind a prefix, which is dropped: its KV is computed once, and its keys are moved to
 the positions before a document's first. So documents stand at positions from 0 on, with a prefix or without.
-An analysis takes one pass of two copies of the documents, one behind the prefix and one alone.
+A whole analysis takes one pass of two copies of the documents, one behind the prefix and one alone; for most
+of it one copy does, which is the documents' prefill.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ragserve_kernels.block_summary import BlockPlan, BlockSummary, block_summary, block_summary_naive
 from ragserve_kernels.kv import HEAD_DIMS
 from sglang_ext.analysis import retrieval_heads
-from sglang_ext.analysis.document_analysis import Analysis, Cut, quantize
+from sglang_ext.analysis.document_analysis import WHOLE_ONLY, Analysis, Cut, quantize
 from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.ranks.ranks import Ranks
@@ -80,10 +81,16 @@ class Analyser:
         return self.analyse_all([ids], cut)[0]
 
     def analyse_all(
-        self, documents: Sequence[Sequence[int]], cut: Cut | None = None, keep: Keep | None = None
+        self,
+        documents: Sequence[Sequence[int]],
+        cut: Cut | None = None,
+        keep: Keep | None = None,
+        *,
+        whole: bool = True,
     ) -> list[Analysis]:
         """Analyse documents in one pass, each as :meth:`analyse` does. ``keep`` gets their K and V, which are
-        those of a prefill behind the prefix.
+        those of a prefill behind the prefix. Not ``whole``: without the context sensitivity, which takes
+        another copy of them, and the static attention of their blocks: little more than their prefill.
         """
         cut = cut or self.cut
         lengths = [len(ids) for ids in documents]
@@ -94,11 +101,14 @@ class Analyser:
         layers = _Layers(self, plan, keep)
         tokens = [self._tensor(ids) for ids in documents]
         places = [torch.arange(n, device=self._device) for n in lengths]
-        alone = [Text(*text) for text in zip(tokens, places, strict=True)]
-        before = self.prefix_kv  # computed by now: a pass cannot run inside of another
-        behind = [Text(text.ids, text.positions, before.__getitem__) for text in alone]
-        run(self._runner, behind + alone if self.prefix else alone + behind, layers.observe)
-        found = layers.by_document(self._ranks.sum(layers.moved).cpu())
+        copies = [Text(*text) for text in zip(tokens, places, strict=True)]
+        if self.prefix or whole:
+            before = self.prefix_kv  # computed by now: a pass cannot run inside of another
+            behind = [Text(text.ids, text.positions, before.__getitem__) for text in copies]
+            own, other = (behind, copies) if self.prefix else (copies, behind)
+            copies = own + other if whole else own
+        run(self._runner, copies, layers.observe)
+        found = layers.by_document(self._ranks.sum(layers.moved).cpu() if whole else None)
         return [
             Analysis(
                 n,
@@ -225,6 +235,7 @@ class _Layers:
         self._rows: list[dict[str, torch.Tensor]] = []
         self._keys: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the retrieval heads, in order
         self._head_dim = 0
+        self._means = _Means.of(plan)
         self.moved = torch.zeros(plan.tokens, dtype=torch.float32, device=plan.doc_start.device)
 
     def observe(self, layer: int, states: Sequence[LayerState]) -> None:
@@ -234,22 +245,24 @@ class _Layers:
         q, k, v = (torch.cat([getattr(state, name) for state in own_copies]) for name in "qkv")
         if self._keep is not None:
             self._keep(layer, k, v)
-        summary = _summary(gather(q), gather(k), plan, own_copies[0].scaling)
-        rank = self._analyser.rank
-        own = slice(rank * k.shape[1], (rank + 1) * k.shape[1])
-        heads = slice(rank * q.shape[1], (rank + 1) * q.shape[1])
-        row = {"attention": summary.attention, "exponent": summary.exponent.half()}
-        row["mean_k"], row["mean_k_scale"] = quantize(summary.mean_k[:, own])
-        row["local_q"], row["local_q_scale"] = quantize(summary.local_q[:, heads])
-        row["token"] = (summary.token - plan.block_start[:-1]).clamp(min=0).to(torch.uint8)
+        whole = len(states) > count
+        mean_k, local_q = self._means.of_blocks(k), self._means.of_local_blocks(q)
+        row: dict[str, torch.Tensor] = {}
+        row["mean_k"], row["mean_k_scale"] = quantize(mean_k)
+        row["local_q"], row["local_q_scale"] = quantize(local_q)
+        if whole:
+            summary = _summary(gather(q), gather(k), plan, own_copies[0].scaling)
+            row |= {"attention": summary.attention, "exponent": summary.exponent.half()}
+            row["token"] = (summary.token - plan.block_start[:-1]).clamp(min=0).to(torch.uint8)
+            other = torch.cat([state.v for state in states[count:]])
+            self.moved.add_((other.float() - v.float()).square().sum((1, 2)))
         self._rows.append(row)
         self._head_dim = k.shape[2]
         self._keys.extend(quantize(k[:, head]) for at, head in self._heads if at == layer)
-        other = torch.cat([state.v for state in states[count:]])
-        self.moved.add_((other.float() - v.float()).square().sum((1, 2)))
 
-    def by_document(self, sensitivity: torch.Tensor) -> list[dict[str, torch.Tensor]]:
-        """The tensors of each document's analysis, on the CPU; ``sensitivity`` is that of all tokens."""
+    def by_document(self, sensitivity: torch.Tensor | None) -> list[dict[str, torch.Tensor]]:
+        """The tensors of each document's analysis, on the CPU; ``sensitivity``: that of all tokens, None
+        where the analyses are not whole."""
         stacked = {name: torch.stack([row[name] for row in self._rows]).cpu() for name in self._rows[0]}
         none = (
             torch.empty(self._plan.tokens, 0, self._head_dim, dtype=torch.int8),
@@ -260,7 +273,10 @@ class _Layers:
             if self._keys
             else none
         )
-        tokens = {"sensitivity": sensitivity, "token_k": token_k, "token_k_scale": token_k_scale}
+        tokens = {"token_k": token_k, "token_k_scale": token_k_scale}
+        unknown = dict.fromkeys(WHOLE_ONLY, torch.empty(0)) if sensitivity is None else {}
+        if sensitivity is not None:
+            tokens["sensitivity"] = sensitivity
         found = []
         bounds = zip(
             pairwise(self._plan.doc_start.tolist()), pairwise(self._plan.doc_block.tolist()), strict=True
@@ -270,8 +286,47 @@ class _Layers:
             for name, tensor in stacked.items():
                 local = name.startswith("local_q")
                 parts[name] = tensor[:, number] if local else tensor[:, slice(*blocks)]
-            found.append({name: part.clone() for name, part in parts.items()})  # not views of all documents
+            # not views of all documents
+            found.append(unknown | {name: part.clone() for name, part in parts.items()})
         return found
+
+
+class _Means(NamedTuple):
+    """Means of a batch's blocks, all documents at once."""
+
+    block: torch.Tensor  # int64 [tokens], each token's
+    sizes: torch.Tensor  # f32 [blocks]
+    rows: torch.Tensor  # int64 [tokens of local blocks]
+    document: torch.Tensor  # int64, of each of them
+    counts: torch.Tensor  # f32 [documents]
+
+    @classmethod
+    def of(cls, plan: BlockPlan) -> _Means:
+        device = plan.doc_start.device
+        sizes = plan.block_start.diff().cpu()
+        starts, ends = plan.local_start.tolist(), plan.doc_start.tolist()[1:]
+        parts = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+        counts = torch.tensor([len(part) for part in parts])
+        return cls(
+            torch.repeat_interleave(torch.arange(len(sizes)), sizes).to(device),
+            sizes.float().to(device),
+            torch.cat(parts).to(device),
+            torch.repeat_interleave(torch.arange(len(parts)), counts).to(device),
+            counts.float().to(device),
+        )
+
+    def of_blocks(self, k: torch.Tensor) -> torch.Tensor:
+        """f32 [blocks, heads, head_dim], of k [tokens, heads, head_dim]."""
+        return _mean(k, self.block, self.sizes)
+
+    def of_local_blocks(self, q: torch.Tensor) -> torch.Tensor:
+        """f32 [documents, heads, head_dim]: of the local blocks' queries, of q [tokens, heads, head_dim]."""
+        return _mean(q[self.rows], self.document, self.counts)
+
+
+def _mean(values: torch.Tensor, group: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    total = values.new_zeros((len(counts), *values.shape[1:]), dtype=torch.float32)
+    return total.index_add_(0, group, values.float()) / counts[:, None, None]
 
 
 def _summary(q: torch.Tensor, k: torch.Tensor, plan: BlockPlan, scale: float) -> BlockSummary:

@@ -10,6 +10,9 @@ import numpy as np
 import torch
 
 VERSION = 1  # of what the stored values mean, beside their names and shapes; raise it when that changes
+WHOLE_ONLY = ("token", "attention", "exponent", "sensitivity")
+"""Tensors that a document's prefill does not give by itself."""
+
 _SIGMAS = 3.0  # PauTa criterion
 _BOUND = 0.03  # most of a document's KV that its mean keys may take
 _LARGEST_BLOCK = 64
@@ -48,6 +51,8 @@ class Cut:
 @dataclass(frozen=True, eq=False)
 class Analysis:
     """The analysis of a document, for this rank's heads.
+
+    It is whole, or a part: without those of `WHOLE_ONLY`, which are empty then.
 
     The tensors that selection multiplies (``mean_k``, ``local_q``, ``token_k`` and their scales) may be on
     the model's device; the others are on the CPU. The last block has the tokens that are left.
@@ -93,6 +98,16 @@ class Analysis:
         names = [each.name for each in fields(cls) if each.type == "torch.Tensor"]
         tensors: dict[str, Any] = {**dict.fromkeys(names, torch.empty(0)), **known, "begins": begins}
         return cls(len(begins), block, 1, **tensors)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the context sensitivity and the blocks' static attention are there, too."""
+        return len(self.sensitivity) == self.n_tokens
+
+    def part(self) -> Analysis:
+        """Copy it as it was before the rest was computed."""
+        none: dict[str, Any] = dict.fromkeys(WHOLE_ONLY, torch.empty(0))
+        return replace(self, **none)
 
     @property
     def layers(self) -> int:

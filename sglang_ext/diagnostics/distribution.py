@@ -30,11 +30,17 @@ class TokenTrace:
     position: int = -1
 
 
+def asks(req: Any) -> bool:
+    """True for a new request that asks for distributions or given tokens, rightly or not."""
+    params = req.sampling_params.custom_params
+    return isinstance(params, dict) and bool({DISTRIBUTION_FIELD, FORCED_FIELD} & params.keys())
+
+
 def on_request(req: Any) -> str | None:
     """Read what a new request asks for; return why it is refused, None if it is not."""
-    params = req.sampling_params.custom_params
-    if not isinstance(params, dict) or not {DISTRIBUTION_FIELD, FORCED_FIELD} & params.keys():
+    if not asks(req):
         return None
+    params = req.sampling_params.custom_params
     try:
         req.ragserve_trace = _trace(params, req.vocab_size or 2**31)
     except PlanError as error:

@@ -129,7 +129,8 @@ def _analysis_config(config: dict[str, Any], shape: Any, kv_heads: int, ranks: i
     if ranks > kv_heads:  # ranks share heads, so votes over ranks would count a head twice
         profile = replace(profile, heads=())
     return AnalysisConfig(
-        at_ingestion=config.get("analysis", "ingest") == "ingest",
+        at_ingestion=config.get("analysis", "ingest") != "lazy",
+        complete=config.get("analysis", "ingest") != "idle",
         memory_bytes=int(config.get("analysis_bytes", ANALYSIS_BYTES)) // ranks,
         cut=Cut(int(config.get("block_tokens", 0))),
         profile=profile,

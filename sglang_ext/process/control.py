@@ -119,6 +119,7 @@ def _info(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
         "prefill_kernels": current.prefill_kernels,
         "recompute_graphs": 0 if composition is None else len(composition.composer.graphs or ()),
         "samkv": runtime.profile.digest,
+        "samkv_defaults": dict(runtime.profile.completed({})),
         "strategies": [] if runtime.unsupported else list(STRATEGY_OPTIONS),
         "streaming_pool": None if current.streaming is None else current.streaming.describe(),
         "unsupported": runtime.unsupported,
@@ -146,7 +147,7 @@ def _stat(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
             "budget_bytes": runtime.documents.pool_bytes,
             "locked_tokens": runtime.tree.protected_size(),
         },
-        "analyses": {} if runtime.composition is None else runtime.composition.stage.stat(),
+        "analyses": {} if runtime.composition is None else runtime.composition.analyses.stat(),
         **below,
         "evictions": {"device": runtime.tree.documents_evicted, **below["evictions"]},
     }

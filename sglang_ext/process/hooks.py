@@ -82,7 +82,7 @@ def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args:
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     from sglang_ext.context.compose.request import is_composed
-    from sglang_ext.context.scheduler.document_pass import would_be_cut
+    from sglang_ext.context.scheduler.document_pass import waits_for_own_step
 
     running = [*(adder.running_batch.reqs if adder.running_batch is not None else ()), *adder.can_run_list]
     due = current.attention.due_tokens([*running, req]) if current.attention is not None and running else 0
@@ -96,9 +96,9 @@ def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args:
         admitted = None if current.attention is None else current.attention.admit(adder, req, add)
         if admitted is not None:
             return admitted
+        if current.composition is not None and waits_for_own_step(adder, req):
+            return AddReqResult.OTHER
         if current.composition is None or not is_composed(req):
-            if current.composition is not None and would_be_cut(adder, req):
-                return AddReqResult.OTHER
             return add()
         return current.composition.admission.admit(adder, req, add)
     finally:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +34,6 @@ class Launcher:
         """Start the scheduler and detokenizer processes and serve until stopped. Ends all child processes."""
         with without_collection():
             from sglang.srt.entrypoints import http_server
-            from sglang.srt.utils import kill_process_tree
 
         os.environ[processes.PARENT_VARIABLE] = str(os.getpid())  # read by the children
         original = http_server.uvicorn
@@ -45,7 +46,7 @@ class Launcher:
             )
         finally:
             http_server.uvicorn = original
-            kill_process_tree(os.getpid(), include_parent=False)
+            _end_children()
 
     def _serve(self, sglang_app: Any, **options: Any) -> None:
         import uvicorn
@@ -58,6 +59,20 @@ class Launcher:
         """Ask the server to finish its requests and stop."""
         if self._server is not None:
             self._server.should_exit = True
+
+
+def _end_children() -> None:
+    """Kill all children but the resource trackers of multiprocessing and of joblib. These end by themselves
+    with this process; one that is killed is started anew at exit, and complains of what it does not know."""
+    import psutil
+
+    modules = ("multiprocessing.resource_tracker", "joblib.externals.loky.backend.resource_tracker")
+    trackers = [getattr(sys.modules.get(name), "_resource_tracker", None) for name in modules]
+    spared = {getattr(tracker, "_pid", None) for tracker in trackers}
+    for child in psutil.Process().children(recursive=True):
+        if child.pid not in spared:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 def tokenizer_manager() -> Any:

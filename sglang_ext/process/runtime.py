@@ -106,7 +106,7 @@ class ContextRuntime:
                 sessions=self._sessions,
                 attention=attention,
             )
-            self.documents.on_removed = self.composition.stage.forget
+            self.documents.on_removed = self.composition.analyses.forget
         except NotComposable as error:
             self.unsupported = str(error)
         except Exception as error:  # a model that is built otherwise may fail anywhere

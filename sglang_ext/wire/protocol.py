@@ -335,6 +335,9 @@ class ContextReport:
     one_pass: bool = doc("The recompute pass computed the question too; recompute_ms includes it.", False)
     keep_reason: str = doc("Why so many tokens are kept, where the strategy chose.", "")
     recompute_reason: str = doc("Why so many are computed again, where the rule chose.", "")
+    unknown_sensitivity: tuple[int, ...] = doc(
+        "Spans whose context sensitivity was not known: the question's attention alone chose of them.", ()
+    )
     session_held: int = doc("Tokens of earlier turns that were found under the session's key.", 0)
     session_computed: int = doc("Tokens of earlier turns that were computed again.", 0)
 
@@ -344,7 +347,9 @@ class ContextReport:
 
     @classmethod
     def from_json(cls, text: str) -> ContextReport:
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        unknown = tuple(fields.pop("unknown_sensitivity", ()))
+        return cls(**fields, unknown_sensitivity=unknown)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -86,7 +86,8 @@ def started(
     data_dir: Path, *, storage: Path | None = None, start: Start = forked_server, **flags: Any
 ) -> Iterator[Server]:
     """Start a server that caches only what a test asks for. The engine's processes are forked, unless
-    ``start`` is `running_server`."""
+    ``start`` is `running_server`. It computes in float32, as `forked_server`."""
+    flags = {"dtype": "float32"} | flags
     with (
         start(data_dir=data_dir, warm_ingested=False, **flags) as running,
         running.client() as client,
@@ -125,7 +126,7 @@ def warmed_elsewhere(folder: Path, model: Path | None) -> WarmedElsewhere:
         Path(path).write_text(text)
     options = ["--namespace", namespace, "--data-dir", str(data), "--model", str(model), "--warm", "--json"]
     store = shared_folder(shared, value=0)
-    env = {f"RAGSERVE_{name.upper()}": str(value) for name, value in store.items()}
+    env = {f"RAGSERVE_{name.upper()}": str(value) for name, value in {"dtype": "float32", **store}.items()}
     with (folder / "report.json").open("wb") as report, (folder / "said.txt").open("wb") as said:
         # its engine's processes are spawned, as users' are
         command = fork_parent().start("ragserve.cli", ["ingest", *inputs, *options], env, report, said)

@@ -25,7 +25,9 @@ from tests.conftest import REPO
 @contextlib.contextmanager
 def forked_server(**options: Any) -> Iterator[RunningServer]:
     """`running_server`, for tests that do not ask how processes are started. With an accelerator they are
-    spawned, as in production."""
+    spawned, as in production. It computes in float32, so that answers can be compared with references on
+    every machine."""
+    options = {"dtype": "float32"} | options
     with contextlib.ExitStack() as stack:
         with mock.patch.object(server, "spawn", server.spawn if torch.cuda.is_available() else _forking):
             running = stack.enter_context(server.running_server(**options))

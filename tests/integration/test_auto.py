@@ -71,8 +71,9 @@ def test_calibrate_measures_every_tier_and_leaves_both_profiles(
     assert new > costs.composed_ms("epic:first=8", [(1000, "device")]), "computed first"
     assert costs.exact_ms(1000) > costs.exact_ms(1000, 900) > 0
     assert costs.exact_ms(4000) > costs.exact_ms(1000)
-    found = SAMKV.load(model / SAMKV_FILE, model_fingerprint(str(MODEL), ""))
-    assert found is not None, "beside the model, for its weights"
+    found = SAMKV.load(tmp_path / SAMKV_FILE, model_fingerprint(str(MODEL), ""))
+    assert found is not None
+    assert not (model / SAMKV_FILE).exists(), "nothing is written to a model's folder"
     assert found.probes["documents"] == 3
     assert found.stable
     assert set(found.stable) <= set(range(7, 15)), "of the later half of 15 layers"

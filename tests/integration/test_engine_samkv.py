@@ -101,8 +101,8 @@ def test_a_query_waits_for_no_analysis_that_it_does_not_need(quick_server: Any) 
     client = quick_server.client
 
     def ask(strategy: str, **options: Any) -> int:
-        """Number of analyses that one query computes."""
-        before = client.get("/rag/cache").json()["analyses"]["computed"]
+        """Number of whole analyses that one query computes."""
+        before = client.get("/rag/cache").json()["analyses"]["whole"]
         body = {"query": "Who built the bridge of Arnholm?", "namespace": "unanalysed", "strategy": strategy}
         body |= {
             "documents": [
@@ -112,11 +112,12 @@ def test_a_query_waits_for_no_analysis_that_it_does_not_need(quick_server: Any) 
         }
         answer = client.post("/rag/query", json=body | {"strategy_options": {"force": True, **options}})
         assert answer.json()["context"]["strategy"] == strategy
-        return int(client.get("/rag/cache").json()["analyses"]["computed"]) - before
+        return int(client.get("/rag/cache").json()["analyses"]["whole"]) - before
 
     assert [ask("concat"), ask("epic"), ask("cacheblend")] == [0, 0, 0]
+    assert ask("concat", recompute="sentences") == 0, "it is computed when nothing is asked"
     assert ask("concat", recompute="sensitivity") == 3
-    assert ask("samkv") == 0
+    assert ask("samkv", keep=0.3) == 0
 
 
 @pytest.mark.parametrize(

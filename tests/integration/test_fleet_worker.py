@@ -23,7 +23,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "epic": {},
     "cacheblend": {},
     "random": {},
-    "samkv": {},
+    "samkv": {"keep": 0.3},
 }
 TEXTS = {
     name: f"The observatory of {name} was founded by Mara {name}. It stands by the sea." for name in "ABC"

@@ -33,7 +33,7 @@ brought = json.loads((pathlib.Path(settings.model) / FILE_NAME).read_text())
 [prefix] = {record["prefix"] for record in records.values()}
 gate = Gate.of(settings, model=settings.model, fingerprint=fingerprint, dtype="float32", prefix=prefix)
 paths = [m.__file__ for m in (ragserve, ragserve_index, ragserve_kernels, sglang_ext)] + [settings.model]
-print(json.dumps({"paths": paths, "samkv": str(place_of(settings, "x")),
+print(json.dumps({"paths": paths, "samkv": str(place_of(settings)),
                   "verified": gate.verified()}))
 """
 CHATML = (

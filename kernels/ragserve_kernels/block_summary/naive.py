@@ -8,6 +8,7 @@ import torch
 
 from ragserve_kernels.block_summary.plan import BlockPlan, BlockSummary
 
+_AT_ONCE = 2**25  # scores of one head group
 TINY = 1e-30  # a weight that underflows to 0 has no logarithm
 
 
@@ -84,13 +85,21 @@ def sampled_weights(
     """``[sampled queries, n]``: causal attention averaged over query heads; zero at and after the query's own
     position.
     """
-    n = len(k)
+    n, group = len(k), q.shape[1] // k.shape[1]
     rows = torch.arange(n // stride, device=q.device) * stride + stride - 1
-    keys = k.to(precision).repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = torch.einsum("rhd,khd->hrk", q[rows].to(precision), keys) * scale
     columns = torch.arange(n, device=q.device)
-    weights = torch.softmax(scores.masked_fill(columns[None, :] > rows[:, None], -math.inf), -1).mean(0)
-    return weights.masked_fill(columns[None, :] >= rows[:, None], 0.0)
+    later = columns[None, :] > rows[:, None]
+    at_once = max(
+        1, _AT_ONCE // max(1, group * len(rows) * n)
+    )  # KV heads: bounds the memory of long documents
+    total = torch.zeros(len(rows), n, dtype=precision, device=q.device)
+    for first in range(0, k.shape[1], at_once):
+        heads = slice(first, first + at_once)
+        queries = q[rows, first * group : (first + at_once) * group].to(precision)
+        keys = k[:, heads].to(precision).repeat_interleave(group, 1)
+        scores = torch.einsum("rhd,khd->hrk", queries, keys).mul_(scale).masked_fill_(later, -math.inf)
+        total += torch.softmax(scores, -1).sum(0)
+    return (total / q.shape[1]).masked_fill_(columns[None, :] >= rows[:, None], 0.0)
 
 
 def outliers(exponent: torch.Tensor) -> torch.Tensor:

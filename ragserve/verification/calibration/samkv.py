@@ -125,7 +125,7 @@ async def find_and_save(
         },
         figures=found.figures | ({"signals": learned.figures} if learned else {}),
     )
-    place = place_of(settings, info.fingerprint)
+    place = place_of(settings)
     SAMKV.save(place, info.fingerprint, profile)
     return found, place
 

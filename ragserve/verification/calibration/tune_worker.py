@@ -87,7 +87,7 @@ def run(job: TuneJob) -> int:
         # A temporary cache folder: a running server may own that of the data folder.
         if (settings.data_dir / SAMKV_FILE).exists():
             shutil.copy(settings.data_dir / SAMKV_FILE, folder)
-        return run_once(settings.model_copy(update={"data_dir": Path(folder)}), work)
+        return run_once(settings.model_copy(update={"data_dir": Path(folder)}), work, measures=False)
 
 
 async def _tune(

@@ -119,6 +119,8 @@ class ComposedContext:
     failure: str | None = None  # the message that the request ends with
     missing: list[int] = field(default_factory=list)  # spans found in no tier of some rank
     analyses: dict[int, Analysis] = field(default_factory=dict)  # by span; those that the selection needs
+    complete: bool = False  # it waits for whole analyses, as what is measured does
+    unknown: list[int] = field(default_factory=list)  # spans whose context sensitivity the rule does without
     critical_layers: tuple[int, ...] = ()  # in which the question's attention counts, for rules with anchors
     analysis_ms: float = 0.0
     query_ms: float = 0.0
@@ -288,6 +290,7 @@ def report_of(context: ComposedContext) -> ContextReport:
         one_pass=outcome.fused,
         keep_reason=context.selection.reason,
         recompute_reason=_recompute_reason(context),
+        unknown_sensitivity=tuple(sorted(context.unknown)),
         session_held=context.there,
         session_computed=len(context.earlier),
     )

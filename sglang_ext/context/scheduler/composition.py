@@ -18,6 +18,7 @@ from sglang_ext.context.compose.request import ComposedContext, is_composed, rep
 from sglang_ext.context.compose.stage_timer import StageTimer
 from sglang_ext.context.scheduler import recall_probe, sglang_req
 from sglang_ext.context.scheduler.admission import Admission
+from sglang_ext.context.scheduler.document_analyses import DocumentAnalyses
 from sglang_ext.context.scheduler.document_pass import DocumentPass
 from sglang_ext.context.scheduler.document_scorer import DocumentScorer
 from sglang_ext.context.scheduler.metrics import context_metrics
@@ -31,6 +32,7 @@ from sglang_ext.context.selection.base import keeps_all
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.strategies import ModelShape, partial_selection
+from sglang_ext.diagnostics import distribution
 from sglang_ext.documents.session_pages import SessionPages
 from sglang_ext.kv_offload.base import SparseDecoding
 from sglang_ext.ranks.ranks import Ranks
@@ -52,12 +54,14 @@ ANALYSIS_BYTES = 2**30  # default memory for decoded analyses
 class AnalysisConfig:
     """The settings of documents' analysis.
 
-    ``at_ingestion``: when they are prefilled, unless their plans say otherwise; else at the first use that
-    needs it. ``memory_bytes``: budget of decoded analyses. ``profile``: the model's defaults of `samkv`.
-    ``prefix``: token ids that documents are prefilled behind; none to prefill them alone.
+    ``at_ingestion``: their whole analysis is computed when they are prefilled, if their plans ask for
+    it. ``complete``: requests that read it wait until it is computed; else they do without.
+    ``memory_bytes``: budget of decoded analyses. ``profile``: the model's defaults of `samkv`. ``prefix``:
+    token ids that documents are prefilled behind; none to prefill them alone.
     """
 
     at_ingestion: bool = True
+    complete: bool = True
     memory_bytes: int = ANALYSIS_BYTES
     cut: Cut = field(default_factory=Cut)
     profile: Profile = field(default_factory=Profile)
@@ -129,6 +133,14 @@ class Composition:
             prefix=config.prefix,
         )
         selector = Selector(rotation, analyser, ranks)
+        self.analyses = DocumentAnalyses(
+            analyser,
+            tiers,
+            ranks,
+            device=self._device,
+            memory_bytes=config.memory_bytes,
+            complete=config.complete,
+        )
         self.stage = SelectionStage(
             model_runner,
             locator=self._locator,
@@ -137,7 +149,7 @@ class Composition:
             query_pass=QueryPass(model_runner, self.composer, tree.token_to_kv_pool_allocator),
             selector=selector,
             ranks=ranks,
-            memory_bytes=config.memory_bytes,
+            analyses=self.analyses,
             stable=config.profile.stable,
         )
         self.admission = Admission(
@@ -146,16 +158,16 @@ class Composition:
         self._documents = DocumentPass(
             model_runner,
             tree.req_to_token_pool.req_to_token,
-            self.stage.analyse_all,
-            self.stage.prefill if config.prefix else None,
+            self.analyses.analyse_all,
+            self.analyses.prefill if config.prefix else None,
             possible=self.composer.fused_question.possible,
         )
-        self._scorer = DocumentScorer(model_runner, rotation, self.stage, ranks)
+        self._scorer = DocumentScorer(model_runner, rotation, self.analyses, ranks)
         self._turns = SessionAttention(
             model_runner, tree, rotation=rotation, analyser=analyser, selector=selector, ranks=ranks
         )
         self._engine = recall_probe.ProbeEngine(
-            model_runner, rotation, analyser, selector, self.stage.analyse, self._shape
+            model_runner, rotation, analyser, selector, self.analyses.analyse, self._shape
         )
 
     def attach(self, req: Any, plan: ContextPlan, keys: tuple[str, ...]) -> None:
@@ -166,7 +178,8 @@ class Composition:
                 "a session keeps its documents whole, because later questions are about other parts of them: "
                 "use a strategy that keeps all tokens where they are, such as concat or prefix"
             )
-        context = ComposedContext(plan, array("q", req.origin_input_ids), keys, partial)
+        ids = array("q", req.origin_input_ids)
+        context = ComposedContext(plan, ids, keys, partial, complete=distribution.asks(req))
         if partial.needs_analysis:
             self.stage.add(context)
         else:
@@ -196,7 +209,8 @@ class Composition:
         """
         stages.run_alike("offsets", stages.ending(batch.reqs), self._note_offsets, batch)
         if self._documents.takes(batch):
-            stages.run("document", stages.ending(batch.reqs), self._documents.replace, batch)
+            self._computed(batch.reqs, self._documents.run)
+            self._documents.replaced(batch)
             return False
         new = [r for r in batch.reqs if is_composed(r) and not r.ragserve.filled]
         if not new:
@@ -267,15 +281,29 @@ class Composition:
             self.composer.gather.finish()  # or loads would write to slots that are free again
 
         stages.run("extended", finish, self._extended)
-        for req in self._documents.follow(batch):
-            stages.run("document", stages.ending([req]), self._documents.run, [req])
+        self._computed(self._documents.follow(batch), self._documents.run)
         for req in batch.reqs:
             document = getattr(req, "ragserve", None)
             if not isinstance(document, DocumentRequest) or getattr(req, "ragserve_private", False):
                 continue  # an ordinary request, or a document that was removed meanwhile
             complete = req.extend_range.end >= len(document.ids)
-            if document.analyse and document.analysis is None and complete:
+            if (
+                document.analyse
+                and complete
+                and (document.analysis is None or not document.analysis.is_whole)
+            ):
                 stages.run("document", stages.ending([req]), self._analyse, document)
+
+    @staticmethod
+    def _computed(reqs: Sequence[Any], work: Callable[[Sequence[Any]], None]) -> None:
+        """Compute documents together; where that fails one by one, so that only those end whose own does."""
+
+        def each(message: str) -> None:
+            for req in reqs:
+                stages.run("document", stages.ending([req]), work, [req])
+
+        if reqs:
+            stages.run("document", each if len(reqs) > 1 else stages.ending(reqs), work, reqs)
 
     def _extended(self) -> None:
         timer, self._timer = self._timer, None
@@ -284,7 +312,7 @@ class Composition:
             timer.mark("extend")
 
     def _analyse(self, document: DocumentRequest) -> None:
-        document.analysis = self.stage.analyse(document.key, document.ids)
+        document.analysis = self.analyses.analyse(document.key, document.ids)
 
     def before_result(self, batch: Any) -> None:
         """Send the reports of an extend batch with its tokens, which SGLang is about to wait for anyway."""

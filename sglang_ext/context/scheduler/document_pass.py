@@ -2,13 +2,14 @@
 their K and V anyway.
 
 Where a batch has nothing but documents, the pass takes the place of SGLang's forward pass. In other batches
-it follows that pass and writes over what SGLang has computed of documents without the prefix.
+it follows that pass and writes over what SGLang has computed of documents without the prefix. Admission
+keeps documents and other requests apart, so such batches are rare.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,9 +20,16 @@ from sglang_ext.context.scheduler.sglang_req import DocumentRequest
 from sglang_ext.diagnostics.distribution import is_traced
 
 TOGETHER = 4096  # tokens of documents in one pass: bounds its memory
+_PATIENCE = 4  # steps that others may take first
 
-AnalyseAll = Callable[[Sequence[DocumentRequest], Keep], list[Analysis]]
-"""Analyses documents together and hands over their K and V by layer (`Analyser.analyse_all`)."""
+
+class AnalyseAll(Protocol):
+    """Analyses documents together and hands over their K and V by layer (`Analyser.analyse_all`)."""
+
+    def __call__(
+        self, documents: Sequence[DocumentRequest], keep: Keep, *, whole: bool
+    ) -> list[Analysis]: ...
+
 
 Prefill = Callable[[Sequence[DocumentPart], Keep], None]
 """Prefills parts of documents together behind the prefix (`Analyser.prefill`)."""
@@ -58,12 +66,11 @@ class DocumentPass:
             and batch.forward_mode.name == "EXTEND"
             and not (batch.return_logprob or batch.return_hidden_states)
             and all(map(_is_only_for_the_cache, batch.reqs))
-            and (self._prefill is not None or all(map(_is_whole, batch.reqs)))
+            and (self._prefill is not None or all(map(_is_complete, batch.reqs)))
         )
 
-    def replace(self, batch: Any) -> None:
-        """Compute a batch that the pass `takes`, in place of SGLang's forward pass."""
-        self.run(batch.reqs)
+    def replaced(self, batch: Any) -> None:
+        """`run` has taken the place of SGLang's forward pass of a batch that the pass `takes`."""
         self._done, self._replaced = len(batch.reqs), True
 
     def follow(self, batch: Any) -> list[Any]:
@@ -75,16 +82,18 @@ class DocumentPass:
     @torch.no_grad()
     def run(self, reqs: Sequence[Any]) -> None:
         """Write the K and V of what the batch extends of documents to their slots, and attach the analyses of
-        whole documents.
+        complete documents: whole ones of those to analyse.
         """
-        for group in _groups([req for req in reqs if _is_whole(req)]):
-            self._run_whole(group)
-        for group in _groups([req for req in reqs if not _is_whole(req)]):
+        complete = [req for req in reqs if _is_complete(req)]
+        for whole in (False, True):
+            for group in _groups([req for req in complete if req.ragserve.analyse == whole]):
+                self._run_complete(group, whole=whole)
+        for group in _groups([req for req in reqs if not _is_complete(req)]):
             self._run_parts(group)
 
-    def _run_whole(self, reqs: Sequence[Any]) -> None:
+    def _run_complete(self, reqs: Sequence[Any], *, whole: bool) -> None:
         documents = [req.ragserve for req in reqs]
-        analyses = self._analyse(documents, self._keep(reqs))
+        analyses = self._analyse(documents, self._keep(reqs), whole=whole)
         for document, analysis in zip(documents, analyses, strict=True):
             document.analysis = analysis
 
@@ -135,14 +144,19 @@ class DocumentPass:
         self._done = 0
 
 
-def would_be_cut(adder: Any, req: Any) -> bool:
-    """True for a document to analyse of which only a part fits the step's token budget beside what the step
-    has. It waits for the next step: cut in two, it and all documents beside it would be prefilled twice.
+def waits_for_own_step(adder: Any, req: Any) -> bool:
+    """True for a request that waits for the next step, so that nothing is prefilled twice: a document beside
+    what is none, or the other way round, and a document of which only a part fits the step's token budget
+    beside what the step has. A request waits for `_PATIENCE` steps at most.
     """
-    document, left = getattr(req, "ragserve", None), adder.rem_chunk_tokens
-    if not isinstance(document, DocumentRequest) or not document.analyse or left is None:
+    if not adder.can_run_list or getattr(req, "ragserve_waited", 0) >= _PATIENCE:
         return False
-    return bool(adder.can_run_list) and len(document.ids) > left
+    document, left = _document_of(req), adder.rem_chunk_tokens
+    is_alike = (document is None) == (_document_of(adder.can_run_list[0]) is None)
+    if is_alike and (document is None or left is None or len(document.ids) <= left):
+        return False
+    req.ragserve_waited = getattr(req, "ragserve_waited", 0) + 1
+    return True
 
 
 def _document_of(req: Any) -> DocumentRequest | None:
@@ -158,10 +172,13 @@ def _is_only_for_the_cache(req: Any) -> bool:
     return plain and _document_of(req) is not None
 
 
-def _is_whole(req: Any) -> bool:
-    """True for a document to analyse that is computed from its first token to its last."""
+def _is_complete(req: Any) -> bool:
+    """True for a document that is computed from its first token to its last, and is no longer than what one
+    pass may have. Texts that prompts begin with have no analysis."""
     document = _document_of(req)
-    return document is not None and document.analyse and _range(req) == (0, len(document.ids))
+    if document is None or document.first or len(document.ids) > TOGETHER:
+        return False
+    return _range(req) == (0, len(document.ids))
 
 
 def _range(req: Any) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sglang_ext.analysis.forward import LayerState, Text, run
-from sglang_ext.context.scheduler.selection_stage import SelectionStage
+from sglang_ext.context.scheduler.document_analyses import DocumentAnalyses
 from sglang_ext.context.selection.document_scores import document_scores
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.tensors.rope import Rotation
@@ -27,10 +27,12 @@ _QUESTION_TOKENS = 256  # the last ones of a longer question
 class DocumentScorer:
     """Answers the operation on one rank. Scheduler thread only."""
 
-    def __init__(self, model_runner: Any, rotation: Rotation, stage: SelectionStage, ranks: Ranks) -> None:
+    def __init__(
+        self, model_runner: Any, rotation: Rotation, analyses: DocumentAnalyses, ranks: Ranks
+    ) -> None:
         self._runner = model_runner
         self._rotation = rotation
-        self._stage = stage
+        self._analyses = analyses
         self._ranks = ranks
         self._device = torch.device(model_runner.device)
 
@@ -46,11 +48,11 @@ class DocumentScorer:
         namespace = str(body["namespace"])
         keys = [document_key(namespace, fingerprint, array("q", ids)) for ids in body["documents"]]
         lengths = {key: len(ids) for key, ids in zip(keys, body["documents"], strict=True)}
-        found = self._stage.stored(lengths)
+        found = self._analyses.stored(lengths)
         if found is None and not self._ranks.all_agree(time.time() >= until):
             return {"pending": until}
         if found is None:
-            found = self._stage.stored(lengths, wait=False) or {}
+            found = self._analyses.stored(lengths, wait=False) or {}
         by_key: dict[str, float | None] = dict.fromkeys(keys)
         if found:
             queries = self._queries(system, question)

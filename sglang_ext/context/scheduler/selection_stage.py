@@ -17,19 +17,16 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from sglang_ext.analysis.analyser import Analyser, DocumentPart, Keep
-from sglang_ext.analysis.analysis_cache import AnalysisCache
-from sglang_ext.analysis.document_analysis import Analysis, Cut, SummaryError
+from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.context.compose.locate import Locator
 from sglang_ext.context.compose.request import ComposedContext
+from sglang_ext.context.scheduler.document_analyses import AnalysisName, DocumentAnalyses, WantedAnalysis
 from sglang_ext.context.scheduler.query_pass import QueryPass
-from sglang_ext.context.scheduler.sglang_req import DocumentRequest
 from sglang_ext.context.selection.base import ContextSelection, PartialSelection
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.samkv import Chosen
@@ -44,10 +41,7 @@ if TYPE_CHECKING:
     from sglang_ext.documents.tier_store import TierStore
 
 log = logging.getLogger(__name__)
-_ANALYSED_TOKENS = 8192  # document tokens analysed in one scheduler step; bounds how long decoding waits
 _FAILED, _MISSING, _WAIT, _READY = range(4)  # votes; the lowest of any rank decides
-AnalysisName = tuple[str, int, int]
-"""Identifies an analysis: the document's key, block size and number of local blocks."""
 
 
 class SelectionStage:
@@ -63,12 +57,11 @@ class SelectionStage:
         query_pass: QueryPass,
         selector: Selector,
         ranks: Ranks,
-        memory_bytes: int,
+        analyses: DocumentAnalyses,
         stable: Sequence[int] = (),
     ) -> None:
-        """``memory_bytes``: budget of decoded analyses. ``stable``: layers over which P is averaged; empty
-        for the built-in ones.
-        """
+        """``stable``: layers over which P is averaged; empty for the built-in ones."""
+        self.analyses = analyses
         self._runner = model_runner
         self._locator = locator
         self._tiers = tiers
@@ -77,11 +70,8 @@ class SelectionStage:
         self._selector = selector
         self._ranks = ranks
         self._stable = stable
-        self._cache = AnalysisCache(memory_bytes)
-        self._computed = self._prefilled = 0
         self._waiting: list[ComposedContext] = []
         self._step: Callable[[], Any] = lambda: None
-        self._reads: dict[str, Any] = {}  # reads of stored analyses under way, by document key
 
     def add(self, context: ComposedContext) -> None:
         """Add a new request whose selection is not final."""
@@ -131,75 +121,7 @@ class SelectionStage:
         """
         there = {id(getattr(req, "ragserve", None)) for req in queued}
         self._waiting = [context for context in self._waiting if id(context) in there]
-        wanted = {key for context in self._waiting for key in context.keys}
-        self._reads = {key: read for key, read in self._reads.items() if key in wanted}
-
-    def analyse(self, key: str, ids: Sequence[int]) -> Analysis:
-        """Return a document's analysis with the server's cut; computes it unless it is in memory."""
-        cut = self._analyser.cut
-        known = self._cache.get(key, self._analyser.block_of(len(ids), cut), cut.local_blocks)
-        if self._ranks.all_agree(known is not None) and known is not None:
-            return known
-        return self._compute(key, ids, cut)
-
-    def analyse_all(self, documents: Sequence[DocumentRequest], keep: Keep) -> list[Analysis]:
-        """Analyse documents with the server's cut in one pass, and hand over their K and V by layer."""
-        with stages.together():
-            made = self._analyser.analyse_all([document.ids for document in documents], keep=keep)
-        self._computed += len(made)
-        self._prefilled += len(made)
-        for document, analysis in zip(documents, made, strict=True):
-            self._cache.put(document.key, analysis)
-        return made
-
-    def prefill(self, parts: Sequence[DocumentPart], keep: Keep) -> None:
-        """Prefill parts of documents behind the prefix in one pass, and hand over their K and V by layer."""
-        with stages.together():
-            self._analyser.prefill(parts, keep)
-
-    def stored(self, documents: Mapping[str, int], *, wait: bool = True) -> dict[str, Analysis] | None:
-        """Return the analyses, with the server's cut, of those of ``documents`` (tokens by key) that have
-        one on every rank, in order. None while some are read, unless told not to ``wait`` for them.
-        """
-        cut = self._analyser.cut
-        with stages.together():  # the first time, they are looked for
-            heads = self._analyser.heads if documents else []
-        have = {
-            key: self._known((key, self._analyser.block_of(n, cut), cut.local_blocks), n, heads)
-            for key, n in documents.items()
-        }
-        votes = self._ranks.min_votes([_vote_of(known) for known in have.values()])
-        if wait and _WAIT in votes:
-            return None
-        return {
-            key: known
-            for (key, known), vote in zip(have.items(), votes, strict=True)
-            if vote == _READY and isinstance(known, Analysis)
-        }
-
-    def stat(self) -> dict[str, int]:
-        """Figures of the analyses in memory; ``computed`` counts those made since the start, ``prefilled``
-        those whose pass was the document's prefill as well.
-        """
-        return self._cache.stat() | {"computed": self._computed, "prefilled": self._prefilled}
-
-    def forget(self, keys: Sequence[str] | None) -> None:
-        """Drop the analyses of removed documents. With None some were removed: the others are read again from
-        their tiers.
-        """
-        if keys is None:
-            self._cache.clear()
-            self._reads.clear()
-        for key in keys or ():
-            self._cache.remove(key)
-            self._reads.pop(key, None)
-
-    def _compute(self, key: str, ids: Sequence[int], cut: Cut) -> Analysis:
-        with stages.together():
-            analysis = self._analyser.analyse(ids, cut)
-        self._computed += 1
-        self._cache.put(key, analysis)
-        return analysis
+        self.analyses.read_only({key for context in self._waiting for key in context.keys})
 
     def _located(self) -> list[int]:
         """Find what the waiting requests read, and return their votes. Every rank's misses go along: what one
@@ -230,13 +152,16 @@ class SelectionStage:
 
     def _analyse(self, contexts: Sequence[ComposedContext]) -> None:
         """Find or compute the documents' analyses. A document that fails fails the requests that have it."""
-        wanted: dict[AnalysisName, tuple[Any, Cut]] = {}
+        wanted: dict[AnalysisName, WantedAnalysis] = {}
         for context in contexts:
+            complete = self.analyses.complete or context.complete
+            level = context.partial.analysis_wanted(complete=complete)
             for number, name in self._analyses_of(context).items():
                 span = context.plan.spans[number]
-                wanted.setdefault(name, (context.ids[span.start : span.end], context.partial.cut))
+                ids = context.ids[span.start : span.end]
+                asked = wanted.setdefault(name, WantedAnalysis(ids, context.partial.cut))
+                asked.level = max(asked.level, level)
         with stages.together():  # the first time, they are looked for
-            heads = self._analyser.heads if wanted else []
             for context in contexts:
                 if context.partial.rule.reads_anchors:
                     context.critical_layers = self._analyser.critical_layers
@@ -244,37 +169,15 @@ class SelectionStage:
         def fail(name: AnalysisName, message: str) -> None:
             failing([c for c in contexts if name in self._analyses_of(c).values()])(message)
 
-        have = {
-            name: stages.run("stored analysis", partial(fail, name), self._known, name, len(ids), heads)
-            for name, (ids, _) in wanted.items()
-        }
-        votes = self._ranks.min_votes([_vote_of(known) for known in have.values()])
-        found: dict[AnalysisName, Analysis] = {}
-        room, started = _ANALYSED_TOKENS, time.perf_counter()
-        for (name, (ids, cut)), vote in zip(wanted.items(), votes, strict=True):
-            known = have[name]
-            if vote == _READY and isinstance(known, Analysis):
-                found[name] = known
-            elif vote == _FAILED:
-                fail(name, stages.ELSEWHERE)
-            elif vote == _MISSING and (room == _ANALYSED_TOKENS or room >= len(ids)):
-                room -= len(ids)
-                made = stages.run(
-                    "new analysis", partial(fail, name), self._compute_and_keep, name[0], ids, cut
-                )
-                if made is not None:
-                    found[name] = made
+        started = time.perf_counter()
+        found = self.analyses.find(wanted, fail)
         spent = (time.perf_counter() - started) * 1e3
         for context in contexts:
             names = self._analyses_of(context)
             context.analyses.update({number: found[name] for number, name in names.items() if name in found})
             context.analysis_ms += spent if names else 0.0
-
-    def _compute_and_keep(self, key: str, ids: Sequence[int], cut: Cut) -> Analysis:
-        analysis = self._compute(key, ids, cut)
-        if cut == self._analyser.cut:
-            self._tiers.put_summary(key, analysis.encode())
-        return analysis
+            if context.partial.rule.reads_sensitivity:
+                context.unknown = [n for n, analysis in context.analyses.items() if not analysis.is_whole]
 
     def _analyses_of(self, context: ComposedContext) -> dict[int, AnalysisName]:
         """Analyses that a context needs and does not have yet, by span number."""
@@ -290,34 +193,6 @@ class SelectionStage:
             for number, span in enumerate(context.plan.spans)
             if number and number not in context.analyses
         }
-
-    def _known(self, name: AnalysisName, n_tokens: int, heads: Sequence[tuple[int, int]]) -> Analysis | int:
-        """An analysis that is in memory or in a tier; _WAIT while it is read, _MISSING if it has to be
-        computed.
-        """
-        key, block, local_blocks = name
-        found = self._cache.get(*name)
-        if found is not None:
-            return found
-        read = self._reads.pop(key, None) or self._tiers.summary(key)
-        if not read.done():
-            self._reads[key] = read
-            return _WAIT
-        if read.data is None:
-            return _MISSING
-        try:
-            found = Analysis.decode(read.data, n_tokens).placed(torch.device(self._runner.device))
-        except SummaryError as error:
-            log.warning("the stored analysis of document %s is not used: %s", key, error)
-            return _MISSING
-        if (found.block, found.local_blocks) != (block, local_blocks):
-            return _MISSING  # the request cuts documents in another way than the server
-        if [tuple(head) for head in found.heads.tolist()] != list(heads):
-            return _MISSING  # made with other retrieval heads
-        if found.basis != self._analyser.basis:
-            return _MISSING  # made with another tokenizer or other unrelated texts
-        self._cache.put(key, found)
-        return found
 
     def _select(self, contexts: Sequence[ComposedContext]) -> None:
         """Run query passes for the contexts that need them, then the selections."""
@@ -441,9 +316,3 @@ def failing(contexts: Sequence[ComposedContext]) -> Callable[[str], None]:
             context.fail(message)
 
     return fail
-
-
-def _vote_of(known: Analysis | int | None) -> int:
-    if known is None:
-        return _FAILED
-    return known if isinstance(known, int) else _READY

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import torch
 
@@ -19,6 +20,14 @@ from sglang_ext.context.selection.profile import Profile
 from sglang_ext.context.selection.recompute_rules import Kept, Rule
 from sglang_ext.wire.protocol import ContextPlan
 from sglang_ext.wire.request_options import SamKvOptions
+
+
+class Wanted(IntEnum):
+    """How much of a document's analysis a selection reads."""
+
+    SENTENCES = 0  # where its sentences begin
+    KEYS = 1  # and the means and keys that sentences are scored by
+    WHOLE = 2
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,15 @@ class PartialSelection:
     @property
     def needs_analysis(self) -> bool:
         return self.selects or (self.rule.needs_analysis and len(self.plan.spans) > 1)
+
+    def analysis_wanted(self, *, complete: bool) -> Wanted:
+        """How much of an analysis the selection reads, where it reads one. ``complete``: rule `sentences`
+        waits for the context sensitivity; else it does without that of documents where it is not known."""
+        of_blocks = self.selects and self.samkv is not None and not self.samkv.by_sentence
+        whole = of_blocks or self.rule.name in ("sensitivity", "outliers", "anchors")
+        if whole or (complete and self.rule.reads_sensitivity):
+            return Wanted.WHOLE
+        return Wanted.KEYS if self.selects else Wanted.SENTENCES
 
     def settle(
         self, analyses: Sequence[Analysis] = (), chosen: torch.Tensor | None = None

@@ -95,6 +95,11 @@ class Rule:
         return RULES[self.name].needs_analysis
 
     @property
+    def reads_sensitivity(self) -> bool:
+        """The rule reads the documents' context sensitivity."""
+        return self.name in ("sensitivity", "sentences")
+
+    @property
     def needs_question_attention(self) -> bool:
         """The rule reads the question's attention, which is known once the context is composed."""
         return RULES[self.name].needs_question_attention
@@ -121,6 +126,19 @@ class Kept:
     def first(self) -> int:
         """Position of the first document token."""
         return self.plan.spans[0].end
+
+    @cached_property
+    def sensitivity(self) -> torch.Tensor:
+        """f32 [document tokens]: the documents' context sensitivity. Where a document's is not known yet,
+        each of its tokens has the mean of the others', or 1."""
+        known = [analysis.sensitivity for analysis in self.analyses if analysis.is_whole]
+        mean = float(torch.cat(known).mean()) if known else 1.0
+        return torch.cat(
+            [
+                each.sensitivity if each.is_whole else torch.full((each.n_tokens,), mean)
+                for each in self.analyses
+            ]
+        )
 
     @cached_property
     def live(self) -> tuple[Ints, npt.NDArray[np.float32]]:
@@ -218,7 +236,7 @@ def _random(kept: Kept, rule: Rule) -> torch.Tensor:
 
 def _sensitivity(kept: Kept, rule: Rule) -> torch.Tensor:
     """The share whose values depend most on the text before their document (docs/methods.md, section 6)."""
-    return kept.best(torch.cat([analysis.sensitivity for analysis in kept.analyses]), rule)
+    return kept.best(kept.sensitivity, rule)
 
 
 def _question(kept: Kept, rule: Rule) -> torch.Tensor:
@@ -236,7 +254,8 @@ def _sentences(kept: Kept, rule: Rule) -> torch.Tensor:
     them. A document's first sentence, often its title, counts with at least `_OPENING` of the question's
     highest attention to the document: "Continued", "Part 2" or "It" link the document to another one.
     Sentences are taken by score until the share is spent, equal scores in text order; the last one is cut.
-    If the question attends to no kept token, sensitivity alone decides.
+    If the question attends to no kept token, sensitivity alone decides. Between documents whose sensitivity
+    is not known yet, the question's attention alone does.
 
     Before all sentences come the first ``first`` tokens of every document (EPIC), or as many of each as the
     share pays for: keys on which a single document parks attention also draw the question's attention when
@@ -260,7 +279,7 @@ def _sentences(kept: Kept, rule: Rule) -> torch.Tensor:
     opens = sentence[leading] == whole.opening[document[leading]]
     opening = leading[opens]
     relevance[opening] = np.maximum(relevance[opening], _OPENING * highest[opens])
-    sensitivity = torch.cat([analysis.sensitivity for analysis in kept.analyses]).numpy()[live] * weight
+    sensitivity = kept.sensitivity.numpy()[live] * weight
     score = np.add.reduceat(sensitivity, begin) / tokens
     if (relevance > 0).any():
         score *= relevance

@@ -10,7 +10,7 @@ import torch
 from ragserve_kernels.block_summary import BlockPlan, block_summary_naive
 from sglang_ext.analysis import forward
 from sglang_ext.analysis.analyser import Analyser, DocumentPart
-from sglang_ext.analysis.document_analysis import Cut
+from sglang_ext.analysis.document_analysis import Analysis, Cut
 from sglang_ext.analysis.retrieval_heads import best_layers
 from sglang_ext.analysis.texts import Texts
 from tests.analyses import local_queries, mean_keys
@@ -107,6 +107,38 @@ def test_a_batch_has_the_values_of_whole_texts(
                 keys[:, number].double(), wanted_of[layer][1][:, head], rtol=0.0, atol=0.05
             )
     assert len(kept) == LAYERS
+
+
+def test_without_sensitivity_one_copy_is_computed_and_all_else_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows: list[int] = []
+
+    def counted(runner: Any, texts: Any, observe: Any) -> None:
+        rows.append(sum(len(text.ids) for text in texts))
+        forward.run(runner, texts, observe)
+
+    runner = runner_of(8, 9)
+    runner.token_to_kv_pool.head_num, runner.token_to_kv_pool.dtype = KV_HEADS, torch.float32
+    prefix, documents = drawn(33, 6), [drawn(63, 7), drawn(1, 8), drawn(40, 9)]
+    texts = Texts([drawn(20, 1), drawn(20, 2)], torch.zeros(VOCABULARY, dtype=torch.bool))
+    analyser = Analyser(runner, lambda: texts, Cut(), [(0, 1)], rotation=ROTATION, prefix=prefix)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    whole = analyser.analyse_all(documents, keep=lambda layer, k, v: kept.append((k.clone(), v.clone())))
+    monkeypatch.setattr("sglang_ext.analysis.analyser.run", counted)
+    again: list[tuple[torch.Tensor, torch.Tensor]] = []
+    part = analyser.analyse_all(
+        documents, keep=lambda layer, k, v: again.append((k.clone(), v.clone())), whole=False
+    )
+    assert rows == [104]
+    for one, other in zip(whole, part, strict=True):
+        assert (one.is_whole, other.is_whole) == (True, False)
+        decoded = Analysis.decode(other.encode(), other.n_tokens)
+        for name, wanted in one.part()._tensors().items():
+            torch.testing.assert_close(getattr(decoded, name), wanted, rtol=1e-4, atol=1e-5)
+    for (k, v), (k2, v2) in zip(kept, again, strict=True):
+        torch.testing.assert_close(k, k2, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(v, v2, rtol=1e-4, atol=1e-5)
 
 
 def test_with_given_heads_only_the_text_before_documents_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:

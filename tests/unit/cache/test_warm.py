@@ -18,6 +18,7 @@ import pytest
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.cache import lock as serving
 from ragserve.cache import warm
+from ragserve.cache.cold_documents import submit_cold
 from ragserve.cache.warm import KIND, Warmer, submit_warm
 from ragserve.commands import warm as command
 from ragserve.config import DEFAULT_MODEL, Settings, load
@@ -395,3 +396,26 @@ def test_settings_with_which_nothing_would_be_left(
         command.check_warm(other)
     with pytest.raises(InvalidRequest, match="needs a server"):
         command.check_warm(settings, repeated=True)
+
+
+def test_what_was_ingested_before_the_start_is_warmed_newest_first_within_the_room(
+    warmer: Warmer, store: IndexStore, engine: Cache, prompts: PromptBuilder
+) -> None:
+    store.ensure_namespace("empty", embedder="e", dim=4)
+    store.ensure_namespace("later", embedder="e", dim=4)
+    time.sleep(0.01)
+    store.replace_documents("later", [document("new", 2)])
+    per_document = 3 * (60 + 16)
+    assert submit_cold(store, 2 * (60 + 16) + 3 * per_document) == 4
+    jobs = {job.namespace: job for job in warmer.jobs.list(state="queued")}
+    assert {name: job.n_items for name, job in jobs.items()} == {"later": 1, "n": 3}
+    assert all(job.spec["background"] for job in jobs.values())
+    assert submit_cold(store, None) == 0, "those go on"
+    for job in jobs.values():
+        warmer.run(job.job_id)
+    assert len(engine.computed) == 1 + 2 + 3 * 3, "the system text, too"
+    assert submit_cold(store, None) == 5
+    computed = len(engine.computed)
+    for job in warmer.jobs.list(state="queued"):
+        warmer.run(job.job_id)
+    assert len(engine.computed) == computed + 3, "what is cached is not computed again"

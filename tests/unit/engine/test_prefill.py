@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ragserve.engine import later_analyses
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.engine.prefill import ROUNDS, Documents
 from ragserve.engine.stream import DocumentsMissing
@@ -35,6 +36,7 @@ class Engine:
         self.dialogues: set[tuple[int, ...]] = set()  # beginnings of what a session's key has
         self.asked: list[list[int]] = []  # prompts of composed requests
         self.largest = 1000  # tokens of an exact prompt
+        self.unknown: tuple[int, ...] = ()  # spans whose sensitivity composed requests do without
         self.documents = Documents(self._run, self._run_together)
 
     async def _run(self, fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
@@ -53,7 +55,10 @@ class Engine:
             if held:
                 there = max(n for n in range(held, spans[0][1] + 1) if tuple(ids[:n]) in self.dialogues)
             report = ContextReport(
-                "concat", 1, 1, 0, {}, 0.0, 0.0, 0.0, session_held=there, session_computed=spans[0][1] - there
+                *("concat", 1, 1, 0, {}, 0.0, 0.0, 0.0),
+                session_held=there,
+                session_computed=spans[0][1] - there,
+                unknown_sensitivity=self.unknown,
             )
             if not self.forgets:
                 self.dialogues |= {tuple(ids[:end]) for end in range(1, len(ids) + 1)}
@@ -112,6 +117,51 @@ def test_all_that_a_query_lacks_is_prefilled_in_one_message_and_not_analysed() -
         assert [r["rid"].rpartition("-")[0] for r in engine.messages[0]] == ["q-document"] * 2
         await answer(engine, request([3, 3], [2]))
         assert len(engine.messages) == 1
+
+    asyncio.run(work())
+
+
+def test_the_time_of_documents_that_were_computed_is_a_stage_of_its_own() -> None:
+    async def work() -> None:
+        engine = Engine()
+        asked = request([1, 1], [2], [3, 3])
+        cold, warm = await answer(engine, asked), await answer(engine, asked)
+        assert cold.timings.documents_tokens == 5
+        assert cold.timings.documents_ms is not None
+        assert cold.timings.documents_ms > 0
+        assert (warm.timings.documents_ms, warm.timings.documents_tokens) == (None, None)
+
+    asyncio.run(work())
+
+
+def test_what_a_question_did_without_is_analysed_when_nothing_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(later_analyses, "QUIET_S", 0.02)
+
+    async def work() -> None:
+        engine = Engine()
+        asked = replace(request([1, 1], [2], [3, 3], [4] * 5000), unregistered=[2])
+        await answer(engine, asked)
+        engine.unknown = (1, 2, 3)
+        await answer(engine, asked)
+        busy = engine.documents.generate(replace(request([1, 1]), strategy="full"))
+        await anext(busy)
+        await asyncio.sleep(0.1)
+        assert engine.analysed == [False] * 4, "not while a request is being answered"
+        await busy.aclose()
+        for _ in range(200):
+            if len(engine.messages) == 3:
+                break
+            await asyncio.sleep(0.01)
+        assert engine.prefilled[1:] == [[[3, 3]], [[2]]], "the newest first, and none that takes long"
+        assert engine.analysed[4:] == [True, True]
+        plans = (each[0]["sampling_params"]["custom_params"][PLAN_FIELD] for each in engine.messages[1:])
+        assert [json.loads(plan)["options"]["lasting"] for plan in plans] == [False, True]
+        await answer(engine, asked)
+        await engine.documents.close()
+        await asyncio.sleep(0.1)
+        assert len(engine.messages) == 3, "a server that stops analyses nothing more"
 
     asyncio.run(work())
 

@@ -58,13 +58,19 @@ def batch() -> Any:
 
 
 def pass_of(runner: Any, analyser: Analyser, table: torch.Tensor, **options: Any) -> DocumentPass:
-    def analyse(documents: Any, keep: Any) -> Any:
-        return analyser.analyse_all([document.ids for document in documents], keep=keep)
+    def analyse(documents: Any, keep: Any, *, whole: bool) -> Any:
+        every = [document.ids for document in documents]
+        return analyser.analyse_all(every, keep=keep, whole=whole)
 
     return DocumentPass(runner, table, analyse, **{"possible": True} | options)
 
 
-@pytest.fixture(params=[4096, 110], ids=["together", "in two passes"])
+def replace(work: DocumentPass, todo: Any) -> None:
+    work.run(todo.reqs)
+    work.replaced(todo)
+
+
+@pytest.fixture(params=[4096, 111], ids=["together", "in two passes"])
 def done(
     request: pytest.FixtureRequest, runner: Any, analyser: Analyser, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, torch.Tensor, DocumentPass]:
@@ -72,7 +78,7 @@ def done(
     table = torch.randperm(400, generator=torch.Generator().manual_seed(5))[: 3 * 130].view(3, 130).int()
     work, todo = pass_of(runner, analyser, table), batch()
     assert work.takes(todo)
-    work.replace(todo)
+    replace(work, todo)
     return todo, table, work
 
 
@@ -122,22 +128,33 @@ def test_sglang_gets_a_token_for_each_once(done: tuple[Any, torch.Tensor, Docume
 
 
 @pytest.mark.parametrize(
-    ("left", "beside", "analyse", "waits"),
+    ("left", "beside", "waits"),
     [
-        (39, 1, True, True),
-        (40, 1, True, False),
-        (39, 0, True, False),
-        (39, 1, False, False),
-        (None, 1, True, False),
+        (39, [70], True),
+        (40, [70], False),
+        (39, [], False),
+        (None, [70], False),
+        (None, [None], True),
+        (400, [70, None], False),
     ],
+    ids=["cut", "fits", "alone", "unlimited", "beside a question", "where they are mixed already"],
 )
-def test_a_document_that_the_step_would_cut_waits_for_the_next(
-    left: int | None, beside: int, analyse: bool, waits: bool
+def test_a_document_waits_for_a_step_of_its_own(
+    left: int | None, beside: list[int | None], waits: bool
 ) -> None:
-    document = request(0, 40)
-    document.ragserve.analyse = analyse
-    adder = SimpleNamespace(rem_chunk_tokens=left, can_run_list=[None] * beside)
-    assert document_pass.would_be_cut(adder, document) == waits
+    document, others = request(0, 40), [request(1, n or 50) for n in beside]
+    for other, n in zip(others, beside, strict=True):
+        other.ragserve = other.ragserve if n else None
+    adder = SimpleNamespace(rem_chunk_tokens=left, can_run_list=others)
+    assert document_pass.waits_for_own_step(adder, document) == waits
+
+
+def test_a_question_waits_for_documents_but_not_for_ever() -> None:
+    question, document = request(0, 40), request(1, 40)
+    question.ragserve = None
+    adder = SimpleNamespace(rem_chunk_tokens=400, can_run_list=[document])
+    waited = [document_pass.waits_for_own_step(adder, question) for _ in range(6)]
+    assert waited == [True, True, True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -145,14 +162,14 @@ def test_a_document_that_the_step_would_cut_waits_for_the_next(
     [
         lambda todo: setattr(todo.reqs[1].extend_range, "start", 16),
         lambda todo: setattr(todo.reqs[2].extend_range, "end", 100),
-        lambda todo: setattr(todo.reqs[0].ragserve, "analyse", False),
+        lambda todo: setattr(todo.reqs[0].ragserve, "first", True),
         lambda todo: setattr(todo.reqs[0], "ragserve", None),
         lambda todo: setattr(todo.reqs[0], "grammar", object()),
         lambda todo: setattr(todo.reqs[0].sampling_params, "max_new_tokens", 2),
         lambda todo: setattr(todo, "return_logprob", True),
         lambda todo: setattr(todo.forward_mode, "name", "MIXED"),
     ],
-    ids=["cached prefix", "a chunk", "not analysed", "a question", "grammar", "answer", "logprobs", "mixed"],
+    ids=["cached prefix", "a chunk", "a beginning", "a question", "grammar", "answer", "logprobs", "mixed"],
 )
 def test_other_batches_are_left_to_sglang(runner: Any, analyser: Analyser, change: Any) -> None:
     work, todo = pass_of(runner, analyser, torch.zeros(3, 130)), batch()
@@ -173,8 +190,8 @@ def behind(runner: Any) -> Analyser:
 
 
 def prefixed(runner: Any, behind: Analyser, table: torch.Tensor, **options: Any) -> DocumentPass:
-    def analyse(documents: Any, keep: Any) -> Any:
-        return behind.analyse_all([document.ids for document in documents], keep=keep)
+    def analyse(documents: Any, keep: Any, *, whole: bool) -> Any:
+        return behind.analyse_all([each.ids for each in documents], keep=keep, whole=whole)
 
     return DocumentPass(runner, table, analyse, behind.prefill, **{"possible": True} | options)
 
@@ -207,10 +224,22 @@ def test_documents_are_prefilled_behind_the_prefix(
         req.ragserve.analyse = analyse
     work = prefixed(runner, behind, table)
     assert work.takes(todo)
-    work.replace(todo)
+    replace(work, todo)
     check(runner, table, todo.reqs)
-    assert [req.ragserve.analysis is not None for req in todo.reqs] == list(analysed)
+    assert [req.ragserve.analysis.is_whole for req in todo.reqs] == list(analysed)
     assert work.follow(todo) == [], "done already"
+
+
+def test_a_document_longer_than_a_pass_is_prefilled_without_an_analysis(
+    runner: Any, behind: Analyser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document_pass, "TOGETHER", 100)
+    table, todo = table_of(), batch()
+    work = prefixed(runner, behind, table)
+    assert work.takes(todo)
+    replace(work, todo)
+    check(runner, table, todo.reqs)
+    assert [req.ragserve.analysis is not None for req in todo.reqs] == [True, True, False]
 
 
 def test_chunks_and_what_follows_cached_pages_are_prefilled_behind_the_prefix(
@@ -223,7 +252,7 @@ def test_chunks_and_what_follows_cached_pages_are_prefilled_behind_the_prefix(
             n = len(req.ragserve.ids)
             req.extend_range.start, req.extend_range.end = min(start, n), min(end, n + 15)
         assert work.takes(todo)
-        work.replace(todo)
+        replace(work, todo)
     check(runner, table, todo.reqs)
 
 

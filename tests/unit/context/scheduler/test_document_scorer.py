@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.document_analysis import Cut
 from sglang_ext.analysis.texts import Texts
+from sglang_ext.context.scheduler.document_analyses import DocumentAnalyses
 from sglang_ext.context.scheduler.document_scorer import DocumentScorer
-from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.documents.summaries import SummaryTicket
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.tensors.rope import Rotation
@@ -52,11 +51,11 @@ def scorer(tiers: Tiers) -> DocumentScorer:
     unrelated = [torch.randint(0, 40, (100,)).tolist() for _ in range(2)]
     texts = Texts(unrelated, torch.zeros(50, dtype=torch.bool))
     analyser = Analyser(runner, lambda: texts, Cut(), rotation=ROTATION)
-    parts: dict[str, Any] = dict.fromkeys(("locator", "query_pass", "selector"), SimpleNamespace())
-    stage = SelectionStage(runner, tiers=tiers, analyser=analyser, ranks=Ranks(), memory_bytes=2**20, **parts)
+    kept_in: Any = tiers
+    analyses = DocumentAnalyses(analyser, kept_in, Ranks(), device="cpu", memory_bytes=2**20)
     for ids in DOCUMENTS[:2]:
         tiers.stored[key_of(ids)] = analyser.analyse(ids).encode()
-    return DocumentScorer(runner, Rotation(torch.zeros(DIM // 2), DIM, neox=True), stage, Ranks())
+    return DocumentScorer(runner, Rotation(torch.zeros(DIM // 2), DIM, neox=True), analyses, Ranks())
 
 
 def ask(scorer: DocumentScorer, **more: Any) -> dict[str, Any]:

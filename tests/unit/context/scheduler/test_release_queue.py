@@ -82,7 +82,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     runtime.documents = DeviceDocuments(SimpleNamespace(token_to_kv_pool=pool), tree, tiers)
     composition: Any = Composition.__new__(Composition)
     composition._device, composition.releases = torch.device("cuda"), ReleaseQueue()
-    composition._tiers, composition.stage = tiers, SimpleNamespace(stat=dict)
+    composition._tiers, composition.analyses = tiers, SimpleNamespace(stat=dict)
     composition._locator = Locator(tree, tiers, runtime.documents.is_removed, SHAPE.block)
     runtime.composition = composition
     tiers.pin("d" * 32)

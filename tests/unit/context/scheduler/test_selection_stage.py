@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,9 +16,13 @@ from torch import distributed
 
 from sglang_ext.analysis import document_analysis
 from sglang_ext.analysis.document_analysis import Analysis, Cut
+from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.compose.request import ComposedContext
+from sglang_ext.context.scheduler import document_analyses
+from sglang_ext.context.scheduler.document_analyses import DocumentAnalyses
 from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.context.selection.base import ModelShape
+from sglang_ext.context.selection.recompute_rules import Kept
 from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.ranks.ranks import Ranks
@@ -38,9 +43,12 @@ class Analyser:
     """Draws analyses; ``heads``, ``basis`` as a start of the engine finds them."""
 
     cut = Cut(BLOCK)
+    texts = Texts([], torch.zeros(1, dtype=torch.bool))
 
     def __init__(self, heads: Sequence[tuple[int, int]] = ((0, 1), (2, 0)), basis: str = "tokenizer") -> None:
         self.heads, self.basis = heads, basis
+        self.passes: list[list[int]] = []  # tokens of the documents of each
+        self.broken: set[int] = set()  # tokens of documents that cannot be analysed
 
     def block_of(self, n: int, cut: Cut) -> int:
         return cut.block
@@ -50,22 +58,35 @@ class Analyser:
         heads = torch.tensor(self.heads, dtype=torch.uint8)
         return replace(made, basis=self.basis, heads=heads)
 
+    def analyse_all(
+        self, documents: Sequence[Sequence[int]], cut: Cut, keep: Any = None, *, whole: bool = True
+    ) -> list[Analysis]:
+        self.passes.append([len(ids) for ids in documents])
+        if any(len(ids) in self.broken for ids in documents):
+            raise ValueError("no such row")
+        found = [self.analyse(ids, cut) for ids in documents]
+        return found if whole else [each.part() for each in found]
+
 
 def selector(begin: Callable[..., Any] = lambda *args: lambda: None) -> SimpleNamespace:
     """One without signals."""
     return SimpleNamespace(read=lambda *args: None, begin=begin)
 
 
-def stage_of(store: TierStore, analyser: Analyser, ranks: Ranks | None = None) -> SelectionStage:
+def stage_of(
+    store: TierStore, analyser: Any, ranks: Ranks | None = None, *, complete: bool = True
+) -> SelectionStage:
+    ranks = ranks or Ranks()
+    analyses = DocumentAnalyses(analyser, store, ranks, device="cpu", memory_bytes=2**20, complete=complete)
     parts: dict[str, Any] = {
         "locator": SimpleNamespace(resolve=lambda context: [], unlock=lambda context: None),
         "analyser": analyser,
         "query_pass": None,
         "selector": selector(),
         "tiers": store,
-        "ranks": ranks or Ranks(),
+        "ranks": ranks,
     }
-    return SelectionStage(SimpleNamespace(device="cpu"), memory_bytes=2**20, **parts)
+    return SelectionStage(SimpleNamespace(device="cpu"), analyses=analyses, **parts)
 
 
 def waiting() -> ComposedContext:
@@ -98,7 +119,7 @@ def computed(folder: Path, analyser: Analyser) -> int:
         flushed(store)
         stage = stage_of(store, analyser)
         answered(stage, store)
-        return stage.stat()["computed"]
+        return stage.analyses.stat()["computed"]
 
 
 def upgraded(monkeypatch: pytest.MonkeyPatch) -> Analyser:
@@ -135,7 +156,7 @@ class Headless(Analyser):
     """Meets an error where it looks for its heads."""
 
     def __init__(self) -> None:
-        self.basis = "tokenizer"
+        self.basis, self.passes, self.broken = "tokenizer", [], set()
 
     @property
     def heads(self) -> Any:  # type: ignore[override]
@@ -151,7 +172,7 @@ def test_a_rank_that_fails_alone_in_the_search_for_heads_ends_the_server(
         with pytest.raises(stages.RanksDivided):
             answered(stage_of(store, Headless()), store)
         with pytest.raises(stages.RanksDivided):
-            stage_of(store, Headless()).stored({DOCUMENT.key: len(DOCUMENT.ids)})
+            stage_of(store, Headless()).analyses.stored({DOCUMENT.key: len(DOCUMENT.ids)})
 
 
 def test_a_rank_that_fails_alone_in_a_selection_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,3 +245,91 @@ def test_selections_all_begin_before_one_waits_for_the_device(
         stage.advance(Step())
         assert told == ["begins"] * 3 + ["ends"] * 3
         assert all(context.decided is not None for context in contexts)
+
+
+DOCUMENTS = [Sample(3 + n, tokens) for n, tokens in enumerate((24, 40, 50))]
+
+
+def about(*documents: Sample, rule: str = "sensitivity") -> ComposedContext:
+    """A request with these documents that recomputes by a rule."""
+    spans, ids = [Span(0, 10)], [*SYSTEM.ids]
+    for document in documents:
+        spans.append(Span(len(ids), len(ids) + len(document.ids)))
+        ids += document.ids
+    plan = ContextPlan("compose", "default", "concat", tuple(spans), {"recompute": rule, "share": 0.2})
+    partial = partial_selection(plan, ModelShape(LAYERS, cut=Analyser.cut))
+    keys = (SYSTEM.key, *(document.key for document in documents))
+    return ComposedContext(plan, array("q", [*ids, 7, 8, 9]), keys, partial)
+
+
+def advanced(stage: SelectionStage, *contexts: ComposedContext) -> None:
+    for context in contexts:
+        stage.add(context)
+    for _ in range(2):
+        stage.advance(Step())
+
+
+def test_documents_are_analysed_in_one_pass_and_a_broken_one_fails_its_own_requests_alone() -> None:
+    with opened(None) as store:
+        for document in DOCUMENTS:
+            document.put(store)
+        analyser = Analyser()
+        good, other, bad = about(*DOCUMENTS[:2]), about(DOCUMENTS[1]), about(DOCUMENTS[0], DOCUMENTS[2])
+        analyser.broken = {50}
+        advanced(stage_of(store, analyser), good, other, bad)
+        assert analyser.passes[:4] == [[24, 40, 50], [24], [40], [50]]
+        assert (good.failure, other.failure) == (None, None)
+        assert good.decided is not None
+        assert "no such row" in str(bad.failure)
+
+
+def test_more_documents_than_a_pass_may_have_take_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_analyses, "_TOGETHER", 70)
+    with opened(None) as store:
+        for document in DOCUMENTS:
+            document.put(store)
+        analyser = Analyser()
+        context = about(*DOCUMENTS)
+        advanced(stage_of(store, analyser), context)
+        assert analyser.passes == [[24, 40], [50]]
+        assert context.decided is not None
+
+
+def test_rule_sentences_does_without_a_sensitivity_that_is_not_known_yet() -> None:
+    with opened(None) as store:
+        for document in DOCUMENTS:
+            document.put(store)
+        analyser = Analyser()
+        stage = stage_of(store, analyser, complete=False)
+        known = DOCUMENTS[0]
+        whole = analyser.analyse(known.ids, analyser.cut)
+        store.put_summary(known.key, whole.encode())
+        store.put_summary(DOCUMENTS[1].key, analyser.analyse(DOCUMENTS[1].ids, analyser.cut).part().encode())
+        context = about(*DOCUMENTS, rule="sentences")
+        advanced(stage, context)
+        assert context.failure is None
+        assert context.decided is not None
+        assert context.unknown == [2, 3]
+        assert not analyser.passes, "nothing was computed for it"
+        known_tokens = len(known.ids)
+        own = Kept(context.plan, context.selection.kept, context.in_order).sensitivity
+        assert torch.equal(own[:known_tokens], whole.sensitivity)
+        torch.testing.assert_close(own[known_tokens:], whole.sensitivity.mean().expand(90))
+        needs_it = about(*DOCUMENTS, rule="sensitivity")
+        advanced(stage, needs_it)
+        assert sorted(itertools.chain(*analyser.passes)) == [40, 50], "this rule knows nothing else"
+        assert needs_it.unknown == []
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_rule_sentences_waits_for_it_where_answers_are_measured_or_the_server_is_told_so(
+    measured: bool,
+) -> None:
+    with opened(None) as store:
+        DOCUMENTS[0].put(store)
+        analyser = Analyser()
+        context = about(DOCUMENTS[0], rule="sentences")
+        context.complete = measured
+        advanced(stage_of(store, analyser, complete=not measured), context)
+        assert analyser.passes == [[24]]
+        assert context.unknown == []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.context.compose.request import ComposedContext
+from sglang_ext.context.scheduler.document_analyses import DocumentAnalyses
 from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.strategies import partial_selection
@@ -36,7 +37,7 @@ class Bench:
             query_pass=nothing,
             selector=nothing,
             ranks=Ranks(),
-            memory_bytes=2**20,
+            analyses=DocumentAnalyses(analyser, tiers, Ranks(), device="cpu", memory_bytes=2**20),
         )
         plan = ContextPlan("compose", "n", "samkv", (Span(0, 4), Span(4, 20)), {})
         self.requests = {}
@@ -85,7 +86,7 @@ def test_a_read_that_only_they_wanted_is_forgotten() -> None:
     bench.step()
     assert bench.read == ["shared", "alone"]
     bench.stage.drop_gone([bench.requests["shared"]])
-    assert set(bench.stage._reads) == {"shared"}
+    assert set(bench.stage.analyses._reads) == {"shared"}
 
 
 @pytest.mark.parametrize("where", ["documents", "analyses"])

@@ -178,18 +178,12 @@ def test_the_data_folders_profile_counts_before_the_models(tmp_path: Path) -> No
     model.mkdir()
     settings = settings_of(tmp_path, model)
     assert load(settings, "abc") is None
-    assert place_of(settings, "abc") == model / FILE_NAME
+    assert place_of(settings) == settings.data_dir / FILE_NAME, "nothing is written to a model's folder"
     SAMKV.save(model / FILE_NAME, "abc", PROFILE)
     assert load(settings, "abc") == PROFILE
     mine = replace(PROFILE, selection="shared")
-    SAMKV.save(settings.data_dir / FILE_NAME, "abc", mine)
+    SAMKV.save(place_of(settings), "abc", mine)
     assert load(settings, "abc") == mine
-    assert place_of(settings, "abc") == settings.data_dir / FILE_NAME, (
-        "one beside the model would be hidden by it"
-    )
-    assert place_of(settings_of(tmp_path, "someone/model"), "other") == settings.data_dir / FILE_NAME, (
-        "a hub id has no folder"
-    )
 
 
 def test_a_profile_of_another_model_is_not_used_and_says_so(

@@ -1,0 +1,28 @@
+"""The end of a server: its children are killed, and nothing is left to complain."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CODE = """
+import subprocess
+from multiprocessing import resource_tracker
+from joblib.externals.loky.backend import resource_tracker as loky
+from sglang_ext.process.launch import _end_children
+
+resource_tracker.ensure_running()
+loky.ensure_running()
+name = "/tmp/ragserve-test-launch"
+loky.register(name, "file")
+child = subprocess.Popen(["sleep", "600"])
+_end_children()
+print(child.wait(30))
+loky.unregister(name, "file")
+"""
+
+
+def test_resource_trackers_outlive_the_other_children() -> None:
+    """One that is killed is started anew at the next message, and does not know what the first one knew."""
+    ended = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "-9", "")
