@@ -66,7 +66,7 @@ def linked(
     n = len(passages)
     if not n:
         return Ranking([], [])
-    words = _Words(question, passages)
+    words = PassageWords(question, passages)
     known = [score for score in scores or () if score is not None]
     by_score = len(known) == n
     prior = np.array(known) if by_score else -np.log1p(np.arange(n))
@@ -85,13 +85,13 @@ def linked(
     return Ranking(order, taken_at)
 
 
-class _Words:
-    """What ``linked_order`` reads off the words of n passages. ``matches`` [n]: BM25 for the question.
+class PassageWords:
+    """What ``linked`` reads off the words of n passages. ``matches`` [n]: BM25 for the question.
     ``titles_asked`` [n]: share of a title's weight that the question has. ``title_links`` and ``name_links``
     [n, n]: what passage i (row) says about passage j, from 0 to 1; 0 between passages of one title."""
 
     def __init__(self, question: str, passages: Sequence[tuple[str, str]]) -> None:
-        forms = _Forms()
+        forms = WordForms()
         read = [forms.of(f"{title}\n{text}") for title, text in passages]
         own_titles = [[term for term, _ in forms.of(_ASIDE.sub("", title))] for title, _ in passages]
         asked = {term for term, _ in forms.of(question)}
@@ -127,11 +127,11 @@ class _Words:
                 continue
             holding = (frequency[:, [column[term] for term in title]] > 0).all(1) & others[:, number]
             for row in np.flatnonzero(holding):
-                if _has_phrase(read[row], title):
+                if has_phrase(read[row], title):
                     self.title_links[row, number] = self.title_links[number, row] = 1.0
 
 
-class _Forms(dict[str, tuple[str, bool]]):
+class WordForms(dict[str, tuple[str, bool]]):
     """The term of a word, and whether the word is written as a name or a number is; found when first asked
     for."""
 
@@ -151,7 +151,8 @@ def _is_unspaced(word: str) -> bool:
     return _CHARACTER.match(word) is not None
 
 
-def _has_phrase(terms: Sequence[tuple[str, bool]], phrase: Sequence[str]) -> bool:
+def has_phrase(terms: Sequence[tuple[str, bool]], phrase: Sequence[str]) -> bool:
+    """Whether a text has the terms of a phrase one behind the other."""
     text = " ".join(term for term, _ in terms)
     return f" {' '.join(phrase)} " in f" {text} "
 

@@ -6,9 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
+from ragserve.answering.citations import Basis
 from ragserve.answering.results import (
+    EVIDENCE,
+    AnswerSentence,
     Citation,
     ContextUse,
+    Evidence,
     PrefillUse,
     Reranking,
     SearchedFor,
@@ -20,6 +24,7 @@ from ragserve.api.schemas import (
     MAX_DOCUMENTS,
     DocumentsOverflow,
     GivenDocument,
+    NamedStrategy,
     Prefill,
     SessionBudget,
     SessionName,
@@ -27,7 +32,6 @@ from ragserve.api.schemas import (
     StrategyOptions,
 )
 from ragserve.api.search_fields import SearchFields
-from ragserve.config import StrategyName
 from ragserve.setting_groups.answering import Retrieval
 
 Content = Annotated[Text, Field(max_length=65_536)]
@@ -122,7 +126,7 @@ class ChatRequest(SearchFields):
     service_tier: Ignored
     safety_identifier: Ignored
     prompt_cache_key: Ignored
-    strategy: StrategyName | None = None
+    strategy: NamedStrategy | None = None
     strategy_options: StrategyOptions
     prefill: Prefill
     documents: list[GivenDocument] | None = Field(None, max_length=MAX_DOCUMENTS)
@@ -133,11 +137,12 @@ class ChatRequest(SearchFields):
 
 class UrlCitation(BaseModel):
     start_index: int = Field(
-        description="Position of the marker in the content; the whole content if there is no marker."
+        description="Position in the content: of the marker, or of the sentence that the passage supports."
     )
     end_index: int
     title: str
     url: str = Field(description="URL of the source, its path as a file URL, or its name.")
+    basis: Basis = Field(description="Not OpenAI's: why the passage is cited, as in `citations`.")
 
 
 class Annotation(BaseModel):
@@ -174,6 +179,8 @@ class Extras(BaseModel):
     """Fields of /rag/query without an OpenAI counterpart."""
 
     context: ContextUse
+    sentences: list[AnswerSentence]
+    evidence: Evidence | None = Field(default=None, description=EVIDENCE)
     session: SessionUse | None
     prefill: PrefillUse | None = None
     timings: Timings
