@@ -203,8 +203,21 @@ class DialogueSearch:
                 read = corrected.found_in(texts, first_only=was_read)
             reads = typed.corrected(read)
             asked = asked.model_copy(update=_said(corrected, read))
+        judged = found.evidence
+        evidence = (
+            None
+            if judged is None
+            else Evidence(likely=judged.score >= 0, score=round(judged.score, 2), reason=judged.reason)
+        )
         return Found(
-            passages(found.passages), found.version, timings, found.sentences, asked, reads, reranking
+            passages(found.passages),
+            found.version,
+            timings,
+            found.sentences,
+            asked,
+            reads,
+            reranking,
+            evidence,
         )
 
     async def _corrected(self, typed: DialogueText, options: SearchOptions, namespace: str) -> Corrected:

@@ -113,8 +113,7 @@ class Evidence(Result):
     """Whether the passages seem to answer the question."""
 
     likely: bool
-    score: float = Field(description="Higher is better; it has no unit.")
-    threshold: float = Field(description="Scores below it are not `likely`.")
+    score: float = Field(description="Negative where it is not likely; it has no unit.")
     reason: str = Field(description="What speaks most against an answer; empty if it is likely.")
 
 

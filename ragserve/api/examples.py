@@ -102,7 +102,7 @@ _SESSION = {
     "earlier": None,
 }
 _SENTENCES = [{"start": 0, "end": len(_REPLY), "supported": True, "passages": [1], "basis": "marker"}]
-_EVIDENCE = {"likely": True, "score": 2.4, "threshold": -0.6, "reason": ""}
+_EVIDENCE = {"likely": True, "score": 2.4, "reason": ""}
 _EXTRAS = {
     "evidence": _EVIDENCE,
     "session": _SESSION,

@@ -15,6 +15,7 @@ from ragserve.retrieval.near_copies import without_copies
 from ragserve.retrieval.search_options import OFF, SearchOptions
 
 if TYPE_CHECKING:
+    from ragserve.retrieval.evidence import Judgement
     from ragserve.retrieval.reranker import Reranker
     from ragserve.retrieval.retriever import Retrieved, Retriever, SentenceScores
     from ragserve_index.types import Chunk
@@ -42,7 +43,8 @@ class FoundPassages:
     sentences.
 
     ``reranked``: all candidates in their new order; None without a reranker. Milliseconds per stage, None
-    for one that did not run."""
+    for one that did not run.
+    ``evidence``: whether they seem to answer; None where that was not asked, or cannot be said."""
 
     passages: list[FoundPassage]
     sentences: list[SentenceScores]
@@ -51,6 +53,7 @@ class FoundPassages:
     embed_ms: float | None
     search_ms: float
     rerank_ms: float | None
+    evidence: Judgement | None = None
 
 
 class PassageSearch:
@@ -85,6 +88,11 @@ class PassageSearch:
         )
         started = time.perf_counter()
         passages = await self._candidates(found, options)
+        evidence = None
+        if options.not_found != "off" and not variants:  # with the turn before it, a question asks for more
+            evidence = await self._retriever.evidence(namespace, question, passages, options.retrieval)
+        judge_ms = (time.perf_counter() - started) * 1e3
+        started = time.perf_counter()
         reranked = rerank_ms = None
         if reranker is not None:
             asked = variants[0] if variants else question
@@ -107,8 +115,9 @@ class PassageSearch:
             found.version,
             reranked,
             found.embed_ms,
-            found.search_ms,
+            found.search_ms + judge_ms,
             rerank_ms,
+            evidence,
         )
 
     async def _candidates(self, found: Retrieved, options: SearchOptions) -> list[FoundPassage]:
