@@ -17,11 +17,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from ragserve.answering.answer_sentences import sentences
 from ragserve.answering.citations import Basis, Marker
-from ragserve.linked_passages import PassageWords, WordForms, has_phrase
+from ragserve.linked_passages import PassageWords, read_words
 from ragserve.retrieval.stop_words import STOP_WORDS
 
 _CLAIM = 0.7  # least share of the claim's weight
@@ -30,6 +31,7 @@ _CLAIM_TOGETHER, _MOST = 0.85, 2  # least share of the claim that so many passag
 _BEHIND = 0.05  # passages that far behind the best one are cited with it
 _JOINED = 0.3  # least share of the names that a passage adds to those cited
 _LINKED = 0.5  # least share of a passage's names that it has in common with one cited
+_STOP = frozenset(read_words(" ".join(sorted(STOP_WORDS))).terms)
 _PLAIN = 0.5  # weight of a word that is no name or number
 
 
@@ -73,14 +75,11 @@ class _Words:
     """The words of a question and of n passages."""
 
     def __init__(self, question: str, passages: Sequence[tuple[str, str]]) -> None:
-        self._forms = WordForms()
-        self._stop = {self._forms[word][0] for word in STOP_WORDS}
         self._question, self._passages = question, passages
-        self._read = [self._forms.of(f"{title}\n{text}") for title, text in passages]
-        self._held = [{term for term, _ in terms} for terms in self._read]
-        self._titles = [{term for term, _ in self._forms.of(title)} for title, _ in passages]
+        self._read = [read_words(f"{title}\n{text}") for title, text in passages]
+        self._held = [each.counts.keys() for each in self._read]
+        self._titles = [set(read_words(title).terms) for title, _ in passages]
         self._spread = Counter(term for held in self._held for term in held)
-        self._written = Counter(each for terms in self._read for each in terms)
         self._asked = self._terms(question)
         self._asked_share = [self._share(self._asked, held) for held in self._held]
 
@@ -92,8 +91,8 @@ class _Words:
         if best < _LEAST:
             return sorted(self._together(claim)), False
         cited = {number for number, score in enumerate(scores) if score >= max(_LEAST, best - _BEHIND)}
-        phrase = [term for term, _ in self._forms.of(sentence)]
-        quoted = any(has_phrase(self._read[number], phrase) for number in cited)
+        phrase = read_words(sentence).text
+        quoted = any(phrase in self._read[number].text for number in cited)
         return sorted(cited | self._joined(cited, sentence)), quoted
 
     def supports(self, sentence: str, number: int) -> bool:
@@ -154,17 +153,19 @@ class _Words:
             found.add(chosen)
 
     def _terms(self, text: str) -> list[str]:
-        terms = dict.fromkeys(term for term, _ in self._forms.of(text))
-        return [term for term in terms if term not in self._stop]
+        return [term for term in read_words(text).counts if term not in _STOP]
 
     def _is_name(self, term: str) -> bool:
         """Whether the passages write a term as a name, mostly, or it is a number."""
-        return term[0].isdigit() or self._written[term, True] > self._written[term, False]
+        if term[0].isdigit():
+            return True
+        named = sum(each.named.get(term, 0) for each in self._read)
+        return 2 * named > sum(each.counts.get(term, 0) for each in self._read)
 
     def _rarity(self, term: str) -> float:
         return math.log1p(len(self._held) / (self._spread[term] or 0.5))
 
-    def _share(self, terms: Sequence[str], held: set[str]) -> float:
+    def _share(self, terms: Sequence[str], held: AbstractSet[str]) -> float:
         """Share of the terms' weight that a passage has."""
         weight = {term: self._rarity(term) * (1 if self._is_name(term) else _PLAIN) for term in terms}
         total = sum(weight.values())

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ragserve.linked_passages import WordForms
+from ragserve.linked_passages import read_words
 from ragserve.retrieval.stop_words import STOP_WORDS
 from ragserve.setting_groups.answering import Retrieval
 
@@ -72,11 +72,10 @@ def signals(
 
     ``candidates``: the `DEPTH` best. ``counts``: of the question's `words_of` the number of chunks that have
     it, of ``n_chunks``."""
-    forms = WordForms()
     rarity = {word: math.log1p(n_chunks / max(0.5, n)) for word, n in counts.items()}
     total = sum(rarity.values()) or 1.0
-    held = [_terms(forms, f"{p.chunk.title}\n{p.chunk.text}") for p in candidates]
-    terms = {word: _terms(forms, word) for word in rarity}
+    held = [_terms(f"{p.chunk.title}\n{p.chunk.text}") for p in candidates]
+    terms = {word: _terms(word) for word in rarity}
     covered = max(sum(rarity[word] for word in rarity if terms[word] <= own) for own in held) / total
     missing = [word for word in rarity if not any(terms[word] <= own for own in held)]
     missing.sort(key=lambda word: -rarity[word])
@@ -100,8 +99,8 @@ def judged(found: Signals, missing: Sequence[str], embedder: str, retrieval: Ret
     return Judgement(score, f"no passage stands out (best {name} {found.best:.2f})")
 
 
-def _terms(forms: WordForms, text: str) -> set[str]:
-    return {term.rstrip("s") for term, _ in forms.of(text)}  # "cost" is in "costs"
+def _terms(text: str) -> set[str]:
+    return {term.rstrip("s") for term in read_words(text).counts}  # "cost" is in "costs"
 
 
 def _key(embedder: str, retrieval: Retrieval) -> tuple[str, Retrieval]:
