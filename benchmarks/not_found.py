@@ -27,7 +27,6 @@ from benchmarks.lib.places import RESULTS
 from benchmarks.lib.set_namespaces import SetNamespace
 from ragserve.eval.data import Question, find, load
 from ragserve.retrieval.evidence import DEPTH, Signals, judged, signals, words_of
-from ragserve.retrieval.passage_search import FoundPassage
 from ragserve.setting_groups.answering import Retrieval
 from ragserve.verification.report import write
 from ragserve_index import IndexStore
@@ -61,8 +60,7 @@ def judge(
     """The signals of the best hits; None of too few."""
     if len(hits) < DEPTH:
         return None
-    found = [FoundPassage(hit.chunk, hit.score, hit.cosine, hit.bm25) for hit in hits[:DEPTH]]
-    return signals(found, mode, space.store.word_counts(space.name, words_of(question)), space.n)
+    return signals(hits[:DEPTH], mode, space.store.word_counts(space.name, words_of(question)), space.n)
 
 
 def main() -> int:

@@ -28,6 +28,7 @@ class SetNamespace:
         if not path.exists():
             np.save(path, self.embedder.encode([embedding_text(each.title, each.text) for each in passages]))
         embedded: npt.NDArray[np.float32] = np.load(path)
+        self._asked: dict[str, npt.NDArray[np.float32]] = {}
         self.vectors = {each.key: row for each, row in zip(passages, embedded, strict=True)}
         store.ensure_namespace(name, embedder=self.embedder.name, dim=self.embedder.dim)
         store.replace_documents(
@@ -44,7 +45,13 @@ class SetNamespace:
 
     def hits(self, question: str, mode: Retrieval, n: int) -> list[Hit]:
         """The ``n`` best passages of a search."""
-        vector = None if mode == "lexical" else self.embedder.encode_queries([question])[0]
+        vector = None if mode == "lexical" else self.asked(question)
         if mode == "dense" and vector is not None:
             return self.store.search(self.name, vector[None], n).hits[0]
         return self.store.search_text(self.name, question, n, vector=vector).hits[0]
+
+    def asked(self, question: str) -> npt.NDArray[np.float32]:
+        """A question's vector, embedded once."""
+        if question not in self._asked:
+            self._asked[question] = self.embedder.encode_queries([question])[0]
+        return self._asked[question]

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 from ragserve import tracing
 from ragserve.answering.prompt import Message, PromptBuilder
 from ragserve.answering.results import (
+    AnswerEvidence,
     Candidate,
     Correction,
-    Evidence,
     Reranking,
     RetrievalTimings,
     RetrievedPassage,
@@ -133,7 +133,7 @@ class Found:
     searched_for: SearchedFor | None  # None for a question without earlier ones that is searched as it is
     reads: DialogueText
     reranking: Reranking | None = None  # None without a reranker
-    evidence: Evidence | None = None
+    evidence: AnswerEvidence | None = None
 
 
 class DialogueSearch:
@@ -203,12 +203,9 @@ class DialogueSearch:
                 read = corrected.found_in(texts, first_only=was_read)
             reads = typed.corrected(read)
             asked = asked.model_copy(update=_said(corrected, read))
-        judged = found.evidence
-        evidence = (
-            None
-            if judged is None
-            else Evidence(likely=judged.score >= 0, score=round(judged.score, 2), reason=judged.reason)
-        )
+        evidence = None
+        if found.evidence is not None:
+            evidence = AnswerEvidence.model_validate(found.evidence, from_attributes=True)
         return Found(
             passages(found.passages),
             found.version,

@@ -109,7 +109,7 @@ class AnswerSentence(Result):
     basis: Basis | None = Field(description=f"Why they are cited: {BASES}; null without any.")
 
 
-class Evidence(Result):
+class AnswerEvidence(Result):
     """Whether the passages seem to answer the question."""
 
     likely: bool
@@ -346,7 +346,7 @@ class SearchResults(Result):
         "the first `documents_kept` are in the prompt."
     )
     documents_kept: int
-    evidence: Evidence | None = Field(default=None, description=EVIDENCE)
+    evidence: AnswerEvidence | None = Field(default=None, description=EVIDENCE)
     session: str | None = Field(default=None, description="The session's id; null without one.")
     timings: RetrievalTimings
     request_id: str
@@ -357,8 +357,10 @@ class Answer(Result):
 
     answer: str = Field(description="The model's answer; markers `[n]` refer to passages by `index`.")
     citations: list[Citation] = Field(description="Passages that the answer rests on; without any, none.")
-    sentences: list[AnswerSentence] = Field(description="The answer's sentences, each with its passages.")
-    evidence: Evidence | None = Field(default=None, description=EVIDENCE)
+    sentences: list[AnswerSentence] = Field(
+        default_factory=list, description="The answer's sentences, each with its passages."
+    )
+    evidence: AnswerEvidence | None = Field(default=None, description=EVIDENCE)
     usage: Usage
     context: ContextUse
     timings: Timings

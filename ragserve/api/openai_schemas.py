@@ -9,10 +9,10 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 from ragserve.answering.citations import Basis
 from ragserve.answering.results import (
     EVIDENCE,
+    AnswerEvidence,
     AnswerSentence,
     Citation,
     ContextUse,
-    Evidence,
     PrefillUse,
     Reranking,
     SearchedFor,
@@ -180,7 +180,7 @@ class Extras(BaseModel):
 
     context: ContextUse
     sentences: list[AnswerSentence]
-    evidence: Evidence | None = Field(default=None, description=EVIDENCE)
+    evidence: AnswerEvidence | None = Field(default=None, description=EVIDENCE)
     session: SessionUse | None
     prefill: PrefillUse | None = None
     timings: Timings

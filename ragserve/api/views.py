@@ -12,8 +12,8 @@ from ragserve.answering.results import (
     RERANKING,
     SEARCHED_FOR,
     Answer,
+    AnswerEvidence,
     Citation,
-    Evidence,
     Reranking,
     RetrievalTimings,
     RetrievedPassage,
@@ -35,7 +35,7 @@ class RetrieveAnswer(BaseModel):
     retrieval: Retrieval = Field(description="Search that found the passages.")
     searched_for: SearchedFor | None = Field(description=SEARCHED_FOR)
     reranking: Reranking | None = Field(description=RERANKING)
-    evidence: Evidence | None = Field(default=None, description=EVIDENCE)
+    evidence: AnswerEvidence | None = Field(default=None, description=EVIDENCE)
     index_version: int = Field(description="Version of the namespace that was searched.")
     timings: RetrieveTimings
     request_id: str

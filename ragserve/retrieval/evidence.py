@@ -20,7 +20,7 @@ from ragserve.retrieval.stop_words import STOP_WORDS
 from ragserve.setting_groups.answering import Retrieval
 
 if TYPE_CHECKING:
-    from ragserve.retrieval.passage_search import FoundPassage
+    from ragserve_index.types import Hit
 
 DEPTH = 5  # candidates that are compared; of fewer nothing is said
 _WORD = re.compile(r"\w+")
@@ -45,11 +45,16 @@ class Judgement:
     score: float
     reason: str
 
+    @property
+    def likely(self) -> bool:
+        """Whether the passages seem to answer."""
+        return self.score >= 0
+
 
 _WEIGHTS: Mapping[tuple[str, Retrieval], tuple[float, float, float, float]] = {
-    ("all-MiniLM-L6-v2", "dense"): (3.15, 12.36, 4.68, -3.9),
-    ("all-MiniLM-L6-v2", "hybrid"): (4.73, 10.27, 4.44, -5.0),
-    ("", "lexical"): (0.0, 14.35, 2.75, -1.5),
+    ("all-MiniLM-L6-v2", "dense"): (3.42, 12.17, 4.56, -4.11),
+    ("all-MiniLM-L6-v2", "hybrid"): (4.82, 10.37, 4.87, -5.21),
+    ("", "lexical"): (0.0, 14.05, 3.35, -1.72),
 }
 """By embedder and search: the weights of the signals, and the score of nothing."""
 
@@ -66,7 +71,7 @@ def can_judge(embedder: str, retrieval: Retrieval) -> bool:
 
 
 def signals(
-    candidates: Sequence[FoundPassage], retrieval: Retrieval, counts: Mapping[str, int], n_chunks: int
+    candidates: Sequence[Hit], retrieval: Retrieval, counts: Mapping[str, int], n_chunks: int
 ) -> tuple[Signals, list[str]]:
     """The signals, and the question's words that no candidate has, the rarest first.
 

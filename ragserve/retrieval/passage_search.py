@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ragserve import tracing
 from ragserve.errors import InvalidRequest
+from ragserve.retrieval.evidence import DEPTH
 from ragserve.retrieval.near_copies import without_copies
 from ragserve.retrieval.search_options import OFF, SearchOptions
 
@@ -77,22 +78,23 @@ class PassageSearch:
         A reranker reads the first variant, if there are some: the question after the turn before it. Raises
         InvalidRequest for an unknown reranker, and as `Retriever.retrieve`."""
         reranker = self._reranker(options.rerank)
+        judges = options.not_found != "off" and not variants  # else the question is more than its words
         found = await self._retriever.retrieve(
             namespace,
             question,
-            options.depth,
+            max(options.depth, DEPTH) if judges else options.depth,
             variants=variants,
             filter=options.filter,
             retrieval=options.retrieval,
             sentences=sentences,
         )
         started = time.perf_counter()
-        passages = await self._candidates(found, options)
         evidence = None
-        if options.not_found != "off" and not variants:  # with the turn before it, a question asks for more
-            evidence = await self._retriever.evidence(namespace, question, passages, options.retrieval)
+        if judges:
+            evidence = await self._retriever.evidence(namespace, question, found.hits, options.retrieval)
         judge_ms = (time.perf_counter() - started) * 1e3
         started = time.perf_counter()
+        passages = (await self._candidates(found, options))[: options.depth]
         reranked = rerank_ms = None
         if reranker is not None:
             asked = variants[0] if variants else question

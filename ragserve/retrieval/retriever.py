@@ -18,7 +18,6 @@ from ragserve.setting_groups.answering import Retrieval
 from ragserve_index.types import Hit
 
 if TYPE_CHECKING:
-    from ragserve.retrieval.passage_search import FoundPassage
     from ragserve_index import IndexStore
     from ragserve_index.filters import Filter
     from ragserve_index.sentence_vectors import SentenceVectors
@@ -102,7 +101,7 @@ class Retriever:
         return Retrieved(hits, version, embed_ms, (done - embedded) * 1e3, scores)
 
     async def evidence(
-        self, namespace: str, question: str, candidates: Sequence[FoundPassage], retrieval: Retrieval
+        self, namespace: str, question: str, candidates: Sequence[Hit], retrieval: Retrieval
     ) -> Judgement | None:
         """Judge whether the best candidates answer; None of fewer than `DEPTH`, and for an embedder that
         there are no weights for."""

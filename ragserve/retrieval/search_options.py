@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ragserve.retrieval.evidence import DEPTH
 from ragserve.setting_groups.answering import FollowUps, NotFound, Retrieval, Spelling
 
 if TYPE_CHECKING:
@@ -37,5 +36,4 @@ class SearchOptions:
     def depth(self) -> int:
         """Passages to search for."""
         compares = self.rerank != OFF or self.dedupe > 0
-        least = self.k if self.not_found == "off" else max(self.k, DEPTH)
-        return max(least, self.candidates) if compares else least
+        return max(self.k, self.candidates) if compares else self.k

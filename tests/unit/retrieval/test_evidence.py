@@ -11,8 +11,7 @@ import pytest
 
 from ragserve.retrieval import evidence
 from ragserve.retrieval.evidence import can_judge, judged, signals, words_of
-from ragserve.retrieval.passage_search import FoundPassage
-from ragserve_index.types import Chunk
+from ragserve_index.types import Chunk, Hit
 from tests.unit.api.scripted_server import DOCUMENTS, Live, serving
 
 ANSWERED = "Who built the lighthouse of Skerryvore?"
@@ -21,8 +20,8 @@ MORE = {f"page {n}": f"The lighthouse number {n} was built of granite by enginee
 NOTHING = "Nothing in here."
 
 
-def passage(text: str, cosine: float) -> FoundPassage:
-    return FoundPassage(Chunk(1, "d", 0, text, 0, len(text), None, 9, "s", "T", {}), cosine, cosine)
+def passage(text: str, cosine: float) -> Hit:
+    return Hit(Chunk(1, "d", 0, text, 0, len(text), None, 9, "s", "T", {}), cosine, cosine)
 
 
 def test_signals_are_of_the_best_passage_the_rest_and_the_words() -> None:
