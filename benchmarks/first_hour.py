@@ -129,7 +129,8 @@ def page(model: Path, articles: Path, work: Path) -> str:
             "Ten questions, each exactly (`prefix`) and composed from the documents' KV (`concat`, "
             "`recompute=question`, `share=0.15`, forced: nothing is verified in the first hour). "
             "Milliseconds from the request to the first token; of composed answers once the documents' KV is "
-            "stored, and at first, when it is computed. Cited are passages of five that support the answer.",
+            "stored, and at first, when it is computed. Cited are passages of five that support the answer "
+            "([how](answers.md#citations)).",
             "",
             "| question | exact | cites | ms | composed | cites | ms | ms at first |",
             "|---|---|---|---|---|---|---|---|",

@@ -256,14 +256,16 @@ class Answerer:
             ids = self._prompts.answer_ids(last.output_ids, "".join(said))
             session = await turn.done(query, asked, spec, prompt, (ids, answer.strip()), last)
         with tracing.span("attribute"):
-            sentences_said, citations = attributed(answer, markers.markers, query.question, kept)
+            spoken, citations = await asyncio.to_thread(  # long contexts take tens of milliseconds
+                attributed, answer, markers.markers, query.question, kept
+            )
         for citation in citations:
             yield citation
         timings = clock.timings(retrieval, prompt_ms, last)
         result = Answer(
             answer=answer,
             citations=citations,
-            sentences=sentences_said,
+            sentences=spoken,
             usage=Usage.model_validate(last.usage, from_attributes=True),
             context=context_use(
                 named if best else request.strategy,

@@ -229,3 +229,16 @@ def test_bad_parameters(client: httpx.Client, docs: str, path: str) -> None:
     response = client.get(path)
     assert response.status_code == 400
     assert error_of(response)["param"]
+
+
+def test_options_in_the_name_of_a_strategy_are_refused_with_their_place(
+    client: httpx.Client, docs: str
+) -> None:
+    body = {"query": "Who?", "namespace": docs, "strategy": "samkv:keep=0.25"}
+    chat = {"model": f"ragserve/{docs}", "messages": [{"role": "user", "content": "Who?"}]}
+    for reply in (
+        client.post("/rag/query", json=body),
+        client.post("/v1/chat/completions", json=chat | {"strategy": "samkv:keep=0.25"}),
+    ):
+        assert reply.status_code == 400
+        assert "strategy_options" in reply.json()["error"]["message"]

@@ -442,16 +442,3 @@ def test_the_retriever_s_scores_are_read_and_sent_for_the_strategy_that_uses_the
     assert first is not None
     assert second is not None
     assert 1.001 >= first >= second >= -1
-
-
-def test_options_in_the_name_of_a_strategy_are_refused_with_their_place(
-    client: httpx.Client, docs: str
-) -> None:
-    body = {"query": QUESTION, "namespace": docs, "strategy": "samkv:keep=0.25"}
-    chat = {"model": f"ragserve/{docs}", "messages": [{"role": "user", "content": QUESTION}]}
-    for reply in (
-        client.post("/rag/query", json=body),
-        client.post("/v1/chat/completions", json=chat | {"strategy": "samkv:keep=0.25"}),
-    ):
-        assert reply.status_code == 400
-        assert "strategy_options" in reply.json()["error"]["message"]
