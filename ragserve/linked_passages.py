@@ -68,7 +68,7 @@ def linked(
     n = len(passages)
     if not n:
         return Ranking([], [])
-    words = _Words(question, passages)
+    words = PassageWords(question, passages)
     known = [score for score in scores or () if score is not None]
     by_score = len(known) == n
     prior = np.array(known) if by_score else -np.log1p(np.arange(n))
@@ -87,15 +87,15 @@ def linked(
     return Ranking(order, taken_at)
 
 
-class _Words:
+class PassageWords:
     """What `linked` reads off the words of n passages. ``matches`` [n]: BM25 for the question.
     ``titles_asked`` [n]: share of a title's weight that the question has. ``title_links`` and ``name_links``
     [n, n]: what passage i (row) says about passage j, from 0 to 1; 0 between passages of one title."""
 
     def __init__(self, question: str, passages: Sequence[tuple[str, str]]) -> None:
-        read = [_read(f"{title}\n{text}") for title, text in passages]
-        own_titles = [_read(_ASIDE.sub("", title)).terms for title, _ in passages]
-        asked = set(_read(question).terms)
+        read = [read_words(f"{title}\n{text}") for title, text in passages]
+        own_titles = [read_words(_ASIDE.sub("", title)).terms for title, _ in passages]
+        asked = set(read_words(question).terms)
         spread = Counter(chain.from_iterable(each.counts for each in read))
         linking = (term for term, held in spread.items() if held > 1 or term in asked)
         column = {term: number for number, term in enumerate(linking)}
@@ -133,33 +133,39 @@ class _Words:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Read:
+class TextWords:
     """A text's words. ``terms``: in order, with those of scripts without spaces; ``counts``: how often each
-    stands there; in its order ``frequency`` f32, the same, and ``links`` f32, a term's weight where it links
-    to other passages; ``text``: all terms, between spaces."""
+    stands there, and ``named``, how often with a capital or as a number; in the order of ``counts``
+    ``frequency`` f32, the same, and ``links`` f32, a term's weight where it links to other passages;
+    ``text``: all terms, between spaces."""
 
     terms: tuple[str, ...]
     counts: Mapping[str, int]
+    named: Mapping[str, int]
     frequency: npt.NDArray[np.float32]
     links: npt.NDArray[np.float32]
     text: str
 
 
 @lru_cache(maxsize=4096)
-def _read(text: str) -> _Read:
+def read_words(text: str) -> TextWords:
     """The words of a text. Passages are found again and again, and reading them is half of the time."""
     words = _WORD.findall(text)
     if not text.isascii():
         words += [a + b for a, b in pairwise(words) if _is_unspaced(a) and _is_unspaced(b)]
     terms = tuple([_term(word) for word in words])
     counts = Counter(terms)
-    named = {term for term, word in zip(terms, words, strict=True) if word[0].isupper() or word[0].isdigit()}
+    named = Counter(
+        term for term, word in zip(terms, words, strict=True) if word[0].isupper() or word[0].isdigit()
+    )
     links = [
         (1.0 if term in named else _PLAIN) if len(term) >= _SHORTEST or _is_unspaced(term) else 0.0
         for term in counts
     ]
     frequency = np.array(list(counts.values()), dtype=np.float32)
-    return _Read(terms, counts, frequency, np.array(links, dtype=np.float32), f" {' '.join(terms)} ")
+    return TextWords(
+        terms, counts, named, frequency, np.array(links, dtype=np.float32), f" {' '.join(terms)} "
+    )
 
 
 @lru_cache(maxsize=2**16)

@@ -39,7 +39,7 @@ def fork_join(s: Any, rag: Rag, question: str, k: int) -> dict[str, Any]:
     return {
         "answers": list(zip(passages, answers, strict=True)),
         "choice": choice,
-        "sources": [p.source for p in context.cited(choice)],
+        "sources": [p.source for p in context.cited(choice, question)],
     }
 
 

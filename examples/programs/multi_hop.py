@@ -52,7 +52,7 @@ def multi_hop(s: Any, rag: Rag, question: str, k: int) -> list[dict[str, Any]]:
             rag.answer(hop, asked, f"hop_{number}", max_tokens=24)
             answer = rag.read(hop, f"hop_{number}")
         hops.append(
-            {"question": asked, "answer": answer, "sources": [p.source for p in context.cited(answer)]}
+            {"question": asked, "answer": answer, "sources": [p.source for p in context.cited(answer, asked)]}
         )
     return hops
 

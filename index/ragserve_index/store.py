@@ -4,7 +4,7 @@ promises.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable, explained
 from ragserve_index import batch as batches
-from ragserve_index import registry, structures
+from ragserve_index import own_settings, registry, structures
 from ragserve_index.errors import RegistryDamaged, is_full, storage_full
 from ragserve_index.evictions import log_namespace
 from ragserve_index.filters import AnyFilter, compile_filter
@@ -86,7 +86,7 @@ class IndexStore:
             said = explained(error)
             raise Unavailable(
                 f"The data directory {self.data_dir} cannot be used: {error}.",
-                hint=said.hint if said else "Check its owner and permissions.",
+                hint=said.hint if said else "Use another --data-dir.",
                 code="data_dir",
             ) from error
         self._pool = IndexPool(self.database, self._directory, gpu)
@@ -143,6 +143,16 @@ class IndexStore:
         again."""
         with self.database.read() as connection:
             return dict(connection.execute("SELECT name, created_at FROM namespaces").fetchall())
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """A namespace's own settings; empty for one without, or that does not exist."""
+        with self.database.read() as connection:
+            return own_settings.read(connection, name)
+
+    def set_settings(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Replace a namespace's own settings, JSON values. Raises NotFound."""
+        with self.database.write() as connection:
+            own_settings.write(connection, registry.namespace(connection, name).id, settings)
 
     def drop_namespace(self, name: str) -> NamespaceInfo:
         """Remove a namespace with all its documents and return what it was. Raises NotFound."""

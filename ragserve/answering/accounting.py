@@ -20,15 +20,17 @@ def context_use(
     choice: StrategyChoice | None = None,
     session: SessionUse | None = None,
     sparse: bool = False,
+    doubt: str | None = None,
 ) -> ContextUse:
     """Account for the document tokens of an answer. ``sparse``: the request asked for sparse prefill.
+    ``doubt``: what speaks against an answer in the documents.
 
     Composed contexts are reported by the engine. For exact strategies, document tokens within the cached
     prefix count as reused. ``choice`` is the decision of strategy ``auto``."""
     report, cached = last.context, last.usage.cached
     spans = [(segment.start, segment.end) for segment in prompt.segments if segment.kind == "document"]
     reused = sum(max(0, min(cached, end) - start) for start, end in spans)
-    notes = []
+    notes = [] if doubt is None else [f"The documents may not answer this: {doubt}."]
     tiers = {"device": reused, "computed": prompt.tokens_kept - reused}
     if report:
         tiers = dict(report.by_tier)

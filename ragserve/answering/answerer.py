@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ragserve import tracing
 from ragserve.answering.accounting import Clock, context_use, no_context, observe
+from ragserve.answering.attribution import attributed
 from ragserve.answering.auto import AUTO, Candidates, Chooser
 from ragserve.answering.chosen_passages import ChosenPassages, choose
-from ragserve.answering.citations import Marker, MarkerFilter, cite
+from ragserve.answering.citations import Marker, MarkerFilter
+from ragserve.answering.doubts import doubts
 from ragserve.answering.follow_ups import DialogueSearch, Found
 from ragserve.answering.in_flight import InFlight, QueryLimiter
 from ragserve.answering.laid_out import LaidOutTurn, check_room, laid_out_request, own_options
@@ -71,6 +73,9 @@ searched (None: the documents were given)."""
 OnAnswered = Callable[[Query, SearchedFor | None, float], None]
 """Called with each answered query that was searched for, with what, and when it came (``time.time``)."""
 
+OnDoubt = Callable[[Query, SearchedFor | None, float, str], None]
+"""Called with each query whose answer the documents do not seem to have: as `OnAnswered`, and why."""
+
 
 class Answerer:
     """Retrieves, lays out the prompt, generates and cites."""
@@ -87,10 +92,12 @@ class Answerer:
         on_composed: OnComposed | None = None,
         dialogues: Dialogues | None = None,
         on_answered: OnAnswered | None = None,
+        on_doubt: OnDoubt | None = None,
     ) -> None:
-        """Without ``gate``, unverified strategies may answer. ``nothing_found``: the answer where no passage
-        has the score that a query demands. ``dialogues``: None for an answerer without sessions."""
+        """Without ``gate``, unverified strategies may answer. ``nothing_found``: the answer where nothing
+        was found. ``dialogues``: None for an answerer without sessions."""
         self._dialogues = dialogues
+        self._on_doubt = on_doubt
         self._on_composed = on_composed
         self._on_answered = on_answered
         self._engine = engine
@@ -162,11 +169,16 @@ class Answerer:
             "reranking": None if search is None else search.reranking,
             "index_version": None if search is None else search.version,
         }
-        is_first = turn is None or turn.is_first
-        if search is not None and not found and query.search.min_score is not None and is_first:
-            for event in self._nothing(query, clock, search, searched):
-                yield event
-            return
+        doubt = None
+        if search is not None and (turn is None or turn.is_first):
+            searched["evidence"] = search.evidence
+            doubt = doubts(search, query.search)
+            if doubt is not None and self._on_doubt is not None:
+                self._on_doubt(query, search.searched_for, slot.began, doubt)
+            if doubt is not None and (not found or query.search.not_found == "refuse"):
+                for event in self._nothing(query, clock, search, searched, doubt):
+                    yield event
+                return
         prompt_start = time.perf_counter()
         with tracing.span("prompt"):
             sentences = [] if search is None else search.sentences
@@ -248,16 +260,17 @@ class Answerer:
             spec = StrategySpec(request.strategy, request.options)
             ids = self._prompts.answer_ids(last.output_ids, "".join(said))
             session = await turn.done(query, asked, spec, prompt, (ids, answer.strip()), last)
-        indices, basis = cite(answer, markers.markers, [passage.text for passage in kept])
-        citations = [
-            Citation(basis=basis, **kept[index - 1].model_dump(exclude={"metadata"})) for index in indices
-        ]
+        with tracing.span("attribute"):
+            spoken, citations = await asyncio.to_thread(  # long contexts take tens of milliseconds
+                attributed, answer, markers.markers, query.question, kept
+            )
         for citation in citations:
             yield citation
         timings = clock.timings(retrieval, prompt_ms, last)
         result = Answer(
             answer=answer,
             citations=citations,
+            sentences=spoken,
             usage=Usage.model_validate(last.usage, from_attributes=True),
             context=context_use(
                 named if best else request.strategy,
@@ -267,6 +280,7 @@ class Answerer:
                 choice,
                 session,
                 sparse=request.asks_sparse,
+                doubt=doubt,
             ),
             session=session,
             timings=timings,
@@ -285,16 +299,17 @@ class Answerer:
         yield FinalAnswer(result, tuple(markers.markers))
 
     def _nothing(
-        self, query: Query, clock: Clock, search: Found, searched: dict[str, Any]
+        self, query: Query, clock: Clock, search: Found, searched: dict[str, Any], doubt: str
     ) -> Iterator[Event]:
         """The events of an answer that the model is not asked for."""
         named: dict[str, Any] = {"namespace": query.request.namespace, "request_id": query.request.rid}
         yield SearchResults(results=[], documents_kept=0, timings=search.timings, **searched, **named)
         yield MessageDelta(self._nothing_found)
-        note = f"No passage has a score of {query.search.min_score:g} or more: the model was not asked."
+        note = f"{doubt[0].upper()}{doubt[1:]}: the model was not asked."
         result = Answer(
             answer=self._nothing_found,
             citations=[],
+            sentences=[],
             usage=Usage(prompt=0, cached=0, completion=0),
             context=no_context(query.request.strategy, note),
             timings=clock.timings(search.timings, None, None),

@@ -1,4 +1,4 @@
-"""Find the passages that an answer rests on: by markers ``[n]`` in its text, else by quotation.
+"""Markers ``[n]`` in the text of an answer.
 
 A marker is ``[n]`` with one to three digits (context passages are numbered 1..k, k is below 1000; ``[2024]``
 is text). Markers that point to no passage are removed before text reaches a client, with the blanks before
@@ -6,13 +6,10 @@ them."""
 
 from __future__ import annotations
 
-import re
-import unicodedata
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Basis = Literal["marker", "quote", "context"]
+Basis = Literal["marker", "quote", "words"]
 _MAX_DIGITS = 3
 
 
@@ -78,24 +75,3 @@ class MarkerFilter:
             text = text.lstrip()
         self._sent += len(text)
         out.append(text)
-
-
-def cite(answer: str, markers: Sequence[Marker], passages: Sequence[str]) -> tuple[list[int], Basis]:
-    """Return the numbers (from 1, ascending) of the passages to cite, and the reason.
-
-    ``marker``: the answer names them. Without markers, ``quote``: they contain the answer verbatim, up to
-    case, white space, Unicode compatibility forms and outer punctuation. Else ``context``: all passages."""
-    if markers:
-        return sorted({marker.index for marker in markers}), "marker"
-    wanted = _normalised(answer).strip(" .,;:!?\"'()[]“”‘’")
-    if wanted:
-        # as whole words: the answer "Al" is not quoted by "also"
-        pattern = re.compile(rf"(?<!\w){re.escape(wanted)}(?!\w)")
-        quoting = [index for index, text in enumerate(passages, 1) if pattern.search(_normalised(text))]
-        if quoting:
-            return quoting, "quote"
-    return list(range(1, len(passages) + 1)), "context"
-
-
-def _normalised(text: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ragserve import tracing
 from ragserve.answering.prompt import Message, PromptBuilder
 from ragserve.answering.results import (
+    AnswerEvidence,
     Candidate,
     Correction,
     Reranking,
@@ -77,6 +78,10 @@ _TESTS = (
     ),
 )
 
+_UNABLE = (
+    "The model cannot rewrite questions, as two test dialogues have shown: the question is searched for with "
+    "the turn before it, as with follow_ups=context."
+)
 _WORD = re.compile(r"\w+")
 _MARKER = re.compile(r"(?<!\s)\s*+\[\d{1,3}\]")
 _SHORT_WORD = 3  # letters up to which any word is free: of, the, in, der, est
@@ -128,6 +133,7 @@ class Found:
     searched_for: SearchedFor | None  # None for a question without earlier ones that is searched as it is
     reads: DialogueText
     reranking: Reranking | None = None  # None without a reranker
+    evidence: AnswerEvidence | None = None
 
 
 class DialogueSearch:
@@ -197,8 +203,18 @@ class DialogueSearch:
                 read = corrected.found_in(texts, first_only=was_read)
             reads = typed.corrected(read)
             asked = asked.model_copy(update=_said(corrected, read))
+        evidence = None
+        if found.evidence is not None:
+            evidence = AnswerEvidence.model_validate(found.evidence, from_attributes=True)
         return Found(
-            passages(found.passages), found.version, timings, found.sentences, asked, reads, reranking
+            passages(found.passages),
+            found.version,
+            timings,
+            found.sentences,
+            asked,
+            reads,
+            reranking,
+            evidence,
         )
 
     async def _corrected(self, typed: DialogueText, options: SearchOptions, namespace: str) -> Corrected:
@@ -305,7 +321,7 @@ class Rewriter:
         server's own tests are not counted."""
         try:
             if not await self._can_rewrite(namespace, request_id):
-                return None, "The model cannot rewrite questions."
+                return None, _UNABLE
             rewrite = await self._rewritten(question, history, namespace, request_id, spend)
         except RagserveError as error:
             return None, f"The question was not rewritten: {error}"

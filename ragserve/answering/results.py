@@ -25,6 +25,12 @@ def said(report: type, name: str, default: Any = ..., *, also: str = "") -> Any:
     return Field(default, description=f"{declared[name]} {also}".rstrip())
 
 
+BASES = (
+    "`marker`, the answer names it; `quote`, it contains the sentence word for word; `words`, it has the "
+    "sentence's names, numbers and other words, and those of the question"
+)
+
+
 class Passage(Result):
     """A piece of context. Fields of indexed passages are null for documents given in the request."""
 
@@ -88,10 +94,33 @@ class RetrievedPassage(Passage):
 class Citation(Passage):
     """A passage that supports the answer."""
 
-    basis: Basis = Field(
-        description="Why it is cited: `marker`, the answer names it; `quote`, it contains the answer "
-        "verbatim; `context`, the answer names no source, so all the context is given."
+    basis: Basis = Field(description=f"Why it is cited: {BASES}.")
+
+
+class AnswerSentence(Result):
+    """A sentence of the answer, and the passages that it rests on."""
+
+    start: int = Field(description="Its first character in `answer`.")
+    end: int = Field(description="The character after its last one.")
+    supported: bool = Field(
+        description="Whether a passage supports it, by its words; also where it names passages itself."
     )
+    passages: list[int] = Field(description="Their `index`, ascending; empty: it has no citation.")
+    basis: Basis | None = Field(description=f"Why they are cited: {BASES}; null without any.")
+
+
+class AnswerEvidence(Result):
+    """Whether the passages seem to answer the question."""
+
+    likely: bool
+    score: float = Field(description="Negative where it is not likely; it has no unit.")
+    reason: str = Field(description="What speaks most against an answer; empty if it is likely.")
+
+
+EVIDENCE = (
+    "Whether the passages seem to answer the question; null with `not_found` `off`, for follow-ups that are "
+    "searched for with the turn before, for given documents, and for an embedder without a threshold."
+)
 
 
 class Usage(Result):
@@ -326,6 +355,7 @@ class SearchResults(Result):
         "the first `documents_kept` are in the prompt."
     )
     documents_kept: int
+    evidence: AnswerEvidence | None = Field(default=None, description=EVIDENCE)
     session: str | None = Field(default=None, description="The session's id; null without one.")
     timings: RetrievalTimings
     request_id: str
@@ -335,7 +365,11 @@ class Answer(Result):
     """The answer with its sources and the accounting of its computation."""
 
     answer: str = Field(description="The model's answer; markers `[n]` refer to passages by `index`.")
-    citations: list[Citation]
+    citations: list[Citation] = Field(description="Passages that the answer rests on; without any, none.")
+    sentences: list[AnswerSentence] = Field(
+        default_factory=list, description="The answer's sentences, each with its passages."
+    )
+    evidence: AnswerEvidence | None = Field(default=None, description=EVIDENCE)
     usage: Usage
     context: ContextUse
     timings: Timings

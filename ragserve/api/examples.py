@@ -101,7 +101,10 @@ _SESSION = {
     "tokens_computed": 4,
     "earlier": None,
 }
+_SENTENCES = [{"start": 0, "end": len(_REPLY), "supported": True, "passages": [1], "basis": "marker"}]
+_EVIDENCE = {"likely": True, "score": 2.4, "reason": ""}
 _EXTRAS = {
+    "evidence": _EVIDENCE,
     "session": _SESSION,
     "context": {
         "strategy": "prefix",
@@ -127,6 +130,7 @@ _EXTRAS = {
 ANSWER: dict[str, Any] = {
     "answer": _REPLY,
     "citations": [{**_PASSAGE, "basis": "marker"}],
+    "sentences": _SENTENCES,
     "usage": {"prompt": 804, "cached": 640, "completion": 8},
     **_EXTRAS,
     "finish_reason": "stop",
@@ -142,7 +146,7 @@ def _sse(*events: tuple[str, Any]) -> str:
     return "".join(f"{head}data: {data}\n\n" for head, data in lines)
 
 
-_RESULTS = {**_SEARCHED, "results": [_FOUND]}
+_RESULTS = {**_SEARCHED, "evidence": _EVIDENCE, "results": [_FOUND]}
 QUERY_SSE = _sse(
     (
         "search_results",
@@ -245,6 +249,52 @@ NAMESPACE = {
     "n_tokens": 70213,
 }
 NAMESPACES = {"namespaces": [NAMESPACE]}
+NAMESPACE_SETTINGS: dict[str, Any] = {
+    "system": "Answer from the documents, in one sentence.",
+    "k": 8,
+    "min_score": None,
+    "retrieval": "hybrid",
+    "not_found": "refuse",
+    "strategy": None,
+}
+NAMESPACE_SETTINGS_REQUESTS: dict[str, Any] = {
+    "some": _request("Hybrid search for eight passages", retrieval="hybrid", k=8)
+}
+FEEDBACK: dict[str, Any] = {
+    "rows": [
+        {
+            "id": _ID,
+            "question": _QUESTION,
+            "answers": [_REPLY],
+            "documents": ["d41f"],
+            "namespace": "docs",
+            "rating": "up",
+            "answer": _REPLY,
+            "time": "2026-03-01T09:30:00.000000+00:00",
+        }
+    ]
+}
+FEEDBACK_REQUESTS: dict[str, Any] = {
+    "up": _request(
+        "The answer is good",
+        namespace="docs",
+        rating="up",
+        query=_QUESTION,
+        answer=_REPLY,
+        documents=["d41f"],
+        answer_id=_ID,
+    )
+}
+UNANSWERED: dict[str, Any] = {
+    "questions": [
+        {
+            "question": "What does a ticket cost?",
+            "asked": 3,
+            "time": "2026-03-01T09:30:00.000000+00:00",
+            "why": "no passage has: ticket, cost",
+        }
+    ]
+}
 SESSION = {
     "id": _ID,
     "namespace": "docs",
@@ -355,11 +405,12 @@ _ANNOTATIONS = [
             "end_index": 18,
             "title": _TITLED["title"],
             "url": "file:///srv/docs/lighthouse.md",
+            "basis": "marker",
         },
     }
 ]
 _HEAD = {"id": f"chatcmpl-{_ID}", "created": _TIME, "model": "ragserve/docs"}
-_SOURCES = {"citations": ANSWER["citations"], "ragserve": _EXTRAS}
+_SOURCES = {"citations": ANSWER["citations"], "ragserve": {"sentences": _SENTENCES, **_EXTRAS}}
 
 
 def _choices(finish_reason: str | None, **content: Any) -> list[dict[str, Any]]:

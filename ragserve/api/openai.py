@@ -97,7 +97,7 @@ async def chat(request: Request, caller: Caller, request_id: RequestId) -> Respo
     caller.check_tokens()
     check_names(data)
     body = validated(ChatRequest, data)
-    asked = replace(_query(body, svc, caller, request_id), private=is_private(request))
+    asked = replace(await _query(body, svc, caller, request_id), private=is_private(request))
     events = svc.answerer.events(asked)
     try:
         if not body.stream:
@@ -209,7 +209,7 @@ async def model(
     return Response(Model(id=model_id).model_dump_json(), media_type="application/json")
 
 
-def _query(body: ChatRequest, svc: Services, caller: Access, request_id: str) -> Query:
+async def _query(body: ChatRequest, svc: Services, caller: Access, request_id: str) -> Query:
     """Turn a dialogue into a query.
 
     Raises InvalidRequest if its last message is not a question, NotFound for an invalid namespace."""
@@ -227,6 +227,8 @@ def _query(body: ChatRequest, svc: Services, caller: Access, request_id: str) ->
         caller.require("read", namespace)
     except (ValidationError, NotFound):
         raise _no_model(body.model) from None
+    own = await svc.own_settings(namespace)
+    settings = own.over(svc.settings)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     sampling = Sampling(
         max_new_tokens=body.max_completion_tokens or body.max_tokens or svc.settings.max_new_tokens,
@@ -239,25 +241,33 @@ def _query(body: ChatRequest, svc: Services, caller: Access, request_id: str) ->
     )
     return to_query(
         body,
-        svc.settings,
+        settings,
         request_id,
         namespace,
         sampling,
         {},
-        search=caller.search_options(body, svc.settings),
+        search=caller.search_options(body, settings),
         owner=caller.key.key_id,
         spend=caller.spend,
         question=last.text,
         history=tuple(Message("user" if m.role == "user" else "assistant", m.text) for m in dialogue),
-        system=system or None,
+        system=own.system_text(system or None, body.session),
     )
 
 
 def _annotations(final: FinalAnswer) -> list[dict[str, Any]]:
-    """Annotate each marker at its place; without markers, each citation over the whole answer."""
+    """Annotate each marker at its place, and sentences without markers with the passages that support
+    them."""
     cited = {citation.index: citation for citation in final.answer.citations}
-    spans = [(marker.index, marker.start, marker.end) for marker in final.markers]
-    spans = spans or [(index, 0, len(final.answer.answer)) for index in cited]
+    spans: list[tuple[int, int, int, str]] = [
+        (marker.index, marker.start, marker.end, "marker") for marker in final.markers
+    ]
+    spans += [
+        (index, sentence.start, sentence.end, sentence.basis or "")
+        for sentence in final.answer.sentences
+        if sentence.basis != "marker"
+        for index in sentence.passages
+    ]
     return [
         {
             "type": "url_citation",
@@ -266,9 +276,10 @@ def _annotations(final: FinalAnswer) -> list[dict[str, Any]]:
                 "end_index": end,
                 "title": cited[index].title,
                 "url": _url(cited[index].source),
+                "basis": basis,
             },
         }
-        for index, start, end in spans
+        for index, start, end, basis in sorted(spans, key=lambda span: span[1:])
     ]
 
 

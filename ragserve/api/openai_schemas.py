@@ -6,7 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
+from ragserve.answering.citations import Basis
 from ragserve.answering.results import (
+    EVIDENCE,
+    AnswerEvidence,
+    AnswerSentence,
     Citation,
     ContextUse,
     PrefillUse,
@@ -21,6 +25,7 @@ from ragserve.api.schemas import (
     MAX_MESSAGES,
     DocumentsOverflow,
     GivenDocument,
+    NamedStrategy,
     Prefill,
     SessionBudget,
     SessionName,
@@ -28,7 +33,6 @@ from ragserve.api.schemas import (
     StrategyOptions,
 )
 from ragserve.api.search_fields import SearchFields
-from ragserve.config import StrategyName
 from ragserve.setting_groups.answering import Retrieval
 
 Content = Annotated[Text, Field(max_length=65_536)]
@@ -125,7 +129,7 @@ class ChatRequest(SearchFields):
     service_tier: Ignored
     safety_identifier: Ignored
     prompt_cache_key: Ignored
-    strategy: StrategyName | None = None
+    strategy: NamedStrategy | None = None
     strategy_options: StrategyOptions
     prefill: Prefill
     documents: list[GivenDocument] | None = Field(None, max_length=MAX_DOCUMENTS)
@@ -136,11 +140,12 @@ class ChatRequest(SearchFields):
 
 class UrlCitation(BaseModel):
     start_index: int = Field(
-        description="Position of the marker in the content; the whole content if there is no marker."
+        description="Position in the content: of the marker, or of the sentence that the passage supports."
     )
     end_index: int
     title: str
     url: str = Field(description="URL of the source, its path as a file URL, or its name.")
+    basis: Basis = Field(description="Not OpenAI's: why the passage is cited, as in `citations`.")
 
 
 class Annotation(BaseModel):
@@ -177,6 +182,8 @@ class Extras(BaseModel):
     """Fields of /rag/query without an OpenAI counterpart."""
 
     context: ContextUse
+    sentences: list[AnswerSentence]
+    evidence: AnswerEvidence | None = Field(default=None, description=EVIDENCE)
     session: SessionUse | None
     prefill: PrefillUse | None = None
     timings: Timings

@@ -59,6 +59,8 @@ async def query(
     caller.require("read", body.namespace)
     caller.check_tokens()
     svc.check_question(body.query, len(body.history))
+    own = await svc.own_settings(body.namespace)
+    settings = own.over(svc.settings)
     sampling = Sampling(
         max_new_tokens=body.max_new_tokens or svc.settings.max_new_tokens,
         temperature=body.temperature,
@@ -68,17 +70,17 @@ async def query(
     )
     asked = to_query(
         body,
-        svc.settings,
+        settings,
         request_id,
         body.namespace,
         sampling,
         body.decode.model_dump(exclude_unset=True),
-        search=caller.search_options(body, svc.settings),
+        search=caller.search_options(body, settings),
         owner=caller.key.key_id,
         spend=caller.spend,
         question=body.query,
         history=to_history(body.history),
-        system=body.system,
+        system=own.system_text(body.system, body.session),
         private=is_private(request),
     )
     events = svc.answerer.events(asked)

@@ -40,7 +40,8 @@ async def retrieve(
     caller.require("read", body.namespace)
     svc.check_question(body.query, len(body.history))
     with svc.limiter.slot():
-        options = caller.search_options(body, svc.settings)
+        settings = (await svc.own_settings(body.namespace)).over(svc.settings)
+        options = caller.search_options(body, settings)
         if body.history and options.follow_ups == "rewrite":  # the model writes
             caller.check_tokens()
         search = svc.search.search(
@@ -58,6 +59,7 @@ async def retrieve(
         retrieval=options.retrieval,
         searched_for=found.searched_for,
         reranking=found.reranking,
+        evidence=found.evidence,
         index_version=found.version,
         timings=RetrieveTimings(**found.timings.model_dump(), total_ms=(time.perf_counter() - start) * 1e3),
         request_id=request_id,

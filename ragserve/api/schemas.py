@@ -3,7 +3,7 @@ settings."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import BeforeValidator, Field, create_model
 
@@ -71,6 +71,17 @@ Prefill = Annotated[
 ]
 
 
+def _without_options(name: Any) -> Any:
+    """Say where the options of a command line's strategy belong in a body."""
+    if isinstance(name, str) and ":" in name:
+        strategy, _, options = name.partition(":")
+        raise ValueError(f"{strategy!r:.40} takes its options in strategy_options, not as {options!r:.200}")
+    return name
+
+
+NamedStrategy = Annotated[StrategyName, BeforeValidator(_without_options)]
+
+
 class HistoryMessage(RequestModel):
     role: Literal["user", "assistant"]
     content: Annotated[Text, Field(max_length=65_536)]
@@ -130,7 +141,7 @@ class RetrieveRequest(SearchFields):
 class QueryRequest(RetrieveRequest):
     """A question and how to answer it."""
 
-    strategy: StrategyName | None = Field(
+    strategy: NamedStrategy | None = Field(
         None,
         description="Exact: `full`, `prefix`, and `passages`, which reads the best passages only. Composed "
         "from cached documents, approximate: `concat`, `epic`, `cacheblend`, `random`, `samkv`. `auto`: the "

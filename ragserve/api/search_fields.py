@@ -9,7 +9,14 @@ from pydantic import Field
 from ragserve.api.body import RequestModel, Text
 from ragserve.config import Settings
 from ragserve.retrieval.search_options import SearchOptions
-from ragserve.setting_groups.answering import MAX_CANDIDATES, MAX_NEIGHBOURS, FollowUps, Retrieval, Spelling
+from ragserve.setting_groups.answering import (
+    MAX_CANDIDATES,
+    MAX_NEIGHBOURS,
+    FollowUps,
+    NotFound,
+    Retrieval,
+    Spelling,
+)
 from ragserve_index.filters import Filter
 
 T = TypeVar("T")
@@ -87,6 +94,12 @@ class SearchFields(RequestModel):
         description="Share of common word triples (Jaccard) from which a passage is a copy of a better one "
         "and left out; 0 keeps all. Default: the server's.",
     )
+    not_found: NotFound | None = Field(
+        None,
+        description="What becomes of a question that the passages do not seem to answer (`evidence`). "
+        "`note`: a note with the answer. `refuse`: the answer is the server's `nothing_found` and the model "
+        "is not asked. `off`: nothing is looked at. Default: the server's.",
+    )
 
     def search_options(self, settings: Settings) -> SearchOptions:
         """The options, with the server's defaults where the request has none."""
@@ -102,6 +115,7 @@ class SearchFields(RequestModel):
             context_tokens=_or(self.context_tokens, settings.context_tokens),
             min_score=_or(self.min_score, settings.min_score),
             dedupe=_or(self.dedupe, settings.dedupe),
+            not_found=self.not_found or settings.not_found,
         )
 
 

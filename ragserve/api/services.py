@@ -18,6 +18,7 @@ from ragserve.answering.in_flight import Idleness, QueryLimiter
 from ragserve.answering.key_reranker import make_rerankers
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.answering.query_log import QueryLog
+from ragserve.answering.rating_log import FeedbackLog, UnansweredLog
 from ragserve.answering.sessions.dialogues import Dialogues
 from ragserve.answering.sessions.session_store import SessionStore, forget_all
 from ragserve.answering.sessions.turn_attention import TurnAttention
@@ -34,6 +35,7 @@ from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval.passage_search import PassageSearch
 from ragserve.retrieval.retriever import Retriever
 from ragserve.retrieval.spelling import SpellingCorrector
+from ragserve.setting_groups.per_namespace import NamespaceSettings
 from ragserve.verification.answer_watch import AnswerWatch
 from ragserve.verification.background import BackgroundVerification
 from ragserve.verification.idle_tuner import IdleTuner
@@ -64,10 +66,17 @@ class Services:
     limiter: QueryLimiter
     answerer: Answerer
     dialogues: Dialogues
+    feedback: FeedbackLog
     verification: BackgroundVerification
     warm_runner: JobRunner | None  # None if the engine has no document cache
     foreign: list[str]  # namespaces that were cut for another model, when the server started
     evict: Callable[[], Coroutine[Any, Any, None]]  # evict the KV of removed documents from every tier
+
+    async def own_settings(self, namespace: str) -> NamespaceSettings:
+        """A namespace's own settings, without any for one that does not exist."""
+        stored = await asyncio.to_thread(self.store.settings, namespace)
+        known = NamespaceSettings.model_fields.keys() & stored.keys()  # a later version may have stored more
+        return NamespaceSettings(**{name: stored[name] for name in known})
 
     def document_cache(self) -> CachingEngine:
         """The engine, as a document cache. Raises InvalidRequest if it has none."""
@@ -154,12 +163,17 @@ async def open_services(
         await stack.enter_async_context(dialogues.running())
 
         query_log = QueryLog(settings.data_dir, settings.query_log_bytes, store)
-        await stack.enter_async_context(query_log.running())
+        not_found = UnansweredLog(settings.data_dir, settings.query_log_bytes, store)
+        feedback = FeedbackLog(settings.data_dir, settings.feedback_bytes, store)
+        logs = (query_log, not_found, feedback)
+        for each in logs:
+            await stack.enter_async_context(each.running())
 
         async def evict() -> None:
             await drain()
             await dialogues.drop_outdated()
-            await query_log.sweep()
+            for each in logs:
+                await each.sweep()
 
         loop = asyncio.get_running_loop()
         ingestor = Ingestor(
@@ -172,9 +186,9 @@ async def open_services(
         )
         runner = JobRunner(ingestor)
         url_runner = JobRunner(ingestor, URL_JOBS)  # a slow site must not keep uploads waiting
-        for each in (runner, url_runner):
-            await asyncio.to_thread(each.start)
-            stack.push_async_callback(asyncio.to_thread, each.stop)
+        for job_runner in (runner, url_runner):
+            await asyncio.to_thread(job_runner.start)
+            stack.push_async_callback(asyncio.to_thread, job_runner.stop)
         warm_runner = None
         if isinstance(engine, CachingEngine):
             warm_runner = JobRunner(
@@ -209,6 +223,7 @@ async def open_services(
             verification.watch.answered,
             dialogues,
             query_log.answered,
+            not_found.not_found,
         )
         yield Services(
             settings=settings,
@@ -227,6 +242,7 @@ async def open_services(
             warm_runner=warm_runner,
             evict=evict,
             foreign=foreign,
+            feedback=feedback,
         )
         log.info("shutting down")
 

@@ -75,6 +75,7 @@ async def info(svc: Svc, caller: Caller) -> Info:
             "context_tokens": settings.context_tokens,
             "min_score": settings.min_score,
             "dedupe": settings.dedupe,
+            "not_found": settings.not_found,
             "strategy": settings.strategy,
             "max_new_tokens": settings.max_new_tokens,
             "temperature": 0.0,
@@ -88,6 +89,8 @@ async def info(svc: Svc, caller: Caller) -> Info:
             "max_concurrent_queries": settings.max_concurrent_queries,
             "max_k": min(MAX_K, caller.key.limits.max_k or MAX_K),
             "max_documents": MAX_DOCUMENTS,
+            "query_log_bytes": settings.query_log_bytes,
+            "feedback_bytes": settings.feedback_bytes,
             "max_context_tokens": engine.max_prompt_tokens,
         },
         index={

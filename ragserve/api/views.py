@@ -8,9 +8,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragserve.answering.results import (
+    EVIDENCE,
     RERANKING,
     SEARCHED_FOR,
     Answer,
+    AnswerEvidence,
     Citation,
     Reranking,
     RetrievalTimings,
@@ -33,6 +35,7 @@ class RetrieveAnswer(BaseModel):
     retrieval: Retrieval = Field(description="Search that found the passages.")
     searched_for: SearchedFor | None = Field(description=SEARCHED_FOR)
     reranking: Reranking | None = Field(description=RERANKING)
+    evidence: AnswerEvidence | None = Field(default=None, description=EVIDENCE)
     index_version: int = Field(description="Version of the namespace that was searched.")
     timings: RetrieveTimings
     request_id: str
@@ -142,6 +145,34 @@ class NamespaceView(BaseModel):
 
 class NamespaceList(BaseModel):
     namespaces: list[NamespaceView]
+
+
+class RatedAnswer(BaseModel):
+    """A row of `ragserve eval`, with what was rated."""
+
+    id: str = Field(description="The answer's request id.")
+    question: str
+    answers: list[str] = Field(description="The answer, if it was found good.")
+    documents: list[str] = Field(description="Its documents, if it was found good.")
+    namespace: str
+    rating: Literal["up", "down"]
+    answer: str
+    time: str = Field(description="When it was rated, ISO 8601.")
+
+
+class RatedAnswers(BaseModel):
+    rows: list[RatedAnswer] = Field(description="Oldest first, the latest rating of each answer.")
+
+
+class UnansweredQuestion(BaseModel):
+    question: str
+    asked: int = Field(description="Times that it was asked.")
+    time: str = Field(description="When it was asked last, ISO 8601.")
+    why: str = Field(description="What spoke against an answer.")
+
+
+class UnansweredQuestions(BaseModel):
+    questions: list[UnansweredQuestion] = Field(description="Newest first.")
 
 
 class SessionView(BaseModel):

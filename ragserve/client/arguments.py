@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, Literal, NotRequired, TypedDict
 
 from ragserve.answering.results import Overflow
 from ragserve.config import StrategyName
-from ragserve.setting_groups.answering import FollowUps, Retrieval, Spelling
+from ragserve.setting_groups.answering import FollowUps, NotFound, Retrieval, Spelling
 
 FileToIngest = str | Path | tuple[str, Path | bytes | BinaryIO]
 """A path, or a name and a path or content. The name, of a path its last part, identifies the document."""
@@ -28,6 +28,7 @@ class SearchArguments(TypedDict, total=False):
     context_tokens: int | None
     min_score: float | None
     dedupe: float | None
+    not_found: NotFound | None
 
 
 class RetrieveArguments(SearchArguments, total=False):
@@ -56,6 +57,17 @@ class QueryArguments(RetrieveArguments, total=False):
     documents_overflow: Overflow | None
     session: str | None
     session_budget: int | None
+
+
+class NamespaceArguments(TypedDict, total=False):
+    """Defaults of a namespace's queries. ``strategy`` with its options, as the server's setting has it."""
+
+    system: str | None
+    k: int | None
+    min_score: float | None
+    retrieval: Retrieval | None
+    not_found: NotFound | None
+    strategy: str | None
 
 
 class Turn(TypedDict):

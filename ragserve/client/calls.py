@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar, Unpack
+from typing import Any, BinaryIO, Generic, Literal, TypeVar, Unpack
 from urllib.parse import quote
 
 import httpx
@@ -26,18 +26,24 @@ from ragserve.api.views import (
     JobView,
     NamespaceList,
     NamespaceView,
+    RatedAnswer,
+    RatedAnswers,
     RetrieveAnswer,
     SessionList,
     SessionView,
+    UnansweredQuestion,
+    UnansweredQuestions,
 )
 from ragserve.client.arguments import (
     FileToIngest,
     IngestArguments,
+    NamespaceArguments,
     QueryArguments,
     RetrieveArguments,
     TextDocument,
 )
 from ragserve.errors import InvalidRequest
+from ragserve.setting_groups.per_namespace import NamespaceSettings
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -278,6 +284,44 @@ def _model(kind: type[M]) -> Callable[[httpx.Response], M]:
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def namespace_settings(name: str) -> Call[NamespaceSettings]:
+    """``GET /rag/namespaces/{name}/settings``: the defaults of its queries; None: the server's."""
+    return _get(_path("namespaces", name, "settings"), _model(NamespaceSettings))
+
+
+def set_namespace_settings(name: str, **settings: Unpack[NamespaceArguments]) -> Call[NamespaceSettings]:
+    """``PUT /rag/namespaces/{name}/settings``: replace all of them."""
+    path = _path("namespaces", name, "settings")
+    options = {"json": _given(settings)}
+    return Call("PUT", path, _model(NamespaceSettings), options, repeatable=True)
+
+
+def rate(answer: Answer, question: str, rating: Literal["up", "down"]) -> Call[RatedAnswers]:
+    """``POST /rag/feedback``: keep a thumb up or down for an answer, if the server keeps feedback."""
+    documents = [each.doc_id or each.source for each in answer.citations]
+    body = {
+        "namespace": answer.namespace,
+        "rating": rating,
+        "query": question,
+        "answer": answer.answer,
+        "documents": list(dict.fromkeys(name for name in documents if name)),
+        "answer_id": answer.request_id,
+    }
+    return _post("/rag/feedback", _model(RatedAnswers), body, repeatable=True)
+
+
+def ratings(namespace: str) -> Call[list[RatedAnswer]]:
+    """``GET /rag/feedback``: ratings, oldest first, as rows of ``ragserve eval``."""
+    listed = _model(RatedAnswers)
+    return _get("/rag/feedback", lambda reply: listed(reply).rows, namespace=namespace)
+
+
+def unanswered(namespace: str) -> Call[list[UnansweredQuestion]]:
+    """``GET /rag/unanswered``: what was asked and not found, newest first."""
+    listed = _model(UnansweredQuestions)
+    return _get("/rag/unanswered", lambda reply: listed(reply).questions, namespace=namespace)
 
 
 def sessions() -> Call[list[SessionView]]:

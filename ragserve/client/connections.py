@@ -134,6 +134,11 @@ class Client:
     namespaces = _blocking(calls.namespaces)
     namespace = _blocking(calls.namespace)
     drop_namespace = _blocking(calls.drop_namespace)
+    namespace_settings = _blocking(calls.namespace_settings)
+    set_namespace_settings = _blocking(calls.set_namespace_settings)
+    rate = _blocking(calls.rate)
+    ratings = _blocking(calls.ratings)
+    unanswered = _blocking(calls.unanswered)
     sessions = _blocking(calls.sessions)
     end_session = _blocking(calls.end_session)
 
@@ -235,6 +240,11 @@ class AsyncClient:
     namespaces = _awaitable(calls.namespaces)
     namespace = _awaitable(calls.namespace)
     drop_namespace = _awaitable(calls.drop_namespace)
+    namespace_settings = _awaitable(calls.namespace_settings)
+    set_namespace_settings = _awaitable(calls.set_namespace_settings)
+    rate = _awaitable(calls.rate)
+    ratings = _awaitable(calls.ratings)
+    unanswered = _awaitable(calls.unanswered)
     sessions = _awaitable(calls.sessions)
     end_session = _awaitable(calls.end_session)
 

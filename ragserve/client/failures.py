@@ -38,7 +38,8 @@ def translated(url: str) -> Iterator[None]:
         ) from error
     except httpx.TransportError as error:
         raise errors.Unavailable(
-            f"No answer from {url}: {error}", hint="Is the server running there? ragserve serve"
+            f"No answer from {url}: {str(error).rstrip('.')}.",
+            hint="Is the server running there? ragserve serve",
         ) from error
     except httpx.InvalidURL as error:
         raise errors.InvalidRequest(

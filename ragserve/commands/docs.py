@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ragserve.commands import docs_settings
+from ragserve.commands.data_folder import open_data
 from ragserve.commands.ingest import signals_stop
 from ragserve.commands.job_console import place, print_json, shown
 from ragserve.commands.options import ENGINE_SETTINGS, AsJson, Namespace, with_settings
@@ -60,6 +62,7 @@ def register(app: typer.Typer) -> None:
         with_settings(reembed, ["data_dir", "registry_url", "embedder", "embed_device"])
     )
     docs.command("warm", help=_WARM_HELP)(with_settings(warm, _WARM_SETTINGS))
+    docs_settings.register(docs)
     app.add_typer(docs, name="docs")
 
 
@@ -81,7 +84,7 @@ def ls(
     else:
         from ragserve.ingest.prune import every_document
 
-        with _store(settings) as store:
+        with open_data(settings) as store:
             names = [namespace] if namespace else [info.name for info in store.namespaces()]
             pages = (every_document(store, name, source_prefix=prefix) for name in names)
             here = list(islice(chain.from_iterable(pages), limit))
@@ -92,12 +95,12 @@ def ls(
     for document in documents:  # two lines each: sources are long, and terminals are not
         facts = f"{document.n_chunks:,} chunks, {document.n_tokens:,} tokens, namespace {document.namespace}"
         typer.echo(f"{document.doc_id}  {shown(document.title)}  ({facts})\n    {shown(document.source)}")
-    typer.echo(f"{len(documents):,} documents")
+    typer.echo(f"{len(documents):,} {'document' if len(documents) == 1 else 'documents'}")
 
 
 def namespaces(settings: Settings, as_json: AsJson = False) -> None:
     """List namespaces with their documents, chunks and tokens."""
-    with _store(settings) as store:
+    with open_data(settings) as store:
         found = store.namespaces()
     if as_json:
         print_json([asdict(namespace) for namespace in found])
@@ -105,7 +108,7 @@ def namespaces(settings: Settings, as_json: AsJson = False) -> None:
     for each in found:
         counts = f"{each.n_documents:,} documents, {each.n_chunks:,} chunks, {each.n_tokens:,} tokens"
         typer.echo(f"{each.name}: {counts} (embedder {each.embedder}, index {each.index_type})")
-    typer.echo(f"{len(found):,} namespaces")
+    typer.echo(f"{len(found):,} {'namespace' if len(found) == 1 else 'namespaces'}")
 
 
 def show(
@@ -118,7 +121,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show a document and its chunks."""
-    with _store(settings) as store:
+    with open_data(settings) as store:
         found = _resolve(store, namespace, document)
         chunks = store.document_chunks(namespace, found.doc_id)
     if as_json:
@@ -151,7 +154,7 @@ def rm(
 
     removed: list[Document] = []
     missing: list[str] = []
-    with _store(settings) as store:
+    with open_data(settings) as store:
         store.namespace(namespace)  # must exist
         for name in documents:
             try:
@@ -178,10 +181,10 @@ def drop(
     as_json: AsJson = False,
 ) -> None:
     """Remove a namespace with all its documents and their cached KV."""
-    from ragserve.answering.query_log import forget_dropped
+    from ragserve.answering.namespace_log import forget_dropped
     from ragserve.cache.evictions import clean_files
 
-    with _store(settings) as store:
+    with open_data(settings) as store:
         dropped = store.drop_namespace(namespace)
         clean_files(settings, store)
         try:
@@ -211,7 +214,7 @@ def check(
     """Check registry, vector index and lexical index against each other. Exits with 1 if a problem is left.
 
     Documents cannot be ingested while the lexical index is checked."""
-    with _store(settings) as store:
+    with open_data(settings) as store:
         reports = store.check(namespace)
         broken = [report.namespace for report in reports if not report.ok]
         if repair and broken:
@@ -251,7 +254,7 @@ def reembed(
     from ragserve.retrieval.embedder import Embedder
 
     console = Console(quiet=as_json)
-    with signals_stop() as signals, _store(settings) as store:
+    with signals_stop() as signals, open_data(settings) as store:
         sources = None if doc is None else [_resolve(store, namespace, name).source for name in doc]
         job_id = submit_reembed(store, namespace, settings.sentence_bytes, sources).job_id
         with progress_bar(console, enabled=not as_json, phase="embedding") as show:
@@ -290,7 +293,7 @@ def warm(
     if url:
         _warm_by_server(url, settings, namespace, doc, as_json)
         return
-    with signals_stop() as signals, _store(settings) as store:
+    with signals_stop() as signals, open_data(settings) as store:
         doc_ids = None if doc is None else [_resolve(store, namespace, name).doc_id for name in doc]
         job_id = submit_warm(store, namespace, doc_ids).job_id
         report = show_warm(settings, store, job_id, signals.stop, quiet=as_json)
@@ -341,17 +344,6 @@ def _warm_by_server(
         typer.echo(f"{summary}; {computed} ({job.job_id})")
     if counts.get("failed") or counts.get("skipped"):
         raise typer.Exit(3)
-
-
-@contextmanager
-def _store(settings: Settings) -> Iterator[IndexStore]:
-    from ragserve.retrieval.document_store import open_store
-
-    if settings.registry_url is None and not settings.data_dir.is_dir():
-        hint = "Ingest something first, or give --data-dir."
-        raise NotFound(f"There is no data in {settings.data_dir}.", hint=hint)
-    with open_store(settings) as store:
-        yield store
 
 
 def _resolve(store: IndexStore, namespace: str, name: str) -> Document:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typer
+from rich.markup import escape
 
 from ragserve.client import Client
 from ragserve.commands.options import DEFAULT_URL, ApiKey, Namespace, ServerUrl
@@ -14,7 +15,7 @@ _HELP = (
 
 
 def register(app: typer.Typer) -> None:
-    app.command("mcp", help=_HELP)(mcp)
+    app.command("mcp", help=escape(_HELP))(mcp)
 
 
 def mcp(url: ServerUrl = DEFAULT_URL, api_key: ApiKey = None, namespace: Namespace = "default") -> None:

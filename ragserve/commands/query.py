@@ -103,6 +103,10 @@ def _print_details(answer: Answer, console: Console) -> None:
     for each in answer.searched_for.corrections if answer.searched_for else ():
         done = "read" if each.read else "searched for"
         console.print(f'{done} "{each.original}" as "{each.replacement}"', markup=False, style="yellow")
+    for sentence in answer.sentences:
+        if not sentence.supported:
+            text = shown(answer.answer[sentence.start : sentence.end])
+            console.print(f"no passage supports: {text}", markup=False, style="yellow")
     for citation in answer.citations:
         console.print(f"\n[{citation.index}] {_title(citation)}", markup=False, style="bold")
         console.print(f"    {_excerpt(citation.text)}", markup=False)

@@ -29,13 +29,17 @@ class Context:
     dropped: tuple[RetrievedPassage, ...] = ()
     earlier: tuple[EarlierTurn, ...] = ()
 
-    def cited(self, answer: str) -> list[RetrievedPassage]:
-        """Passages that an answer rests on, by the server's rule: markers ``[n]``, else quotes, else all."""
-        from ragserve.answering.citations import MarkerFilter, cite
+    def cited(self, answer: str, question: str = "") -> list[RetrievedPassage]:
+        """Passages that an answer to ``question`` rests on, by the server's rule: for each sentence those of
+        its markers ``[n]``, else those that support it. A short answer is judged with the question."""
+        from ragserve.answering.citations import MarkerFilter
+        from ragserve.answering.support import attribute
 
         markers = MarkerFilter(len(self.passages))
         text = markers.feed(answer) + markers.end()
-        numbers, _ = cite(text, markers.markers, [passage.text for passage in self.passages])
+        passages = [(passage.title, passage.text) for passage in self.passages]
+        found = attribute(text, markers.markers, question, passages)
+        numbers = sorted({number for sentence in found for number in sentence.passages})
         return [self.passages[number - 1] for number in numbers]
 
 

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from ragserve import tracing
 from ragserve.errors import InvalidRequest
+from ragserve.retrieval.evidence import DEPTH
 from ragserve.retrieval.near_copies import without_copies
 from ragserve.retrieval.search_options import OFF, SearchOptions
 
 if TYPE_CHECKING:
+    from ragserve.retrieval.evidence import Judgement
     from ragserve.retrieval.reranker import Reranker
     from ragserve.retrieval.retriever import Retrieved, Retriever, SentenceScores
     from ragserve_index.types import Chunk
@@ -42,7 +44,8 @@ class FoundPassages:
     sentences.
 
     ``reranked``: all candidates in their new order; None without a reranker. Milliseconds per stage, None
-    for one that did not run."""
+    for one that did not run.
+    ``evidence``: whether they seem to answer; None where that was not asked, or cannot be said."""
 
     passages: list[FoundPassage]
     sentences: list[SentenceScores]
@@ -51,6 +54,7 @@ class FoundPassages:
     embed_ms: float | None
     search_ms: float
     rerank_ms: float | None
+    evidence: Judgement | None = None
 
 
 class PassageSearch:
@@ -74,17 +78,23 @@ class PassageSearch:
         A reranker reads the first variant, if there are some: the question after the turn before it. Raises
         InvalidRequest for an unknown reranker, and as `Retriever.retrieve`."""
         reranker = self._reranker(options.rerank)
+        judges = options.not_found != "off" and not variants  # else the question is more than its words
         found = await self._retriever.retrieve(
             namespace,
             question,
-            options.depth,
+            max(options.depth, DEPTH) if judges else options.depth,
             variants=variants,
             filter=options.filter,
             retrieval=options.retrieval,
             sentences=sentences,
         )
         started = time.perf_counter()
-        passages = await self._candidates(found, options)
+        evidence = None
+        if judges:
+            evidence = await self._retriever.evidence(namespace, question, found.hits, options.retrieval)
+        judge_ms = (time.perf_counter() - started) * 1e3
+        started = time.perf_counter()
+        passages = (await self._candidates(found, options))[: options.depth]
         reranked = rerank_ms = None
         if reranker is not None:
             asked = variants[0] if variants else question
@@ -107,8 +117,9 @@ class PassageSearch:
             found.version,
             reranked,
             found.embed_ms,
-            found.search_ms,
+            found.search_ms + judge_ms,
             rerank_ms,
+            evidence,
         )
 
     async def _candidates(self, found: Retrieved, options: SearchOptions) -> list[FoundPassage]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ragserve import tracing
 from ragserve.errors import Conflict, Unavailable
+from ragserve.retrieval.evidence import DEPTH, Judgement, can_judge, judged, signals, words_of
 from ragserve.setting_groups.answering import Retrieval
 from ragserve_index.types import Hit
 
@@ -98,6 +99,22 @@ class Retriever:
         done = time.perf_counter()
         embed_ms = None if vector is None else (embedded - start) * 1e3
         return Retrieved(hits, version, embed_ms, (done - embedded) * 1e3, scores)
+
+    async def evidence(
+        self, namespace: str, question: str, candidates: Sequence[Hit], retrieval: Retrieval
+    ) -> Judgement | None:
+        """Judge whether the best candidates answer; None of fewer than `DEPTH`, and for an embedder that
+        there are no weights for."""
+        if len(candidates) < DEPTH or not can_judge(self._embedder.name, retrieval):
+            return None
+
+        def judge() -> Judgement:
+            counts = self._store.word_counts(namespace, words_of(question))
+            n_chunks = self._store.namespace(namespace).n_chunks
+            found, missing = signals(candidates[:DEPTH], retrieval, counts, n_chunks)
+            return judged(found, missing, self._embedder.name, retrieval)
+
+        return await asyncio.get_running_loop().run_in_executor(self._search_threads, judge)
 
     async def around(self, namespace: str, chunk_ids: Sequence[int], n: int) -> dict[int, Chunk]:
         """See ``IndexStore.chunks_around``."""

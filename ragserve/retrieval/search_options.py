@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ragserve.setting_groups.answering import FollowUps, Retrieval, Spelling
+from ragserve.setting_groups.answering import FollowUps, NotFound, Retrieval, Spelling
 
 if TYPE_CHECKING:
     from ragserve_index.filters import Filter
@@ -30,6 +30,7 @@ class SearchOptions:
     context_tokens: int = 0
     min_score: float | None = None
     dedupe: float = 0.0
+    not_found: NotFound = "off"
 
     @property
     def depth(self) -> int:

@@ -11,6 +11,7 @@ MAX_NEIGHBOURS = 4
 Retrieval = Literal["dense", "lexical", "hybrid"]
 FollowUps = Literal["rewrite", "context", "alone"]
 Spelling = Literal["on", "search", "off"]
+NotFound = Literal["note", "refuse", "off"]
 
 
 class AnsweringSettings(BaseModel):
@@ -52,7 +53,14 @@ class AnsweringSettings(BaseModel):
         0,
         ge=0,
         description="Size of the log of users' questions, bytes: `ragserve tune` and idle_tuning ask them "
-        "first. The oldest eighth goes first, and a namespace's questions go with it. 0 keeps none.",
+        "first, and those that the documents did not answer are listed. The oldest eighth goes first, and a "
+        "namespace's questions go with it. 0 keeps none.",
+    )
+    feedback_bytes: int = Field(
+        0,
+        ge=0,
+        description="Size of the log of users' ratings, with question and answer, bytes: rows for `ragserve "
+        "eval`. The oldest eighth goes first, and a namespace's ratings go with it. 0 keeps none.",
     )
     top_k: int = Field(5, ge=1, le=64, description="Default number of chunks to retrieve.")
     retrieval: Retrieval = Field(
@@ -96,7 +104,13 @@ class AnsweringSettings(BaseModel):
         "The documents do not answer this question.",
         min_length=1,
         max_length=8192,
-        description="Answer where no passage reaches min_score.",
+        description="Answer where no passage reaches min_score, and where not_found refuses.",
+    )
+    not_found: NotFound = Field(
+        "note",
+        description="What becomes of a question that the passages do not seem to answer, by a threshold that "
+        "was measured for the bundled embedder. note: the model answers, and the answer says so. refuse: the "
+        "answer is nothing_found and the model is not asked. off: nothing.",
     )
     dedupe: float = Field(
         0,

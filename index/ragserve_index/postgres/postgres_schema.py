@@ -4,12 +4,17 @@ Text is compared by code point (``COLLATE "C"``), whatever the database's locale
 
 from __future__ import annotations
 
-FORMAT = 2
+FORMAT = 3
 
 _TEXT = 'TEXT COLLATE "C"'
 _ID = "BIGINT GENERATED ALWAYS AS IDENTITY"
 
-_WORDS = f"CREATE TABLE lexical_words (version {_TEXT} NOT NULL)"
+_WORDS = f"CREATE TABLE lexical_words (version {_TEXT} NOT NULL);"
+_SETTINGS = f"""
+CREATE TABLE namespace_settings (
+  namespace_id BIGINT PRIMARY KEY REFERENCES namespaces(id) ON DELETE CASCADE, data {_TEXT} NOT NULL
+);
+"""
 
 TABLES = f"""
 CREATE TABLE ragserve_registry (format INTEGER NOT NULL);
@@ -93,12 +98,11 @@ CREATE TABLE sentences (
 CREATE TABLE lexical_sizes (
   namespace_id BIGINT PRIMARY KEY REFERENCES namespaces(id) ON DELETE CASCADE, n_words BIGINT NOT NULL
 );
-{_WORDS}
-"""
+{_WORDS}{_SETTINGS}"""
 
 _OUR_STEMMER = """
 DROP TEXT SEARCH CONFIGURATION IF EXISTS ragserve;
 DROP TEXT SEARCH DICTIONARY IF EXISTS ragserve_stem;
 """
-MIGRATIONS = {1: _OUR_STEMMER + _WORDS}
+MIGRATIONS = {1: _OUR_STEMMER + _WORDS, 2: _SETTINGS}
 """The statements that bring a registry from one format to the next, in one transaction."""

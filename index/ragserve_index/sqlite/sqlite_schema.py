@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 APPLICATION_ID = 0x52475356  # "RGSV": tells our file from any other SQLite database
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 _EVICTIONS = """-- Removed texts whose KV may still be cached; text NULL: a whole namespace. See evictions.py.
 CREATE TABLE evictions (
@@ -22,6 +22,12 @@ CREATE TABLE sentences (
 
 _WORDS = """-- How the words of the lexical indexes are cut: `VERSION` of word_cutting.py, in one row.
 CREATE TABLE lexical_words (version TEXT NOT NULL);
+"""
+
+_SETTINGS = """-- A namespace's own settings as JSON (own_settings.py); those without any have no row.
+CREATE TABLE namespace_settings (
+  namespace_id INTEGER PRIMARY KEY REFERENCES namespaces(id) ON DELETE CASCADE, data TEXT NOT NULL
+);
 """
 
 TABLES = (
@@ -93,8 +99,9 @@ CREATE INDEX job_items_by_state ON job_items (job_id, state, chunks, tokens, siz
     + _EVICTIONS
     + _SENTENCES
     + _WORDS
+    + _SETTINGS
 )
 
-MIGRATIONS = {1: _EVICTIONS, 2: "", 3: _SENTENCES, 4: _WORDS}
+MIGRATIONS = {1: _EVICTIONS, 2: "", 3: _SENTENCES, 4: _WORDS, 5: _SETTINGS}
 """The statements that bring a registry from one format to the next. The lexical indexes, which format 2 had
 not, are built after them. All steps are one transaction: a migration that is killed leaves the old format."""

@@ -1,6 +1,6 @@
-// An answer: streamed text with citations, tokens by tier, and a bar of stages.
+// An answer: streamed text with citations, tokens by tier, a bar of stages, and what to do with it.
 
-import { query } from "/playground/api.js";
+import { query, send } from "/playground/api.js";
 import { bar, element, placeOf } from "/playground/dom.js";
 import { openSource } from "/playground/source.js";
 
@@ -8,10 +8,15 @@ const MARKER = /\[(\d{1,3})\]/;
 const count = (value) => value.toLocaleString("en");
 const ms = (value) => `${value < 10 ? value.toFixed(1) : count(Math.round(value))} ms`;
 
+// The title of an answer that was asked for as ``strategy``: composed only if it was.
+const EXACT = ["prefix", "full", "passages"];
+export const isExact = (answer) => EXACT.includes(answer.context.strategy);
+const titleOf = (answer) => `${isExact(answer) ? "Exact" : "Composed"} (${answer.context.strategy})`;
+
 // Asks and shows in a new article. Resolves to the answer, or to null if it failed or was stopped.
-export async function ask(parent, title, body, signal) {
+export async function ask(parent, body, signal, rates) {
   const article = element("article", undefined, parent);
-  element("h3", title, article);
+  const title = element("h3", "Answering", article);
   const text = element("p", undefined, article, { className: "text", ariaLive: "polite", ariaBusy: "true" });
   const details = element("div", undefined, article);
   let answer = null;
@@ -20,9 +25,12 @@ export async function ask(parent, title, body, signal) {
       if (event === "message") text.append(data.text);
       if (event === "final_answer") answer = data;
     }
+    title.textContent = titleOf(answer);
     fill(text, details, answer);
+    offer(details, body, answer, rates);
   } catch (error) {
     answer = null;
+    title.textContent = "No answer";
     const stopped = error.name === "AbortError";
     element("p", stopped ? "Stopped." : error.message, details, { className: "error", role: "alert" });
   } finally {
@@ -32,16 +40,30 @@ export async function ask(parent, title, body, signal) {
 }
 
 function fill(text, details, answer) {
-  const cited = new Map(answer.citations.map((citation) => [citation.index, citation]));
   text.replaceChildren();
-  answer.answer.split(MARKER).forEach((part, place) => {
-    const citation = place % 2 ? cited.get(Number(part)) : undefined; // the odd parts are numbers
-    if (citation) text.append(sourceButton(answer, citation, `[${part}]`, "cite"));
-    else text.append(place % 2 ? `[${part}]` : part);
-  });
-  const { context, timings, usage } = answer;
+  const characters = Array.from(answer.answer); // places count code points, not UTF-16 units
+  const cited = new Map(answer.citations.map((citation) => [citation.index, citation]));
+  let at = 0;
+  for (const sentence of answer.sentences) {
+    text.append(characters.slice(at, sentence.start).join(""));
+    const part = element("span", undefined, text, { className: sentence.supported ? "" : "unsupported" });
+    marked(part, answer, cited, characters.slice(sentence.start, sentence.end).join(""));
+    if (sentence.basis !== "marker") {
+      for (const index of sentence.passages) part.append(" ", sourceButton(answer, cited.get(index), `[${index}]`, "cite"));
+    }
+    if (!sentence.supported) element("small", " (no source)", part);
+    at = sentence.end;
+  }
+  text.append(characters.slice(at).join(""));
+  const { context, timings, usage, evidence } = answer;
+  if (evidence && !evidence.likely) {
+    element("p", `The documents may not answer this: ${evidence.reason}.`, details, { className: "doubt" });
+  }
   for (const { original, replacement, read } of answer.searched_for?.corrections ?? []) {
     element("p", `${read ? "Read" : "Searched for"} “${original}” as “${replacement}”.`, details, { className: "notes" });
+  }
+  if (answer.searched_for?.follow_up) {
+    element("p", `Searched for “${answer.searched_for.question}”.`, details, { className: "notes" });
   }
   element("h4", "Sources", details);
   const list = element("ul", undefined, details, { className: "sources" });
@@ -64,6 +86,55 @@ function fill(text, details, answer) {
   for (const note of [context.choice, ...context.notes]) {
     if (note) element("p", note, details, { className: "notes" });
   }
+}
+
+// Puts a text with its markers, those of citations as buttons.
+function marked(parent, answer, cited, said) {
+  said.split(MARKER).forEach((part, place) => {
+    const citation = place % 2 ? cited.get(Number(part)) : undefined; // the odd parts are numbers
+    if (citation) parent.append(sourceButton(answer, citation, `[${part}]`, "cite"));
+    else parent.append(place % 2 ? `[${part}]` : part);
+  });
+}
+
+// Buttons to copy an answer, and to rate it where the server keeps ratings.
+function offer(parent, body, answer, rates) {
+  const row = element("div", undefined, parent, { className: "row" });
+  const said = element("span", undefined, row, { role: "status" });
+  const button = (label, act) => {
+    const made = element("button", label, undefined, { type: "button" });
+    made.addEventListener("click", async () => {
+      try {
+        said.textContent = await act();
+      } catch (error) {
+        said.textContent = error.message;
+      }
+    });
+    said.before(made);
+  };
+  button("Copy", async () => {
+    await copy(answer.answer);
+    return "Copied.";
+  });
+  if (!rates) return;
+  const documents = [...new Set(answer.citations.map((one) => one.doc_id ?? one.source).filter(Boolean))];
+  const rate = (rating) => async () => {
+    const { namespace, request_id: answer_id } = answer;
+    await send("POST", "/rag/feedback", { namespace, rating, query: body.query, answer: answer.answer, documents, answer_id });
+    return "Thank you.";
+  };
+  button("Good answer", rate("up"));
+  button("Wrong answer", rate("down"));
+}
+
+// The clipboard is for secure origins only: elsewhere the old way.
+async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const box = element("textarea", undefined, document.body, { value: text });
+  box.select();
+  const done = document.execCommand("copy");
+  box.remove();
+  if (!done) throw new Error("The browser does not let this page copy.");
 }
 
 function sourceButton(answer, citation, label, className) {
@@ -92,9 +163,6 @@ export function stages(timings) {
 
 // A sentence about the same question answered exactly and composed.
 export function comparison(exact, composed) {
-  if (["prefix", "full"].includes(composed.context.strategy)) {
-    return "Both were answered exactly: no composed strategy is verified, measured and faster here.";
-  }
   const [a, b] = [exact.timings.ttft_ms ?? exact.timings.total_ms, composed.timings.ttft_ms ?? composed.timings.total_ms];
   const times = a > b ? `${(a / b).toFixed(1)} times sooner` : `${(b / a).toFixed(1)} times later`;
   const computed = (answer) => count(answer.context.tokens_recomputed);

@@ -28,6 +28,13 @@ export async function call(path, options = {}) {
 
 export const get = async (path) => (await call(path)).json();
 
+// Sends JSON and returns the JSON that comes back.
+export const send = async (method, path, body) => (await call(path, {
+  method,
+  headers: { "Content-Type": "application/json" },
+  ...(body === undefined ? {} : { body: JSON.stringify(body) }),
+})).json();
+
 const message = (body, otherwise) => body.error?.message ?? otherwise;
 
 // Yields [event, data] of a query's server-sent events. Throws the error of an `error` event.

@@ -1,15 +1,18 @@
-// The page: key, namespaces, questions.
+// The page: key, namespaces, dialogues.
 
-import { ask, comparison } from "/playground/answer.js";
+import { ask, comparison, isExact } from "/playground/answer.js";
 import { ApiError, dropKey, get, hasKey, keepKey, tryKey } from "/playground/api.js";
 import { byId, element } from "/playground/dom.js";
 import { setUp } from "/playground/ingest.js";
+import { setUp as setUpNamespace } from "/playground/namespace.js";
 
 const NEW = ""; // the option for a namespace that does not exist yet; no namespace has an empty name
-const TITLES = { prefix: "Exact (prefix)", auto: "Composed (auto)" };
 // Composed first: its KV never enters the exact prefix cache, while an exact answer would leave the prompt there.
 const ORDER = { both: ["auto", "prefix"], prefix: ["prefix"], auto: ["auto"] };
+const NOTHING_COMPOSED = "Answered exactly: no composed strategy is verified, measured and faster here.";
 let running = null;
+let history = []; // the dialogue's messages, oldest first
+let rates = false; // whether the server keeps ratings
 
 const namespace = () => byId("namespace").value || byId("new-namespace").value.trim() || "default";
 
@@ -17,7 +20,9 @@ async function open() {
   try {
     const info = await get("/info");
     byId("about").textContent = `ragserve ${info.versions.ragserve}, ${info.model}`;
-    byId("k").value = info.defaults.k;
+    byId("k").placeholder = info.defaults.k;
+    rates = info.limits.feedback_bytes > 0;
+    byId("not-found").hidden = !info.limits.query_log_bytes;
     await list();
   } catch (error) {
     const locked = error instanceof ApiError && error.status === 401;
@@ -50,31 +55,57 @@ function showName() {
   for (const part of document.querySelectorAll(".new")) part.hidden = !needed;
 }
 
+function begin() {
+  running?.abort();
+  history = [];
+  byId("dialogue").replaceChildren();
+  byId("anew").hidden = true;
+}
+
 async function send(event) {
   event.preventDefault();
   running?.abort();
   const stop = running = new AbortController();
   const mode = new FormData(byId("ask")).get("mode");
-  const question = { namespace: namespace(), query: byId("question").value, k: Number(byId("k").value) || null };
-  const answers = {};
-  byId("answers").replaceChildren();
-  byId("comparison").textContent = "";
+  const asked = byId("question").value;
+  const body = { namespace: namespace(), query: asked, history, k: Number(byId("k").value) || null };
+  const turn = element("section", undefined, undefined, { className: "turn" });
+  element("h3", asked, turn, { className: "asked" });
+  const compared = element("p", undefined, turn, { className: "comparison", role: "status" });
+  const place = element("div", undefined, turn, { className: "answers" });
+  byId("dialogue").prepend(turn);
+  byId("question").value = "";
   byId("stop").hidden = false;
+  byId("anew").hidden = false;
+  const answers = {};
   for (const strategy of ORDER[mode]) {
     if (stop.signal.aborted) break;
-    answers[strategy] = await ask(byId("answers"), TITLES[strategy], { ...question, strategy }, stop.signal);
+    const answer = answers[strategy] = await ask(place, { ...body, strategy }, stop.signal, rates);
+    if (answer && strategy === "auto" && isExact(answer)) {
+      compared.textContent = NOTHING_COMPOSED;
+      break; // asked exactly, it would be the same answer
+    }
   }
   if (running !== stop) return; // another question has begun
   byId("stop").hidden = true;
-  if (answers.prefix && answers.auto) byId("comparison").textContent = comparison(answers.prefix, answers.auto);
+  if (answers.prefix && answers.auto) compared.textContent = comparison(answers.prefix, answers.auto);
+  const answer = answers.prefix ?? answers.auto;
+  if (answer) history = [...history, message("user", asked), message("assistant", answer.answer)].slice(-MOST);
 }
+
+const MOST = 12; // messages of the dialogue that go with a question
+const message = (role, content) => ({ role, content });
 
 byId("login").addEventListener("submit", (event) => {
   event.preventDefault();
   tryKey(byId("key").value);
   open();
 });
-byId("namespace").addEventListener("change", showName);
+byId("namespace").addEventListener("change", () => {
+  showName();
+  begin();
+});
+byId("anew").addEventListener("click", begin);
 byId("ask").addEventListener("submit", send);
 byId("stop").addEventListener("click", () => running?.abort());
 byId("question").addEventListener("keydown", (event) => {
@@ -84,4 +115,5 @@ byId("question").addEventListener("keydown", (event) => {
   }
 });
 setUp(namespace, list);
+setUpNamespace(namespace, list);
 open();

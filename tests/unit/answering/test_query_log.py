@@ -20,7 +20,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ragserve.answering.query_log import LoggedQuestions, QueryLog, forget_dropped
+from ragserve.answering.namespace_log import forget_dropped
+from ragserve.answering.query_log import LoggedQuestions, QueryLog
 from ragserve.client import Client
 from ragserve.commands import docs
 from ragserve.errors import EngineError
@@ -30,7 +31,7 @@ from ragserve_index.types import NewChunk, NewDocument
 from tests.unit.api.scripted_server import DOCUMENTS, Live, eventually, serving
 from tests.unit.api.test_follow_ups import FOLLOW_UP, HISTORY, REWRITE, REWRITES, RewritingModel
 
-LOGGER = "ragserve.answering.query_log"
+LOGGER = "ragserve.answering.namespace_log"
 
 
 def records(data_dir: Path) -> list[dict[str, str]]:
@@ -162,7 +163,7 @@ def test_a_log_that_cannot_be_written_stops_no_query_and_is_said_once(
     folder.write_text("in the way")
 
     def told() -> int:
-        return sum("query log cannot be kept" in record.getMessage() for record in caplog.records)
+        return sum("the log queries cannot be kept" in record.getMessage() for record in caplog.records)
 
     with caplog.at_level(logging.WARNING, LOGGER), server.client() as client:
         ask(client, "One?")

@@ -281,3 +281,16 @@ def test_a_history_far_over_the_context_is_not_tokenised(client: httpx.Client, l
 def test_the_best_are_not_chosen_among_more_than_a_few_contexts(client: httpx.Client, docs: str) -> None:
     body = GOOD | {"documents": [{"text": "a. " * 1_000_000}], "strategy": "passages"}
     assert error_of(client.post("/rag/query", json=body))["code"] == "documents_too_long"
+
+
+def test_options_in_the_name_of_a_strategy_are_refused_with_their_place(
+    client: httpx.Client, docs: str
+) -> None:
+    body = {"query": "Who?", "namespace": docs, "strategy": "samkv:keep=0.25"}
+    chat = {"model": f"ragserve/{docs}", "messages": [{"role": "user", "content": "Who?"}]}
+    for reply in (
+        client.post("/rag/query", json=body),
+        client.post("/v1/chat/completions", json=chat | {"strategy": "samkv:keep=0.25"}),
+    ):
+        assert reply.status_code == 400
+        assert "strategy_options" in reply.json()["error"]["message"]

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from ragserve.answering import follow_ups
 from ragserve.answering.prompt import load_tokenizer
 from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.base import GenerateRequest
@@ -109,7 +110,7 @@ def test_the_model_is_tested_once_and_not_asked_again_if_it_fails(client: httpx.
             "question": FOLLOW_UP,
             "variants": CONTEXT[1:],
             "follow_up": "context",
-            "note": "The model cannot rewrite questions.",
+            "note": follow_ups._UNABLE,
             **UNCHANGED,
         }
         assert live.embedder.calls[-1] == CONTEXT

@@ -12,12 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from ragserve.api.playground import FOLDER, PATHS
 from tests.conftest import REPO
 from tests.unit.api.browser import Page, browsing
-from tests.unit.api.scripted_server import DOCUMENTS, Live, serving
+from tests.unit.api.scripted_server import DOCUMENTS, Live, eventually, serving
 
 KEY = "a-key"
 POISON = "<img src=/poisoned onerror='window.poisoned=1'><script>window.poisoned=1</script>"
@@ -98,11 +99,13 @@ def enter(page: Page, live: Live) -> None:
 
 
 def ask(page: Page, question: str) -> None:
-    """Ask by keyboard and wait for both answers."""
+    """Ask by keyboard and wait for the answer, which is exact here."""
+    turns = page.evaluate("document.querySelectorAll('.turn').length")
     page.evaluate("document.getElementById('question').focus()")
     page.type(question)
     page.press("Enter", 13)
-    page.until("document.getElementById('comparison').textContent.includes('Both were answered exactly')")
+    page.until(f"document.querySelectorAll('.turn').length === {turns + 1}")
+    page.until("document.querySelector('.comparison').textContent.includes('Answered exactly')")
 
 
 def focused(page: Page) -> str:
@@ -140,14 +143,14 @@ def test_a_visit(page: Page, locked: Live, tmp_path: Path) -> None:
     page.until("document.getElementById('namespace').value === 'lights'")
     assert page.evaluate("document.querySelector('progress').position") == 1
 
-    # The question, both ways, the composed answer first.
+    # The question: one answer, as nothing is composed here.
     locked.engine.deltas = (POISON, " Alan", " Stevenson", " [1]", ".")
     ask(page, "Who built the lighthouse of Skerryvore?")
     titles = "[...document.querySelectorAll('article h3')].map((one) => one.textContent)"
-    assert page.evaluate(titles) == ["Composed (auto)", "Exact (prefix)"]
+    assert page.evaluate(titles) == ["Exact (prefix)"]
     answers = page.evaluate("[...document.querySelectorAll('.text')].map((one) => one.textContent)")
-    assert answers == [f"{POISON} Alan Stevenson [1]."] * 2
-    shown = page.evaluate("document.getElementById('answers').textContent")
+    assert answers == [f"{POISON} Alan Stevenson [1]."]
+    shown = page.evaluate("document.getElementById('dialogue').textContent")
     for part in (
         "Document tokens by tier",
         "computed",
@@ -190,7 +193,7 @@ def test_every_control_is_reached_with_the_tab_key(page: Page, locked: Live) -> 
     enter(page, locked)
     page.evaluate("document.getElementById('namespace').focus()")
     reached = []
-    for _ in range(8):
+    for _ in range(12):
         reached.append(focused(page))
         page.press("Tab", 9)
     wanted = ["namespace", "files", "question", "", "k", "send"]
@@ -236,6 +239,100 @@ def test_times_and_cost_are_compared(page: Page, locked: Live) -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Live]:
+    """A server that keeps questions and ratings, without a key."""
+    folder = tmp_path_factory.mktemp("kept")
+    with serving(folder, model_path, feedback_bytes=2**20, query_log_bytes=2**20) as live:
+        live.index("docs", DOCUMENTS)
+        yield live
+
+
+@pytest.mark.browser
+def test_a_dialogue_goes_on_until_another_begins(page: Page, kept: Live) -> None:
+    page.open(f"{kept.url}/playground")
+    page.until("!main.hidden")
+    ask(page, "Who built the lighthouse of Skerryvore?")
+    asked = len(kept.engine.requests)
+    ask(page, "And when was it lit?")
+    prompts = kept.services.answerer._prompts
+    said = [prompts.words(request.input_ids) for request in kept.engine.requests[asked:]]
+    assert all("Alan Stevenson" in prompt.split("And when was it lit?")[0] for prompt in said[-1:]), said
+    page.evaluate("document.getElementById('anew').click()")
+    assert page.evaluate("document.querySelectorAll('.turn').length") == 0
+    kept.engine.requests.clear()
+    ask(page, "And when was it lit?")
+    assert "Who built" not in prompts.words(kept.engine.requests[-1].input_ids)
+
+
+@pytest.mark.browser
+def test_what_no_passage_supports_is_marked(page: Page, kept: Live) -> None:
+    page.open(f"{kept.url}/playground")
+    page.until("!main.hidden")
+    kept.engine.deltas = ("Alan Stevenson built it.", " The ticket costs 17 dollars.")
+    ask(page, "Who built the lighthouse of Skerryvore?")
+    kept.engine.reset()
+    assert page.evaluate("document.querySelector('.text').textContent") == (
+        "Alan Stevenson built it. [1] The ticket costs 17 dollars. (no source)"
+    )
+    assert page.evaluate("document.querySelector('.unsupported').textContent").startswith("The ticket")
+
+
+@pytest.mark.browser
+def test_an_answer_is_copied_and_rated(page: Page, kept: Live) -> None:
+    page.open(f"{kept.url}/playground")
+    page.until("!main.hidden")
+    page.evaluate(
+        "navigator.clipboard.writeText = (text) => { window.copied = text; return Promise.resolve(); }"
+    )
+    ask(page, "Who built the lighthouse of Skerryvore?")
+    for label, says in (("Copy", "Copied."), ("Good answer", "Thank you.")):
+        button = (
+            f"[...document.querySelectorAll('article button')].find((one) => one.textContent === '{label}')"
+        )
+        page.evaluate(f"{button}.click()")
+        page.until(f"document.querySelector('article [role=status]').textContent === '{says}'")
+    assert page.evaluate("window.copied") == "Alan Stevenson [1]."
+    rows = kept.settings.data_dir / "feedback" / "feedback.jsonl"
+    eventually(lambda: rows.exists() and '"rating":"up"' in rows.read_text(), "it is kept")
+
+
+@pytest.mark.browser
+def test_a_namespace_is_looked_after(page: Page, kept: Live) -> None:
+    kept.index("care", DOCUMENTS)
+    page.open(f"{kept.url}/playground")
+    page.until("!main.hidden")
+    page.evaluate(
+        "(() => { const one = document.getElementById('namespace'); one.value = 'care'; "
+        "one.dispatchEvent(new Event('change')); })()"
+    )
+    page.evaluate("document.querySelector('#listing summary').click()")
+    page.until("document.querySelectorAll('#documents li').length === 3")
+    assert "indexed" in page.evaluate("document.querySelector('#documents li small').textContent")
+    remove = "document.querySelector('#documents li button')"
+    name = page.evaluate(f"{remove}.ariaLabel").removeprefix("Delete ")
+    page.evaluate(f"{remove}.click()")
+    page.until(f"{remove}.textContent === 'Delete for good?'")
+    assert kept.services.store.namespace("care").n_documents == 3, "one press removes nothing"
+    page.evaluate(f"{remove}.click()")
+    page.until(f"document.getElementById('listed').textContent === 'Deleted {name}.'")
+    assert kept.services.store.namespace("care").n_documents == 2
+
+    page.evaluate("document.querySelector('#own summary').click()")
+    page.evaluate("document.getElementById('set-k').value = '2'")
+    page.evaluate("document.getElementById('set-retrieval').value = 'lexical'")
+    page.evaluate("document.getElementById('settings').requestSubmit()")
+    page.until("document.getElementById('saved').textContent === 'Saved.'")
+    assert kept.services.store.settings("care") == {"k": 2, "retrieval": "lexical"}
+
+    httpx.post(
+        f"{kept.url}/rag/query", json={"query": "What does it cost?", "namespace": "care", "min_score": 2}
+    ).raise_for_status()
+    eventually((kept.settings.data_dir / "unanswered" / "unanswered.jsonl").exists, "it is listed")
+    page.evaluate("document.querySelector('#not-found summary').click()")
+    page.until("document.querySelector('#questions li')?.textContent.includes('What does it cost?')")
+
+
 @pytest.mark.browser
 def test_a_failure_says_what_happened(page: Page, locked: Live) -> None:
     enter(page, locked)
@@ -245,8 +342,8 @@ def test_a_failure_says_what_happened(page: Page, locked: Live) -> None:
     page.evaluate("document.getElementById('question').focus()")
     page.type("Who built it?")
     page.press("Enter", 13)
-    page.until("document.querySelector('#answers [role=alert]')")
-    said = page.evaluate("document.querySelector('#answers [role=alert]').textContent")
+    page.until("document.querySelector('.answers [role=alert]')")
+    said = page.evaluate("document.querySelector('.answers [role=alert]').textContent")
     assert "went wrong" in said
     assert "secret" not in said
     locked.engine.reset()

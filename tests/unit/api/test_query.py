@@ -300,7 +300,9 @@ def test_context_given_inline_is_not_searched_for(client: httpx.Client, live: Li
         None,
     )
     live.engine.deltas = ("nobody",)
-    assert [c["source"] for c in ask(client, documents=documents)["citations"]] == ["https://x.org/1", None]
+    answer = ask(client, documents=documents)
+    assert answer["citations"] == [], "what supports nothing is no citation"
+    assert [sentence["supported"] for sentence in answer["sentences"]] == [False]
 
 
 @pytest.mark.parametrize("strategy", ["full", "prefix", None])

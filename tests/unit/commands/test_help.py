@@ -57,3 +57,8 @@ def test_every_command_has_help(app: typer.Typer, command: str) -> None:
     done = CliRunner().invoke(app, [command, "--help"], env=WIDE)
     assert done.exit_code == 0, done.output
     assert "Usage" in done.output
+
+
+def test_the_name_of_an_extra_is_not_eaten_as_markup(app: typer.Typer) -> None:
+    for arguments in (["--help"], ["mcp", "--help"]):
+        assert "ragserve[mcp]" in CliRunner().invoke(app, arguments, env=WIDE).output

@@ -280,6 +280,7 @@ def old_format(data_dir: Path) -> Path:
             connection.execute(f"DROP TABLE lexical_{namespace_id}")
         connection.execute("DROP TABLE sentences")
         connection.execute("DROP TABLE lexical_words")
+        connection.execute("DROP TABLE namespace_settings")
         connection.execute("PRAGMA user_version = 2")
     connection.close()
     return path

@@ -165,6 +165,7 @@ def test_a_registry_of_format_1_gets_its_words_cut_anew(tmp_path: Path, url: str
         with store.database.write() as connection:
             for statement in (
                 "DROP TABLE lexical_words",
+                "DROP TABLE namespace_settings",
                 "CREATE TEXT SEARCH DICTIONARY ragserve_stem (TEMPLATE = snowball, LANGUAGE = porter)",
                 'CREATE TEXT SEARCH CONFIGURATION ragserve (PARSER = "default")',
                 "UPDATE lexical_1 SET words = to_tsvector('ragserve', 'other words')",

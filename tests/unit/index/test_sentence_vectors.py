@@ -92,6 +92,7 @@ def test_a_registry_of_the_third_format_has_no_sentences_and_takes_new_ones(tmp_
     with sqlite3.connect(tmp_path / "ragserve.sqlite3") as connection:
         connection.execute("DROP TABLE sentences")
         connection.execute("DROP TABLE lexical_words")
+        connection.execute("DROP TABLE namespace_settings")
         connection.execute("PRAGMA user_version = 3")
     connection.close()
     with IndexStore(tmp_path) as store:

@@ -1,0 +1,56 @@
+"""What a namespace may set for its own queries. A request's own value comes before it, the server's
+behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from ragserve.config import StrategyName
+from ragserve.setting_groups.answering import NotFound, Retrieval
+from ragserve.strategy_spec import one_label
+
+if TYPE_CHECKING:
+    from ragserve.config import Settings
+
+_SERVERS = {"k": "top_k"}  # names of settings that differ from the field's
+_NEW = (None, "new")  # sessions of a query that has no earlier turn
+Strategy = Annotated[str, AfterValidator(lambda text: one_label(text, get_args(StrategyName)))]
+
+
+class NamespaceSettings(BaseModel):
+    """Defaults of a namespace's queries; null leaves one to the server."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    system: str | None = Field(None, max_length=8192, description="Replaces the system text.")
+    k: int | None = Field(None, ge=1, le=64, description="Passages of a query that names no number.")
+    min_score: float | None = Field(None, description="Lowest score of a passage, see `/rag/query`.")
+    retrieval: Retrieval | None = Field(None, description="Search: `dense`, `lexical` or `hybrid`.")
+    not_found: NotFound | None = Field(
+        None, description="Where the passages do not seem to answer: `note`, `refuse` or `off`."
+    )
+    strategy: Strategy | None = Field(
+        None,
+        max_length=1024,
+        description="Strategy with its options, as in `concat:recompute=sentences,share=0.15`.",
+    )
+
+    def given(self) -> dict[str, Any]:
+        """The fields that are set, to be stored."""
+        return self.model_dump(exclude_none=True)
+
+    def over(self, settings: Settings) -> Settings:
+        """The server's settings with these in their place, but for the system text."""
+        given = {name: value for name, value in self.given().items() if name != "system"}
+        if not given:
+            return settings
+        found = settings.model_copy(update={_SERVERS.get(name, name): value for name, value in given.items()})
+        found.__dict__.pop("default_strategy", None)  # cached for the server's
+        return found
+
+    def system_text(self, asked: str | None, session: str | None) -> str | None:
+        """The system text of a query: what it asks for itself, else the namespace's. A later turn keeps that
+        of its session."""
+        return self.system if asked is None and session in _NEW else asked
