@@ -27,8 +27,8 @@ def test_answers_are_compared_when_no_request_is_being_answered(tmp_path: Path, 
         eventually(lambda: bool(shown()), "the answer is compared")
         (found,) = shown()
         assert (found["namespace"], found["strategy"], found["compared"]) == ("docs", "epic:first=8", 1)
-        assert (found["kl"], found["regret"], found["taken_out"]) == (0.0, 0.0, False)
-        compared = [request for request in live.engine.requests if request.forced]
+        assert (found["different"], found["taken_out"]) == (0.0, False)
+        compared = [request for request in live.engine.requests if request.background]
         assert [request.strategy for request in compared] == ["full", "epic"], "exact answers are not"
         metrics = client.get("/metrics").text
         assert 'ragserve_use_compared{namespace="docs",strategy="epic:first=8"} 1.0' in metrics
