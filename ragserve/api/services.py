@@ -260,7 +260,7 @@ def _verification(
             limiter,
             jobs=lambda: any(every.list(state=state, limit=1) for state in ("queued", "running")),
         )
-    return BackgroundVerification(in_use, watch, tuner)
+    return BackgroundVerification(gate, in_use, watch, tuner)
 
 
 @asynccontextmanager

@@ -280,19 +280,18 @@ class Gate:
         own = None if entry is None else entry.sets.get(set_of(namespace))
         return None if own is None or own.different is None else (own.different / 100, own.n)
 
+    def namespaces(self) -> list[str]:
+        """The namespaces that have records of their own."""
+        self.entries()
+        every = [entry for record in self._records for entry in record.values()]
+        names = {name for entry in every for name in entry.sets if name.startswith(_NAMESPACE)}
+        return sorted(name.removeprefix(_NAMESPACE) for name in names)
+
     def to_price(self) -> list[str]:
         """What the cost profile must know for the strategies that may answer in some namespace: the composed
         ones without their choice of passages, and `EXACT` where there is any. Those that compute everything
         again are references for the others, and save nothing."""
-        self.entries()
-        spaces = {
-            name.removeprefix(_NAMESPACE)
-            for record in self._records
-            for entry in record.values()
-            for name in entry.sets
-            if name.startswith(_NAMESPACE)
-        }
-        found = [self.verified(), *(self.verified(namespace) for namespace in sorted(spaces))]
+        found = [self.verified(), *(self.verified(namespace) for namespace in self.namespaces())]
         labels = dict.fromkeys(label for labels in found for label in labels)
         composed = [without_passages(parse(label)[0]) for label in labels]
         named = [
