@@ -128,7 +128,7 @@ class Chooser:
         if not verified:
             return Candidates(reason=info.only_exact or f"no strategy is verified here: {tune}")
         out = set() if self._in_use is None else self._in_use.taken_out(namespace)
-        left = [label for label in verified if label not in out]
+        left = self._gate.good([label for label in verified if label not in out], namespace)
         if not left:
             names = "; ".join(verified)
             return Candidates(reason=f"{names} differed too often from full prefill in use: {run}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -109,14 +110,17 @@ def tune(
             questions=questions,
             on_progress=lambda phase, done: step(done=done, what=phase),
         )
-    found = map_of(result)
+    place = out or settings.data_dir / FOLDER
+    known = place / f"tune-{namespace}.json"
+    earlier = json.loads(known.read_text(encoding="utf-8"))["points"] if known.exists() else []
+    found = map_of(result, earlier)
     _print(result, namespace, minutes, most)
     typer.echo(found["why"])
-    place = out or settings.data_dir / FOLDER
     place.mkdir(parents=True, exist_ok=True)
-    write_json(place / f"tune-{namespace}.json", found)
-    (place / f"tune-{namespace}.html").write_text(page(found), encoding="utf-8")
-    typer.echo(f"map: {place / f'tune-{namespace}.html'}")
+    write_json(known, found)
+    shown = known.with_suffix(".html")
+    shown.write_text(page(found), encoding="utf-8")
+    typer.echo(f"map: {shown}")
     typer.echo(f"written to {settings.data_dir}; a running server reads it at once")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from ragserve.best_passages import choice_of
+from ragserve.profiles.gate import LEVEL
 from ragserve.strategy_spec import parse
 
 _TEMPLATE = Path(__file__).with_name("tune_map.html")
@@ -18,23 +19,29 @@ _TICKS = 5
 Point = dict[str, Any]
 
 
-def map_of(result: Mapping[str, Any]) -> dict[str, Any]:
+def map_of(result: Mapping[str, Any], earlier: Sequence[Point] = ()) -> dict[str, Any]:
     """The map of a run (`ragserve.verification.calibration.tune_process.tune`): its points, which of them are
-    on the front, the chosen one, and why in a sentence."""
+    on the front, the chosen one, and why in a sentence. ``earlier`` points of other retrievers stay."""
     full = result["full"]
     points = [_point("full", full, {}, "everything, exact")]
     for one in result["verdicts"]:
         points.append(_point(one["label"], one, one["figures"], one["line"]) | {"decision": one["decision"]})
     for each in points:
+        each["retriever"] = result["retriever"]
+    points += [each for each in earlier if each["retriever"] != result["retriever"]]
+    for each in points:
         each["front"] = each["score"] is not None and not any(_beats(other, each) for other in points)
-    verified = [each for each in points if each.get("decision") == "verified"]
+    own = [each for each in points if each["retriever"] == result["retriever"]]
+    verified = [each for each in own if each.get("decision") == "verified"]
+    best = max((each["vs_full"] or 0.0 for each in verified), default=0.0)
+    verified = [each for each in verified if (each["vs_full"] or 0.0) >= best - LEVEL]
     chosen = min(verified, key=_ms, default=None)
     named = {name: result[name] for name in ("namespace", "model", "retriever", "margin")}
     return named | {
         "probes": full["probes"],
         "points": sorted(points, key=_ms),
         "chosen": chosen and chosen["strategy"],
-        "why": _why(points, chosen),
+        "why": _why(own, chosen),
     }
 
 

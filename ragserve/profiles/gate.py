@@ -15,7 +15,7 @@ others question sets do: those measured here or, without any, those that the mod
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 FILE_NAME = "ragserve-gate.json"
 VERSION = 3
 MARGIN = 5.0  # points below full that a strategy may lose by references; the default of `verify_margin`
+LEVEL = 2.0  # points of the best score: as good
 MIN_QUESTIONS = 100  # per set with labels: with fewer, two points of F1 are noise
 MAX_F1_LOSS = 2.0  # points below full
 # percent; if full itself scores less, F1 is inconclusive and only the distributions of such a set count
@@ -272,6 +273,18 @@ class Gate:
         """What a strategy is verified by in a namespace, in words."""
         entry = self.entries(namespace).get(label)
         return "" if entry is None else entry.basis(self.margin)
+
+    def good(self, labels: Sequence[str], namespace: str) -> list[str]:
+        """Of verified strategies those whose score in a namespace is within `LEVEL` points of the best one's;
+        full's own counts for those that have none."""
+        known = self.entries(namespace)
+
+        def gain(label: str) -> float:
+            own = known[label].sets.get(set_of(namespace)) if label in known else None
+            return (own and own.score_vs_full) or 0.0
+
+        best = max(map(gain, labels), default=0.0)
+        return [label for label in labels if gain(label) >= best - LEVEL]
 
     def different(self, label: str, namespace: str) -> tuple[float, int] | None:
         """The share of answers that differed from full's when a strategy was verified in a namespace, and of

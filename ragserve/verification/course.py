@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ragserve.profiles.bounds import loses_at_all_times
+from ragserve.profiles.gate import LEVEL
 from ragserve.strategy_spec import FULL, parse
 
 Part = Literal["pick", "verify"]
@@ -19,7 +20,6 @@ Rows = Sequence[Mapping[str, Any]]
 PICK = 40  # probes of the first part
 PICKED = 3  # candidates that are verified at a time
 _FEWEST = 8  # probes, before a candidate is left out
-_LEVEL = 0.02  # of the best score: as good
 _GAIN = 0.95  # of full's time to the first token: sooner
 
 
@@ -115,10 +115,10 @@ def picks(labels: Sequence[str], rows: Rows) -> list[str]:
         return []
     best = max(known, key=lambda each: each.score)
     good = sorted(
-        (each for each in known if each.score >= best.score - _LEVEL),
+        (each for each in known if each.score >= best.score - LEVEL / 100),
         key=_ms,
     )
     other = [each for each in good if each.composed != good[0].composed][:1]
-    even = [each for each in known if math.fsum(each.losses) <= _LEVEL * len(each.losses)]
+    even = [each for each in known if math.fsum(each.losses) <= LEVEL / 100 * len(each.losses)]
     surest = sorted(even, key=lambda each: (math.fsum(loss**2 for loss in each.losses), _ms(each)))[:1]
     return list(dict.fromkeys(each.label for each in (good[0], *surest, *other, best)))[:PICKED]

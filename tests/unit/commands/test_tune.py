@@ -64,6 +64,12 @@ def test_the_map_has_the_front_the_chosen_point_and_why() -> None:
     assert "&lt;later&gt;" in drawn
     assert "<script" not in drawn
     assert json.loads(json.dumps(found)) == found
+    hybrid = map_of(RESULT | {"retriever": "words, hybrid, k 20"}, found["points"])
+    assert len(hybrid["points"]) == 10, "beside those of the other search"
+    assert len(map_of(RESULT, hybrid["points"])["points"]) == 10, (
+        "which are replaced when it is measured anew"
+    )
+    assert "words, dense, k 20" in page(hybrid)
     nothing = map_of(RESULT | {"verdicts": []})
     assert nothing["chosen"] is None
     assert "auto stays with prefix" in nothing["why"]

@@ -241,6 +241,19 @@ def test_the_margin_is_the_servers_and_the_record_says_what_was_reached(tmp_path
     assert "an earlier record" in UNLABELLED.basis(), "it counts, and says so"
 
 
+def test_of_what_is_verified_the_best_and_what_is_nearly_as_good_counts(tmp_path: Path) -> None:
+    place = tmp_path / "gate.json"
+    gains = {"passages:count=1": -3.0, "passages:count=3": 6.0, "passages:count=5": 4.5}
+    for label, gain in gains.items():
+        found = dataclasses.replace(REFERRED, score_vs_full=gain)
+        record(place, "abc", {label: Entry({set_of("a"): found}, "tiny", "d", "h", "float32")})
+    gate = Gate([place], "abc", model="tiny", dtype="float32")
+    every = [*gains, "concat"]
+    assert gate.good(every, "a") == ["passages:count=3", "passages:count=5"]
+    assert gate.good(every[:1] + every[3:], "a") == ["concat"], "which loses nothing that is known"
+    assert gate.good(every, "b") == every
+
+
 def test_what_was_measured_with_another_retriever_does_not_count(tmp_path: Path) -> None:
     place = tmp_path / "gate.json"
     figures = dataclasses.replace(REFERRED, retriever="words, dense, k 20")
