@@ -130,6 +130,8 @@ def _print(result: dict[str, Any], namespace: str, minutes: float, most: int) ->
 
     counts = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in result["questions"].items()) or "none"
     typer.echo(f"{namespace}: of {result['tried']} questions tried: {counts}; {result['costs']}")
+    if phases := result.get("phases"):
+        typer.echo("time: " + ", ".join(f"{name} {seconds:,} s" for name, seconds in phases.items()))
     if result["decode"]:
         typer.echo(result["decode"])
     table = Table(
