@@ -41,8 +41,8 @@ def tune(
     command: Sequence[str] = (sys.executable, "-m", "ragserve.verification.calibration.tune_worker"),
 ) -> dict[str, Any]:
     """Tune for ``seconds``, engine start included, on ``most`` questions at most, ``at_once`` of them in
-    flight, and return the worker's result, with the seconds of its ``phases``. What was compared stays in the data folder, and the next run goes
-    on from there.
+    flight, and return the worker's result, with the seconds of its ``phases``. What was compared stays in the
+    data folder, and the next run goes on from there.
 
     Raises EngineError if the worker fails: with what it says, or else with the end of its log."""
     began = last = time.time()
