@@ -121,7 +121,7 @@ async def _ask(given: argparse.Namespace, settings: Settings, engine: LocalEngin
         waiting: list[tuple[Comparison, DrawnQuestion | Chunk]] = []
         for path in (find(name, given.sets) for name in given.only.split(",")):
             name, questions = set_name(path), load_set(path)
-            pool = Pool.of(questions, embedder, given.out / f"{name}.npy")
+            pool = Pool.of(questions, embedder, given.out / f"{name}-{len(questions)}.npy")
             comparisons = []
             for kind in ("probes", "labelled"):
                 queries = TunedQueries.of(settings, f"{name} {kind}", 32)
