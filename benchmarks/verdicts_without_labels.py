@@ -1,7 +1,7 @@
 """Verdicts without labels beside those of labels, on labelled sets, and the k that each would choose.
 
     python -m benchmarks.verdicts_without_labels OUT_DIR SETS_DIR --model FOLDER [--only SET,...]
-        [--probes 300] [--labelled 300] [--k 20] [--engines 4] [--seconds 480] [--strategies LIST]
+        [--probes 500] [--labelled 400] [--k 20] [--engines 4] [--seconds 480] [--strategies LIST]
 
 The passages of a set are one pool, from which the embedder brings k. On it questions are made as
 `ragserve tune` makes them, and the set's own questions are asked with their answers as references; every
@@ -252,8 +252,8 @@ def main() -> int:
     parser.add_argument("sets", type=Path)
     parser.add_argument("--model")
     parser.add_argument("--only", default=SETS)
-    parser.add_argument("--probes", type=int, default=300, help="passages of a set to ask about")
-    parser.add_argument("--labelled", type=int, default=300, help="questions of a set")
+    parser.add_argument("--probes", type=int, default=500, help="passages of a set to ask about")
+    parser.add_argument("--labelled", type=int, default=400, help="questions of a set")
     parser.add_argument("--k", type=int, default=20)
     parser.add_argument("--margin", type=float, default=MARGIN)
     parser.add_argument("--engines", type=int, default=4)
