@@ -62,7 +62,10 @@ _SHORT_TOKENS = 24
 _MOST_WORDS = 12  # of a reference
 _SAME = 0.5  # F1 above which two short answers say the same
 _SEARCHED_CHARS = 300  # of a chunk, for its nearest
-_POINTS_AWAY = ("document", "passage", "text", "author", "article", "paragraph", "sentence")
+_POINTS_AWAY = frozenset(
+    ("document", "documents", "passage", "passages", "text", "author", "article", "paragraph", "sentence")
+)
+"""Words of questions that cannot be understood alone."""
 
 
 class Search(Protocol):
@@ -131,9 +134,11 @@ class Probes:
         shots: list[Message] = []
         for shown, asked in SHOTS[wanted]:
             shots += [Message("user", f"{shown}\n\n{wanted}"), Message("assistant", asked)]
-        text = await self._said(wanted, chunks, WRITER, _WRITTEN_TOKENS, shots)
+        # in the question itself, as in the examples: it is the last one that is asked about
+        shown = "\n\n".join(f"{each.title}\n{each.text}".strip() for each in chunks)
+        text = await self._said(f"{shown}\n\n{wanted}", [], WRITER, _WRITTEN_TOKENS, shots)
         question = written(text, [shot for _, shot in SHOTS[wanted]])
-        if question is None or any(f" {word}" in f" {normalise(question)}" for word in _POINTS_AWAY):
+        if question is None or _POINTS_AWAY & set(normalise(question).split()):
             found = None
         else:
             found = await self._with_reference(DrawnQuestion(id_, kind, question), chunks)
