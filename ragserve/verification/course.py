@@ -74,13 +74,15 @@ def course(
     *,
     margin: float,
     open_: Callable[[str], bool],
+    verified: Callable[[str], bool] = lambda label: False,
     pick_time: Callable[[], bool] = lambda: True,
 ) -> Course:
     """Where a comparison of candidates goes on.
 
     ``margin``: points that a strategy may lose. ``open_`` tells of a candidate whether its verdict is still
-    open. ``pick_time``: there is time left for the first part, which ends after `PICK` probes, or when
-    questions of the second have been asked."""
+    open, ``verified`` whether it is that: what is no sooner and no better than such a one can change nothing,
+    and is asked no more. ``pick_time``: there is time left for the first part, which ends after `PICK`
+    probes, or when questions of the second have been asked."""
     first = [row for row in rows if row.get("part") == "pick"]
     begun = any(row.get("part") == "verify" for row in rows)
     probes = sum(r["strategy"] == FULL.label and r.get("score") is not None for r in first)
@@ -88,7 +90,17 @@ def course(
     if picking and (probes < _FEWEST or pick_time()):
         return Course("pick", survivors(labels, first, margin))
     chosen = picks([label for label in labels if open_(label)], first) if len(labels) > PICKED else labels
-    return Course("verify", [label for label in chosen if open_(label)])
+    done = [found for label in labels if verified(label) and (found := standing(label, first)) is not None]
+    left = [label for label in chosen if open_(label) and not _idle(standing(label, first), done)]
+    return Course("verify", left)
+
+
+def _idle(found: Standing | None, done: Sequence[Standing]) -> bool:
+    """Whether one that is verified is as soon and as good."""
+    if found is None:
+        return False
+    others = [each for each in done if each.label != found.label]
+    return any(_ms(each) <= _ms(found) and each.score >= found.score - LEVEL / 100 for each in others)
 
 
 def survivors(labels: Sequence[str], rows: Rows, margin: float) -> list[str]:

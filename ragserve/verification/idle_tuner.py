@@ -363,6 +363,7 @@ class IdleTuner:
             [row for row in run.comparison.rows if not row["error"]],
             margin=run.margin,
             open_=open_,
+            verified=lambda label: run.decided.get(label) == "verified",
             pick_time=lambda: spent < _PICKING * MOST_S,
         )
         run.comparison.steer(following)

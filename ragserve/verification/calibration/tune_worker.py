@@ -166,12 +166,19 @@ async def _tune(
 
         def following() -> Course:
             known = comparison.rows
-
-            def open_(label: str) -> bool:
-                found = verdict(label, known, margin=margin, project=False, ended=False)
-                return found is None or found.decision not in ("verified", "refused")
-
-            return course(labels, known, margin=margin, open_=open_, pick_time=lambda: time.time() < picking)
+            decided = {
+                label: one.decision
+                for label in labels
+                if (one := verdict(label, known, margin=margin, project=False, ended=False)) is not None
+            }
+            return course(
+                labels,
+                known,
+                margin=margin,
+                open_=lambda label: decided.get(label) not in ("verified", "refused"),
+                verified=lambda label: decided.get(label) == "verified",
+                pick_time=lambda: time.time() < picking,
+            )
 
         finished = await compare_all(
             comparison,

@@ -49,6 +49,17 @@ def test_what_is_decided_is_asked_no_more_and_another_takes_the_place_of_what_wa
     assert following(known, frozenset(LABELS)) == Course("verify", [])
 
 
+def test_what_can_change_nothing_is_asked_no_more() -> None:
+    """What is verified is as soon and as good."""
+    known = rows(PICK, {})
+    done = {"passages:count=1"}
+    found = following(known, frozenset(done), verified=lambda label: label in done)
+    assert found.labels == [], "the others are later and no better"
+    better = rows(PICK, {"passages:count=1": 0.05})
+    found = following(better, frozenset(done), verified=lambda label: label in done)
+    assert "concat" in found.labels
+
+
 def test_what_is_shown_to_lose_or_is_no_sooner_is_left_out() -> None:
     left = survivors(LABELS, rows(20, {"concat": 0.9}), 5.0)
     assert left == ["passages:count=1", "passages:count=3"], "everything computed again is no sooner"
