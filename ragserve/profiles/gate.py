@@ -286,6 +286,12 @@ class Gate:
         best = max(map(gain, labels), default=0.0)
         return [label for label in labels if gain(label) >= best - LEVEL]
 
+    def margins(self, namespace: str) -> list[float]:
+        """The margins at which strategies are verified by references in a namespace."""
+        entries, name = self.entries(namespace), set_of(namespace)
+        own = [entries[label].sets.get(name) for label in self.verified(namespace)]
+        return [each.margin for each in own if each is not None and each.margin is not None]
+
     def different(self, label: str, namespace: str) -> tuple[float, int] | None:
         """The share of answers that differed from full's when a strategy was verified in a namespace, and of
         how many; None where that was not measured."""

@@ -231,14 +231,14 @@ class IdleTuner:
     # verification
 
     async def _next_run(self) -> NamespaceRun | None:
-        """The next namespace with documents in which nothing is verified: what was asked last comes first."""
+        """The next namespace with documents that is not settled: what was asked last comes first."""
         versions = {n.name: n.version for n in await asyncio.to_thread(self._store.namespaces) if n.n_chunks}
         self._ended = {name: ended for name, ended in self._ended.items() if name in versions}
         self._spent = {name: seconds for name, seconds in self._spent.items() if name in versions}
         asked = [name for name in reversed(self._asked) if name in versions]
         for name in dict.fromkeys([*asked, *versions]):
             ended = self._ended.get(name)
-            if (ended and ended.version == versions[name]) or self._gate.verified(name):
+            if (ended and ended.version == versions[name]) or self._is_settled(name):
                 continue
             run = await asyncio.to_thread(self._made, name, versions[name])
             if run is not None and self._spent.get(name, 0.0) < MOST_S:
@@ -246,6 +246,11 @@ class IdleTuner:
             usable = ended.usable if ended else 0
             self._ended[name] = EndedRun(versions[name], usable, run.logged if run else None)
         return await self._next_opened_again()
+
+    def _is_settled(self, namespace: str) -> bool:
+        """Something is verified there, and what was by references is at the last margin."""
+        margins = self._gate.margins(namespace)
+        return bool(self._gate.verified(namespace)) and min(margins, default=0.0) <= LAST_MARGIN
 
     async def _next_opened_again(self) -> NamespaceRun | None:
         """Look at one ended namespace in which nothing is verified, another one each time, whether its users

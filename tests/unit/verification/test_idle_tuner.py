@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -266,6 +267,19 @@ def test_where_something_is_verified_only_costs_are_measured(tuned: Tuned) -> No
     assert costs is not None
     assert list(costs.composed) == [LABELS[0]]
     assert not [each for each in tuned.engine.asked if each.forced]
+
+
+@pytest.mark.parametrize(("margin", "goes_on"), [(4.0, True), (1.9, False)])
+def test_what_tune_has_verified_goes_on_to_the_last_margin(
+    tuned: Tuned, margin: float, goes_on: bool
+) -> None:
+    fill(tuned.store, "notes", 3)
+    about: dict[str, Any] = {"margin": margin, "references": 300, "retriever": "words, dense, k 2"}
+    figures = replace(entry().sets["s"], f1=None, f1_vs_full=None, **about)
+    record(tuned.folder / gates.FILE_NAME, FINGERPRINT, {LABELS[0]: entry({set_of("notes"): figures})})
+    states = [state["state"] for state in tuned.run()]
+    assert ("verifying" in states) == goes_on
+    assert tuned.gate.verified("notes") == [LABELS[0]], "three questions take nothing away"
 
 
 def test_what_recomputes_least_is_measured_first_and_kept_beside_the_others(tuned: Tuned) -> None:
