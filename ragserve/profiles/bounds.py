@@ -16,7 +16,6 @@ _TWO_SIDED = (1 + CONFIDENCE) / 2
 _MARGIN = 2.0  # standard errors by which a default must be beaten
 UPPER_BETS = ((0.98, 0.75), (0.9, 0.15), (0.7, 0.1))  # of the largest bet, and shares of the capital
 PAIRED_BETS = ((0.95, 0.3), (0.5, 0.3), (0.2, 0.3), (0.08, 0.1))  # the same for paired differences
-_LOWER_BETS = ((0.5, 1 / 3), (0.2, 1 / 3), (0.05, 1 / 3))
 _FIRST_LOOK = 160  # answers, at the bound of KL; then at twice as many, and so on
 _STEPS = 24  # of bisection
 
@@ -54,16 +53,6 @@ def upper_bound_at_all_times(losses: Sequence[float]) -> float:
         bets = [(share / (1 - mean), weight) for share, weight in UPPER_BETS]
         low, high = (low, mean) if _refuted(mean - values, bets) else (mean, high)
     return high
-
-
-def above_at_all_times(losses: Sequence[float], limit: float) -> bool:
-    """Tell whether losses show, at 95 % and at all times, that their mean is above ``limit``: the betting
-    test of `upper_bound_at_all_times` on the other side, which needs no largest loss, as losses are not
-    below 0."""
-    import numpy as np
-
-    values = np.asarray(losses, dtype=np.float64)
-    return _refuted(values - limit, [(share / limit, weight) for share, weight in _LOWER_BETS])
 
 
 def _refuted(gains: NDArray[np.float64], bets: Sequence[tuple[float, float]]) -> bool:
