@@ -98,7 +98,7 @@ def main() -> int:
     if plan.compare:
         entries = gate.measured(report)
         gate.record(given.out / gate.FILE_NAME, served["engine"]["fingerprint"], entries)
-        verified = [label for label, entry in entries.items() if entry.verified]
+        verified = [label for label, entry in entries.items() if entry.verifies()]
         print("verified: " + (", ".join(verified) or "none"))
     cut = sum(row["documents_dropped"] for row in report["rows"])
     failed = sum(row["failed"] for row in report["rows"])

@@ -30,6 +30,7 @@ from benchmarks.lib.places import CORPUS
 from ragserve.config import DEFAULT_MODEL
 from ragserve.engine.running_server import RunningServer, running_server
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
+from ragserve.profiles.gate import EXACT
 from ragserve.profiles.gate import FILE_NAME as GATE_FILE
 from ragserve.verification.report import GrowingReport
 
@@ -128,7 +129,7 @@ def measure(
             watched.add("their KV computed")
         found = dict.fromkeys(watched.last["strategies"], "verified") if state == "measuring costs" else {}
         for label, decision in (found | watched.last.get("decided", {})).items():
-            if label not in decided:
+            if label not in (EXACT, *decided):
                 decided[label] = decision
                 watched.add(f"{label} {decision}")
         if verifying and state == "waiting":

@@ -31,13 +31,14 @@ class PassagesOptions(RequestOptions):
     keep: Share | None = Field(
         default=None,
         description="Most tokens to keep, as a share of the document tokens found or given. Default: "
-        f"{KEEP}; {KEEP_ADAPTIVE} with `adaptive`; 1 with `tokens`.",
+        f"{KEEP}; {KEEP_ADAPTIVE} with `adaptive`; 1 with `tokens` or `count`.",
     )
     tokens: int | None = Field(
         default=None,
         ge=1,
         description="Most document tokens to keep, whatever their share. Default: no limit.",
     )
+    count: int | None = Field(default=None, ge=1, description="Most passages to keep. Default: no limit.")
     by: Literal["links", "score"] = Field(
         default="links",
         description="Order in which passages are taken. `links`: by the search's scores, the question's "
@@ -80,30 +81,32 @@ class PassagesOptions(RequestOptions):
         if self.tokens is not None:
             room = min(room, self.tokens)
         if self.by == "score":
-            return filled(range(len(sizes)), sizes, room)
+            return filled(range(len(sizes)), sizes, room, self.count)
         from ragserve.linked_passages import linked
 
         ranking = linked(question, passages, scores)
         order = ranking.order
         if self.adaptive:
             order = standing_out(order, ranking.scores, sizes, self.keep_least * sum(sizes), ENOUGH)
-        return filled(order, sizes, room)
+        return filled(order, sizes, room, self.count)
 
     @property
     def share(self) -> float:
         """Most tokens to keep, as a share of all document tokens."""
         if self.keep is not None:
             return self.keep
-        if self.tokens is not None:
+        if self.tokens is not None or self.count is not None:
             return 1.0
         return KEEP_ADAPTIVE if self.adaptive else KEEP
 
 
-def filled(order: Sequence[int], sizes: Sequence[int], room: float) -> list[int]:
-    """The numbers of the passages that fill ``room`` tokens, ascending. ``order``: those to take, the best
-    first, which is taken in any case; one that does not fit is skipped for the next."""
+def filled(order: Sequence[int], sizes: Sequence[int], room: float, most: int | None = None) -> list[int]:
+    """The numbers of at most ``most`` passages that fill ``room`` tokens, ascending. ``order``: those to
+    take, the best first, which is taken in any case; one that does not fit is skipped for the next."""
     kept: list[int] = []
     for number in order:
+        if len(kept) == most:
+            break
         if not kept or sizes[number] <= room:
             kept.append(number)
             room -= sizes[number]

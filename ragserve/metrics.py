@@ -67,11 +67,15 @@ class Metrics:
             return own(f"ragserve_use_{name}", what, ["namespace", "strategy"], registry=self.of_namespaces)
 
         self.use_compared = in_use("compared", "Answered requests that were compared with full prefill.")
-        self.use_kl = in_use("kl_nats", "Mean KL a token of the latest of these answers.")
-        self.use_regret = in_use(
-            "regret_percent", "By how much less likely full finds their tokens, the mean."
-        )
+        self.use_different = in_use("different_percent", "Of these, those that differ from full prefill's.")
+        self.use_recorded = in_use("recorded_percent", "Those that differed when the strategy was verified.")
         self.use_taken_out = in_use("taken_out", "1: strategy auto does not take it in this namespace.")
+        self.tuning_compared = own(
+            "ragserve_tuning_compared",
+            "Questions that the idle server has compared strategies on.",
+            ["namespace"],
+            registry=self.of_namespaces,
+        )
         self.job_seconds = Histogram(
             "ragserve_ingest_job_seconds", "Seconds per ingestion job.", buckets=(*_SECONDS, 300, 1800)
         )
@@ -80,7 +84,8 @@ class Metrics:
         """Remove the series of a namespace that was removed."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of files that processes share, where these gauges are not
-            for gauge in (self.use_compared, self.use_kl, self.use_regret, self.use_taken_out):
+            in_use = (self.use_compared, self.use_different, self.use_recorded, self.use_taken_out)
+            for gauge in (*in_use, self.tuning_compared):
                 gauge.remove_by_labels({"namespace": namespace})
 
 

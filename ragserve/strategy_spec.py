@@ -80,21 +80,42 @@ def keeps_whole(spec: StrategySpec) -> bool:
     return spec.name != "samkv" and not spec.chooses_passages and whole and "experimental" not in given
 
 
+def without_passages(spec: StrategySpec) -> StrategySpec:
+    """A composed strategy without its choice of passages: what it costs depends on those that it reads."""
+    options = {name: value for name, value in spec.options.items() if name != PASSAGES}
+    return spec if spec.name == PASSAGES else StrategySpec(spec.name, options)
+
+
 def check_read_whole(specs: Sequence[StrategySpec]) -> None:
-    """Raise InvalidRequest for strategies that choose passages: those measured beside `full` on one prompt
-    read all of it."""
+    """Raise InvalidRequest for strategies that choose passages: costs are measured on all passages of a
+    prompt."""
     for spec in specs:
         if spec.chooses_passages:
             raise InvalidRequest(
                 f"Strategy {spec.label} reads the best passages alone, and this measures strategies on all "
                 "passages of a prompt.",
-                hint="Leave passages out, or compare it with ragserve eval.",
+                hint="Leave passages out: what it costs is that of as many passages.",
                 param="strategies",
             )
 
 
-CANDIDATES = "concat:recompute=sentences,share=0.1,concat:recompute=sentences,share=0.3,samkv,samkv:keep=0.3"
-"""Composed strategies that are worth verifying."""
+def candidates(k: int) -> str:
+    """Strategies that are worth comparing where a search finds ``k`` passages: fewer passages, in the order
+    of the search or by their links, exact or from stored KV, and all of them from stored KV."""
+    exact = [f"passages:by=score,count={count}" for count in _COUNTS if count < k]
+    return ",".join([*exact, *_CANDIDATES])
+
+
+_COUNTS = (1, 3, 5, 10, 20)
+_CANDIDATES = (
+    "passages:keep=0.25",
+    "passages:keep=0.5",
+    "concat:passages.keep=0.25,recompute=question,share=0.2",
+    "concat:passages.keep=0.5,recompute=question,share=0.2",
+    "concat:recompute=question,share=0.15",
+    "concat:recompute=sentences,share=0.15",
+    "concat:recompute=sentences,share=0.3",
+)
 
 
 def parse(text: str, known: Sequence[str] = ()) -> list[StrategySpec]:

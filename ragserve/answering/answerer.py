@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ragserve import tracing
@@ -41,7 +42,7 @@ from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChu
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate
-from ragserve.strategy_spec import FORCE, StrategySpec
+from ragserve.strategy_spec import FORCE, FULL, StrategySpec
 from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 if TYPE_CHECKING:
@@ -67,9 +68,9 @@ class FinalAnswer:
 
 
 Event = SearchResults | MessageDelta | Citation | FinalAnswer
-OnComposed = Callable[[GenerateRequest, Sequence[int], int | None], None]
-"""Called with each answered composed request, the answer's tokens, and the version of the namespace that was
-searched (None: the documents were given)."""
+OnChosen = Callable[[StrategySpec, GenerateRequest, GenerateRequest, int | None], None]
+"""Called with each strategy that answered in place of full prefill, its request, the same of all passages by
+full prefill, and the version of the namespace that was searched (None: the documents were given)."""
 OnAnswered = Callable[[Query, SearchedFor | None, float], None]
 """Called with each answered query that was searched for, with what, and when it came (``time.time``)."""
 
@@ -89,7 +90,7 @@ class Answerer:
         gate: Gate | None,
         chooser: Chooser,
         nothing_found: str = "",
-        on_composed: OnComposed | None = None,
+        on_chosen: OnChosen | None = None,
         dialogues: Dialogues | None = None,
         on_answered: OnAnswered | None = None,
         on_doubt: OnDoubt | None = None,
@@ -98,7 +99,7 @@ class Answerer:
         was found. ``dialogues``: None for an answerer without sessions."""
         self._dialogues = dialogues
         self._on_doubt = on_doubt
-        self._on_composed = on_composed
+        self._on_chosen = on_chosen
         self._on_answered = on_answered
         self._engine = engine
         self._gate = gate
@@ -182,24 +183,32 @@ class Answerer:
         prompt_start = time.perf_counter()
         with tracing.span("prompt"):
             sentences = [] if search is None else search.sentences
+            about = searched["searched_for"]
+            asked_for = query.question if about is None else about.question
+            room = None if query.documents is None else self._engine.info.max_prompt_tokens
+            whole, chosen = None, None
             if best is None:
-                laid_out = await self._lay_out(query, found, turn)
+                laid_out = whole = await self._lay_out(query, found, turn)
             else:
-                about = searched["searched_for"]
-                asked_for = query.question if about is None else about.question
-                room = None if query.documents is None else self._engine.info.max_prompt_tokens
                 chosen = await choose(self._prompts, asked_for, found, best, room)
-                found = [found[number] for number in chosen.order]
-                sentences = [sentences[number] for number in chosen.order] if sentences else []
-                laid_out = await self._lay_out_best(query, found, chosen)
-        prompt = slot.prompt = laid_out.prompt
         choice = None
-        if request.strategy == AUTO:
+        if request.strategy == AUTO and whole is not None:
             with tracing.span("choose"):
                 choice = await self._chooser.choose(
-                    prompt, request.namespace, candidates, whole=turn is not None
+                    whole.prompt,
+                    request.namespace,
+                    candidates,
+                    whole=turn is not None,
+                    choose=partial(choose, self._prompts, asked_for, found),
                 )
-            request = replace(request, strategy=choice.spec.name, options=choice.spec.options)
+            named, chosen = choice.spec.name, choice.passages
+            _, options = choice_of(named, choice.spec.options)
+            request = replace(request, strategy="prefix" if named == PASSAGES else named, options=options)
+        if chosen is not None:
+            found = [found[number] for number in chosen.order]
+            sentences = [sentences[number] for number in chosen.order] if sentences else []
+            laid_out = await self._lay_out_best(query, found, chosen)
+        prompt = slot.prompt = laid_out.prompt
         prompt_ms = (time.perf_counter() - prompt_start) * 1e3
         yield SearchResults(
             namespace=request.namespace,
@@ -246,9 +255,11 @@ class Answerer:
             raise EngineError(
                 "The engine aborted the generation.", hint="It may be shutting down; retry.", code="aborted"
             )
-        composed = asked.strategy not in EXACT_STRATEGIES and not last.fallback
-        if self._on_composed is not None and composed and turn is None and best is None:
-            self._on_composed(asked, last.output_ids, searched["index_version"])
+        if self._on_chosen is not None and turn is None and whole is not None and not last.fallback:
+            spec = StrategySpec(request.strategy, own_options(request)) if choice is None else choice.spec
+            if spec.name not in EXACT_STRATEGIES:
+                full = laid_out_request(query, replace(request, strategy=FULL.name, options={}), whole.prompt)
+                self._on_chosen(spec, asked, full, searched["index_version"])
         if self._on_answered is not None and search is not None:
             self._on_answered(query, search.searched_for, slot.began)
         if text := markers.end():
@@ -273,7 +284,7 @@ class Answerer:
             sentences=spoken,
             usage=Usage.model_validate(last.usage, from_attributes=True),
             context=context_use(
-                named if best else request.strategy,
+                named if chosen else request.strategy,
                 prompt,
                 last,
                 len(found),

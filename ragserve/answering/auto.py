@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ragserve.answering.chosen_passages import ChosenPassages
 from ragserve.answering.prompt import Prompt
+from ragserve.best_passages import PASSAGES, PassagesOptions, choice_of
 from ragserve.engine.base import Engine
 from ragserve.engine.document_cache import CachingEngine, answering
 from ragserve.errors import RagserveError
 from ragserve.profiles.costs import ABSENT, COSTS, Costs
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUseRecord
-from ragserve.strategy_spec import StrategySpec, keeps_whole, parse
-from sglang_ext.wire.protocol import EXACT_STRATEGIES, pieces_of
+from ragserve.strategy_spec import StrategySpec, keeps_whole, parse, without_passages
+from sglang_ext.wire.protocol import pieces_of
 
 AUTO = "auto"
-MIN_GAIN = 0.05  # composed contexts are approximate: a smaller gain is not worth it
+MIN_GAIN = 0.05  # what is chosen is not what was asked for: a smaller gain is not worth it
 _EXACT = StrategySpec("prefix")
+ChoosePassages = Callable[[PassagesOptions], Awaitable[ChosenPassages]]
+"""Chooses among the passages that were found for the question."""
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
-    """The chosen strategy, and the reason."""
+    """The chosen strategy, and the reason; ``passages``: those that it reads, None for all."""
 
     spec: StrategySpec
     reason: str
+    passages: ChosenPassages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +86,19 @@ class Chooser:
             return Candidates(reason=str(error))
 
     async def choose(
-        self, prompt: Prompt, namespace: str, candidates: Candidates | None = None, *, whole: bool = False
+        self,
+        prompt: Prompt,
+        namespace: str,
+        candidates: Candidates | None = None,
+        *,
+        whole: bool = False,
+        choose: ChoosePassages | None = None,
     ) -> StrategyChoice:
-        """Choose for one prompt, among ``candidates`` if they are known already; with ``whole`` only among
-        strategies that keep whole documents. The choice is exact, and the reason says what to do, where
-        nothing is verified or measured, or the engine cannot be asked; and where the prompt is offloaded
-        because the KV pool cannot take it."""
+        """Choose for one prompt of all passages, among ``candidates`` if they are known already; with
+        ``whole`` only among strategies that keep whole documents, and without ``choose`` among those that
+        read all. The choice is exact, and the reason says what to do, where nothing is verified or measured,
+        or the engine cannot be asked; and where the prompt is offloaded because the KV pool cannot take
+        it."""
         if len(prompt.input_ids) > self._engine.info.max_prompt_tokens:
             return StrategyChoice(_EXACT, "the prompt is larger than the KV pool: it is prefilled")
         found = self.candidates(namespace) if candidates is None else candidates
@@ -95,49 +107,47 @@ class Chooser:
         labels = [label for label in found.labels if not whole or keeps_whole(parse(label)[0])]
         if not labels:
             return StrategyChoice(_EXACT, "no verified strategy keeps documents whole, as a session needs")
+        if choose is None:
+            labels = [label for label in labels if not parse(label)[0].chooses_passages]
         try:
-            return await self._sooner(prompt, namespace, self._engine, found.costs, labels, shared=not whole)
+            return await self._soonest(
+                prompt, namespace, self._engine, found.costs, labels, choose, shared=not whole
+            )
         except RagserveError as error:  # a cache that does not answer
             return StrategyChoice(_EXACT, str(error))
 
     def _candidates(self, namespace: str) -> Candidates:
         info = self._engine.info
-        if set(info.strategies) <= set(EXACT_STRATEGIES):
-            return Candidates(reason=info.only_exact or "the engine serves exact strategies only")
         if not isinstance(self._engine, CachingEngine):
             return Candidates(reason="the engine does not report its cache")
         run = f"run ragserve tune --namespace {namespace}"
         progress = self._idle_tuning(namespace)
         tune = run if progress is None else f"{run}, or wait: {progress}"
         known = self._gate.verified(namespace)
-        specs = {label: parse(label)[0] for label in known}
-        verified = [
-            label
-            for label, spec in specs.items()
-            if spec.name in info.strategies and not spec.chooses_passages  # the prompt has them all
-        ]
+        verified = [label for label in known if parse(label)[0].name in (*info.strategies, PASSAGES)]
         if not verified:
-            return Candidates(reason=f"no composed strategy is verified here: {tune}")
+            return Candidates(reason=info.only_exact or f"no strategy is verified here: {tune}")
         out = set() if self._in_use is None else self._in_use.taken_out(namespace)
-        left = [label for label in verified if label not in out]
+        left = self._gate.good([label for label in verified if label not in out], namespace)
         if not left:
             names = "; ".join(verified)
-            return Candidates(reason=f"{names} differed too much from full prefill in use: {run}")
+            return Candidates(reason=f"{names} differed too often from full prefill in use: {run}")
         costs = self._profile()
         if costs is None:
             return Candidates(reason=f"no cost profile of this machine: {tune}")
-        calibrated = tuple(label for label in left if label in costs.composed)
+        calibrated = tuple(label for label in left if _priced(label, costs))
         if not calibrated:
             return Candidates(reason=f"calibrated is none of the verified {'; '.join(left)}: {tune}")
         return Candidates(calibrated, costs)
 
-    async def _sooner(
+    async def _soonest(
         self,
         prompt: Prompt,
         namespace: str,
         engine: CachingEngine,
         costs: Costs,
         labels: Sequence[str],
+        choose: ChoosePassages | None,
         *,
         shared: bool,
     ) -> StrategyChoice:
@@ -149,15 +159,39 @@ class Chooser:
         cached = await engine.prefix(namespace, prompt.input_ids) if shared else 0
         exact = costs.exact_ms(len(prompt.input_ids), cached)
         documents = [(len(piece), tier) for piece, tier in zip(pieces, tiers, strict=True)]
-        label, composed = min(
-            ((label, costs.composed_ms(label, documents)) for label in labels), key=lambda pair: pair[1]
-        )
+        expected: list[tuple[float, StrategySpec, ChosenPassages | None]] = []
+        for spec in (parse(label)[0] for label in labels):
+            best, _ = choice_of(spec.name, spec.options)
+            chosen = None if best is None or choose is None else await choose(best)
+            read = documents
+            if chosen is not None:  # the system text is the first piece
+                read = [
+                    documents[0],
+                    *(documents[n + 1] for n in chosen.order[: chosen.kept] if n + 1 < len(documents)),
+                ]
+            if spec.name == PASSAGES:
+                left = sum(tokens for tokens, _ in documents) - sum(tokens for tokens, _ in read)
+                ms = costs.exact_ms(len(prompt.input_ids) - left)
+            else:
+                ms = costs.composed_ms(without_passages(spec).label, read)
+            expected.append((ms, spec, chosen))
+        if not expected:
+            return StrategyChoice(_EXACT, "no verified strategy reads all passages")
+        ms, spec, chosen = min(expected, key=lambda each: each[0])
         missing = tiers.count(ABSENT)
         uncached = f", {missing} of {len(documents)} documents cached nowhere: ragserve docs warm"
         facts = (
-            f"{label} {composed:.0f} ms, prefix {exact:.0f} ms ({cached} of {len(prompt.input_ids)} tokens "
-            f"in the prefix cache{uncached if missing else ''})"
+            f"{spec.label} {ms:.0f} ms, prefix {exact:.0f} ms ({cached} of {len(prompt.input_ids)} tokens "
+            f"in the prefix cache{uncached if missing and spec.name != PASSAGES else ''})"
         )
-        if composed <= (1 - MIN_GAIN) * exact:
-            return StrategyChoice(parse(label)[0], f"expected {facts}")
-        return StrategyChoice(_EXACT, f"expected {facts}: exact unless composed is {MIN_GAIN:.0%} faster")
+        if ms > (1 - MIN_GAIN) * exact:
+            return StrategyChoice(_EXACT, f"expected {facts}: exact unless another is {MIN_GAIN:.0%} faster")
+        basis = self._gate.basis(spec.label, namespace)
+        if chosen is not None:
+            basis = f"the best {chosen.kept} of {len(chosen.order)} passages; {basis}"
+        return StrategyChoice(spec, f"expected {facts}; {basis}", chosen)
+
+
+def _priced(label: str, costs: Costs) -> bool:
+    spec = parse(label)[0]
+    return spec.name == PASSAGES or without_passages(spec).label in costs.composed

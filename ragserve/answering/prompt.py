@@ -240,9 +240,9 @@ class PromptBuilder:
             text = text[: min(len(text) - 1, len(text) * max(room, 0) // len(tokens))]
         return 0, []
 
-    def system_ids(self) -> list[int]:
-        """Token ids before the first document, with the server's system text."""
-        return self._head(self._system, has_documents=True)
+    def system_ids(self, system: str | None = None) -> list[int]:
+        """Token ids before the first document, with the server's system text or another."""
+        return self._head(self._system if system is None else system, has_documents=True)
 
     def document_ids(self, title: str, text: str) -> list[int]:
         """Token ids of a document's segment; the same in every prompt."""

@@ -199,19 +199,20 @@ async def open_services(
             await asyncio.to_thread(warm_runner.start)
             stack.push_async_callback(asyncio.to_thread, warm_runner.stop)
         gate = Gate.of(settings, **info.gate_identity)
-        verification = _verification(settings, store, engine, retriever, prompts, gate, limiter)
-        await stack.enter_async_context(verification.running(idleness))
-        chooser = Chooser(
-            engine, gate, settings.data_dir / COSTS_FILE, verification.in_use, verification.progress
-        )
         rerankers = make_rerankers(settings, engine, prompts)
         for reranker in rerankers.values():
             stack.push_async_callback(reranker.close)
         if (default := rerankers.get(settings.rerank)) is not None:
             await default.load()  # now, so that the first question does not wait, nor fail for a broken model
+        passages = PassageSearch(retriever, rerankers)
+        verification = _verification(settings, store, engine, passages, prompts, gate, limiter)
+        await stack.enter_async_context(verification.running(idleness))
+        chooser = Chooser(
+            engine, gate, settings.data_dir / COSTS_FILE, verification.in_use, verification.progress
+        )
         spelling = SpellingCorrector(store, embedder.words)
         stack.push_async_callback(spelling.close)
-        search = DialogueSearch(engine, PassageSearch(retriever, rerankers), prompts, spelling)
+        search = DialogueSearch(engine, passages, prompts, spelling)
         answerer = Answerer(
             engine,
             search,
@@ -276,7 +277,7 @@ def _verification(
     settings: Settings,
     store: IndexStore,
     engine: Engine,
-    retriever: Retriever,
+    search: PassageSearch,
     prompts: PromptBuilder,
     gate: Gate,
     limiter: QueryLimiter,
@@ -291,7 +292,7 @@ def _verification(
         samkv=info.samkv,
         prefix=info.prefix,
     )
-    watch = AnswerWatch(engine, store, gate, in_use, limiter, settings.verify_share)
+    watch = AnswerWatch(engine, store, gate, in_use, limiter, prompts, settings.verify_share)
     tuner = None
     if settings.idle_tuning and isinstance(engine, CachingEngine) and not info.only_exact:
         every = JobStore(store)
@@ -299,14 +300,14 @@ def _verification(
             settings,
             cast("CostEngine", engine.measured() if isinstance(engine, ManyEngines) else engine),
             store,
-            retriever,
+            search,
             prompts,
             gate,
             in_use,
             limiter,
             jobs=lambda: any(every.list(state=state, limit=1) for state in ("queued", "running")),
         )
-    return BackgroundVerification(in_use, watch, tuner)
+    return BackgroundVerification(gate, in_use, watch, tuner)
 
 
 @asynccontextmanager

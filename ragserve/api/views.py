@@ -220,9 +220,9 @@ class Info(BaseModel):
     index: dict[str, Any]
     warming: dict[str, int] = Field(description="Warm-ups that are queued or running, and their documents.")
     verification: dict[str, Any] = Field(
-        description="What answers in use showed of composed strategies (`in_use`: KL in nats, regret "
-        "in percent a token, `at_least` and `at_most` at 95 %), answers `waiting` to be compared, and "
-        "`idle_tuning`."
+        description="Strategies `measured` on namespaces' own questions (scores and shares in percent, "
+        "margins in points), what answers in use showed of them (`in_use`: percent that differ from full "
+        "prefill's, now and when it was recorded), answers `waiting` to be compared, and `idle_tuning`."
     )
 
 

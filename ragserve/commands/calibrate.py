@@ -204,14 +204,14 @@ async def _costs(
     """Measure and fit costs. With a ``new_profile``, which the running engine does not have and nothing was
     verified with, samkv is left out by default."""
     from ragserve.profiles.costs import COSTS, FILE_NAME, fit
-    from ragserve.profiles.gate import Gate
+    from ragserve.profiles.gate import EXACT, Gate
     from ragserve.strategy_spec import parse
     from ragserve.verification.costs import measure
     from ragserve.verification.report import measured_on
 
     info = engine.info
     gate = Gate.of(settings, **info.gate_identity)
-    verified = [parse(label)[0] for label in gate.verified_anywhere()]
+    verified = [parse(label)[0] for label in gate.to_price() if label != EXACT]
     specs = given or [spec for spec in verified if spec.name != "samkv" or not new_profile]
     if not specs:
         why, hint = (

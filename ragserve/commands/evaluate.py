@@ -357,7 +357,7 @@ def _engines(plan: Plan, work: Path | None, out: Path | None, *, write_gate: boo
         gate.record(place, served["engine"]["fingerprint"], entries)
         for label, entry in entries.items():
             short = "; ".join(entry.shortfalls())
-            typer.echo(f"{label}: {'verified' if entry.verified else f'not verified ({short})'}")
+            typer.echo(f"{label}: {'verified' if entry.verifies() else f'not verified ({short})'}")
         typer.echo(f"written: {place}")
     return rows
 

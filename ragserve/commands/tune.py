@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -9,11 +10,11 @@ import typer
 
 from ragserve.commands.options import DECODE_SETTINGS, ENGINE_SETTINGS, Namespace, with_settings
 from ragserve.config import Settings, StrategyName
-from ragserve.strategy_spec import CANDIDATES
 from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS
 
 SETTINGS = (
-    *("model", "data_dir", "registry_url", "embedder", "embed_device", "top_k", "retrieval", "system_prompt"),
+    *("model", "data_dir", "registry_url", "embedder", "embed_device", "top_k", "retrieval", "rerank"),
+    *("verify_margin", "system_prompt"),
     *("kv_disk_bytes", *ENGINE_SETTINGS, "sparse_attention", *DECODE_SETTINGS),
 )
 
@@ -21,6 +22,7 @@ _KINDS = {
     "asked": "asked by users",
     "given": "given",
     "written": "written by the model",
+    "pair": "written about two chunks",
     "cloze": "sentences with a gap",
 }
 
@@ -40,14 +42,18 @@ def tune(
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="Questions to ask: a text file with one a line, or JSON lines with a `question` each. "
-            "Default: those of users in the server's query log, if it keeps one, then questions about the "
-            "namespace's own chunks.",
+            help="Questions to ask: a text file with one a line, or JSON lines with a `question` each and, "
+            "where they are known, its `answers`. Default: those of users in the server's query log, if it "
+            "keeps one, then questions about the namespace's own chunks.",
         ),
     ] = None,
     strategies: Annotated[
-        str, typer.Option(help="Candidates: composed strategies with options, as for eval.")
-    ] = CANDIDATES,
+        str | None,
+        typer.Option(
+            help="Candidates: strategies with options, as for eval. Default: fewer passages of top_k, and "
+            "all of them from stored KV, with several shares recomputed.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, max=512, help="Longest answer that is compared, in tokens.")
     ] = MAX_TOKENS,
@@ -62,24 +68,32 @@ def tune(
             help="Questions to ask at once, after a few one at a time for their times.",
         ),
     ] = 4,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the map, tune-NAMESPACE.json and .html. Default: tune in the data folder."
+        ),
+    ] = None,
 ) -> None:
-    """Verify composed strategies on your own documents, without labels.
+    """Find what answers your own documents as well as full prefill, and sooner, without labels.
 
-    Asks questions about a namespace as /rag/query does, lets full prefill answer, and leads each strategy
-    along that answer: how far are its distributions from those of full prefill, token by token? Writes the
-    gate's record and the cost profile that strategy auto needs, and samkv's profile where there is none and,
-    with --sparse-attention on, from which length sparse decoding pays. Stop a server on the same machine
-    first: it would disturb the measurement."""
-    from ragserve.best_passages import NOT_COMPOSED
+    Makes questions about a namespace's chunks whose answers are known: those that the model gives over the
+    chunk alone. Asks them as /rag/query does, under every candidate; picks the soonest of the best, and
+    verifies them on other questions: what loss against full prefill is excluded? Writes a map of quality over
+    time to the first token, the gate's record and the cost profile that strategy auto needs; samkv's profile
+    where samkv is a candidate and there is none and, with --sparse-attention on, from which length sparse
+    decoding pays. Stop a server on the same machine first: it would disturb the measurement."""
     from ragserve.commands.serve_checks import check_engine
     from ragserve.eval.console import progress
+    from ragserve.eval.tune_map import map_of, page
+    from ragserve.files import write_json
     from ragserve.retrieval.document_store import open_store
-    from ragserve.strategy_spec import check_read_whole, parse
+    from ragserve.strategy_spec import candidates, parse
     from ragserve.verification.calibration.tune_process import tune as run
+    from ragserve.verification.verdicts import FOLDER
 
-    names = [name for name in get_args(StrategyName) if name not in (*NOT_COMPOSED, "auto")]
-    specs = parse(strategies, names)
-    check_read_whole(specs)
+    names = [name for name in get_args(StrategyName) if name not in ("full", "prefix", "auto")]
+    specs = parse(strategies or candidates(settings.top_k), names)
     labels = [spec.label for spec in specs]
     with open_store(settings) as store:
         store.namespace(namespace)  # before an engine is started for nothing
@@ -96,7 +110,17 @@ def tune(
             questions=questions,
             on_progress=lambda phase, done: step(done=done, what=phase),
         )
+    place = out or settings.data_dir / FOLDER
+    known = place / f"tune-{namespace}.json"
+    earlier = json.loads(known.read_text(encoding="utf-8"))["points"] if known.exists() else []
+    found = map_of(result, earlier)
     _print(result, namespace, minutes, most)
+    typer.echo(found["why"])
+    place.mkdir(parents=True, exist_ok=True)
+    write_json(known, found)
+    shown = known.with_suffix(".html")
+    shown.write_text(page(found), encoding="utf-8")
+    typer.echo(f"map: {shown}")
     typer.echo(f"written to {settings.data_dir}; a running server reads it at once")
 
 
@@ -106,29 +130,43 @@ def _print(result: dict[str, Any], namespace: str, minutes: float, most: int) ->
 
     counts = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in result["questions"].items()) or "none"
     typer.echo(f"{namespace}: of {result['tried']} questions tried: {counts}; {result['costs']}")
+    if phases := result.get("phases"):
+        typer.echo("time: " + ", ".join(f"{name} {seconds:,} s" for name, seconds in phases.items()))
     if result["decode"]:
         typer.echo(result["decode"])
     table = Table(
-        caption="a token of full's answers: KL in nats, regret and agreement in percent; <=: at 95 %; "
-        "ms: until the first token; again: recomputed"
+        caption="score: F1 and containment against the reference, percent, with its 95 % interval; vs full: "
+        "points; margin: the smallest loss excluded at 95 %; ms: until the first token; again: recomputed"
     )
-    for column in ("strategy", "KL", "regret", "agreement", "ms", "kept %", "again %", "verdict"):
+    for column in (
+        "strategy",
+        "score",
+        "vs full",
+        "margin",
+        "ms",
+        "kept %",
+        "again %",
+        "differ %",
+        "verdict",
+    ):
         table.add_column(column, overflow="fold", min_width=9 if column == "verdict" else None)
-    for one in result["verdicts"]:
+    full = {"label": "full", "decision": "", "figures": {}} | result["full"]
+    for one in [full, *result["verdicts"]]:
         figures = one["figures"]
         table.add_row(
             one["label"],
-            _with_bound(figures["answer_kl"], figures["answer_kl_bound"], ".4f"),
-            _with_bound(figures["answer_regret"], figures["answer_regret_bound"], ".2f"),
-            "" if figures["answer_agrees"] is None else f"{figures['answer_agrees']:.1f}",
-            "" if one["ttft_ms"] is None else f"{one['ttft_ms']:.0f}",
-            "" if figures["kept"] is None else f"{figures['kept']:.0f}",
-            "" if figures["recomputed"] is None else f"{figures['recomputed']:.0f}",
+            "" if one["score"] is None else "{:.0f} [{:.0f}, {:.0f}]".format(*one["score"]),
+            _number(figures.get("score_vs_full"), "+.1f"),
+            _number(figures.get("margin"), ".1f") if one["decision"] != "passed over" else "",
+            _number(one["ttft_ms"], ".0f"),
+            _number(figures.get("kept"), ".0f"),
+            _number(figures.get("recomputed"), ".0f"),
+            _number(figures.get("different"), ".0f"),
             one["decision"],
         )
     Console().print(table)
     for one in result["verdicts"]:
-        if one["decision"] != "verified":
+        if one["decision"] != "passed over":
             typer.echo(f"{one['label']}: {one['line']}")
     if advice := more(result, minutes, most):
         typer.echo(advice)
@@ -138,7 +176,7 @@ def more(result: dict[str, Any], minutes: float, most: int) -> str | None:
     """Say what more time would bring; None if it would bring nothing."""
     asked = sum(result["questions"].values())
     wanted = [one["needed"] for one in result["verdicts"] if one["decision"] == "undecided"]
-    if not wanted and result["verdicts"]:
+    if not wanted and any(one["decision"] in ("verified", "refused") for one in result["verdicts"]):
         return None
     if result["finished"]:
         return (
@@ -156,5 +194,5 @@ def more(result: dict[str, Any], minutes: float, most: int) -> str | None:
     )
 
 
-def _with_bound(mean: float | None, bound: float | None, shape: str) -> str:
-    return "" if mean is None or bound is None else f"{mean:{shape}} <= {bound:{shape}}"
+def _number(value: float | None, shape: str) -> str:
+    return "" if value is None else f"{value:{shape}}"

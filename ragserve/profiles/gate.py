@@ -3,11 +3,11 @@
 Composed KV is approximate; how approximate depends on the model, the strategy's options and the data. So a
 strategy that was not measured, or fell short of full prefill, is refused unless forced. What counts is not
 the mean that was measured but its upper confidence bound (`ragserve.profiles.bounds`): a strategy passes
-where too few questions would hide a loss as little as where the loss is seen. Records of version 1 have no
-bounds and keep the rule that they were measured by. The record is a JSON
-file in the data folder; a model's folder may bring one, measured on another machine. It belongs to the
-model's weights (`EngineInfo.fingerprint`) and applies to engines of the same or a finer precision: composed
-and full prefill were compared in one engine, and only coarser rounding can add to the difference.
+where too few questions would hide a loss as little as where the loss is seen. Records of versions 1 and 2
+keep the rule that they were measured by until `ragserve tune` measures anew. The record is a JSON file in the
+data folder; a model's folder may bring one, measured on another machine. It belongs to the model's weights
+(`EngineInfo.fingerprint`) and applies to engines of the same or a finer precision: composed and full prefill
+were compared in one engine, and only coarser rounding can add to the difference.
 
 In a namespace that a strategy was measured on (`ragserve tune`), that measurement alone decides. In all
 others question sets do: those measured here or, without any, those that the model brings."""
@@ -15,7 +15,7 @@ others question sets do: those measured here or, without any, those that the mod
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,14 @@ from ragserve.best_passages import NOT_COMPOSED
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile
-from ragserve.strategy_spec import parse
+from ragserve.strategy_spec import parse, without_passages
 
 log = logging.getLogger(__name__)
 
 FILE_NAME = "ragserve-gate.json"
-VERSION = 2
+VERSION = 3
+MARGIN = 5.0  # points below full that a strategy may lose by references; the default of `verify_margin`
+LEVEL = 2.0  # points of the best score: as good
 MIN_QUESTIONS = 100  # per set with labels: with fewer, two points of F1 are noise
 MAX_F1_LOSS = 2.0  # points below full
 # percent; if full itself scores less, F1 is inconclusive and only the distributions of such a set count
@@ -40,6 +42,7 @@ MAX_ANSWER_KL = 0.01
 MAX_REGRET = 2.0
 MAX_KL = 0.02  # nats at the first token, mean over a set: instead of both in records of version 1
 MAX_FALLBACKS = 0.01  # share of answers given by another strategy
+EXACT = "prefix"  # in place of a strategy: exact prefill
 _NAMESPACE = "namespace "  # begins the name of a namespace's own questions among the sets
 _MANTISSA_BITS = {"float32": 23, "float16": 10, "bfloat16": 7}
 
@@ -54,7 +57,12 @@ class Figures:
     """Figures of one question set: F1 in percent, its difference from full in points (both None without
     labels), KL of the first token in nats, tokens kept and recomputed in percent of the document tokens, KL
     in nats, agreement and regret in percent over whole answers. A ``_bound`` is the 95 % confidence bound on
-    the side of the larger loss, None in records of version 1; ``f1_loss_bound`` in points below full."""
+    the side of the larger loss, None in records of version 1; ``f1_loss_bound`` in points below full.
+
+    By references (`ragserve.verification.question_probes`), in a namespace: ``score`` in percent over
+    ``references`` probes, its difference from full in points, and the ``margin``, the smallest loss in points
+    that is excluded at 95 %, below 0 where a gain is shown; ``different``: percent of the answers that differ
+    from full's; ``retriever``: what brought the passages. Earlier versions have none of these."""
 
     n: int
     f1: float | None
@@ -71,6 +79,12 @@ class Figures:
     answer_agrees_bound: float | None = None  # of records before the regret was measured
     answer_regret: float | None = None
     answer_regret_bound: float | None = None
+    score: float | None = None
+    score_vs_full: float | None = None
+    references: int = 0
+    margin: float | None = None
+    different: float | None = None
+    retriever: str = ""
 
     @property
     def full_f1(self) -> float | None:
@@ -86,7 +100,7 @@ class Figures:
     def close(self) -> bool:
         """The distributions are so close that F1 need not be."""
         if self.answer_kl_bound is None or self.most_regret is None:
-            return self.kl is not None and self.kl <= MAX_KL
+            return self.margin is None and self.kl is not None and self.kl <= MAX_KL
         return self.answer_kl_bound <= MAX_ANSWER_KL and self.most_regret <= MAX_REGRET
 
     @property
@@ -102,14 +116,17 @@ class Figures:
         requests failed."""
         return bool(self.failed) or self.full_f1 is None or self.full_f1 >= MIN_FULL_F1 or self.close
 
-    def shortfall(self) -> str | None:
-        """Give the reason why these figures verify nothing; None if they verify the strategy."""
+    def shortfall(self, margin: float = MARGIN) -> str | None:
+        """Give the reason why these figures verify nothing; None if they verify the strategy. ``margin``:
+        most points that it may lose by references."""
         if self.full_f1 is not None and self.n < MIN_QUESTIONS:
             return f"{self.n} questions, fewer than {MIN_QUESTIONS}"
         if self.failed or self.fallbacks > MAX_FALLBACKS * self.n:
             return f"{self.failed} failed, {self.fallbacks} answered by another strategy"
         if self.close:
             return None
+        if self.margin is not None:
+            return None if self.margin <= margin else f"{self.loss} (limit {margin:g})"
         if self.full_f1 is None:
             return f"over {self.n} answers without labels {self.distance}"
         if self.full_f1 < MIN_FULL_F1:
@@ -119,6 +136,27 @@ class Figures:
             below = f"{-(self.f1_vs_full or 0.0):.1f} points below full{most}"
             return f"F1 {self.f1:.1f}, {below}, and {self.distance}"
         return None
+
+    @property
+    def loss(self) -> str:
+        """The loss by references, in words."""
+        gained, margin = self.score_vs_full or 0.0, self.margin or 0.0
+        mean = f"{abs(gained):.1f} points {'above' if gained > 0 else 'below'} full"
+        most = f"{-margin:.1f} above" if margin < 0 else f"{margin:.1f} below"
+        return (
+            f"over {self.references} probes {mean}, at 95 % {'at least' if margin < 0 else 'at most'} {most}"
+        )
+
+    def basis(self, margin: float = MARGIN) -> str:
+        """What these figures verify a strategy by, in words."""
+        if self.margin is not None and self.margin <= margin:
+            if self.margin < 0:
+                return f"verified by {self.references} questions: at least {-self.margin:.1f} points better"
+            return f"verified by {self.references} questions at a margin of {self.margin:.1f} points"
+        if self.full_f1 is not None:
+            return f"verified by {self.n} questions with labels"
+        earlier = "" if self.margin is not None else ", an earlier record: ragserve tune measures anew"
+        return f"verified by {self.n} answers as full's{earlier}"
 
     @property
     def distance(self) -> str:
@@ -146,16 +184,19 @@ class Entry:
     samkv: str = ""  # digest of the profile that completed samkv's options (`EngineInfo.samkv`)
     prefix: str = ""  # digest of what documents were prefilled behind (`EngineInfo.prefix`)
 
-    def shortfalls(self) -> list[str]:
+    def shortfalls(self, margin: float = MARGIN) -> list[str]:
         """A line for each set on which the strategy falls short. Inconclusive sets count only if there are no
-        others."""
+        others. ``margin`` as in `Figures.shortfall`."""
         counted = {name: figures for name, figures in self.sets.items() if figures.conclusive} or self.sets
-        return [f"{name}: {why}" for name, figures in counted.items() if (why := figures.shortfall())]
+        return [f"{name}: {why}" for name, figures in counted.items() if (why := figures.shortfall(margin))]
 
-    @property
-    def verified(self) -> bool:
+    def verifies(self, margin: float = MARGIN) -> bool:
         """There are figures, and none falls short."""
-        return bool(self.sets) and not self.shortfalls()
+        return bool(self.sets) and not self.shortfalls(margin)
+
+    def basis(self, margin: float = MARGIN) -> str:
+        """What it was verified by, in words: by the set that says least."""
+        return min((each.basis(margin) for each in self.sets.values()), key=len, default="")
 
     @property
     def general(self) -> Entry:
@@ -187,7 +228,13 @@ class Gate:
         dtype: str,
         samkv: str = "",
         prefix: str = "",
+        retriever: str = "",
+        margin: float = MARGIN,
     ) -> None:
+        """``retriever``: what brings the passages of queries (`retriever_of`); ``margin``: most points that a
+        strategy may lose by references."""
+        self.margin = margin
+        self._retriever = retriever
         self._places = tuple(places)
         self._fingerprint = fingerprint
         self._model = model
@@ -202,7 +249,8 @@ class Gate:
         """Make a gate of the data folder's record and the one in the folder ``model``. The arguments are
         `EngineInfo`'s."""
         places = (settings.data_dir / FILE_NAME, Path(model) / FILE_NAME)
-        return cls(places, fingerprint, model=Path(model).name, **about)
+        own: dict[str, Any] = {**about, "retriever": retriever_of(settings), "margin": settings.verify_margin}
+        return cls(places, fingerprint, model=Path(model).name, **own)
 
     def entries(self, namespace: str | None = None) -> Mapping[str, Entry]:
         """The records of this model that count in a namespace (None: in one without its own), by strategy. A
@@ -221,30 +269,62 @@ class Gate:
         """The strategies that may answer in a namespace (None: in one without records of its own)."""
         return [label for label, entry in self.entries(namespace).items() if self._lets(label, entry)]
 
-    def verified_anywhere(self) -> list[str]:
-        """The strategies that may answer in some namespace and may be sooner than a prefill of the same
-        passages: those that compute everything again are references for the others, and those that choose
-        passages read less."""
+    def basis(self, label: str, namespace: str | None = None) -> str:
+        """What a strategy is verified by in a namespace, in words."""
+        entry = self.entries(namespace).get(label)
+        return "" if entry is None else entry.basis(self.margin)
+
+    def good(self, labels: Sequence[str], namespace: str) -> list[str]:
+        """Of verified strategies those whose score in a namespace is within `LEVEL` points of the best one's;
+        full's own counts for those that have none."""
+        known = self.entries(namespace)
+
+        def gain(label: str) -> float:
+            own = known[label].sets.get(set_of(namespace)) if label in known else None
+            return (own and own.score_vs_full) or 0.0
+
+        best = max(map(gain, labels), default=0.0)
+        return [label for label in labels if gain(label) >= best - LEVEL]
+
+    def margins(self, namespace: str) -> list[float]:
+        """The margins at which strategies are verified by references in a namespace."""
+        entries, name = self.entries(namespace), set_of(namespace)
+        own = [entries[label].sets.get(name) for label in self.verified(namespace)]
+        return [each.margin for each in own if each is not None and each.margin is not None]
+
+    def different(self, label: str, namespace: str) -> tuple[float, int] | None:
+        """The share of answers that differed from full's when a strategy was verified in a namespace, and of
+        how many; None where that was not measured."""
+        entry = self.entries(namespace).get(label)
+        own = None if entry is None else entry.sets.get(set_of(namespace))
+        return None if own is None or own.different is None else (own.different / 100, own.n)
+
+    def namespaces(self) -> list[str]:
+        """The namespaces that have records of their own."""
         self.entries()
-        spaces = {
-            name.removeprefix(_NAMESPACE)
-            for record in self._records
-            for entry in record.values()
-            for name in entry.sets
-            if name.startswith(_NAMESPACE)
-        }
-        found = [self.verified(), *(self.verified(namespace) for namespace in sorted(spaces))]
+        every = [entry for record in self._records for entry in record.values()]
+        names = {name for entry in every for name in entry.sets if name.startswith(_NAMESPACE)}
+        return sorted(name.removeprefix(_NAMESPACE) for name in names)
+
+    def to_price(self) -> list[str]:
+        """What the cost profile must know for the strategies that may answer in some namespace: the composed
+        ones without their choice of passages, and `EXACT` where there is any. Those that compute everything
+        again are references for the others, and save nothing."""
+        found = [self.verified(), *(self.verified(namespace) for namespace in self.namespaces())]
         labels = dict.fromkeys(label for labels in found for label in labels)
-        specs = {label: parse(label)[0] for label in labels}
-        return [
-            label
-            for label, spec in specs.items()
-            if spec.options.get("recompute") != "all" and not spec.chooses_passages
+        composed = [without_passages(parse(label)[0]) for label in labels]
+        named = [
+            s.label for s in composed if s.name not in NOT_COMPOSED and s.options.get("recompute") != "all"
         ]
+        return list(dict.fromkeys([EXACT, *named])) if labels else []
 
     def _lets(self, label: str, entry: Entry) -> bool:
         same = self._same_defaults(label, entry) and entry.prefix == self._prefix
-        return entry.verified and entry.applies_to(self._dtype) and same
+        same = same and self._same_retriever(entry)
+        return same and entry.applies_to(self._dtype) and entry.verifies(self.margin)
+
+    def _same_retriever(self, entry: Entry) -> bool:
+        return all(each.retriever in ("", self._retriever) for each in entry.sets.values())
 
     def _same_defaults(self, label: str, entry: Entry) -> bool:
         """Return whether the options that the label leaves out are the ones it was measured with."""
@@ -263,17 +343,19 @@ class Gate:
             reason = f"was measured for {self._model} with another samkv profile than the engine has now"
         elif entry.prefix != self._prefix:
             reason = f"was measured for {self._model} with another kv_prefix than the engine has now"
-        elif entry.verified:
+        elif not self._same_retriever(entry):
+            reason = f"was measured for {self._model} with another retriever than the server has now"
+        elif entry.verifies(self.margin):
             reason = (
                 f"was verified for {self._model} in {entry.dtype}, "
                 f"and this engine computes in {self._dtype}, which is coarser"
             )
         else:
-            reason = f"was measured for {self._model} and fell short ({'; '.join(entry.shortfalls())})"
+            reason = (
+                f"was measured for {self._model} and fell short ({'; '.join(entry.shortfalls(self.margin))})"
+            )
         where = f" --namespace {namespace}" if namespace else ""
         tune = f"ragserve tune{where} --strategies '{label}', or "
-        if parse(label)[0].chooses_passages:
-            tune = ""
         raise InvalidRequest(
             f"Strategy {label} {reason}.",
             hint=f"Measure it: {tune}with labels ragserve eval "
@@ -333,8 +415,22 @@ def record(place: Path, fingerprint: str, entries: Mapping[str, Entry], *, keep_
 
 
 _FILE: ProfileFile[dict[str, Entry]] = ProfileFile(
-    VERSION, "gate's file", "ragserve tune", dict[str, Entry], reads=(1,)
+    VERSION, "gate's file", "ragserve tune", dict[str, Entry], reads=(1, 2)
 )
+
+
+def retriever_of(settings: Settings) -> str:
+    """What brings the passages of queries, in words: the server's defaults of a search."""
+    parts = {
+        "": settings.retrieval,
+        "k": settings.top_k,
+        "rerank": settings.rerank if settings.rerank != "off" else "",
+        "neighbours": settings.neighbours,
+        "tokens": settings.context_tokens,
+        "dedupe": settings.dedupe,
+    }
+    known = [f"{name} {value}".strip() for name, value in parts.items() if value]
+    return ", ".join([settings.embedder, *known])
 
 
 def _stamp(place: Path) -> int:

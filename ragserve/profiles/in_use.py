@@ -1,62 +1,83 @@
-"""What answered requests showed of a strategy in a namespace: the running estimate of its distance from full
+"""What answered requests showed of a strategy in a namespace: how often its answers differ from those of full
 prefill, kept in the data folder.
 
-The estimate is of the latest answers that an idle server compared. A strategy is taken out of ``auto`` where
-they show, at 95 %, that its loss is above the gate's limits without labels: the *lower* bound of KL above
-`MAX_ANSWER_KL`, or that of the regret above `MAX_REGRET`. The gate's own bounds are on the other side; a few
-answers never come under them, however good the strategy is."""
+When a strategy was verified its rate of different answers was recorded. In use a strategy is taken out of
+``auto`` where that rate has risen: where the answers since some moment, whichever, are so much likelier under
+a higher rate that without a change it takes `ALARM` answers on average until they look so.
+
+The statistic is that of Shiryaev and Roberts (Pollak, Optimal detection of a change in distribution, 1985),
+
+    R = (1 + R before) * likelihood of the answer at the higher rate / likelihood at the recorded one,
+
+for a mixture of higher rates. R less the number of answers is a martingale while the rate is the recorded
+one, so the mean number of answers until R reaches `ALARM` is no less than that, whenever one looks."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from ragserve.errors import InvalidRequest
-from ragserve.profiles.bounds import lower_bound, upper_bound, upper_bound_at_all_times
 from ragserve.profiles.file import ProfileFile
-from ragserve.profiles.gate import MAX_ANSWER_KL, MAX_REGRET
 
 log = logging.getLogger(__name__)
 FILE_NAME = "ragserve-in-use.json"
-VERSION = 1
-LATEST = 256  # answers of a strategy and namespace that count
+VERSION = 2
+ALARM = 20_000.0
+UNKNOWN = (0.1, 100)  # the rate recorded, and over how many answers, where it was not measured
+_LOWEST, _HIGHEST = 0.02, 0.9  # of rates: no single answer may show a change
+
+
+def recorded_rate(different: float, answers: int) -> float:
+    """The rate to hold answers in use against: the share that differed of so many, and half its standard
+    error, as it is an estimate."""
+    share = (different * answers + 1) / (answers + 2)
+    return min(max(share + 0.5 * math.sqrt(share * (1 - share) / (answers + 2)), _LOWEST), _HIGHEST)
+
+
+def higher_rates(rate: float) -> tuple[float, ...]:
+    """The rates to which it may have risen."""
+    return tuple(min(each, (1 + rate) / 2) for each in (1.8 * rate, rate + 0.1, rate + 0.35))
 
 
 @dataclass(frozen=True, slots=True)
 class InUse:
-    """``kls``: nats a token; ``lost``: the regret, a share; of the latest `LATEST` answers of ``compared``.
-    ``engine``: precision, samkv profile and prefix of the engine. ``out``: taken out of ``auto``."""
+    """``rate``: `recorded_rate`; ``statistics``: R for each of its `higher_rates`. ``engine``: precision,
+    samkv profile and prefix of the engine. ``out``: taken out of ``auto``."""
 
     engine: str
-    kls: tuple[float, ...] = ()
-    lost: tuple[float, ...] = ()
+    rate: float = 0.0
+    statistics: tuple[float, ...] = ()
     compared: int = 0
+    different: int = 0
     out: bool = False
 
-    def with_answer(self, kl: float, regret: float) -> InUse:
-        """Add an answer. What was taken out once stays out."""
-        kls, regrets = (*self.kls, round(kl, 6))[-LATEST:], (*self.lost, round(regret, 6))[-LATEST:]
-        beyond = lower_bound(kls) > MAX_ANSWER_KL or 100 * lower_bound(regrets) > MAX_REGRET
-        return InUse(self.engine, kls, regrets, self.compared + 1, self.out or beyond)
+    def with_answer(self, different: bool, recorded: tuple[float, int] | None = None) -> InUse:
+        """Add an answer. ``recorded``: the share that differed when it was verified, and of how many answers.
+        What was taken out once stays out; another recorded rate begins anew."""
+        rate = recorded_rate(*(recorded or UNKNOWN))
+        rates = higher_rates(rate)
+        before = self.statistics if rate == self.rate else (0.0,) * len(rates)
+        found = tuple(
+            (1 + r) * (higher / rate if different else (1 - higher) / (1 - rate))
+            for r, higher in zip(before, rates, strict=True)
+        )
+        out = self.out or math.fsum(found) / len(found) >= ALARM
+        return InUse(self.engine, rate, found, self.compared + 1, self.different + bool(different), out)
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Means and both bounds over at least one answer, in nats and percent a token, as `/info` shows
-        them."""
-        found = {
-            "kl": fmean(self.kls),
-            "kl_at_least": lower_bound(self.kls),
-            "kl_at_most": upper_bound(self.kls, max(self.kls)),
-            "regret": 100 * fmean(self.lost),
-            "regret_at_least": 100 * lower_bound(self.lost),
-            "regret_at_most": 100 * upper_bound_at_all_times(self.lost),
-        }
-        shown = {name: float(f"{value:.3g}") for name, value in found.items()}
-        return {"compared": self.compared, **shown, "taken_out": self.out}
+        """How many were compared, and of them and when it was verified the percent that differ, as `/info`
+        shows them."""
+        shown = round(100 * self.different / self.compared, 2) if self.compared else 0.0
+        recorded = round(100 * self.rate, 2)
+        return {"compared": self.compared, "different": shown, "recorded": recorded, "taken_out": self.out}
 
 
 class InUseRecord:
@@ -93,17 +114,26 @@ class InUseRecord:
         """The strategies that ``auto`` does not take in a namespace."""
         return {label for label, one in self.entries().get(namespace, {}).items() if one.out}
 
-    def add(self, namespace: str, label: str, kl: float, regret: float, *, existing: Container[str]) -> InUse:
-        """Add an answer and return the estimate; durable. Drops namespaces that are not ``existing``."""
+    def add(
+        self,
+        namespace: str,
+        label: str,
+        different: bool,
+        recorded: tuple[float, int] | None = None,
+        *,
+        existing: Container[str],
+    ) -> InUse:
+        """Add an answer, as `InUse.with_answer`, and return what is known; durable. Drops namespaces that are
+        not ``existing``."""
         new = InUse(self._engine)
 
         def change(known: dict[str, Any]) -> dict[str, Any]:
             nonlocal new
             spaces = {name: own for name, own in known.items() if name in existing}
             own = spaces.pop(namespace, {})
-            before = InUse(**own[label]) if label in own else new
-            new = (before if before.engine == self._engine else new).with_answer(kl, regret)
-            own[label] = _FILE.dump({"": {label: new}})[""][label]
+            before = _ENTRY.validate_python(own[label]) if label in own else new
+            new = (before if before.engine == self._engine else new).with_answer(different, recorded)
+            own[label] = _ENTRY.dump_python(new, mode="json")
             return spaces | {namespace: own}  # the latest is the last
 
         _FILE.update(self._place, self._fingerprint, change)
@@ -124,6 +154,8 @@ def clear(place: Path, fingerprint: str, namespace: str, labels: Sequence[str]) 
     _FILE.update(place, fingerprint, change)
 
 
+_ENTRY = TypeAdapter(InUse)
+# what version 1 had taken out stays out
 _FILE: ProfileFile[dict[str, dict[str, InUse]]] = ProfileFile(
-    VERSION, "record of use", "ragserve tune", dict[str, dict[str, InUse]]
+    VERSION, "record of use", "ragserve tune", dict[str, dict[str, InUse]], reads=(1,)
 )

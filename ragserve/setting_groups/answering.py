@@ -28,13 +28,20 @@ class AnsweringSettings(BaseModel):
         description="Let composed strategies answer even if neither `ragserve tune` nor `ragserve eval "
         "--write-gate` has verified them for the model.",
     )
+    verify_margin: float = Field(
+        5.0,
+        gt=0,
+        le=100,
+        description="Most points of its answers' score that a strategy may lose against full prefill, at "
+        "95 % confidence, to be verified on a namespace's own questions.",
+    )
     verify_share: float = Field(
         0.01,
         ge=0,
         le=1,
-        description="Share of the composed answers that are computed again by full prefill, when no request "
-        "is being answered. A strategy whose answers in a namespace differ too much is taken out of auto "
-        "there until `ragserve tune` has run. 0: none.",
+        description="Share of the answers of verified strategies that are compared with those of full "
+        "prefill, when no request is being answered. A strategy whose answers in a namespace differ more "
+        "often than when it was verified is taken out of auto there until `ragserve tune` has run. 0: none.",
     )
     idle_tuning: bool = Field(
         True,

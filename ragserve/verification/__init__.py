@@ -2,5 +2,5 @@
 their records need: costs, distributions, answers' scores.
 """
 
-MAX_TOKENS = 64  # of an answer that is compared
-MOST_QUESTIONS = 400  # of a namespace
+MAX_TOKENS = 32  # of an answer that is compared
+MOST_QUESTIONS = 2_500  # of a namespace

@@ -1,8 +1,9 @@
-"""Check in use what the gate has verified: compare a share of the answers that composed strategies gave with
-full prefill, while the server is idle.
+"""Check in use what the gate has verified: compare a share of the answers that strategies gave in place of
+full prefill with those of full prefill, while the server is idle.
 
-Both contexts are led along the answer that was given, and their distributions compared token by token, as
-`ragserve tune` does. What came of it is `ragserve.profiles.in_use`."""
+Both are asked again as `ragserve tune` asks: greedily, for a short answer. So their rate of different answers
+may be held against the one that was recorded when the strategy was verified. What came of it is
+`ragserve.profiles.in_use`."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ragserve.answering.in_flight import QueryLimiter
+from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import Engine, GenerateRequest, Sampling
 from ragserve.engine.document_cache import CachingEngine, answering
 from ragserve.errors import RagserveError
@@ -22,11 +24,12 @@ from ragserve.metrics import metrics
 from ragserve.profiles.costs import ABSENT
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUse, InUseRecord
-from ragserve.strategy_spec import FULL, StrategySpec
+from ragserve.strategy_spec import StrategySpec
 from ragserve.verification import MAX_TOKENS
-from ragserve.verification.distribution import Closeness, forced_along, given_answer
+from ragserve.verification.engine_run import first_token
+from ragserve.verification.question_probes import SHORT, differ
 from ragserve_index import IndexStore
-from sglang_ext.wire.protocol import pieces_of
+from sglang_ext.wire.protocol import EXACT_STRATEGIES, Span, pieces_of
 
 log = logging.getLogger(__name__)
 MOST_WAITING = 8  # answers, in memory with their prompts; further ones are not drawn
@@ -35,12 +38,12 @@ _LIMIT_S = 30.0  # well below the grace time of removed documents (`ragserve.cac
 
 @dataclass(frozen=True, slots=True)
 class WaitingAnswer:
-    """An answered request, its tokens, and the version of the namespace it was retrieved from (None: its
-    documents were given)."""
+    """An answered request, the same by full prefill, and the version of the namespace it was retrieved from
+    (None: its documents were given)."""
 
     label: str
     request: GenerateRequest
-    ids: tuple[int, ...]
+    full: GenerateRequest
     version: int | None
 
 
@@ -54,6 +57,7 @@ class AnswerWatch:
         gate: Gate,
         record: InUseRecord,
         limiter: QueryLimiter,
+        prompts: PromptBuilder,
         share: float,
         *,
         draw: Callable[[], float] = random.random,
@@ -64,6 +68,7 @@ class AnswerWatch:
         self._gate = gate
         self._record = record
         self._limiter = limiter
+        self._system = prompts.system_ids(SHORT)
         self._share = share
         self._draw = draw
         self._waiting: deque[WaitingAnswer] = deque()
@@ -77,15 +82,30 @@ class AnswerWatch:
         """Answers that were drawn and not compared yet, the one that is being compared among them."""
         return len(self._waiting) + self._comparing
 
-    def answered(self, request: GenerateRequest, ids: Sequence[int], version: int | None) -> None:
-        """Note an answer; an `OnComposed` of the answerer."""
-        if not ids or len(self._waiting) >= MOST_WAITING or self._draw() >= self._share:
+    def answered(
+        self, spec: StrategySpec, request: GenerateRequest, full: GenerateRequest, version: int | None
+    ) -> None:
+        """Note an answer; an `OnChosen` of the answerer."""
+        if len(self._waiting) >= MOST_WAITING or self._draw() >= self._share:
             return
-        label = StrategySpec(request.strategy, request.options).label
-        if label in self._gate.verified(request.namespace):
-            sampling = Sampling(max_new_tokens=MAX_TOKENS)
-            request = replace(request, rid="verify", sampling=sampling, decode={}, background=True)
-            self._waiting.append(WaitingAnswer(label, request, tuple(ids[:MAX_TOKENS]), version))
+        if spec.label in self._gate.verified(request.namespace):
+            asked, whole = self._short(request), self._short(full)
+            self._waiting.append(WaitingAnswer(spec.label, asked, whole, version))
+
+    def _short(self, request: GenerateRequest) -> GenerateRequest:
+        """The request as it is compared: with the system text that asks for short answers."""
+        end, ids = request.spans[0].end, self._system
+        moved = len(ids) - end
+        return replace(
+            request,
+            rid="verify",
+            input_ids=[*ids, *request.input_ids[end:]],
+            spans=(Span(0, len(ids)), *(Span(s.start + moved, s.end + moved) for s in request.spans[1:])),
+            sampling=Sampling(max_new_tokens=MAX_TOKENS, stop=request.sampling.stop),
+            decode={},
+            prefill={},
+            background=True,
+        )
 
     def work(self) -> Coroutine[Any, Any, None] | None:
         """Compare the next answer; None without any. What is cancelled is done again later."""
@@ -103,16 +123,18 @@ class AnswerWatch:
         try:
             async with asyncio.timeout(_LIMIT_S):
                 versions = await self._versions()
-                close = await self._compared(answer, versions.get(namespace))
+                different = await self._compared(answer, versions.get(namespace))
         except asyncio.CancelledError:
             self._waiting.appendleft(answer)
             raise
         except (RagserveError, TimeoutError) as error:
             log.info("An answer of strategy %s could not be compared: %r", answer.label, error)
             return
-        if close is not None:
-            figures = close.mean_kl, close.mean_regret
-            add = asyncio.to_thread(self._record.add, namespace, answer.label, *figures, existing=versions)
+        if different is not None:
+            known = self._gate.different(answer.label, namespace)
+            add = asyncio.to_thread(
+                self._record.add, namespace, answer.label, different, known, existing=versions
+            )
             try:
                 found = await asyncio.shield(add)  # counted once
             except (OSError, RagserveError) as error:
@@ -124,31 +146,31 @@ class AnswerWatch:
     async def _versions(self) -> dict[str, int]:
         return {one.name: one.version for one in await asyncio.to_thread(self._store.namespaces)}
 
-    async def _compared(self, answer: WaitingAnswer, version: int | None) -> Closeness | None:
-        """Compare an answer; None if its documents have left the cache, or its texts may have been removed.
+    async def _compared(self, answer: WaitingAnswer, version: int | None) -> bool | None:
+        """Whether the answers differ; None if the documents have left the cache, or their texts may have been
+        removed.
 
         ``version``: the namespace's, None for one that does not exist."""
         request = answer.request
         if version is None or answer.version not in (None, version):
             return None
         with self._limiter.background(request.namespace, request):
-            if isinstance(self._engine, CachingEngine):
-                documents = pieces_of(request.input_ids, request.spans)
+            if isinstance(self._engine, CachingEngine) and request.strategy not in EXACT_STRATEGIES:
+                documents = pieces_of(request.input_ids, request.spans)[1:]
                 engine = answering(self._engine, request.namespace, documents)
                 found = await engine.where(request.namespace, documents)
                 if ABSENT in found.fastest():
                     return None
-            full = replace(request, strategy=FULL.name, options={}, scores=None)
-            reference = await given_answer(self._engine, full, answer.ids)
-            close, timed = await forced_along(self._engine, request, reference)
-        return None if timed.last.fallback else close
+            full = await first_token(self._engine, answer.full)
+            own = await first_token(self._engine, request)
+        return None if own.last.fallback else differ(own.text, full.text)
 
 
 def _show(namespace: str, label: str, found: InUse) -> None:
-    figures, recorded = found.figures, metrics()
-    recorded.use_compared.labels(namespace, label).set(figures["compared"])
-    recorded.use_kl.labels(namespace, label).set(figures["kl"])
-    recorded.use_regret.labels(namespace, label).set(figures["regret"])
+    recorded = metrics()
+    recorded.use_compared.labels(namespace, label).set(found.compared)
+    recorded.use_different.labels(namespace, label).set(found.figures["different"])
+    recorded.use_recorded.labels(namespace, label).set(found.figures["recorded"])
     recorded.use_taken_out.labels(namespace, label).set(found.out)
 
 
@@ -156,10 +178,8 @@ def _report(namespace: str, label: str, found: InUse) -> None:
     figures = found.figures
     log.log(
         logging.WARNING if found.out else logging.INFO,
-        "Strategy %s in namespace %s over %d answers in use: KL a token %.3g (at 95 %% %.3g to %.3g), "
-        "regret %.2g %% (%.2g to %.2g)%s",
-        *(label, namespace, figures["compared"]),
-        *(figures["kl"], figures["kl_at_least"], figures["kl_at_most"]),
-        *(figures["regret"], figures["regret_at_least"], figures["regret_at_most"]),
+        "Strategy %s in namespace %s: %g %% of %d answers in use differ from full prefill's, %g %% when it "
+        "was verified%s",
+        *(label, namespace, figures["different"], figures["compared"], figures["recorded"]),
         f": out of auto there until ragserve tune --namespace {namespace} has run" if found.out else "",
     )

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from ragserve.answering.in_flight import Idleness
+from ragserve.profiles.gate import Gate, set_of
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.verification.answer_watch import AnswerWatch
 from ragserve.verification.idle_tuner import IdleTuner
 from ragserve.verification.idle_worker import IdleWorker
 
 _SHOWN = 200  # strategies and namespaces in `/info`
+_FIGURES = ("score", "score_vs_full", "margin", "different", "kept", "recomputed", "retriever")
 
 
 @dataclass(frozen=True, slots=True)
 class BackgroundVerification:
     """``tuner``: None where nothing is to be tuned in idle time."""
 
+    gate: Gate
     in_use: InUseRecord
     watch: AnswerWatch
     tuner: IdleTuner | None
@@ -42,10 +45,26 @@ class BackgroundVerification:
         if not visible(tuning.get("namespace", "")):
             tuning = {"state": tuning["state"]}
         return {
+            "measured": list(islice(self._measured(visible), _SHOWN)),
             "in_use": list(islice(reversed(every), _SHOWN)),
             "waiting": self.watch.waiting,
             "idle_tuning": tuning,
         }
+
+    def _measured(self, visible: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
+        """What was measured on namespaces' own questions: the map of quality, as far as it is decided."""
+        for namespace in filter(visible, self.gate.namespaces()):
+            verified = self.gate.verified(namespace)
+            for label, entry in self.gate.entries(namespace).items():
+                figures = entry.sets.get(set_of(namespace))
+                if figures is not None:
+                    yield {
+                        "namespace": namespace,
+                        "strategy": label,
+                        "verified": label in verified,
+                        "questions": figures.references or figures.n,
+                        **{name: getattr(figures, name) for name in _FIGURES},
+                    }
 
     @asynccontextmanager
     async def running(self, idleness: Idleness) -> AsyncIterator[None]:

@@ -1,65 +1,65 @@
 """Compare strategies with full prefill on a namespace's own documents: retrieve as a query does, let `full`
-answer, and lead every strategy along that answer."""
+and every strategy answer, and score their answers against a reference; those that read the same prompt are
+also led along the answer of `full`."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, get_args
 
 from ragserve.answering.accounting import context_use
+from ragserve.answering.chosen_passages import choose
 from ragserve.answering.follow_ups import passages
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
+from ragserve.answering.results import RetrievedPassage
 from ragserve.answering.scores import retrieval_scores
+from ragserve.best_passages import NOT_COMPOSED, choice_of
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
 from ragserve.errors import RagserveError
-from ragserve.profiles.gate import set_of
-from ragserve.retrieval.retriever import Retriever
-from ragserve.setting_groups.answering import Retrieval
+from ragserve.profiles.gate import MAX_ANSWER_KL
+from ragserve.retrieval.retriever import SentenceScores
 from ragserve.strategy_spec import FULL, StrategySpec
+from ragserve.verification.course import Course, Part
 from ragserve.verification.distribution import ReferenceAnswer, answer_of, forced_along
-from ragserve.verification.engine_run import first_token
-from ragserve.verification.metrics import contains_answer, normalise
-from ragserve.verification.questions import WRITE, DrawnQuestion, Kind, cloze, written
+from ragserve.verification.engine_run import TimedAnswer, first_token
+from ragserve.verification.metrics import normalise
+from ragserve.verification.question_probes import SHORT, Probes, Search, differ, scored
+from ragserve.verification.questions import DrawnQuestion, Kind
 from ragserve.verification.rows import Key, Row
+from ragserve.verification.tuned_queries import TunedQueries
 from ragserve_index.types import Chunk
-from sglang_ext.wire.protocol import RetrievalScores
 
 ALONE = 10  # usable questions that are asked one at a time, for times of an idle engine
-TRIED, USABLE = 10, 3  # chunks for which the model may write questions before so many must be usable
-_WRITTEN_TOKENS = 48
+_LED = 20  # answers, after which a strategy that is far from full is led along no more
+_FAR = 3 * MAX_ANSWER_KL
+_TWO = 4  # of so many chunks one is asked about together with another
 
 
 @dataclass(frozen=True, slots=True)
-class TunedQueries:
-    """How questions are asked: as ``/rag/query`` does with these values."""
+class Laid:
+    """A question under one strategy: its prompt, and the passages that it was laid out of."""
 
-    namespace: str
-    k: int
-    retrieval: Retrieval
-    max_new_tokens: int
-
-    @property
-    def set_name(self) -> str:
-        """The name of the questions in rows and in the gate's record."""
-        return set_of(self.namespace)
+    prompt: Prompt
+    shown: list[RetrievedPassage]
+    sentences: list[SentenceScores]
 
 
 class Comparison:
     """Asks questions, of which several may be asked at a time.
 
     Every question has a row of strategy `full` with its text and whether it is ``usable``, and one of each
-    strategy if it is. A question about a chunk is usable if `full` answers it with words of that chunk. The
-    rows of users' questions are written without texts, which would outlive those of the query log."""
+    strategy if it is. Those about chunks, and those with labels, are probes and have scores. A user's
+    question may have none, and then only shows how close strategies are to `full`. The rows of users'
+    questions are written without texts, which would outlive those of the query log."""
 
     def __init__(
         self,
         engine: WarmEngine,
-        retriever: Retriever,
+        search: Search,
         builder: PromptBuilder,
         queries: TunedQueries,
         specs: Sequence[StrategySpec],
@@ -69,13 +69,19 @@ class Comparison:
     ) -> None:
         """``known``: the rows of earlier runs, which are not asked again; ``write`` gets each new row."""
         self._engine = engine
-        self._retriever = retriever
+        self._search = search
         self._builder = builder
         self._queries = queries
-        self._specs = list(specs)
+        self._every = {spec.label: spec for spec in specs}
+        self._course = Course("pick", list(self._every))
         self._rows = dict(known)
-        self._rounds: Counter[int] = Counter()  # of questions about a chunk
         self._write = write
+        self._chunks = 0
+        room = engine.info.max_prompt_tokens
+        self.probes = Probes(engine, search, builder, queries.namespace, room)
+        for row in self._rows.values():
+            if (kind := row.get("kind")) in ("written", "pair"):
+                self.probes.note(kind, usable=bool(row["usable"]))
 
     @property
     def rows(self) -> list[Row]:
@@ -84,9 +90,9 @@ class Comparison:
 
     @property
     def compared(self) -> int:
-        """Usable questions that every strategy has been asked that is still compared."""
+        """Usable questions that every strategy of their part has been asked that is still compared."""
         usable = [row["id"] for row in self._rows.values() if row.get("usable")]
-        return sum(all(self._key(id_, label) in self._rows for label in self.labels) for id_ in usable)
+        return sum(not any(self._open(id_, spec) for spec in self._specs(id_)) for id_ in usable)
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -95,13 +101,13 @@ class Comparison:
         return {kind: count for kind in get_args(Kind) if (count := usable.count(kind))}
 
     @property
-    def labels(self) -> list[str]:
-        """The strategies that are still compared."""
-        return [spec.label for spec in self._specs]
+    def course(self) -> Course:
+        """What is asked next."""
+        return self._course
 
-    def leave_out(self, labels: Container[str]) -> None:
-        """Compare strategies no further. Their rows stay."""
-        self._specs = [spec for spec in self._specs if spec.label not in labels]
+    def steer(self, course: Course) -> None:
+        """Ask new questions for this part, under these strategies. Rows of others stay."""
+        self._course = course
 
     def rows_of(self, kind: Kind) -> list[Row]:
         """The rows of questions of a kind, under all strategies."""
@@ -114,130 +120,161 @@ class Comparison:
         return {id_ for id_ in ids if self._settled(id_)}
 
     async def about(self, chunk: Chunk, *, alone: bool = True) -> None:
-        """Ask a question about a chunk: one that the model writes or, where it cannot and where the chunk
-        comes again, a sentence with a gap, another one each time. ``alone`` as in `ask`."""
-        earlier = self._rounds[chunk.chunk_id]
-        await self._about(chunk, earlier, alone=alone)
-        self._rounds[chunk.chunk_id] = earlier + 1  # not if it was stopped: then it is asked again
-
-    async def _about(self, chunk: Chunk, earlier: int, *, alone: bool) -> None:
-        kind: Kind = "written" if not earlier and self._model_writes() else "cloze"
-        id_ = f"{chunk.chunk_id}-{kind}" + (f"-{earlier + 1}" if earlier else "")
+        """Make a probe about a chunk, which counts once, and ask it. ``alone`` as in `ask`."""
+        id_, number = str(chunk.chunk_id), self._chunks
+        self._chunks += 1
         if self._settled(id_):
             return
-        row = self._rows.get(self._key(id_, FULL.label))
-        text = row.get("question") if row and not row["error"] else None
-        if text is None:  # not asked yet, or its row is kept without texts
-            if kind == "written":
-                text = await self._written(chunk)
-            else:
-                text = cloze(chunk.text, random.Random(chunk.chunk_id), earlier)
-        await self.ask(DrawnQuestion(id_, kind, text or "", chunk.text), alone=alone)
+        row = self._rows.get(self._key(id_, FULL.label)) or {}
+        if row.get("question") and row.get("references"):
+            question = DrawnQuestion(id_, row["kind"], row["question"], tuple(row["references"]))
+        else:
+            try:
+                found = await self.probes.about(chunk, two=number % _TWO == _TWO - 1)
+            except RagserveError as error:
+                self._fail(DrawnQuestion(id_, "written", ""), FULL, error)
+                return
+            question = found or DrawnQuestion(id_, "cloze", "")
+        await self.ask(question, alone=alone)
 
     def _settled(self, id_: str) -> bool:
         """Whether nothing is left to ask of a question; a question without a usable answer is one."""
         first = self._rows.get(self._key(id_, FULL.label))
         if not first or first["error"]:
             return False
-        return not first["usable"] or not any(self._open(id_, spec) for spec in self._specs)
+        return not first["usable"] or not any(self._open(id_, spec) for spec in self._specs(id_))
+
+    def _specs(self, id_: str) -> list[StrategySpec]:
+        """The strategies that a question is asked under, by its part."""
+        first = self._rows.get(self._key(id_, FULL.label)) or {}
+        if first.get("part", self._course.part) != self._course.part:
+            return []
+        return [self._every[label] for label in self._course.labels]
 
     async def ask(self, question: DrawnQuestion, *, alone: bool = True) -> None:
         """Ask a question under `full` and all strategies that have no row of it yet. Failures become rows.
         ``alone``: nothing else is asked meanwhile, and times to the first token are kept."""
         if self._settled(question.id):
             return
-        left = [spec for spec in self._specs if self._open(question.id, spec)]
+        left = [spec for spec in self._specs(question.id) if self._open(question.id, spec)]
+        part = self._course.part
         if not question.text:
-            self._add(question.id, FULL, kind=question.kind, question="", usable=False, error=None)
+            self._full(question, part, usable=False)
             return
         try:
-            prompt, scores = await self._prompt(question.text)
-            reference = await answer_of(self._engine, self._request(prompt, FULL))
+            if question.kind in ("asked", "given") and not question.references:
+                question = await self.probes.of_user(question) or question
+            found, sentences = await self._found(question.text)
+            whole = self._laid_out(question.text, found, sentences)
+            request = self._request(whole.prompt, FULL)
+            led: ReferenceAnswer | None = None
+            if any(self._may_be_close(spec) for spec in left):
+                led = await answer_of(self._engine, request)
+                answer = led.timed
+            else:
+                answer = await first_token(self._engine, request)
         except RagserveError as error:
             self._fail(question, FULL, error)
             return
-        usable = _usable(question, reference)
-        answer = reference.timed
-        self._add(
-            question.id,
-            FULL,
-            kind=question.kind,
-            question=question.text,
+        usable = bool(question.references or normalise(answer.text))
+        self._full(
+            question,
+            part,
             answer=answer.text.strip(),
             usable=usable,
+            score=scored(answer.text, question.references) if question.references else None,
             ttft_ms=round(answer.ttft_ms, 3) if alone else None,
-            error=None,
-            prompt_tokens=len(prompt.input_ids),
+            prompt_tokens=len(whole.prompt.input_ids),
         )
-        if usable and left:
-            await self._compare(question, prompt, scores, reference, left, alone=alone)
-
-    async def _compare(
-        self,
-        question: DrawnQuestion,
-        prompt: Prompt,
-        scores: RetrievalScores | None,
-        reference: ReferenceAnswer,
-        specs: Sequence[StrategySpec],
-        *,
-        alone: bool,
-    ) -> None:
-        for spec in specs:
-            request = replace(self._request(prompt, spec), scores=scores)
+        for spec in left if usable else ():
             try:
-                if spec is specs[0]:
-                    await self._engine.warm(request)
-                close, timed = await forced_along(self._engine, request, reference)
+                row = await self._answered(question, spec, whole, led, answer)
             except RagserveError as error:
                 self._fail(question, spec, error)
                 continue
-            use = context_use(spec.name, prompt, timed.last, prompt.documents_kept)
-            self._add(
-                question.id,
-                spec,
-                kl=close.kl[0],
-                answer_kl=close.mean_kl,
-                answer_agrees=close.agreement,
-                answer_regret=close.mean_regret,
-                answer_tokens=len(close.kl),
-                ttft_ms=round(timed.ttft_ms, 3) if alone else None,
-                error=None,
-                document_tokens=prompt.tokens_kept,
-                kept=use.tokens_kept,
-                recomputed=use.tokens_recomputed,
-                fallback=timed.last.fallback,
-            )
+            ttft = row.pop("ttft_ms")
+            self._add(question.id, spec, part=part, ttft_ms=ttft if alone else None, error=None, **row)
 
-    def _model_writes(self) -> bool:
-        tried = [row for row in self._rows.values() if row.get("kind") == "written"]
-        return len(tried) < TRIED or sum(row["usable"] for row in tried) >= USABLE
+    async def _answered(
+        self,
+        question: DrawnQuestion,
+        spec: StrategySpec,
+        whole: Laid,
+        led: ReferenceAnswer | None,
+        full: TimedAnswer,
+    ) -> Row:
+        """The row of one strategy. ``led``: the answer of full with its distributions, if it has them."""
+        best, options = choice_of(spec.name, spec.options)
+        laid, row = whole, Row()
+        if best is not None:
+            chosen = await choose(self._builder, question.text, whole.shown, best)
+            numbers = chosen.order[: chosen.kept]
+            sentences = [whole.sentences[number] for number in numbers] if whole.sentences else []
+            laid = self._laid_out(question.text, [whole.shown[number] for number in numbers], sentences)
+        composed = spec.name not in NOT_COMPOSED
+        request = self._request(laid.prompt, spec, options)
+        if composed:
+            scores = retrieval_scores(self._builder, laid.prompt, laid.shown, laid.sentences)
+            request = replace(request, scores=scores)
+            await self._engine.warm(request)
+        if composed and best is None and led is not None and self._may_be_close(spec):
+            close, timed = await forced_along(self._engine, request, led)
+            row |= {
+                "kl": close.kl[0],
+                "answer_kl": close.mean_kl,
+                "answer_agrees": close.agreement,
+                "answer_regret": close.mean_regret,
+                "answer_tokens": len(close.kl),
+            }
+            own = full if close.same_answer else await first_token(self._engine, request)
+        else:
+            own = timed = await first_token(self._engine, request)
+        use = context_use(spec.name, laid.prompt, timed.last, laid.prompt.documents_kept)
+        reference = question.references
+        return row | {
+            "answer": own.text.strip(),
+            "score": scored(own.text, reference) if reference else None,
+            "full_score": scored(full.text, reference) if reference else None,
+            "different": differ(own.text, full.text),
+            "ttft_ms": round(timed.ttft_ms, 3),
+            "document_tokens": whole.prompt.tokens_kept,
+            "kept": use.tokens_kept,
+            "recomputed": use.tokens_recomputed if composed else use.tokens_kept,
+            "documents": laid.prompt.documents_kept,
+            "fallback": timed.last.fallback,
+            "samkv": self._engine.info.samkv if spec.name == "samkv" else "",
+        }
 
-    async def _written(self, chunk: Chunk) -> str | None:
-        document = PromptDocument("", chunk.title, chunk.text)
-        room = self._engine.info.max_prompt_tokens - _WRITTEN_TOKENS
-        try:
-            prompt = self._builder.build(WRITE, [document], max_prompt_tokens=room)
-            request = self._request(prompt, FULL)
-            sampling = replace(request.sampling, max_new_tokens=_WRITTEN_TOKENS)
-            return written((await first_token(self._engine, replace(request, sampling=sampling))).text)
-        except RagserveError:  # the question is not asked; an engine that is gone fails the next request, too
-            return None
+    def _may_be_close(self, spec: StrategySpec) -> bool:
+        """Whether its distributions may be as near to those of full as verifies it without references."""
+        if spec.name in NOT_COMPOSED or spec.chooses_passages:
+            return False
+        kls = [
+            row["answer_kl"]
+            for (_, _, label), row in self._rows.items()
+            if label == spec.label and row.get("answer_kl") is not None
+        ]
+        return len(kls) < _LED or math.fsum(kls) / len(kls) < _FAR
 
-    async def _prompt(self, text: str) -> tuple[Prompt, RetrievalScores | None]:
+    async def _found(self, text: str) -> tuple[list[RetrievedPassage], list[SentenceScores]]:
         queries = self._queries
-        found = await self._retriever.retrieve(
-            queries.namespace, text, queries.k, retrieval=queries.retrieval, sentences=True
-        )
-        shown = passages(found.hits)
-        documents = [PromptDocument("", each.title, each.text) for each in shown]
-        room = self._engine.info.max_prompt_tokens - queries.max_new_tokens
-        prompt = self._builder.build(text, documents, max_prompt_tokens=room)
-        return prompt, retrieval_scores(self._builder, prompt, shown, found.sentences)
+        found = await self._search.search(queries.namespace, text, queries.search, sentences=True)
+        return passages(found.passages), found.sentences
 
-    def _request(self, prompt: Prompt, spec: StrategySpec) -> GenerateRequest:
+    def _laid_out(self, text: str, found: list[RetrievedPassage], sentences: list[SentenceScores]) -> Laid:
+        documents = [PromptDocument("", each.title, each.text) for each in found]
+        room = self._engine.info.max_prompt_tokens - self._queries.max_new_tokens
+        prompt = self._builder.build(text, documents, max_prompt_tokens=room, system=SHORT)
+        return Laid(prompt, found[: prompt.documents_kept], sentences[: prompt.documents_kept])
+
+    def _request(
+        self, prompt: Prompt, spec: StrategySpec, options: Mapping[str, Any] | None = None
+    ) -> GenerateRequest:
         sampling = Sampling(max_new_tokens=self._queries.max_new_tokens, stop=prompt.stop)
+        name = FULL.name if spec.name in NOT_COMPOSED else spec.name  # with nothing cached
+        spans = prompt.spans
         return GenerateRequest(
-            "tune", prompt.input_ids, self._queries.namespace, spec.name, sampling, prompt.spans, spec.options
+            "tune", prompt.input_ids, self._queries.namespace, name, sampling, spans, options or {}
         )
 
     def _key(self, id_: str, label: str) -> Key:
@@ -245,30 +282,34 @@ class Comparison:
 
     def _open(self, id_: str, spec: StrategySpec) -> bool:
         row = self._rows.get(self._key(id_, spec.label))
-        return row is None or bool(row["error"])
+        if row is None or row["error"]:
+            return True
+        return spec.name == "samkv" and row.get("samkv") != self._engine.info.samkv
+
+    def _full(self, question: DrawnQuestion, part: Part, **figures: Any) -> None:
+        about = {"kind": question.kind, "question": question.text, "references": list(question.references)}
+        before = self._rows.get(self._key(question.id, FULL.label)) or {}
+        self._add(question.id, FULL, **about, part=before.get("part", part), **({"error": None} | figures))
 
     def _fail(self, question: DrawnQuestion, spec: StrategySpec, error: RagserveError) -> None:
-        about: dict[str, Any] = {}
+        failure = f"{error.code}: {error.message}"
         if spec is FULL:
-            about = {"kind": question.kind, "question": question.text, "usable": False}
-        self._add(question.id, spec, **about, error=f"{error.code}: {error.message}")
+            self._full(question, self._course.part, usable=False, error=failure)
+        else:
+            self._add(question.id, spec, part=self._course.part, error=failure)
 
     def _add(self, id_: str, spec: StrategySpec, **figures: Any) -> None:
         row = {"set": self._queries.set_name, "id": id_, "strategy": spec.label, **figures}
+        kind = row.get("kind") or self._rows.get(self._key(id_, FULL.label), {}).get("kind")
         self._rows[self._key(id_, spec.label)] = row
-        self._write(without_texts(row) if row.get("kind") == "asked" else row)
+        self._write(without_texts(row) if kind == "asked" else row)
 
 
 def without_texts(row: Row) -> Row:
-    """The row without question and answer. An empty question stays: it says that none could be made."""
-    return {name: value for name, value in row.items() if name not in ("answer", "question") or not value}
-
-
-def _usable(question: DrawnQuestion, reference: ReferenceAnswer) -> bool:
-    answer = reference.timed.text
-    if not normalise(answer):
-        return False
-    return question.kind in ("asked", "given") or contains_answer(question.source, [answer])
+    """The row without question, reference and answer. An empty question stays: it says that none could be
+    made."""
+    texts = ("answer", "question", "references")
+    return {name: value for name, value in row.items() if name not in texts or not value}
 
 
 async def compare_all(
@@ -279,17 +320,17 @@ async def compare_all(
     time_left: Callable[[], bool],
     most: int,
     at_once: int = 1,
-    decided: Callable[[], Container[str]] = frozenset,
+    course: Callable[[], Course] | None = None,
 ) -> bool:
-    """Ask ``questions``, then about ``chunks``, until the time is up, ``most`` are compared, or every
-    strategy is ``decided``, which is called after each question and gives those to compare no further.
-    Questions are asked ``at_once``, the first `ALONE` usable ones one at a time. Return whether all have been
-    asked."""
+    """Ask ``questions``, then about ``chunks``, until the time is up, ``most`` are compared, or the
+    ``course``, which is called after each question, has no strategy left that is to be compared. Questions
+    are asked ``at_once``, the first `ALONE` usable ones one at a time. Return whether all have been asked."""
     left: Iterator[DrawnQuestion | Chunk] = chain(questions, chunks)
     finished = False
 
     def may_go_on() -> bool:
-        return not finished and bool(comparison.labels) and time_left() and comparison.compared < most
+        labels = comparison.course.labels
+        return not finished and bool(labels) and time_left() and comparison.compared < most
 
     async def one(*, alone: bool) -> None:
         nonlocal finished
@@ -300,13 +341,15 @@ async def compare_all(
             await comparison.ask(drawn, alone=alone)
         else:
             await comparison.about(drawn, alone=alone)
-        comparison.leave_out(decided())
+        if course is not None:
+            comparison.steer(course())
 
     async def several() -> None:
         while may_go_on():
             await one(alone=False)
 
-    comparison.leave_out(decided())
+    if course is not None:
+        comparison.steer(course())
     while may_go_on() and (at_once == 1 or comparison.compared < ALONE):
         await one(alone=True)
     async with asyncio.TaskGroup() as tasks:

@@ -12,42 +12,56 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ragserve.answering.in_flight import QueryLimiter
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.answering.query_log import LoggedQuestions
+from ragserve.best_passages import PASSAGES
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest
 from ragserve.errors import NotFound, RagserveError
+from ragserve.metrics import metrics
 from ragserve.profiles.costs import COSTS, Costs, fit
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
-from ragserve.profiles.gate import Gate
+from ragserve.profiles.gate import EXACT, Gate
 from ragserve.profiles.in_use import InUseRecord
-from ragserve.retrieval.retriever import Retriever
-from ragserve.strategy_spec import CANDIDATES, parse
+from ragserve.retrieval.passage_search import PassageSearch
+from ragserve.strategy_spec import candidates, parse
 from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS, rows
-from ragserve.verification.comparison import Comparison, TunedQueries, without_texts
+from ragserve.verification.comparison import Comparison, without_texts
 from ragserve.verification.costs import CostEngine, CostMeasurement, CostSchedule
-from ragserve.verification.questions import DrawnQuestion, asked, drawn
+from ragserve.verification.course import course
+from ragserve.verification.namespace_run import EndedRun, NamespaceRun
+from ragserve.verification.questions import drawn
 from ragserve.verification.report import measured_on
-from ragserve.verification.verdicts import FOLDER, record_verdicts, state_name, verdicts
+from ragserve.verification.tuned_queries import TunedQueries
+from ragserve.verification.verdicts import (
+    FOLDER,
+    Verdict,
+    needed,
+    record_verdicts,
+    state_name,
+    verdicts,
+)
 from ragserve_index import IndexStore
-from ragserve_index.types import Chunk
 
 log = logging.getLogger(__name__)
 MOST_S = 1800.0  # of computing for a namespace, by one server
+LAST_MARGIN = 2.0  # points that a strategy may lose, to which it goes on
+_PICKING = 1 / 3  # share of the time for the first part of the probes
+_NEARER = 0.5  # points
+_PROJECTED = 10  # questions, at each of which it is found out how many a verdict takes
 _REST_S = 10.0  # between two looks for something to do
 _AFTER_ERROR_S = 60.0
-_USELESS = 50  # questions of which none is usable, before a namespace is given up
 _TRIES = 3  # of a measurement of costs
 _ASKED = 100  # namespaces remembered, which come first
 _ENOUGH = 4096  # tokens: longest context whose costs are measured
-_NEW_QUESTIONS = 20  # of users, at least, before a namespace is opened again
 
 
 class Gently:
@@ -72,75 +86,6 @@ class GivingWay(Gently):
         return chunks
 
 
-@dataclass(eq=False)
-class NamespaceRun:
-    """The comparison of one namespace. ``drawn``: what to ask next, which a thread draws. ``chunks``: None
-    where users' questions alone are asked, and decide, after ``least`` of them."""
-
-    namespace: str
-    version: int
-    comparison: Comparison
-    queries: TunedQueries
-    labels: list[str]
-    logged: LoggedQuestions
-    chunks: Iterator[Chunk] | None
-    least: int = 0
-    drawn: asyncio.Task[DrawnQuestion | Chunk | None] | None = None
-    decided: dict[str, str] = field(default_factory=dict)  # by label
-    asked: int = 0
-
-    def draw(self) -> DrawnQuestion | Chunk | None:
-        """The newest question of a user that has not been asked yet, else the next chunk; None without any.
-        Reads files."""
-        question = next(asked(self.logged), None)
-        return question if question or self.chunks is None else next(self.chunks, None)
-
-    async def ask(self, drawn: DrawnQuestion | Chunk) -> None:
-        """Ask a user's question, or one about a chunk."""
-        if isinstance(drawn, DrawnQuestion):
-            await self.comparison.ask(drawn)
-        else:
-            await self.comparison.about(drawn)
-
-    @property
-    def rows(self) -> list[rows.Row]:
-        """The rows that decide."""
-        return self.comparison.rows if self.chunks is not None else self.comparison.rows_of("asked")
-
-    @property
-    def over(self) -> bool:
-        """As much has been asked as may be, or nothing that was asked is usable."""
-        compared = self.comparison.compared
-        if self.chunks is None:
-            return self.asked >= MOST_QUESTIONS
-        return compared >= MOST_QUESTIONS or (not compared and self.asked >= _USELESS)
-
-    @property
-    def usable(self) -> int:
-        """The number of questions that decide."""
-        return len({row["id"] for row in self.rows if row.get("usable")})
-
-
-@dataclass(frozen=True, slots=True)
-class EndedRun:
-    """A namespace's last run: ``usable`` questions decided, or left it open. ``logged``: its users'
-    questions; None where there is no candidate."""
-
-    version: int
-    usable: int
-    logged: LoggedQuestions | None
-
-    @property
-    def least(self) -> int:
-        """New questions of users for another run: as many as were usable, so that runs become rare, but no
-        more than a run looks at."""
-        return min(max(self.usable, _NEW_QUESTIONS), MOST_QUESTIONS)
-
-    def opens_again(self) -> bool:
-        """Tell whether so many have been logged. Reads files."""
-        return self.logged is not None and self.logged.waiting() >= self.least
-
-
 class IdleTuner:
     """Gives an `IdleWorker` its next step. Belongs to one event loop."""
 
@@ -149,7 +94,7 @@ class IdleTuner:
         settings: Settings,
         engine: CostEngine,
         store: IndexStore,
-        retriever: Retriever,
+        search: PassageSearch,
         prompts: PromptBuilder,
         gate: Gate,
         in_use: InUseRecord,
@@ -162,7 +107,7 @@ class IdleTuner:
         self._settings = settings
         self._engine: Any = Gently(engine)
         self._store = store
-        self._retriever = retriever
+        self._search = search
         self._prompts = prompts
         self._gate = gate
         self._in_use = in_use
@@ -187,7 +132,11 @@ class IdleTuner:
             return "the server measures costs while it is idle"
         if self._run is not None and self._run.namespace == namespace:
             done = self._run.comparison.compared
-            return f"the server verifies strategies while it is idle ({done} questions compared)"
+            left = max(0.0, MOST_S - self._spent.get(namespace, 0.0)) / 60
+            return (
+                f"the server verifies strategies while it is idle ({done} questions compared, at most "
+                f"{left:.0f} minutes of computing left)"
+            )
         if namespace in self._ended:
             return None
         return "the server tunes itself while it is idle"
@@ -202,7 +151,10 @@ class IdleTuner:
                 "namespace": self._run.namespace,
                 "compared": self._run.comparison.compared,
                 "questions": self._run.comparison.kinds,
-                "strategies": self._run.labels,
+                "phase": self._run.comparison.course.part,
+                "strategies": self._run.comparison.course.labels,
+                "seconds_left": round(max(0.0, MOST_S - self._spent.get(self._run.namespace, 0.0))),
+                "margins": self._run.margins,
                 "decided": self._run.decided,
             }
         return {"state": "waiting"}
@@ -245,7 +197,7 @@ class IdleTuner:
         if self._failures >= _TRIES:
             return None
         known = self._priced()
-        unknown = set(self._gate.verified_anywhere()) - set(known.composed if known else ())
+        unknown = set(self._gate.to_price()) - ({EXACT, *known.composed} if known else set())
         return min(unknown, key=lambda label: (_recomputed(label), label), default=None)
 
     def _priced(self) -> Costs | None:
@@ -256,7 +208,8 @@ class IdleTuner:
             settings = self._settings
             longest = min(_ENOUGH, max(1024, 2 * settings.top_k * settings.chunk_tokens))
             schedule = CostSchedule(max_tokens=longest, repeats=1)
-            self._costs = label, CostMeasurement(self._engine, parse(label), schedule, log.debug)
+            specs = [] if label == EXACT else parse(label)
+            self._costs = label, CostMeasurement(self._engine, specs, schedule, log.debug)
         measurement = self._costs[1]
         if not measurement.finished:
             try:
@@ -278,14 +231,14 @@ class IdleTuner:
     # verification
 
     async def _next_run(self) -> NamespaceRun | None:
-        """The next namespace with documents in which nothing is verified: what was asked last comes first."""
+        """The next namespace with documents that is not settled: what was asked last comes first."""
         versions = {n.name: n.version for n in await asyncio.to_thread(self._store.namespaces) if n.n_chunks}
         self._ended = {name: ended for name, ended in self._ended.items() if name in versions}
         self._spent = {name: seconds for name, seconds in self._spent.items() if name in versions}
         asked = [name for name in reversed(self._asked) if name in versions]
         for name in dict.fromkeys([*asked, *versions]):
             ended = self._ended.get(name)
-            if (ended and ended.version == versions[name]) or self._gate.verified(name):
+            if (ended and ended.version == versions[name]) or self._is_settled(name):
                 continue
             run = await asyncio.to_thread(self._made, name, versions[name])
             if run is not None and self._spent.get(name, 0.0) < MOST_S:
@@ -293,6 +246,11 @@ class IdleTuner:
             usable = ended.usable if ended else 0
             self._ended[name] = EndedRun(versions[name], usable, run.logged if run else None)
         return await self._next_opened_again()
+
+    def _is_settled(self, namespace: str) -> bool:
+        """Something is verified there, and what was by references is at the last margin."""
+        margins = self._gate.margins(namespace)
+        return bool(self._gate.verified(namespace)) and min(margins, default=0.0) <= LAST_MARGIN
 
     async def _next_opened_again(self) -> NamespaceRun | None:
         """Look at one ended namespace in which nothing is verified, another one each time, whether its users
@@ -319,31 +277,40 @@ class IdleTuner:
         out = self._in_use.taken_out(namespace)
         specs = [
             spec
-            for spec in parse(CANDIDATES)
-            if spec.name in info.strategies and spec.label not in out and (spec.name != "samkv" or info.samkv)
+            for spec in parse(candidates(settings.top_k))
+            if spec.name in (*info.strategies, PASSAGES) and spec.label not in out
         ]
         if not specs:
             return None
-        queries = TunedQueries(namespace, settings.top_k, settings.retrieval, MAX_TOKENS)
+        queries = TunedQueries.of(settings, namespace, MAX_TOKENS)
         state = settings.data_dir / FOLDER / state_name(info, queries, None)
         comparison = Comparison(
             GivingWay(self._engine),
-            self._retriever,
+            self._search,
             self._prompts,
             queries,
             specs,
             known=rows.read(state),
             write=lambda row: _keep(state, row),
         )
+        comparison.steer(
+            course(
+                [spec.label for spec in specs],
+                comparison.rows,
+                margin=settings.verify_margin,
+                open_=lambda label: True,
+            )
+        )
         known = comparison.settled("asked")
         logged = LoggedQuestions(settings.data_dir, self._store, namespace, MOST_QUESTIONS, known)
         labels = [spec.label for spec in specs]
         chunks = None if users_only else drawn(self._store, namespace)
-        return NamespaceRun(namespace, version, comparison, queries, labels, logged, chunks)
+        margin = settings.verify_margin
+        return NamespaceRun(namespace, version, comparison, queries, labels, margin, logged, chunks)
 
     async def _ask(self, run: NamespaceRun) -> None:
         """Ask one question, and record what is decided by then."""
-        began = self._clock()
+        began, compared = self._clock(), run.comparison.compared
         try:
             if run.drawn is None:
                 run.drawn = asyncio.create_task(asyncio.to_thread(run.draw))
@@ -358,25 +325,86 @@ class IdleTuner:
             self._end(run, "its documents have changed")
             return
         finally:
-            self._spent[run.namespace] = self._spent.get(run.namespace, 0.0) + self._clock() - began
+            took = self._clock() - began
+            self._spent[run.namespace] = self._spent.get(run.namespace, 0.0) + took
+        if run.comparison.compared > compared:
+            run.took(took)
+        metrics().tuning_compared.labels(run.namespace).set(run.comparison.compared)
         over = over or self._spent[run.namespace] >= MOST_S
         decided = (over or run.asked >= run.least) and await asyncio.to_thread(self._decide, run, over)
         if decided or over:
-            undecided = [label for label in run.labels if label not in run.decided]
             what = [f"{label} {decision}" for label, decision in run.decided.items()]
-            self._end(run, "; ".join([*what, *(f"{label} undecided" for label in undecided)]))
+            self._end(run, "; ".join(what) or "nothing is decided")
 
     def _decide(self, run: NamespaceRun, ended: bool) -> bool:
-        """Record new verdicts, compare what they are about no further, and return whether no candidate is
-        undecided. ``ended``: nothing more is asked."""
+        """Record new verdicts and margins, and return whether nothing can still change: all that was picked
+        is refused or at the last margin, or will not be there in time. ``ended``: nothing more is asked."""
         answered = [row for row in run.rows if not row["error"]]  # an engine may end meanwhile
-        found = verdicts(run.comparison.labels, answered, project=False, ended=ended)
-        new = [one for one in found if one.decision not in ("undecided", run.decided.get(one.label))]
+        found = {one.label: one for one in self._verdicts(run, answered, ended)}
+        new = [
+            one
+            for one in found.values()
+            if one.decision in ("verified", "refused")
+            and (one.decision != run.decided.get(one.label) or self._nearer(run, one))
+        ]
         if new:
             record_verdicts(self._settings, self._info, run.queries, new)
-        run.decided |= {one.label: one.decision for one in new}
-        run.comparison.leave_out(run.decided)
-        return len(run.decided) == len(run.labels)
+        for one in new:
+            run.decided[one.label] = one.decision
+            if one.figures.margin is not None:
+                run.margins[one.label] = one.figures.margin
+
+        def open_(label: str) -> bool:
+            one = found.get(label)
+            if one is None or one.decision == "passed over":
+                return True
+            if one.decision == "undecided":
+                return self._can_finish(run, one)
+            return one.decision == "verified" and self._may_go_on(run, one)
+
+        spent = self._spent.get(run.namespace, 0.0)
+        following = course(
+            run.labels,
+            [row for row in run.comparison.rows if not row["error"]],
+            margin=run.margin,
+            open_=open_,
+            verified=lambda label: run.decided.get(label) == "verified",
+            pick_time=lambda: spent < _PICKING * MOST_S,
+        )
+        run.comparison.steer(following)
+        return not following.labels
+
+    @staticmethod
+    def _verdicts(run: NamespaceRun, answered: list[rows.Row], ended: bool) -> list[Verdict]:
+        return verdicts(run.labels, answered, margin=run.margin, project=False, ended=ended)
+
+    @staticmethod
+    def _nearer(run: NamespaceRun, one: Verdict) -> bool:
+        """Whether a verified strategy's margin is a good deal smaller than what is recorded."""
+        margin = one.figures.margin
+        return margin is not None and margin <= run.margins.get(one.label, math.inf) - _NEARER
+
+    def _can_finish(self, run: NamespaceRun, one: Verdict) -> bool:
+        """Whether there is time for as many questions as a verdict would take, as far as that is known."""
+        figures, left = one.figures, MOST_S - self._spent.get(run.namespace, 0.0)
+        if figures.references < _PROJECTED or figures.references % _PROJECTED:
+            return True
+        label = one.label
+        count = needed([r for r in run.rows if r["strategy"] == label and r["part"] == "verify"], run.margin)
+        hours = 0.0 if count is None else run.pace * (count - figures.references) / 3600
+        if count is not None and 3600 * hours > left:
+            run.decided[label] = f"not finished: about {count} questions, {hours:.1f} hours here"
+        return count is None or 3600 * hours <= left
+
+    def _may_go_on(self, run: NamespaceRun, one: Verdict) -> bool:
+        """Whether a verified strategy may reach `LAST_MARGIN` in the time that is left: as far as a margin
+        falls with the square of the questions."""
+        figures, spent = one.figures, self._spent.get(run.namespace, 0.0)
+        if figures.margin is None or figures.margin <= LAST_MARGIN or not figures.references:
+            return False
+        gap = max(LAST_MARGIN + (figures.score_vs_full or 0.0), 0.1)
+        reached = max(figures.margin + (figures.score_vs_full or 0.0), gap)
+        return spent * (reached / gap) ** 2 <= MOST_S
 
     def _end(self, run: NamespaceRun, what: str) -> None:
         kinds = ", ".join(f"{count} {kind}" for kind, count in run.comparison.kinds.items()) or "none"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,13 +19,7 @@ from ragserve.json_lines import json_lines
 from ragserve_index import IndexStore
 from ragserve_index.types import Chunk
 
-Kind = Literal["asked", "given", "written", "cloze"]
-WRITE = (
-    "Write one short question that a sentence of the document answers. Name what it is about, so that it can "
-    "be understood without the document. Write the question alone, like these: In which year was the Forth "
-    "Bridge opened? Who leads the Kolstad observatory? What is the boiling point of ethanol?"
-)
-ROUNDS = 3  # in which a chunk is drawn: a small namespace has too few for a verdict otherwise
+Kind = Literal["asked", "given", "written", "pair", "cloze"]
 _DOCUMENTS = 20_000  # that are drawn from
 _MIN_WORDS = 12  # of a chunk
 _QUESTION_WORDS = range(4, 41)
@@ -38,23 +32,18 @@ _WORD = re.compile(r"\w[\w'.,-]*\w|\w")
 
 @dataclass(frozen=True, slots=True)
 class DrawnQuestion:
-    """A question; ``source``: the text of the chunk that answers it, empty for one of a user or a file."""
+    """A question; ``references``: what a right answer says, empty where that is not known."""
 
     id: str
     kind: Kind
     text: str
-    source: str = ""
+    references: tuple[str, ...] = ()
 
 
 def drawn(store: IndexStore, namespace: str, seed: int = 0) -> Iterator[Chunk]:
-    """Draw chunks: one of every document, then another of every document, and so on, all of them `ROUNDS`
-    times. The order is the same every time while the documents are. Raises NotFound for an unknown
-    namespace."""
-    for _ in range(ROUNDS):
-        yield from _once(store, namespace, random.Random(seed))
-
-
-def _once(store: IndexStore, namespace: str, draw: random.Random) -> Iterator[Chunk]:
+    """Draw chunks, each once: one of every document, then another of every document, and so on. The order is
+    the same every time while the documents are. Raises NotFound for an unknown namespace."""
+    draw = random.Random(seed)
     documents = list(islice(every_document(store, namespace), _DOCUMENTS))
     draw.shuffle(documents)
     left = {d.doc_id: draw.sample(range(d.n_chunks), d.n_chunks) for d in documents if d.n_chunks}
@@ -68,20 +57,19 @@ def _once(store: IndexStore, namespace: str, draw: random.Random) -> Iterator[Ch
                     yield chunk
 
 
-def written(answer: str) -> str | None:
-    """The question in a model's answer to `WRITE`; None if there is none."""
+def written(answer: str, shown: Sequence[str] = ()) -> str | None:
+    """The question in what a model wrote; None if there is none, or it is one of those that were
+    ``shown``."""
     line = next((line.strip() for line in answer.splitlines() if line.strip()), "")
-    line = re.sub(r"^(?:question\s*+(?:\d++\s*+)?[:.]|\d++[.)])\s*+", "", line, flags=re.IGNORECASE).strip(
-        "\"'“”*` "
-    )
+    line = _LABEL.sub("", line).strip("\"'“”*` ")
     asks = line.endswith(("?", "？")) and len(line.split()) in _QUESTION_WORDS
-    return line if asks and line not in WRITE else None
+    return line if asks and line not in shown else None
 
 
-def cloze(text: str, draw: random.Random, earlier: int = 0) -> str | None:
-    """Ask for a word that was left out of one of the text's sentences: a name or number if it has one, else
-    the longest word. ``earlier``: of how many others the same ``draw`` has asked. None if no further
-    sentence has a fitting length."""
+def cloze(text: str, draw: random.Random, earlier: int = 0) -> tuple[str, tuple[str, ...]] | None:
+    """Ask for a word that was left out of one of the text's sentences, a name or number if it has one, else
+    the longest word; with the word. ``earlier``: of how many others the same ``draw`` has asked. None if no
+    further sentence has a fitting length."""
     sentences = [found.strip() for found in _SENTENCE.findall(text)]
     sentences = [each for each in sentences if len(each.split()) in _CLOZE_WORDS]
     if not sentences:
@@ -98,17 +86,20 @@ def cloze(text: str, draw: random.Random, earlier: int = 0) -> str | None:
     gap = draw.choice(telling) if telling else max(words, key=lambda word: len(word[0]), default=None)
     if gap is None:
         return None
-    return f'What is missing in "{sentence[: gap.start()]}{_GAP}{sentence[gap.end() :]}"?'
+    return f'What is missing in "{sentence[: gap.start()]}{_GAP}{sentence[gap.end() :]}"?', (gap[0],)
 
 
 def given(path: Path) -> list[DrawnQuestion]:
-    """The questions of a file: JSON lines with a ``question`` each, or lines of plain text. Raises
-    InvalidRequest if there is none, or the file cannot be read."""
+    """The questions of a file: JSON lines with a ``question`` each and, where they are known, ``answers``, or
+    lines of plain text. Raises InvalidRequest if there is none, or the file cannot be read."""
+    answers: dict[str, tuple[str, ...]] = {}
     if path.suffix in {".jsonl", ".gz"}:
-        texts = [
-            str(row.get("question", "")) if isinstance(row, dict) else ""
-            for _, row in json_lines(path, "Give JSON lines, or a text file with a question a line.")
-        ]
+        texts = []
+        for _, row in json_lines(path, "Give JSON lines, or a text file with a question a line."):
+            row = row if isinstance(row, dict) else {}
+            texts.append(str(row.get("question", "")).strip())
+            known = row.get("answers") or ()
+            answers[texts[-1]] = tuple(map(str, [known] if isinstance(known, str) else known))
     else:
         try:
             texts = path.read_text(encoding="utf-8").splitlines()
@@ -119,7 +110,7 @@ def given(path: Path) -> list[DrawnQuestion]:
     questions = list(dict.fromkeys(text.strip() for text in texts if text.strip()))
     if not questions:
         raise InvalidRequest(f"{path} holds no questions.", hint="Give one a line.")
-    return [DrawnQuestion(_digest(question), "given", question) for question in questions]
+    return [DrawnQuestion(_digest(each), "given", each, answers.get(each, ())) for each in questions]
 
 
 def asked(logged: LoggedQuestions) -> Iterator[DrawnQuestion]:

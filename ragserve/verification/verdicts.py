@@ -6,84 +6,107 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo
 from ragserve.profiles import gate, in_use
-from ragserve.profiles.bounds import above_at_all_times, answer_figures, regret_of
-from ragserve.profiles.gate import MAX_ANSWER_KL, MAX_FALLBACKS, MAX_REGRET, Figures
-from ragserve.verification.comparison import TunedQueries
+from ragserve.profiles.bounds import (
+    answer_figures,
+    interval,
+    loses_at_all_times,
+    margin_at_all_times,
+)
+from ragserve.profiles.gate import MARGIN, MAX_FALLBACKS, Figures
+from ragserve.strategy_spec import FULL
+from ragserve.verification.course import full_ms
 from ragserve.verification.report import environment, measured_on, percentile
+from ragserve.verification.tuned_queries import TunedQueries
 
 FOLDER = "tune"  # in the data folder: rows of all runs
+_FORM = 2  # of rows: those of an earlier one have no references
 _ENOUGH = 20  # questions, before a mean beyond the limits refuses
 _FEWEST = 8  # questions, before the distribution of their losses does
-_FACTORS = (1.25, 1.5, 2, 3, 5, 10, 20)
+_FACTORS = (1.1, 1.25, 1.5, 2, 3, 5, 10, 20)
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``undecided``: the means are good, and too few questions show it. ``needed``: about how many would, if
-    the others go like these; None if unknown."""
+    """``undecided``: the means are good, and too few questions show it; ``passed over``: it was compared on
+    the first part of the probes only, and another was picked. ``figures`` of the probes that decide, for what
+    was passed over of those that it has. ``needed``: about how many would verify it, if the others go like
+    these; None if unknown. ``score``: mean and 95 % interval over all its probes, percent."""
 
     label: str
-    decision: Literal["verified", "refused", "undecided"]
+    decision: Literal["verified", "refused", "undecided", "passed over"]
     why: str
     figures: Figures
     ttft_ms: float | None
     needed: int | None = None
+    score: tuple[float, float, float] | None = None
 
     @property
     def line(self) -> str:
         """The decision and its reason, for a table."""
         if self.decision == "verified":
-            return "verified"
+            return self.why
         if self.decision == "refused":
             return f"refused because {self.why}"
+        if self.decision == "passed over":
+            return f"passed over: {self.why}"
         more = "" if self.needed is None else f"; about {self.needed} questions would verify it"
         return f"undecided: {self.why}{more}"
 
 
-def verdicts(labels: Sequence[str], rows: Rows, *, project: bool = True, ended: bool = True) -> list[Verdict]:
+def verdicts(
+    labels: Sequence[str], rows: Rows, *, margin: float = MARGIN, project: bool = True, ended: bool = True
+) -> list[Verdict]:
     """Judge the strategies that have rows; the options are those of `verdict`."""
-    found = [
-        verdict(label, [r for r in rows if r["strategy"] == label], project=project, ended=ended)
-        for label in labels
-    ]
+    found = [verdict(label, rows, margin=margin, project=project, ended=ended) for label in labels]
     return [one for one in found if one is not None]
 
 
-def verdict(label: str, rows: Rows, *, project: bool = True, ended: bool = True) -> Verdict | None:
+def verdict(
+    label: str, rows: Rows, *, margin: float = MARGIN, project: bool = True, ended: bool = True
+) -> Verdict | None:
     """Judge a strategy by its rows; None without any. With ``project``, find out how many are needed.
 
-    A strategy is refused when its losses show, at 95 %, that it is beyond the limits, and, once the
-    comparison has ``ended``, when their mean is."""
-    if not rows:
+    What verifies are the rows of the second part (`ragserve.verification.course`) and those without a part. A
+    strategy is refused when its losses show, at 95 %, that it loses more than the ``margin``, and, once the
+    comparison has ``ended``, when their mean does."""
+    every = [row for row in rows if row["strategy"] == label]
+    own = [row for row in every if row.get("part") != "pick"]
+    if not every:
         return None
-    figures = figures_of(rows)
-    why = figures.shortfall()
-    ttft = [row["ttft_ms"] for row in rows if not row["error"] and row["ttft_ms"] is not None]
-    median = percentile(ttft, 50) if ttft else None
+    ttft = [row["ttft_ms"] for row in every if not row["error"] and row["ttft_ms"] is not None]
+    about: dict[str, Any] = {"ttft_ms": percentile(ttft, 50) if ttft else None, "score": _score(every)}
+    if not own:
+        figures = figures_of(every)
+        return Verdict(label, "passed over", figures.loss, figures, **about)
+    figures = figures_of(own)
+    why = figures.shortfall(margin)
     if why is None:
-        return Verdict(label, "verified", "", figures, median)
+        return Verdict(label, "verified", figures.basis(margin), figures, **about)
+    losses = losses_of(own)
     failing = figures.failed or figures.fallbacks > MAX_FALLBACKS * figures.n
-    bad = failing or not _means_pass(figures)
+    bad = failing or (bool(losses) and 100 * math.fsum(losses) / len(losses) > margin)
     refused = bad and figures.n >= _ENOUGH and ended
-    if refused or (figures.n >= _FEWEST and _shown_beyond(rows)):
-        return Verdict(label, "refused", why, figures, median)
-    return Verdict(label, "undecided", why, figures, median, None if bad or not project else needed(rows))
+    if refused or (len(losses) >= _FEWEST and loses_at_all_times(losses, margin / 100)):
+        return Verdict(label, "refused", why, figures, **about)
+    count = None if bad or not project else needed(own, margin)
+    return Verdict(label, "undecided", why, figures, needed=count, **about)
 
 
 def state_name(info: EngineInfo, queries: TunedQueries, questions: str | None) -> str:
-    """Name the folder of rows that may stand in one table: one model, precision, profile and way to ask."""
+    """Name the folder of rows that may stand in one table: one model, precision, prefix of documents and way
+    to ask. Rows that depend on samkv's profile say on which."""
     digest = "" if questions is None else hashlib.sha256(Path(questions).read_bytes()).hexdigest()
-    asked = [queries.k, queries.retrieval, queries.max_new_tokens]
-    text = json.dumps([info.fingerprint, info.dtype, info.samkv, info.prefix, *asked, digest])
+    asked = [_FORM, queries.retriever, queries.max_new_tokens]
+    text = json.dumps([info.fingerprint, info.dtype, info.prefix, *asked, digest])
     return f"{queries.namespace}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -96,7 +119,7 @@ def record_verdicts(
     Raises InvalidRequest for a foreign file."""
     entries = {
         one.label: gate.Entry(
-            {queries.set_name: one.figures},
+            {queries.set_name: replace(one.figures, retriever=queries.retriever)},
             **measured_on(settings.model),
             dtype=info.dtype,
             versions=environment()["versions"],
@@ -104,7 +127,7 @@ def record_verdicts(
             prefix=info.prefix,
         )
         for one in verdicts
-        if one.decision != "undecided"
+        if one.decision in ("verified", "refused")
     }
     if entries:
         gate.record(settings.data_dir / gate.FILE_NAME, info.fingerprint, entries, keep_sets=True)
@@ -112,10 +135,11 @@ def record_verdicts(
 
 
 def figures_of(rows: Rows) -> Figures:
-    """Figures without labels."""
+    """Figures without labels: of closeness to full, and by references."""
     answered = [row for row in rows if not row["error"]]
-    kls = [row["kl"] for row in answered]
+    kls = [row["kl"] for row in answered if row.get("kl") is not None]
     tokens = sum(row["document_tokens"] for row in answered)
+    losses, scores = losses_of(rows), _scores(rows)
     return Figures(
         n=len(rows),
         f1=None,
@@ -125,28 +149,49 @@ def figures_of(rows: Rows) -> Figures:
         recomputed=_percent(answered, "recomputed", tokens),
         fallbacks=sum(bool(row["fallback"]) for row in answered),
         failed=len(rows) - len(answered),
-        **answer_figures(answered),
+        score=_mean(scores),
+        score_vs_full=_mean([-loss for loss in losses]),
+        references=len(losses),
+        margin=round(100 * margin_at_all_times(losses), 2),
+        different=_mean([float(row["different"]) for row in answered if row.get("different") is not None]),
+        **answer_figures(answered, growing=True),
     )
 
 
-def needed(rows: Rows) -> int | None:
+def losses_of(rows: Rows) -> list[float]:
+    """What answers lose against full's by their references, -1 to 1."""
+    return [row["full_score"] - row["score"] for row in rows if row.get("score") is not None]
+
+
+def needed(rows: Rows, margin: float = MARGIN) -> int | None:
     """About how many questions like these a verification takes; None for more than twenty times as many."""
     for factor in _FACTORS:
         count = math.ceil(factor * len(rows))
-        if figures_of([rows[number % len(rows)] for number in range(count)]).shortfall() is None:
+        if figures_of([rows[number % len(rows)] for number in range(count)]).shortfall(margin) is None:
             return count
     return None
 
 
-def _shown_beyond(rows: Rows) -> bool:
-    answered = [row for row in rows if not row["error"]]
-    kls, regrets = [row["answer_kl"] for row in answered], [regret_of(row) for row in answered]
-    return above_at_all_times(kls, MAX_ANSWER_KL) or above_at_all_times(regrets, MAX_REGRET / 100)
+def full_figures(rows: Rows) -> dict[str, Any]:
+    """Full prefill's own score, mean and 95 % interval in percent, and median ms to the first token."""
+    own = [row for row in rows if row["strategy"] == FULL.label and not row["error"]]
+    return {"score": _score(own), "ttft_ms": full_ms(own), "probes": len(_scores(own))}
 
 
-def _means_pass(figures: Figures) -> bool:
-    close = figures.answer_kl is not None and figures.answer_kl <= MAX_ANSWER_KL
-    return close and figures.answer_regret is not None and figures.answer_regret <= MAX_REGRET
+def _scores(rows: Rows) -> list[float]:
+    return [row["score"] for row in rows if row.get("score") is not None]
+
+
+def _score(rows: Rows) -> tuple[float, float, float] | None:
+    scores = _scores(rows)
+    if not scores:
+        return None
+    low, high = interval(scores)
+    return round(100 * math.fsum(scores) / len(scores), 1), round(100 * low, 1), round(100 * high, 1)
+
+
+def _mean(shares: Sequence[float]) -> float | None:
+    return round(100 * math.fsum(shares) / len(shares), 2) if shares else None
 
 
 def _percent(rows: Rows, name: str, tokens: int) -> float | None:

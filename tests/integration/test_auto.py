@@ -81,6 +81,43 @@ def test_calibrate_measures_every_tier_and_leaves_both_profiles(
     assert set(found.figures["proportion"]) == {"built_in", "found"}
 
 
+def test_auto_reads_fewer_passages_where_they_are_verified(server: Any) -> None:
+    fingerprint = model_fingerprint(str(MODEL), "")
+    prefix = server.client.get("/info").json()["engine"]["prefix"]
+    files = (server.data_dir / GATE_FILE, server.data_dir / COSTS_FILE)
+    texts = [
+        f"The lighthouse of Corran {n} was built by Ida Marsh in 18{n}. It is of granite."
+        for n in (10, 20, 30)
+    ]
+    body = {
+        "query": "Who built the lighthouse of Corran 20?",
+        "namespace": "auto-fewer",
+        "documents": [{"title": f"Corran {n}", "text": text} for n, text in enumerate(texts)],
+        "strategy": "auto",
+        "max_new_tokens": 4,
+    }
+    try:
+        for label, kept in (
+            ("passages:by=score,count=1", 1),
+            ("concat:passages.by=score,passages.count=2", 2),
+        ):
+            entry = Entry({"s": GOOD}, "ragserve-tiny", "d", "h", "float32", prefix=prefix)
+            files[0].unlink(missing_ok=True)
+            record(files[0], fingerprint, {label: entry})
+            composed = {"concat": dict.fromkeys(("device", "host", "disk", "absent"), (0.0, 0.01, 0.0))}
+            costs = Costs((1.0, 1.0, 0.0), composed, 0.0, "ragserve-tiny", "h", "d")
+            COSTS.save(files[1], fingerprint, costs)
+            response = server.client.post("/rag/query", json=body)
+            assert response.status_code == 200, response.text
+            found = response.json()["context"]
+            assert found["strategy"] == label.partition(":")[0]
+            assert (found["documents_retrieved"], found["documents_kept"]) == (3, kept)
+            assert f"the best {kept} of 3 passages; verified by 500 questions with labels" in found["choice"]
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
 def test_auto_knows_what_the_engine_has_cached(server: Any) -> None:
     """In this made-up profile the choice depends only on the cache: composing is cheap, computing a document
     is not."""

@@ -13,12 +13,15 @@ import torch
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.retrieval.embedder import Embedder
+from ragserve.retrieval.passage_search import PassageSearch
 from ragserve.retrieval.retriever import Retriever
+from ragserve.retrieval.search_options import SearchOptions
 from ragserve.strategy_spec import parse
-from ragserve.verification.comparison import Comparison, TunedQueries, compare_all
+from ragserve.verification.comparison import Comparison, compare_all
 from ragserve.verification.distribution import answer_of, decode, forced_along, given_answer
 from ragserve.verification.engine_run import first_token
 from ragserve.verification.questions import DrawnQuestion, drawn
+from ragserve.verification.tuned_queries import TunedQueries
 from ragserve.verification.verdicts import verdict
 from ragserve_index import IndexStore
 from sglang_ext.wire.protocol import DISTRIBUTION_FIELD, FORCED_FIELD, Span
@@ -155,17 +158,19 @@ def test_strategies_are_compared_on_a_namespaces_own_documents(
     ]
     made = server.client.post("/rag/ingest", json={"namespace": "tune", "texts": texts})
     assert server.finished(made)["state"] == "done"
-    specs = parse("concat:recompute=all,concat")
-    questions = [DrawnQuestion(place, "given", f"Who built the lighthouse of {place}?") for place in places]
+    specs = parse("concat:recompute=all,concat,passages:count=1,concat:passages.count=1,recompute=all")
+    questions = [
+        DrawnQuestion(place, "given", f"Who built the lighthouse of {place}?", (name,))
+        for place, name in places.items()
+    ]
     written: list[dict[str, Any]] = []
 
     async def work(engine: ServedEngine) -> bool:
         with IndexStore(server.data_dir) as store:
             retriever = Retriever(store, Embedder())
-            queries = TunedQueries("tune", k=3, retrieval="dense", max_new_tokens=8)
-            comparison = Comparison(
-                engine, retriever, builder, queries, specs, known={}, write=written.append
-            )
+            queries = TunedQueries("tune", SearchOptions(3), max_new_tokens=8)
+            search = PassageSearch(retriever)
+            comparison = Comparison(engine, search, builder, queries, specs, known={}, write=written.append)
             try:
                 chunks = islice(drawn(store, "tune"), len(places))
                 return await compare_all(comparison, chunks, questions, time_left=lambda: True, most=99)
@@ -181,12 +186,17 @@ def test_strategies_are_compared_on_a_namespaces_own_documents(
     assert len(asked) == 6, "three given, and one about each chunk"
     assert all(asked[place]["usable"] for place in places)
     assert all(asked[place]["answer"] for place in places)
-    exact = verdict("concat:recompute=all", by_strategy["concat:recompute=all"])
+    assert all(asked[place]["score"] is not None for place in places)
+    fewer, same = by_strategy["passages:count=1"], by_strategy["concat:passages.count=1,recompute=all"]
+    assert [row["documents"] for row in fewer] == [row["documents"] for row in same] == [1] * len(fewer)
+    assert [row["answer"] for row in fewer] == [row["answer"] for row in same], "everything computed again"
+    exact = verdict("concat:recompute=all", [row | {"part": "verify"} for row in written])
     assert exact is not None
     assert exact.figures.answer_kl == pytest.approx(0.0, abs=1e-6)
     assert (exact.figures.answer_agrees, exact.figures.recomputed) == (100.0, 100.0)
+    assert (exact.figures.score_vs_full, exact.figures.different) == (0.0, 0.0)
     assert exact.decision == "undecided", "a handful of questions verifies nothing"
-    reused = verdict("concat", by_strategy["concat"])
+    reused = verdict("concat", [row | {"part": "verify"} for row in written])
     assert reused is not None
     assert reused.figures.recomputed == 0.0
     assert reused.figures.answer_kl > exact.figures.answer_kl

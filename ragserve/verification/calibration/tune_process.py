@@ -41,11 +41,20 @@ def tune(
     command: Sequence[str] = (sys.executable, "-m", "ragserve.verification.calibration.tune_worker"),
 ) -> dict[str, Any]:
     """Tune for ``seconds``, engine start included, on ``most`` questions at most, ``at_once`` of them in
-    flight, and return the worker's result. What was compared stays in the data folder, and the next run goes
-    on from there.
+    flight, and return the worker's result, with the seconds of its ``phases``. What was compared stays in the
+    data folder, and the next run goes on from there.
 
     Raises EngineError if the worker fails: with what it says, or else with the end of its log."""
-    began = time.time()
+    began = last = time.time()
+    phases: dict[str, float] = {}
+
+    def noted(phase: str, done: int) -> None:
+        nonlocal last
+        now, name = time.time(), phase.split()[0].rstrip(":,")
+        phases[name] = phases.get(name, 0.0) + now - last
+        last = now
+        on_progress(phase, done)
+
     with tempfile.TemporaryDirectory(prefix="ragserve-tune-") as name:
         folder = Path(name)
         job = TuneJob(
@@ -65,9 +74,7 @@ def tune(
         if settings.registry_url is not None:  # its password is for no file
             environment["RAGSERVE_REGISTRY_URL"] = settings.registry_url.get_secret_value()
         for _ in range(2):  # the second one has the profile that the first one found
-            status = _followed(
-                [*command, str(folder / "job.json")], environment, folder, job.until, on_progress
-            )
+            status = _followed([*command, str(folder / "job.json")], environment, folder, job.until, noted)
             if status != RESTART:
                 break
         if (folder / FAILURE).exists():
@@ -77,7 +84,7 @@ def tune(
             end = (folder / "log").read_bytes()[-_TAIL:].decode("utf-8", "replace")
             raise EngineError(f"Tuning ended with {status}:\n{end}", hint=_KEPT)
         result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-        return result
+        return result | {"phases": {name: round(seconds) for name, seconds in phases.items()}}
 
 
 def _followed(

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from ragserve.config import Settings
 from ragserve.errors import InvalidRequest, RagserveError, explained
 from ragserve.files import write_json
 from ragserve.profiles import gate
-from ragserve.profiles.costs import COSTS, fit
+from ragserve.profiles.costs import COSTS, CostSample, fit
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.samkv import FILE_NAME as SAMKV_FILE
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 RESTART = 75  # exit status: a new samkv profile was found, which only a new engine reads
 PROGRESS, RESULT, FAILURE = "progress.json", "result.json", "failure.json"
 _COMPARING = 0.75  # share of the time for comparisons; the rest is for costs
+_PICKING = 0.3  # of that, for the first part of the probes
+_PROFILE = 1 / 3  # share of the time for samkv's profile, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ def run(job: TuneJob) -> int:
     specs = [spec for label in job.strategies for spec in parse(label)]
 
     def report(phase: str, done: int = 0) -> None:
+        left = max(0.0, job.until - time.time()) / 60
+        phase = f"{phase}, {left:.0f} min left"
         write_json(Path(job.folder) / PROGRESS, {"phase": phase, "done": done})
 
     report("starting the engine")
@@ -75,12 +79,11 @@ def run(job: TuneJob) -> int:
     async def work(engine: LocalEngine) -> int:
         if engine.info.only_exact:
             raise InvalidRequest(f"Nothing can be composed with this model: {engine.info.only_exact}.")
-        if any(spec.name == "samkv" for spec in specs) and not engine.info.samkv:
-            from ragserve.verification.calibration.samkv import ProbeSchedule, find_and_save
-
-            await find_and_save(settings, engine, ProbeSchedule(), lambda line: report(f"samkv: {line}"))
+        wants = any(spec.name == "samkv" for spec in specs) and not engine.info.samkv
+        if wants and await _profile(job, settings, engine, report):
             return RESTART
-        await _tune(job, settings, specs, engine, report)
+        known = [spec for spec in specs if spec.name != "samkv" or engine.info.samkv]
+        await _tune(job, settings, known, engine, report)
         return 0
 
     with tempfile.TemporaryDirectory(prefix="ragserve-tune-") as folder:
@@ -90,6 +93,21 @@ def run(job: TuneJob) -> int:
         return run_once(settings.model_copy(update={"data_dir": Path(folder)}), work, measures=False)
 
 
+async def _profile(
+    job: TuneJob, settings: Settings, engine: LocalEngine, report: Callable[..., None]
+) -> bool:
+    """Look for samkv's profile, for a share of the time. Return whether it was found."""
+    from ragserve.verification.calibration.samkv import ProbeSchedule, find_and_save
+
+    try:
+        async with asyncio.timeout(max(1.0, _PROFILE * (job.until - time.time()))):
+            await find_and_save(settings, engine, ProbeSchedule(), lambda line: report(f"samkv: {line}"))
+    except TimeoutError:
+        report("samkv is left out: there was no time for its profile")
+        return False
+    return True
+
+
 async def _tune(
     job: TuneJob,
     settings: Settings,
@@ -97,18 +115,24 @@ async def _tune(
     engine: LocalEngine,
     report: Callable[..., None],
 ) -> None:
+    from ragserve.answering.key_reranker import make_rerankers
     from ragserve.answering.prompt import PromptBuilder
     from ragserve.answering.query_log import LoggedQuestions
     from ragserve.retrieval.document_store import open_store
     from ragserve.retrieval.embedder import Embedder
+    from ragserve.retrieval.passage_search import PassageSearch
     from ragserve.retrieval.retriever import Retriever
     from ragserve.verification import rows
-    from ragserve.verification.comparison import Comparison, TunedQueries, compare_all
+    from ragserve.verification.comparison import Comparison, compare_all
+    from ragserve.verification.course import Course, course
     from ragserve.verification.questions import asked, drawn, given
-    from ragserve.verification.verdicts import record_verdicts, state_name, verdicts
+    from ragserve.verification.tuned_queries import TunedQueries
+    from ragserve.verification.verdicts import full_figures, record_verdicts, state_name, verdict, verdicts
 
-    queries = TunedQueries(job.namespace, settings.top_k, settings.retrieval, settings.max_new_tokens)
+    queries = TunedQueries.of(settings, job.namespace, settings.max_new_tokens)
     folder = Path(job.state) / state_name(engine.info, queries, job.questions)
+    labels = [spec.label for spec in specs]
+    margin = settings.verify_margin
     async with AsyncExitStack() as stack:
         store = stack.enter_context(open_store(settings))
         embedder = await asyncio.to_thread(
@@ -117,21 +141,44 @@ async def _tune(
         retriever = Retriever(store, embedder)
         stack.push_async_callback(retriever.close)
         builder = await asyncio.to_thread(PromptBuilder.load, engine.info.tokenizer, settings.system_prompt)
+        rerankers = make_rerankers(settings, engine, builder)
+        for reranker in rerankers.values():
+            stack.push_async_callback(reranker.close)
         append = stack.enter_context(rows.appending(folder / "rows-0.jsonl"))
 
         def write(row: rows.Row) -> None:
             append(row)
-            report("comparing", comparison.compared)
+            now = comparison.course
+            what = "comparing" if now.part == "pick" else "verifying"
+            report(f"{what} {len(now.labels)} of {len(labels)} strategies", comparison.compared)
 
         comparison = Comparison(
-            engine, retriever, builder, queries, specs, known=rows.read(folder), write=write
+            engine,
+            PassageSearch(retriever, rerankers),
+            builder,
+            queries,
+            specs,
+            known=rows.read(folder),
+            write=write,
         )
-        report("comparing", comparison.compared)
         logged = LoggedQuestions(settings.data_dir, store, job.namespace, job.most)
+        picking = job.compare_until - (1 - _PICKING) * (job.compare_until - time.time())
 
-        def decided() -> set[str]:
-            found = verdicts(comparison.labels, comparison.rows, project=False, ended=False)
-            return {one.label for one in found if one.decision != "undecided"}
+        def following() -> Course:
+            known = comparison.rows
+            decided = {
+                label: one.decision
+                for label in labels
+                if (one := verdict(label, known, margin=margin, project=False, ended=False)) is not None
+            }
+            return course(
+                labels,
+                known,
+                margin=margin,
+                open_=lambda label: decided.get(label) not in ("verified", "refused"),
+                verified=lambda label: decided.get(label) == "verified",
+                pick_time=lambda: time.time() < picking,
+            )
 
         finished = await compare_all(
             comparison,
@@ -140,16 +187,22 @@ async def _tune(
             time_left=lambda: time.time() < job.compare_until,
             most=job.most,
             at_once=job.at_once,
-            decided=decided,
+            course=following,
         )
-    found = verdicts([spec.label for spec in specs], comparison.rows)
+    found = verdicts(labels, comparison.rows, margin=margin)
     record_verdicts(settings, engine.info, queries, found)
-    priced = await _costs(settings, engine, comparison, report, time_left=lambda: time.time() < job.until)
+    priced = await _costs(
+        job.namespace, settings, engine, comparison, report, time_left=lambda: time.time() < job.until
+    )
     decode = await _decode(settings, engine, comparison, report, time_left=lambda: time.time() < job.until)
     result = {
         "verdicts": [asdict(one) | {"line": one.line} for one in found],
         "questions": comparison.kinds,
         "tried": sum("usable" in row for row in comparison.rows),
+        "full": full_figures(comparison.rows),
+        "retriever": queries.retriever,
+        "namespace": job.namespace,
+        "margin": margin,
         "finished": finished,
         "costs": priced,
         "decode": decode,
@@ -159,6 +212,7 @@ async def _tune(
 
 
 async def _costs(
+    namespace: str,
     settings: Settings,
     engine: LocalEngine,
     comparison: Comparison,
@@ -166,29 +220,48 @@ async def _costs(
     *,
     time_left: Callable[[], bool],
 ) -> str:
-    """Measure what all verified strategies cost, unless that is known, and say what came of it."""
-    from ragserve.strategy_spec import parse
-    from ragserve.verification.costs import CostSchedule, measure
+    """Measure what verified strategies cost, those of the namespace first, unless that is known, and say what
+    came of it."""
+    from ragserve.strategy_spec import parse, without_passages
+    from ragserve.verification.costs import CostMeasurement, CostSchedule
     from ragserve.verification.report import measured_on
 
     info = engine.info
     records = gate.Gate.of(settings, **info.gate_identity)
-    verified = records.verified_anywhere()  # the profile is of all namespaces
+    verified = records.to_price()  # the profile is of all namespaces
     place = settings.data_dir / COSTS_FILE
     known = COSTS.load(place, info.fingerprint)
     if not verified:
         return "no costs were measured: nothing is verified"
-    if known is not None and set(verified) <= set(known.composed):
+    if known is not None and set(verified) <= {gate.EXACT, *known.composed}:
         return "the costs of all verified strategies are known"
     if not time_left():
         return "no time was left to measure costs: run ragserve calibrate --part costs"
     schedule = CostSchedule(max_tokens=max(2 * _longest(comparison), 1024), repeats=1)
-    specs = [spec for label in verified for spec in parse(label)]
-    samples = await measure(
-        engine, specs, schedule, lambda line: report(f"costs: {line}", comparison.compared)
-    )
-    COSTS.save(place, info.fingerprint, fit(samples, **measured_on(settings.model)))
-    return f"costs of {len(verified)} verified strategies were measured"
+    here = {without_passages(parse(label)[0]).label for label in records.verified(namespace)}
+    wanted = [
+        label for label in verified if label != gate.EXACT and (known is None or label not in known.composed)
+    ]
+    samples: list[CostSample] = []
+    measured: list[str] = []
+    for label in [gate.EXACT, *sorted(wanted, key=lambda label: label not in here)]:
+        specs = [] if label == gate.EXACT else parse(label)
+        step = CostMeasurement(
+            engine, specs, schedule, lambda line: report(f"costs: {line}", comparison.compared)
+        )
+        while not step.finished and (time_left() or label == gate.EXACT):
+            await step.step()
+        if not step.finished:
+            break
+        samples += step.samples
+        measured += [spec.label for spec in specs]
+    found = fit(samples, **measured_on(settings.model))
+    if known is not None:
+        found = replace(found, composed={**known.composed, **found.composed})
+    COSTS.save(place, info.fingerprint, found)
+    left = len(wanted) - len(measured)
+    more = f"; no time was left for {left} more" if left else ""
+    return f"costs of {', '.join(['exact prefill', *measured])} were measured{more}"
 
 
 async def _decode(

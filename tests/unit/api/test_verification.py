@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ragserve.profiles.gate import FILE_NAME, Entry, Figures, record
+from ragserve.profiles.gate import FILE_NAME, Entry, Figures, record, set_of
 from ragserve.verification.background import BackgroundVerification
 from tests.unit.api.scripted_server import DOCUMENTS, eventually, serving
 
@@ -27,8 +28,8 @@ def test_answers_are_compared_when_no_request_is_being_answered(tmp_path: Path, 
         eventually(lambda: bool(shown()), "the answer is compared")
         (found,) = shown()
         assert (found["namespace"], found["strategy"], found["compared"]) == ("docs", "epic:first=8", 1)
-        assert (found["kl"], found["regret"], found["taken_out"]) == (0.0, 0.0, False)
-        compared = [request for request in live.engine.requests if request.forced]
+        assert (found["different"], found["taken_out"]) == (0.0, False)
+        compared = [request for request in live.engine.requests if request.background]
         assert [request.strategy for request in compared] == ["full", "epic"], "exact answers are not"
         metrics = client.get("/metrics").text
         assert 'ragserve_use_compared{namespace="docs",strategy="epic:first=8"} 1.0' in metrics
@@ -39,7 +40,16 @@ def test_a_caller_is_told_of_its_own_namespaces_only() -> None:
     found = SimpleNamespace(figures={"compared": 3})
     entries = {"acme": {"epic:first=8": found}, "beta": {"epic:first=8": found}}
     state = {"state": "verifying", "namespace": "beta", "compared": 2}
+    figures = replace(GOOD, score=60.0, margin=4.0, references=350)
+    gate = SimpleNamespace(
+        namespaces=lambda: ["acme", "beta"],
+        verified=lambda namespace: ["epic:first=8"],
+        entries=lambda namespace: {
+            "epic:first=8": Entry({set_of(namespace): figures}, "tiny", "d", "h", "float32")
+        },
+    )
     parts: list[Any] = [
+        gate,
         SimpleNamespace(entries=lambda: entries),
         SimpleNamespace(waiting=0),
         SimpleNamespace(info=lambda: state),
@@ -47,5 +57,7 @@ def test_a_caller_is_told_of_its_own_namespaces_only() -> None:
     background = BackgroundVerification(*parts)
     told = background.info(lambda namespace: namespace == "acme")
     assert [each["namespace"] for each in told["in_use"]] == ["acme"]
+    (measured,) = told["measured"]
+    assert (measured["namespace"], measured["verified"], measured["margin"]) == ("acme", True, 4.0)
     assert told["idle_tuning"] == {"state": "verifying"}
     assert background.info()["idle_tuning"] == state

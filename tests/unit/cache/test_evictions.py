@@ -159,7 +159,12 @@ def test_series_of_a_removed_namespace_go(store: IndexStore, prompts: PromptBuil
     """Whichever process removes it."""
     recorded = metrics()
     for namespace in ("birds", "boats"):
-        for gauge in (recorded.use_compared, recorded.use_kl, recorded.use_regret, recorded.use_taken_out):
+        for gauge in (
+            recorded.use_compared,
+            recorded.use_different,
+            recorded.use_recorded,
+            recorded.use_taken_out,
+        ):
             gauge.labels(namespace, "epic:first=8").set(1)
     engine = Engine()
 

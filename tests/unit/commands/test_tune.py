@@ -1,28 +1,75 @@
-"""What `ragserve tune` and `ragserve calibrate` refuse before anything is started."""
+"""The map of `ragserve tune`, and what `ragserve calibrate` refuses before anything is started."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from ragserve.commands import calibrate, tune
+from ragserve.commands import calibrate
 from ragserve.errors import InvalidRequest
+from ragserve.eval.tune_map import map_of, page
 
 
-@pytest.mark.parametrize("command", [tune, calibrate], ids=["tune", "calibrate"])
-def test_strategies_that_choose_passages_are_not_measured_on_one_prompt(
-    tmp_path: Path, command: ModuleType
-) -> None:
+def test_costs_of_strategies_that_choose_passages_are_not_measured_on_one_prompt(tmp_path: Path) -> None:
     app = typer.Typer()
-    command.register(app)
+    calibrate.register(app)
     app.command("other")(lambda: None)  # a Typer app with one command takes no command name
-    name = command.__name__.rpartition(".")[2]
-    arguments = [name, "--strategies", "concat:passages.keep=0.25", "--data-dir", str(tmp_path)]
+    arguments = ["calibrate", "--strategies", "concat:passages.keep=0.25", "--data-dir", str(tmp_path)]
     with pytest.raises(
         InvalidRequest, match=r"Strategy concat:passages\.keep=0\.25 reads the best passages alone"
     ):
         CliRunner().invoke(app, arguments, catch_exceptions=False, standalone_mode=False)
+
+
+RESULT: dict[str, Any] = {
+    "namespace": "notes",
+    "model": "tiny",
+    "retriever": "words, dense, k 20",
+    "margin": 5.0,
+    "full": {"score": (55.0, 53.0, 57.0), "ttft_ms": 640.0, "probes": 350},
+    "verdicts": [
+        {
+            "label": label,
+            "decision": decision,
+            "line": line,
+            "score": (score, score - 2, score + 2),
+            "ttft_ms": ms,
+            "figures": {"kept": 25.0, "recomputed": 5.0, "score_vs_full": score - 55, "margin": 3.0},
+        }
+        for label, decision, line, score, ms in (
+            ("concat:passages.count=5,share=0.2", "verified", "verified by 350 questions", 61.0, 60.0),
+            ("passages:count=5", "verified", "verified by 350 questions", 60.0, 170.0),
+            ("passages:keep=0.5", "passed over", "passed over: <later>", 60.0, 300.0),
+            ("passages:count=1", "refused", "refused because it loses", 40.0, 50.0),
+        )
+    ],
+}
+
+
+def test_the_map_has_the_front_the_chosen_point_and_why() -> None:
+    found = map_of(RESULT)
+    assert found["chosen"] == "concat:passages.count=5,share=0.2"
+    front = [each["strategy"] for each in found["points"] if each["front"]]
+    assert front == ["passages:count=1", "concat:passages.count=5,share=0.2"]
+    taken = "auto takes the best 5 passages from stored KV (concat, 20% recomputed): 61 ± 2 at 60 ms"
+    beside = "the best 1 passages, exact: 40 ± 2 at 50 ms; all passages, exact: 55 ± 2 at 640 ms"
+    assert found["why"] == f"{taken}, verified by 350 questions. Beside it, {beside}."
+    drawn = page(found)
+    assert drawn.count("<circle") == 5
+    assert "&lt;later&gt;" in drawn
+    assert "<script" not in drawn
+    assert json.loads(json.dumps(found)) == found
+    hybrid = map_of(RESULT | {"retriever": "words, hybrid, k 20"}, found["points"])
+    assert len(hybrid["points"]) == 10, "beside those of the other search"
+    assert len(map_of(RESULT, hybrid["points"])["points"]) == 10, (
+        "which are replaced when it is measured anew"
+    )
+    assert "words, dense, k 20" in page(hybrid)
+    nothing = map_of(RESULT | {"verdicts": []})
+    assert nothing["chosen"] is None
+    assert "auto stays with prefix" in nothing["why"]

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from ragserve.answering.auto import Chooser
+from ragserve.answering.chosen_passages import ChosenPassages
 from ragserve.answering.prompt import Prompt, Segment
+from ragserve.best_passages import PassagesOptions
 from ragserve.engine.base import EngineInfo, GenerateRequest
 from ragserve.engine.document_cache import Whereabouts
 from ragserve.errors import EngineError, InvalidRequest
@@ -228,13 +230,36 @@ def test_auto_is_exact_where_it_cannot_know_better(
     assert says in reason
 
 
-def test_auto_does_not_choose_passages(tmp_path: Path) -> None:
-    """Its prompt has them all: what is verified for the best alone says nothing of that."""
-    label = "epic:passages.keep=0.25"
-    COSTS.save(
-        tmp_path / "costs.json", "abc", replace(costs(), composed={label: costs().composed["epic:first=16"]})
-    )
-    assert choice(tmp_path, Cache(16, *DEVICE), verified=label)[0] == "prefix"
+def best(count: int) -> Any:
+    """Chooses the first passages of four."""
+
+    async def choose(options: PassagesOptions) -> ChosenPassages:
+        return ChosenPassages(list(range(4)), options.count or count, 100)
+
+    return choose
+
+
+@pytest.mark.parametrize(
+    ("label", "strategy", "ms"),
+    [("passages:count=1", "passages:count=1", "14 ms"), ("epic:first=16,passages.count=1", None, "")],
+    ids=["exact", "composed"],
+)
+def test_auto_reads_fewer_passages_where_that_is_sooner(
+    tmp_path: Path, label: str, strategy: str | None, ms: str
+) -> None:
+    record(tmp_path / "gate.json", "abc", {label: Entry({"s": GOOD}, "tiny", "d", "h", "float32")})
+    COSTS.save(tmp_path / "costs.json", "abc", costs())
+    gate = Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype="float32")
+    engine: Any = Cache(0, *DEVICE)
+    chooser = Chooser(engine, gate, tmp_path / "costs.json")
+    made = asyncio.run(chooser.choose(PROMPT, "n", choose=best(1)))
+    assert made.spec.label == label
+    assert made.passages is not None
+    assert made.passages.kept == 1
+    assert "the best 1 of 4 passages; verified by 500 questions with labels" in made.reason
+    without = asyncio.run(chooser.choose(PROMPT, "n"))
+    assert without.spec.label == "prefix", "where passages cannot be chosen"
+    assert asyncio.run(chooser.choose(PROMPT, "n", whole=True, choose=best(1))).spec.label == "prefix"
 
 
 def test_auto_sees_a_profile_that_comes_later(tmp_path: Path) -> None:

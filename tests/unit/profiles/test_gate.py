@@ -14,7 +14,7 @@ import pytest
 from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.engine.base import EngineInfo
 from ragserve.errors import InvalidRequest
-from ragserve.profiles.gate import FILE_NAME, Entry, Figures, Gate, measured, record, set_of
+from ragserve.profiles.gate import EXACT, FILE_NAME, Entry, Figures, Gate, measured, record, set_of
 from sglang_ext.documents.fingerprint import model_fingerprint
 from tests.campaigns.troubles import few_descriptors
 
@@ -130,7 +130,7 @@ def test_a_record_of_version_1_keeps_its_rule(tmp_path: Path) -> None:
     gate = Gate([place], "abc", model="tiny", dtype="float32")
     assert gate.verified() == ["concat"]
     record(place, "abc", {"epic": entry(figures(f1_loss_bound=2.5))})
-    assert json.loads(place.read_text())["version"] == 2
+    assert json.loads(place.read_text())["version"] == 3
     assert gate.verified() == ["concat"], "beside a record with bounds, which falls short"
 
 
@@ -176,13 +176,13 @@ def test_a_measurement_on_a_namespace_counts_there_and_nowhere_else(tmp_path: Pa
     gate = Gate([place, brought], "abc", model="tiny", dtype="float32")
     assert sorted(gate.verified("a")) == ["epic", "random"]
     assert sorted(gate.verified("b")) == sorted(gate.verified()) == ["concat", "random"]
-    assert sorted(gate.verified_anywhere()) == ["concat", "epic", "random"]
+    assert set(gate.to_price()) == {EXACT, "concat", "epic", "random"}
     record(place, "abc", {"concat:recompute=all": entry(GOOD)})
     assert "concat:recompute=all" in gate.verified("b")
-    assert "concat:recompute=all" not in gate.verified_anywhere(), "nobody need know what that costs"
+    assert "concat:recompute=all" not in gate.to_price(), "nobody need know what that costs"
     record(place, "abc", {"concat:passages.keep=0.25": entry(GOOD)})
     assert "concat:passages.keep=0.25" in gate.verified("b")
-    assert "concat:passages.keep=0.25" not in gate.verified_anywhere(), "nor what costs another prompt"
+    assert "concat:passages.keep=0.25" not in gate.to_price(), "it costs what concat does"
     gate.check("concat", "b")
     with pytest.raises(InvalidRequest, match=r"fell short \(namespace a: .*tune --namespace a "):
         gate.check("concat", "a")
@@ -201,17 +201,81 @@ def test_an_evaluation_leaves_the_verdicts_of_namespaces(tmp_path: Path) -> None
     assert gate.verified("b") == ["concat"]
 
 
+REFERRED = dataclasses.replace(
+    UNLABELLED, answer_kl_bound=0.5, score=60.0, score_vs_full=1.0, references=350, margin=4.2, different=12.0
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"margin": 5.1}, "over 350 probes 1.0 points above full, at 95 % at most 5.1 below (limit 5)"),
+        ({"margin": 9.0, "answer_kl_bound": 0.001}, None),  # it answers as full does
+        ({"margin": 9.0, "answer_kl_bound": None, "kl": 0.001}, "at most 9.0"),  # not by the first token
+        ({"failed": 1}, "1 failed"),
+    ],
+)
+def test_a_loss_that_is_excluded_by_references_verifies(changed: dict[str, Any], why: str | None) -> None:
+    found = dataclasses.replace(REFERRED, **changed).shortfall()
+    assert found is None if why is None else found is not None and why in found
+
+
+def test_the_margin_is_the_servers_and_the_record_says_what_was_reached(tmp_path: Path) -> None:
+    place = tmp_path / "gate.json"
+    label = "passages:count=3"
+    own = Entry({set_of("a"): REFERRED}, "tiny", "d", "h", "float32")
+    record(place, "abc", {label: own, "concat": entry(GOOD)}, keep_sets=True)
+
+    def gate(margin: float = 5.0, retriever: str = "") -> Gate:
+        return Gate([place], "abc", model="tiny", dtype="float32", margin=margin, retriever=retriever)
+
+    assert gate().verified("a") == ["concat", label]
+    assert gate(2.0).verified("a") == ["concat"]
+    assert gate().basis(label, "a") == "verified by 350 questions at a margin of 4.2 points"
+    assert "with labels" in gate().basis("concat", "a")
+    assert gate().different(label, "a") == (0.12, 150)
+    assert gate().different("concat", "a") is None
+    better = dataclasses.replace(REFERRED, margin=-1.5)
+    assert better.basis() == "verified by 350 questions: at least 1.5 points better"
+    assert "an earlier record" in UNLABELLED.basis(), "it counts, and says so"
+
+
+def test_of_what_is_verified_the_best_and_what_is_nearly_as_good_counts(tmp_path: Path) -> None:
+    place = tmp_path / "gate.json"
+    gains = {"passages:count=1": -3.0, "passages:count=3": 6.0, "passages:count=5": 4.5}
+    for label, gain in gains.items():
+        found = dataclasses.replace(REFERRED, score_vs_full=gain)
+        record(place, "abc", {label: Entry({set_of("a"): found}, "tiny", "d", "h", "float32")})
+    gate = Gate([place], "abc", model="tiny", dtype="float32")
+    every = [*gains, "concat"]
+    assert gate.good(every, "a") == ["passages:count=3", "passages:count=5"]
+    assert gate.good(every[:1] + every[3:], "a") == ["concat"], "which loses nothing that is known"
+    assert gate.good(every, "b") == every
+
+
+def test_what_was_measured_with_another_retriever_does_not_count(tmp_path: Path) -> None:
+    place = tmp_path / "gate.json"
+    figures = dataclasses.replace(REFERRED, retriever="words, dense, k 20")
+    record(place, "abc", {"concat": Entry({set_of("a"): figures}, "tiny", "d", "h", "float32")})
+    same = Gate([place], "abc", model="tiny", dtype="float32", retriever="words, dense, k 20")
+    other = Gate([place], "abc", model="tiny", dtype="float32", retriever="words, dense, k 5")
+    assert (same.verified("a"), other.verified("a")) == (["concat"], [])
+    with pytest.raises(InvalidRequest, match="with another retriever than the server has"):
+        other.check("concat", "a")
+
+
 def test_every_set_must_pass() -> None:
-    assert entry(GOOD, GOOD).verified
-    assert not entry(GOOD, figures(f1_vs_full=-9.0)).verified
-    assert not entry().verified
+    assert entry(GOOD, GOOD).verifies()
+    assert not entry(GOOD, figures(f1_vs_full=-9.0)).verifies()
+    assert not entry().verifies()
 
 
 def test_a_set_that_full_cannot_answer_neither_verifies_nor_refuses() -> None:
     hard = figures(f1=5.0, f1_vs_full=-3.0, kl=0.5)
-    assert entry(GOOD, hard).verified
-    assert not entry(hard).verified
-    assert not entry(GOOD, figures(f1=5.0, f1_vs_full=-3.0, kl=0.5, failed=1)).verified
+    assert entry(GOOD, hard).verifies()
+    assert not entry(hard).verifies()
+    assert not entry(GOOD, figures(f1=5.0, f1_vs_full=-3.0, kl=0.5, failed=1)).verifies()
 
 
 def test_a_strategy_is_verified_for_one_model_and_its_very_options(tmp_path: Path) -> None:
@@ -239,7 +303,7 @@ def test_records_add_up_and_the_latest_counts(tmp_path: Path) -> None:
     record(place, "abc", {"concat": entry(figures(f1_vs_full=-9.0)), "epic": entry(GOOD)})
     record(brought, "abc", {"concat": entry(GOOD), "random": entry(GOOD)})
     known = Gate([place, brought, tmp_path / "missing.json"], "abc", model="tiny", dtype="float32").entries()
-    assert {label: each.verified for label, each in known.items()} == {
+    assert {label: each.verifies() for label, each in known.items()} == {
         "concat": False,
         "epic": True,
         "random": True,

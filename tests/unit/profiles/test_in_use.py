@@ -1,19 +1,20 @@
-"""The running estimate of what strategies lose in use: when one is taken out, and what survives."""
+"""How often answers in use differ from full prefill's: when a strategy is taken out, and what survives."""
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 
-from ragserve.profiles.in_use import LATEST, InUse, InUseRecord, clear
+from ragserve.profiles.in_use import InUse, InUseRecord, clear, recorded_rate
 
 
-def estimate(*answers: tuple[float, float]) -> InUse:
+def after(*answers: bool, recorded: tuple[float, int] | None = (0.1, 350)) -> InUse:
     found = InUse("float32")
-    for kl, lost in answers:
-        found = found.with_answer(kl, lost)
+    for different in answers:
+        found = found.with_answer(different, recorded)
     return found
 
 
@@ -21,41 +22,47 @@ def record(place: Path, *, dtype: str = "float32") -> InUseRecord:
     return InUseRecord(place, "abc", dtype=dtype, samkv="")
 
 
-def test_good_answers_never_take_a_strategy_out() -> None:
-    for count in (1, 2, 20, 200):
-        assert not estimate(*[(0.001, 0.0)] * count).out
-    assert not estimate(*[(0.0, 0.0)] * 50, (2.0, 1.0)).out, "one that is lost among many"
+def test_answers_at_the_recorded_rate_take_nothing_out() -> None:
+    every_tenth = [number % 10 == 0 for number in range(2000)]
+    found = after(*every_tenth)
+    assert not found.out
+    assert (found.compared, found.figures["different"]) == (2000, 10.0)
+    assert found.figures["recorded"] == pytest.approx(11.9, abs=0.1), "it is an estimate"
+    assert not after(*[False] * 200, True, True, True).out, "three that differ among many"
 
 
-@pytest.mark.parametrize("answer", [(0.2, 0.0), (0.0, 0.5)], ids=["kl", "regret"])
-def test_one_bad_answer_takes_nothing_out_and_a_handful_does(answer: tuple[float, float]) -> None:
-    assert not estimate(answer).out
-    found = estimate(*[answer] * 6)
+@pytest.mark.parametrize(("rate", "within"), [(1.0, 12), (0.5, 40), (0.25, 200)])
+def test_a_higher_rate_takes_a_strategy_out(rate: float, within: int) -> None:
+    draw = random.Random(0)
+    found = after(*[number % 10 == 0 for number in range(500)])
+    for _ in range(within):
+        found = found.with_answer(draw.random() < rate, (0.1, 350))
     assert found.out
-    assert found.with_answer(0.0, 0.0).out, "until it is cleared"
+    assert found.with_answer(False, (0.1, 350)).out, "until it is cleared"
 
 
-def test_figures_by_hand() -> None:
-    # 0.1, 0.3 and the one that loses nothing: mean 0.1333, standard error 0.0882; t of 2 degrees is 2.92
-    found = estimate((0.1, 0.0), (0.3, 0.25)).figures
-    assert (found["compared"], found["kl"], found["regret"]) == (2, 0.2, 12.5)
-    assert found["kl_at_least"] == 0.0
-    many = estimate(*[(0.1, 0.0), (0.3, 0.25)] * 40).figures
-    assert 0.15 < many["kl_at_least"] < 0.2 < many["kl_at_most"] < 0.25
-    assert many["regret_at_least"] < 12.5 < many["regret_at_most"]
+def test_a_new_recorded_rate_begins_anew() -> None:
+    found = after(*[True] * 5)
+    again = found.with_answer(False, (0.5, 350))
+    assert max(again.statistics) < 1.0 < max(found.statistics)
+    assert recorded_rate(0.0, 10_000) == 0.02, "no single answer shows a change"
 
 
-def test_only_the_latest_answers_count() -> None:
-    found = estimate(*[(0.5, 0.0)] * 3, *[(0.0, 0.0)] * LATEST)
-    assert (len(found.kls), found.compared, found.figures["kl"]) == (LATEST, LATEST + 3, 0.0)
+def test_what_version_1_took_out_stays_out(tmp_path: Path) -> None:
+    place = tmp_path / "in-use.json"
+    own = {"engine": "float32", "kls": [0.5], "lost": [1.0], "compared": 6, "out": True}
+    place.write_text(json.dumps({"version": 1, "models": {"abc": {"a": {"concat": own}}}}))
+    found = record(place)
+    assert found.taken_out("a") == {"concat"}
+    assert found.add("a", "concat", False, existing={"a"}).compared == 7
 
 
 def test_what_was_taken_out_stays_out_for_its_namespace_until_it_is_cleared(tmp_path: Path) -> None:
     place = tmp_path / "in-use.json"
     first = record(place)
-    for _ in range(6):
-        first.add("a", "concat", 0.2, 0.5, existing={"a", "b"})
-    first.add("b", "concat", 0.0, 0.0, existing={"a", "b"})
+    for _ in range(12):
+        first.add("a", "concat", True, existing={"a", "b"})
+    first.add("b", "concat", False, existing={"a", "b"})
     again = record(place)
     assert (again.taken_out("a"), again.taken_out("b")) == ({"concat"}, set())
     assert record(place, dtype="bfloat16").taken_out("a") == set(), "another precision"
@@ -67,8 +74,8 @@ def test_what_was_taken_out_stays_out_for_its_namespace_until_it_is_cleared(tmp_
 def test_namespaces_that_are_gone_leave_nothing(tmp_path: Path) -> None:
     place = tmp_path / "in-use.json"
     found = record(place)
-    found.add("a", "concat", 0.0, 0.0, existing={"a"})
-    found.add("b", "concat", 0.0, 0.0, existing={"b"})
+    found.add("a", "concat", False, existing={"a"})
+    found.add("b", "concat", False, existing={"b"})
     assert list(json.loads(place.read_text())["models"]["abc"]) == ["b"]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import Whereabouts
 from ragserve.profiles.gate import Entry, Figures
@@ -32,10 +33,12 @@ def sent(probabilities: Sequence[float]) -> str:
 
 
 class IdleEngine:
-    """Strategies in ``wrong`` disagree with `full` at every token. ``hold``: cleared, answers do not end."""
+    """Strategies in ``wrong`` answer otherwise than `full`, and all say nothing without a document. ``hold``:
+    cleared, answers do not end."""
 
     def __init__(self, *, wrong: Sequence[str] = ()) -> None:
         self.wrong = set(wrong)
+        self._words = PromptBuilder.load(str(MODEL)).words
         self.asked: list[GenerateRequest] = []
         self.warmed: list[GenerateRequest] = []
         self.aborted = 0
@@ -98,8 +101,10 @@ class IdleEngine:
                 tier, self.tier = self.tier, "device"
                 report = ContextReport(request.strategy, 20, 20, 2, {tier: 20}, 1.0, 0.0, 1.0)
             finished = True
+            reads = "tower of d" in self._words(request.input_ids).partition("missing")[0]
+            wrong = request.strategy in self.wrong
             yield GenerateChunk(
-                " granite",
+                " of slate" if wrong else " granitework" if reads else " unknown",
                 EngineUsage(len(request.input_ids), 0, len(ids)),
                 EngineTimings(),
                 "stop",
@@ -121,7 +126,7 @@ def fill(
         number = re.sub(r"\D", "", name)
         kinds = ("", " old", " tall")[:sentences]
         text = " ".join(
-            f"The{kind} lighthouse of Corran {number} on the long coast is made of granite since 18{number}."
+            f"The{kind} tower of d{number} by the sea is all made of granitework since then."
             for kind in kinds
         )
         document = NewDocument(name, name, f"sha-{name}", "text/plain", len(text), {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ import pytest
 
 from ragserve.answering.auto import Chooser
 from ragserve.answering.in_flight import QueryLimiter
-from ragserve.answering.prompt import Prompt, Segment
+from ragserve.answering.prompt import Prompt, PromptBuilder, Segment
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate, record
 from ragserve.profiles.in_use import InUseRecord
+from ragserve.strategy_spec import StrategySpec
 from ragserve.verification.answer_watch import MAX_TOKENS, MOST_WAITING, AnswerWatch
+from ragserve.verification.question_probes import SHORT
 from ragserve_index import IndexStore
 from sglang_ext.wire.protocol import Span
+from tests.conftest import MODEL
 from tests.unit.verification.idle_engine import FINGERPRINT, IdleEngine, entry, fill
 
 SECRET = 4242  # a token of the prompt
@@ -30,6 +34,8 @@ REQUEST = GenerateRequest(
     Sampling(temperature=0.7, stop=("x",)),
     (Span(0, 1), Span(1, 3)),
 )
+WHOLE = replace(REQUEST, strategy="full", input_ids=[1, SECRET, 3, 5, 4], spans=(*REQUEST.spans, Span(3, 4)))
+CONCAT = StrategySpec("concat")
 
 
 class Watched:
@@ -44,16 +50,17 @@ class Watched:
         self.gate = Gate([folder / "gate.json"], FINGERPRINT, model="tiny", dtype="float32")
         self.record = InUseRecord(folder / "in-use.json", FINGERPRINT, dtype="float32", samkv="")
         draws = iter([0.005, 0.5] * 100)
+        self.prompts = PromptBuilder.load(str(MODEL))
         self.watch = AnswerWatch(
-            engine, store, self.gate, self.record, self.limiter, share, draw=lambda: next(draws)
+            engine, store, self.gate, self.record, self.limiter, self.prompts, share, draw=lambda: next(draws)
         )
 
     @property
     def version(self) -> int:
         return self.store.namespace("notes").version
 
-    def answered(self, request: GenerateRequest = REQUEST, tokens: int = 3) -> None:
-        self.watch.answered(request, range(tokens), self.version)
+    def answered(self, spec: StrategySpec = CONCAT) -> None:
+        self.watch.answered(spec, REQUEST, WHOLE, self.version)
 
     def work(self) -> None:
         """Compare what is waiting."""
@@ -70,17 +77,24 @@ def watched(store: IndexStore, tmp_path: Path) -> Watched:
     return Watched(store, tmp_path, IdleEngine())
 
 
-def test_both_contexts_are_led_along_the_answer_that_was_given(watched: Watched) -> None:
-    watched.answered(tokens=2 * MAX_TOKENS)
+def test_both_are_asked_again_for_a_short_answer(watched: Watched) -> None:
+    watched.answered()
     watched.work()
     full, again = watched.engine.asked
     assert (full.strategy, again.strategy) == ("full", "concat")
+    system = watched.prompts.system_ids(SHORT)
+    assert again.input_ids == [*system, SECRET, 3, 4]
+    assert full.input_ids == [*system, SECRET, 3, 5, 4]
+    places = [
+        [(span.start - len(system), span.end - len(system)) for span in each.spans[1:]]
+        for each in (full, again)
+    ]
+    assert places == [[(0, 2), (2, 3)], [(0, 2)]]
     for each in (full, again):
-        assert list(each.forced) == list(range(MAX_TOKENS))
-        assert (each.input_ids, each.distributions) == (REQUEST.input_ids, MAX_TOKENS)
-        assert (each.sampling.temperature, each.sampling.stop) == (0.0, ())
+        assert (each.sampling.temperature, each.sampling.max_new_tokens) == (0.0, MAX_TOKENS)
+        assert (each.sampling.stop, each.background) == (("x",), True)
     found = watched.record.entries()["notes"]["concat"].figures
-    assert (found["compared"], found["kl"], found["regret"]) == (1, 0.0, 0.0)
+    assert (found["compared"], found["different"]) == (1, 0.0)
     assert not watched.limiter.queries
 
 
@@ -97,10 +111,11 @@ def test_a_strategy_that_differs_leaves_auto_in_its_namespace_and_says_so_withou
 
     assert "no cost profile" in choice("notes")
     with caplog.at_level(logging.INFO, "ragserve"):
-        for _ in range(MOST_WAITING):
-            watched.answered()
-        watched.work()
-    assert "concat differed too much from full prefill in use: run ragserve tune" in choice("notes")
+        for _ in range(2):
+            for _ in range(MOST_WAITING):
+                watched.answered()
+            watched.work()
+    assert "concat differed too often from full prefill in use: run ragserve tune" in choice("notes")
     assert "no cost profile" in choice("others")
     again = InUseRecord(tmp_path / "in-use.json", FINGERPRINT, dtype="float32", samkv="")
     assert again.taken_out("notes") == {"concat"}, "after a restart"
@@ -115,8 +130,7 @@ def test_a_share_of_the_answers_of_verified_strategies_is_drawn(store: IndexStor
     watched.answered()
     watched.answered()
     assert watched.watch.waiting == 1, "draws are 0.005 and 0.5"
-    watched.answered(GenerateRequest("r", [1, 2], "notes", "epic"))
-    watched.answered(tokens=0)
+    watched.answered(StrategySpec("epic"))
     for _ in range(3 * MOST_WAITING):
         watched.answered()
     assert watched.watch.waiting == MOST_WAITING
@@ -147,7 +161,7 @@ def test_what_is_stopped_is_compared_later_and_known_to_removals_meanwhile(watch
         while not watched.engine.asked:
             await asyncio.sleep(0.001)
         (known,) = watched.limiter.queries
-        assert (known.documents, watched.limiter.in_flight) == ([[SECRET, 3]], 0)
+        assert (known.documents[-1], watched.limiter.in_flight) == ([SECRET, 3], 0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert (watched.engine.aborted, watched.watch.waiting) == (1, 1)

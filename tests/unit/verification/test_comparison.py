@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,20 @@ import pytest
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import EngineError
+from ragserve.retrieval.passage_search import FoundPassage, FoundPassages
+from ragserve.retrieval.search_options import SearchOptions
 from ragserve.strategy_spec import parse
-from ragserve.verification.comparison import ALONE, TRIED, Comparison, TunedQueries, compare_all
-from ragserve.verification.questions import WRITE, DrawnQuestion
+from ragserve.verification.comparison import ALONE, Comparison, compare_all
+from ragserve.verification.course import Course
+from ragserve.verification.question_probes import ONE, SHOTS, TRIED, TWO
+from ragserve.verification.questions import DrawnQuestion
 from ragserve.verification.rows import Key, Row
-from ragserve_index.types import Chunk, Hit
+from ragserve.verification.tuned_queries import TunedQueries
+from ragserve_index.types import Chunk
 from sglang_ext.wire.protocol import ContextReport
 from tests.conftest import MODEL
 
-QUERIES = TunedQueries("notes", k=2, retrieval="dense", max_new_tokens=8)
+QUERIES = TunedQueries("notes", SearchOptions(2), max_new_tokens=8)
 SAME, OTHER = (0.6, 0.2, 0.2), (0.2, 0.6, 0.2)
 
 
@@ -39,51 +45,69 @@ CHUNKS = [
 ]
 
 
-class Search:
+class Searched:
     """Finds the chunk that the question names, and one more."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, str, int, str]] = []
+        self.asked: list[tuple[str, str, int]] = []
 
-    async def retrieve(
-        self, namespace: str, question: str, k: int, *, retrieval: str, sentences: bool
-    ) -> Any:
-        self.asked.append((namespace, question, k, retrieval))
+    async def search(
+        self, namespace: str, question: str, options: SearchOptions, *, sentences: bool = False
+    ) -> FoundPassages:
+        self.asked.append((namespace, question, options.k))
         found = next((c for c in CHUNKS if f"number {c.chunk_id} " in question), CHUNKS[0])
-        hits = [Hit(c, 1.0, cosine, None) for c, cosine in ((found, 0.75), (CHUNKS[1], 0.5))]
-        return SimpleNamespace(hits=hits, sentences=[[], []] if sentences else [])
+        both = [FoundPassage(c, 1.0, cosine) for c, cosine in ((found, 0.75), (CHUNKS[1], 0.5))]
+        return FoundPassages(both, [[], []], 1, None, None, 0.0, None)
 
 
 class Speaker:
-    """`full` answers with a name of the right chunk where it is ``able``; `epic` disagrees at the second
-    token, `random` fails."""
+    """Answers with what it reads: the builder of the first lighthouse that the prompt has, where it is
+    ``able``; the question that is to be written, where it ``writes``. Led along an answer, `epic` disagrees
+    at the second token and then says something else by itself; `random` fails. ``knows``: without texts."""
 
-    def __init__(self, builder: PromptBuilder, *, writes: bool, able: bool = True) -> None:
-        self._builder, self._writes, self._able = builder, writes, able
-        self._wanted = builder.build(WRITE, [], max_prompt_tokens=4000).input_ids[-24:]
-        self.info = EngineInfo("local", str(MODEL), str(MODEL), "0", "cpu", "", 8192, 8192, ("full", "epic"))
+    def __init__(
+        self, builder: PromptBuilder, *, writes: bool, able: bool = True, knows: bool = False
+    ) -> None:
+        self._builder, self._writes, self._able, self._knows = builder, writes, able, knows
+        self.info = EngineInfo(
+            "local", str(MODEL), str(MODEL), "0", "cpu", "", 8192, 8192, ("full", "epic", "concat")
+        )
         self.asked: list[GenerateRequest] = []
         self.warmed: list[GenerateRequest] = []
-        self.number = 0
 
     async def warm(self, request: GenerateRequest) -> None:
         self.warmed.append(request)
+
+    def texts(self, request: GenerateRequest) -> str:
+        return self._builder.words(request.input_ids)
+
+    def said(self, request: GenerateRequest) -> str:
+        prompt = self.texts(request)
+        if SHOTS[ONE][0][1] in prompt or SHOTS[TWO][0][1] in prompt:
+            number = int(re.findall(r"number (\d+) of", prompt)[0])
+            return f"Who built lighthouse number {number} here?" if self._writes else "no idea"
+        if request.strategy == "epic":
+            return "Somebody Else"
+        if not self._able:
+            return "nobody knows"
+        found = re.findall(r"Ida(\d+)", prompt)
+        if found:
+            asked = [each for each in found if f"number {each} here" in prompt]
+            return f"Ida{(asked or found)[0]} Marsh"
+        known = re.findall(r"number (\d+) here", prompt) if self._knows else []
+        return f"Ida{known[0]} Marsh" if known else "who knows"
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         self.asked.append(request)
         if request.strategy == "random":
             raise EngineError("it broke")
-        if request.input_ids[-24:] == self._wanted:
-            text = f"Who built lighthouse number {self.number} here?" if self._writes else "no idea"
-        else:
-            text = f" Ida{self.number} Marsh" if self._able else " nobody knows"
-        documents = request.spans[-1].end - request.spans[0].end
         report = None
-        if request.strategy != "full":
+        if request.strategy != "full" and request.spans:
+            documents = request.spans[-1].end - request.spans[0].end
             report = ContextReport(request.strategy, documents, documents // 2, 3, {}, 1.0, 0.0, 1.0)
         rows = [SAME, OTHER if request.strategy == "epic" else SAME][: request.distributions]
         yield GenerateChunk(
-            text,
+            f" {self.said(request)}",
             EngineUsage(len(request.input_ids), 0, 2),
             EngineTimings(),
             "stop",
@@ -111,60 +135,106 @@ def compared(
     written: list[Row] = []
     comparison = Comparison(
         speaker,  # type: ignore[arg-type]
-        Search(),  # type: ignore[arg-type]
+        Searched(),
         builder,
         QUERIES,
         parse(strategies),
         known=known or {},
         write=written.append,
     )
-
-    def numbered() -> Any:
-        for each in chunks:
-            speaker.number = each.chunk_id
-            yield each
-
     options = {"time_left": lambda: True, "most": 100} | limits
-    finished = asyncio.run(compare_all(comparison, numbered(), questions, **options))
+    finished = asyncio.run(compare_all(comparison, chunks, questions, **options))
     return written, finished
 
 
-def test_strategies_are_led_along_the_answer_to_a_question_that_the_model_wrote(
-    builder: PromptBuilder,
-) -> None:
+def by_key(rows: list[Row]) -> dict[Key, Row]:
+    return {(row["set"], row["id"], row["strategy"]): row for row in rows}
+
+
+def test_answers_are_scored_against_what_the_model_says_over_the_chunk_alone(builder: PromptBuilder) -> None:
     speaker = Speaker(builder, writes=True)
     rows, finished = compared(builder, speaker, CHUNKS[3:4])
     assert finished
     full, concat, epic, random = rows
     assert {row["set"] for row in rows} == {"namespace notes"}
     assert (full["kind"], full["question"]) == ("written", "Who built lighthouse number 3 here?")
-    assert (full["answer"], full["usable"]) == ("Ida3 Marsh", True)
+    assert (full["references"], full["answer"], full["score"]) == (["Ida3 Marsh"], "Ida3 Marsh", 1.0)
+    assert (full["usable"], full["part"]) == (True, "pick")
     assert (concat["answer_kl"], concat["answer_agrees"], concat["answer_tokens"]) == (0.0, 1.0, 2)
+    assert (concat["score"], concat["full_score"], concat["different"]) == (1.0, 1.0, False)
     assert (epic["answer_agrees"], epic["kl"]) == (0.5, 0.0)
     assert epic["answer_kl"] > 0.1
+    assert (epic["score"], epic["full_score"], epic["different"]) == (0.0, 1.0, True)
     assert epic["kept"] == epic["document_tokens"] // 2 > 0
     assert random["error"] == "engine_error: it broke"
-    assert len(speaker.warmed) == 1
-    prompts = {tuple(request.input_ids) for request in speaker.asked[1:]}
-    assert len(prompts) == 1, "all on the prompt that a query would have"
-    scores = [request.scores and request.scores.documents for request in speaker.asked[1:]]
-    assert scores == [None, (0.75, 0.5), (0.75, 0.5), (0.75, 0.5)], "and with the scores of the search"
+    whole = [request for request in speaker.asked if len(request.spans) == 3]
+    assert len({tuple(request.input_ids) for request in whole}) == 1, "on one prompt"
+    scores = [request.scores and request.scores.documents for request in whole if request.strategy == "epic"]
+    assert set(scores) == {(0.75, 0.5)}, "with the scores of the search"
+
+
+def test_fewer_passages_are_a_strategy(builder: PromptBuilder) -> None:
+    speaker = Speaker(builder, writes=True)
+    rows, _ = compared(builder, speaker, CHUNKS[3:4], "passages:count=1,concat:passages.count=1")
+    _, fewer, composed = rows
+    assert (fewer["documents"], composed["documents"]) == (1, 1)
+    assert fewer["kept"] == fewer["recomputed"] < fewer["document_tokens"]
+    asked = speaker.asked[-2:]
+    assert [(each.strategy, len(each.spans), dict(each.options)) for each in asked] == [
+        ("full", 2, {}),
+        ("concat", 2, {}),
+    ]
+    assert [each.strategy for each in speaker.warmed] == ["concat"], "exact ones read no stored KV"
+    assert (fewer["score"], "answer_kl" in fewer) == (1.0, False)
 
 
 def test_a_model_that_cannot_write_gets_sentences_with_a_gap(builder: PromptBuilder) -> None:
     rows, _ = compared(builder, Speaker(builder, writes=False), CHUNKS[: TRIED + 2], "concat")
     fulls = [row for row in rows if row["strategy"] == "full"]
-    assert [row["kind"] for row in fulls] == ["written"] * TRIED + ["cloze"] * 2
-    assert not any(row["usable"] for row in fulls[:TRIED])
-    assert all("_____" in row["question"] for row in fulls[TRIED:])
+    assert {row["kind"] for row in fulls} == {"cloze"}
+    assert all("_____" in row["question"] for row in fulls if row["usable"])
+    assert sum(row["usable"] for row in fulls) >= 4, "the gap is in what the model says"
 
 
-def test_what_full_does_not_answer_from_the_chunk_is_not_compared(builder: PromptBuilder) -> None:
-    rows, _ = compared(builder, Speaker(builder, writes=True, able=False), CHUNKS[3:5], "concat")
-    assert [(row["strategy"], row["usable"]) for row in rows] == [("full", False)] * 2
-    asked = (DrawnQuestion("g", "given", "Who built number 3 of them?"),)
-    rows, _ = compared(builder, Speaker(builder, writes=True, able=False), [], "concat", questions=asked)
-    assert [row["strategy"] for row in rows] == ["full", "concat"], "what a user asks counts in any case"
+@pytest.mark.parametrize("how", [{"able": False}, {"knows": True}], ids=["not read", "known before"])
+def test_what_cannot_be_a_probe_asks_no_whole_context(builder: PromptBuilder, how: dict[str, bool]) -> None:
+    speaker = Speaker(builder, writes=True, **how)
+    rows, _ = compared(builder, speaker, CHUNKS[3:5], "concat")
+    usable = [row for row in rows if row.get("usable") and row["kind"] == "written"]
+    assert not usable
+    if "able" in how:
+        assert [(row["strategy"], row["usable"]) for row in rows] == [("full", False)] * 2
+        assert not [request for request in speaker.asked if request.distributions]
+
+
+def test_a_question_about_two_chunks_needs_both(builder: PromptBuilder) -> None:
+    """The speaker answers it from the first alone, so another question takes its place."""
+    speaker = Speaker(builder, writes=True)
+    rows, _ = compared(builder, speaker, CHUNKS[3:8], "concat")
+    assert any(SHOTS[TWO][0][1] in speaker.texts(request) for request in speaker.asked)
+    assert {row["kind"] for row in rows if row["strategy"] == "full"} == {"written"}
+
+    class Both(Speaker):
+        def said(self, request: GenerateRequest) -> str:
+            prompt = self.texts(request)
+            both = prompt.count("was built by") == 2
+            return super().said(request) if both or SHOTS[TWO][0][1] in prompt else "who knows"
+
+    rows, _ = compared(builder, Both(builder, writes=True), CHUNKS[4:8], "concat")
+    pairs = [row for row in rows if row.get("kind") == "pair"]
+    assert [row["usable"] for row in pairs] == [True]
+
+
+def test_labels_are_references_and_users_questions_get_theirs_from_the_best_passages(
+    builder: PromptBuilder,
+) -> None:
+    given = DrawnQuestion("g", "given", "Who built lighthouse number 3 here?", ("Ida3 Marsh",))
+    rows, _ = compared(builder, Speaker(builder, writes=True), [], "epic", questions=(given,))
+    assert [row["score"] for row in rows] == [1.0, 0.0]
+    user = replace(given, kind="asked", references=())
+    rows, _ = compared(builder, Speaker(builder, writes=True), [], "epic", questions=(user,))
+    assert rows[0]["score"] is None, "two passages alone say two things"
+    assert (rows[1]["score"], rows[1]["different"]) == (None, True), "but the answers differ in any case"
 
 
 def test_what_users_asked_comes_first_and_is_kept_without_texts(builder: PromptBuilder) -> None:
@@ -173,29 +243,26 @@ def test_what_users_asked_comes_first_and_is_kept_without_texts(builder: PromptB
     rows, _ = compared(builder, speaker, CHUNKS[3:5], "concat", questions=users)
     assert [row["kind"] for row in rows if row["strategy"] == "full"] == ["asked", "written", "written"]
     assert rows[0]["usable"], "without words of a chunk"
-    assert not {"question", "answer"} & set(rows[0])
+    assert not {"question", "answer"} & {*rows[0], *rows[1]}
     assert rows[2]["question"]
-    known = {(row["set"], row["id"], row["strategy"]): row for row in rows}
     speaker = Speaker(builder, writes=True)
-    assert compared(builder, speaker, CHUNKS[3:5], "concat", known=known, questions=users) == ([], True)
+    assert compared(builder, speaker, CHUNKS[3:5], "concat", known=by_key(rows), questions=users) == (
+        [],
+        True,
+    )
     assert speaker.asked == []
 
 
 def test_a_run_goes_on_where_the_last_one_stopped(builder: PromptBuilder) -> None:
-    rows, finished = compared(builder, Speaker(builder, writes=True), CHUNKS[3:9], "concat", most=2)
+    rows, finished = compared(builder, Speaker(builder, writes=True), CHUNKS[3:6], "concat", most=2)
     assert not finished
     assert len(rows) == 4
-    known = {(row["set"], row["id"], row["strategy"]): row for row in rows}
+    known = by_key(rows)
     speaker = Speaker(builder, writes=True)
     more, finished = compared(builder, speaker, CHUNKS[3:6], "concat,epic", known=known)
     assert finished
     labels = [(row["id"], row["strategy"]) for row in more if row["strategy"] != "full"]
-    assert labels == [
-        ("3-written", "epic"),
-        ("4-written", "epic"),
-        ("5-written", "concat"),
-        ("5-written", "epic"),
-    ]
+    assert labels == [("3", "epic"), ("4", "epic"), ("5", "concat"), ("5", "epic")]
     assert compared(builder, speaker, CHUNKS[3:5], "concat", known=known)[0] == []
     assert compared(builder, speaker, CHUNKS[3:5], time_left=lambda: False) == ([], False)
 
@@ -204,10 +271,41 @@ def test_what_is_settled_asks_the_engine_nothing_again(builder: PromptBuilder) -
     rows, _ = compared(builder, Speaker(builder, writes=True), CHUNKS[3:6], "concat")
     # as an idle server keeps them
     kept = [{n: value for n, value in row.items() if n not in ("question", "answer")} for row in rows]
-    known = {(row["set"], row["id"], row["strategy"]): row for row in kept}
     speaker = Speaker(builder, writes=True)
-    assert compared(builder, speaker, CHUNKS[3:6], "concat", known=known) == ([], True)
+    assert compared(builder, speaker, CHUNKS[3:6], "concat", known=by_key(kept)) == ([], True)
     assert speaker.asked == []
+
+
+def test_rows_of_samkv_count_for_its_profile_and_others_for_any(builder: PromptBuilder) -> None:
+    speaker = Speaker(builder, writes=True)
+    rows, _ = compared(builder, speaker, CHUNKS[3:4], "concat,samkv")
+    other = Speaker(builder, writes=True)
+    other.info = replace(other.info, samkv="new")
+    more, _ = compared(builder, other, CHUNKS[3:4], "concat,samkv", known=by_key(rows))
+    assert [row["strategy"] for row in more] == ["full", "samkv"]
+
+
+def test_questions_of_the_second_part_are_asked_under_what_was_picked(builder: PromptBuilder) -> None:
+    def course() -> Course:
+        asked = len({row["id"] for row in seen})
+        return Course("pick", ["concat", "epic"]) if asked < 3 else Course("verify", ["concat"])
+
+    seen: list[Row] = []
+    comparison = Comparison(
+        Speaker(builder, writes=True),  # type: ignore[arg-type]
+        Searched(),
+        builder,
+        QUERIES,
+        parse("concat,epic"),
+        known={},
+        write=seen.append,
+    )
+    limits: dict[str, Any] = {"time_left": lambda: True, "most": 100, "course": course}
+    assert asyncio.run(compare_all(comparison, CHUNKS[3:8], (), **limits))
+    parts = {row["id"]: row["part"] for row in seen}
+    assert list(parts.values()) == ["pick"] * 3 + ["verify"] * 2
+    assert sum(row["strategy"] == "epic" for row in seen) == 3
+    assert comparison.compared == 5, "nothing is left to ask of any"
 
 
 class Busy(Speaker):
@@ -232,23 +330,8 @@ def test_several_questions_are_asked_at_once_after_a_few_alone(builder: PromptBu
     questions = tuple(DrawnQuestion(f"g{n}", "given", f"Who built number {n} of them?") for n in range(40))
     rows, finished = compared(builder, busy, [], "concat", questions=questions, at_once=4)
     assert finished
-    assert set(busy.at_once[: 2 * ALONE]) == {1}
+    assert set(busy.at_once[: 4 * ALONE]) == {1}
     assert max(busy.at_once) == 4
     assert len(rows) == 80
     timed = [row for row in rows if row["ttft_ms"] is not None]
     assert len(timed) == 2 * ALONE, "only those that were asked alone have times"
-
-
-def test_what_is_decided_is_compared_no_further(builder: PromptBuilder) -> None:
-    questions = tuple(DrawnQuestion(f"g{n}", "given", f"Who built number {n} of them?") for n in range(40))
-    asked = 0
-
-    def decided() -> set[str]:
-        nonlocal asked
-        asked += 1
-        return {"epic"} if asked < 10 else {"epic", "concat"} if asked > 20 else set()
-
-    limits: dict[str, Any] = {"questions": questions, "decided": decided}
-    rows, finished = compared(builder, Speaker(builder, writes=True), [], "concat,epic", **limits)
-    assert not finished
-    assert [row["strategy"] for row in rows] == ["full", "concat"] * 20

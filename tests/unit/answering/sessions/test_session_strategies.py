@@ -62,7 +62,9 @@ def chosen(tmp_path: Path, verified: list[str], *, whole: bool) -> StrategyChoic
         (0.0, 1.0, 0.0), {**composed, "epic:first=4": {"device": (100.0, 0.0, 0.0)}}, 0.0, "m", "h", "d"
     )
     COSTS.save(tmp_path / "costs.json", info.fingerprint, costs)
-    gate: Any = SimpleNamespace(verified=lambda namespace: verified)
+    gate: Any = SimpleNamespace(
+        verified=lambda namespace: verified, basis=lambda label, namespace: "", good=lambda labels, _: labels
+    )
     chooser = Chooser(engine, gate, tmp_path / "costs.json")
     return asyncio.run(chooser.choose(PROMPT, "n", whole=whole))
 

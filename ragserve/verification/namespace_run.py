@@ -1,0 +1,94 @@
+"""The comparison of one namespace by an idle server, and what is left of it when it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ragserve.answering.query_log import LoggedQuestions
+from ragserve.verification import MOST_QUESTIONS, rows
+from ragserve.verification.comparison import Comparison
+from ragserve.verification.questions import DrawnQuestion, asked
+from ragserve.verification.tuned_queries import TunedQueries
+from ragserve_index.types import Chunk
+
+USELESS = 50  # questions of which none is usable, before a namespace is given up
+_MOST_NEW = 400
+NEW_QUESTIONS = 20  # of users, at least, before a namespace is opened again
+
+
+@dataclass(eq=False)
+class NamespaceRun:
+    """The comparison of one namespace. ``drawn``: what to ask next, which a thread draws. ``chunks``: None
+    where users' questions alone are asked, and decide, after ``least`` of them."""
+
+    namespace: str
+    version: int
+    comparison: Comparison
+    queries: TunedQueries
+    labels: list[str]
+    margin: float
+    logged: LoggedQuestions
+    chunks: Iterator[Chunk] | None
+    least: int = 0
+    drawn: asyncio.Task[DrawnQuestion | Chunk | None] | None = None
+    decided: dict[str, str] = field(default_factory=dict)  # by label
+    margins: dict[str, float] = field(default_factory=dict)  # recorded, by label
+    asked: int = 0
+    pace: float = 0.0  # seconds of the latest usable questions, the mean
+
+    def draw(self) -> DrawnQuestion | Chunk | None:
+        """The newest question of a user that has not been asked yet, else the next chunk; None without any.
+        Reads files."""
+        question = next(asked(self.logged), None)
+        return question if question or self.chunks is None else next(self.chunks, None)
+
+    async def ask(self, drawn: DrawnQuestion | Chunk) -> None:
+        """Ask a user's question, or one about a chunk."""
+        if isinstance(drawn, DrawnQuestion):
+            await self.comparison.ask(drawn)
+        else:
+            await self.comparison.about(drawn)
+
+    @property
+    def rows(self) -> list[rows.Row]:
+        """The rows that decide."""
+        return self.comparison.rows if self.chunks is not None else self.comparison.rows_of("asked")
+
+    @property
+    def over(self) -> bool:
+        """As much has been asked as may be, or nothing that was asked is usable."""
+        compared = self.comparison.compared
+        if self.chunks is None:
+            return self.asked >= MOST_QUESTIONS
+        return compared >= MOST_QUESTIONS or (not compared and self.asked >= USELESS)
+
+    def took(self, seconds: float) -> None:
+        """Note the seconds of a usable question."""
+        self.pace = seconds if not self.pace else 0.8 * self.pace + 0.2 * seconds
+
+    @property
+    def usable(self) -> int:
+        """The number of questions that decide."""
+        return len({row["id"] for row in self.rows if row.get("usable")})
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRun:
+    """A namespace's last run: ``usable`` questions decided, or left it open. ``logged``: its users'
+    questions; None where there is no candidate."""
+
+    version: int
+    usable: int
+    logged: LoggedQuestions | None
+
+    @property
+    def least(self) -> int:
+        """New questions of users for another run: as many as were usable, so that runs become rare, but no
+        more than a run looks at."""
+        return min(max(self.usable, NEW_QUESTIONS), _MOST_NEW)
+
+    def opens_again(self) -> bool:
+        """Tell whether so many have been logged. Reads files."""
+        return self.logged is not None and self.logged.waiting() >= self.least

@@ -1,0 +1,214 @@
+"""Probes: questions whose right answer is known without labels.
+
+The reference of a probe is the model's answer over the chunk that the question is about, alone: where the
+model is distracted by nothing. It must stand in the chunk, and the model must not know it without the chunk,
+so that only reading earns it. A question over two chunks has a reference that neither chunk alone gives.
+Answers of whole contexts are scored against it. All that is asked here are short prompts; what cannot be used
+is left out before any whole context is asked."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from ragserve.answering.follow_ups import passages
+from ragserve.answering.prompt import Message, PromptBuilder, PromptDocument
+from ragserve.answering.results import RetrievedPassage
+from ragserve.engine.base import Engine, GenerateRequest, Sampling
+from ragserve.retrieval.passage_search import FoundPassages
+from ragserve.retrieval.search_options import SearchOptions
+from ragserve.verification.engine_run import first_token
+from ragserve.verification.given_scores import TitledText
+from ragserve.verification.metrics import contains_answer, is_refusal, normalise, token_f1
+from ragserve.verification.questions import DrawnQuestion, Kind, cloze, written
+from ragserve_index.types import Chunk
+
+SHORT = (
+    "Answer the question from the documents. Write the answer alone, in as few words as possible, without a "
+    "sentence around it."
+)
+"""System text of all that is compared, so that answers can be held against each other."""
+WRITER = "You write questions for a quiz about documents. Write the question alone."
+ONE = (
+    "Write one short question that a sentence of the document answers with a name, a number or a few words. "
+    "Name what it is about, so that it can be understood without the document."
+)
+TWO = (
+    "Write one short question that can only be answered by reading both documents, such as which of two came "
+    "first or is larger. Name what it is about, so that it can be understood without the documents."
+)
+SHOTS = {
+    ONE: (
+        ("The Forth Bridge, a cantilever railway bridge west of Edinburgh, was opened on 4 March 1890 by the "
+         "Prince of Wales.", "In which year was the Forth Bridge opened?"),
+        ("Invoices are paid within 30 days. The Kolstad observatory is led by Mari Lund of Tromso.",
+         "Who leads the Kolstad observatory?"),
+    ),
+    TWO: (
+        ("The Forth Bridge was opened in 1890.\n\nThe Kylesku Bridge was opened in 1984.",
+         "Which was opened first, the Forth Bridge or the Kylesku Bridge?"),
+        ("The pump P4 moves 30 litres a minute.\n\nThe pump P9 moves 45 litres a minute.",
+         "Which pump moves more litres a minute, P4 or P9?"),
+    ),
+}  # fmt: skip
+TRIED, USABLE = 10, 3  # questions that the model writes of a kind before so many must be usable
+_ATTEMPTS = 3  # questions about a chunk, of which the first usable one is a probe
+_BEST = 3  # passages, of which each alone may answer a user's question
+_WRITTEN_TOKENS = 48
+_SHORT_TOKENS = 24
+_MOST_WORDS = 12  # of a reference
+_SAME = 0.5  # F1 above which two short answers say the same
+_SEARCHED_CHARS = 300  # of a chunk, for its nearest
+_POINTS_AWAY = frozenset(
+    ("document", "documents", "passage", "passages", "text", "author", "article", "paragraph", "sentence")
+)
+"""Words of questions that cannot be understood alone."""
+
+
+class Search(Protocol):
+    """Finds passages, as `ragserve.retrieval.passage_search.PassageSearch` does."""
+
+    async def search(
+        self, namespace: str, question: str, options: SearchOptions, *, sentences: bool = False
+    ) -> FoundPassages: ...
+
+
+class Probes:
+    """Makes probes with one engine and search."""
+
+    def __init__(
+        self, engine: Engine, search: Search, builder: PromptBuilder, namespace: str, room: int
+    ) -> None:
+        """``room``: tokens of the longest prompt."""
+        self._engine, self._search, self._builder = engine, search, builder
+        self._namespace, self._room = namespace, room
+        self._tried: Counter[Kind] = Counter()
+        self._used: Counter[Kind] = Counter()
+
+    def note(self, kind: Kind, *, usable: bool) -> None:
+        """Count what came of a question that an earlier run wrote."""
+        self._tried[kind] += 1
+        self._used[kind] += usable
+
+    def _writes(self, kind: Kind) -> bool:
+        return self._tried[kind] < TRIED or self._used[kind] * TRIED >= USABLE * self._tried[kind]
+
+    async def about(self, chunk: Chunk, *, two: bool = False) -> DrawnQuestion | None:
+        """Make a probe about a chunk, or with ``two`` about it and the chunk nearest to it; None where none
+        of a few questions can be used. Raises what the engine raises."""
+        id_ = str(chunk.chunk_id)
+        if two and self._writes("pair") and (other := await self._nearest(chunk)) is not None:
+            found = await self._written("pair", id_, TWO, [chunk, other])
+            if found is not None:
+                return found
+        draw = 0
+        for attempt in range(_ATTEMPTS):
+            if attempt == 0 and self._writes("written"):
+                found = await self._written("written", id_, ONE, [chunk])
+            else:
+                asked = cloze(chunk.text, random.Random(chunk.chunk_id), draw)
+                if asked is None:
+                    return None
+                draw += 1
+                found = await self._with_reference(DrawnQuestion(id_, "cloze", *asked), [chunk])
+            if found is not None:
+                return found
+        return None
+
+    async def of_user(self, question: DrawnQuestion) -> DrawnQuestion | None:
+        """Give a user's question a reference: what the best passages, each read alone, agree on; None where
+        they do not, or nothing in them answers."""
+        search = SearchOptions(_BEST)
+        found = passages((await self._search.search(self._namespace, question.text, search)).passages)
+        said = [answer for each in found if (answer := await self._stands(question.text, [each])) is not None]
+        if not said or any(token_f1(said[0], [other]) <= _SAME for other in said[1:]):
+            return None
+        return await self._earned(replace(question, references=(said[0],)))
+
+    async def _written(
+        self, kind: Kind, id_: str, wanted: str, chunks: Sequence[TitledText]
+    ) -> DrawnQuestion | None:
+        shots: list[Message] = []
+        for shown, asked in SHOTS[wanted]:
+            shots += [Message("user", f"{shown}\n\n{wanted}"), Message("assistant", asked)]
+        # in the question itself, as in the examples: it is the last one that is asked about
+        shown = "\n\n".join(f"{each.title}\n{each.text}".strip() for each in chunks)
+        text = await self._said(f"{shown}\n\n{wanted}", [], WRITER, _WRITTEN_TOKENS, shots)
+        question = written(text, [shot for _, shot in SHOTS[wanted]])
+        if question is None or _POINTS_AWAY & set(normalise(question).split()):
+            found = None
+        else:
+            found = await self._with_reference(DrawnQuestion(id_, kind, question), chunks)
+        self.note(kind, usable=found is not None)
+        return found
+
+    async def _with_reference(
+        self, question: DrawnQuestion, chunks: Sequence[TitledText]
+    ) -> DrawnQuestion | None:
+        """Add the reference, and check that only all of the chunks give it. A question with a gap knows what
+        it left out, and the model must find that."""
+        answer = await self._stands(question.text, chunks)
+        if answer is None:
+            return None
+        known = question.references
+        if known and not contains_answer(answer, known):
+            return None
+        found = question if known else replace(question, references=(answer,))
+        if not known and contains_answer(question.text, [answer]) and len(chunks) == 1:
+            return None
+        for each in chunks if len(chunks) > 1 else ():
+            if self._gives(await self._said(question.text, [each]), found.references):
+                return None
+        return await self._earned(found)
+
+    async def _earned(self, question: DrawnQuestion) -> DrawnQuestion | None:
+        """The question, unless the model knows its answer without any document."""
+        known = self._gives(await self._said(question.text, []), question.references)
+        return None if known else question
+
+    async def _stands(self, question: str, texts: Sequence[TitledText]) -> str | None:
+        """The model's answer over the texts alone; None unless it is short and stands in one of them."""
+        answer = (await self._said(question, texts)).strip()
+        words = normalise(answer).split()
+        if not words or len(words) > _MOST_WORDS or is_refusal(answer, [" "]):
+            return None
+        return answer if any(contains_answer(f"{t.title} {t.text}", [answer]) for t in texts) else None
+
+    @staticmethod
+    def _gives(answer: str, references: Sequence[str]) -> bool:
+        return contains_answer(answer, references) or token_f1(answer, references) > _SAME
+
+    async def _said(
+        self,
+        question: str,
+        texts: Sequence[TitledText],
+        system: str = SHORT,
+        tokens: int = _SHORT_TOKENS,
+        history: Sequence[Message] = (),
+    ) -> str:
+        documents = [PromptDocument("", each.title, each.text) for each in texts]
+        room = self._room - tokens
+        prompt = self._builder.build(
+            question, documents, max_prompt_tokens=room, history=history, system=system
+        )
+        sampling = Sampling(max_new_tokens=tokens, stop=prompt.stop)
+        request = GenerateRequest("tune", prompt.input_ids, self._namespace, sampling=sampling)
+        return (await first_token(self._engine, request)).text
+
+    async def _nearest(self, chunk: Chunk) -> RetrievedPassage | None:
+        found = await self._search.search(self._namespace, chunk.text[:_SEARCHED_CHARS], SearchOptions(_BEST))
+        others = [each for each in passages(found.passages) if each.chunk_id != chunk.chunk_id]
+        return others[0] if others else None
+
+
+def scored(answer: str, references: Sequence[str]) -> float:
+    """The score of an answer, 0 to 1: the mean of its token F1 and of whether it contains a reference."""
+    return (token_f1(answer, references) + contains_answer(answer, references)) / 2
+
+
+def differ(one: str, other: str) -> bool:
+    """Tell whether two answers say different things."""
+    return token_f1(one, [other]) <= _SAME

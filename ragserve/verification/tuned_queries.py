@@ -1,0 +1,39 @@
+"""How the questions of a comparison are asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ragserve.config import Settings
+from ragserve.profiles.gate import retriever_of, set_of
+from ragserve.retrieval.search_options import SearchOptions
+
+
+@dataclass(frozen=True, slots=True)
+class TunedQueries:
+    """They are searched for as ``/rag/query`` does by the server's settings. ``retriever``: these in words;
+    ``max_new_tokens`` of an answer."""
+
+    namespace: str
+    search: SearchOptions
+    max_new_tokens: int
+    retriever: str = ""
+
+    @classmethod
+    def of(cls, settings: Settings, namespace: str, max_new_tokens: int) -> TunedQueries:
+        """The queries of a server with these settings."""
+        search = SearchOptions(
+            settings.top_k,
+            retrieval=settings.retrieval,
+            rerank=settings.rerank,
+            candidates=settings.rerank_candidates,
+            neighbours=settings.neighbours,
+            context_tokens=settings.context_tokens,
+            dedupe=settings.dedupe,
+        )
+        return cls(namespace, search, max_new_tokens, retriever_of(settings))
+
+    @property
+    def set_name(self) -> str:
+        """The name of the questions in rows and in the gate's record."""
+        return set_of(self.namespace)

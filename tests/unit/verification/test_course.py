@@ -1,0 +1,76 @@
+"""What a comparison asks next: all candidates on a first part of the probes, then those picked on others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ragserve.verification.course import PICK, Course, course, picks, survivors
+
+LABELS = ["passages:count=1", "passages:count=3", "concat", "concat:recompute=all"]
+MS = {"full": 100.0, "passages:count=1": 20.0, "passages:count=3": 50.0, "concat": 30.0}
+
+
+def rows(
+    count: int, lost: dict[str, float], *, part: str = "pick", score: float = 1.0
+) -> list[dict[str, Any]]:
+    """Probes that full answers; ``lost``: the share of them that strategies lose."""
+    found: list[dict[str, Any]] = []
+    for number in range(count):
+        about: dict[str, Any] = {"id": str(number), "part": part, "error": None}
+        found.append({**about, "strategy": "full", "score": score, "ttft_ms": 100.0})
+        for label in LABELS:
+            own = 0.0 if (number * 7 % count) < lost.get(label, 0.0) * count else score
+            ms = MS.get(label, 98.0)
+            found.append({**about, "strategy": label, "score": own, "full_score": score, "ttft_ms": ms})
+    return found
+
+
+def following(known: list[dict[str, Any]], shut: frozenset[str] = frozenset(), **more: Any) -> Course:
+    return course(LABELS, known, margin=5.0, open_=lambda label: label not in shut, **more)
+
+
+def test_candidates_are_compared_first_and_then_the_picked_ones_on_other_probes() -> None:
+    assert following([]) == Course("pick", LABELS)
+    assert following(rows(PICK - 1, {})).part == "pick"
+    assert following(rows(PICK, {})) == Course("verify", ["passages:count=1", "concat"])
+    both = [*rows(10, {}), *rows(3, {}, part="verify")]
+    assert following(both).part == "verify", "what has begun goes on"
+    assert following(rows(8, {}), pick_time=lambda: False).part == "verify"
+    assert following(rows(7, {}), pick_time=lambda: False).part == "pick", "too few to pick by"
+
+
+def test_few_candidates_need_no_picking() -> None:
+    assert course(["concat"], [], margin=5.0, open_=lambda label: True) == Course("verify", ["concat"])
+
+
+def test_what_is_decided_is_asked_no_more_and_another_takes_the_place_of_what_was_refused() -> None:
+    known = rows(PICK, {})
+    assert following(known, frozenset({"passages:count=1"})).labels == ["concat", "passages:count=3"]
+    assert following(known, frozenset(LABELS)) == Course("verify", [])
+
+
+def test_what_can_change_nothing_is_asked_no_more() -> None:
+    """What is verified is as soon and as good."""
+    known = rows(PICK, {})
+    done = {"passages:count=1"}
+    found = following(known, frozenset(done), verified=lambda label: label in done)
+    assert found.labels == [], "the others are later and no better"
+    better = rows(PICK, {"passages:count=1": 0.05})
+    found = following(better, frozenset(done), verified=lambda label: label in done)
+    assert "concat" in found.labels
+
+
+def test_what_is_shown_to_lose_or_is_no_sooner_is_left_out() -> None:
+    left = survivors(LABELS, rows(20, {"concat": 0.9}), 5.0)
+    assert left == ["passages:count=1", "passages:count=3"], "everything computed again is no sooner"
+    assert survivors(LABELS, rows(7, {"concat": 1.0}), 5.0) == LABELS
+
+
+def test_the_soonest_of_the_best_is_picked_with_the_best_and_the_other_kind() -> None:
+    assert picks(LABELS, rows(40, {"passages:count=1": 0.5})) == ["concat", "passages:count=3"]
+    # within two points of the best
+    assert picks(LABELS, rows(100, {"passages:count=1": 0.01, "concat": 0.5})) == [
+        "passages:count=1",
+        "passages:count=3",
+    ]
+    assert picks(LABELS, []) == []
