@@ -12,6 +12,7 @@ import resource
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from time import process_time, thread_time
@@ -19,6 +20,10 @@ from typing import Any
 
 SIZE = 65_536  # characters
 LIMIT_S = 0.5  # of CPU; an operation in linear time takes up to 0.05 s
+# Smaller texts are tried first. What takes LIMIT_S for SIZE, and grows with the square of the size, takes a
+# 16th for a quarter: an operation that takes less than half of that is not tried on larger ones.
+SIZES = (SIZE // 16, SIZE // 4, SIZE)
+_LONG = 16  # characters of a unit: of longer ones a small text has too few
 _OWN = 8  # words of a pattern
 _BLANKS = (" ", "\n", "\t", "\r\n", " \n")
 _UNITS = (
@@ -29,26 +34,32 @@ _UNITS = (
 )
 
 
-def texts(pattern: str | bytes, flags: int) -> Iterator[tuple[str, str]]:
-    """Texts of SIZE characters with what they are: runs of blanks and marks, also between words or behind an
-    opening, and runs of the pattern's own words, alone and before blanks."""
+def texts(pattern: str | bytes, flags: int) -> Iterator[tuple[str, Callable[[int], str], int]]:
+    """Texts with what they are, by their size in characters, and the length of the unit that they repeat:
+    runs of blanks and marks, also between words or behind an opening, and runs of the pattern's own words,
+    alone and before blanks."""
     words = list(dict.fromkeys(_words(parser.parse(pattern, flags & ~re.DEBUG))))
     heads = list(dict.fromkeys("".join(words[:n]) for n in range(1, len(words) + 1)))
     own = list(dict.fromkeys((*words, *heads)))[:_OWN]
     for unit in (*_BLANKS, *_UNITS, *own):
-        yield repr(unit), _run(unit)
+        yield repr(unit), partial(_run, unit), len(unit)
     for unit in (*_BLANKS, '"', "«", "'", "`", *own):
-        yield f"'x' {unit!r} 'x'", "x" + _run(unit)[:-2] + "x"
+        yield f"'x' {unit!r} 'x'", partial(_between, "x", unit, "x"), len(unit)
     for start in dict.fromkeys(("1", "#", "<!--", "x\n", *own)):
         for unit in (" ", "\n", "a", "1", ".", "<!-- -->"):
-            yield f"{start!r} {unit!r}", start + _run(unit)[: -len(start) - 1] + "\x01"
+            yield f"{start!r} {unit!r}", partial(_between, start, unit, "\x01"), len(unit)
     for start in own:
         for unit in (" ", "a", "1", " " * 200):
-            yield f"{start + unit!r}", _run(start + unit)
+            yield f"{start + unit!r}", partial(_run, start + unit), len(start + unit)
 
 
-def _run(unit: str) -> str:
-    return (unit * (SIZE // len(unit) + 1))[:SIZE]
+@lru_cache(256)
+def _run(unit: str, size: int) -> str:
+    return (unit * (size // len(unit) + 1))[:size]
+
+
+def _between(start: str, unit: str, end: str, size: int) -> str:
+    return start + _run(unit, size)[: -len(start + end)] + end
 
 
 def _words(parsed: Any) -> Iterator[str]:
@@ -91,16 +102,27 @@ _WORST = ("finditer", "fullmatch")  # search and sub are parts of the first, mat
 def main() -> None:
     for name, source, flags in json.load(sys.stdin):
         pattern = re.compile(bytes(source) if isinstance(source, list) else source, flags)
-        for n, (what, text) in enumerate(texts(pattern.pattern, flags)):
-            own: Any = text.encode("utf-8", "replace") if isinstance(source, list) else text
+        for n, (what, text, unit) in enumerate(texts(pattern.pattern, flags)):
             for operation in _OPERATIONS if n < len(_BLANKS) else _WORST:
-                stop = int(process_time() + LIMIT_S + 1.5)
-                resource.setrlimit(resource.RLIMIT_CPU, (stop, resource.RLIM_INFINITY))
-                print(f"{name}.{operation} over {what}", flush=True)
-                start = thread_time()
-                _OPERATIONS[operation](pattern, own)
-                if thread_time() - start > LIMIT_S:
-                    sys.exit(1)
+                for size in (SIZE,) if unit > _LONG else SIZES:
+                    own: Any = text(size)
+                    if isinstance(source, list):
+                        own = own.encode("utf-8", "replace")
+                    taken = _seconds(f"{name}.{operation} over {what}", operation, pattern, own)
+                    if taken > LIMIT_S:
+                        sys.exit(1)
+                    if taken < LIMIT_S / 2 * (size / SIZE) ** 2:
+                        break
+
+
+def _seconds(what: str, operation: str, pattern: re.Pattern[Any], text: Any) -> float:
+    """CPU seconds of an operation. It is announced, and its process ends if it takes for ever."""
+    stop = int(process_time() + LIMIT_S + 1.5)
+    resource.setrlimit(resource.RLIMIT_CPU, (stop, resource.RLIM_INFINITY))
+    print(what, flush=True)
+    start = thread_time()
+    _OPERATIONS[operation](pattern, text)
+    return thread_time() - start
 
 
 if __name__ == "__main__":
