@@ -24,6 +24,7 @@ from ragserve_index.structures.base import IdSelection
 from ragserve_index.structures.flat import Sq8
 from ragserve_index.structures.hnsw import Hnsw
 from ragserve_index.structures.ivf import Ivf
+from tests.conftest import EXHAUSTIVE
 from tests.unit.index.index_samples import (
     TYPES,
     all_chunks,
@@ -40,6 +41,7 @@ from tests.unit.index.index_samples import (
 )
 
 DOCUMENTS, CHUNKS = 6, 10
+EDITIONS, SEARCHERS = (40, 4) if EXHAUSTIVE else (16, 3)  # written while so many threads search
 pytestmark = on_registries
 
 
@@ -91,13 +93,13 @@ def test_searches_see_one_version_while_another_thread_writes(
                 n += 1
             return n
 
-        with ThreadPoolExecutor(4) as threads:
-            searches = [threads.submit(search, i) for i in range(4)]
-            for edition in range(1, 40):
+        with ThreadPoolExecutor(SEARCHERS) as threads:
+            searches = [threads.submit(search, i) for i in range(SEARCHERS)]
+            for edition in range(1, EDITIONS):
                 write_edition(store, edition)
-                if edition % 13 == 0:
+                if edition % (EDITIONS // 3) == 0:
                     store.save()
-                if edition == 20:
+                if edition == EDITIONS // 2:
                     store.rebuild("n")
             done.set()
             assert all(future.result() > 0 for future in searches)

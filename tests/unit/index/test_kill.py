@@ -100,12 +100,12 @@ def test_killed(tmp_path: Path, index_type: str, mode: str) -> None:
 @on_sqlite
 @pytest.mark.parametrize("index_type", ["flat", "hnsw"] if EXHAUSTIVE else ["hnsw"])
 def test_killed_line_by_line(tmp_path: Path, index_type: str) -> None:
-    """Kill at every line that a write and a save run through, or at every nineteenth in the short form."""
+    """Kill at every line that a write and a save run through, or at every 29th in the short form."""
     make_old(tmp_path / "base", index_type)
     seen: set[int] = set()
     step = killed = 0
     while True:
-        step += 1 if EXHAUSTIVE else 19
+        step += 1 if EXHAUSTIVE else 29
         data_dir = tmp_path / str(step)
         shutil.copytree(tmp_path / "base", data_dir)
         alive = not child_killed_at(step, data_dir)
