@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis.internal import entropy
 
 from sglang_ext.sglang_internals.imports import collect_again
+from tests.environment import set_environment
 from tests.unit.api.browser import PROGRAM
 
 EXHAUSTIVE = os.environ.get("RAGSERVE_EXHAUSTIVE") == "1"
@@ -27,10 +28,7 @@ settings.load_profile("long" if EXHAUSTIVE else "suite")
 # Hypothesis would save and restore numpy's global generator around every example: 0.3 ms, and nobody uses it.
 entropy.NP_RANDOM = object()
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Set before torch is imported: with more threads than cores, spinning threads are ten times slower.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+set_environment()
 
 
 def _one_certificate() -> str:

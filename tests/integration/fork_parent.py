@@ -48,13 +48,15 @@ MODULES = (
 MESSAGE_BYTES = 2**17
 
 
-def _import() -> None:
+def import_modules() -> None:
+    """Import `MODULES`, which are not collected as garbage."""
     gc.disable()
     without_sklearn()
     prepare()
     for name in MODULES:
         importlib.import_module(name)
     with_sklearn()
+    importlib.import_module("sentence_transformers")  # by servers; with scikit-learn
     collect_again()
 
 
@@ -102,8 +104,13 @@ def _become(module: str, arguments: list[str], env: dict[str, str], cwd: str) ->
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def serve(requests: socket.socket) -> None:
+    """Serve requests, until nobody asks any more. Returns in each child, too, when its program has ended."""
+    if request := _serve(requests):
+        _become(**request)
+
+
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[2]))
-    _import()
-    if request := _serve(socket.socket(fileno=int(sys.argv[1]))):
-        _become(**request)
+    import_modules()
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import select
@@ -67,10 +66,15 @@ class Forked:
 
 
 class ForkParent:
-    """The process that is forked. It ends with this one."""
+    """The process that is forked: that at the other end of ``sock``, or one of its own, which ends with
+    this one."""
 
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, sock: socket.socket | None = None) -> None:
+        self._process = None
+        self._socket = sock or self._started()
+
+    def _started(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             program = [sys.executable, "-m", "tests.integration.fork_parent"]
             self._process = subprocess.Popen(
@@ -80,6 +84,7 @@ class ForkParent:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        return ours
 
     def start(
         self,
@@ -102,16 +107,26 @@ class ForkParent:
 
     def end(self) -> None:
         self._socket.close()
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
 
 
-@functools.cache
+_parents: list[ForkParent] = []
+
+
+def ask(sock: socket.socket) -> None:
+    """Have servers of this process forked by the process at the other end, see `fork_parent.serve`."""
+    _parents.append(ForkParent(sock))
+
+
 def fork_parent() -> ForkParent:
-    return ForkParent()
+    """The one of this process."""
+    if not _parents:
+        _parents.append(ForkParent())
+    return _parents[0]
 
 
 def end_fork_parent() -> None:
-    """At the end of the session, if a test has started one."""
-    if fork_parent.cache_info().currsize:
-        fork_parent().end()
-        fork_parent.cache_clear()
+    """At the end of the session, if there is one."""
+    while _parents:
+        _parents.pop().end()

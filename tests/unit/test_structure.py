@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.wire.protocol import SGLANG_VERSION
+from tests.groups import groups
 from tests.unit.field_writers import FieldWriters
 
 REPO = Path(__file__).resolve().parents[2]
@@ -406,11 +407,17 @@ def test_pre_commit_runs_the_pinned_tools() -> None:
     assert tools <= pinned
 
 
-def test_files_whose_engine_another_group_has_are_named_in_scripts_test() -> None:
-    """Left out, a file is in the group of the default engine, which would start its engine once more."""
-    groups = (REPO / "scripts" / "test").read_text(encoding="utf-8")
-    engine = re.compile(r"\b(?:(?:parallel|stress|streaming)_server|small_engine)\b")
-    named = set(re.findall(r"\w+", groups))
-    for file in sorted((REPO / "tests" / "integration").glob("test_*.py")):
-        if engine.search(file.read_text(encoding="utf-8")):
-            assert named & {file.stem, file.stem.removeprefix("test_")}, file.name
+def test_every_file_of_tests_is_in_one_group_with_those_of_its_engine() -> None:
+    """Another group would start that engine once more."""
+    made = groups()
+    for file in sorted((REPO / "tests").rglob("test_*.py")):
+        path = file.relative_to(REPO)
+        mine = [
+            group.name
+            for group in made
+            if any(path.is_relative_to(each) for each in group.paths)
+            and not any(path.is_relative_to(each) for each in group.ignored)
+        ]
+        assert len(mine) == 1, path
+        if mine == ["other engines"]:
+            assert not re.search(r"\b(?:quick|locked)_server\b", file.read_text(encoding="utf-8")), path
