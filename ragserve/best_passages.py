@@ -129,7 +129,13 @@ def choice_of(strategy: str, options: Mapping[str, Any]) -> tuple[PassagesOption
     rest = dict(options)
     if strategy == PASSAGES:
         return PassagesOptions.of(rest), {}
-    if strategy not in STRATEGY_OPTIONS or PASSAGES not in rest:
+    is_chosen = strategy in STRATEGY_OPTIONS and PASSAGES in rest
+    if rest.get("recompute") == "all" and (is_chosen or (strategy == "samkv" and rest.get("keep") != 1)):
+        raise PlanError(
+            f"strategy {strategy!r} with recompute=all uses no stored KV of what it keeps; strategy "
+            f"{PASSAGES!r} with the same keep prefills as much exactly, and sooner"
+        )
+    if not is_chosen:
         return None, rest
     owner = f"{PASSAGES} of strategy {strategy!r}"
     given = rest.pop(PASSAGES)

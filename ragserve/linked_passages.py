@@ -8,10 +8,12 @@ question lacks. No model is asked, and nothing is embedded: 250 passages of 100 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, pairwise
 
 import numpy as np
@@ -86,31 +88,29 @@ def linked(
 
 
 class _Words:
-    """What ``linked_order`` reads off the words of n passages. ``matches`` [n]: BM25 for the question.
+    """What `linked` reads off the words of n passages. ``matches`` [n]: BM25 for the question.
     ``titles_asked`` [n]: share of a title's weight that the question has. ``title_links`` and ``name_links``
     [n, n]: what passage i (row) says about passage j, from 0 to 1; 0 between passages of one title."""
 
     def __init__(self, question: str, passages: Sequence[tuple[str, str]]) -> None:
-        forms = _Forms()
-        read = [forms.of(f"{title}\n{text}") for title, text in passages]
-        own_titles = [[term for term, _ in forms.of(_ASIDE.sub("", title))] for title, _ in passages]
-        asked = {term for term, _ in forms.of(question)}
-        counts = [Counter([term for term, _ in terms]) for terms in read]
-        spread = Counter(chain.from_iterable(counts))
+        read = [_read(f"{title}\n{text}") for title, text in passages]
+        own_titles = [_read(_ASIDE.sub("", title)).terms for title, _ in passages]
+        asked = set(_read(question).terms)
+        spread = Counter(chain.from_iterable(each.counts for each in read))
         linking = (term for term, held in spread.items() if held > 1 or term in asked)
         column = {term: number for number, term in enumerate(linking)}
         n = len(passages)
         frequency = np.zeros((n, len(column)), dtype=np.float32)
         wanted = np.zeros_like(frequency)
-        for row, own in enumerate(counts):
-            known = [term for term in own if term in column]
-            frequency[row, [column[term] for term in known]] = [own[term] for term in known]
-            named = {term for term, is_name in set(read[row]) if is_name}
-            for term in known:
-                if term not in asked and (len(term) >= _SHORTEST or _is_unspaced(term)):
-                    wanted[row, column[term]] = 1.0 if term in named else _PLAIN
-        rarity = {term: np.log1p((n - held + 0.5) / (held + 0.5)) for term, held in spread.items()}
-        lengths = np.array([max(1, len(terms)) for terms in read], dtype=np.float32)
+        for row, own in enumerate(read):
+            at = np.array([column.get(term, -1) for term in own.counts], dtype=np.int64)
+            is_linking = at >= 0
+            frequency[row, at[is_linking]] = own.frequency[is_linking]
+            wanted[row, at[is_linking]] = own.links[is_linking]
+        wanted[:, [column[term] for term in asked if term in column]] = 0.0
+        rare = [0.0, *(math.log1p((n - held + 0.5) / (held + 0.5)) for held in range(1, n + 1))]
+        rarity = {term: rare[held] for term, held in spread.items()}
+        lengths = np.array([max(1, len(each.terms)) for each in read], dtype=np.float32)
         norm = _K1 * (1 - _B + _B * lengths / lengths.mean())[:, None]
         weight = frequency * (_K1 + 1) / (frequency + norm)
         weight *= np.array([rarity[term] for term in column], dtype=np.float32)
@@ -126,34 +126,50 @@ class _Words:
             if not title or asked.issuperset(title) or not column.keys() >= set(title):
                 continue
             holding = (frequency[:, [column[term] for term in title]] > 0).all(1) & others[:, number]
+            phrase = f" {' '.join(title)} "
             for row in np.flatnonzero(holding):
-                if _has_phrase(read[row], title):
+                if phrase in read[row].text:
                     self.title_links[row, number] = self.title_links[number, row] = 1.0
 
 
-class _Forms(dict[str, tuple[str, bool]]):
-    """The term of a word, and whether the word is written as a name or a number is; found when first asked
-    for."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """A text's words. ``terms``: in order, with those of scripts without spaces; ``counts``: how often each
+    stands there; in its order ``frequency`` f32, the same, and ``links`` f32, a term's weight where it links
+    to other passages; ``text``: all terms, between spaces."""
 
-    def __missing__(self, word: str) -> tuple[str, bool]:
-        found = self[word] = folded(word)[:_STEM], word[0].isupper() or word[0].isdigit()
-        return found
+    terms: tuple[str, ...]
+    counts: Mapping[str, int]
+    frequency: npt.NDArray[np.float32]
+    links: npt.NDArray[np.float32]
+    text: str
 
-    def of(self, text: str) -> list[tuple[str, bool]]:
-        """Those of a text, in order; of a script without spaces, characters and pairs of neighbours."""
-        words = _WORD.findall(text)
-        if not text.isascii():
-            words += [a + b for a, b in pairwise(words) if _is_unspaced(a) and _is_unspaced(b)]
-        return [self[word] for word in words]
+
+@lru_cache(maxsize=4096)
+def _read(text: str) -> _Read:
+    """The words of a text. Passages are found again and again, and reading them is half of the time."""
+    words = _WORD.findall(text)
+    if not text.isascii():
+        words += [a + b for a, b in pairwise(words) if _is_unspaced(a) and _is_unspaced(b)]
+    terms = tuple([_term(word) for word in words])
+    counts = Counter(terms)
+    named = {term for term, word in zip(terms, words, strict=True) if word[0].isupper() or word[0].isdigit()}
+    links = [
+        (1.0 if term in named else _PLAIN) if len(term) >= _SHORTEST or _is_unspaced(term) else 0.0
+        for term in counts
+    ]
+    frequency = np.array(list(counts.values()), dtype=np.float32)
+    return _Read(terms, counts, frequency, np.array(links, dtype=np.float32), f" {' '.join(terms)} ")
+
+
+@lru_cache(maxsize=2**16)
+def _term(word: str) -> str:
+    """What stands for a word: folded, without what inflection changes."""
+    return folded(word)[:_STEM]
 
 
 def _is_unspaced(word: str) -> bool:
     return _CHARACTER.match(word) is not None
-
-
-def _has_phrase(terms: Sequence[tuple[str, bool]], phrase: Sequence[str]) -> bool:
-    text = " ".join(term for term, _ in terms)
-    return f" {' '.join(phrase)} " in f" {text} "
 
 
 def _share(title: Sequence[str], asked: set[str], rarity: dict[str, float]) -> float:

@@ -54,13 +54,15 @@ _MATTER = (*_KEY, "ttft ms", "times sooner than full", "error")  # of the column
 class ContextCase:
     """A strategy with options, and the tiers that its documents are read from ("": an exact strategy, none).
 
-    ``every_size``: measure it with every document size, not the first one only."""
+    ``every_size``: measure it with every document size, not the first one only; ``lengths``: at these context
+    lengths only, all if empty."""
 
     name: str
     strategy: str
     options: dict[str, Any] = field(default_factory=dict)
     tiers: tuple[str, ...] = ("",)
     every_size: bool = True
+    lengths: tuple[int, ...] = ()
 
 
 _SAMKV = {"keep": 0.15}
@@ -96,6 +98,7 @@ def run(
     cases: Sequence[ContextCase] = CASES,
     repeats: int = 5,
     merge: Path | None = None,
+    with_auto: bool = True,
     **settings: Any,
 ) -> dict[str, Any]:
     """Measure a row per length, document size, case and tier; the JSON is rewritten after each.
@@ -105,6 +108,7 @@ def run(
         document_tokens: Sizes of one document.
         shape: `embedded` (the small model) or one of `model_shapes.SHAPES`, with random weights.
         merge: An earlier report, whose rows stay unless they are measured again.
+        with_auto: Measure `auto` at short contexts, too.
         settings: Settings of the engine.
 
     Raises:
@@ -136,9 +140,10 @@ def run(
         for size in document_tokens:
             wanted = [case for case in cases if case.every_size or size == document_tokens[0]]
             for length in lengths:
-                async for row in _rows(engine, length, size, wanted, full_ms, repeats):
+                here = [case for case in wanted if not case.lengths or length in case.lengths]
+                async for row in _rows(engine, length, size, here, full_ms, repeats):
                     report.add(row, run=run_at)
-            if size == document_tokens[0] and len(lengths) > 1:
+            if with_auto and size == document_tokens[0] and len(lengths) > 1:
                 samples = cost_samples(report.rows, wanted)
                 for length in (each for each in lengths if each <= SHORT):
                     async for row in _auto_rows(engine, length, size, samples, repeats):

@@ -67,6 +67,27 @@ def test_json_and_stream_give_the_same_answer(server: Any, namespace: str) -> No
         assert context["tokens_recomputed"] + context["tokens_by_tier"]["device"] == context["tokens_kept"]
 
 
+def test_the_best_passages_alone_are_read_and_composed(server: Any, namespace: str) -> None:
+    """Exact and from stored KV the same passages are read, and the composed answer with a whole recomputation
+    of them is the exact one."""
+    body = {"query": ROWS[0]["question"], "namespace": namespace, "k": 8, "max_new_tokens": 24}
+    keep = {"keep": 0.4}
+    exact = server.client.post("/rag/query", json={**body, "strategy": "passages", "strategy_options": keep})
+    everything = server.client.post("/rag/query", json={**body, "strategy": "full"}).json()
+    assert exact.status_code == 200, exact.text
+    read = exact.json()["usage"]["prompt"]
+    assert read < 0.7 * everything["usage"]["prompt"]
+    for own, recomputed in (({}, 0.0), ({"recompute": "question", "share": 1.0}, 1.0)):
+        options = {"passages": keep, "force": True, **own}
+        asked = {**body, "strategy": "concat", "strategy_options": options}
+        answer = server.client.post("/rag/query", json=asked).json()
+        assert answer["usage"]["prompt"] == read
+        context = answer["context"]
+        assert context["strategy"] == "concat"
+        assert context["tokens_recomputed"] == pytest.approx(recomputed * context["tokens_kept"], rel=0.3)
+    assert answer["answer"] == exact.json()["answer"]
+
+
 def test_full_answers_as_plain_sglang_does_token_for_token(server: Any, namespace: str) -> None:
     """The prompt rebuilt from /rag/retrieve, sent to SGLang's own route."""
     info = server.client.get("/info").json()

@@ -115,3 +115,16 @@ def test_sessions_and_measurements_of_whole_prompts_need_more(text: str) -> None
     assert not keeps_whole(spec)
     with pytest.raises(InvalidRequest, match="reads the best passages alone"):
         check_read_whole([StrategySpec("full"), spec])
+
+
+@pytest.mark.parametrize(
+    "text", ["samkv:recompute=all", "samkv:keep=0.5,recompute=all", "concat:passages.keep=1,recompute=all"]
+)
+def test_what_computes_all_that_it_keeps_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="strategy 'passages' with the same keep"):
+        parse(text, ["samkv", "concat"])
+
+
+@pytest.mark.parametrize("text", ["samkv:keep=1,recompute=all", "concat:recompute=all"])
+def test_exactness_of_the_whole_can_be_checked(text: str) -> None:
+    parse(text, ["samkv", "concat"])
