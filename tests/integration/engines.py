@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,12 @@ from typing import Any
 import httpx
 import torch
 
-from ragserve.engine.running_server import RunningServer, running_server
+from ragserve.engine.running_server import RunningServer
 from sglang_ext.attention.pools.streaming_heads import save_pattern
 from tests.conftest import REPO
 from tests.integration.forked_starts import fork_parent, forked_server
 from tests.integration.models import LLAMA3, random_llama
 
-Start = Callable[..., contextlib.AbstractContextManager[RunningServer]]
 RANKS = 2
 PARALLEL_PAGE, PARALLEL_LOGICAL = 16, 4
 GATES = torch.rand(
@@ -75,21 +74,18 @@ class Server:
 @contextlib.contextmanager
 def default(folder: Path) -> Iterator[Server]:
     """The defaults and the embedded model, with control routes, by which commands that start an engine of
-    their own are given this one (`served_engine`). Its processes are spawned, as users' are."""
-    flags = {"control_routes": True, "env": _DUMPER}
-    with started(folder / "data", start=running_server, **flags) as server:
+    their own are given this one (`served_engine`)."""
+    with started(folder / "data", control_routes=True, env=_DUMPER) as server:
         yield server
 
 
 @contextlib.contextmanager
-def started(
-    data_dir: Path, *, storage: Path | None = None, start: Start = forked_server, **flags: Any
-) -> Iterator[Server]:
-    """Start a server that caches only what a test asks for. The engine's processes are forked, unless
-    ``start`` is `running_server`. It computes in float32, as `forked_server`."""
+def started(data_dir: Path, *, storage: Path | None = None, **flags: Any) -> Iterator[Server]:
+    """Start a server that caches only what a test asks for. It and the engine's processes are forked; users'
+    are spawned, as those of `test_wheel` and `warmed_elsewhere`. It computes in float32, as `forked_server`."""
     flags = {"dtype": "float32"} | flags
     with (
-        start(data_dir=data_dir, warm_ingested=False, **flags) as running,
+        forked_server(data_dir=data_dir, warm_ingested=False, **flags) as running,
         running.client() as client,
     ):
         yield Server(running, client, flags.get("model"), storage)

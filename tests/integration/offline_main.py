@@ -50,6 +50,8 @@ def main(work: Path, model: str) -> None:
         raw = client.post("/generate", json={"input_ids": [5, 6, 7], "sampling_params": sampling})
         info = client.get("/info").json()
         engine = psutil.Process(server.process.pid).children(recursive=True)
+        maps = [Path(f"/proc/{each.pid}/maps").read_text() for each in engine]
+        memory, said = server.resident_bytes(), server.log.read_text()
         server.process.kill()
         _, left = psutil.wait_procs(engine, timeout=120)
     out = {
@@ -58,7 +60,9 @@ def main(work: Path, model: str) -> None:
         "answer": answer.json(),
         "info": info,
     }
-    out |= {"processes": len(engine), "left": len(left)}
+    out |= {"processes": len(engine), "left": len(left), "resident_bytes": memory}
+    out |= {"with_torch": sum("libtorch_cpu" in each for each in maps)}
+    out |= {"with_sklearn": sum("/sklearn/" in each for each in maps), "log": said}
     out |= {"full": full.json(), "composed": {"status": composed.status_code, "text": composed.text}}
     print(json.dumps(out | {"raw": {"status": raw.status_code, "text": raw.text}}))
 

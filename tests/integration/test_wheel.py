@@ -1,6 +1,7 @@
 """An installed wheel works without the checkout and without a network: it brings the model, its gate and the
 pins, and serves another model: another architecture, vocabulary layout, chat template and rotary positions.
-Positions of that model cannot be shifted, so documents' KV is not composed; all else works.
+Positions of that model cannot be shifted, so documents' KV is not composed; all else works. Its processes are
+spawned, as users' are: what they load, hold and say.
 """
 
 from __future__ import annotations
@@ -164,4 +165,9 @@ def test_a_wheel_serves_without_checkout_and_network(
         assert "'prefix' or 'full'" in refusal["text"], "what to do"
     assert out["answer"]["citations"][0]["text"].startswith("The lighthouse of Orrin")
     assert out["processes"] >= 2, "the scheduler and the detokenizer"
+    assert out["with_torch"] == 2, "these only"
+    assert out["with_sklearn"] == 0, "which they never use"
+    assert out["resident_bytes"] < 5 * 2**30
+    for noise in ("UserWarning", "Ignore import error", "init_cpu_threads_env", "RLIMIT_NOFILE"):
+        assert noise not in out["log"]
     assert out["left"] == 0, "ten seconds after the server was killed"
