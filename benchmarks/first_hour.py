@@ -71,21 +71,25 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("articles", type=Path)
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--first", type=int, default=ARTICLES, help="articles to ingest")
+    parser.add_argument("--ask", type=int, default=len(QUESTIONS), help="questions to ask")
     parser.add_argument("--work", type=Path, help="folder of files and data; default: one that goes")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         work = options.work or Path(temporary)
-        options.out.write_text(page(options.model, options.articles, work), encoding="utf-8")
+        articles = list(first(options.articles, options.first))
+        questions = list(QUESTIONS)[: options.ask]
+        options.out.write_text(page(options.model, articles, questions, work), encoding="utf-8")
     print(f"written: {options.out}")
     return 0
 
 
-def page(model: Path, articles: Path, work: Path) -> str:
+def page(model: Path, articles: Sequence[dict[str, Any]], questions: Sequence[str], work: Path) -> str:
     """Run everything and return the page."""
     files, data = work / "articles", work / "data"
     shutil.rmtree(files, ignore_errors=True)
     files.mkdir(parents=True)
-    for number, article in enumerate(first(articles, ARTICLES), 1):
+    for number, article in enumerate(articles, 1):
         text = f"{article['title']}\n\n{article['text']}"
         (files / f"{number:03d}.txt").write_text(text, encoding="utf-8")
     ingested, ingest_s = run("ingest", str(files), "--namespace", NAMESPACE, *where(data, model))
@@ -94,9 +98,9 @@ def page(model: Path, articles: Path, work: Path) -> str:
     with running_server(data_dir=data, model=model) as server, Client(server.url) as client:
         start_s = server.start_s
         info = client.info()
-        asked = [ask(client, question) for question in (*QUESTIONS, NOT_THERE)]
+        asked = [ask(client, question) for question in (*questions, NOT_THERE)]
         query = ("--namespace", NAMESPACE, "--url", server.url, "--strategy", "prefix")
-        shown, _ = run("query", next(iter(QUESTIONS)), *query)
+        shown, _ = run("query", questions[0], *query)
         doubted, _ = run("query", NOT_THERE, *query)
     right = [sum(each.is_right(answer(each)) for each in asked) for answer in (_exact, _composed)]
     return "\n".join(
@@ -108,7 +112,7 @@ def page(model: Path, articles: Path, work: Path) -> str:
             "benchmarks.first_hour` makes. Every command was run; paths are shortened.",
             "",
             f"Model {model.name} in {info.engine['dtype']}, ragserve {info.versions['ragserve']}, SGLang "
-            f"{info.versions['sglang']}, {ARTICLES} articles of an English encyclopedia.",
+            f"{info.versions['sglang']}, {len(articles)} articles of an English encyclopedia.",
             "",
             f"## Ingest: {ingest_s:.0f} s",
             "",
@@ -124,10 +128,10 @@ def page(model: Path, articles: Path, work: Path) -> str:
             "",
             "## Ask",
             "",
-            *console(f'ragserve query "{next(iter(QUESTIONS))}" -n {NAMESPACE} --strategy prefix', shown),
+            *console(f'ragserve query "{questions[0]}" -n {NAMESPACE} --strategy prefix', shown),
             "",
-            "Ten questions, each exactly (`prefix`) and composed from the documents' KV (`concat`, "
-            "`recompute=question`, `share=0.15`, forced: nothing is verified in the first hour). "
+            f"{len(questions)} questions, each exactly (`prefix`) and composed from the documents' KV "
+            "(`concat`, `recompute=question`, `share=0.15`, forced: nothing is verified in the first hour). "
             "Milliseconds from the request to the first token; of composed answers once the documents' KV is "
             "stored, and at first, when it is computed. Cited are passages of five that support the answer "
             "([how](answers.md#citations)).",
@@ -136,8 +140,8 @@ def page(model: Path, articles: Path, work: Path) -> str:
             "|---|---|---|---|---|---|---|---|",
             *(f"| {row(each)} |" for each in asked[:-1]),
             "",
-            f"Right, by the words that an answer must contain: {right[0]} of 10 exact, {right[1]} composed. "
-            "A model of this size makes mistakes with the right passages before it.",
+            f"Right, by the words that an answer must contain: {right[0]} exact and {right[1]} composed of "
+            f"{len(questions)}. A model of this size makes mistakes with the right passages before it.",
             "",
             "## What is not there",
             "",

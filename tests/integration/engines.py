@@ -81,8 +81,9 @@ def default(folder: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def started(data_dir: Path, *, storage: Path | None = None, **flags: Any) -> Iterator[Server]:
-    """Start a server that caches only what a test asks for. It and the engine's processes are forked; users'
-    are spawned, as those of `test_wheel` and `warmed_elsewhere`. It computes in float32, as `forked_server`."""
+    """Start a server that caches only what a test asks for, and computes in float32, as `forked_server`. It
+    and the engine's processes are forked; users' are spawned, as those of `test_wheel` and
+    `warmed_elsewhere`."""
     flags = {"dtype": "float32"} | flags
     with (
         forked_server(data_dir=data_dir, warm_ingested=False, **flags) as running,

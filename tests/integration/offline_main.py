@@ -43,6 +43,7 @@ def main(work: Path, model: str) -> None:
             time.sleep(0.05)
         question = {"query": "Who built the lighthouse?", "namespace": "n", "max_new_tokens": 8}
         answer = client.post("/rag/query", json=question)
+        found = client.post("/rag/retrieve", json={"query": question["query"], "namespace": "n"})
         full = client.post("/rag/query", json=question | {"strategy": "full"})
         composed = client.post("/rag/query", json=question | {"strategy": "concat"})
         plan = ContextPlan("compose", "n", "concat", (Span(0, 2),)).to_json()
@@ -58,6 +59,7 @@ def main(work: Path, model: str) -> None:
         "ingested": state,
         "status": answer.status_code,
         "answer": answer.json(),
+        "found": found.json(),
         "info": info,
     }
     out |= {"processes": len(engine), "left": len(left), "resident_bytes": memory}

@@ -280,7 +280,8 @@ def test_deleting_a_document_deletes_its_kv_from_every_tier(server: Any) -> None
     assert answer["usage"]["cached"] == 0
     held = client.get("/rag/cache").json()
     assert held["host"]["namespaces"]["deletions"]["documents"] == 2, "the document and the system text"
-    doc_id = answer["citations"][0]["doc_id"]
+    (listed,) = client.get("/rag/documents", params={"namespace": "deletions"}).json()["documents"]
+    doc_id = listed["doc_id"]
     assert client.delete(f"/rag/documents/{doc_id}", params={"namespace": "deletions"}).status_code == 200
     left = client.get("/rag/cache").json()
     assert left["host"]["namespaces"]["deletions"]["documents"] == 1

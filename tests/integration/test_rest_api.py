@@ -43,7 +43,9 @@ def test_json_and_stream_give_the_same_answer(server: Any, namespace: str) -> No
         body = {"query": row["question"], "namespace": namespace, "k": 4, "max_new_tokens": 24}
         whole = server.client.post("/rag/query", json=body).json()
         assert whole["answer"]
-        assert 1 <= len(whole["citations"]) <= 4
+        assert {each["index"] for each in whole["citations"]} == {
+            index for sentence in whole["sentences"] for index in sentence["passages"]
+        }
         assert whole["usage"]["prompt"] > whole["context"]["tokens_kept"] > 100
         assert whole["timings"]["embed_ms"] > 0
         assert whole["timings"]["prefill_ms"] > 0
@@ -136,7 +138,8 @@ def test_openais_client(server: Any, namespace: str, stream: bool) -> None:
             )
             assert chunks[-1].usage.completion_tokens > 0
             answer = chunks[-2]
-        assert answer.citations[0]["text"]
+        supported = {index for each in answer.ragserve["sentences"] for index in each["passages"]}
+        assert {each["index"] for each in answer.citations} == supported
         messages += [
             {"role": "assistant", "content": content},
             {"role": "user", "content": "And who said so in the documents above?"},

@@ -163,7 +163,7 @@ def test_a_wheel_serves_without_checkout_and_network(
     for refusal in (out["composed"], out["raw"]):
         assert "YaRNScalingRotaryEmbedding" in refusal["text"], "what the model has"
         assert "'prefix' or 'full'" in refusal["text"], "what to do"
-    assert out["answer"]["citations"][0]["text"].startswith("The lighthouse of Orrin")
+    assert out["found"]["results"][0]["text"].startswith("The lighthouse of Orrin")
     assert out["processes"] >= 2, "the scheduler and the detokenizer"
     assert out["with_torch"] == 2, "these only"
     assert out["with_sklearn"] == 0, "which they never use"

@@ -21,7 +21,6 @@ from tests.unit.test_structure import modules
 BUILT = {
     "ragserve.answering.chat_template": ["(<\\|im_start\\|>|<s>)"],
     "ragserve.ingest.parsers.delimited": ['"(?:(?!,)\\s)*+(?=,|$)'],
-    "ragserve.answering.citations": ["(?<!\\w)a\\ a\\ b(?!\\w)"],
 }
 Probe = tuple[str, str | list[int], int]
 
