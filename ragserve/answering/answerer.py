@@ -20,6 +20,7 @@ from ragserve.answering.doubts import doubts
 from ragserve.answering.follow_ups import DialogueSearch, Found
 from ragserve.answering.in_flight import InFlight, QueryLimiter
 from ragserve.answering.laid_out import LaidOutTurn, check_room, laid_out_request, own_options
+from ragserve.answering.offered import check_offered
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.query import Query
 from ragserve.answering.results import (
@@ -332,39 +333,9 @@ class Answerer:
         yield FinalAnswer(result, ())
 
     def _check(self, request: GenerateRequest) -> None:
-        info = self._engine.info
-        more = ", without decode_heads_pool='own'"
-        if request.decode and not info.sparse_decode:
-            raise InvalidRequest(
-                "This engine has no sparse decoding.",
-                hint=f"Start the server with --sparse-attention on{more}, or omit decode.",
-                param="decode",
-            )
-        if request.prefill and not info.sparse_prefill:
-            raise InvalidRequest(
-                "This engine has no sparse prefill.",
-                hint=f"Start the server with 16-bit KV and --sparse-attention on{more}, or omit prefill.",
-                param="prefill",
-            )
-        if request.asks_sparse and request.strategy not in EXACT_STRATEGIES:
-            raise InvalidRequest(
-                f"Sparse prefill is for exact strategies, and this request's is {request.strategy!r}.",
-                hint="Name strategy prefix or full, or omit prefill.",
-                param="prefill",
-            )
+        check_offered(request, self._engine.info)
         if request.strategy == AUTO:
-            if own_options(request):
-                raise InvalidRequest(
-                    "Strategy auto takes no options: it chooses them.", param="strategy_options"
-                )
             return
-        if request.strategy not in info.strategies:
-            why = f" {info.only_exact[0].upper()}{info.only_exact[1:]}." if info.only_exact else ""
-            raise InvalidRequest(
-                f"This engine has no strategy {request.strategy!r}.{why}",
-                hint=f"One of: {', '.join((*info.strategies, PASSAGES))}.",
-                param="strategy",
-            )
         if request.strategy in EXACT_STRATEGIES or self._gate is None:
             return
         force = request.options.get(FORCE, False)

@@ -7,10 +7,10 @@ from typing import Any
 
 from ragserve.version import __version__
 
-_ID = "5b0c6a3f6d5e4f5f9d0f7f3a2b1c4d5e"
+ID = "5b0c6a3f6d5e4f5f9d0f7f3a2b1c4d5e"
 _TIME = 1767225600
-_QUESTION = "Who built Skerryvore?"
-_REPLY = "Alan Stevenson [1]."
+QUESTION = "Who built Skerryvore?"
+REPLY = "Alan Stevenson [1]."
 _MODEL = "examples/models/ragserve-tiny"
 _METADATA = {"lang": "en", "year": 1844}
 _TITLED = {
@@ -51,27 +51,27 @@ _FILTER = {
 }
 
 
-def _request(summary: str, **value: Any) -> dict[str, Any]:
+def request(summary: str, **value: Any) -> dict[str, Any]:
     return {"summary": summary, "value": value}
 
 
-_HISTORY = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _REPLY}]
+_HISTORY = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": REPLY}]
 QUERY_REQUESTS: dict[str, Any] = {
-    "simple": _request("Ask", query=_QUESTION),
-    "filtered": _request("Ask part of a namespace", query=_QUESTION, namespace="docs", k=3, filter=_FILTER),
-    "streamed": _request("Stream the answer", query=_QUESTION, stream=True, max_new_tokens=64),
-    "dialogue": _request(
+    "simple": request("Ask", query=QUESTION),
+    "filtered": request("Ask part of a namespace", query=QUESTION, namespace="docs", k=3, filter=_FILTER),
+    "streamed": request("Stream the answer", query=QUESTION, stream=True, max_new_tokens=64),
+    "dialogue": request(
         "Ask on",
         query="And when was it lit?",
         history=_HISTORY,
     ),
-    "given": _request("Bring the context along", query=_QUESTION, documents=[_TITLED]),
-    "session begun": _request("Begin a session", query=_QUESTION, namespace="docs", session="new"),
-    "session": _request("Go on with it", query="And when was it lit?", namespace="docs", session=_ID),
-    "session shortened": _request(
+    "given": request("Bring the context along", query=QUESTION, documents=[_TITLED]),
+    "session begun": request("Begin a session", query=QUESTION, namespace="docs", session="new"),
+    "session": request("Go on with it", query="And when was it lit?", namespace="docs", session=ID),
+    "session shortened": request(
         "Go on with at most 2000 tokens of the turns before the last one",
         query="And when was it lit?",
-        session=_ID,
+        session=ID,
         session_budget=2000,
     ),
 }
@@ -79,7 +79,7 @@ _SEARCHED = {
     "namespace": "docs",
     "retrieval": "hybrid",
     "index_version": 12,
-    "request_id": _ID,
+    "request_id": ID,
     "searched_for": None,
     "reranking": {
         "by": "keys",
@@ -90,7 +90,7 @@ _SEARCHED = {
 }
 _SEARCH_TIMINGS = {"embed_ms": 8.1, "search_ms": 0.6, "rerank_ms": 6.2}
 _SESSION = {
-    "id": _ID,
+    "id": ID,
     "turn": 2,
     "expires_in_s": 3600.0,
     "documents": 6,
@@ -101,7 +101,7 @@ _SESSION = {
     "tokens_computed": 4,
     "earlier": None,
 }
-_SENTENCES = [{"start": 0, "end": len(_REPLY), "supported": True, "passages": [1], "basis": "marker"}]
+_SENTENCES = [{"start": 0, "end": len(REPLY), "supported": True, "passages": [1], "basis": "marker"}]
 _EVIDENCE = {"likely": True, "score": 2.4, "reason": ""}
 _EXTRAS = {
     "evidence": _EVIDENCE,
@@ -128,7 +128,7 @@ _EXTRAS = {
     **_SEARCHED,
 }
 ANSWER: dict[str, Any] = {
-    "answer": _REPLY,
+    "answer": REPLY,
     "citations": [{**_PASSAGE, "basis": "marker"}],
     "sentences": _SENTENCES,
     "usage": {"prompt": 804, "cached": 640, "completion": 8},
@@ -150,37 +150,37 @@ _RESULTS = {**_SEARCHED, "evidence": _EVIDENCE, "results": [_FOUND]}
 QUERY_SSE = _sse(
     (
         "search_results",
-        {**_RESULTS, "documents_kept": 1, "session": _ID, "timings": _SEARCH_TIMINGS},
+        {**_RESULTS, "documents_kept": 1, "session": ID, "timings": _SEARCH_TIMINGS},
     ),
     ("message", {"text": "Alan"}),
     ("message", {"text": " Stevenson [1]."}),
     ("citation", ANSWER["citations"][0]),
     ("final_answer", ANSWER),
-    ("done", {"request_id": _ID}),
+    ("done", {"request_id": ID}),
 )
 
 RETRIEVE_REQUESTS: dict[str, Any] = {
-    "simple": _request("Search", query=_QUESTION, k=3),
-    "filtered": _request("Search part of a namespace", query="lighthouse", namespace="docs", filter=_FILTER),
-    "follow-up": _request("Search on", query="And when was it lit?", history=_HISTORY),
-    "lexical": _request("Search by words", query="ISO 8601", retrieval="lexical"),
-    "reranked": _request("Order 50 candidates again", query=_QUESTION, rerank="keys", min_score=0.3),
+    "simple": request("Search", query=QUESTION, k=3),
+    "filtered": request("Search part of a namespace", query="lighthouse", namespace="docs", filter=_FILTER),
+    "follow-up": request("Search on", query="And when was it lit?", history=_HISTORY),
+    "lexical": request("Search by words", query="ISO 8601", retrieval="lexical"),
+    "reranked": request("Order 50 candidates again", query=QUESTION, rerank="keys", min_score=0.3),
 }
 RETRIEVED = {**_RESULTS, "timings": {**_SEARCH_TIMINGS, "total_ms": 9.0}}
 
 INGEST_TEXTS = {
-    "texts": _request(
+    "texts": request(
         "Documents as text",
         namespace="docs",
         texts=[{"name": "skerryvore", **_TITLED, "metadata": _METADATA}],
     )
 }
 INGEST_URLS = {
-    "urls": _request("Pages of the web", namespace="docs", urls=["https://example.com/skerryvore.html"]),
-    "site": _request("A site, by its sitemap", namespace="docs", urls=["https://example.com/"], sitemap=True),
+    "urls": request("Pages of the web", namespace="docs", urls=["https://example.com/skerryvore.html"]),
+    "site": request("A site, by its sitemap", namespace="docs", urls=["https://example.com/"], sitemap=True),
 }
 INGEST_FILES = {
-    "files": _request(
+    "files": request(
         "Files",
         namespace="docs",
         metadata='{"lang": "en"}',
@@ -249,54 +249,8 @@ NAMESPACE = {
     "n_tokens": 70213,
 }
 NAMESPACES = {"namespaces": [NAMESPACE]}
-NAMESPACE_SETTINGS: dict[str, Any] = {
-    "system": "Answer from the documents, in one sentence.",
-    "k": 8,
-    "min_score": None,
-    "retrieval": "hybrid",
-    "not_found": "refuse",
-    "strategy": None,
-}
-NAMESPACE_SETTINGS_REQUESTS: dict[str, Any] = {
-    "some": _request("Hybrid search for eight passages", retrieval="hybrid", k=8)
-}
-FEEDBACK: dict[str, Any] = {
-    "rows": [
-        {
-            "id": _ID,
-            "question": _QUESTION,
-            "answers": [_REPLY],
-            "documents": ["d41f"],
-            "namespace": "docs",
-            "rating": "up",
-            "answer": _REPLY,
-            "time": "2026-03-01T09:30:00.000000+00:00",
-        }
-    ]
-}
-FEEDBACK_REQUESTS: dict[str, Any] = {
-    "up": _request(
-        "The answer is good",
-        namespace="docs",
-        rating="up",
-        query=_QUESTION,
-        answer=_REPLY,
-        documents=["d41f"],
-        answer_id=_ID,
-    )
-}
-UNANSWERED: dict[str, Any] = {
-    "questions": [
-        {
-            "question": "What does a ticket cost?",
-            "asked": 3,
-            "time": "2026-03-01T09:30:00.000000+00:00",
-            "why": "no passage has: ticket, cost",
-        }
-    ]
-}
 SESSION = {
-    "id": _ID,
+    "id": ID,
     "namespace": "docs",
     "strategy": "prefix",
     "turns": 2,
@@ -328,11 +282,11 @@ CACHE: dict[str, Any] = {
 }
 
 EVICT_REQUESTS: dict[str, Any] = {
-    "device": _request("Answer the next queries from host memory", tiers=["device"])
+    "device": request("Answer the next queries from host memory", tiers=["device"])
 }
 WARM_REQUESTS: dict[str, Any] = {
-    "namespace": _request("All documents of a namespace", namespace="docs"),
-    "some": _request("Some documents", namespace="docs", documents=["lighthouse.pdf"]),
+    "namespace": request("All documents of a namespace", namespace="docs"),
+    "some": request("Some documents", namespace="docs", documents=["lighthouse.pdf"]),
 }
 
 READY = {"ready": True, "missing": []}
@@ -401,10 +355,10 @@ METRICS = (
     "ragserve_queries_in_flight 0.0\n"
 )
 
-_DIALOGUE = {"model": "ragserve/docs", "messages": [{"role": "user", "content": _QUESTION}]}
+_DIALOGUE = {"model": "ragserve/docs", "messages": [{"role": "user", "content": QUESTION}]}
 CHAT_REQUESTS = {
-    "chat": _request("Ask a namespace", **_DIALOGUE),
-    "streamed": _request(
+    "chat": request("Ask a namespace", **_DIALOGUE),
+    "streamed": request(
         "Stream, with usage", **_DIALOGUE, stream=True, stream_options={"include_usage": True}
     ),
 }
@@ -420,7 +374,7 @@ _ANNOTATIONS = [
         },
     }
 ]
-_HEAD = {"id": f"chatcmpl-{_ID}", "created": _TIME, "model": "ragserve/docs"}
+_HEAD = {"id": f"chatcmpl-{ID}", "created": _TIME, "model": "ragserve/docs"}
 _SOURCES = {"citations": ANSWER["citations"], "ragserve": {"sentences": _SENTENCES, **_EXTRAS}}
 
 
@@ -433,7 +387,7 @@ CHAT_ANSWER: dict[str, Any] = {
     "object": "chat.completion",
     "choices": _choices(
         "stop",
-        message={"role": "assistant", "content": _REPLY, "refusal": None, "annotations": _ANNOTATIONS},
+        message={"role": "assistant", "content": REPLY, "refusal": None, "annotations": _ANNOTATIONS},
     ),
     "usage": {
         "prompt_tokens": 804,
@@ -452,7 +406,7 @@ def _chunk(delta: dict[str, Any], finish_reason: str | None = None, **extra: Any
 
 CHAT_SSE = _sse(
     _chunk({"role": "assistant", "content": ""}),
-    _chunk({"content": _REPLY}),
+    _chunk({"content": REPLY}),
     _chunk({"annotations": _ANNOTATIONS}, "stop", **_SOURCES),
     ("", "[DONE]"),
 )

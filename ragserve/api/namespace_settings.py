@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body
 
-from ragserve.api import examples
+from ragserve.api import namespace_examples as examples
 from ragserve.api.access import Caller
 from ragserve.api.body import JsonRoute
 from ragserve.api.documents import NamespaceName
@@ -35,7 +35,9 @@ async def settings(name: NamespaceName, svc: Svc, caller: Caller) -> NamespaceSe
     PATH,
     summary="Change a namespace's settings",
     responses=documented(
-        examples.NAMESPACE_SETTINGS, (400, 404, 413, 415, 503, 507), description="The settings from now on"
+        examples.NAMESPACE_SETTINGS,
+        (400, 404, 413, 415, 503, 507),
+        description="The settings from now on",
     ),
 )
 async def change(

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ragserve.answering.namespace_log import said_at
 from ragserve.answering.rating_log import as_row, rated, unanswered
-from ragserve.api import examples
+from ragserve.api import namespace_examples as examples
 from ragserve.api.access import Caller
 from ragserve.api.body import JsonRoute, NonBlank, Text
 from ragserve.api.documents import Where
@@ -48,7 +48,10 @@ class UnansweredPage(Where):
     status_code=202,
     response_model=RatedAnswers,
     responses=documented(
-        examples.FEEDBACK, (400, 404, 413, 415, 503), success=202, description="The row that it becomes"
+        examples.FEEDBACK,
+        (400, 404, 413, 415, 503),
+        success=202,
+        description="The row that it becomes",
     ),
 )
 async def rate(

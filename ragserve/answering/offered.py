@@ -1,0 +1,45 @@
+"""What an engine offers, beside what a request asks for."""
+
+from __future__ import annotations
+
+from ragserve.answering.auto import AUTO
+from ragserve.answering.laid_out import own_options
+from ragserve.best_passages import PASSAGES
+from ragserve.engine.base import EngineInfo, GenerateRequest
+from ragserve.errors import InvalidRequest
+from sglang_ext.wire.protocol import EXACT_STRATEGIES
+
+
+def check_offered(request: GenerateRequest, info: EngineInfo) -> None:
+    """Raise InvalidRequest where the engine lacks the strategy or the sparse attention that is asked for, and
+    for what does not go together."""
+    more = ", without decode_heads_pool='own'"
+    if request.decode and not info.sparse_decode:
+        raise InvalidRequest(
+            "This engine has no sparse decoding.",
+            hint=f"Start the server with --sparse-attention on{more}, or omit decode.",
+            param="decode",
+        )
+    if request.prefill and not info.sparse_prefill:
+        raise InvalidRequest(
+            "This engine has no sparse prefill.",
+            hint=f"Start the server with 16-bit KV and --sparse-attention on{more}, or omit prefill.",
+            param="prefill",
+        )
+    if request.asks_sparse and request.strategy not in EXACT_STRATEGIES:
+        raise InvalidRequest(
+            f"Sparse prefill is for exact strategies, and this request's is {request.strategy!r}.",
+            hint="Name strategy prefix or full, or omit prefill.",
+            param="prefill",
+        )
+    if request.strategy == AUTO:
+        if own_options(request):
+            raise InvalidRequest("Strategy auto takes no options: it chooses them.", param="strategy_options")
+        return
+    if request.strategy not in info.strategies:
+        why = f" {info.only_exact[0].upper()}{info.only_exact[1:]}." if info.only_exact else ""
+        raise InvalidRequest(
+            f"This engine has no strategy {request.strategy!r}.{why}",
+            hint=f"One of: {', '.join((*info.strategies, PASSAGES))}.",
+            param="strategy",
+        )
