@@ -21,6 +21,8 @@ _CHARSET = re.compile(
 )
 _ROW_END = re.compile(r"^(\|.*\|) +$", re.M)  # of a table, as trafilatura writes it
 _LIST_NUMBER = re.compile(r"^- (?=(?:-?\d{1,9}|[a-zA-Z]|[ivxIVX]{1,8})\. )", re.M)  # as `write_marks` has it
+# a row before the header of another table, which would be one more row without a blank line
+_BETWEEN_TABLES = re.compile(r"(?<=\|\n)(?=\|[^\n]*+(?<=\|)\n\|(?:---\|)++$)", re.M)
 _INVISIBLE = {"script", "style", "noscript", "template", "head", "svg", "iframe", "object"}
 _BLOCK_TAGS = (
     "address article aside blockquote br caption dd details dialog div dl dt fieldset figcaption figure "
@@ -41,6 +43,7 @@ def parse(raw: Raw) -> Parsed:
     if len(text) < _MIN_MAIN_TEXT and sum(map(str.isalnum, everything)) >= sum(map(str.isalnum, text)):
         text = everything
     note = joined_notes(note, hidden_note(0 if raw.hidden else n_hidden))
+    text = _BETWEEN_TABLES.sub("\n", text)
     return Parsed(text, "text/html", title=title or heading, note=note)
 
 
@@ -65,7 +68,8 @@ def part(source: str, *, hidden: bool = False, scripts: bool = True) -> PagePart
         tree, n_hidden = _shown(source, keep=hidden, scripts=scripts)
     except UnsupportedDocument:  # nothing is in it
         return PagePart()
-    return PagePart(_heading(tree, ".//h1", ".//h2", ".//h3", ".//title"), _all_text(tree), n_hidden)
+    text = _BETWEEN_TABLES.sub("\n", _all_text(tree))
+    return PagePart(_heading(tree, ".//h1", ".//h2", ".//h3", ".//title"), text, n_hidden)
 
 
 def hidden_note(n_hidden: int) -> str:
