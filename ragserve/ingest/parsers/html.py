@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 from ragserve.errors import UnsupportedDocument
@@ -21,6 +22,9 @@ _CHARSET = re.compile(
 )
 _ROW_END = re.compile(r"^(\|.*\|) +$", re.M)  # of a table, as trafilatura writes it
 _LIST_NUMBER = re.compile(r"^- (?=(?:-?\d{1,9}|[a-zA-Z]|[ivxIVX]{1,8})\. )", re.M)  # as `write_marks` has it
+# a row before the header of another table, which would be one more row without a blank line
+_BETWEEN_TABLES = re.compile(r"(?<=\|\n)(?=\|[^\n]*+(?<=\|)\n\|(?:---\|)++$)", re.M)
+_TABLE = re.compile(r"^\|(?:---\|)++$", re.M)
 _INVISIBLE = {"script", "style", "noscript", "template", "head", "svg", "iframe", "object"}
 _BLOCK_TAGS = (
     "address article aside blockquote br caption dd details dialog div dl dt fieldset figcaption figure "
@@ -41,6 +45,7 @@ def parse(raw: Raw) -> Parsed:
     if len(text) < _MIN_MAIN_TEXT and sum(map(str.isalnum, everything)) >= sum(map(str.isalnum, text)):
         text = everything
     note = joined_notes(note, hidden_note(0 if raw.hidden else n_hidden))
+    text = _BETWEEN_TABLES.sub("\n", text)
     return Parsed(text, "text/html", title=title or heading, note=note)
 
 
@@ -65,7 +70,8 @@ def part(source: str, *, hidden: bool = False, scripts: bool = True) -> PagePart
         tree, n_hidden = _shown(source, keep=hidden, scripts=scripts)
     except UnsupportedDocument:  # nothing is in it
         return PagePart()
-    return PagePart(_heading(tree, ".//h1", ".//h2", ".//h3", ".//title"), _all_text(tree), n_hidden)
+    text = _BETWEEN_TABLES.sub("\n", _all_text(tree))
+    return PagePart(_heading(tree, ".//h1", ".//h2", ".//h3", ".//title"), text, n_hidden)
 
 
 def hidden_note(n_hidden: int) -> str:
@@ -100,6 +106,18 @@ def _heading(tree: Any, *places: str) -> str:
 
 
 def _main_text(tree: Any, url: str | None) -> tuple[str, str]:
+    n_tables = sum(1 for _ in tree.iter("table"))
+    # of pages with more tables than paragraphs, trafilatura's second opinion drops the small ones
+    spare = deepcopy(tree) if 2 * n_tables > sum(1 for _ in tree.iter("p")) else None
+    title, text = _extracted(tree, url)
+    if spare is not None and len(_TABLE.findall(text)) < n_tables:
+        alone = _extracted(spare, url, fast=True)[1]
+        if len(_TABLE.findall(alone)) > len(_TABLE.findall(text)):
+            text = alone
+    return title, text
+
+
+def _extracted(tree: Any, url: str | None, *, fast: bool = False) -> tuple[str, str]:
     import trafilatura
 
     # Only the title of the metadata is read. A thorough search for dates would compile the expressions of 200
@@ -107,6 +125,7 @@ def _main_text(tree: Any, url: str | None) -> tuple[str, str]:
     found = trafilatura.bare_extraction(
         tree,
         url=url,
+        fast=fast,
         include_comments=False,
         include_formatting=False,
         with_metadata=True,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ragserve.ingest.parsers.list_numbers import list_number
 from ragserve.ingest.parsers.small_text import lowered, raised, raised_behind, struck
 
 _BLOCKS = ("p", "div", "section", "article", "ul", "ol", "table", "blockquote", "pre", "h1", "h2", "h3", "h4")
@@ -26,7 +27,6 @@ _ROWS = ("math", "mrow", "mstyle", "semantics", "mtd")  # of MathML
 _UNSHOWN = ("hidden", "password", "image", "file", "color", "range", "button", "submit", "reset")
 _NOTE = re.compile(r"\d{1,3}(?:\s?,\s?\d{1,3})*+|[a-z]")
 _WHOLE = re.compile(r"\A\s*+[-+]?\d{1,9}\s*+")
-_ROMAN = ((10, "x"), (9, "ix"), (5, "v"), (4, "iv"), (1, "i"))
 
 
 def write_marks(tree: Any) -> None:
@@ -193,15 +193,15 @@ def _number(ordered: Any) -> None:
 
 
 def _label(number: int, kind: str) -> str:
-    if kind in "aA" and 0 < number <= 26:
-        return chr(ord(kind) + number - 1)
-    if kind in "iI" and 0 < number < 40:
-        label = ""
-        for value, letters in _ROMAN:
-            label += letters * (number // value)
-            number %= value
-        return label if kind == "i" else label.upper()
-    return str(number)
+    if kind in ("i", "I"):
+        return list_number(number, "lowerRoman" if kind == "i" else "upperRoman")
+    if kind not in ("a", "A") or number < 1:
+        return str(number)
+    label = ""
+    while number:
+        number, letter = divmod(number - 1, 26)
+        label = chr(ord(kind) + letter) + label
+    return label
 
 
 def _int(value: str | None, default: int) -> int:

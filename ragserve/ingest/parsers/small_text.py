@@ -53,12 +53,25 @@ def joined_runs(runs: Iterable[Run]) -> str:
     """The text of runs in order; runs of one look share their mark."""
     parts = []
     for is_struck, alike in groupby(runs, lambda run: run.struck):
-        texts = []
-        for place, group in groupby(alike, lambda run: run.place):
-            text = "".join(run.text for run in group)
-            texts.append(raised(text) if place > 0 else lowered(text) if place < 0 else text)
-        parts.append(struck("".join(texts)) if is_struck else "".join(texts))
+        grouped = groupby(alike, lambda run: run.place)
+        text = _marked_runs([(place, "".join(run.text for run in group)) for place, group in grouped])
+        parts.append(struck(text) if is_struck else text)
     return "".join(parts)
+
+
+def _marked_runs(runs: list[tuple[int, str]]) -> str:
+    """Texts with marks for their places; a raised number, a stroke and a lowered number are a fraction."""
+    out, at = "", 0
+    while at < len(runs):
+        place, text = runs[at]
+        following = runs[at + 1 : at + 3]
+        if place > 0 and [each for each, _ in following] == [0, -1] and following[0][1] in ("/", "⁄"):
+            out += f"{' ' if out[-1:].isdigit() else ''}{text}/{following[1][1]}"
+            at += 3
+            continue
+        out += raised(text) if place > 0 else lowered(text) if place < 0 else text
+        at += 1
+    return out
 
 
 def raised_behind(before: str, text: str) -> str:

@@ -168,6 +168,19 @@ def test_style_sheets_hide_where_nothing_can_show_it_later() -> None:
     assert "wombat" in _page(page.replace("{}", "<style>a:hover + .x {display: block}</style>")).text
 
 
+@both
+def test_tables_that_follow_each_other_are_two(rest: str) -> None:
+    tables = "<table><tr><th>Port<th>Depth<tr><td>Oban<td>8.5 m<tr><td>Wick<td>6.2 m</table>"
+    tables += "<table><tr><th>Ship<th>Crew<tr><td>Argo<td>twelve</table>"
+    found = "\n".join(_tidy(_page(f"{rest}{tables}").text))
+    assert "| Wick | 6.2 m |\n\n| Ship | Crew |\n|---|---|\n| Argo | twelve |" in found
+
+
+def test_lists_count_beyond_z() -> None:
+    text = _page("<ol type=a start=26><li>last<li>first<li>second</ol><ol type=I start=49><li>x</ol>").text
+    assert text == "z. last\naa. first\nab. second\nXLIX. x"
+
+
 def test_tables_of_mail_and_books_are_grids() -> None:
     table = "<table><tr><th>Ship</th><th>Port</th></tr><tr><td rowspan='2'>Argo</td><td>Oban</td></tr>" \
         "<tr><td>Oslo</td></tr></table>"  # fmt: skip

@@ -149,9 +149,13 @@ def test_drawn_words_and_mixed_fractions_of_word_are_read() -> None:
 
     def build(document: Any) -> None:
         document.add_paragraph().add_run()._r.append(parse_xml(drawn))
+        cups = document.add_paragraph("5")
+        cups.add_run("1").font.superscript = True
+        cups.add_run("/")
+        cups.add_run("2").font.subscript = True
         document.add_paragraph()._p.append(parse_xml(formula))
 
-    assert parse_raw(Raw(make_docx(build), "a.docx", ".docx")).text == "DRAFT\n\n2 1/2"
+    assert parse_raw(Raw(make_docx(build), "a.docx", ".docx")).text == "DRAFT\n\n5 1/2\n\n2 1/2"
 
 
 def protected(algorithm: str) -> dict[str, str]:
