@@ -184,7 +184,7 @@ async def open_services(
             if settings.warm_ingested and not info.only_exact:
                 room = await _room(engine)
                 submitting = asyncio.create_task(asyncio.to_thread(submit_cold, store, room))
-                stack.push_async_callback(asyncio.gather, submitting, return_exceptions=True)
+                stack.push_async_callback(asyncio.wait, [submitting])
             stack.push_async_callback(asyncio.to_thread, warm_runner.stop)
         gate = Gate.of(settings, **info.gate_identity)
         verification = _verification(settings, store, engine, retriever, prompts, gate, limiter)
