@@ -194,9 +194,11 @@ async def open_services(
             warm_runner = JobRunner(
                 Warmer(store, engine, prompts, loop, busy=lambda: limiter.in_flight > 0), WARM
             )
-            if settings.warm_ingested and not info.only_exact:
-                await asyncio.to_thread(submit_cold, store, await _room(engine))
             await asyncio.to_thread(warm_runner.start)
+            if settings.warm_ingested and not info.only_exact:
+                room = await _room(engine)
+                submitting = asyncio.create_task(asyncio.to_thread(submit_cold, store, room))
+                stack.push_async_callback(asyncio.wait, [submitting])
             stack.push_async_callback(asyncio.to_thread, warm_runner.stop)
         gate = Gate.of(settings, **info.gate_identity)
         rerankers = make_rerankers(settings, engine, prompts)

@@ -41,6 +41,11 @@ class WorkerEngine(ControlledCache, RemoteEngine):
         """See `Engine`. Raises Unavailable, and InvalidRequest if it cannot work with this server."""
         return (await self.about()).engine
 
+    async def close(self) -> None:
+        """See `Engine`."""
+        await self._documents.close()
+        await super().close()
+
     async def about(self) -> WorkerAbout:
         """Ask the worker for its account. Raises Unavailable if it does not answer, EngineError if it
         refuses our key or failed, and InvalidRequest if it is no worker of this version."""

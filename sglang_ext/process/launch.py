@@ -19,6 +19,7 @@ from sglang_ext.process import processes
 from sglang_ext.sglang_internals.imports import without_collection
 
 GRACEFUL_SHUTDOWN_S = 10
+_TRACKER = "joblib.externals.loky.backend.resource_tracker"
 
 
 class Launcher:
@@ -62,15 +63,14 @@ class Launcher:
 
 
 def _end_children() -> None:
-    """Kill all children but the resource trackers of multiprocessing and of joblib. These end by themselves
-    with this process; one that is killed is started anew at exit, and complains of what it does not know."""
+    """Kill all children but joblib's resource tracker. It ends by itself with this process; one that is
+    killed is started anew at exit, and complains of what it does not know. That of multiprocessing would
+    complain of what killed children have left."""
     import psutil
 
-    modules = ("multiprocessing.resource_tracker", "joblib.externals.loky.backend.resource_tracker")
-    trackers = [getattr(sys.modules.get(name), "_resource_tracker", None) for name in modules]
-    spared = {getattr(tracker, "_pid", None) for tracker in trackers}
+    tracker = getattr(sys.modules.get(_TRACKER), "_resource_tracker", None)
     for child in psutil.Process().children(recursive=True):
-        if child.pid not in spared:
+        if child.pid != getattr(tracker, "_pid", None):
             with suppress(psutil.NoSuchProcess):
                 child.kill()
 
