@@ -13,6 +13,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from sglang_ext.sglang_internals.request_checks import check_sampling
+
 INLINE_CHARS = 2**14  # about 5 ms
 AT_A_TIME = 2  # what a text takes on its way is up to a kilobyte for each of its tokens
 _HANDLERS = (
@@ -52,11 +54,41 @@ def install(manager: Any, state: Any) -> None:
     for name, method in _HANDLERS:
         if (handler := getattr(state, name, None)) is not None:  # /v1/responses may be off
             setattr(handler, method, _threaded(getattr(handler, method)))
-    state.ollama_serving.tokenizer_manager = _WithLists(manager)
+    _serve_ollama(state.ollama_serving, manager)
     ahead = _Ahead(state.openai_serving_chat)
     for name, method in _CHATS:
         handler = getattr(state, name)
         setattr(handler, method, ahead.of(getattr(handler, method)))
+
+
+def _serve_ollama(ollama: Any, manager: Any) -> None:
+    """Let Ollama's routes give lists of ids and seeds under their names, and answer 400 to what is wrong
+    with a request before its stream begins: SGLang ends with 500 or cuts the connection."""
+    from starlette.responses import JSONResponse
+
+    ollama.tokenizer_manager = _WithLists(manager)
+    convert = ollama._convert_options_to_sampling_params
+
+    def converted(options: Any = None) -> Any:
+        params = convert(options)
+        if "seed" in params:
+            params["sampling_seed"] = params.pop("seed")
+        return params
+
+    def checked(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
+        async def answer(request: Any, raw_request: Any) -> Any:
+            try:
+                context = manager.context_len
+                check_sampling(converted(request.options), manager.model_config.vocab_size, context)
+                return await method(request, raw_request)
+            except (ValueError, TypeError) as error:
+                return JSONResponse({"error": str(error)}, 400)
+
+        return answer
+
+    ollama._convert_options_to_sampling_params = converted
+    for name in ("handle_chat", "handle_generate"):
+        setattr(ollama, name, checked(getattr(ollama, name)))
 
 
 class _WithLists:
