@@ -150,15 +150,15 @@ class Probes:
     ) -> DrawnQuestion | None:
         """Add the reference, and check that only all of the chunks give it. A question with a gap knows what
         it left out, and the model must find that."""
-        answer = await self._stands(question.text, chunks)
-        if answer is None:
-            return None
-        known = question.references
-        if known and not contains_answer(answer, known):
-            return None
-        found = question if known else replace(question, references=(answer,))
-        if not known and contains_answer(question.text, [answer]) and len(chunks) == 1:
-            return None
+        if question.references:
+            found = question
+            if not contains_answer(await self._said(question.text, chunks), found.references):
+                return None
+        else:
+            answer = await self._stands(question.text, chunks)
+            if answer is None or (len(chunks) == 1 and contains_answer(question.text, [answer])):
+                return None
+            found = replace(question, references=(answer,))
         for each in chunks if len(chunks) > 1 else ():
             if self._gives(await self._said(question.text, [each]), found.references):
                 return None
