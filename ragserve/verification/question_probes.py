@@ -62,6 +62,7 @@ _SHORT_TOKENS = 24
 _MOST_WORDS = 12  # of a reference
 _SAME = 0.5  # F1 above which two short answers say the same
 _SEARCHED_CHARS = 300  # of a chunk, for its nearest
+_FILLERS = ("is", "was", "are", "were", "in", "by", "of", "on", "at", "to", "it")
 _POINTS_AWAY = frozenset(
     ("document", "documents", "passage", "passages", "text", "author", "article", "paragraph", "sentence")
 )
@@ -150,15 +151,15 @@ class Probes:
     ) -> DrawnQuestion | None:
         """Add the reference, and check that only all of the chunks give it. A question with a gap knows what
         it left out, and the model must find that."""
-        answer = await self._stands(question.text, chunks)
-        if answer is None:
-            return None
-        known = question.references
-        if known and not contains_answer(answer, known):
-            return None
-        found = question if known else replace(question, references=(answer,))
-        if not known and contains_answer(question.text, [answer]) and len(chunks) == 1:
-            return None
+        if question.references:
+            found = question
+            if not contains_answer(await self._said(question.text, chunks), found.references):
+                return None
+        else:
+            answer = await self._stands(question.text, chunks)
+            if answer is None or (len(chunks) == 1 and contains_answer(question.text, [answer])):
+                return None
+            found = replace(question, references=(answer,))
         for each in chunks if len(chunks) > 1 else ():
             if self._gives(await self._said(question.text, [each]), found.references):
                 return None
@@ -170,8 +171,9 @@ class Probes:
         return None if known else question
 
     async def _stands(self, question: str, texts: Sequence[TitledText]) -> str | None:
-        """The model's answer over the texts alone; None unless it is short and stands in one of them."""
-        answer = (await self._said(question, texts)).strip()
+        """The model's answer over the texts alone, without the sentence around it; None unless it is short
+        and stands in one of them."""
+        answer = without_sentence(await self._said(question, texts), question)
         words = normalise(answer).split()
         if not words or len(words) > _MOST_WORDS or is_refusal(answer, [" "]):
             return None
@@ -202,6 +204,17 @@ class Probes:
         found = await self._search.search(self._namespace, chunk.text[:_SEARCHED_CHARS], SearchOptions(_BEST))
         others = [each for each in passages(found.passages) if each.chunk_id != chunk.chunk_id]
         return others[0] if others else None
+
+
+def without_sentence(answer: str, question: str) -> str:
+    """An answer without what it repeats of the question at its ends ("The officer is Ada Marsh." to who the
+    officer is); as it is where nothing else is in it."""
+    known, words = {*normalise(question).split(), *_FILLERS, ""}, answer.split()
+    while words and normalise(words[0]) in known:
+        words.pop(0)
+    while words and normalise(words[-1]) in known:
+        words.pop()
+    return " ".join(words).rstrip(".,;:") or answer.strip()
 
 
 def scored(answer: str, references: Sequence[str]) -> float:

@@ -86,7 +86,7 @@ def test_a_query_is_a_trace_of_its_stages(
     found = of_trace(spans, trace, "POST /rag/query")
     assert set(found) == {
         "POST /rag/query",
-        *("spelling", "embed", "search", "prompt", "generate"),
+        *("spelling", "embed", "search", "prompt", "generate", "attribute"),
         *("queue", "prefill", "decode", "load", "select", "compose", "recompute", "extend"),
     }
     root, generated = found["POST /rag/query"], found["generate"]

@@ -43,7 +43,7 @@ class Watched:
 
     def __init__(self, store: IndexStore, folder: Path, engine: IdleEngine, share: float = 1.0) -> None:
         fill(store, "notes", 1)
-        self.store = store
+        self.store, self.folder = store, folder
         self.engine = engine
         self.limiter = QueryLimiter(4)
         record(folder / "gate.json", FINGERPRINT, {"concat": entry()})
@@ -151,6 +151,16 @@ def test_texts_that_may_be_gone_are_not_computed_again(watched: Watched, how: st
     watched.work()
     assert not watched.engine.asked
     assert not watched.record.entries()
+
+
+def test_what_reads_no_stored_kv_is_compared_wherever_that_is(watched: Watched) -> None:
+    fewer = StrategySpec("passages", {"count": 1})
+    record(watched.folder / "gate.json", FINGERPRINT, {fewer.label: entry()})
+    watched.engine.tier = "absent"
+    watched.watch.answered(fewer, replace(REQUEST, strategy="prefix"), WHOLE, watched.version)
+    watched.work()
+    assert [each.strategy for each in watched.engine.asked] == ["full", "prefix"]
+    assert watched.record.entries()["notes"][fewer.label].compared == 1
 
 
 def test_what_is_stopped_is_compared_later_and_known_to_removals_meanwhile(watched: Watched) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ragserve.errors import InvalidRequest
+from ragserve.verification.question_probes import without_sentence
 from ragserve.verification.questions import cloze, drawn, given, written
 
 LONG = "one two three four five six seven eight nine ten eleven twelve"
@@ -103,3 +104,16 @@ def test_given_questions_are_lines_or_json_lines(tmp_path: Path) -> None:
     text.write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidRequest, match="cannot be read"):
         given(text)
+
+
+@pytest.mark.parametrize(
+    ("answer", "question", "kept"),
+    [
+        ("The Presiding Officer is Tricia Marwick.", "Who is the Presiding Officer?", "Tricia Marwick"),
+        (" It was opened in 1890", "When was the bridge opened?", "1890"),
+        ("the Forth Bridge", "Which is older, the Forth Bridge or the Kylesku Bridge?", "the Forth Bridge"),
+        ("", "Who?", ""),
+    ],
+)
+def test_the_sentence_around_an_answer_is_no_part_of_it(answer: str, question: str, kept: str) -> None:
+    assert without_sentence(answer, question) == kept
