@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.lib.paired import difference
 from ragserve.verification.metrics import contains_answer, exact_match, token_f1
 
 SYSTEM = (
@@ -343,24 +344,9 @@ def table(paths: Sequence[Path]) -> list[dict[str, Any]]:
     full = found["full", 1.0]
     rows = []
     for (variant, share), f1 in found.items():
-        pairs = [(key, value - full[key]) for key, value in f1.items() if key in full]
-        by_set: dict[str, list[float]] = collections.defaultdict(list)
-        for (name, _), value in pairs:
-            by_set[name].append(value)
-        # sets count alike, whatever their number of questions
-        mean = statistics.fmean(map(statistics.fmean, by_set.values()))
-        error = sum(statistics.pvariance(x) / len(x) for x in by_set.values()) ** 0.5 / len(by_set)
-        rows.append(
-            {
-                "prefix": variant,
-                "recomputed": share,
-                "n": len(pairs),
-                "f1": round(statistics.fmean(f1.values()), 1),
-                "difference": round(mean, 1),
-                "interval": round(1.96 * error, 1),
-                **{name: round(statistics.fmean(x), 1) for name, x in sorted(by_set.items())},
-            }
-        )
+        mean = round(statistics.fmean(f1.values()), 1)
+        row = {"prefix": variant, "recomputed": share, "n": len(f1.keys() & full.keys()), "f1": mean}
+        rows.append(row | difference(f1, full))
     return rows
 
 

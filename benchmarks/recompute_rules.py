@@ -50,6 +50,7 @@ from benchmarks.document_prefixes import (
     prefixes,
     rows_of,
 )
+from benchmarks.lib.paired import difference
 from ragserve.best_passages import PassagesOptions
 from ragserve.verification.metrics import contains_answer, exact_match, token_f1
 
@@ -301,14 +302,8 @@ def table(paths: Sequence[Path]) -> list[dict[str, Any]]:
     exact = found["exact", 1.0]
     rows = []
     for (rule, share), f1 in found.items():
-        by_set: dict[str, list[float]] = collections.defaultdict(list)
-        for key, value in f1.items():
-            by_set[key[0]].append(value - exact[key])
-        mean = statistics.fmean(map(statistics.fmean, by_set.values()))
-        error = sum(statistics.pvariance(x) / len(x) for x in by_set.values()) ** 0.5 / len(by_set)
-        own = {name: round(statistics.fmean(x), 1) for name, x in sorted(by_set.items())}
         row = {"rule": rule, "share": share, "n": len(f1), "f1": round(statistics.fmean(f1.values()), 1)}
-        rows.append(row | {"difference": round(mean, 1), "interval": round(1.96 * error, 1), **own})
+        rows.append(row | difference(f1, exact))
     return rows
 
 
