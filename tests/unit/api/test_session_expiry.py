@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from ragserve.engine.base import EngineInfo
-from ragserve.engine.document_cache import CachingEngine
+from ragserve.engine.document_cache import CachingEngine, Whereabouts
 from ragserve.errors import EngineError
 from sglang_ext.wire.protocol import session_key
 from tests.unit.api import scripted_server
@@ -44,7 +44,8 @@ class CachingScripted(ScriptedEngine):
     async def prefix(self, namespace: str, input_ids: Any) -> int:
         return 0
 
-    async def where(self, namespace: str, documents: Any) -> Any: ...
+    async def where(self, namespace: str, documents: Any) -> Whereabouts:
+        return Whereabouts((), (), (), "host", None, 0, 0, 16, 1, {})
 
 
 class Clock:
