@@ -93,6 +93,27 @@ class Tenants:
         answer = self.site.client.post("/rag/retrieve", json={"query": QUESTION, "namespace": name})
         assert answer.status_code in _MISSING, answer.text
 
+    def settings(self, chance: random.Random) -> None:
+        """Settings here leave theirs, and those of a name like theirs are nobody's."""
+        before = self.site.call("GET", f"/rag/namespaces/{THEIRS}/settings")
+        self.site.call("PUT", f"/rag/namespaces/{MINE}/settings", json={"k": chance.randint(1, 9)})
+        self._get(f"/rag/namespaces/{MINE}/settings")
+        assert self.site.call("GET", f"/rag/namespaces/{THEIRS}/settings") == before
+        self.site.call("PUT", f"/rag/namespaces/{MINE}/settings", json={})
+        place = f"/rag/namespaces/{chance.choice([THEIRS.upper(), THEIRS[:-1]])}/settings"
+        self._refused("GET", place)
+        self._refused("PUT", place, json={"k": 1})
+
+    def ratings(self, chance: random.Random) -> None:
+        """Ratings of theirs are not listed here, with their answers and questions."""
+        said = {"query": QUESTION, "answer": SECRET, "documents": [self.id_of(chance)], "rating": "up"}
+        self.site.client.post("/rag/feedback", json={"namespace": THEIRS, **said})
+        assert all(row["namespace"] == MINE for row in self._get("/rag/feedback")["rows"])
+
+    def unanswered(self, chance: random.Random) -> None:
+        self.site.client.post("/rag/query", json={"query": f"{SECRET}?", "namespace": THEIRS, "k": 1})
+        self._get("/rag/unanswered")
+
     def drop(self, chance: random.Random) -> None:
         """Dropping what is only like their name leaves theirs."""
         self._refused("DELETE", f"/rag/namespaces/{chance.choice([THEIRS.upper(), THEIRS[:-1], '%'])}")
@@ -268,6 +289,11 @@ PROBES: dict[str, tuple[Callable[[Tenants, random.Random], None], ...]] = {
     "GET /rag/jobs": (Tenants.jobs,),
     "GET /rag/namespaces/{name}": (Tenants.namespace,),
     "DELETE /rag/namespaces/{name}": (Tenants.drop,),
+    "GET /rag/namespaces/{name}/settings": (Tenants.settings,),
+    "PUT /rag/namespaces/{name}/settings": (Tenants.settings,),
+    "GET /rag/feedback": (Tenants.ratings,),
+    "POST /rag/feedback": (Tenants.ratings,),
+    "GET /rag/unanswered": (Tenants.unanswered,),
     "POST /rag/ingest": (Tenants.ingest,),
     "POST /rag/cache/warm": (Tenants.warm,),
     "POST /rag/retrieve": (Tenants.retrieve,),

@@ -39,7 +39,7 @@ def calibrate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, *
         return done.stdout + done.stderr
     server = request.getfixturevalue("server")
 
-    def run_once(settings: Settings, work: Any) -> Any:
+    def run_once(settings: Settings, work: Any, **_: Any) -> Any:
         return on(server, work, settings.context_length)
 
     monkeypatch.setattr("ragserve.engine.offline.run_once", run_once)

@@ -43,10 +43,6 @@ DEADLY: dict[str, tuple[str, dict[str, Any]]] = {
     "endless rules": ("/generate", {"ebnf": 'root ::= a a | "" | [a-z]\na ::= root root | ""'}),
     "a text of 10,000 characters": ("/generate", {"json_schema": '{"type": "string", "maxLength": 10000}'}),
     "a schema of nothing but itself": ("/generate", {"json_schema": '{"$ref": "#"}'}),
-    "a property of nothing but itself": (
-        "/generate",
-        {"json_schema": '{"properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}'},
-    ),
     "a client's own template": (
         "/v1/chat/completions",
         {

@@ -11,7 +11,7 @@ _ID = "BIGINT GENERATED ALWAYS AS IDENTITY"
 
 _WORDS = f"CREATE TABLE lexical_words (version {_TEXT} NOT NULL);"
 _SETTINGS = f"""
-CREATE TABLE namespace_settings (
+CREATE TABLE IF NOT EXISTS namespace_settings (
   namespace_id BIGINT PRIMARY KEY REFERENCES namespaces(id) ON DELETE CASCADE, data {_TEXT} NOT NULL
 );
 """

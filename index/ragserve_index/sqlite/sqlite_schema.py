@@ -25,7 +25,7 @@ CREATE TABLE lexical_words (version TEXT NOT NULL);
 """
 
 _SETTINGS = """-- A namespace's own settings as JSON (own_settings.py); those without any have no row.
-CREATE TABLE namespace_settings (
+CREATE TABLE IF NOT EXISTS namespace_settings (
   namespace_id INTEGER PRIMARY KEY REFERENCES namespaces(id) ON DELETE CASCADE, data TEXT NOT NULL
 );
 """

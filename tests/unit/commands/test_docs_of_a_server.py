@@ -46,7 +46,7 @@ def test_documents_of_a_server(live: Live, tmp_path: Path) -> None:
     assert "3 documents" in listed(live, tmp_path)
     found = json.loads(listed(live, tmp_path, "--json", "--namespace", "animals"))
     assert {document["source"] for document in found} == {"bee", "cat"}
-    assert "1 documents" in listed(live, tmp_path, "--limit", "1")
+    assert "1 document\n" in listed(live, tmp_path, "--limit", "1")
     assert "oak" in listed(live, tmp_path, "--prefix", "oa")
     assert "bee" not in listed(live, tmp_path, "--prefix", "oa")
     with pytest.raises(Exception, match="key"):
