@@ -32,7 +32,8 @@ AT_START = {  # where an error must end the process
 COUNTS = {"around_next_chunk"}  # tokens of a step, in plain numbers
 REFUSES = {"_around_weights"}  # holds nothing and serves no request
 READS = {"around_pull", "around_output", "around_tail"}  # hands on a list, an output, a number
-WITHIN_FORWARD = {"_after_token_ids", "around_mask_memory", "after_fill"}  # called by SGLang's forward pass, a stage
+# called by SGLang's forward pass, a stage
+WITHIN_FORWARD = {"_after_token_ids", "around_mask_memory", "after_fill"}
 
 
 def calls(name: str) -> list[str]:
