@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -55,6 +56,9 @@ def install(manager: Any, state: Any) -> None:
         if (handler := getattr(state, name, None)) is not None:  # /v1/responses may be off
             setattr(handler, method, _threaded(getattr(handler, method)))
     _serve_ollama(state.ollama_serving, manager)
+    _serve_anthropic(state.anthropic_serving)
+    if (responses := getattr(state, "openai_serving_responses", None)) is not None:
+        _say_once(responses)
     ahead = _Ahead(state.openai_serving_chat)
     for name, method in _CHATS:
         handler = getattr(state, name)
@@ -103,7 +107,43 @@ class _WithLists:
         return getattr(self._manager, name)
 
     def _ids(self, messages: Any, **options: Any) -> Any:
-        return self._manager.tokenizer.apply_chat_template(messages, **options, return_dict=False)
+        from jinja2 import TemplateError
+
+        try:
+            return self._manager.tokenizer.apply_chat_template(messages, **options, return_dict=False)
+        except TemplateError as error:  # raise_exception of a template, which refuses the messages
+            raise ValueError(str(error)) from error
+
+
+def _serve_anthropic(anthropic: Any) -> None:
+    """Let Anthropic's routes answer 400 to what ``/v1/chat/completions`` answers 400 to, such as messages
+    that the chat template refuses: SGLang answers 500 to every error of the conversion."""
+    from sglang.srt.entrypoints.anthropic.serving import _scrub_error_message
+
+    original = anthropic._error_response
+
+    def error_response(
+        status_code: int, error_type: str, message: str, exception_name: str | None = None
+    ) -> Any:
+        error = sys.exception()  # SGLang calls this where it handles it
+        if status_code == 500 and isinstance(error, ValueError):
+            return original(400, "invalid_request_error", _scrub_error_message(str(error), 400))
+        return original(status_code, error_type, message, exception_name)
+
+    anthropic._error_response = error_response
+
+
+def _say_once(responses: Any) -> None:
+    """Let ``/v1/responses`` say what is wrong with a request once: SGLang appends the error's cause, which
+    says the same, or ``None``."""
+    original = responses.create_error_response
+
+    def error_response(message: str, *rest: Any, **options: Any) -> Any:
+        if (error := sys.exception()) is not None and message == f"{error} {error.__cause__}":
+            message = str(error)
+        return original(message, *rest, **options)
+
+    responses.create_error_response = error_response
 
 
 class _Ahead:

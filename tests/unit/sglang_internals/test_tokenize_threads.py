@@ -34,6 +34,7 @@ class Handler:
     """Tokenises for ``WORK_S`` without waiting for anything, as SGLang's handlers do."""
 
     chat: Handler
+    _error_response: Any = None
 
     def __init__(self) -> None:
         self.at_once = self.most = 0
