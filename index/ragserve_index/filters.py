@@ -12,11 +12,15 @@ precedence over a metadata key of the same name. Matching:
 * text is compared in one normal form, NFC: an accent that is typed as a character of its own is that of the
   letter.
 * ``and``/``or``/``not`` are two-valued: ``not`` of a condition on an absent field is true.
+
+What a search costs is bounded by the tree: each ``eq``, ``in`` and ``range`` is a test of every document, one
+for each form of a name that is not ASCII (`forms`), and their values are bounded together.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -39,7 +43,9 @@ from ragserve_index.text_forms import forms, normal
 
 MAX_DEPTH = 8
 MAX_NODES = 64
+MAX_TESTS = 16  # each is made on every document of the namespace
 MAX_VALUES = 1000
+MAX_CHARS = 65_536
 COLUMNS = ("doc_id", "source", "title", "mime")
 
 # A quoted label of an SQLite JSON path has no escapes, so names that would need one are refused.
@@ -134,9 +140,10 @@ Not.model_rebuild()
 
 
 def _check_size(node: AnyFilter) -> AnyFilter:
-    """Raise ValueError when the tree is deeper than MAX_DEPTH or has more than MAX_NODES nodes."""
+    """Raise ValueError when the tree is deeper than MAX_DEPTH, has more than MAX_NODES nodes or MAX_TESTS
+    tests, or when its values are more than MAX_VALUES, or their text more than MAX_CHARS, together."""
     level: list[Any] = [node]
-    nodes = depth = 0
+    nodes = depth = tests = values = chars = 0
     while level:
         depth += 1
         nodes += len(level)
@@ -144,8 +151,30 @@ def _check_size(node: AnyFilter) -> AnyFilter:
             raise ValueError(f"a filter may be at most {MAX_DEPTH} levels deep")
         if nodes > MAX_NODES:
             raise ValueError(f"a filter may have at most {MAX_NODES} conditions")
+        for leaf in level:
+            if isinstance(leaf, Eq | In | Range):
+                compared = _values(leaf)
+                tests += len(forms(leaf.field))
+                values += len(compared)
+                chars += sum(len(value) for value in compared if isinstance(value, str))
+        if tests > MAX_TESTS:
+            raise ValueError(
+                f"a filter may have at most {MAX_TESTS} comparisons (eq, in, range); a name that is not "
+                'ASCII counts two or three times; one "in" compares a field with many values'
+            )
+        if values > MAX_VALUES or chars > MAX_CHARS:
+            raise ValueError(
+                f"a filter may have at most {MAX_VALUES:,} values of {MAX_CHARS:,} characters together; "
+                "give documents a field of their own for what they have in common"
+            )
         level = [child for parent in level for child in _children(parent)]
     return node
+
+
+def _values(leaf: Eq | In | Range) -> Sequence[Any]:
+    if isinstance(leaf, Range):
+        return [value for _, value in leaf.bounds()]
+    return leaf.values if isinstance(leaf, In) else (leaf.value,)
 
 
 def _children(node: Any) -> tuple[Any, ...]:

@@ -28,27 +28,35 @@ class SqliteDialect(Dialect):
         numbers = [
             value for value in values if isinstance(value, int | float) and not isinstance(value, bool)
         ]
-        truths = ["true" if value else "false" for value in values if isinstance(value, bool)]
+        given = [
+            (kinds, json.dumps(wanted, ensure_ascii=False))
+            for kinds, wanted in ((("text",), texts), (("integer", "real"), numbers))
+            if wanted
+        ]
         path = f'$."{field}"'
-        parts = []
-        for kinds, wanted in (("('text')", texts), ("('integer','real')", numbers)):
-            if wanted:
-                listed = json.dumps(wanted, ensure_ascii=False)
-                out += [path, path, listed, path, path, listed]
-                parts.append(
-                    f"(json_type(d.metadata, ?) IN {kinds}"
-                    f" AND json_extract(d.metadata, ?) IN (SELECT value FROM json_each(?)))"
-                    " OR (json_type(d.metadata, ?) = 'array'"
-                    " AND EXISTS (SELECT 1 FROM json_each(d.metadata, ?) e"
-                    f" WHERE e.type IN {kinds} AND e.value IN (SELECT value FROM json_each(?))))"
-                )
-        if truths:
-            out += [path, json.dumps(truths)]
-            parts.append("json_type(d.metadata, ?) IN (SELECT value FROM json_each(?))")
-        if None in values:
+        out.append(path)
+        cases = []
+        if given:
             out.append(path)
-            parts.append("COALESCE(json_type(d.metadata, ?), 'null') = 'null'")
-        return f"COALESCE({' OR '.join(parts)}, 0)"
+            elements = []
+            for kinds, listed in given:
+                out.append(listed)
+                among = ", ".join(f"'{kind}'" for kind in kinds)
+                elements.append(f"(e.type IN ({among}) AND e.value IN (SELECT value FROM json_each(?)))")
+            cases.append(
+                "WHEN 'array' THEN EXISTS (SELECT 1 FROM json_each(json_extract(d.metadata, ?)) e"
+                f" WHERE {' OR '.join(elements)})"
+            )
+        for kinds, listed in given:
+            for kind in kinds:
+                out += [path, listed]
+                cases.append(
+                    f"WHEN '{kind}' THEN json_extract(d.metadata, ?) IN (SELECT value FROM json_each(?))"
+                )
+        for value, kind in ((True, "true"), (False, "false"), (None, "null")):
+            if any(one is value for one in values):
+                cases.append(f"WHEN '{kind}' THEN 1")
+        return f"(CASE COALESCE(json_type(d.metadata, ?), 'null') {' '.join(cases)} ELSE 0 END)"
 
     def in_range(self, field: str, bounds: Sequence[tuple[str, int | float | str]], out: list[Any]) -> str:
         path = f'$."{field}"'

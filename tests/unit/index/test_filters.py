@@ -234,8 +234,45 @@ def test_a_filter_nested_deeper_than_the_stack() -> None:
 def test_the_largest_filters_that_are_allowed(varied: tuple[IndexStore, dict[str, dict[str, Any]]]) -> None:
     store, _ = varied
     many = {"op": "in", "field": "source", "values": [f"d{i}" for i in range(1000)]}
-    for node in (nested(7), {"op": "or", "filters": [many] * 63}):
+    for node in (nested(7), many, {"op": "or", "filters": [many | {"values": many["values"][:62]}] * 16}):
         assert store.documents("n", filter=parse_filter(node), limit=1000)
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        ({"op": "or", "filters": [EQ] * 17}, "at most 16 comparisons"),
+        ({"op": "and", "filters": [{"op": "not", "filter": EQ}] * 17}, "at most 16 comparisons"),
+        ({"op": "or", "filters": [{"op": "eq", "field": "ä", "value": 1}] * 9}, "at most 16 comparisons"),
+        ({"op": "or", "filters": [{"op": "range", "field": "a", "gt": 1}] * 17}, "at most 16 comparisons"),
+        ({"op": "or", "filters": [{"op": "in", "field": "a", "values": [1] * 501}] * 2}, "1,000 values"),
+        ({"op": "in", "field": "a", "values": ["x" * 4096] * 17}, "65,536 characters"),
+    ],
+)
+def test_what_a_filter_costs_is_bounded(node: dict[str, Any], said: str) -> None:
+    """Documents times 63 lists of 1,000 values took minutes of one call."""
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        parse_filter(node)
+    assert caught.value.code == "invalid_filter"
+
+
+def test_a_list_is_compared_with_every_kind_of_value(store: IndexStore) -> None:
+    store.replace_documents(
+        "n",
+        [
+            item(name, 1, metadata={} if value is None else {"tags": value})
+            for name, value in {"a": ["x", "y"], "b": "x", "c": 2, "d": True, "e": None, "f": []}.items()
+        ],
+    )
+    for values, found in [
+        (("y", 2.0), ["a#0.0", "c#0.0"]),
+        (("x", 1), ["a#0.0", "b#0.0"]),
+        ((True, 3), ["d#0.0"]),
+        ((None, "y"), ["a#0.0", "e#0.0"]),
+        ((None, False), ["e#0.0"]),
+    ]:
+        node = In(field="tags", values=values)
+        assert sorted(texts(store, vectors_of("q"), 9, filter=node)) == found, values
 
 
 def test_limits_hold_for_filters_built_in_code(store: IndexStore) -> None:
