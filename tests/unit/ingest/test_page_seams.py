@@ -96,6 +96,51 @@ def test_heads_stay_once_and_page_numbers_nowhere() -> None:
     ]
 
 
+_ROMAN = ("i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix", "x", "xi", "xii")
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["{body}\n{roman}", "{roman}\n{body}", "{body}\n- {roman} -", "{body}\nPage {roman} of xii",
+     "{body}\n{capitals}", "Seite {capitals}\n{body}"],
+)  # fmt: skip
+def test_roman_page_numbers_are_left_out(form: str) -> None:
+    bodies = [f"Words {7 * at}." for at in range(1, 13)]
+    pages = [
+        form.format(body=body, roman=roman, capitals=roman.upper())
+        for body, roman in zip(bodies, _ROMAN, strict=True)
+    ]
+    assert without_furniture(pages) == bodies
+    # behind a cover, and before a book with numbers of its own
+    book = ["The cover.", *pages[:4], *(f"Text {7 * at}.\n{at}" for at in range(1, 30))]
+    assert without_furniture(book) == [
+        "The cover.",
+        *bodies[:4],
+        *(f"Text {7 * at}." for at in range(1, 30)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("I", "C", "I", "V"),  # they do not count
+        ("I", "I", "I", "I"),
+        ("i", "ii", "x", "c"),  # too few that do
+        ("Vi", "Vii", "Viii", "Ix"),
+        ("iiii", "iiiii", "vv", "lc"),
+    ],
+)
+def test_letters_that_are_no_page_numbers_stay(lines: tuple[str, ...]) -> None:
+    pages = [f"Words {7 * at}.\n{line}" for at, line in enumerate(lines, 1)]
+    shown = "\n".join(without_furniture(pages)).split("\n")
+    assert [line for line in dict.fromkeys(lines) if line not in shown] == []
+
+
+def test_roman_numbers_of_sections_stay_at_the_head_of_pages() -> None:
+    pages = [f"{roman.upper()}\nWords {at * 7}." for at, roman in enumerate(_ROMAN)]
+    assert without_furniture(pages) == pages
+
+
 @pytest.mark.parametrize(
     "form",
     ["Sales in month {n}\nTotal: {n7}", "Chapter {n}\nText {n7}.", "Text {n7}.\nTotal: {n7}", "Text {n7}"],
