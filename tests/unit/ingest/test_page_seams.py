@@ -40,6 +40,32 @@ def test_sentences_over_pages_are_found(before: str, after: str, lead: str) -> N
     assert found == ([lead] if lead else [])
 
 
+@pytest.mark.parametrize(
+    "notes",
+    ["1 See the rule book, clause 4.", "12 See the rule book,\nclause 4.\n13 The old one.", "* Not in May.",
+     "† not in May", "¹ see the log\n² and the rules of 2004", "1The log."],
+)  # fmt: skip
+def test_footnotes_do_not_interrupt_a_sentence(notes: str) -> None:
+    page = f"All is well. The reserve tank must be\nemptied before\n{notes}"
+    assert _leads(page, "the ferry comes.") == ["The reserve tank must be emptied before "]
+    assert _leads(page, "The ferry comes.")[:1] != ["The reserve tank must be emptied before "]
+
+
+@pytest.mark.parametrize(
+    ("before", "lead"),
+    [
+        # below a sentence that has ended, a date at the beginning of a line, lists, rows
+        ("The reserve tank must be emptied before\n12 hours have passed since the",
+         "The reserve tank must be emptied before 12 hours have passed since the "),
+        ("The reserve tank must be emptied.\n1 See the log.\n2 See the rules.", ""),
+        ("The engineer of the ferry empties\n* The reserve tank.\n* The tank below.", ""),
+        ("The engineer of the ferry empties\n4 Tanks of oil.\n9 Tanks of water.", ""),
+    ],
+)  # fmt: skip
+def test_lines_that_are_no_footnotes(before: str, lead: str) -> None:
+    assert _leads(before, "the ferry comes.") == ([lead] if lead else [])
+
+
 def test_a_page_without_text_between_ends_the_search() -> None:
     assert _leads("The tank must be emptied before", "", "the ferry comes.") == []
 
@@ -67,6 +93,20 @@ def test_the_chunk_of_the_next_page_has_the_sentence_whole(limit: int, count: Co
     assert all(count(chunk.text) == chunk.n_tokens <= limit for chunk in chunks)
     assert sum(chunk.header_chars > 0 for chunk in chunks) == 1
     assert not any(chunk.header_chars for chunk in Chunker(count, limit).split(text, starts))
+
+
+def test_a_sentence_over_a_footnote_is_whole_in_a_chunk(count: Counter) -> None:
+    pages = [
+        "Every tank is inspected in May. The reserve tank must be emptied before¹\n1 See the rule book.",
+        "the ferry reaches Tobermory. All other tanks stay full.",
+    ]
+    text, starts = join_pages(pages)
+    first, second = Chunker(count, 64).split(text, starts, running=True)
+    assert second.text.startswith("The reserve tank must be emptied before¹ the ferry reaches Tobermory.")
+    assert (first.page, second.page) == (1, 2)
+    assert second.header_chars
+    assert "1 See the rule book." in first.text
+    assert "rule book" not in second.text
 
 
 def _pages(n: int, form: str) -> list[str]:
