@@ -2,7 +2,7 @@
 
     python -m tests.charsets --out benchmarks/results/charsets.json
 
-The texts of tests/data/languages, in ten languages, are written in every charset that has their letters:
+The texts of tests/data/languages, in twenty languages, are written in every charset that has their letters:
 whole, by paragraph and by first sentence of a paragraph. So are tables of 1 to 200 rows of the nouns and
 prices in tests/data/nouns, in twenty languages, also in capitals, and sentences in further languages. A
 reading is right if it gives the text back.
@@ -25,19 +25,21 @@ from ragserve.verification.report import write
 TEXTS = Path(__file__).resolve().parent / "data" / "languages"
 CHARSETS = (
     "utf-8", "utf-16", "cp1252", "iso8859-1", "iso8859-15", "mac-roman", "cp1250", "iso8859-2", "cp1251",
-    "koi8-r", "cp1253", "iso8859-7", "cp1254", "iso8859-9", "cp932", "euc_jp", "gb18030",
+    "koi8-r", "koi8-u", "cp1253", "iso8859-7", "cp1254", "iso8859-9", "cp932", "euc_jp", "gb18030", "cp949",
 )  # fmt: skip
+_WESTERN = ("cp1252", "iso8859-1", "iso8859-15", "mac-roman")
 HOME = {  # charsets in which a language was written
-    "french": ("cp1252", "iso8859-1", "iso8859-15", "mac-roman"),
-    "german": ("cp1252", "iso8859-1", "iso8859-15", "mac-roman"),
-    "spanish": ("cp1252", "iso8859-1", "iso8859-15", "mac-roman"),
-    "polish": ("cp1250", "iso8859-2"),
-    "czech": ("cp1250", "iso8859-2"),
+    **dict.fromkeys(("french", "german", "spanish", "italian", "portuguese"), _WESTERN),
+    **dict.fromkeys(("swedish", "danish", "finnish"), _WESTERN),
+    **dict.fromkeys(("polish", "czech", "hungarian", "romanian"), ("cp1250", "iso8859-2")),
     "russian": ("cp1251", "koi8-r"),
+    "ukrainian": ("cp1251", "koi8-u"),
+    "bulgarian": ("cp1251",),
     "greek": ("cp1253", "iso8859-7"),
     "turkish": ("cp1254", "iso8859-9"),
     "japanese": ("cp932", "euc_jp"),
     "chinese": ("gb18030",),
+    "korean": ("cp949",),
 }
 # sentences in further languages, and odd ones, by charset
 OTHERS: dict[str, tuple[str, ...]] = {
@@ -102,7 +104,7 @@ _OTHERS, _CAPITALS = "further languages", "tables in capitals"
 # what people wrote in charsets without the character
 _PLAIN = str.maketrans(
     {"’": "'", "‘": "'", "“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "–": "-", "—": "-"}
-    | {"…": "...", "€": "EUR", "œ": "oe"}
+    | {"…": "...", "€": "EUR", "œ": "oe", "ș": "ş", "ț": "ţ"}
 )
 
 

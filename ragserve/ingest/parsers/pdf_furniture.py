@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import pairwise, product
 
 _EDGE = 3  # lines at the top and at the bottom of a page that may be such
 _FEWEST, _SHARE = 3, 0.6  # pages that repeat a line: at least, and of those with text
@@ -23,6 +24,18 @@ _APART = re.compile(
     re.I,
 )
 _PAGE = re.compile(rf"\A[-–—|\[( ]{{0,3}}{_WORDS} ?(\d{{1,4}})[-–—|\]) ]{{0,3}}\Z", re.I)
+_ROMAN_PAGE = re.compile(
+    rf"\A[-–—|\[( ]{{0,3}}({_WORDS} ?)?([ivxlc]{{1,12}})(?: ?{_OF} ?([ivxlc]{{1,12}}|\d{{1,4}}))?"
+    r"[-–—|\]) ]{0,3}\Z",
+    re.I,
+)
+_DIGITS = (
+    ("", "c", "cc", "ccc"),
+    ("", "x", "xx", "xxx", "xl", "l", "lx", "lxx", "lxxx", "xc"),
+    ("", "i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix"),
+)
+_ROMAN = {"".join(digits): value for value, digits in enumerate(product(*_DIGITS)) if value}
+_CAPITALS = "\0I"  # begins the shape of a line that is nothing but a Roman number in capitals
 
 
 def without_furniture(pages: list[str]) -> list[str]:
@@ -35,6 +48,7 @@ def without_furniture(pages: list[str]) -> list[str]:
     split = [[line for line in page.split("\n") if line.strip()] for page in pages]
     n_pages = sum(map(bool, split))
     heads = _repeated([lines[:_EDGE] for lines in split], n_pages)
+    heads = {shape for shape in heads if not shape.startswith(_CAPITALS)}  # those number sections
     feet = _repeated([lines[: -_EDGE - 1 : -1] for lines in split], n_pages)
     out: list[str] = []
     kept_heads: set[str] = set()
@@ -75,13 +89,19 @@ def _repeated(edges: list[list[str]], n_pages: int) -> set[str]:
         counts = Counter(shape for page in shapes[first::step] for shape in page)
         fewest = max(_FEWEST, _SHARE * n_pages / step)
         found.update(shape for shape, n in counts.items() if n >= fewest)
+    # Roman numbers are often those of a few pages: they have to count up from page to page
+    counting = Counter(shape for before, page in pairwise(shapes) for shape in before & page)
+    found.update(
+        shape for shape, n in counting.items() if n >= _FEWEST - 1 and shape[:2].lower() == _CAPITALS.lower()
+    )
     return found
 
 
 def _shapes(lines: list[str], number: int) -> set[str]:
     """The shapes of a page's lines, of numbers also as those that count from another page on."""
     found = {_shape(line, number) for line in lines if len(line) <= _LONGEST}
-    return found | {_offset_shape(line, number) for line in lines if _NUMBER.fullmatch(line)}
+    found |= {_offset_shape(line, number) for line in lines if _NUMBER.fullmatch(line)}
+    return found | {_roman_shape(line, number) for line in lines if _roman(line)[0]}
 
 
 def _shape(line: str, number: int) -> str:
@@ -91,6 +111,24 @@ def _shape(line: str, number: int) -> str:
 
 def _offset_shape(line: str, number: int) -> str:
     return f"\0{int(line) - number:+d}"
+
+
+def _roman_shape(line: str, number: int) -> str:
+    alone = line.isalpha() and line.isupper()
+    return f"{_CAPITALS if alone else _CAPITALS.lower()}{_roman(line)[0] - number:+d}"
+
+
+def _roman(line: str) -> tuple[int, int, bool]:
+    """Of a line that is nothing but a Roman number: that, the number of all pages behind it, and whether a
+    word for pages stands before it. Zeros where there is none."""
+    found = _ROMAN_PAGE.match(line)
+    if found is None or not (found.group(2).islower() or found.group(2).isupper()):
+        return 0, 0, False
+    of = found.group(3) or "0"
+    total = int(of) if of.isdecimal() else _ROMAN.get(of.lower(), 0)
+    if found.group(3) and not total:
+        return 0, 0, False
+    return _ROMAN.get(found.group(2).lower(), 0), total, found.group(1) is not None
 
 
 def _edge(lines: list[str], shapes: set[str], number: int, n_pages: int, *, forwards: bool) -> list[int]:
@@ -111,8 +149,10 @@ def _counts(line: str, number: int, n_pages: int) -> bool:
     line = " ".join(line.split())
     if found := _PAGE_OF.match(line):
         return int(found.group(1)) == number and int(found.group(2)) == n_pages
-    found = _PAGE.match(line)
-    return bool(found and int(found.group(1)) == number)
+    if found := _PAGE.match(line):
+        return int(found.group(1)) == number
+    roman, total, named = _roman(line)
+    return roman == number and (total == n_pages if total else named)
 
 
 def _is_number(line: str) -> bool:

@@ -10,6 +10,7 @@ from fpdf.enums import TextMode
 from PIL import Image
 
 from ragserve.errors import UnsupportedDocument
+from ragserve.ingest.page_seams import sentences_over_pages
 from ragserve.ingest.parsers import Parsed, Raw, parse
 from ragserve.ingest.parsers.pdf_lines import mended
 from tests.unit.ingest.ingest_samples import make_pdf
@@ -109,6 +110,28 @@ def test_cells_of_a_row_are_apart() -> None:
                     row.cell(cell)
 
     assert _parsed(_pdf(build)).text.split("\n") == ["Ship Port Crew", "Vega Wick 9"]
+
+
+def test_a_footnote_does_not_interrupt_a_sentence_that_goes_on_over_the_page() -> None:
+    def build(pdf: FPDF) -> None:
+        for size, text, place in (
+            (12, "The reserve tank of the pier must be emptied before", "LINE"),
+            (12, "1", "SUP"),
+            (8, "1", "SUP"),
+            (8, " See the rule book, clause 4.", "LINE"),
+        ):
+            if size < pdf.font_size_pt:
+                pdf.set_font_size(size)
+                pdf.set_y(260)
+            pdf.char_vpos = place
+            pdf.write(6, text)
+        pdf.set_font_size(12)
+        pdf.add_page()
+        pdf.write(6, "the ferry comes.")
+
+    found = _parsed(_pdf(build))
+    leads = [lead for _, lead in sentences_over_pages(found.text, found.pages)]
+    assert leads == ["The reserve tank of the pier must be emptied before[1] "]
 
 
 def test_heads_of_left_and_right_pages_are_recognised() -> None:
