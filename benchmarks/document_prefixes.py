@@ -292,75 +292,93 @@ def rows_of(path: Path, half: str) -> list[tuple[int, dict[str, Any]]]:
     return {"first": rows[:middle], "second": rows[middle:], "all": rows}[half]
 
 
+def in_turns(sets: dict[str, list[tuple[int, dict[str, Any]]]], shard: str) -> list[tuple[str, int, Any]]:
+    """Set, number and row of the questions of a ``shard`` (k/n), the sets in turns."""
+    own, shards = map(int, shard.split("/"))
+    return [
+        (name, *rows[at])
+        for at in range(own, max(map(len, sets.values())), shards)
+        for name, rows in sets.items()
+        if at < len(rows)
+    ]
+
+
+def scored(question: Question, answer: str, **named: Any) -> dict[str, Any]:
+    """The row of an answer. ``named``: by what it was found."""
+    return {
+        "set": question.name,
+        "question": question.number,
+        **named,
+        "answer": answer,
+        "f1": token_f1(answer, question.answers),
+        "em": exact_match(answer, question.answers),
+        "contains": contains_answer(answer, question.answers),
+    }
+
+
+def write_answers(args: argparse.Namespace, started: float, rows: list[dict[str, Any]]) -> None:
+    """Write a run's rows with its model, machine and versions."""
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    versions = {"torch": torch.__version__, "transformers": __import__("transformers").__version__}
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "gpu": where}
+    report = {"model": Path(args.model).name, "half": args.half, "machine": machine, "versions": versions}
+    args.out.write_text(json.dumps({**report, "seconds": time.monotonic() - started, "rows": rows}))
+
+
 def run(args: argparse.Namespace) -> None:
     """Answer every question of the shard that the time allows, and write the answers."""
-    started, (shard, shards) = time.monotonic(), map(int, args.shard.split("/"))
-    reader = Reader(args.model)
-    sets = {path.name.split(".")[0]: rows_of(path, args.half) for path in args.sets}
-    longest = max(map(len, sets.values()))
-    order = [
-        (name, *rows[at])
-        for at in range(min(longest, args.limit))
-        for name, rows in sets.items()
-        if at < len(rows) and at % shards == shard
-    ]
+    started, reader = time.monotonic(), Reader(args.model)
+    sets = {path.name.split(".")[0]: rows_of(path, args.half)[: args.limit] for path in args.sets}
     emulations: dict[str, Emulation] = {}
     for name, rows in sets.items():
         given = prefixes(reader, rows[-1][1]["ctxs"])
         chosen = {key: given[key] for key in args.prefixes.split(",")} if args.prefixes else given
         emulations[name] = Emulation(reader, chosen, [float(share) for share in args.shares.split(",")])
     found = []
-    for name, number, row in order:
+    for name, number, row in in_turns(sets, args.shard):
         if time.monotonic() - started > args.seconds:
             break
         question = reader.question(name, number, row)
         for variant, share, answer in emulations[name].answers(question):
-            found.append(
-                {
-                    "set": name,
-                    "question": number,
-                    "variant": variant,
-                    "recomputed": share,
-                    "answer": answer,
-                    "f1": token_f1(answer, question.answers),
-                    "em": exact_match(answer, question.answers),
-                    "contains": contains_answer(answer, question.answers),
-                }
-            )
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    versions = {"torch": torch.__version__, "transformers": __import__("transformers").__version__}
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "gpu": where}
-    report = {"model": Path(args.model).name, "half": args.half, "machine": machine, "versions": versions}
-    args.out.write_text(json.dumps({**report, "seconds": time.monotonic() - started, "rows": found}))
+            found.append(scored(question, answer, variant=variant, recomputed=share))
+    write_answers(args, started, found)
 
 
-def table(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """A row per variant and share: mean F1 over all questions, difference from `full`, its paired 95 %
-    interval, and the differences by set."""
+def table(
+    paths: Sequence[Path], by: tuple[str, str] = ("variant", "recomputed"), reference: str = "full"
+) -> list[dict[str, Any]]:
+    """A row by the two fields ``by``: mean F1 over all questions, the paired difference from ``reference``
+    with its 95 % interval, sets counting alike, and the differences by set."""
     found: dict[tuple[str, float], dict[tuple[str, int], float]] = collections.defaultdict(dict)
     for path in paths:
         for row in json.loads(path.read_text())["rows"]:
-            found[row["variant"], row["recomputed"]][row["set"], row["question"]] = 100 * row["f1"]
-    full = found["full", 1.0]
+            found[row[by[0]], row[by[1]]][row["set"], row["question"]] = 100 * row["f1"]
+    names = ("prefix", by[1]) if by[0] == "variant" else by
     rows = []
-    for (variant, share), f1 in found.items():
-        mean = round(statistics.fmean(f1.values()), 1)
-        row = {"prefix": variant, "recomputed": share, "n": len(f1.keys() & full.keys()), "f1": mean}
-        rows.append(row | difference(f1, full))
+    for key, f1 in found.items():
+        row = dict(zip(names, key, strict=True)) | {"n": len(f1.keys() & found[reference, 1.0].keys())}
+        row["f1"] = round(statistics.fmean(f1.values()), 1)
+        rows.append(row | difference(f1, found[reference, 1.0]))
     return rows
 
 
 def show(args: argparse.Namespace) -> None:
     """Print the table, and write it as a report of the machine that answered."""
-    rows, first = table(args.files), json.loads(args.files[0].read_text())
+    show_rows(args, table(args.files), "Documents' prefixes")
+
+
+def show_rows(args: argparse.Namespace, rows: list[dict[str, Any]], name: str, **workload: Any) -> None:
+    """Print rows, and write them as the report ``name`` of the machine that answered."""
+    first = json.loads(args.files[0].read_text())
     for row in rows:
         print(json.dumps(row))
     if args.report is None:
         return
     half = "all questions" if first["half"] == "all" else f"{first['half']} halves of the sets"
+    made_by = {"model": first["model"], "questions": half, "tokens": TOKENS, "engine": "emulation"}
     report = {
-        "name": "Documents' prefixes",
-        "workload": {"model": first["model"], "questions": half, "tokens": TOKENS, "engine": "emulation"},
+        "name": name,
+        "workload": made_by | workload,
         "environment": {**first["machine"], "versions": first["versions"], "date": args.date},
         "rows": rows,
     }

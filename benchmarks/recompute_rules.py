@@ -25,12 +25,7 @@ of the heads, summed over the upper half of the layers):
 from __future__ import annotations
 
 import argparse
-import collections
-import json
-import os
-import platform
 import random
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -41,18 +36,20 @@ from typing import Any
 import torch
 
 from benchmarks.document_prefixes import (
-    TOKENS,
     Emulation,
     Layers,
     Question,
     Reader,
+    in_turns,
     joined,
     prefixes,
     rows_of,
+    scored,
+    show_rows,
+    table,
+    write_answers,
 )
-from benchmarks.lib.paired import difference
 from ragserve.best_passages import PassagesOptions
-from ragserve.verification.metrics import contains_answer, exact_match, token_f1
 
 RULES = ("question", "asked", "spans", "sentences", "first", "twice", "shift", "shift_v", "random")
 FIRST = 4
@@ -253,75 +250,26 @@ class Chooser:
 
 def run(args: argparse.Namespace) -> None:
     """Answer every question of the shard that the time allows, and write the answers."""
-    started, (shard, shards) = time.monotonic(), map(int, args.shard.split("/"))
-    reader = Reader(args.model)
+    started, reader = time.monotonic(), Reader(args.model)
     chooser = Chooser(args.embedder, args.keep)
     sets = {path.name.split(".")[0]: rows_of(path, args.half) for path in args.sets}
-    order = [
-        (name, *rows[at])
-        for at in range(max(map(len, sets.values())))
-        for name, rows in sets.items()
-        if at < len(rows) and at % shards == shard
-    ]
     prefix = prefixes(reader, [])["fixed 512"]
     rules = Rules(reader, prefix, args.rules.split(","), [float(share) for share in args.shares.split(",")])
     found = []
-    for name, number, row in order:
+    for name, number, row in in_turns(sets, args.shard):
         if time.monotonic() - started > args.seconds:
             break
         question = reader.question(name, number, row)
         answers = [("full", 1.0, rules.full(question)), *rules.ruled(chooser(row, question))]
-        for variant, share, answer in answers:
-            found.append(
-                {
-                    "set": name,
-                    "question": number,
-                    "rule": variant,
-                    "share": share,
-                    "answer": answer,
-                    "f1": token_f1(answer, question.answers),
-                    "em": exact_match(answer, question.answers),
-                    "contains": contains_answer(answer, question.answers),
-                }
-            )
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    versions = {"torch": torch.__version__, "transformers": __import__("transformers").__version__}
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "gpu": where}
-    report = {"model": Path(args.model).name, "half": args.half, "machine": machine, "versions": versions}
-    args.out.write_text(json.dumps({**report, "seconds": time.monotonic() - started, "rows": found}))
+        found += [scored(question, answer, rule=rule, share=share) for rule, share, answer in answers]
+    write_answers(args, started, found)
     print(len(found), "answers in", round(time.monotonic() - started), "s")
-
-
-def table(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """A row a rule and share: F1, and the paired difference from `exact` with its 95 % interval, sets
-    counting alike; the differences by set."""
-    found: dict[tuple[str, float], dict[tuple[str, int], float]] = collections.defaultdict(dict)
-    for path in paths:
-        for row in json.loads(path.read_text())["rows"]:
-            found[row["rule"], row["share"]][row["set"], row["question"]] = 100 * row["f1"]
-    exact = found["exact", 1.0]
-    rows = []
-    for (rule, share), f1 in found.items():
-        row = {"rule": rule, "share": share, "n": len(f1), "f1": round(statistics.fmean(f1.values()), 1)}
-        rows.append(row | difference(f1, exact))
-    return rows
 
 
 def show(args: argparse.Namespace) -> None:
     """Print the table, and write it as a report of the machine that answered."""
-    rows, first = table(args.files), json.loads(args.files[0].read_text())
-    for row in rows:
-        print(json.dumps(row))
-    if args.report is None:
-        return
-    workload = {"model": first["model"], "questions": f"{first['half']} halves", "tokens": TOKENS}
-    report = {
-        "name": "Recompute rules over the best passages",
-        "workload": {**workload, "engine": "emulation", "prefix": "fixed 512"},
-        "environment": {**first["machine"], "versions": first["versions"], "date": args.date},
-        "rows": rows,
-    }
-    args.report.write_text(json.dumps(report, indent=1) + "\n")
+    rows = table(args.files, ("rule", "share"), "exact")
+    show_rows(args, rows, "Recompute rules over the best passages", prefix="fixed 512")
 
 
 def main() -> int:
