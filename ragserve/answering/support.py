@@ -9,7 +9,7 @@ that the first lacks, and both name the same.
 
 Names and numbers count twice as much as other words, and a word the more, the fewer of the passages have it.
 No model is asked, and nothing is embedded: words alone reach 92 % precision and more where one passage
-answers (benchmarks/results/support.md). Five passages of 100 words take about a millisecond. Chosen on the
+answers (benchmarks/results/support.md). A term's weight is found once an answer. Chosen on the
 first halves of four sets, and confirmed on the second (benchmarks/answer_support.py)."""
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def attribute(
         named = sorted({marker.index for marker in markers if start <= marker.start < end})
         for marker in reversed([each for each in markers if start <= each.start < end]):
             text = text[: marker.start - start] + text[marker.end - start :]
-        cited, quoted = words.supporting(text)
-        basis: Basis | None = "quote" if quoted else "words"
+        basis: Basis | None = "marker"
         if named:
-            supported, basis = any(words.supports(text, index - 1) for index in named), "marker"
-            cited = named
+            supported, cited = any(words.supports(text, index - 1) for index in named), named
         else:
-            supported, cited = bool(cited), [number + 1 for number in cited]
-        found.append(Attributed(start, end, supported, tuple(cited), basis if cited else None))
+            supporting, quoted = words.supporting(text)
+            supported, cited = bool(supporting), [number + 1 for number in supporting]
+            basis = "quote" if quoted else "words" if supported else None
+        found.append(Attributed(start, end, supported, tuple(cited), basis))
     return found
 
 
@@ -80,6 +80,7 @@ class _Words:
         self._held = [each.counts.keys() for each in self._read]
         self._titles = [set(read_words(title).terms) for title, _ in passages]
         self._spread = Counter(term for held in self._held for term in held)
+        self._names = dict[str, bool]()  # found when first asked for, of all passages together
         self._asked = self._terms(question)
         self._asked_share = [self._share(self._asked, held) for held in self._held]
 
@@ -157,10 +158,11 @@ class _Words:
 
     def _is_name(self, term: str) -> bool:
         """Whether the passages write a term as a name, mostly, or it is a number."""
-        if term[0].isdigit():
-            return True
-        named = sum(each.named.get(term, 0) for each in self._read)
-        return 2 * named > sum(each.counts.get(term, 0) for each in self._read)
+        if term not in self._names:
+            named = sum(each.named.get(term, 0) for each in self._read)
+            written = sum(each.counts.get(term, 0) for each in self._read)
+            self._names[term] = term[0].isdigit() or 2 * named > written
+        return self._names[term]
 
     def _rarity(self, term: str) -> float:
         return math.log1p(len(self._held) / (self._spread[term] or 0.5))

@@ -74,9 +74,7 @@ class Services:
 
     async def own_settings(self, namespace: str) -> NamespaceSettings:
         """A namespace's own settings, without any for one that does not exist."""
-        stored = await asyncio.to_thread(self.store.settings, namespace)
-        known = NamespaceSettings.model_fields.keys() & stored.keys()  # a later version may have stored more
-        return NamespaceSettings(**{name: stored[name] for name in known})
+        return NamespaceSettings.of(await asyncio.to_thread(self.store.settings, namespace))
 
     def document_cache(self) -> CachingEngine:
         """The engine, as a document cache. Raises InvalidRequest if it has none."""

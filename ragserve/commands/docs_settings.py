@@ -63,7 +63,7 @@ def settings(
             )
     with open_data(server) as store:
         store.namespace(namespace)  # must exist
-        stored = store.settings(namespace)
+        stored = NamespaceSettings.of(store.settings(namespace)).given()
         kept = {name: value for name, value in stored.items() if name not in left}
         try:
             own = NamespaceSettings(**(kept | given))

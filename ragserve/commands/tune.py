@@ -112,9 +112,9 @@ def tune(
         )
     place = out or settings.data_dir / FOLDER
     known = place / f"tune-{namespace}.json"
-    earlier = json.loads(known.read_text(encoding="utf-8"))["points"] if known.exists() else []
-    found = map_of(result, earlier)
     _print(result, namespace, minutes, most)
+    before: dict[str, Any] = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {}
+    found = map_of(result, before["points"] if before.get("model") == result["model"] else [])
     typer.echo(found["why"])
     place.mkdir(parents=True, exist_ok=True)
     write_json(known, found)

@@ -396,10 +396,8 @@ def serve(
         return make_app(engines[-1], sglang_app)
 
     launcher = Launcher(build, listener)
-    with (
-        hold_port() as rendezvous,
-        _meeting_by_file(args),
-    ):  # of torch.distributed, which SGLang would look up and let go
+    # a port of torch.distributed's, which SGLang would look up and let go
+    with hold_port() as rendezvous, _meeting_by_file(args):
         if args.nccl_port is None:
             args.override("ragserve", nccl_port=port_of(rendezvous))
         on_launch()

@@ -3,7 +3,8 @@ behind."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -36,6 +37,11 @@ class NamespaceSettings(BaseModel):
         max_length=1024,
         description="Strategy with its options, as in `concat:recompute=sentences,share=0.15`.",
     )
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> Self:
+        """Those of a registry, in which a later version may have stored more."""
+        return cls(**{name: stored[name] for name in cls.model_fields.keys() & stored.keys()})
 
     def given(self) -> dict[str, Any]:
         """The fields that are set, to be stored."""

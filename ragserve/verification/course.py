@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ragserve.best_passages import NOT_COMPOSED
 from ragserve.profiles.bounds import loses_at_all_times
 from ragserve.profiles.gate import LEVEL
 from ragserve.strategy_spec import FULL, parse
@@ -43,7 +44,7 @@ class Standing:
 
     @property
     def composed(self) -> bool:
-        return parse(self.label)[0].name not in ("passages", "prefix", FULL.name)
+        return parse(self.label)[0].name not in NOT_COMPOSED
 
 
 def standing(label: str, rows: Rows) -> Standing | None:

@@ -121,7 +121,7 @@ def _damaged_utf_8(data: bytes) -> Decoded | None:
     """Text that is UTF-8 but for a few bytes, which no text of another charset is."""
     text = data.decode("utf-8", "replace")
     n_bad = text.count("\ufffd")
-    n_good = sum(character > "\x7f" for character in text) - n_bad
+    n_good = len(text) - len(text.encode("ascii", "ignore")) - n_bad
     if n_good < _SURE or n_bad * _GOOD_PER_BAD > n_good:
         return None
     return Decoded(_checked(text, "utf-8"), f"read as utf-8, with {n_bad:,} damaged characters")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from itertools import pairwise, product
+from itertools import pairwise
+
+from ragserve.ingest.parsers.list_numbers import list_number
 
 _EDGE = 3  # lines at the top and at the bottom of a page that may be such
 _FEWEST, _SHARE = 3, 0.6  # pages that repeat a line: at least, and of those with text
@@ -29,12 +31,7 @@ _ROMAN_PAGE = re.compile(
     r"[-–—|\]) ]{0,3}\Z",
     re.I,
 )
-_DIGITS = (
-    ("", "c", "cc", "ccc"),
-    ("", "x", "xx", "xxx", "xl", "l", "lx", "lxx", "lxxx", "xc"),
-    ("", "i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix"),
-)
-_ROMAN = {"".join(digits): value for value, digits in enumerate(product(*_DIGITS)) if value}
+_ROMAN = {list_number(value, "lowerRoman"): value for value in range(1, 400)}
 _CAPITALS = "\0I"  # begins the shape of a line that is nothing but a Roman number in capitals
 
 

@@ -13,6 +13,7 @@ import torch
 from sglang_ext.analysis.analyser import Analyser, DocumentPart, Keep
 from sglang_ext.analysis.analysis_cache import AnalysisCache
 from sglang_ext.analysis.document_analysis import Analysis, Cut, SummaryError
+from sglang_ext.context.scheduler.document_pass import TOGETHER
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
 from sglang_ext.context.selection.base import Wanted
 from sglang_ext.ranks.ranks import Ranks
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _STEP_TOKENS = 8192  # document tokens analysed in one scheduler step; bounds how long decoding waits
-_TOGETHER = 4096  # document tokens analysed in one pass: bounds its memory
 # votes; the lowest of any rank decides. _PART: an analysis that is not whole
 _FAILED, _MISSING, _WAIT, _PART, _READY = range(5)
 AnalysisName = tuple[str, int, int]
@@ -246,13 +246,13 @@ def _first(
 
 
 def _passes(wanted: Mapping[AnalysisName, WantedAnalysis]) -> Iterable[dict[AnalysisName, WantedAnalysis]]:
-    """Groups of at most `_TOGETHER` tokens, or of one document, that are cut alike and of which as much is
+    """Groups of at most `TOGETHER` tokens, or of one document, that are cut alike and of which as much is
     wanted."""
     group: dict[AnalysisName, WantedAnalysis] = {}
     for name, asked in sorted(wanted.items(), key=lambda item: (item[1].level, repr(item[1].cut))):
         first = next(iter(group.values()), asked)
         tokens = sum(len(each.ids) for each in group.values()) + len(asked.ids)
-        if group and (tokens > _TOGETHER or (asked.level, asked.cut) != (first.level, first.cut)):
+        if group and (tokens > TOGETHER or (asked.level, asked.cut) != (first.level, first.cut)):
             yield group
             group = {}
         group[name] = asked
