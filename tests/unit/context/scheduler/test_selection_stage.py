@@ -284,7 +284,7 @@ def test_documents_are_analysed_in_one_pass_and_a_broken_one_fails_its_own_reque
 
 
 def test_more_documents_than_a_pass_may_have_take_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document_analyses, "_TOGETHER", 70)
+    monkeypatch.setattr(document_analyses, "TOGETHER", 70)
     with opened(None) as store:
         for document in DOCUMENTS:
             document.put(store)
