@@ -164,7 +164,7 @@ def _body_limit(settings: Settings, scope: Scope) -> int:
     if path == "/rag/ingest":
         form = Headers(scope=scope).get("content-type", "").startswith("multipart/form-data")
         limit = settings.max_upload_bytes * settings.max_upload_files if form else settings.max_body_bytes
-        return min(limit, caller.key.limits.max_upload_bytes or limit)
+        return min(limit, caller.who.limits.max_upload_bytes or limit)
     # Those may carry images or audio to SGLang. It tokenises the rest in the event loop. Chats with
     # namespaces get max_body_bytes once the model is known.
     large = settings.max_upload_bytes if path in _WITH_MEDIA else 0

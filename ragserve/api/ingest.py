@@ -153,7 +153,7 @@ async def _urls(data: Any, svc: Services, caller: Access) -> Job:
         body.namespace,
         body.urls,
         options,
-        max_bytes=caller.key.limits.max_upload_bytes,
+        max_bytes=caller.who.limits.max_upload_bytes,
     )
 
 

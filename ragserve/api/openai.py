@@ -125,7 +125,7 @@ async def without_retrieval(request: Request, caller: Caller) -> Response:
             code="unsupported_model",
             param="model",
         )
-    if data.get("previous_response_id") is not None and not caller.key.is_admin:
+    if data.get("previous_response_id") is not None and not caller.who.is_admin:
         raise NotFound(
             "This API key cannot continue a stored response: the engine does not know whose they are.",
             hint="Send the earlier messages with the request.",
@@ -247,7 +247,7 @@ async def _query(body: ChatRequest, svc: Services, caller: Access, request_id: s
         sampling,
         {},
         search=caller.search_options(body, settings),
-        owner=caller.key.key_id,
+        owner=caller.who.owner,
         spend=caller.spend,
         question=last.text,
         history=tuple(Message("user" if m.role == "user" else "assistant", m.text) for m in dialogue),

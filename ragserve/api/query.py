@@ -76,7 +76,7 @@ async def query(
         sampling,
         body.decode.model_dump(exclude_unset=True),
         search=caller.search_options(body, settings),
-        owner=caller.key.key_id,
+        owner=caller.who.owner,
         spend=caller.spend,
         question=body.query,
         history=to_history(body.history),

@@ -159,7 +159,7 @@ class Upstream:
         path, raw = scope["path"], await Request(scope, receive).body()
         data = await parse_json(raw)
         served = served_body(path, data, every_grammar=self._every_grammar)
-        if path == _RESPONSES and not access.key.is_admin:
+        if path == _RESPONSES and not access.who.is_admin:
             served = served | _UNSTORED
         if path in SIZED:
             await asyncio.to_thread(check_size, path, served, self._context_length())
@@ -170,7 +170,7 @@ class Upstream:
         return received(raw, receive)
 
     async def _generate(self, access: Access, scope: Scope, receive: Receive, send: Send) -> None:
-        if access.key.is_admin:
+        if access.who.is_admin:
             with measuring(allowed=self._measures):
                 await self._forward(scope, receive, send)
             return
@@ -181,8 +181,8 @@ class Upstream:
                 hint="Use /rag/query, or a model ragserve/NAMESPACE.",
                 code="missing_right",
             )
-        key = access.key
-        with CacheScope(f"key:{key.key_id}", lambda name: key.has("read") and key.grants(name)).active():
+        who = access.who
+        with CacheScope(f"key:{who.owner}", lambda name: who.may("read", name)).active():
             await self._forward(scope, receive, send)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -19,6 +19,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from ragserve.config import KEYS_FILE
 from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from ragserve.files import locked, write_text
+from ragserve_index.viewers import LABEL
 from sglang_ext.wire.protocol import NAMESPACE
 
 ALL = "*"
@@ -29,6 +30,11 @@ Pattern = Annotated[str, Field(pattern=rf"^(?:{NAMESPACE.pattern}\*?|\*)$")]
 _PREFIX = "rsk-"  # lets scanners for leaked secrets find them
 _SECRET_BYTES = 32
 _WAIT_S = 10.0
+
+
+KeyLabel = Annotated[str, Field(pattern=rf"^(?:{LABEL.pattern}|\*)$")]
+"""A label of documents that the key sees, or ``*`` for all."""
+MAX_KEY_LABELS = 256
 
 
 class KeyLimits(BaseModel):
@@ -44,7 +50,10 @@ class KeyLimits(BaseModel):
 
 
 class TenantKey(BaseModel):
-    """A key: what it opens, and the digest of its secret."""
+    """A key: what it opens, and the digest of its secret.
+
+    ``labels``: of the documents that it sees beside those without any. ``labels_header``: the header in which
+    a gateway that holds the key names the labels of its user; they count as far as the key has them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -56,6 +65,8 @@ class TenantKey(BaseModel):
     created_at: AwareDatetime
     expires_at: AwareDatetime | None = None
     limits: KeyLimits = KeyLimits()
+    labels: Annotated[tuple[KeyLabel, ...], Field(max_length=MAX_KEY_LABELS)] = ()
+    labels_header: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9-]{0,63}$")] | None = None
 
     @model_validator(mode="after")
     def _fits_its_rights(self) -> TenantKey:
@@ -64,6 +75,8 @@ class TenantKey(BaseModel):
             raise ValueError(f"{min(everywhere)} covers the whole server: give it without namespaces")
         if not self.namespaces and self.rights != {"metrics"}:
             raise ValueError("only a key for metrics alone has no namespaces")
+        if self.is_admin and (self.labels or self.labels_header):
+            raise ValueError("admin sees every document: give it without labels")
         return self
 
     @property
@@ -73,17 +86,6 @@ class TenantKey(BaseModel):
     @property
     def expired(self) -> bool:
         return self.expires_at is not None and self.expires_at <= datetime.now(UTC)
-
-    def has(self, right: Right) -> bool:
-        """True if the key has the right in its namespaces; admin includes all others."""
-        return self.is_admin or right in self.rights
-
-    def grants(self, namespace: str) -> bool:
-        """True if ``namespace`` is one of the key's."""
-        return any(
-            namespace.startswith(each[:-1]) if each.endswith(ALL) else namespace == each
-            for each in self.namespaces
-        )
 
 
 class KeyTable(BaseModel):
