@@ -19,7 +19,7 @@ from ragserve.answering.citations import Marker, MarkerFilter
 from ragserve.answering.doubts import doubts
 from ragserve.answering.follow_ups import DialogueSearch, Found
 from ragserve.answering.in_flight import InFlight, QueryLimiter
-from ragserve.answering.laid_out import LaidOutTurn, check_room, laid_out_request, own_options
+from ragserve.answering.laid_out import LaidOutTurn, apart, check_room, laid_out_request, own_options
 from ragserve.answering.offered import check_offered
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.query import Query
@@ -159,6 +159,12 @@ class Answerer:
         self._check(request)
         if best is not None:
             request = replace(request, options=options)
+        private = query.documents is not None and await self._search.hides(
+            request.namespace, query.search.viewer
+        )
+        if private and (turn is not None or request.strategy == AUTO):
+            # a session's exact KV is its own; what `auto` asks and says is about the namespace's cache
+            request = replace(request, strategy="prefix", options={})
         candidates = self._chooser.candidates(request.namespace) if request.strategy == AUTO else None
         search = await self._found(query, candidates)
         if search is not None:
@@ -232,6 +238,8 @@ class Answerer:
         asked = laid_out_request(query, request, prompt)
         if turn is not None:
             asked = turn.request(asked)
+        elif private:
+            asked = replace(asked, namespace=apart(request.namespace, query.owner))
         exact = better_exact(asked, self._engine.info.samkv_defaults)
         if exact is not None:
             asked = replace(asked, strategy="prefix", options={})

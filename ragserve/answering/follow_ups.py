@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ragserve.retrieval.search_options import SearchOptions
     from ragserve.retrieval.spelling import SpellingCorrector
     from ragserve_index.types import Chunk, Hit
+    from ragserve_index.viewers import Viewer
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +222,11 @@ class DialogueSearch:
         if self._spelling is None or options.spelling == "off":
             return Corrected.nothing(typed.typed)
         with tracing.span("spelling"):
-            return await self._spelling.correct(namespace, typed.typed)
+            return await self._spelling.correct(namespace, typed.typed, options.viewer)
+
+    async def hides(self, namespace: str, viewer: Viewer) -> bool:
+        """See ``IndexStore.hides``."""
+        return await self._search.hides(namespace, viewer)
 
     async def _asked(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +24,16 @@ class LaidOutTurn:
     found: list[RetrievedPassage]
     shown: int
     passages: list[RetrievedPassage]
+
+
+_SECRET = secrets.token_bytes(32)  # so that nobody can name a namespace after one of these
+
+
+def apart(namespace: str, owner: str) -> str:
+    """A name under which the engine keeps the KV of what an owner has sent, apart from the namespace's: how
+    soon an answer comes would tell whether the namespace has the same text, in documents that are hidden."""
+    digest = hashlib.blake2b(f"{namespace}/{owner}".encode(), key=_SECRET, digest_size=16)
+    return f"apart-{digest.hexdigest()}"
 
 
 def laid_out_request(query: Query, request: GenerateRequest, prompt: Prompt) -> GenerateRequest:

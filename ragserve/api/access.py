@@ -144,7 +144,7 @@ class Access:
 
     def search_options(self, body: SearchFields, settings: Settings) -> SearchOptions:
         """How to search for a request. Raises InvalidRequest for more passages than the key allows."""
-        options, most = body.search_options(settings), self.who.limits.max_k
+        options, most = body.search_options(settings, self.who.viewer), self.who.limits.max_k
         if most is None:
             return options
         if body.k is not None and body.k > most:

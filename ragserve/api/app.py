@@ -36,13 +36,14 @@ from ragserve.api.browsers import RefuseForeignPages, names
 from ragserve.api.middleware import LimitBody, NoteRequests, RequestContext
 from ragserve.api.openai_schemas import ChatChunk, ChatRequest
 from ragserve.api.schemas import IngestTexts, IngestUrls
-from ragserve.api.services import load_embedder, open_services
+from ragserve.api.services import Services, load_embedder, open_services
 from ragserve.api.trace_requests import TraceRequests
 from ragserve.api.upstream import Upstream
 from ragserve.config import Settings
 from ragserve.engine.base import Engine
 from ragserve.tenants.audit_log import AuditLog
 from ragserve.tenants.keyring import Keyring
+from ragserve_index.viewers import Viewer
 
 _WITH_MEDIA = frozenset(
     {
@@ -109,6 +110,7 @@ def create_app(
         remote=settings.engine_elsewhere,
         every_grammar=settings.grammars == "all",
         context_length=lambda: engine.info.context_length,
+        hides=partial(_hides, app),
     )
     app.state.services = None
     for module in (
@@ -157,6 +159,12 @@ def create_app(
     errors.install(app)
     openapi.install(app, [IngestTexts, IngestUrls, ChatRequest, ChatChunk, *query.EVENTS.values()])
     return app
+
+
+def _hides(app: FastAPI, namespace: str, viewer: Viewer) -> bool:
+    """Whether a namespace has documents that a viewer does not see; True while nobody can tell."""
+    services: Services | None = app.state.services
+    return services is None or services.store.seen_by(viewer).hides(namespace)
 
 
 def _body_limit(settings: Settings, scope: Scope) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import Depends, Request
@@ -23,6 +23,7 @@ from ragserve.answering.sessions.dialogues import Dialogues
 from ragserve.answering.sessions.session_store import SessionStore, forget_all
 from ragserve.answering.sessions.turn_attention import TurnAttention
 from ragserve.answering.sessions.turn_compression import TurnCompressor
+from ragserve.api.access import Access
 from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import Settings
 from ragserve.engine.base import Engine, EngineInfo, TokenizingEngine
@@ -356,11 +357,13 @@ def load_embedder(settings: Settings) -> Embedder:
 
 
 async def services(request: Request) -> Services:
-    """Dependency: the server's services. Raises Unavailable during start and stop."""
+    """Dependency: the server's services, with the store as the caller sees it: a route reads no others'
+    documents. Raises Unavailable during start and stop."""
     found: Services | None = getattr(request.app.state, "services", None)
     if found is None:
         raise Unavailable("The server is starting or stopping.", hint="Retry when /ready answers 200.")
-    return found
+    caller: Access = request.state.access
+    return replace(found, store=found.store.seen_by(caller.who.viewer))
 
 
 async def request_id(request: Request) -> str:

@@ -4,7 +4,7 @@ Text is compared by code point (``COLLATE "C"``), whatever the database's locale
 
 from __future__ import annotations
 
-FORMAT = 3
+FORMAT = 4
 
 _TEXT = 'TEXT COLLATE "C"'
 _ID = "BIGINT GENERATED ALWAYS AS IDENTITY"
@@ -14,6 +14,11 @@ _SETTINGS = f"""
 CREATE TABLE IF NOT EXISTS namespace_settings (
   namespace_id BIGINT PRIMARY KEY REFERENCES namespaces(id) ON DELETE CASCADE, data {_TEXT} NOT NULL
 );
+"""
+
+_LABELS = f"""
+ALTER TABLE documents ADD COLUMN labels {_TEXT} NOT NULL DEFAULT '[]';
+CREATE INDEX documents_by_labels ON documents (namespace_id, labels);
 """
 
 TABLES = f"""
@@ -98,11 +103,11 @@ CREATE TABLE sentences (
 CREATE TABLE lexical_sizes (
   namespace_id BIGINT PRIMARY KEY REFERENCES namespaces(id) ON DELETE CASCADE, n_words BIGINT NOT NULL
 );
-{_WORDS}{_SETTINGS}"""
+{_WORDS}{_SETTINGS}{_LABELS}"""
 
 _OUR_STEMMER = """
 DROP TEXT SEARCH CONFIGURATION IF EXISTS ragserve;
 DROP TEXT SEARCH DICTIONARY IF EXISTS ragserve_stem;
 """
-MIGRATIONS = {1: _OUR_STEMMER + _WORDS, 2: _SETTINGS}
+MIGRATIONS = {1: _OUR_STEMMER + _WORDS, 2: _SETTINGS, 3: _LABELS}
 """The statements that bring a registry from one format to the next, in one transaction."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 APPLICATION_ID = 0x52475356  # "RGSV": tells our file from any other SQLite database
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 _EVICTIONS = """-- Removed texts whose KV may still be cached; text NULL: a whole namespace. See evictions.py.
 CREATE TABLE evictions (
@@ -28,6 +28,11 @@ _SETTINGS = """-- A namespace's own settings as JSON (own_settings.py); those wi
 CREATE TABLE IF NOT EXISTS namespace_settings (
   namespace_id INTEGER PRIMARY KEY REFERENCES namespaces(id) ON DELETE CASCADE, data TEXT NOT NULL
 );
+"""
+
+_LABELS = """-- Labels as a JSON array, ascending (viewers.py): the index finds documents of equal ones.
+ALTER TABLE documents ADD COLUMN labels TEXT NOT NULL DEFAULT '[]';
+CREATE INDEX documents_by_labels ON documents (namespace_id, labels);
 """
 
 TABLES = (
@@ -100,8 +105,9 @@ CREATE INDEX job_items_by_state ON job_items (job_id, state, chunks, tokens, siz
     + _SENTENCES
     + _WORDS
     + _SETTINGS
+    + _LABELS
 )
 
-MIGRATIONS = {1: _EVICTIONS, 2: "", 3: _SENTENCES, 4: _WORDS, 5: _SETTINGS}
+MIGRATIONS = {1: _EVICTIONS, 2: "", 3: _SENTENCES, 4: _WORDS, 5: _SETTINGS, 6: _LABELS}
 """The statements that bring a registry from one format to the next. The lexical indexes, which format 2 had
 not, are built after them. All steps are one transaction: a migration that is killed leaves the old format."""
