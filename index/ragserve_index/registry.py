@@ -22,7 +22,7 @@ from ragserve_index.structures.base import Ids
 from ragserve_index.text_forms import normal
 from ragserve_index.types import Chunk, Document, NamespaceInfo, Position
 from ragserve_index.viewers import EVERYTHING, Viewer
-from ragserve_index.visible import Condition, both, sees, to_json, visible
+from ragserve_index.visible import Condition, both, replaced_labels, sees, visible
 from sglang_ext.wire.protocol import NAMESPACE
 
 _DOCUMENT = (
@@ -141,8 +141,11 @@ def to_document(namespace_name: str, row: tuple[Any, ...], viewer: Viewer = EVER
     return Document(*values)
 
 
-def write_documents(connection: Connection, ns: Namespace, batch: Sequence[Prepared]) -> list[Document]:
-    """Write the batch as version ``ns.version + 1``, replacing documents of the same sources."""
+def write_documents(
+    connection: Connection, ns: Namespace, batch: Sequence[Prepared], viewer: Viewer = EVERYTHING
+) -> list[Document]:
+    """Write a viewer's batch as version ``ns.version + 1``, replacing documents of the same sources. Raises
+    Forbidden for one that the viewer does not see."""
     now = time.time()
     version = ns.version + 1
     documents = chunks = tokens = changed = 0  # differences to the version before
@@ -170,7 +173,7 @@ def write_documents(connection: Connection, ns: Namespace, batch: Sequence[Prepa
             old[2] if old else now,
             now,
             item.metadata,
-            (old[3] if old else "[]") if item.document.labels is None else to_json(item.document.labels),
+            replaced_labels(viewer, item.document, old[3] if old else "[]"),
         )
         first_id = connection.dialect.reserve_chunks(connection, n)
         (document,) = connection.execute(
@@ -184,7 +187,7 @@ def write_documents(connection: Connection, ns: Namespace, batch: Sequence[Prepa
         _insert_chunks(connection, ns, version, document, first_id, item)
         unlog_present(connection, ns.name, document, item.doc_id, item.document.title)
         documents, chunks, tokens, changed = documents + 1, chunks + n, tokens + n_tokens, changed + n
-        written.append(to_document(ns.name, row))
+        written.append(to_document(ns.name, row, viewer))
     lexical.add(connection, ns.id, rows)
     commit_version(connection, ns, changed, documents, chunks, tokens)
     return written

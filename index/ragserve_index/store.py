@@ -5,7 +5,6 @@ promises.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from ragserve_index.gpu import GpuMirror
 from ragserve_index.index import file_format
 from ragserve_index.index.pool import IndexPool
 from ragserve_index.integrity import check_database, check_namespace
+from ragserve_index.labelled_store import LabelledStore
 from ragserve_index.lexical_indexes import LexicalIndexes
 from ragserve_index.opening import check_device, folder_error, open_database
 from ragserve_index.search import Searcher
@@ -37,10 +37,10 @@ from ragserve_index.types import (
     Position,
     SearchResult,
 )
-from ragserve_index.viewers import EVERYTHING, Viewer
+from ragserve_index.viewers import EVERYTHING
 
 
-class IndexStore:
+class IndexStore(LabelledStore):
     """The store of a data directory. Thread-safe, and safe with other processes that use the same directory.
 
     Raises the errors of ``ragserve.errors``: NotFound (``namespace_not_found``, ``document_not_found``,
@@ -83,13 +83,6 @@ class IndexStore:
         self._searcher = Searcher(self.database, self._pool, self._lexical)
         self._closed = False
         self._viewer = EVERYTHING
-
-    def seen_by(self, viewer: Viewer) -> IndexStore:
-        """The same store as a viewer sees it. Costs nothing, and need not be closed."""
-        found = copy(self)
-        found._viewer = viewer
-        found._closed = True
-        return found
 
     def _known_files(self) -> set[Path]:
         with self.database.read() as connection:
@@ -137,31 +130,6 @@ class IndexStore:
         with self.database.read() as connection:
             ns = registry.namespace(connection, name)
             return self._searcher.info(connection, ns, self._viewer)
-
-    def hides(self, namespace: str) -> bool:
-        """True if the namespace has documents that the viewer does not see."""
-        return self._searcher.hides(namespace, self._viewer)
-
-    @property
-    def viewer(self) -> Viewer:
-        """Whose store it is."""
-        return self._viewer
-
-    def labels(self, namespace: str) -> list[str]:
-        """The labels of the documents that the viewer sees, as far as it holds them; none of a namespace that
-        does not exist."""
-        with self.database.read() as connection:
-            return labelling.labels_seen(connection, namespace, self._viewer)
-
-    def hidden(self, namespace: str, names: Iterable[str]) -> set[str]:
-        """Those of the ``names``, each a doc_id or a source, that are documents which the viewer does not
-        see."""
-        ids = {name: (name, *batches.document_ids(namespace, name)) for name in names}
-        with self.database.read() as connection:
-            found = labelling.hidden_ids(
-                connection, namespace, [i for own in ids.values() for i in own], self._viewer
-            )
-        return {name for name, own in ids.items() if not found.isdisjoint(own)}
 
     def made_at(self) -> dict[str, float]:
         """When each namespace was made, in Unix seconds, by name: later for one that was dropped and made
@@ -223,7 +191,9 @@ class IndexStore:
             prepared = registry.under_known_ids(connection, now, prepared)
             if as_read is not None:
                 prepared = registry.unchanged(connection, now, prepared, as_read)
-            written = registry.write_documents(connection, now, prepared) if prepared else []
+            written = []
+            if prepared:
+                written = registry.write_documents(connection, now, prepared, self._viewer)
         self._pool.after_write(ns)
         return written
 
@@ -234,25 +204,6 @@ class IndexStore:
             removed = registry.delete_document(connection, ns, doc_id, self._viewer)
         self._pool.after_write(ns)
         return removed
-
-    def set_labels(
-        self,
-        namespace: str,
-        doc_ids: Sequence[str],
-        *,
-        add: Iterable[str] = (),
-        remove: Iterable[str] = (),
-        only: Iterable[str] | None = None,
-    ) -> list[Document]:
-        """Add labels to documents and remove others, or with ``only`` replace those that the viewer holds.
-        Returns the documents, in a version of their own, so that searches that begin later see it.
-
-        Raises NotFound, InvalidRequest, and Forbidden for labels that the viewer does not hold; then nothing
-        is changed."""
-        change = labelling.change(self._viewer, add, remove, only)
-        with self.database.write() as connection:
-            ns = registry.namespace(connection, namespace)
-            return labelling.set_labels(connection, ns, doc_ids, change, self._viewer)
 
     def document(self, namespace: str, doc_id: str) -> Document:
         """Raises NotFound."""

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ragserve.errors import Forbidden
 from ragserve_index.database import Connection
-from ragserve_index.types import NamespaceInfo
-from ragserve_index.viewers import Viewer
+from ragserve_index.types import NamespaceInfo, NewDocument
+from ragserve_index.viewers import Viewer, checked_labels
 
 Condition = tuple[str, list[Any]]
 """SQL over the alias ``d`` (documents), never NULL, and its parameters."""
@@ -70,6 +71,21 @@ def both(one: Condition | None, other: Condition | None) -> Condition | None:
 def to_json(labels: Sequence[str]) -> str:
     """Labels as they are stored."""
     return json.dumps(list(labels), separators=(",", ":"))
+
+
+def replaced_labels(viewer: Viewer, document: NewDocument, old: str) -> str:
+    """Labels of a document that a viewer writes, as they are stored. Of the ``old`` ones those stay that the
+    viewer does not hold. Raises Forbidden for a document that the viewer does not see."""
+    if not sees(viewer, old):
+        raise Forbidden(
+            f"Document {document.source!r} has labels that this API key does not hold.",
+            hint="Give the new one another name.",
+            code="label_not_held",
+        )
+    if document.labels is None:
+        return old
+    others = [each for each in json.loads(old) if not viewer.holds((each,))]
+    return to_json(checked_labels([*document.labels, *others]))
 
 
 def sees(viewer: Viewer, labels: str) -> bool:

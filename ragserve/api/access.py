@@ -15,13 +15,13 @@ from ragserve.api import playground
 from ragserve.api.search_fields import SearchFields
 from ragserve.config import Settings
 from ragserve.errors import Forbidden, InvalidRequest
+from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.retrieval.search_options import SearchOptions
 from ragserve.tenants.key_file import Right
 from ragserve.tenants.principal import Principal
 from ragserve.tenants.rate_limits import RateLimits
-from ragserve_index.jobs import job_not_found
 from ragserve_index.registry import namespace_not_found
-from ragserve_index.types import Job, NamespaceInfo
+from ragserve_index.types import NamespaceInfo
 
 Need = Literal["none", "key", "read", "ingest", "delete", "metrics", "inspect", "operate"]
 """``none``: not even a key. ``key``: any key. ``read``, ``ingest``, ``delete``: that right in some namespace;
@@ -46,6 +46,7 @@ NEEDS: dict[str, Need] = {
     "GET /rag/documents": "read",
     "GET /rag/documents/{doc_id}": "read",
     "GET /rag/documents/{doc_id}/chunks": "read",
+    "PUT /rag/documents/{doc_id}/labels": "ingest",
     "DELETE /rag/documents/{doc_id}": "delete",
     "GET /rag/namespaces": "key",
     "GET /rag/namespaces/{name}": "key",
@@ -126,21 +127,9 @@ class Access:
         if not self.who.covers(namespace):
             raise namespace_not_found(namespace)
 
-    def require_job(self, job: Job) -> Job:
-        """Return a job of the key's namespaces. Raises NotFound as for a job that does not exist."""
-        if not self.who.covers(job.namespace):
-            raise job_not_found(job.job_id)
-        self.namespace = job.namespace
-        return job
-
     def visible(self, namespaces: Iterable[NamespaceInfo]) -> list[NamespaceInfo]:
         """Those of the key's namespaces."""
         return [each for each in namespaces if self.who.covers(each.name)]
-
-    @property
-    def patterns(self) -> tuple[str, ...] | None:
-        """Patterns of the key's namespaces; None for all."""
-        return self.who.patterns
 
     def search_options(self, body: SearchFields, settings: Settings) -> SearchOptions:
         """How to search for a request. Raises InvalidRequest for more passages than the key allows."""
@@ -150,6 +139,11 @@ class Access:
         if body.k is not None and body.k > most:
             raise InvalidRequest(f"k is {body.k}; this API key may ask for {most}.", param="k")
         return replace(options, k=min(options.k, most))
+
+    @property
+    def submitter(self) -> Submitter:
+        """Who submits its jobs."""
+        return Submitter(self.who.owner, self.who.viewer)
 
     def check_tokens(self) -> None:
         """Raises TooManyRequests for a key that has used up its tokens."""

@@ -12,6 +12,7 @@ from ragserve.api import examples
 from ragserve.api.access import Caller
 from ragserve.api.body import RequestModel, Text
 from ragserve.api.openapi import documented
+from ragserve.api.schemas import DocumentLabels
 from ragserve.api.services import Svc
 from ragserve.api.views import (
     ChunkList,
@@ -105,6 +106,31 @@ async def chunks(
     )
     shown = [ChunkView.model_validate(each, from_attributes=True) for each in found[: page.limit]]
     return {"chunks": shown, "next": page.after + page.limit if len(found) > page.limit else None}
+
+
+class Labels(RequestModel):
+    labels: DocumentLabels
+
+
+@router.put(
+    "/rag/documents/{doc_id}/labels",
+    summary="Change who sees a document",
+    response_model=DocumentView,
+    responses=documented(
+        examples.DOCUMENT, (400, 404, 413, 415, 503, 507), description="The document from now on"
+    ),
+)
+async def label(
+    doc_id: DocId, where: Annotated[Where, Query()], body: Labels, svc: Svc, caller: Caller
+) -> Document:
+    """Replace a document's labels. Those that the API key does not hold stay, and are not shown.
+
+    Requests that begin after the answer go by the new ones: searches, sessions that rest on the document, and
+    listings."""
+    caller.require("ingest", where.namespace)
+    caller.details = {"document": doc_id, "labels": body.labels}
+    changed = await asyncio.to_thread(svc.store.set_labels, where.namespace, [doc_id], only=body.labels)
+    return changed[0]
 
 
 @router.delete(

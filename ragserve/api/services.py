@@ -24,6 +24,7 @@ from ragserve.answering.sessions.session_store import SessionStore, forget_all
 from ragserve.answering.sessions.turn_attention import TurnAttention
 from ragserve.answering.sessions.turn_compression import TurnCompressor
 from ragserve.api.access import Access
+from ragserve.api.seen_jobs import SeenJobs
 from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import Settings
 from ragserve.engine.base import Engine, EngineInfo, TokenizingEngine
@@ -72,6 +73,10 @@ class Services:
     warm_runner: JobRunner | None  # None if the engine has no document cache
     foreign: list[str]  # namespaces that were cut for another model, when the server started
     evict: Callable[[], Coroutine[Any, Any, None]]  # evict the KV of removed documents from every tier
+
+    def seen_jobs(self, caller: Access) -> SeenJobs:
+        """The jobs as a caller sees them."""
+        return SeenJobs(self.ingestor.jobs, self.store, caller.who)
 
     async def own_settings(self, namespace: str) -> NamespaceSettings:
         """A namespace's own settings, without any for one that does not exist."""

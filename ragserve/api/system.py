@@ -49,7 +49,7 @@ async def info(svc: Svc, caller: Caller) -> Info:
     """Show all that a client needs to know and a bug report should contain."""
     settings, engine = svc.settings, svc.engine.info
     namespaces = caller.visible(await asyncio.to_thread(svc.store.namespaces))
-    warm_ups = await asyncio.to_thread(warming, svc.ingestor.jobs, caller.patterns)
+    warm_ups = await asyncio.to_thread(lambda: warming(svc.seen_jobs(caller).unfinished()))
     versions = {"ragserve": __version__, "sglang": engine.version, "python": platform.python_version()}
     for package in ("torch", "faiss-cpu", "sentence-transformers"):
         try:
@@ -103,7 +103,11 @@ async def info(svc: Svc, caller: Caller) -> Info:
             "cut_for_another_model": [one.name for one in namespaces if one.name in svc.foreign],
         },
         warming=warm_ups,
-        verification=await asyncio.to_thread(svc.verification.info, caller.who.covers),
+        verification=await asyncio.to_thread(
+            svc.verification.info,
+            # its questions are about all documents
+            lambda name: caller.who.covers(name) and not svc.store.hides(name),
+        ),
     )
 
 

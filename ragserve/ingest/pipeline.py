@@ -68,6 +68,7 @@ class PlannedFile:
     title: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     found: bool = False
+    labels: tuple[str, ...] | None = None  # as in `NewDocument`
 
 
 Ready = tuple[PlannedFile, ParsedFile]
@@ -284,7 +285,7 @@ def new_document(file: PlannedFile, parsed: ParsedFile) -> NewDocument:
     title = one_line(title)[:_TITLE_CHARS] or file.source
     own = {"filename": parsed.filename, "ext": parsed.ext, "title": title}
     metadata = {**parsed.metadata, **own, **file.metadata}
-    return NewDocument(file.source, title, parsed.hash, parsed.mime, parsed.size, metadata)
+    return NewDocument(file.source, title, parsed.hash, parsed.mime, parsed.size, metadata, file.labels)
 
 
 class _End(Exception):

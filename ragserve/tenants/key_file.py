@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -129,6 +129,8 @@ class KeyFile:
         *,
         expires_at: datetime | None = None,
         limits: KeyLimits | None = None,
+        labels: Sequence[str] = (),
+        labels_header: str | None = None,
     ) -> tuple[TenantKey, str]:
         """Add a key and return it with its secret, which is stored nowhere.
 
@@ -149,27 +151,30 @@ class KeyFile:
                     created_at=datetime.now(UTC).replace(microsecond=0),
                     expires_at=expires_at,
                     limits=limits or KeyLimits(),
+                    labels=tuple(sorted(set(labels))),
+                    labels_header=labels_header,
                 )
             except ValidationError as error:
-                wrong = error.errors(include_url=False)[0]
-                place = f"{wrong['loc'][0]}: " if wrong["loc"] else ""
-                raise InvalidRequest(
-                    f"{place}{wrong['msg'].removeprefix('Value error, ')}.",
-                    hint="See `ragserve keys create --help`.",
-                ) from None
+                raise _invalid(error, "create") from None
             table.keys.append(key)
         return key, secret
+
+    def relabel(self, name: str, add: Iterable[str], remove: Iterable[str]) -> TenantKey:
+        """Give a key labels and take others from it, and return it. Raises NotFound and InvalidRequest."""
+        with self._changed() as table:
+            found = _named(table, name)
+            labels = tuple(sorted({*found.labels, *add}.difference(remove)))
+            try:
+                changed = TenantKey.model_validate(found.model_dump() | {"labels": labels})
+            except ValidationError as error:
+                raise _invalid(error, "label") from None
+            table.keys[table.keys.index(found)] = changed
+        return changed
 
     def revoke(self, name: str) -> TenantKey:
         """Remove a key, given its id or its name, and return it. Raises NotFound."""
         with self._changed() as table:
-            found = next((key for key in table.keys if name in (key.key_id, key.name)), None)
-            if found is None:
-                raise NotFound(
-                    f"There is no key {name!r}.",
-                    hint="`ragserve keys list` shows them.",
-                    code="key_not_found",
-                )
+            found = _named(table, name)
             table.keys.remove(found)
         return found
 
@@ -183,3 +188,21 @@ class KeyFile:
             yield table
             # Even without a key left: a server without the file would be open to its machine.
             write_text(self.path, table.model_dump_json(indent=1) + "\n", durable=True, mode=0o600)
+
+
+def _named(table: KeyTable, name: str) -> TenantKey:
+    """The key of an id or a name. Raises NotFound."""
+    found = next((key for key in table.keys if name in (key.key_id, key.name)), None)
+    if found is None:
+        raise NotFound(
+            f"There is no key {name!r}.", hint="`ragserve keys list` shows them.", code="key_not_found"
+        )
+    return found
+
+
+def _invalid(error: ValidationError, command: str) -> InvalidRequest:
+    wrong = error.errors(include_url=False)[0]
+    place = f"{wrong['loc'][0]}: " if wrong["loc"] else ""
+    return InvalidRequest(
+        f"{place}{wrong['msg'].removeprefix('Value error, ')}.", hint=f"See `ragserve keys {command} --help`."
+    )
