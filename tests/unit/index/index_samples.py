@@ -61,6 +61,10 @@ def item(
     return document, chunks, vectors_of(source, edition, n=n_chunks, dim=dim)
 
 
+WITHOUT_LABELS = "DROP INDEX documents_by_labels; ALTER TABLE documents DROP COLUMN labels"
+"""Makes a registry one of a format before labels."""
+
+
 def open_store(data_dir: Path, **options: Any) -> IndexStore:
     """An IndexStore on the registry of the test."""
     return IndexStore(data_dir, registry_url=os.environ.get(REGISTRY), **options)
