@@ -7,8 +7,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from ragserve.tenants.key_file import ALL, MAX_KEY_LABELS, KeyLimits, Right, TenantKey
-from ragserve_index.viewers import EVERYTHING, UNLABELLED, Viewer, checked_labels
+from ragserve.tenants.key_file import ALL, KeyLimits, Right, TenantKey
+from ragserve_index.viewers import EVERYTHING, LABEL, UNLABELLED, Viewer
 
 _NO_LIMITS = KeyLimits()
 
@@ -44,16 +44,13 @@ class Principal:
     @classmethod
     def of_key(cls, key: TenantKey, header: str | None = None) -> Principal:
         """Who comes with an API key. ``header``: the value of the key's ``labels_header``, labels with commas
-        between them; they count as far as the key has them, and without any the request has none.
-
-        Raises InvalidRequest for what are no labels."""
+        between them; they count as far as the key has them, and without any the request has none."""
         grants = (Grant(key.namespaces, key.rights),)
         viewer = EVERYTHING if key.is_admin else Viewer.holding(key.labels)
         if key.labels_header is None:
             return cls(key.key_id, key.name, grants, viewer, key.limits)
         named = (each.strip() for each in (header or "").split(","))
-        given = checked_labels((each for each in named if each), MAX_KEY_LABELS)
-        own = frozenset(each for each in given if viewer.holds((each,)))
+        own = frozenset(each for each in named if LABEL.fullmatch(each) and viewer.holds((each,)))
         user = hashlib.blake2b(",".join(sorted(own)).encode(), digest_size=8).hexdigest()
         return cls(key.key_id, key.name, grants, Viewer(own), key.limits, user)
 
