@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from ragserve.retrieval.search_options import SearchOptions
     from ragserve.retrieval.spelling import SpellingCorrector
     from ragserve_index.types import Chunk, Hit
-    from ragserve_index.viewers import Viewer
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +147,7 @@ class DialogueSearch:
         spelling: SpellingCorrector | None = None,
     ) -> None:
         """Without ``spelling``, nothing is corrected."""
-        self._search = search
+        self._search, self.hides = search, search.hides
         self._spelling = spelling
         self._rewriter = Rewriter(engine, prompts)
 
@@ -223,10 +222,6 @@ class DialogueSearch:
             return Corrected.nothing(typed.typed)
         with tracing.span("spelling"):
             return await self._spelling.correct(namespace, typed.typed, options.viewer)
-
-    async def hides(self, namespace: str, viewer: Viewer) -> bool:
-        """See ``IndexStore.hides``."""
-        return await self._search.hides(namespace, viewer)
 
     async def _asked(
         self,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Body, Path, Query
 from pydantic import Field
 
 from ragserve.api import examples
 from ragserve.api.access import Caller
-from ragserve.api.body import RequestModel, Text
+from ragserve.api.body import JsonRoute, RequestModel, Text
+from ragserve.api.namespace_examples import LABELS_REQUESTS
 from ragserve.api.openapi import documented
 from ragserve.api.schemas import DocumentLabels
 from ragserve.api.services import Svc
@@ -27,7 +28,7 @@ from ragserve.errors import NotFound
 from ragserve_index.filters import parse_filter
 from ragserve_index.types import Document, NamespaceInfo
 
-router = APIRouter(tags=["documents"])
+router = APIRouter(tags=["documents"], route_class=JsonRoute)
 DocId = Annotated[str, Path(min_length=1, max_length=128, description="As in citations and listings.")]
 NamespaceName = Annotated[Namespace, Path(description="The namespace.")]
 
@@ -121,7 +122,11 @@ class Labels(RequestModel):
     ),
 )
 async def label(
-    doc_id: DocId, where: Annotated[Where, Query()], body: Labels, svc: Svc, caller: Caller
+    doc_id: DocId,
+    where: Annotated[Where, Query()],
+    body: Annotated[Labels, Body(openapi_examples=LABELS_REQUESTS)],
+    svc: Svc,
+    caller: Caller,
 ) -> Document:
     """Replace a document's labels. Those that the API key does not hold stay, and are not shown.
 

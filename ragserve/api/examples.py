@@ -234,6 +234,7 @@ DOCUMENT: dict[str, Any] = {
     "n_tokens": 5210,
     **_TIMES,
     "metadata": _METADATA,
+    "labels": ["engineering"],
 }
 DOCUMENTS = {"documents": [DOCUMENT], "next": None}
 _CHUNK = {**_DOC_ID, "chunk_id": 17, "ordinal": 3, "text": _TITLED["text"], **_PLACE, "n_tokens": 61}

@@ -116,7 +116,7 @@ class Upstream:
         worker: bool = False,
         every_grammar: bool = False,
         context_length: Callable[[], int],
-        hides: Callable[[str, Viewer], bool] = lambda namespace, viewer: False,
+        hides: Callable[[str, Viewer], bool],
     ) -> None:
         """``worker``: the requests are those of servers in front, which measure. ``every_grammar``: those
         of clients may be other than JSON schemas. ``context_length``: of the model, once it has started.

@@ -63,8 +63,8 @@ def submit_warm(
 
 
 def warming(jobs: Iterable[Job]) -> dict[str, int]:
-    """Numbers of warm-ups among ``jobs`` that are queued or running, of their documents, and of those not done
-    yet."""
+    """Numbers of warm-ups among the jobs that are queued or running, of their documents, and of those not
+    done yet."""
     own = [job for job in jobs if job.kind == KIND and not job.finished]
     left = sum(job.counts.get("pending", 0) for job in own)
     return {"jobs": len(own), "documents": sum(job.n_items for job in own), "documents_left": left}

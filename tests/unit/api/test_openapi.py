@@ -33,6 +33,7 @@ ROUTES = {
     "get /rag/documents",
     "get /rag/documents/{doc_id}",
     "get /rag/documents/{doc_id}/chunks",
+    "put /rag/documents/{doc_id}/labels",
     "delete /rag/documents/{doc_id}",
     "get /rag/namespaces",
     "get /rag/namespaces/{name}",
