@@ -115,6 +115,8 @@ class NamespaceLog:
             for line in lines:
                 if len(line) <= self._log.file_bytes:
                     self._log.append(line)
+                else:
+                    log.warning("the log %s has no room for a record of %d bytes", self.name, len(line))
 
     def _labels(self, record: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
         labels = self._store.seen_by(viewer).labels(record["namespace"])
