@@ -10,7 +10,7 @@ from ragserve.errors import Forbidden
 from ragserve_index import registry
 from ragserve_index.database import Connection
 from ragserve_index.types import Document
-from ragserve_index.viewers import EVERYTHING, MAX_LABELS, Viewer, checked_labels
+from ragserve_index.viewers import MAX_LABELS, Viewer, checked_labels
 from ragserve_index.visible import label_sets, sees, to_json, visible
 
 MAX_NAMED = 8 * MAX_LABELS  # to be removed at once
@@ -77,7 +77,7 @@ def set_labels(
     ns: registry.Namespace,
     doc_ids: Sequence[str],
     change: Change,
-    viewer: Viewer = EVERYTHING,
+    viewer: Viewer,
 ) -> list[Document]:
     """Give documents of a viewer other labels, those that ``change`` makes of the old ones, as version
     ``ns.version + 1`` if any differ. Returns the documents. Raises NotFound and changes nothing."""

@@ -1,5 +1,5 @@
 """Namespaces, documents and chunks in SQL. The functions take a connection; the caller owns the
-transaction.
+transaction. What reads documents takes the viewer whose they are, without a default: nobody may forget it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.structures.base import Ids
 from ragserve_index.text_forms import normal
 from ragserve_index.types import Chunk, Document, NamespaceInfo, Position
-from ragserve_index.viewers import EVERYTHING, Viewer
+from ragserve_index.viewers import Viewer
 from ragserve_index.visible import Condition, both, replaced_labels, sees, visible
 from sglang_ext.wire.protocol import NAMESPACE
 
@@ -134,7 +134,7 @@ def _stamp() -> int:
     return secrets.randbits(62)
 
 
-def to_document(namespace_name: str, row: tuple[Any, ...], viewer: Viewer = EVERYTHING) -> Document:
+def to_document(namespace_name: str, row: tuple[Any, ...], viewer: Viewer) -> Document:
     """A document from a row of ``_DOCUMENT``, as a viewer sees it."""
     *columns, metadata, labels = row
     shown = tuple(viewer.shown(json.loads(labels)))
@@ -143,7 +143,7 @@ def to_document(namespace_name: str, row: tuple[Any, ...], viewer: Viewer = EVER
 
 
 def write_documents(
-    connection: Connection, ns: Namespace, batch: Sequence[Prepared], viewer: Viewer = EVERYTHING
+    connection: Connection, ns: Namespace, batch: Sequence[Prepared], viewer: Viewer
 ) -> list[Document]:
     """Write a viewer's batch as version ``ns.version + 1``, replacing documents of the same sources. Raises
     Forbidden for one that the viewer does not see."""
@@ -225,9 +225,7 @@ def under_known_ids(connection: Connection, ns: Namespace, batch: Sequence[Prepa
     return found
 
 
-def delete_document(
-    connection: Connection, ns: Namespace, doc_id: str, viewer: Viewer = EVERYTHING
-) -> Document:
+def delete_document(connection: Connection, ns: Namespace, doc_id: str, viewer: Viewer) -> Document:
     """Remove a viewer's document as version ``ns.version + 1`` and return it. Raises NotFound."""
     removed = get_document(connection, ns, doc_id, viewer)
     connection.dialect.lexical.remove(connection, ns.id, _rows_of(connection, ns, [doc_id]))
@@ -315,7 +313,7 @@ def commit_version(
     connection.execute("INSERT INTO versions VALUES (?, ?, ?)", (ns.id, ns.version + 1, _stamp()))
 
 
-def get_document(connection: Connection, ns: Namespace, doc_id: str, viewer: Viewer = EVERYTHING) -> Document:
+def get_document(connection: Connection, ns: Namespace, doc_id: str, viewer: Viewer) -> Document:
     """Raises NotFound, alike for one that the viewer does not see and for one that never was."""
     row = connection.execute(
         f"SELECT {_DOCUMENT} FROM documents d WHERE d.namespace_id = ? AND d.doc_id = ?", (ns.id, doc_id)
@@ -336,7 +334,7 @@ def list_documents(
     limit: int,
     after: str | None,
     prefix: str | None,
-    viewer: Viewer = EVERYTHING,
+    viewer: Viewer,
 ) -> list[Document]:
     """List up to ``limit`` documents of the viewer that meet the condition, by doc_id, behind ``after``, with
     this source prefix. Raises InvalidRequest as `selected_ids` does."""
@@ -362,7 +360,7 @@ def to_chunk(row: Any) -> Chunk:
 
 
 def chunks_by_id(
-    connection: Connection, ns: Namespace, chunk_ids: Iterable[int], viewer: Viewer = EVERYTHING
+    connection: Connection, ns: Namespace, chunk_ids: Iterable[int], viewer: Viewer
 ) -> dict[int, Chunk]:
     """The chunks that exist, belong to the namespace and are seen by the viewer, by id."""
     rows = connection.execute(
@@ -390,7 +388,7 @@ def added_since(
 
 
 def sentence_vectors(
-    connection: Connection, ns: Namespace, chunk_ids: Iterable[int], viewer: Viewer = EVERYTHING
+    connection: Connection, ns: Namespace, chunk_ids: Iterable[int], viewer: Viewer
 ) -> dict[int, SentenceVectors]:
     """The embedded sentences of the viewer's chunks that have some, by chunk id."""
     rows = connection.execute(
@@ -414,9 +412,9 @@ def document_chunks(
     connection: Connection,
     ns: Namespace,
     doc_id: str,
+    viewer: Viewer,
     after: int = 0,
     limit: int | None = None,
-    viewer: Viewer = EVERYTHING,
 ) -> list[Chunk]:
     """The chunks of a viewer's document in text order: all, or some. Raises NotFound."""
     get_document(connection, ns, doc_id, viewer)

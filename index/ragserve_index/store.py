@@ -287,7 +287,7 @@ class IndexStore(LabelledStore):
         ``after``. Raises NotFound."""
         with self.database.read() as connection:
             ns = registry.namespace(connection, namespace)
-            return registry.document_chunks(connection, ns, doc_id, after, limit, self._viewer)
+            return registry.document_chunks(connection, ns, doc_id, self._viewer, after, limit)
 
     def sentence_vectors(self, namespace: str, chunk_ids: Sequence[int]) -> dict[int, SentenceVectors]:
         """Embedded sentences of chunks, by id; a chunk that is gone, or was embedded without, is left out."""

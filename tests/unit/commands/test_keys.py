@@ -106,7 +106,9 @@ def test_labels_of_documents(tmp_path: Path) -> None:
     said = run(docs, "docs", "label", "a.txt", "--add", "hr", "--add", "board", *data).stdout
     assert said == f"{stored.doc_id} a.txt: labels board, hr\n"
     assert "labels board, hr" in run(docs, "docs", "ls", *data).stdout
-    assert run(docs, "docs", "label", stored.doc_id, "--remove", "hr", *data).stdout.endswith("labels board\n")
+    assert run(docs, "docs", "label", stored.doc_id, "--remove", "hr", *data).stdout.endswith(
+        "labels board\n"
+    )
     assert "every key sees it" in run(docs, "docs", "label", "a.txt", "--only", "", *data).stdout
     assert [one["documents"] for one in audited(tmp_path)] == [
         {stored.doc_id: labels} for labels in (["board", "hr"], ["board"], [])

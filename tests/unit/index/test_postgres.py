@@ -149,7 +149,7 @@ with store.database.write() as connection:
     from ragserve_index import registry, batch
     ns = registry.namespace(connection, "n")
     prepared = batch.prepare("n", ns.dim, [item("b", 3), item("a", 1, edition=1)])
-    registry.write_documents(connection, ns, prepared)
+    registry.write_documents(connection, ns, prepared, EVERYTHING)
 """
 
 
