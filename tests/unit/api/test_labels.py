@@ -273,6 +273,25 @@ def test_a_key_gives_its_own_labels_only(ward: Ward) -> None:
         assert wrong.status_code == 400, wrong.text
 
 
+def test_ingestion_changes_labels_of_what_is_unchanged(ward: Ward) -> None:
+    def ingested(*labels: list[str] | None) -> list[tuple[str, list[str]]]:
+        found = []
+        for own in labels:
+            body = {"namespace": SPACE, "texts": [{"name": "memo", "text": "A memo.", "labels": own}]}
+            job = ward.done(ward.nurse.post("/rag/ingest", json=body))
+            state = ward.nurse.get(f"/rag/jobs/{job}").json()["items"][0]["state"]
+            rows = ward.nurse.get("/rag/documents", **where(source_prefix="memo")).json()["documents"]
+            found.append((state, rows[0]["labels"]))
+        ward.nurse.delete(f"/rag/documents/{rows[0]['doc_id']}", **where())
+        return found
+
+    states = ingested(["staff"], None, [], None, ["staff"])
+    assert states == [
+        ("indexed", ["staff"]), ("unchanged", ["staff"]), ("unchanged", []), ("unchanged", []),
+        ("unchanged", ["staff"]),
+    ]  # fmt: skip
+
+
 def test_the_kv_of_ones_own_documents_lies_apart_from_what_is_hidden(ward: Ward) -> None:
     """A cache hit would tell that a hidden document has the same text."""
     guess = {"documents": [{"text": text, "title": name.title()} for name, text in HIDDEN.items()]}
