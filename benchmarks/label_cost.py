@@ -3,10 +3,10 @@
     python -m benchmarks.label_cost [--chunks 100000] [--out FILE]
 
 Documents of 10 chunks with 384 components and 40 words drawn by Zipf's law, first without labels, then half
-of them with one. The rival is the same search by a viewer that sees everything, on the same store, in turns with
-the others. ``at once``: the first search after a label has changed, in which nothing is cached. A row also
-says how long a label takes to change, and what an unlabelled namespace's search costs a key. Times are those
-of the processor, so that other work on the machine does not count. About three minutes on one core."""
+of them with one. The rival is the same search by a viewer that sees everything, on the same store, in turns
+with the others. ``at once``: the first search after a label has changed, in which nothing is cached. A row
+also says how long a label takes to change, and what an unlabelled namespace's search costs a key. Times are
+those of the processor, so that other work on the machine does not count. About three minutes on one core."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class LabelledStore:
         return found
 
     def hides(self, namespace: str) -> bool:
-        """True if the namespace has documents that the viewer does not see."""
+        """True if the namespace has documents that the viewer does not see, or is not there, for then it may
+        be one that has them."""
         return self._searcher.hides(namespace, self._viewer)
 
     def labels(self, namespace: str) -> list[str]:

@@ -298,7 +298,7 @@ class Searcher:
             return False
         with self._database.read() as connection:
             ns = registry.find_namespace(connection, namespace)
-            return ns is not None and self._sights.of(connection, ns, viewer) is not None
+            return ns is None or self._sights.of(connection, ns, viewer) is not None
 
     def _select(self, connection: Connection, ns: registry.Namespace, among: _Among) -> IdSelection | None:
         condition = both(among.condition, self._sights.of(connection, ns, among.viewer))

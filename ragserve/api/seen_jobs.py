@@ -22,6 +22,7 @@ class SeenJobs:
     def __init__(self, jobs: JobStore, store: IndexStore, who: Principal) -> None:
         """``store``: as the caller sees it."""
         self._jobs, self._store, self._who = jobs, store, who
+        self._there = frozenset(store.made_at())
 
     def get(self, job_id: str) -> Job:
         """Raises NotFound, alike for one of others and for one that never was."""
@@ -45,7 +46,7 @@ class SeenJobs:
     def items(self, job: Job, state: str | None) -> list[JobItem]:
         """A job's items (in a state), without those of documents that are hidden from the caller."""
         items = self._jobs.items(job.job_id, state)
-        if not self._store.hides(job.namespace):
+        if job.namespace not in self._there or not self._store.hides(job.namespace):
             return items
         hidden = self._store.hidden(job.namespace, [item.source for item in items])
         return [item for item in items if item.source not in hidden]
@@ -57,4 +58,5 @@ class SeenJobs:
             return False
         if Submitter.of(job).owner == self._who.owner:
             return True
-        return self._who.viewer.holds(labels_of(job)) and not self._store.hides(job.namespace)
+        hides = job.namespace in self._there and self._store.hides(job.namespace)
+        return self._who.viewer.holds(labels_of(job)) and not hides

@@ -279,6 +279,8 @@ async def _caches(folder: Path, model: Path) -> None:
     _, operator = keys.create("operator", [], ["admin"])
     app = create_app(Settings(data_dir=folder), ScriptedEngine(model), upstream=_through_sglang())
     store = IndexStore(folder)
+    for name in ("one", "two"):
+        store.ensure_namespace(name, embedder="words", dim=DIM)
     app.state.services = SimpleNamespace(store=store)
 
     async def key_of(secret: str, **body: Any) -> Any:
@@ -300,7 +302,6 @@ async def _caches(folder: Path, model: Path) -> None:
     plan = ContextPlan("document", "one").to_json()
     assert await key_of(first, plan=plan) == f"key:{one.key_id}:"
     assert "namespace 'one'" in await key_of(second, plan=plan)
-    store.ensure_namespace("one", embedder="words", dim=DIM)
     document, chunks, vectors = chunk_of("hidden", "A lamp.")
     store.replace_documents("one", [(replace(document, labels=("board",)), chunks, vectors)])
     assert await key_of(first, extra_key="namespace:one") == f"key:{one.key_id}:namespace:one"

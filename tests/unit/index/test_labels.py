@@ -67,6 +67,8 @@ def test_a_document_is_seen_by_those_who_hold_one_of_its_labels(labels: IndexSto
     assert [labels.seen_by(each).hides("n") for each in (EVERYTHING, BOTH, HR, UNLABELLED)] == [
         False, False, True, True,
     ]  # fmt: skip
+    assert labels.seen_by(BOTH).hides("none")
+    assert not labels.hides("none")
 
 
 @on_both_registries
