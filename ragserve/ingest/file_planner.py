@@ -71,9 +71,14 @@ class FilePlanner:
         if file is None:
             return PlannedFile(source, Failed("not among the uploaded files", "unreadable"))
         path, metadata = str(folder / file.stored), {"path": source, **file.metadata}
-        labels = self._labels if file.labels is None else file.labels
         return self._planned(
-            source, path, file.filename, metadata, title=file.title, parser=file.parser, labels=labels
+            source,
+            path,
+            file.filename,
+            metadata,
+            labels=file.labels,  # each has its own; those of the job are all of them together
+            title=file.title,
+            parser=file.parser,
         )
 
     def _download(self, source: str) -> PlannedFile:
