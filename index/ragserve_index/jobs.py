@@ -100,13 +100,14 @@ class JobStore:
         there is none.
 
         The job is then running, leased to ``worker`` until ``lease_s`` seconds after its last heartbeat. An
-        ``error`` of a running job says that a worker of it has died."""
+        ``error`` of a running job says that a worker of it has died; that of one that was given back, with the
+        reason to wait, is gone then."""
         now = time.time()
         with self._database.update() as connection:
             # the error of a running job says that a worker died; a job that was given back has no worker
             row = connection.execute(
                 "UPDATE jobs SET state = 'running', worker = ?1, lease_until = ?2, updated_at = ?3,"
-                " error = CASE WHEN state = 'running' AND worker IS NOT NULL THEN ?5 ELSE error END"
+                " error = CASE WHEN (state = 'running' AND worker IS NOT NULL) OR error = ?5 THEN ?5 END"
                 " WHERE job_id = (SELECT job_id FROM jobs"
                 " WHERE (state = 'queued' OR (state = 'running' AND lease_until < ?3))"
                 " AND (CAST(?4 AS TEXT) IS NULL OR job_id = ?4) ORDER BY created_at, rowid LIMIT 1"
@@ -140,14 +141,16 @@ class JobStore:
             )
             return cursor.rowcount == 1
 
-    def release(self, job_id: str, worker: str) -> None:
-        """Give a job back unfinished, to be claimed at once; nothing if the worker no longer has it."""
+    def release(self, job_id: str, worker: str, error: str | None = None) -> None:
+        """Give a job back unfinished, to be claimed at once; nothing if the worker no longer has it.
+
+        ``error``: what it waits for."""
         now = time.time()
         with self._database.update() as connection:
             connection.execute(
-                "UPDATE jobs SET worker = NULL, lease_until = ?, updated_at = ?"
+                "UPDATE jobs SET worker = NULL, lease_until = ?, updated_at = ?, error = COALESCE(?, error)"
                 " WHERE job_id = ? AND worker = ? AND state = 'running'",
-                (now, now, job_id, worker),
+                (now, now, _told(error), job_id, worker),
             )
 
     def add_items(self, job_id: str, sources: Iterable[str]) -> None:

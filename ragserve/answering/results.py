@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragserve.answering.citations import Basis
 from ragserve.setting_groups.answering import FollowUps, Retrieval
 from sglang_ext.wire.protocol import ContextReport, DecodeReport, PrefillReport
+
+if TYPE_CHECKING:
+    from ragserve.retrieval.passage_search import FoundPassage
 
 Overflow = Literal["refuse", "drop", "cut"]
 """The fate of given documents that do not fit into the context."""
@@ -326,10 +330,31 @@ class Candidate(Result):
 class Reranking(Result):
     """What a reranker did."""
 
-    by: str = Field(description="`keys`, or the name of a CrossEncoder.")
+    by: str = Field(description="`keys`, or the name of a CrossEncoder or a remote reranker.")
     scored: int = Field(description="Candidates that have a score.")
     candidates: list[Candidate] = Field(description="All candidates, best first, without near copies.")
     note: str | None = Field(default=None, description="Why candidates have no score.")
+
+    @classmethod
+    def of(cls, name: str, reranked: Sequence[FoundPassage], why_not: str | None = None) -> Self:
+        """What reranker ``name`` did with candidates, in their new order. ``why_not``: it gave no scores."""
+        candidates = [
+            Candidate(
+                chunk_id=each.chunk.chunk_id,
+                search_rank=each.search_rank or rank,
+                rank=rank,
+                score=each.rerank_score,
+            )
+            for rank, each in enumerate(reranked, 1)
+        ]
+        scored = sum(each.score is not None for each in candidates)
+        note = why_not
+        if note is None and scored < len(candidates):
+            note = (
+                f"{len(candidates) - scored} of {len(candidates)} candidates keep their places: they are not "
+                "analysed (ragserve docs warm)."
+            )
+        return cls(by=name, scored=scored, candidates=candidates, note=note)
 
 
 RERANKING = "What the reranker did; null without one."

@@ -37,6 +37,9 @@ class RetrieveAnswer(BaseModel):
     reranking: Reranking | None = Field(description=RERANKING)
     evidence: AnswerEvidence | None = Field(default=None, description=EVIDENCE)
     index_version: int = Field(description="Version of the namespace that was searched.")
+    notes: list[str] = Field(
+        default_factory=list, description="Remarks for the caller, e.g. that a remote model was missing."
+    )
     timings: RetrieveTimings
     request_id: str
 

@@ -9,7 +9,8 @@ from ragserve.commands.doctor_checks import examine
 from ragserve.config import Settings
 from ragserve.engine import shared_store
 from ragserve.errors import Conflict, InvalidRequest, Unavailable
-from ragserve.retrieval.reranker import check_cross_encoder, reranker_names
+from ragserve.retrieval.remote_reranker import check_reranker
+from ragserve.retrieval.reranker import reranker_names
 
 _OWNER_WAIT_S = 5.0  # a server that is being stopped saves its state
 
@@ -43,7 +44,7 @@ def check_start(settings: Settings, *, worker: bool = False) -> None:
         _check_worker(settings)
     else:
         for name in reranker_names(settings):
-            check_cross_encoder(name)
+            check_reranker(name)
         open_store(settings.model_copy(update={"index_device": "cpu"})).close()
     if settings.engine_elsewhere:
         return

@@ -29,7 +29,7 @@ from ragserve.ingest.tokenizer import TokenizerSource
 from ragserve.ingest.url_sources import KIND as URL_JOBS
 from ragserve.ingest.url_sources import check_urls, fetcher_of, follow_sitemaps
 from ragserve.metrics import metrics
-from ragserve.retrieval.embedder import embedder_name, embedder_options
+from ragserve.retrieval.embedder import embedder_name, embedder_options, flag_of, is_remote
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.batch import metadata_json
 from ragserve_index.types import Job, JobItem
@@ -104,6 +104,12 @@ class Ingestor:
             warms: Returns True if a server on the data folder warms in the background what is ingested.
             ray: Address of a Ray cluster that parses and embeds files (`RayPipeline`).
         """
+        if ray is not None and is_remote(settings.embedder):
+            raise InvalidRequest(
+                "A Ray cluster embeds with a local model, not with a remote one.",
+                hint="Omit --ray, or name a model of sentence-transformers.",
+                param="embedder",
+            )
         self._settings = settings
         self._store = store
         self._lock = threading.Lock()
@@ -246,7 +252,7 @@ class Ingestor:
         if info.embedder != wanted:
             raise Conflict(
                 f"The namespace {namespace!r} is embedded with {info.embedder!r}, not with {wanted!r}.",
-                hint=f"Use --embedder {info.embedder}, or another namespace.",
+                hint=f"Use {flag_of(info.embedder)}, or another namespace.",
                 param="embedder",
             )
 

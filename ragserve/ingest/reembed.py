@@ -16,6 +16,7 @@ from ragserve.ingest.chunk_embedding import DocumentEmbedder, embed_chunks
 from ragserve.ingest.jobs.job_report import Interrupted, JobReport, OnProgress
 from ragserve.ingest.jobs.lease import JobRun, run_leased
 from ragserve.ingest.prune import every_document
+from ragserve.retrieval.embedder import flag_of
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.types import Chunk, Document, Job, JobItem, NewChunk, NewDocument
 
@@ -59,7 +60,7 @@ def reembed(
     if (info.embedder, info.dim) != (embedder.name, embedder.dim):
         raise Conflict(
             f"Namespace {info.name!r} holds vectors of {info.embedder}, not of {embedder.name}.",
-            hint=f"Use --embedder {info.embedder}. For another one, ingest into a new namespace.",
+            hint=f"Use {flag_of(info.embedder)}. For another one, ingest into a new namespace.",
             code="embedder_mismatch",
         )
     return run_leased(

