@@ -70,6 +70,8 @@ NEEDS: dict[str, Need] = {
     "POST /v1/classify": "read",
     "POST /v1/score": "read",
     "POST /v1/rerank": "read",
+    "POST /v2/rerank": "read",
+    "POST /rerank": "read",
     "POST /v1/messages": "read",
     "POST /v1/messages/count_tokens": "key",
     "POST /invocations": "read",

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Scope
@@ -27,6 +28,7 @@ from ragserve.api import (
     query,
     ratings,
     retrieve,
+    served_models,
     sessions,
     system,
 )
@@ -121,6 +123,7 @@ def create_app(
         ratings,
         cache,
         openai,
+        served_models,
         system,
         docs_page,
         playground,
@@ -155,7 +158,8 @@ def create_app(
     if tracing.is_on():
         app.add_middleware(TraceRequests)
     errors.install(app)
-    openapi.install(app, [IngestTexts, IngestUrls, ChatRequest, ChatChunk, *query.EVENTS.values()])
+    bodies: list[type[BaseModel]] = [IngestTexts, IngestUrls, ChatRequest, ChatChunk, *served_models.BODIES]
+    openapi.install(app, [*bodies, *query.EVENTS.values()])
     return app
 
 

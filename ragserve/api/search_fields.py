@@ -60,7 +60,8 @@ class SearchFields(RequestModel):
     rerank: Annotated[Text, Field(min_length=1, max_length=1024)] | None = Field(
         None,
         description="What orders the candidates again. `off`. `keys`: the model's attention over the stored "
-        "keys of analysed documents. Or a CrossEncoder or remote reranker of the server's, by name. Default: the server's.",
+        "keys of analysed documents. Or a CrossEncoder or remote reranker of the server's, by name. Default: "
+        "the server's.",
     )
     rerank_candidates: int | None = Field(
         None,

@@ -36,6 +36,7 @@ from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval.passage_search import PassageSearch
 from ragserve.retrieval.remote_reranker import public_name
 from ragserve.retrieval.retriever import Retriever
+from ragserve.retrieval.served_models import ServedModels
 from ragserve.retrieval.spelling import SpellingCorrector
 from ragserve.setting_groups.per_namespace import NamespaceSettings
 from ragserve.verification.answer_watch import AnswerWatch
@@ -45,8 +46,7 @@ from ragserve.verification.idle_tuner import IdleTuner
 if TYPE_CHECKING:
     from ragserve.ingest.ingestor import Ingestor
     from ragserve.ingest.jobs.runner import JobRunner
-    from ragserve.retrieval.embedder import Embedder
-    from ragserve.retrieval.remote_embedder import RemoteEmbedder
+    from ragserve.retrieval.embedder import AnyEmbedder
     from ragserve.verification.costs import CostEngine
     from ragserve_index import IndexStore
 
@@ -60,9 +60,10 @@ class Services:
     settings: Settings
     engine: Engine
     store: IndexStore
-    embedder: Embedder | RemoteEmbedder
+    embedder: AnyEmbedder
     retriever: Retriever
     search: DialogueSearch
+    served: ServedModels
     ingestor: Ingestor
     runner: JobRunner
     url_runner: JobRunner
@@ -207,6 +208,8 @@ async def open_services(
             stack.push_async_callback(reranker.close)
         if (default := rerankers.get(public_name(settings.rerank))) is not None:
             await default.load()  # now, so that the first question does not wait, nor fail for a broken model
+        served = ServedModels(embedder, rerankers, public_name(settings.rerank))
+        stack.push_async_callback(served.close)
         passages = PassageSearch(retriever, rerankers)
         verification = _verification(settings, store, engine, passages, prompts, gate, limiter)
         await stack.enter_async_context(verification.running(idleness))
@@ -236,6 +239,7 @@ async def open_services(
             embedder=embedder,
             retriever=retriever,
             search=search,
+            served=served,
             ingestor=ingestor,
             runner=runner,
             url_runner=url_runner,
@@ -351,7 +355,7 @@ async def _sessions_on_disk(
     return None
 
 
-def load_embedder(settings: Settings) -> Embedder | RemoteEmbedder:
+def load_embedder(settings: Settings) -> AnyEmbedder:
     """Load the embedder of the settings; imports torch. A remote one is asked what it is; if it is down, the
     server starts all the same, without dense search."""
     from ragserve.retrieval.embedder import Embedder

@@ -9,6 +9,7 @@ from ragserve.commands.doctor_checks import examine
 from ragserve.config import Settings
 from ragserve.engine import shared_store
 from ragserve.errors import Conflict, InvalidRequest, Unavailable
+from ragserve.retrieval.embedder import embedder_name
 from ragserve.retrieval.remote_reranker import check_reranker
 from ragserve.retrieval.reranker import reranker_names
 
@@ -34,7 +35,7 @@ def check_engine(settings: Settings, *, writes: bool = True) -> None:
 def check_start(settings: Settings, *, worker: bool = False) -> None:
     """Raise the error that would end the start later. A ``worker`` has no registry.
 
-    Raises the errors of `check_engine`, InvalidRequest (no such reranker), Conflict (another server has the
+    Raises the errors of `check_engine`, InvalidRequest (no such reranker, a wrong URL), Conflict (another server has the
     documents' KV), and the errors of opening the registry.
     """
     from ragserve.retrieval.document_store import open_store
@@ -43,6 +44,7 @@ def check_start(settings: Settings, *, worker: bool = False) -> None:
     if worker:
         _check_worker(settings)
     else:
+        embedder_name(settings)
         for name in reranker_names(settings):
             check_reranker(name)
         open_store(settings.model_copy(update={"index_device": "cpu"})).close()

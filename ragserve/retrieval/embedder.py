@@ -54,7 +54,7 @@ def public_embedder(name: str) -> str:
     return canonical_name(name) if is_remote(name) else name
 
 
-def known_dim(embedder: Embedder | RemoteEmbedder) -> int | None:
+def known_dim(embedder: AnyEmbedder) -> int | None:
     """The width of an embedder's vectors; None of a remote one that has not answered yet."""
     return embedder.known_dim if isinstance(embedder, RemoteEmbedder) else embedder.dim
 
@@ -81,8 +81,8 @@ def embedder_options(settings: Settings) -> dict[str, Any]:
 
 
 class Embedder:
-    """A loaded model: ``name`` as namespaces keep it, vector width ``dim``, and ``max_tokens`` read at once,
-    if known.
+    """A loaded model: ``name`` as namespaces keep it, ``model`` without prompts, vector width ``dim``, and
+    ``max_tokens`` read at once, if known.
 
     Thread-safe. Forward passes of several threads run concurrently, so a query does not wait for an
     ingestion's batch; only the tokenizer, whose truncation and padding are mutable, is behind a lock.
@@ -102,6 +102,7 @@ class Embedder:
         """Prompts that are None are those of the model's configuration: ``query``, and ``document``,
         ``passage`` or ``corpus``."""
         self.name = _name(name, passage_prompt)
+        self.model = canonical_name(name)
         self._batch_size = batch_size
         self._model = _load(canonical_name(name), device)
         own = self._model.prompts
@@ -119,7 +120,7 @@ class Embedder:
         self.max_tokens: int | None = self._model.max_seq_length
 
     @classmethod
-    def of(cls, settings: Settings) -> Embedder | RemoteEmbedder:
+    def of(cls, settings: Settings) -> AnyEmbedder:
         """The embedder of the settings. Of a remote one nothing is asked yet."""
         if not is_remote(settings.embedder):
             return cls(**embedder_options(settings))
@@ -133,14 +134,16 @@ class Embedder:
             passage_prompt=settings.passage_prompt,
         )
 
-    def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Embed documents, batched by length to save padding, all of each. Float32 [n, dim],
-        L2-normalised."""
+    def encode(self, texts: Sequence[str], *, prompt: str | None = None) -> npt.NDArray[np.float32]:
+        """Embed documents, batched by length to save padding, all of each. Float32 [n, dim], L2-normalised.
+
+        ``prompt``: instead of the passages' own."""
         import numpy as np
 
         windows = [self.windows(text) for text in texts]
         pieces = [piece for own in windows for piece in own]
-        vectors = self._normalised(self._model.encode_document, self._passage_prompt, pieces)
+        before = self._passage_prompt if prompt is None else prompt
+        vectors = self._normalised(self._model.encode_document, before, pieces)
         if len(vectors) == len(texts):
             return vectors
         starts = np.cumsum([0, *(len(own) for own in windows[:-1])])
@@ -164,6 +167,16 @@ class Embedder:
         count = -(-len(starts) // room)
         cuts = [0, *(starts[len(starts) * i // count] for i in range(1, count)), len(text)]
         return [text[a:b] for a, b in pairwise(cuts)]
+
+    def count_tokens(self, texts: Sequence[str]) -> int:
+        """Count the tokens of texts, without prompts and special ones; characters, of a model without a
+        tokenizer."""
+        tokenizer: Any = getattr(self._model, "tokenizer", None)
+        if not callable(tokenizer):
+            return sum(map(len, texts))
+        with self._lock:
+            found = tokenizer(list(texts), add_special_tokens=False, truncation=False, verbose=False)
+        return sum(map(len, found["input_ids"]))
 
     @cached_property
     def words(self) -> frozenset[str]:
@@ -198,6 +211,9 @@ class Embedder:
 
         vectors = encode(list(texts), prompt=prompt, batch_size=self._batch_size, show_progress_bar=False)
         return _unit(np.ascontiguousarray(vectors, dtype=np.float32).reshape(len(texts), self.dim))
+
+
+AnyEmbedder = Embedder | RemoteEmbedder
 
 
 def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -120,7 +120,7 @@ class RemoteModel:
             )
             if isinstance(reason, _Answer):
                 return reason.value
-            wait = max(wait, pause * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries
+            wait = max(wait, pause * random.uniform(0.5, 1.0))
             if wait >= deadline - time.monotonic():
                 raise self.failed(reason)
             log.info("the %s %s (%s): %s; again in %.1f s", *self._who, reason, wait)

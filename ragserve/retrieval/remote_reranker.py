@@ -41,8 +41,8 @@ def public_name(name: str) -> str:
 
 
 def check_reranker(name: str) -> None:
-    """Raise InvalidRequest for a CrossEncoder as `check_cross_encoder`, for a URL that is none. Asks no remote
-    model."""
+    """Raise InvalidRequest for a CrossEncoder as `check_cross_encoder`, and for a URL that is none. Asks no
+    remote model."""
     if is_remote(name):
         address_of(name)
     else:
