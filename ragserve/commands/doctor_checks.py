@@ -288,19 +288,23 @@ def _reranker(settings: Settings) -> Finding:
     )
     from ragserve.retrieval.reranker import reranker_names
 
+    async def ask(name: str) -> None:
+        key = settings.rerank_api_key
+        remote = RemoteReranker(name, api_key=key, timeout_s=settings.remote_timeout_s)
+        try:
+            await remote.measure()
+        finally:
+            await remote.close()
+
     found = []
     for name in reranker_names(settings):
         check_reranker(name)
-        if not is_remote(name):
+        if is_remote(name):
+            started = time.perf_counter()
+            asyncio.run(ask(name))
+            found.append(f"{public_name(name)}, {address_of(name).url} answered in {_ms_since(started)}")
+        else:
             found.append(name)
-            continue
-        started = time.perf_counter()
-        asyncio.run(
-            RemoteReranker(
-                name, api_key=settings.rerank_api_key, timeout_s=settings.remote_timeout_s
-            ).measure()
-        )
-        found.append(f"{public_name(name)}, {address_of(name).url} answered in {_ms_since(started)}")
     return ("ok", "; ".join(found)) if found else ("skip", "none but the model's own keys")
 
 

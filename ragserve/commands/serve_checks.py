@@ -35,8 +35,8 @@ def check_engine(settings: Settings, *, writes: bool = True) -> None:
 def check_start(settings: Settings, *, worker: bool = False) -> None:
     """Raise the error that would end the start later. A ``worker`` has no registry.
 
-    Raises the errors of `check_engine`, InvalidRequest (no such reranker, a wrong URL), Conflict (another server has the
-    documents' KV), and the errors of opening the registry.
+    Raises the errors of `check_engine`, InvalidRequest (no such reranker, a wrong URL), Conflict (another
+    server has the documents' KV), and the errors of opening the registry.
     """
     from ragserve.retrieval.document_store import open_store
 

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from ragserve.config import Settings
 from ragserve.retrieval.model_loading import load_model
+from ragserve.retrieval.multilingual_e5 import MODEL as MULTILINGUAL_MODEL
+from ragserve.retrieval.multilingual_e5 import NAME as MULTILINGUAL
+from ragserve.retrieval.multilingual_e5 import model_folder
 from ragserve.retrieval.namespace_words import folded
 from ragserve.retrieval.remote_embedder import FORM, PREFIX, RemoteEmbedder, address_of
 
@@ -32,6 +35,8 @@ def canonical_name(name: str) -> str:
     A remote model is named without its address: it may move. Raises InvalidRequest for a wrong address."""
     if is_remote(name):
         return f"{PREFIX}{address_of(name).model}"
+    if name in (MULTILINGUAL, MULTILINGUAL_MODEL):
+        return MULTILINGUAL
     short = name.removeprefix("sentence-transformers/")
     if short == _PACKAGED:
         return _PACKAGED
@@ -227,9 +232,11 @@ def _load(name: str, device: str) -> Any:
         "Give a sentence-transformers folder, the name of one in the Hugging Face cache "
         f"or {_PACKAGED} (offline)."
     )
-    return load_model(
-        "SentenceTransformer", _location(name), device, code="embedder_not_found", param="embedder", hint=hint
-    )
+    options = {"code": "embedder_not_found", "param": "embedder", "hint": hint}
+    if name == MULTILINGUAL:
+        with model_folder() as folder:
+            return load_model("SentenceTransformer", folder, device, **options)
+    return load_model("SentenceTransformer", _location(name), device, **options)
 
 
 def _location(name: str) -> str:
