@@ -240,7 +240,8 @@ def _vectors(answer: Any, n: int) -> Vectors:
     if rows.keys() != set(range(n)):
         raise ValueError(f"does not number the embeddings of {n} texts from 0 to {n - 1}")
     try:
-        found = np.array([_row(rows[i]) for i in range(n)], dtype=np.float32)
+        with np.errstate(over="ignore"):  # becomes infinite, see below
+            found = np.array([_row(rows[i]) for i in range(n)], dtype=np.float32)
     except (ValueError, TypeError, OverflowError):
         raise ValueError("gives embeddings that are no vectors of one length") from None
     if found.ndim != 2 or not 1 <= found.shape[1] <= _MAX_DIM:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ragserve.retrieval.embedder import Embedder, canonical_name
+from ragserve.retrieval.embedder import Embedder
 from ragserve.retrieval.reranker import CrossEncoderReranker
 
 if TYPE_CHECKING:
     from ragserve.retrieval.embedder import AnyEmbedder
     from ragserve.retrieval.reranker import Reranker
 
+_ORGANISATION = "sentence-transformers/"
 _TEXTS, _CHARS = 16, 2**14  # of a slice: a question waits for one slice of each request at most
 Spend = Callable[[int], None]
 Side = Literal["query", "document"]
@@ -47,9 +48,9 @@ class ServedModels:
         return list(self._rerankers)
 
     def embedder(self, name: str) -> Embedder | None:
-        """The embedder of a name, in all its spellings."""
+        """The embedder of a name, with or without its organisation."""
         own = self._embedder
-        return own if own is not None and own.model in (name, canonical_name(name)) else None
+        return own if own is not None and name in (own.model, f"{_ORGANISATION}{own.model}") else None
 
     def reranker(self, name: str | None) -> CrossEncoderReranker | None:
         """The reranker of a name; of none, the server's default, or the only one."""
