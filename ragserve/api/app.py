@@ -21,6 +21,7 @@ from ragserve.api import (
     documents,
     errors,
     ingest,
+    model_routes,
     namespace_settings,
     openai,
     openapi,
@@ -28,7 +29,6 @@ from ragserve.api import (
     query,
     ratings,
     retrieve,
-    served_models,
     sessions,
     system,
 )
@@ -123,7 +123,7 @@ def create_app(
         ratings,
         cache,
         openai,
-        served_models,
+        model_routes,
         system,
         docs_page,
         playground,
@@ -158,7 +158,7 @@ def create_app(
     if tracing.is_on():
         app.add_middleware(TraceRequests)
     errors.install(app)
-    bodies: list[type[BaseModel]] = [IngestTexts, IngestUrls, ChatRequest, ChatChunk, *served_models.BODIES]
+    bodies: list[type[BaseModel]] = [IngestTexts, IngestUrls, ChatRequest, ChatChunk, *model_routes.BODIES]
     openapi.install(app, [*bodies, *query.EVENTS.values()])
     return app
 

@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 
-from ragserve.api.served_models import MAX_CHARS, MAX_DOCUMENTS, MAX_INPUTS
+from ragserve.api.model_routes import MAX_CHARS, MAX_DOCUMENTS, MAX_INPUTS
 from ragserve.retrieval.embedder import Embedder
 from ragserve.tenants.key_file import KeyLimits
 from tests.unit.api.scripted_server import Live, Tenants, eventually, serving
