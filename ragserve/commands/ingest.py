@@ -18,7 +18,7 @@ from ragserve.children import ENDING
 from ragserve.commands.options import with_settings
 from ragserve.commands.warm import check_warm, show_warm
 from ragserve.config import Settings
-from ragserve.errors import InvalidRequest, RagserveError, TooLarge
+from ragserve.errors import InvalidRequest, ModelUnavailable, RagserveError, TooLarge
 from ragserve.tenants.audit_log import record_command
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ class _Session:
         return JobReport(
             job_id,
             jobs.get(job_id).namespace,
-            "failed",
+            "interrupted" if isinstance(error, ModelUnavailable) else "failed",
             seconds,
             progress,
             failures_of(jobs, job_id, "failed"),

@@ -51,10 +51,10 @@ class RemoteAddress:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds for an attempt, and for all attempts with the pauses between them."""
+    """Seconds for an attempt, and from the first one until another may begin."""
 
     attempt_s: float
-    total_s: float
+    retry_s: float
 
 
 def parse_address(text: str, route: str, *, param: str, example: str) -> RemoteAddress:
@@ -111,13 +111,10 @@ class RemoteModel:
         self, client: httpx.AsyncClient, body: dict[str, Any], patience: Patience, most_bytes: int
     ) -> Any:
         """Return the parsed answer. Raises ModelUnavailable, and Refused for this input."""
-        deadline = time.monotonic() + patience.total_s
+        deadline = time.monotonic() + patience.retry_s
         pause = _FIRST_PAUSE_S
         while True:
-            left = deadline - time.monotonic()
-            reason, wait = await self._attempt(
-                client, body, min(patience.attempt_s, left), most_bytes + _HEAD_BYTES
-            )
+            reason, wait = await self._attempt(client, body, patience.attempt_s, most_bytes + _HEAD_BYTES)
             if isinstance(reason, _Answer):
                 return reason.value
             wait = max(wait, pause * random.uniform(0.5, 1.0))
@@ -148,7 +145,7 @@ class RemoteModel:
         import httpx
 
         try:
-            async with asyncio.timeout(max(seconds, 0.001)):
+            async with asyncio.timeout(seconds):
                 async with client.stream("POST", self.address.url, json=body) as response:
                     raw = bytearray()
                     async for block in response.aiter_bytes():

@@ -34,7 +34,7 @@ Vectors = npt.NDArray[np.float32]
 
 _AT_ONCE = 4  # batches of an ingestion that are under way
 _QUESTIONS_AT_ONCE = 32  # calls of a server's questions
-_DOCUMENTS = Patience(attempt_s=60.0, total_s=120.0)
+_DOCUMENTS = Patience(attempt_s=300.0, retry_s=60.0)  # a model on a CPU may take minutes for a batch
 _MAX_DIM = 65_536
 _BYTES_A_TEXT = 2**20  # of an answer: 65,536 components as base64, or fewer as numbers
 _SHORT = 500  # characters of a text that any model reads
@@ -140,12 +140,12 @@ class RemoteEmbedder:
         if self._client is None:
             self._client = self._remote.client()
         try:
-            async with asyncio.timeout(self._patience.total_s), self._room:
+            async with asyncio.timeout(self._patience.attempt_s), self._room:
                 found = await self._embedded(
                     self._client, [self._prompts[0] + text for text in texts], self._patience
                 )
         except TimeoutError:
-            reason = f"did not answer within {self._patience.total_s:g} s"
+            reason = f"did not answer within {self._patience.attempt_s:g} s"
             raise self._noted(self._remote.failed(reason)) from None
         except Refused as error:
             raise self._remote.failed(f"refuses a question ({error})") from None

@@ -83,12 +83,12 @@ class RemoteReranker:
                 return await self._ask(client, question, some)
 
         try:
-            async with asyncio.timeout(self._patience.total_s):
+            async with asyncio.timeout(self._patience.attempt_s):
                 async with asyncio.TaskGroup() as group:
                     parts = [texts[start : start + size] for start in range(0, len(texts), size)]
                     tasks = [group.create_task(part(some)) for some in parts]
         except TimeoutError:
-            raise self._remote.failed(f"did not answer within {self._patience.total_s:g} s") from None
+            raise self._remote.failed(f"did not answer within {self._patience.attempt_s:g} s") from None
         except ExceptionGroup as errors:
             first = errors.exceptions[0]
             if isinstance(first, Refused):
