@@ -100,8 +100,8 @@ class JobStore:
         there is none.
 
         The job is then running, leased to ``worker`` until ``lease_s`` seconds after its last heartbeat. An
-        ``error`` of a running job says that a worker of it has died; that of one that was given back, with the
-        reason to wait, is gone then."""
+        ``error`` of a running job says that a worker of it has died; what a job that was given back waited
+        for is gone then."""
         now = time.time()
         with self._database.update() as connection:
             # the error of a running job says that a worker died; a job that was given back has no worker

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from ragserve.api import examples
 from ragserve.api.access import Access, Caller
-from ragserve.api.body import NonBlank, RequestModel, Text, check_names, parse_json
+from ragserve.api.body import MAX_NAMES, NonBlank, RequestModel, Text, parse_json
 from ragserve.api.errors import validated
 from ragserve.api.openai import without_retrieval
 from ragserve.api.openapi import documented
@@ -261,7 +261,7 @@ class _Spent:
 
 
 async def _read(request: Request) -> tuple[Services, Any]:
-    data = await parse_json(await request.body())
+    data = await parse_json(await request.body(), MAX_NAMES)
     if not isinstance(data, dict):
         raise InvalidRequest("The body must be a JSON object.", hint="See /docs for its fields.")
     return await services(request), data
@@ -278,7 +278,6 @@ async def _checked(model: type[M], data: Any, request: Request, svc: Services) -
         raise TooLarge(
             f"The request's body is over {limit:,} bytes.", hint="Send less, or raise max_body_bytes."
         )
-    check_names(data)
     return validated(model, data)
 
 
