@@ -190,7 +190,14 @@ def _tensors(raw: bytes, at: int) -> dict[str, np.ndarray]:
 
 def _write_tokenizer(folder: Path, pieces: list[tuple[str, float]], ids: tuple[int, int, int, int]) -> None:
     """SentencePiece's unigram model, as XLM-RoBERTa has it."""
-    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+    from tokenizers import (  # type: ignore[import-untyped]
+        Regex,
+        Tokenizer,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+    )
 
     bos, eos, pad, unknown = (pieces[i][0] for i in ids)
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=ids[3]))

@@ -9,7 +9,9 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from copy import copy
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +33,7 @@ _REFUSED = frozenset({400, 413, 422})
 _QUOTED_CHARS = 200
 _HEAD_BYTES = 2**16
 _POLL_S = 0.2
+_REST_S = 5.0  # after a failed question, in which others fail at once
 
 
 class Refused(Exception):
@@ -96,6 +99,7 @@ class RemoteModel:
 
     def __init__(self, what: str, name: str, address: RemoteAddress, key: SecretStr | None) -> None:
         self.what, self.name, self.address = what, name, address
+        self._failed: tuple[float, ModelUnavailable] | None = None
         self._key = None if key is None else key.get_secret_value()
 
     def client(self) -> httpx.AsyncClient:
@@ -123,6 +127,25 @@ class RemoteModel:
             log.info("the %s %s (%s): %s; again in %.1f s", *self._who, reason, wait)
             await asyncio.sleep(wait)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    @asynccontextmanager
+    async def answering(self, seconds: float) -> AsyncIterator[None]:
+        """Bound the calls for a question. For a while after they failed the same error comes at once, so that
+        nobody waits for a model that is down."""
+        if self._failed is not None and time.monotonic() < self._failed[0]:
+            raise copy(self._failed[1])
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except TimeoutError:
+            error = self.failed(f"did not answer within {seconds:g} s")
+        except ModelUnavailable as failed:
+            error = failed
+        else:
+            self._failed = None
+            return
+        self._failed = time.monotonic() + _REST_S, error
+        raise error from None
 
     def failed(self, reason: str, hint: str | None = None) -> ModelUnavailable:
         """The error of a call that got no answer, or none of use. The log names the address."""

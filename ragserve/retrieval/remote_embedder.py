@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import threading
-import time
 from collections.abc import Callable, Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +36,6 @@ _DOCUMENTS = Patience(attempt_s=300.0, retry_s=60.0)  # a model on a CPU may tak
 _MAX_DIM = 65_536
 _BYTES_A_TEXT = 2**20  # of an answer: 65,536 components as base64, or fewer as numbers
 _SHORT = 500  # characters of a text that any model reads
-_REST_S = 5.0  # after a failed question, in which others fail at once
 _PROBE = "The quick brown fox jumps over the lazy dog."
 
 
@@ -99,7 +96,6 @@ class RemoteEmbedder:
         self._dim: int | None = None
         self._client: httpx.AsyncClient | None = None  # of the server's event loop
         self._room = asyncio.Semaphore(_QUESTIONS_AT_ONCE)
-        self._failed: tuple[float, ModelUnavailable] | None = None
 
     @property
     def known_dim(self) -> int | None:
@@ -133,35 +129,21 @@ class RemoteEmbedder:
         return self._blocking([self._prompts[0] + text for text in texts], self._patience, lambda: False)
 
     async def questions(self, texts: Sequence[str]) -> Vectors:
-        """Embed questions in one call, which ends with the caller. For a while after a failure the same error
-        comes at once, so that nobody waits for a model that is down."""
-        if self._failed is not None and time.monotonic() < self._failed[0]:
-            raise copy(self._failed[1])
+        """Embed questions in one call, which ends with the caller. See `RemoteModel.answering`."""
         if self._client is None:
             self._client = self._remote.client()
+        prompted = [self._prompts[0] + text for text in texts]
         try:
-            async with asyncio.timeout(self._patience.attempt_s), self._room:
-                found = await self._embedded(
-                    self._client, [self._prompts[0] + text for text in texts], self._patience
-                )
-        except TimeoutError:
-            reason = f"did not answer within {self._patience.attempt_s:g} s"
-            raise self._noted(self._remote.failed(reason)) from None
+            async with self._remote.answering(self._patience.attempt_s), self._room:
+                found = await self._embedded(self._client, prompted, self._patience)
         except Refused as error:
             raise self._remote.failed(f"refuses a question ({error})") from None
-        except ModelUnavailable as error:
-            raise self._noted(error) from None
-        self._failed = None
         return _unit(found)
 
     async def close(self) -> None:
         """Close the connections of ``questions``."""
         if self._client is not None:
             await self._client.aclose()
-
-    def _noted(self, error: ModelUnavailable) -> ModelUnavailable:
-        self._failed = time.monotonic() + _REST_S, error
-        return error
 
     def _blocking(self, texts: Sequence[str], patience: Patience, should_stop: Callable[[], bool]) -> Vectors:
         if not texts:

@@ -82,18 +82,16 @@ class RemoteReranker:
             async with room:
                 return await self._ask(client, question, some)
 
-        try:
-            async with asyncio.timeout(self._patience.attempt_s):
+        parts = [texts[start : start + size] for start in range(0, len(texts), size)]
+        async with self._remote.answering(self._patience.attempt_s):
+            try:
                 async with asyncio.TaskGroup() as group:
-                    parts = [texts[start : start + size] for start in range(0, len(texts), size)]
                     tasks = [group.create_task(part(some)) for some in parts]
-        except TimeoutError:
-            raise self._remote.failed(f"did not answer within {self._patience.attempt_s:g} s") from None
-        except ExceptionGroup as errors:
-            first = errors.exceptions[0]
-            if isinstance(first, Refused):
-                raise self._remote.failed(f"refuses the passages ({first})") from None
-            raise first from None
+            except ExceptionGroup as errors:
+                first = errors.exceptions[0]
+                if isinstance(first, Refused):
+                    raise self._remote.failed(f"refuses the passages ({first})") from None
+                raise first from None
         return [score for task in tasks for score in task.result()]
 
     async def measure(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -13,8 +13,11 @@ from pydantic import SecretStr
 from starlette.responses import JSONResponse
 
 from ragserve import cli
+from ragserve.answering.key_reranker import make_rerankers
 from ragserve.api.services import load_embedder
 from ragserve.config import load
+from ragserve.errors import InvalidRequest
+from ragserve.ingest.ingestor import Ingestor
 from ragserve.ingest.jobs import runner
 from ragserve.retrieval import remote_calls, remote_embedder
 from ragserve.retrieval.embedder import Embedder
@@ -102,7 +105,7 @@ def front(
     remote.reset()
     monkeypatch.setattr(remote_calls, "_FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(remote_embedder, "_DOCUMENTS", Patience(0.3, 0.3))
-    monkeypatch.setattr(remote_embedder, "_REST_S", 0.0)
+    monkeypatch.setattr(remote_calls, "_REST_S", 0.0)
     monkeypatch.setattr(runner, "_FIRST_PAUSE_S", 0.2)
     options: dict[str, Any] = {
         "embedder": f"openai:{remote.url}/v1#words",
@@ -223,7 +226,7 @@ def test_a_server_starts_without_its_model_and_searches_when_it_is_there(
     remote: Remote, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote.reset()
-    monkeypatch.setattr(remote_embedder, "_REST_S", 0.0)
+    monkeypatch.setattr(remote_calls, "_REST_S", 0.0)
     remote.reply = lambda path, body: DOWN
     options = {"embedder": f"openai:{remote.url}/v1#words", "remote_timeout_s": 0.3}
     with serving(tmp_path, model_path, load=load_embedder, **options) as live, live.client() as client:
@@ -242,6 +245,19 @@ def test_a_question_whose_client_left_is_not_waited_for(front: Live, remote: Rem
     with front.client() as client, pytest.raises(httpx.ReadTimeout):
         client.post("/rag/retrieve", json={"query": "a", "namespace": "docs"}, timeout=0.3)
     eventually(lambda: remote.left > 0, "the call ends")
+
+
+def test_two_remote_rerankers_of_one_name_are_refused(remote: Remote, tmp_path: Path) -> None:
+    settings = load(data_dir=tmp_path, rerank_models="http://one, http://two")
+    with pytest.raises(InvalidRequest, match="Two rerankers of the settings have the name 'remote'"):
+        make_rerankers(settings, cast("Any", None), cast("Any", None))
+
+
+def test_ray_embeds_with_local_models_only(tmp_path: Path) -> None:
+    settings = load(data_dir=tmp_path, embedder="openai:http://one/v1#e5")
+    with pytest.raises(InvalidRequest, match="A Ray cluster embeds with a local model") as caught:
+        Ingestor(settings, cast("Any", None), cast("Any", None), ray="auto")
+    assert caught.value.param == "embedder"
 
 
 def test_the_doctor_asks_remote_models(remote: Remote, tmp_path: Path) -> None:
