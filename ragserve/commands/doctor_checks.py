@@ -17,7 +17,6 @@ from typing import Any, Literal
 import httpx
 
 from ragserve.commands.model_checks import (
-    only_gguf,
     quantised_for_others,
     read_config,
     unknown_architecture,
@@ -25,6 +24,7 @@ from ragserve.commands.model_checks import (
 )
 from ragserve.config import Settings
 from ragserve.engine.cpu_precision import cpu_dtype
+from ragserve.engine.gguf_weights import gguf_of
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.files import bundled
 from ragserve.ingest.foreign_cuts import advice_of, foreign_cuts
@@ -180,6 +180,8 @@ def _model(settings: Settings) -> Finding:
     folder = Path(settings.model)
     if "://" in settings.model or "model_path" in settings.engine_args:
         return "skip", f"{settings.model} is read by SGLang alone"
+    if (file := gguf_of(settings.model)) is not None:
+        return "ok", f"{file}: GGUF, dequantised to bfloat16 once, into {settings.data_dir / 'models'}"
     if folder.is_file():
         return "fail", *unreadable_file(folder)
     if not folder.is_dir():
@@ -197,8 +199,6 @@ def _model(settings: Settings) -> Finding:
     files = [path for suffix in _WEIGHTS for path in folder.glob(f"*{suffix}")]
     weights = {path: path.stat().st_size for path in files}
     if not weights and "load_format" not in settings.engine_args:
-        if problem := only_gguf(folder):
-            return "fail", *problem
         return "fail", f"{folder} has no weights ({', '.join(_WEIGHTS)})", "Download the complete model."
     pointer = b"version https://git-lfs"
     if any(size < 1024 and path.read_bytes().startswith(pointer) for path, size in weights.items()):

@@ -15,6 +15,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
 
+from sglang_ext import versions
 from sglang_ext.attention.pools import pool_hooks
 from sglang_ext.process import grammar_masks
 from sglang_ext.sglang_internals import (
@@ -86,7 +87,7 @@ def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args:
 
     running = [*(adder.running_batch.reqs if adder.running_batch is not None else ()), *adder.can_run_list]
     due = current.attention.due_tokens([*running, req]) if current.attention is not None and running else 0
-    adder.rem_total_token_offset += due  # for as long as it decides on this request
+    versions.reserve_tokens(adder, due)  # for as long as it decides on this request
 
     def add() -> Any:
         align = kwargs.get("truncation_align_size")
@@ -102,7 +103,7 @@ def _around_admission(original: Callable[..., Any], adder: Any, req: Any, *args:
             return add()
         return current.composition.admission.admit(adder, req, add)
     finally:
-        adder.rem_total_token_offset -= due
+        versions.reserve_tokens(adder, -due)
 
 
 def _around_forward(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,11 +172,12 @@ def _before_sampling(runner: Any, logits_output: Any, forward_batch: Any, *args:
 def _around_draw(
     original: Callable[..., Any], sampler: Any, probs: Any, sampling_info: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    tokens = original(sampler, probs, sampling_info, *args, **kwargs)
+    result = original(sampler, probs, sampling_info, *args, **kwargs)
     if seeds := [req for _, req, _ in seeded_sampling.seeded(current.sampled)]:
         failed = stages.ending(seeds)
+        tokens = versions.drawn(result)
         stages.run_alike("seeded draw", failed, seeded_sampling.draw, probs, current.sampled, tokens)
-    return tokens
+    return result
 
 
 def _around_model(
@@ -241,10 +243,13 @@ def _around_capture(
     forward: Any,
     stream_idx: Any = None,
     variant_label: Any = None,
+    *others: Any,
 ) -> Any:
-    result = original(runner, size, forward, stream_idx, variant_label)
+    result = original(runner, size, forward, stream_idx, variant_label, *others)
     if current.attention is not None:
-        current.attention.capture(runner, lambda label: original(runner, size, forward, stream_idx, label))
+        current.attention.capture(
+            runner, lambda label: original(runner, size, forward, stream_idx, label, *others)
+        )
     return result
 
 
@@ -374,26 +379,11 @@ HOOKS = (
     *(Hook(entry, ("self", "recv_req"), _around_weights, "around") for entry in weight_updates.ENTRIES),
 )
 
-RELIED_ON: dict[str, tuple[str, ...]] = {  # methods that our cache overrides or calls
-    "sglang.srt.mem_cache.radix_cache.RadixCache.match_prefix": ("self", "params"),
-    "sglang.srt.mem_cache.radix_cache.RadixCache.cache_finished_req": (
-        "self",
-        "req",
-        "is_insert",
-        "kv_len_to_handle",
-    ),
-    "sglang.srt.mem_cache.radix_cache.RadixCache.cache_unfinished_req": ("self", "req", "chunked"),
-    "sglang.srt.mem_cache.radix_cache.RadixCache.insert": ("self", "params"),
-    "sglang.srt.mem_cache.radix_cache.RadixCache.evict": ("self", "params"),
-    "sglang.srt.mem_cache.radix_cache.RadixCache.reset": ("self",),
-    "sglang.srt.mem_cache.radix_cache.RadixCache._delete_leaf": ("self", "node"),
-}
-
 
 def check() -> list[str]:
     """Return one line for each difference from the signatures written down here; empty if there is none."""
     problems = []
-    for target, expected in ({hook.target: hook.parameters for hook in HOOKS} | RELIED_ON).items():
+    for target, expected in ({hook.target: hook.parameters for hook in HOOKS} | versions.RELIED_ON).items():
         owner, name = target.rsplit(".", 1)
         try:
             function = inspect.unwrap(getattr(pkgutil.resolve_name(owner), name))
