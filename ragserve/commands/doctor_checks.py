@@ -94,7 +94,10 @@ def _versions(_: Settings) -> Finding:
     installed = _installed("sglang")
     if installed not in SGLANG_VERSIONS:
         return "fail", f"sglang {installed or 'is missing'}, needed {SGLANG_VERSION}", "Run scripts/install."
-    pins = _pins()
+    if installed != SGLANG_VERSION and _cuda():
+        advice = f"Install sglang=={SGLANG_VERSION} for a GPU."
+        return "warn", f"sglang {installed} has been run without a GPU only, {SGLANG_VERSION} with one", advice
+    pins = _pins(installed)
     have = {name: _installed(name) for name in pins}
     if wrong := [f"{n} {have[n] or 'missing'} (pinned {pin})" for n, pin in pins.items() if have[n] != pin]:
         found = f"{len(wrong)} of {len(pins)} pins differ: {', '.join(wrong[:5])}"
@@ -102,9 +105,12 @@ def _versions(_: Settings) -> Finding:
     return "ok", f"sglang {installed}; all {len(pins)} pins match"
 
 
-def _pins() -> dict[str, str]:
-    """Pinned version by package, for this kind of machine; without torch, whose builds have many names."""
+def _pins(sglang: str) -> dict[str, str]:
+    """Pinned version by package, for this kind of machine and version of SGLang; without torch, whose builds
+    have many names."""
     text = (bundled("requirements") / ("product.txt" if _cuda() else "cpu.txt")).read_text()
+    if (own := bundled("requirements") / f"sglang-{sglang}.txt").is_file():
+        text += own.read_text()  # a later pin counts
     found = re.findall(r"^([A-Za-z0-9_.\-]+)(?:\[[^\]]*\])?==([^\s;#]+)", text, re.MULTILINE)
     return {name: pin for name, pin in found if name != "torch" or "+" in pin}
 
