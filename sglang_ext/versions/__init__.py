@@ -3,8 +3,8 @@
 All others ask this package, which has chosen by the installed version, and never for a version. Each module
 defines the same names:
 
-* ``row_of``, ``extend_span``, ``prefix_tokens``, ``protected_tokens``, ``protect``: a request's row of the
-  request table, the tokens that it extends, those of its prefix, and those of it that the tree owns.
+* ``row_of``, ``extend_span``, ``extend_end``, ``prefix_tokens``, ``protected_tokens``, ``protect``: its
+  row of the request table, the tokens that a request extends, has as a prefix, and leaves to the tree.
 * ``show_prefix``, ``prefix_shown``, ``restore_prefix``: slots that SGLang takes for a request's prefix.
 * ``leave_tree``: unlocks what a request has of the tree.
 * ``matched_slots``: slots that `match_prefix` has found.
@@ -28,6 +28,7 @@ if IS_0_5_17:
         LAYER_ARGUMENTS,
         RELIED_ON,
         drawn,
+        extend_end,
         extend_span,
         keep_exact,
         leave_tree,
@@ -52,6 +53,7 @@ else:  # `hooks.check` lists what another version lacks
         LAYER_ARGUMENTS,
         RELIED_ON,
         drawn,
+        extend_end,
         extend_span,
         keep_exact,
         leave_tree,
@@ -76,6 +78,7 @@ __all__ = [
     "LAYER_ARGUMENTS",
     "RELIED_ON",
     "drawn",
+    "extend_end",
     "extend_span",
     "keep_exact",
     "leave_tree",

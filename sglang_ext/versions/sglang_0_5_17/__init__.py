@@ -53,6 +53,11 @@ def extend_span(req: Any) -> tuple[int, int]:
     return req.extend_range.start, req.extend_range.end
 
 
+def extend_end(req: Any) -> int:
+    """The token behind the last that the step extends."""
+    return int(req.extend_range.end)
+
+
 def prefix_tokens(req: Any) -> int:
     """Tokens of the request whose KV is there before it extends."""
     return len(req.prefix_indices)

@@ -64,6 +64,11 @@ def extend_span(req: Any) -> tuple[int, int]:
     return req.prefix_len, req.extend_end
 
 
+def extend_end(req: Any) -> int:
+    """The token behind the last that the step extends."""
+    return int(req.extend_end)
+
+
 def prefix_tokens(req: Any) -> int:
     """Tokens of the request whose KV is there before it extends."""
     return int(req.prefix_len)
