@@ -101,7 +101,7 @@ def tp_group(runner: Any) -> Any:
     return runner.tp_group
 
 
-LAYER_ARGUMENTS = (("positions", "hidden_states", "forward_batch", "residual"),)
+LAYER_ARGUMENTS: tuple[tuple[str, ...], ...] = (("positions", "hidden_states", "forward_batch", "residual"),)
 """What decoder layers may take that `run_layer` runs."""
 
 

@@ -115,7 +115,7 @@ def tp_group(runner: Any) -> Any:
     return get_parallel().tp_group
 
 
-LAYER_ARGUMENTS = (
+LAYER_ARGUMENTS: tuple[tuple[str, ...], ...] = (
     ("positions", "hidden_states", "forward_batch", "residual"),
     ("positions", "hidden_states", "forward_batch"),
 )
@@ -123,14 +123,14 @@ LAYER_ARGUMENTS = (
 
 
 @cache
-def _takes_residual(layer: type) -> bool:
-    return "residual" in inspect.signature(layer.forward).parameters  # type: ignore[attr-defined]
+def _takes_residual(layer: Any) -> bool:
+    return "residual" in inspect.signature(layer.forward).parameters
 
 
 def run_layer(layer: Any, positions: Any, hidden: Any, batch: Any, residual: Any) -> tuple[Any, Any]:
     """Run a decoder layer. Return the hidden states, and what to give the next layer as ``residual``; None to
     give the first."""
-    if _takes_residual(type(layer)):
+    if _takes_residual(layer.__class__):
         return layer(positions, hidden, batch, residual)
     from sglang.srt.layers.layer_boundary.residual.batch import start
 

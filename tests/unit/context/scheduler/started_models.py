@@ -67,6 +67,8 @@ def models() -> dict[str, tuple[Any, dict[str, Any], Change | None]]:
         "llama": (llama, {}, None),
         "llama in bfloat16": (llama, {"dtype": "bfloat16"}, None),
         "qwen3": (hf.Qwen3Config(**COMMON), {}, None),
+        "mistral": (hf.MistralConfig(**COMMON, sliding_window=None), {}, None),
+        "gemma 3": (hf.Gemma3TextConfig(**COMMON, query_pre_attn_scalar=16, sliding_window=64), {}, None),
         "llama with a layer without positions": (llama, {}, skip_rotation),
         "llama with a layer that fails": (llama, {}, fail),
         "granite": (hf.GraniteConfig(**COMMON, **scaled), {}, None),
