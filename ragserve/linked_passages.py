@@ -27,6 +27,8 @@ _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
 _CHARACTER = re.compile(f"[{_UNSPACED}]")
 _ASIDE = re.compile(r"\([^()]*\)")  # in a title: "Sing (film)" is called Sing
+_REMEMBERED_CHARS = 8192  # longer texts are given by clients, and seldom twice
+_LONGEST_WORD = 64
 _STEM = 6  # letters: what inflection changes comes behind them
 _SHORTEST = 3  # characters of a name: of, at, II
 _K1, _B = 1.2, 0.75  # BM25's usual constants
@@ -147,9 +149,13 @@ class TextWords:
     text: str
 
 
-@lru_cache(maxsize=4096)
 def read_words(text: str) -> TextWords:
-    """The words of a text. Passages are found again and again, and reading them is half of the time."""
+    """The words of a text. Passages are found again and again, and reading them is half of the time: those of
+    usual length are remembered."""
+    return _remembered(text) if len(text) <= _REMEMBERED_CHARS else _read(text)
+
+
+def _read(text: str) -> TextWords:
     words = _WORD.findall(text)
     if not text.isascii():
         words += [a + b for a, b in pairwise(words) if _is_unspaced(a) and _is_unspaced(b)]
@@ -168,10 +174,19 @@ def read_words(text: str) -> TextWords:
     )
 
 
-@lru_cache(maxsize=2**16)
+_remembered = lru_cache(maxsize=1024)(_read)  # 22 KiB for a text of 2,000 characters
+
+
 def _term(word: str) -> str:
     """What stands for a word: folded, without what inflection changes."""
+    return _known_term(word) if len(word) <= _LONGEST_WORD else _folded_term(word)
+
+
+def _folded_term(word: str) -> str:
     return folded(word)[:_STEM]
+
+
+_known_term = lru_cache(maxsize=2**15)(_folded_term)
 
 
 def _is_unspaced(word: str) -> bool:

@@ -34,7 +34,9 @@ class ResultRows(Protocol):
 
 
 class Connection(Protocol):
-    """A connection in a transaction. ``stream`` reads rows as they are asked for, where there may be many."""
+    """A connection in a transaction. ``stream`` reads rows as they are asked for, where there may be many.
+    ``within`` raises TimeoutError when a statement of the block takes longer than so many seconds; the
+    transaction is over then."""
 
     @property
     def dialect(self) -> Dialect: ...
@@ -44,6 +46,8 @@ class Connection(Protocol):
     def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object: ...
 
     def stream(self, sql: str, parameters: Sequence[Any] = ()) -> Iterator[Any]: ...
+
+    def within(self, seconds: float) -> AbstractContextManager[None]: ...
 
 
 def lexical_table(namespace_id: int) -> str:

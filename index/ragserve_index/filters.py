@@ -14,13 +14,15 @@ precedence over a metadata key of the same name. Matching:
 * ``and``/``or``/``not`` are two-valued: ``not`` of a condition on an absent field is true.
 
 What a search costs is bounded by the tree: each ``eq``, ``in`` and ``range`` is a test of every document, one
-for each form of a name that is not ASCII (`forms`), and their values are bounded together.
+for each form of a name that is not ASCII (`forms`), and their values are bounded together. What the documents
+hold is not: a search that takes longer than `MAX_S` is ended.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -38,7 +40,7 @@ from pydantic import (
 )
 
 from ragserve.errors import InvalidRequest
-from ragserve_index.database import Dialect
+from ragserve_index.database import Connection, Dialect
 from ragserve_index.text_forms import forms, normal
 
 MAX_DEPTH = 8
@@ -46,6 +48,7 @@ MAX_NODES = 64
 MAX_TESTS = 16  # each is made on every document of the namespace
 MAX_VALUES = 1000
 MAX_CHARS = 65_536
+MAX_S = 10.0  # long lists in every document of a large namespace take longer
 COLUMNS = ("doc_id", "source", "title", "mime")
 
 # A quoted label of an SQLite JSON path has no escapes, so names that would need one are refused.
@@ -220,6 +223,21 @@ def compile_filter(node: AnyFilter, dialect: Dialect) -> tuple[str, list[Any]]:
         raise InvalidRequest(f"{error}.", code="invalid_filter", param="filter") from None
     parameters: list[Any] = []
     return _condition(node, dialect, parameters), parameters
+
+
+@contextmanager
+def filtering(connection: Connection) -> Iterator[None]:
+    """Raise InvalidRequest for statements with a condition that take longer than `MAX_S`."""
+    try:
+        with connection.within(MAX_S):
+            yield
+    except TimeoutError:
+        raise InvalidRequest(
+            f"The filter took longer than {MAX_S:g} s.",
+            hint="Compare fewer fields, or give documents a short field for what they have in common.",
+            code="filter_too_costly",
+            param="filter",
+        ) from None
 
 
 def _condition(node: Any, dialect: Dialect, out: list[Any]) -> str:

@@ -17,6 +17,7 @@ from ragserve.errors import InvalidRequest, NotFound
 from ragserve_index.batch import Prepared
 from ragserve_index.database import Connection
 from ragserve_index.evictions import log_document, unlog_present
+from ragserve_index.filters import filtering
 from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.structures.base import Ids
 from ragserve_index.text_forms import normal
@@ -327,7 +328,7 @@ def list_documents(
     prefix: str | None,
 ) -> list[Document]:
     """List up to ``limit`` documents that meet the condition, by doc_id, behind ``after``, with this source
-    prefix."""
+    prefix. Raises InvalidRequest as `selected_ids` does."""
     sql, parameters = condition
     begun, begin = "TRUE", list[Any]()
     if prefix:
@@ -335,11 +336,12 @@ def list_documents(
             f"substr({connection.dialect.nfc}(d.source), 1, ?) = ?",
             [len(normal(prefix)), normal(prefix)],
         )
-    rows = connection.execute(
-        f"SELECT {_DOCUMENT} FROM documents d WHERE d.namespace_id = ? AND {sql}"
-        f" AND d.doc_id > ? AND {begun} ORDER BY d.doc_id LIMIT ?",
-        [ns.id, *parameters, after or "", *begin, limit],
-    )
+    with filtering(connection):
+        rows = connection.execute(
+            f"SELECT {_DOCUMENT} FROM documents d WHERE d.namespace_id = ? AND {sql}"
+            f" AND d.doc_id > ? AND {begun} ORDER BY d.doc_id LIMIT ?",
+            [ns.id, *parameters, after or "", *begin, limit],
+        ).fetchall()
     return [to_document(ns.name, row) for row in rows]
 
 
@@ -414,11 +416,13 @@ def expand(ranges: Sequence[tuple[int, int]]) -> Ids:
 
 
 def selected_ids(connection: Connection, ns_id: int, condition: tuple[str, list[Any]]) -> Ids:
-    """Ids of all chunks whose document meets the condition, ascending."""
+    """Ids of all chunks whose document meets the condition, ascending. Raises InvalidRequest for one that
+    takes longer than `filters.MAX_S`."""
     sql, parameters = condition
-    rows = connection.execute(
-        "SELECT d.first_id, d.n_chunks FROM documents d"
-        f" WHERE d.namespace_id = ? AND d.n_chunks > 0 AND {sql}",
-        [ns_id, *parameters],
-    )
-    return expand(rows.fetchall())
+    with filtering(connection):
+        rows = connection.execute(
+            "SELECT d.first_id, d.n_chunks FROM documents d"
+            f" WHERE d.namespace_id = ? AND d.n_chunks > 0 AND {sql}",
+            [ns_id, *parameters],
+        ).fetchall()
+    return expand(rows)

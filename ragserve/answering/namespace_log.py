@@ -108,6 +108,8 @@ class NamespaceLog:
             for line in lines:
                 if len(line) <= self._log.file_bytes:
                     self._log.append(line)
+                else:
+                    log.warning("the log %s has no room for a record of %d bytes", self.name, len(line))
 
 
 def said_at(when: float) -> str:

@@ -18,7 +18,7 @@ from ragserve.errors import InvalidRequest
 
 # Larger bodies are parsed in a thread.
 _INLINE_BYTES = 2**20
-_MAX_NAMES = 20_000  # of a body's objects: each unknown one is an error of its own, made in the event loop
+MAX_NAMES = 20_000  # of a body's objects: each unknown one is an error of its own, made in the event loop
 # A client that is refused while still sending would see a connection reset instead of our answer: read on.
 _DRAIN_BYTES = 8 * 2**20
 _DRAIN_S = 5.0
@@ -46,12 +46,13 @@ Text = Annotated[str, AfterValidator(_without_nul)]
 NonBlank = Annotated[Text, AfterValidator(_not_blank)]
 
 
-async def parse_json(raw: bytes) -> Any:
-    """Parse a body. Raises InvalidRequest with reason and place; the parser bounds depth at 200 levels."""
+async def parse_json(raw: bytes, most: int | None = None) -> Any:
+    """Parse a body. Raises InvalidRequest with reason and place, and for objects with more than ``most``
+    names together; the parser bounds depth at 200 levels."""
     if not raw:
         raise InvalidRequest("The request has no body.", hint="Send a JSON object.", code="invalid_json")
     try:
-        return _parse(raw) if len(raw) < _INLINE_BYTES else await asyncio.to_thread(_parse, raw)
+        return _parse(raw, most) if len(raw) < _INLINE_BYTES else await asyncio.to_thread(_parse, raw, most)
     except UnicodeDecodeError as error:
         raise InvalidRequest(
             f"The body is not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}.",
@@ -64,7 +65,7 @@ async def parse_json(raw: bytes) -> Any:
         ) from None
 
 
-def check_names(data: Any, most: int = _MAX_NAMES) -> None:
+def _check_names(data: Any, most: int) -> None:
     """Raise InvalidRequest for objects with more than ``most`` names together."""
     names, values = 0, [data]
     while values:
@@ -81,9 +82,12 @@ def check_names(data: Any, most: int = _MAX_NAMES) -> None:
         values += (one for one in value if isinstance(one, (dict, list)))
 
 
-def _parse(raw: bytes) -> Any:
+def _parse(raw: bytes, most: int | None) -> Any:
     raw.decode("utf-8")  # the JSON parser's own error would not name the byte
-    return pydantic_core.from_json(raw, allow_inf_nan=False)
+    data = pydantic_core.from_json(raw, allow_inf_nan=False)
+    if most is not None:
+        _check_names(data, most)
+    return data
 
 
 async def drain(receive: Receive) -> None:
@@ -117,8 +121,7 @@ class JsonRoute(APIRoute):
                         hint="Set Content-Type: application/json.",
                     )
                 # Request.json() returns this, so the body is parsed once
-                request._json = await parse_json(await request.body())
-                check_names(request._json)
+                request._json = await parse_json(await request.body(), MAX_NAMES)
             return await handler(request)
 
         return parsed

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ragserve.api import examples
 from ragserve.api.access import Access, Caller
-from ragserve.api.body import RequestModel, check_names, media_type, parse_json
+from ragserve.api.body import RequestModel, media_type, parse_json
 from ragserve.api.errors import UnsupportedMediaType, validated
 from ragserve.api.openapi import documented
 from ragserve.api.schemas import IngestTexts, IngestUrls, Metadata
@@ -108,8 +108,7 @@ async def ingest(request: Request, svc: Svc, caller: Caller) -> Response:
     a second job of kind `warm` follows."""
     kind = media_type(request)
     if kind == "application/json":
-        data = await parse_json(await request.body())
-        check_names(data, _MAX_NAMES)
+        data = await parse_json(await request.body(), _MAX_NAMES)
         take = _urls if isinstance(data, dict) and "urls" in data else _texts
         job = await take(data, svc, caller)
     elif kind == "multipart/form-data":

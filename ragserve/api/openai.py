@@ -21,7 +21,7 @@ from ragserve.answering.results import Answer, SearchResults
 from ragserve.answering.sessions.dialogues import NEW
 from ragserve.api import examples
 from ragserve.api.access import Access, Caller
-from ragserve.api.body import check_names, parse_json
+from ragserve.api.body import MAX_NAMES, parse_json
 from ragserve.api.engine_bodies import MOST_PER_BYTE, check_text
 from ragserve.api.errors import validated
 from ragserve.api.openai_schemas import (
@@ -82,7 +82,7 @@ async def chat(request: Request, caller: Caller, request_id: RequestId) -> Respo
     Citations are `annotations` of the message and, in full, the top-level `citations`; when streaming, both
     come on the last chunk that has a choice. Requests for models not named `ragserve/...` go to SGLang."""
     raw = await request.body()
-    data = await parse_json(raw)
+    data = await parse_json(raw, MAX_NAMES)
     model = _model_of(data)
     svc = await services(request)
     limit = svc.settings.max_body_bytes
@@ -95,7 +95,6 @@ async def chat(request: Request, caller: Caller, request_id: RequestId) -> Respo
         await _check_text(data, raw, svc)
         return await _replayed(request, model, raw)
     caller.check_tokens()
-    check_names(data)
     body = validated(ChatRequest, data)
     asked = replace(await _query(body, svc, caller, request_id), private=is_private(request))
     events = svc.answerer.events(asked)

@@ -248,7 +248,14 @@ class _WarmRun:
                 continue
             item.doc_id = document.doc_id
             pieces = [warmer.prompts.document_ids(chunk.title, chunk.text) for chunk in chunks]
-            item.size = sum(self._start.bytes_of(len(ids)) for ids in pieces)
+            cached = self._cached(pieces) if self._background else [False] * len(pieces)
+            if pieces and all(cached):
+                if self._should_stop():
+                    raise Interrupted
+                self._record(item, "unchanged", None)
+                continue
+            new = (ids for ids, has in zip(pieces, cached, strict=True) if not has)
+            item.size = sum(self._start.bytes_of(len(ids)) for ids in new)
             if reason := self._unfit(pieces, item.size):
                 item.size = 0
                 self._record(item, *reason)
@@ -272,6 +279,11 @@ class _WarmRun:
     def _where(self, documents: Sequence[Sequence[int]]) -> Whereabouts:
         """The tiers that have these documents (token ids)."""
         return self._warmer.call(self._warmer.engine.where(self._job.namespace, documents))
+
+    def _cached(self, documents: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether each is in the lasting tier or in the shared store."""
+        found = self._where(documents)
+        return [below in (found.lasting, "remote") for below in found.below]
 
     def _compute(self, group: _Group) -> None:
         """Compute the chunks that are neither in the lowest tier nor in the shared store, at the pace of the

@@ -16,7 +16,7 @@ from ragserve.cache import lock
 from ragserve.commands.options import with_settings
 from ragserve.commands.serve_checks import check_start
 from ragserve.config import Settings
-from ragserve.engine.ports import hold_port, port_of
+from ragserve.engine.ports import KEEP_ALIVE_S, hold_port, port_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,6 +147,7 @@ def _serve_in_front(settings: Settings, engine: Engine, proxy: ReverseProxy, lis
         log_level="warning",
         loop="uvloop",
         timeout_graceful_shutdown=10,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = uvicorn.Server(config)
     starting.start()

@@ -19,7 +19,7 @@ from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sampling
 from ragserve.engine.crash import CrashHandler
 from ragserve.engine.document_cache import ControlledCache
-from ragserve.engine.ports import hold_port, port_of
+from ragserve.engine.ports import KEEP_ALIVE_S, hold_port, port_of
 from ragserve.engine.prefill import Documents
 from ragserve.engine.server_args import server_args
 from ragserve.engine.stream import DocumentsMissing, StreamReader, timed_out
@@ -396,7 +396,7 @@ def serve(
         engines.append(LocalEngine(settings, on_stop=launcher.stop, launched=launched))
         return make_app(engines[-1], sglang_app)
 
-    launcher = Launcher(build, listener)
+    launcher = Launcher(build, listener, KEEP_ALIVE_S)
     # a port of torch.distributed's, which SGLang would look up and let go
     with hold_port() as rendezvous:
         args = server_args(settings_here, nccl_port=port_of(rendezvous))

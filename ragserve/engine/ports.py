@@ -13,6 +13,9 @@ import socket
 from ragserve.errors import Conflict
 
 LOOPBACK = "127.0.0.1"
+KEEP_ALIVE_S = 75
+"""Idle connections are kept longer than clients and proxies keep theirs (httpx 5 s, load balancers 60 s): a
+request that arrives while the server closes its connection is reset."""
 
 
 def hold_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:

@@ -37,7 +37,8 @@ class ReverseProxy:
         self._key = settings.engine_api_key
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(settings.engine_timeout_s, connect=10),
-            limits=httpx.Limits(max_connections=None),
+            # not so long that the engine's server closes a connection just when a request comes
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=2),
         )
 
     async def close(self) -> None:

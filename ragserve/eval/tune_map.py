@@ -132,7 +132,7 @@ def _why(points: Sequence[Point], chosen: Point | None) -> str:
     full = [each for each in points if each["strategy"] == "full" and each["score"]]
     others = [each for each in front if each is not chosen and each["strategy"] != "full"][:1]
     told = "; ".join(map(_told, [*others, *full]))
-    return f"auto takes {_told(chosen)}, {chosen['verdict']}. Beside it, {told}."
+    return f"The best that auto may take is {_told(chosen)}, {chosen['verdict']}. Beside it, {told}."
 
 
 def _told(point: Point) -> str:

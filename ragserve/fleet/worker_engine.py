@@ -86,7 +86,8 @@ class WorkerEngine(ControlledCache, RemoteEngine):
 
     async def warm(self, request: GenerateRequest) -> None:
         """See `CachingEngine`."""
-        await self._documents.prefill(request, request.spans, analyse=True)
+        analyse = self._settings.kv_analysis == "ingest"
+        await self._documents.prefill(request, request.spans, analyse=analyse)
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """See `CachingEngine`."""

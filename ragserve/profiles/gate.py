@@ -424,9 +424,11 @@ def retriever_of(settings: Settings) -> str:
     parts = {
         "": settings.retrieval,
         "k": settings.top_k,
-        "rerank": settings.rerank if settings.rerank != "off" else "",
+        "spelling": settings.spelling if settings.spelling == "off" else "",
+        "rerank": f"{settings.rerank} of {settings.rerank_candidates}" if settings.rerank != "off" else "",
         "neighbours": settings.neighbours,
         "tokens": settings.context_tokens,
+        "min score": settings.min_score,
         "dedupe": settings.dedupe,
     }
     known = [f"{name} {value}".strip() for name, value in parts.items() if value]

@@ -25,11 +25,15 @@ class TunedQueries:
         search = SearchOptions(
             settings.top_k,
             retrieval=settings.retrieval,
+            follow_ups=settings.follow_ups,
+            spelling=settings.spelling,
             rerank=settings.rerank,
             candidates=settings.rerank_candidates,
             neighbours=settings.neighbours,
             context_tokens=settings.context_tokens,
+            min_score=settings.min_score,
             dedupe=settings.dedupe,
+            not_found=settings.not_found,
         )
         return cls(namespace, search, max_new_tokens, retriever_of(settings))
 

@@ -24,10 +24,12 @@ _TRACKER = "joblib.externals.loky.backend.resource_tracker"
 
 class Launcher:
     """Runs the server. ``make_app(sglang_app)`` builds the app that uvicorn serves in place of SGLang's, on
-    ``listener``, a socket that is bound to the address of the server's arguments."""
+    ``listener``, a socket that is bound to the address of the server's arguments. Idle connections stay open
+    for ``keep_alive_s``."""
 
-    def __init__(self, make_app: Callable[[Any], Any], listener: socket.socket) -> None:
+    def __init__(self, make_app: Callable[[Any], Any], listener: socket.socket, keep_alive_s: int) -> None:
         self._make_app = make_app
+        self._keep_alive_s = keep_alive_s
         self._listener = listener
         self._server: Any = None
 
@@ -51,6 +53,7 @@ class Launcher:
         import uvicorn
 
         options.setdefault("timeout_graceful_shutdown", GRACEFUL_SHUTDOWN_S)
+        options["timeout_keep_alive"] = self._keep_alive_s
         self._server = uvicorn.Server(uvicorn.Config(self._make_app(sglang_app), **options))
         self._server.run(sockets=[self._listener])
 

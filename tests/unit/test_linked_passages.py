@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragserve.linked_passages import linked
+from ragserve.linked_passages import linked, read_words
 
 QUESTION = "When was the director of the film Grey Harbour born?"
 FILM = ("Grey Harbour (film)", "Grey Harbour is a film directed by Mira Valdeno. It was shot at sea.")
@@ -71,3 +71,11 @@ def test_scores_say_how_far_each_stood_out() -> None:
 @pytest.mark.parametrize("passages", [[], [("", "")], [("", "")] * 3, [("Same", "same text")] * 3])
 def test_passages_that_say_nothing_stay_in_order(passages: list[tuple[str, str]]) -> None:
     assert linked("", passages).order == list(range(len(passages)))
+
+
+def test_only_texts_of_usual_length_are_remembered() -> None:
+    usual, long = "The lamp is lit. " * 100, "The lamp is lit. " * 1000
+    assert read_words(usual) is read_words("".join(usual))
+    assert read_words(long) is not read_words(long)
+    assert read_words(long).terms == read_words(usual).terms * 10
+    assert read_words("x" * 1000).terms == read_words("x" * 1001).terms

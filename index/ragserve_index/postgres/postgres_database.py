@@ -74,6 +74,15 @@ class PostgresConnection:
             cursor.itersize = _STREAMED
             yield from cursor.execute(query, values, binary=True)
 
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        self.raw.execute(f"SET LOCAL statement_timeout = {int(1000 * seconds)}")
+        try:
+            yield
+        except errors.QueryCanceled:
+            raise TimeoutError from None
+        self.raw.execute("SET LOCAL statement_timeout = DEFAULT")
+
 
 def _bound(sql: str, parameters: Sequence[Any]) -> tuple[Any, Any]:
     query, numbered = converted(sql)

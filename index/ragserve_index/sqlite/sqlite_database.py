@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 BUSY_TIMEOUT_S = 60.0
 MAX_IDLE = 32
 _MIN_FREE_BYTES = 1 << 20
+_INSTRUCTIONS = 100_000  # of SQLite's machine between two looks at the clock: some milliseconds
 
 
 class _Connection(sqlite3.Connection):
@@ -48,6 +50,19 @@ class _Connection(sqlite3.Connection):
 
     def stream(self, sql: str, parameters: Sequence[Any] = ()) -> Iterator[Any]:
         return iter(self.execute(sql, parameters))
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        end = time.monotonic() + seconds
+        self.set_progress_handler(lambda: time.monotonic() > end, _INSTRUCTIONS)
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT:
+                raise TimeoutError from None
+            raise
+        finally:
+            self.set_progress_handler(None, 0)
 
 
 class SqliteDatabase(Database):

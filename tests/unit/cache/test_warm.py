@@ -335,6 +335,17 @@ def test_warming_in_the_background_evicts_nothing(
     assert "kv_disk_bytes" in report.failures[0][1]
 
 
+def test_what_is_cached_takes_no_room_a_second_time(
+    warmer: Warmer, store: IndexStore, engine: Cache, prompts: PromptBuilder
+) -> None:
+    documents = [ids_of(prompts, name) for name in ("d0", "d1", "d2")]
+    one = sum(-(-len(ids) // 16) * PAGE * 103 // 100 for ids in documents[0])
+    engine.state = {tuple(ids): "disk" for each in documents for ids in each}
+    engine.budget, engine.used = 5 * one, 3 * one
+    report = warmer.run(in_background(store))
+    assert (report.progress.unchanged, report.progress.warmed, report.progress.skipped) == (3, 1, 0)
+
+
 def test_an_engine_that_composes_nothing_fails_no_job_that_nobody_asked_for(
     warmer: Warmer, store: IndexStore, engine: Cache
 ) -> None:

@@ -56,9 +56,10 @@ def test_the_map_has_the_front_the_chosen_point_and_why() -> None:
     assert found["chosen"] == "concat:passages.count=5,share=0.2"
     front = [each["strategy"] for each in found["points"] if each["front"]]
     assert front == ["passages:count=1", "concat:passages.count=5,share=0.2"]
-    taken = "auto takes the best 5 passages from stored KV (concat, 20% recomputed): 61 ± 2 at 60 ms"
+    taken = "the best 5 passages from stored KV (concat, 20% recomputed): 61 ± 2 at 60 ms"
     beside = "the best 1 passages, exact: 40 ± 2 at 50 ms; all passages, exact: 55 ± 2 at 640 ms"
-    assert found["why"] == f"{taken}, verified by 350 questions. Beside it, {beside}."
+    verified = f"The best that auto may take is {taken}, verified by 350 questions."
+    assert found["why"] == f"{verified} Beside it, {beside}."
     drawn = page(found)
     assert drawn.count("<circle") == 5
     assert "&lt;later&gt;" in drawn

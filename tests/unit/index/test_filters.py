@@ -256,6 +256,29 @@ def test_what_a_filter_costs_is_bounded(node: dict[str, Any], said: str) -> None
     assert caught.value.code == "invalid_filter"
 
 
+def test_a_filter_ends_when_documents_make_it_long(
+    store: IndexStore, registry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {f"f{name}": [str(n) for n in range(256)] for name in range(8)}
+    store.replace_documents("n", [item(f"d{i}", 1, metadata=names) for i in range(100)])
+    node = parse_filter({"op": "and", "filters": [
+        {"op": "not", "filter": {"op": "eq", "field": f"f{name}", "value": "none"}} for name in range(8)
+    ]})  # fmt: skip
+    assert len(store.documents("n", filter=node)) == 100
+    monkeypatch.setattr("ragserve_index.filters.MAX_S", 0.01)
+    question = vectors_of("question")
+    for search in (
+        lambda: store.documents("n", filter=node),
+        lambda: store.search("n", question, 3, filter=node),
+    ):
+        with pytest.raises(InvalidRequest, match=r"longer than 0\.01 s"):
+            search()
+    monkeypatch.undo()
+    assert len(store.search("n", question, 3, filter=node).hits[0]) == 3, (
+        "the connection has no limit any more"
+    )
+
+
 def test_a_list_is_compared_with_every_kind_of_value(store: IndexStore) -> None:
     store.replace_documents(
         "n",

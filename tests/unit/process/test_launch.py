@@ -1,4 +1,4 @@
-"""The end of a server: its children are killed, and nothing is left to complain."""
+"""The server in front of SGLang's app, and its end: children are killed, and nothing is left to complain."""
 
 from __future__ import annotations
 
@@ -21,9 +21,34 @@ print(child.wait(30))
 loky.unregister(name, "file")
 """
 
+SERVED = """
+import socket
+import sys
+from types import ModuleType, SimpleNamespace
+import uvicorn
+from sglang_ext.process.launch import Launcher
+
+sglang = ModuleType("sglang.srt.entrypoints")  # a start of its own takes seconds
+sglang.http_server = SimpleNamespace(
+    uvicorn=uvicorn,
+    launch_server=lambda args, **targets: sglang.http_server.uvicorn.run("app", timeout_keep_alive=5),
+)
+for name in ("sglang", "sglang.srt", sglang.__name__):
+    sys.modules[name] = sglang
+uvicorn.Server.run = lambda self, sockets: print(self.config.timeout_keep_alive)
+with socket.socket() as listener:
+    Launcher(lambda app: app, listener, keep_alive_s=75).run(None)
+"""
+
 
 def test_joblibs_resource_tracker_outlives_the_other_children() -> None:
     """Killed, it is started anew at the next message, and does not know what the first one knew. That of
     multiprocessing would complain of semaphores that killed children leave."""
     ended = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=240)
     assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "-9", "")
+
+
+def test_idle_connections_stay_open_for_longer_than_sglang_keeps_them() -> None:
+    """A client that keeps them as long as the server does would find some reset."""
+    ended = subprocess.run([sys.executable, "-c", SERVED], capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, ended.stdout.strip()) == (0, "75"), ended.stderr
