@@ -19,7 +19,6 @@ from typing import Any, Literal
 import httpx
 
 from ragserve.commands.model_checks import (
-    only_gguf,
     quantised_for_others,
     read_config,
     unknown_architecture,
@@ -27,6 +26,7 @@ from ragserve.commands.model_checks import (
 )
 from ragserve.config import Settings
 from ragserve.engine.cpu_precision import cpu_dtype
+from ragserve.engine.gguf_weights import gguf_of
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.files import bundled
 from ragserve.ingest.foreign_cuts import advice_of, foreign_cuts
@@ -97,7 +97,10 @@ def _versions(_: Settings) -> Finding:
     installed = _installed("sglang")
     if installed not in SGLANG_VERSIONS:
         return "fail", f"sglang {installed or 'is missing'}, needed {SGLANG_VERSION}", "Run scripts/install."
-    pins = _pins()
+    if installed != SGLANG_VERSION and _cuda():
+        advice = f"Install sglang=={SGLANG_VERSION} for a GPU."
+        return "warn", f"sglang {installed} has been run without a GPU only, {SGLANG_VERSION} with one", advice
+    pins = _pins(installed)
     have = {name: _installed(name) for name in pins}
     if wrong := [f"{n} {have[n] or 'missing'} (pinned {pin})" for n, pin in pins.items() if have[n] != pin]:
         found = f"{len(wrong)} of {len(pins)} pins differ: {', '.join(wrong[:5])}"
@@ -105,9 +108,12 @@ def _versions(_: Settings) -> Finding:
     return "ok", f"sglang {installed}; all {len(pins)} pins match"
 
 
-def _pins() -> dict[str, str]:
-    """Pinned version by package, for this kind of machine; without torch, whose builds have many names."""
+def _pins(sglang: str) -> dict[str, str]:
+    """Pinned version by package, for this kind of machine and version of SGLang; without torch, whose builds
+    have many names."""
     text = (bundled("requirements") / ("product.txt" if _cuda() else "cpu.txt")).read_text()
+    if (own := bundled("requirements") / f"sglang-{sglang}.txt").is_file():
+        text += own.read_text()  # a later pin counts
     found = re.findall(r"^([A-Za-z0-9_.\-]+)(?:\[[^\]]*\])?==([^\s;#]+)", text, re.MULTILINE)
     return {name: pin for name, pin in found if name != "torch" or "+" in pin}
 
@@ -183,6 +189,8 @@ def _model(settings: Settings) -> Finding:
     folder = Path(settings.model)
     if "://" in settings.model or "model_path" in settings.engine_args:
         return "skip", f"{settings.model} is read by SGLang alone"
+    if (file := gguf_of(settings.model)) is not None:
+        return "ok", f"{file}: GGUF, dequantised to bfloat16 once, into {settings.data_dir / 'models'}"
     if folder.is_file():
         return "fail", *unreadable_file(folder)
     if not folder.is_dir():
@@ -200,8 +208,6 @@ def _model(settings: Settings) -> Finding:
     files = [path for suffix in _WEIGHTS for path in folder.glob(f"*{suffix}")]
     weights = {path: path.stat().st_size for path in files}
     if not weights and "load_format" not in settings.engine_args:
-        if problem := only_gguf(folder):
-            return "fail", *problem
         return "fail", f"{folder} has no weights ({', '.join(_WEIGHTS)})", "Download the complete model."
     pointer = b"version https://git-lfs"
     if any(size < 1024 and path.read_bytes().startswith(pointer) for path, size in weights.items()):

@@ -118,24 +118,26 @@ SERVING = (
 OFFLINE = "ragserve.verification.calibration"  # runs in processes of its own
 ENGINE = {  # package of sglang_ext: those that it may import
     "wire": set(),
+    "versions": set(),
     "diagnostics": {"sglang_internals", "wire"},
-    "ranks": set(),
-    "sglang_internals": {"stages", "state", "wire"},
+    "ranks": {"versions"},
+    "sglang_internals": {"stages", "state", "versions", "wire"},
     "stages": set(),
     "tensors": {"sglang_internals"},
-    "cpu": {"attention"},
-    "analysis": {"ranks", "sglang_internals", "tensors"},
-    "documents": {"cpu", "wire"},
+    "cpu": {"attention", "versions"},
+    "analysis": {"ranks", "sglang_internals", "tensors", "versions"},
+    "documents": {"cpu", "versions", "wire"},
     "kv_offload": {
-        *("analysis", "documents", "ranks", "sglang_internals", "stages", "state", "tensors", "wire"),
+        *("analysis", "documents", "ranks", "sglang_internals", "stages", "state", "tensors", "versions"),
+        "wire",
     },
     "context": {
         *("analysis", "diagnostics", "documents", "kv_offload", "ranks", "sglang_internals", "stages"),
-        *("tensors", "wire"),
+        *("tensors", "versions", "wire"),
     },
     "attention": {
         *("context", "documents", "kv_offload", "ranks", "sglang_internals", "stages", "state", "tensors"),
-        "wire",
+        *("versions", "wire"),
     },
 }  # process, plugin.py and state.py see them all
 NEVER = {  # package: packages that it must not import, directly
