@@ -38,7 +38,9 @@ _VOICED = 8  # combining class of Japanese marks that make another syllable
 _SUPERSCRIPT = re.compile("[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]+")
 _PART = re.compile(f"[^{re.escape(_SIGNS)}]+")
 _JOINED = re.compile("[/:-]")
-_IDEOGRAPHS = "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_IDEOGRAPHS = (
+    "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
 _LETTERS_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\uaa60-\uaa7f"
 _UNSPACED = re.compile(f"([{_IDEOGRAPHS}]+)|[{_LETTERS_UNSPACED}]+")
 # groups of three digits, with the same sign between them

@@ -16,8 +16,8 @@ def _graphemes() -> Any:
 
 
 def grapheme_start(text: str, at: int) -> int:
-    """``at``, moved back to where the grapheme around it begins (UAX 29). What looks like one and is longer than
-    128 characters is cut."""
+    """``at``, moved back to where the grapheme around it begins (UAX 29). One of more than 128 characters is
+    cut."""
     if not 0 < at < len(text) or (text[at - 1].isascii() and text[at].isascii() and text[at] != "\n"):
         return at
     start = max(0, at - _LONGEST)
