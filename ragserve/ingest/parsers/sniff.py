@@ -139,7 +139,7 @@ def detect(raw: Raw, *, ocr: bool = False) -> str:
         # an encrypted Office file is an OLE container with this stream
         if _stream("EncryptedPackage") in raw.data:
             raise unreadable("encrypted", "an Office document with a password (remove the password)")
-        return _ole_kind(raw.data)
+        return _ole_kind(raw)
     if head.startswith(b"{\\rtf"):
         return "rtf"
     for magic, what in _MAGIC:
@@ -174,12 +174,11 @@ def language_of(raw: Raw) -> str | None:
     return next((language for word, language in _SHEBANGS.items() if word in line), None)
 
 
-def _ole_kind(data: bytes) -> str:
-    """The parser of an OLE container, by the streams that its directory names."""
-    if _stream("WordDocument") in data:
-        return "doc"
-    if _stream("__properties_version1.0") in data:
-        return "msg"
+def _ole_kind(raw: Raw) -> str:
+    """The parser of an OLE container, by the streams that its directory names, else by the extension."""
+    for kind, stream in (("doc", "WordDocument"), ("msg", "__properties_version1.0")):
+        if _stream(stream) in raw.data or raw.ext == f".{kind}":
+            return kind
     raise UnsupportedDocument("a legacy Office file, .xls or .ppt (save it in its new format)")
 
 

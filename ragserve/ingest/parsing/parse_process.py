@@ -145,7 +145,7 @@ class ParseProcess:
             self._send(asdict(request))
             reply = self._receive(self.timeout_s)
         except TimeoutError:
-            self.close()
+            self._end()
             reason = f"took longer than {self.timeout_s:g} s to parse (RAGSERVE_PARSE_TIMEOUT_S)"
             return Failed(reason, "timeout")
         except (EOFError, BrokenPipeError):
@@ -169,7 +169,14 @@ class ParseProcess:
         if process is not None:
             process.kill()  # the thread that reads from it closes the pipes and reaps it
 
-    def close(self) -> str:
+    def close(self) -> None:
+        """End the process, and remove what waits to be parsed."""
+        self._end()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _end(self) -> str:
         """End the process and return how it ended, empty if there was none."""
         if self._process is not None:
             self._process.kill()
@@ -180,8 +187,6 @@ class ParseProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-        if self._folder is not None:
-            self._folder.cleanup()
 
     def _attachments(self) -> str:
         """The folder that attachments wait in; it is removed with this object."""
@@ -209,7 +214,7 @@ class ParseProcess:
             self._receive(_START_S)
         except (TimeoutError, EOFError, BrokenPipeError) as error:
             raise Unavailable(
-                f"The parsing process did not start ({self.close() or type(error).__name__}).",
+                f"The parsing process did not start ({self._end() or type(error).__name__}).",
                 hint="To see why, run `python -P -m ragserve.ingest.parsing.parse_worker </dev/null`.",
             ) from error
 
