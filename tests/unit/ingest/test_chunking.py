@@ -143,7 +143,7 @@ def test_counts_are_those_of_the_serving_models_tokenizer(tokenizer: TokenizerSo
 
 @settings(deadline=None, max_examples=60)
 @given(st.text(alphabet="ก\u0e34\u0e48\u0e33👩\u200d🇳🇱\ufe0fé\u0301漢。", max_size=400))
-def test_no_grapheme_is_cut(text: str, chunkers: dict[int, Chunker]) -> None:
+def test_no_grapheme_is_cut(chunkers: dict[int, Chunker], text: str) -> None:
     whole = {found.start() for found in regex.finditer(r"\X", text)}
     long = {found.start() for found in regex.finditer(r"\X", text) if len(found.group()) > 8}
     starts = {chunk.start for chunk in chunkers[64].split(text)}
