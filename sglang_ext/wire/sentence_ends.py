@@ -8,11 +8,11 @@ from collections.abc import Iterator
 SPACED = ".!?\uff0e"
 """What ends a sentence before white space. A full-width stop stands in numbers, too."""
 ALONE = (
-    "\u3002\uff01\uff1f\uff61\ufe12\ufe15\ufe16\ufe52\ufe56\ufe57\u203c\u2047\u2048\u2049"  # 。！？｡ and other forms
-    "\u0964\u0965\u06d4\u061f\u061e\u0589\u1362\u1367\u1368"  # danda, Urdu and Arabic, Armenian, Ethiopic
-    "\u17d4\u17d5\u104b\u0e5a\u0e5b\u0700\u0701\u0702\u07f9\u1803\u1809\ua9c8\ua9c9\uabeb"  # Khmer, Burmese, Thai, more
+    "\u3002\uff01\uff1f\uff61\ufe12\ufe15\ufe16\ufe52\ufe56\ufe57\u203c\u2047\u2048\u2049"  # wide, doubled
+    "\u0964\u0965\u06d4\u061f\u061e\u0589\u1362\u1367\u1368"  # Indic, Arabic, Armenian, Ethiopic
+    "\u17d4\u17d5\u104b\u0e5a\u0e5b\u0700\u0701\u0702\u07f9\u1803\u1809\ua9c8\ua9c9\uabeb"  # Khmer and more
 )
-"""What ends a sentence wherever it stands: Unicode's sentence terminals that no number and no abbreviation has."""
+"""What ends a sentence wherever it stands: sentence terminals of Unicode that no number and no name has."""
 CLOSING = "\"'\u201d\u2019\u00bb)\\]\u300d\u300f\uff09\u3011\u3009\u300b\u3015\uff3d\uff5d\uff02\uff07"
 """Quotes and brackets that belong to the sentence before them, for a character class."""
 _THAI = "\u0e00-\u0e5b\u0e80-\u0edf"  # and Lao: a blank is all that ends their sentences
@@ -23,9 +23,9 @@ _END = re.compile(
 
 
 def sentence_ends(text: str, start: int = 0, stop: int | None = None) -> Iterator[int]:
-    """Yield the offset behind each sentence's end, and behind each line break, in ``text[start:stop]``. White space
-    behind a sentence belongs to none, except for the blanks that end one of Thai or Lao. The end of the text is not
-    among them."""
+    """Yield the offset behind each sentence's end, and behind each line break, in ``text[start:stop]``. White
+    space behind a sentence belongs to none, except for the blanks that end one of Thai or Lao. The end of the
+    text is not among them."""
     last = start
     for found in _END.finditer(text, start, len(text) if stop is None else stop):
         if found.group()[0] == " " and found.start() - last < _PHRASE:

@@ -88,7 +88,9 @@ class _Reader:
     def _text(self, node: Node) -> str:
         runs = [
             Run(
-                str(part["text"]), _PLACES.get(part.get("vertical_align"), 0), bool(part.get("strikethrough"))
+                str(part["text"]),
+                _PLACES.get(str(part.get("vertical_align")), 0),
+                bool(part.get("strikethrough")),
             )
             for part in node.get("content", ())
             if isinstance(part, Mapping) and part.get("text")

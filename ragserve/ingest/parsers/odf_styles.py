@@ -28,7 +28,11 @@ class Look(NamedTuple):
 
     def within(self, outer: Look) -> Look:
         """This look where it says something, else the outer one."""
-        return Look(*(o if own is None else own for own, o in zip(self, outer, strict=True)))
+        return Look(
+            outer.hidden if self.hidden is None else self.hidden,
+            outer.place if self.place is None else self.place,
+            outer.struck if self.struck is None else self.struck,
+        )
 
 
 class Styles:

@@ -136,7 +136,7 @@ class Marked:
         elif word == "pntext":
             pass  # striprtf leaves out the numbers that it holds
         elif word in _SWITCHES:
-            self._state = state._replace(**{_SWITCHES[word]: on})
+            self._state = self._switched(_SWITCHES[word], on)
         elif word in ("super", "up"):
             self._state = state._replace(place=int(on))
         elif word in ("sub", "dn"):
@@ -168,6 +168,12 @@ class Marked:
                 self._said_heading = False
         else:
             self._emit(token)
+
+    def _switched(self, name: str, on: bool) -> _State:
+        state = self._state
+        if name == "hidden":
+            return state._replace(hidden=on)
+        return state._replace(struck=on) if name == "struck" else state._replace(deleted=on)
 
     def _aside(self, mark: str) -> None:
         if self._out and self._out[-1].startswith("\\*"):

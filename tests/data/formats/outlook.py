@@ -55,7 +55,11 @@ def _head(recipients: int, files: int, padding: int) -> bytes:
 
 
 def message() -> Sample:
-    bo = [(0x3001, _TEXT, "Bo"), (0x39FE, _TEXT, "bo@example.com"), (0x0C15, _INT, 1)]
+    bo: list[tuple[int, int, str | bytes | int]] = [
+        (0x3001, _TEXT, "Bo"),
+        (0x39FE, _TEXT, "bo@example.com"),
+        (0x0C15, _INT, 1),
+    ]
     within = _message(_head(0, 0, 0), "Pay", "The pay is 900.", {})
     attached = _storage(bytes(8), [(0x3705, _INT, 5)], {"__substg1.0_3701000D": within})
     parts = {
