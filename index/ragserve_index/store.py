@@ -13,7 +13,7 @@ import numpy as np
 from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable, explained
 from ragserve_index import batch as batches
 from ragserve_index import own_settings, registry, structures
-from ragserve_index.attachments import attached_to
+from ragserve_index.attached_documents import attached_to
 from ragserve_index.errors import RegistryDamaged, is_full, storage_full
 from ragserve_index.evictions import log_namespace
 from ragserve_index.filters import AnyFilter, compile_filter

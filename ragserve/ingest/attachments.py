@@ -22,7 +22,7 @@ from ragserve.ingest.parsing.parse_process import (
     Unchanged,
 )
 from ragserve.ingest.planned import PlannedFile
-from ragserve_index.attachments import ATTACHMENTS, PARENT
+from ragserve_index.attached_documents import ATTACHMENTS, PARENT
 
 Result = tuple[PlannedFile, ParsedFile | Unchanged | Failed]
 

@@ -32,7 +32,7 @@ from ragserve.ingest.parsers import PARSER_VERSION
 from ragserve.ingest.parsers.base import NOT_TEXT, one_line
 from ragserve.ingest.parsing.parse_process import INTERRUPTED, Failed, ParsedFile, ParseProcess, Unchanged
 from ragserve.ingest.planned import PlannedFile
-from ragserve_index.attachments import ATTACHMENTS
+from ragserve_index.attached_documents import ATTACHMENTS
 from ragserve_index.errors import InvalidDocument
 from ragserve_index.types import JobItem, NewChunk, NewDocument
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ragserve.errors import NotFound
 from ragserve.ingest.sources import matches
 from ragserve_index import IndexStore
-from ragserve_index.attachments import PARENT
+from ragserve_index.attached_documents import PARENT
 from ragserve_index.types import Document
 
 _PAGE = 1000

@@ -124,7 +124,7 @@ ENGINE = {  # package of sglang_ext: those that it may import
     "stages": set(),
     "tensors": {"sglang_internals"},
     "cpu": {"attention"},
-    "analysis": {"ranks", "sglang_internals", "tensors"},
+    "analysis": {"ranks", "sglang_internals", "tensors", "wire"},
     "documents": {"cpu", "wire"},
     "kv_offload": {
         *("analysis", "documents", "ranks", "sglang_internals", "stages", "state", "tensors", "wire"),
