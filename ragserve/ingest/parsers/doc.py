@@ -38,10 +38,10 @@ def parse(raw: Raw) -> Parsed:
             tree = document.to_ir()
     except office_oxide.OfficeOxideError as error:
         raise unreadable("corrupt", f"not readable as a Word file: {error} (save it as .docx)") from error
-    return _Reader(raw.comments).parsed(tree)
+    return _OldWord(raw.comments).parsed(tree)
 
 
-class _Reader:
+class _OldWord:
     def __init__(self, comments: bool) -> None:
         self._take_comments = comments
         self._n_comments = self._n_numbered = 0

@@ -34,7 +34,7 @@ def parse(raw: Raw) -> Parsed:
 
     try:
         message = Message.load(raw.data)
-        reading = _Reading(raw)
+        reading = _Outlook(raw)
         text = reading.message(message, 0)
         title = one_line(message.subject)
     except UnsupportedDocument:
@@ -51,7 +51,7 @@ def parse(raw: Raw) -> Parsed:
     return Parsed(text, MIME, title, note=note, attachments=tuple(reading.files.found))
 
 
-class _Reading:
+class _Outlook:
     """Reads a message and those within it, and collects their files."""
 
     def __init__(self, raw: Raw) -> None:

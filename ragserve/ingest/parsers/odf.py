@@ -29,9 +29,9 @@ from ragserve.ingest.parsers.odf_styles import (
     SVG,
     TABLE,
     TEXT,
-    Look,
     Numbers,
-    Styles,
+    OdfLook,
+    OdfStyles,
 )
 from ragserve.ingest.parsers.ooxml import Package, as_int, is_page_number
 from ragserve.ingest.parsers.small_text import Run, joined_runs
@@ -57,17 +57,17 @@ def parse(raw: Raw) -> Parsed:
         manifest = package.read("META-INF/manifest.xml") if "META-INF/manifest.xml" in package else b""
         if b"encryption-data" in manifest:
             raise unreadable("encrypted", "an OpenDocument file with a password (remove the password)")
-        return _Reader(raw, package).parsed()
+        return _OpenDocument(raw, package).parsed()
 
 
-class _Reader:
+class _OpenDocument:
     def __init__(self, raw: Raw, package: Package) -> None:
         self._package = package
         self._take_hidden, self._take_comments = raw.hidden, raw.comments
         self._content = package.xml("content.xml")
         self._masters = package.optional_xml("styles.xml")
         roots = [root for root in (self._masters, self._content) if root is not None]
-        self._styles = Styles(roots)
+        self._styles = OdfStyles(roots)
         self._left_out: Counter[str] = Counter()
         self._numbers: dict[int, Numbers] = {}
         self._headings = Numbers()
@@ -92,7 +92,7 @@ class _Reader:
             return paged(slides, f"{MIME}{what}", "slide", title=self._title(), note=self._note())
         if what != "text":
             raise UnsupportedDocument(f"no parser for an OpenDocument {what} (save it as PDF)")
-        blocks = [*self._furniture(), *self._blocks(kind, Look())]
+        blocks = [*self._furniture(), *self._blocks(kind, OdfLook())]
         text = without_controls("\n\n".join(blocks))
         title = self._title() or next((b.lstrip("# ") for b in blocks if b.startswith("# ")), "")
         return Parsed(text, f"{MIME}text", title, note=self._note())
@@ -106,7 +106,7 @@ class _Reader:
 
     # texts
 
-    def _blocks(self, parent: Any, look: Look) -> Iterator[str]:
+    def _blocks(self, parent: Any, look: OdfLook) -> Iterator[str]:
         """Yield the paragraphs, lists and tables of an element."""
         for node in parent:
             if not isinstance(node.tag, str) or node.tag in _SKIPPED or self._is_hidden(node):
@@ -136,13 +136,13 @@ class _Reader:
         self._left_out["hidden shapes"] += hidden
         return hidden
 
-    def _hidden_section(self, node: Any, look: Look) -> Iterator[str]:
+    def _hidden_section(self, node: Any, look: OdfLook) -> Iterator[str]:
         if self._take_hidden:
             yield from self._blocks(node, look)
         else:
             self._left_out["hidden passages"] += 1
 
-    def _paragraph(self, node: Any, look: Look, before: str = "") -> Iterator[str]:
+    def _paragraph(self, node: Any, look: OdfLook, before: str = "") -> Iterator[str]:
         own = self._styles.look("paragraph", node.get(f"{TEXT}style-name")).within(look)
         text = self._text(node, own)
         below, self._below = self._below, []
@@ -158,7 +158,7 @@ class _Reader:
             yield before + one_line(text) if before.startswith("#") else before + text
         yield from below
 
-    def _text(self, node: Any, look: Look) -> str:
+    def _text(self, node: Any, look: OdfLook) -> str:
         runs: list[Run] = []
         hidden: list[str] = []
         self._read(node, look, runs, hidden)
@@ -166,16 +166,16 @@ class _Reader:
             self._left_out["hidden passages"] += 1
         return joined_runs(runs).strip()
 
-    def _read(self, top: Any, look: Look, runs: list[Run], hidden: list[str]) -> None:
+    def _read(self, top: Any, look: OdfLook, runs: list[Run], hidden: list[str]) -> None:
         """Add the runs of an element, and what is left out of it."""
 
-        def add(text: str | None, own: Look) -> None:
+        def add(text: str | None, own: OdfLook) -> None:
             if text and own.hidden and not self._take_hidden:
                 hidden.append(text)
             elif text:
                 runs.append(Run(text, own.place or 0, bool(own.struck)))
 
-        stack: list[tuple[Any, Look]] = [(top, look)]
+        stack: list[tuple[Any, OdfLook]] = [(top, look)]
         while stack:
             node, own = stack.pop()
             if isinstance(node, str):
@@ -186,8 +186,8 @@ class _Reader:
             if tag in (f"{TEXT}span", f"{TEXT}a"):
                 inner = self._styles.look("text", node.get(f"{TEXT}style-name")).within(own)
             elif tag in (f"{TEXT}hidden-text", f"{TEXT}hidden-paragraph"):
-                inner = Look(hidden=True).within(own)
-            children: list[tuple[Any, Look]] = []
+                inner = OdfLook(hidden=True).within(own)
+            children: list[tuple[Any, OdfLook]] = []
             if node is top or not self._is_mark(node, inner, add):
                 if node.text:
                     children.append((node.text, inner))
@@ -198,7 +198,7 @@ class _Reader:
                         children.append((child.tail, inner))
             stack += reversed(children)
 
-    def _is_mark(self, node: Any, look: Look, add: Any) -> bool:
+    def _is_mark(self, node: Any, look: OdfLook, add: Any) -> bool:
         """Read what is no plain text; False for what only holds some."""
         tag = node.tag
         if tag == f"{TEXT}s":
@@ -219,12 +219,12 @@ class _Reader:
             return False
         return True
 
-    def _footnote(self, node: Any, add: Any, look: Look) -> None:
+    def _footnote(self, node: Any, add: Any, look: OdfLook) -> None:
         body = node.find(f"{TEXT}note-body")
         mark = one_line("".join(node.find(f"{TEXT}note-citation").itertext())) if body is not None else ""
         add(f"[{mark}]", look._replace(place=0))
         before, self._below = self._below, []
-        text = " ".join(self._blocks(body, Look())) if body is not None else ""
+        text = " ".join(self._blocks(body, OdfLook())) if body is not None else ""
         self._below = [*before, *self._below, f"[{mark}] {one_line(text)}"]
 
     def _comment(self, node: Any) -> None:
@@ -233,13 +233,13 @@ class _Reader:
             return
         author = one_line(node.findtext(f"{_DC}creator") or "")
         before, self._below = self._below, []
-        text = " ".join(self._blocks(node, Look()))
+        text = " ".join(self._blocks(node, OdfLook()))
         self._below = [*before, f"[Comment{f' by {author}' if author else ''}: {one_line(text)}]"]
 
     def _drawn(self, node: Any) -> list[str]:
         """The text in a frame or a shape."""
         before, self._below = self._below, []
-        found = list(self._blocks(node, Look()))
+        found = list(self._blocks(node, OdfLook()))
         found, self._below = [*found, *self._below], before
         return found
 
@@ -253,7 +253,7 @@ class _Reader:
 
     # lists
 
-    def _list(self, node: Any, look: Look) -> Iterator[str]:
+    def _list(self, node: Any, look: OdfLook) -> Iterator[str]:
         lines: list[str] = []
         below: list[str] = []
         self._items(node, look, None, 1, lines, below)
@@ -262,7 +262,7 @@ class _Reader:
         yield from below
 
     def _items(
-        self, node: Any, look: Look, style: Any | None, level: int, lines: list[str], below: list[str]
+        self, node: Any, look: OdfLook, style: Any | None, level: int, lines: list[str], below: list[str]
     ) -> None:
         first = node.find(f".//{TEXT}p")
         named = node.get(f"{TEXT}style-name")

@@ -19,28 +19,28 @@ _POSITION = re.compile(r"(super|sub|-?\d+(?:\.\d+)?%)")
 _MOST_PARENTS = 20  # of a style: a longer chain is a circle
 
 
-class Look(NamedTuple):
+class OdfLook(NamedTuple):
     """How text is shown. ``place`` is 1 for superscripts and -1 for subscripts; None: as around it."""
 
     hidden: bool | None = None
     place: int | None = None
     struck: bool | None = None
 
-    def within(self, outer: Look) -> Look:
+    def within(self, outer: OdfLook) -> OdfLook:
         """This look where it says something, else the outer one."""
-        return Look(
+        return OdfLook(
             outer.hidden if self.hidden is None else self.hidden,
             outer.place if self.place is None else self.place,
             outer.struck if self.struck is None else self.struck,
         )
 
 
-class Styles:
+class OdfStyles:
     """The styles of a file, from the roots of its parts, the content's last."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self._nodes: dict[tuple[str, str], Any] = {}
-        self._looks: dict[tuple[str, str], Look] = {}
+        self._looks: dict[tuple[str, str], OdfLook] = {}
         self._lists: dict[str, Any] = {}
         self.outline: Any | None = None
         for root in roots:
@@ -51,11 +51,11 @@ class Styles:
             for node in root.iter(f"{TEXT}outline-style"):
                 self.outline = node
 
-    def look(self, family: str, name: str | None) -> Look:
+    def look(self, family: str, name: str | None) -> OdfLook:
         """The look of a style and of those that it is derived from."""
         key = family, name or ""
         if key not in self._looks:
-            look, node, seen = Look(), self._nodes.get(key), 0
+            look, node, seen = OdfLook(), self._nodes.get(key), 0
             while node is not None and seen < _MOST_PARENTS:
                 look = look.within(_look(node.find(f"{STYLE}text-properties")))
                 node, seen = self._nodes.get((family, node.get(f"{STYLE}parent-style-name") or "")), seen + 1
@@ -79,9 +79,9 @@ class Styles:
         return self._lists.get(name or "")
 
 
-def _look(properties: Any | None) -> Look:
+def _look(properties: Any | None) -> OdfLook:
     if properties is None:
-        return Look()
+        return OdfLook()
     get = {str(key).rsplit("}", 1)[-1]: value for key, value in properties.attrib.items()}.get
     display, through = get("display"), get("text-line-through-style") or get("text-line-through-type")
     found = _POSITION.match(get("text-position") or "")
@@ -91,7 +91,7 @@ def _look(properties: Any | None) -> Look:
         if place is None:
             height = float(found[1].rstrip("%"))
             place = (height > 0) - (height < 0)
-    return Look(
+    return OdfLook(
         None if display is None else display == "none",
         place,
         None if through is None else through != "none",

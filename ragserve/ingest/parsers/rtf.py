@@ -50,7 +50,7 @@ def parse(raw: Raw) -> Parsed:
     found = _TITLE.search(source[:100_000])
     page = _CODE_PAGE.search(source[:10_000])
     title = _plain(f"{{\\rtf1{page.group() if page else ''} {found[1]}}}") if found else ""
-    reading = _Reading(raw.comments)
+    reading = _RichText(raw.comments)
     blocks = reading.blocks(text)
     note = left_out(
         {
@@ -74,7 +74,7 @@ def _plain(source: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-class _Reading:
+class _RichText:
     """Lays out what stands aside, tables and looks. ``n_comments`` are left out."""
 
     def __init__(self, comments: bool) -> None:
