@@ -15,7 +15,7 @@ TEXT, STYLE, TABLE, OFFICE, DRAW, PRESENTATION, SVG = (
 )
 _NUMBER_FORMS = {"a": "lowerLetter", "A": "upperLetter", "i": "lowerRoman", "I": "upperRoman", "1": "decimal"}
 _MOST_LEVELS = 10
-_POSITION = re.compile(r"(super|sub|-?\d+(?:\.\d+)?%)")
+_POSITION = re.compile(r"(super|sub|-?\d{1,4}(?:\.\d{1,6})?%)")
 _MOST_PARENTS = 20  # of a style: a longer chain is a circle
 
 
