@@ -159,9 +159,9 @@ class JobStore:
             _job(connection, job_id)
             _add_items(connection, job_id, sources)
 
-    def update_items(self, job_id: str, outcomes: Sequence[JobItem]) -> None:
-        """Set the outcomes of items in one transaction. Raises NotFound (``job_item_not_found``), and then
-        changes none.
+    def update_items(self, job_id: str, outcomes: Sequence[JobItem], *, add: bool = False) -> None:
+        """Set the outcomes of items in one transaction; with ``add``, items that the job lacks are added.
+        Raises NotFound (``job_item_not_found``), and then changes none.
         """
         for item in outcomes:
             if item.state not in ITEM_STATES:
@@ -171,6 +171,8 @@ class JobStore:
                     param="state",
                 )
         with self._database.update() as connection:
+            if add:
+                _add_items(connection, job_id, [item.source for item in outcomes])
             for item in outcomes:
                 cursor = connection.execute(
                     "UPDATE job_items SET state = ?2, reason = ?3, chunks = ?4, tokens = ?5, size_bytes = ?6,"

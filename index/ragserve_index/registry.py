@@ -226,6 +226,12 @@ def delete_document(connection: Connection, ns: Namespace, doc_id: str) -> Docum
     return removed
 
 
+def delete_documents(connection: Connection, ns: Namespace, doc_ids: Iterable[str]) -> None:
+    """Remove documents, each as a version of its own."""
+    for doc_id in doc_ids:
+        delete_document(connection, namespace(connection, ns.name), doc_id)
+
+
 def _rows_of(connection: Connection, ns: Namespace, doc_ids: Sequence[str]) -> list[int]:
     """Row ids of the documents that exist."""
     rows = connection.execute(

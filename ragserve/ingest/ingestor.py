@@ -395,7 +395,7 @@ class Ingestor:
         return [document.doc_id for document in self._store.replace_documents(job.namespace, batch)]
 
     def _record(self, job: Job, outcomes: Sequence[JobItem]) -> None:
-        self.jobs.update_items(job.job_id, outcomes)
+        self.jobs.update_items(job.job_id, outcomes, add=True)  # attachments are found meanwhile
         for outcome in outcomes:
             metrics().ingested.labels(outcome.state).inc()
             metrics().ingested_chunks.inc(outcome.chunks)

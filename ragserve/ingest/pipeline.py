@@ -19,25 +19,20 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from queue import Empty, Queue
 from typing import Any
 
 from ragserve.config import Settings
+from ragserve.ingest.attachments import Result, results_of
 from ragserve.ingest.chunk_embedding import DocumentEmbedder, Vectors, embed_chunks
 from ragserve.ingest.chunking import CHUNKING_VERSION
 from ragserve.ingest.jobs.job_report import Interrupted
 from ragserve.ingest.jobs.lease import JobRun
 from ragserve.ingest.parsers import PARSER_VERSION
 from ragserve.ingest.parsers.base import NOT_TEXT, one_line
-from ragserve.ingest.parsing.parse_process import (
-    INTERRUPTED,
-    Failed,
-    ParsedFile,
-    ParseProcess,
-    ParseRequest,
-    Unchanged,
-)
+from ragserve.ingest.parsing.parse_process import INTERRUPTED, Failed, ParsedFile, ParseProcess, Unchanged
+from ragserve.ingest.planned import PlannedFile
+from ragserve_index.attached_documents import ATTACHMENTS
 from ragserve_index.errors import InvalidDocument
 from ragserve_index.types import JobItem, NewChunk, NewDocument
 
@@ -54,20 +49,6 @@ _RECORD_ITEMS, _RECORD_S = 500, 1.0
 OF_A_DOCUMENT = (InvalidDocument, ValueError, TypeError, ArithmeticError, LookupError)
 _TITLE_CHARS = 500
 _JOIN_S = 10.0  # a download in progress is left to its own time limit
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedFile:
-    """A file to ingest. ``source`` identifies the document; a failed fetch has ``Failed`` as request.
-
-    ``found``: it was found in a directory, where files that are never text are skipped.
-    """
-
-    source: str
-    request: ParseRequest | Failed
-    title: str = ""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    found: bool = False
 
 
 Ready = tuple[PlannedFile, ParsedFile]
@@ -157,8 +138,9 @@ class WritingPipeline(ABC):
                 break
             if isinstance(item, BaseException):
                 raise item
-            if item is not None:
-                file, result = item
+            for file, result in item or ():
+                if file is not item[-1][0]:
+                    self._progress.total += 1  # an attachment
                 if isinstance(result, ParsedFile):
                     ready.append((file, result))
                     n_chunks += len(result.chunks)
@@ -252,7 +234,7 @@ class Pipeline(WritingPipeline):
 
     def _produce(self, files: Iterable[PlannedFile], queue: ResultQueue) -> None:
         for file in files:
-            queue.put((file, result_of(self._parser, file)))
+            queue.put(results_of(self._parser, file))
             if queue.closed:
                 return
 
@@ -272,18 +254,14 @@ class Pipeline(WritingPipeline):
         return embedded
 
 
-def result_of(parser: ParseProcess, file: PlannedFile) -> ParsedFile | Unchanged | Failed:
-    """Parse a file, unless its planning has failed."""
-    request = file.request
-    return request if isinstance(request, Failed) else parser.parse(request)
-
-
 def new_document(file: PlannedFile, parsed: ParsedFile) -> NewDocument:
     """The document of a parsed file."""
     title = file.title or parsed.title or parsed.filename.rsplit(".", 1)[0]
     title = one_line(title)[:_TITLE_CHARS] or file.source
     own = {"filename": parsed.filename, "ext": parsed.ext, "title": title}
     metadata = {**parsed.metadata, **own, **file.metadata}
+    if ATTACHMENTS in parsed.metadata:  # by which they are removed with it
+        metadata[ATTACHMENTS] = parsed.metadata[ATTACHMENTS]
     return NewDocument(file.source, title, parsed.hash, parsed.mime, parsed.size, metadata)
 
 
@@ -291,8 +269,9 @@ class _End(Exception):
     """Internal: all results have been delivered."""
 
 
-class ResultQueue(Queue[tuple[PlannedFile, ParsedFile | Unchanged | Failed] | BaseException]):
-    """A queue bounded by the chunks it holds; a document larger than the bound passes alone.
+class ResultQueue(Queue[list[Result] | BaseException]):
+    """A queue bounded by the chunks it holds; what is larger than the bound passes alone. A file comes with
+    its attachments.
 
     The last item is ``_End`` or the error that stopped the producer. ``close`` releases a waiting producer.
     """
@@ -320,4 +299,5 @@ class ResultQueue(Queue[tuple[PlannedFile, ParsedFile | Unchanged | Failed] | Ba
 
 
 def _weight(item: Any) -> int:
-    return max(1, len(item[1].chunks)) if isinstance(item, tuple) and isinstance(item[1], ParsedFile) else 1
+    results = item if isinstance(item, list) else []
+    return max(1, sum(len(result.chunks) for _, result in results if isinstance(result, ParsedFile)))

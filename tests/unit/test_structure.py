@@ -125,7 +125,7 @@ ENGINE = {  # package of sglang_ext: those that it may import
     "stages": set(),
     "tensors": {"sglang_internals"},
     "cpu": {"attention", "versions"},
-    "analysis": {"ranks", "sglang_internals", "tensors", "versions"},
+    "analysis": {"ranks", "sglang_internals", "tensors", "versions", "wire"},
     "documents": {"cpu", "versions", "wire"},
     "kv_offload": {
         *("analysis", "documents", "ranks", "sglang_internals", "stages", "state", "tensors", "versions"),

@@ -27,7 +27,22 @@ from ragserve_index.text_forms import storable
 __all__ = ["PARSERS", "PARSER_VERSION", "Parsed", "Raw", "parse"]
 
 PARSERS = (
-    *("pdf", "docx", "xlsx", "pptx", "epub", "html", "delimited", "records", "mail", "mbox"),
+    *(
+        "pdf",
+        "docx",
+        "xlsx",
+        "pptx",
+        "odf",
+        "rtf",
+        "doc",
+        "msg",
+        "epub",
+        "html",
+        "delimited",
+        "records",
+        "mail",
+        "mbox",
+    ),
     *("markdown", "code", "text", "ocr"),
 )
 """Modules of this package."""

@@ -43,6 +43,16 @@ class Raw:
 
 
 @dataclass(frozen=True, slots=True)
+class Attachment:
+    """A file that a message carries. ``name`` identifies it within the message's file; its last part is the
+    file's own name. ``charset`` is the part's."""
+
+    name: str
+    data: bytes = field(repr=False)
+    charset: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Parsed:
     """A document as text.
 
@@ -50,6 +60,7 @@ class Parsed:
     Chunks are cut within a page, so the page of a citation is exact. In ``metadata``, ``page_kind`` says what
     the pages are, if they are not pages, and ``page_names`` what each is called. ``title`` is empty if there
     is none. ``note`` says what the reader of a job's report should know, such as a guessed charset.
+    ``attachments`` become documents of their own.
     """
 
     text: str
@@ -58,6 +69,7 @@ class Parsed:
     pages: tuple[tuple[int, int], ...] = ()
     metadata: dict[str, str | int | list[str]] = field(default_factory=dict)
     note: str = ""
+    attachments: tuple[Attachment, ...] = ()
 
 
 OCR_HINT = "RAGSERVE_OCR=docling reads it, after pip install 'ragserve[docling]'"

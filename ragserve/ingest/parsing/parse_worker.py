@@ -15,11 +15,15 @@ import os
 import resource
 import stat
 import sys
+import tempfile
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ragserve.children import end_with_parent
 from ragserve.errors import RagserveError, TooLarge
+
+if TYPE_CHECKING:
+    from ragserve.ingest.parsers.base import Attachment
 
 
 def main() -> None:
@@ -57,6 +61,7 @@ class _Worker:
         count = Counter(TokenizerSource(config["tokenizer_json"], ""))
         self._chunker = Chunker(count, int(config["chunk_tokens"]))
         self._max_bytes = int(config["max_bytes"])
+        self._attachments = str(config["attachments"])
         self._memory_mib = limit >> 20
         self._ocr = bool(config["ocr"])
         self._hidden, self._comments = bool(config["hidden"]), bool(config["comments"])
@@ -105,7 +110,9 @@ class _Worker:
         note = parsed.note
         if left_out := len(every) - len(chunks):
             note = joined_notes(note, f"{left_out:,} chunks without a letter or digit left out")
+        attached = parsed.attachments if request.get("attachments") else ()
         return {
+            "attachments": [self._stored(each) for each in attached],
             "hash": digest,
             "size": len(data),
             "mime": parsed.mime,
@@ -114,6 +121,13 @@ class _Worker:
             "note": note,
             "chunks": [(c.text, c.start, c.end, c.n_tokens, c.page) for c in chunks],
         }
+
+    def _stored(self, attachment: Attachment) -> tuple[str, str, str | None]:
+        """Write an attachment to a file of its own. Its name there, in the message, and its charset."""
+        handle, path = tempfile.mkstemp(dir=self._attachments)
+        with os.fdopen(handle, "wb") as file:
+            file.write(attachment.data)
+        return os.path.basename(path), attachment.name, attachment.charset
 
 
 def _read(path: str, max_bytes: int, filename: str | None, *, ocr: bool) -> bytes:

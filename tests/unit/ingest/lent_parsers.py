@@ -41,6 +41,7 @@ class LentParser:
 
     def __init__(self, left: list[Process], **options: Any) -> None:
         self._left = left
+        self.timeout_s: float = options["timeout_s"]
         self._options: Options = tuple(sorted(options.items()))
         self._process: Process | None = None
         self._lock = Lock()
