@@ -60,6 +60,10 @@ class Passage(Result):
         "beginning of the sentence, that the passage continues; the rest is the document's text from `start` "
         "to `end`.",
     )
+    edited: bool = Field(
+        default=False,
+        description="Somebody edited the text, which is not the document's from `start` to `end`.",
+    )
     score: float | None = Field(
         default=None,
         description="Score that the search orders passages by, higher is better. By `retrieval`: `dense`, "

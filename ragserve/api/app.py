@@ -16,6 +16,7 @@ from ragserve import tracing
 from ragserve.answering.in_flight import Idleness
 from ragserve.api import (
     cache,
+    chunks,
     docs_page,
     documents,
     errors,
@@ -117,6 +118,7 @@ def create_app(
         retrieve,
         ingest,
         documents,
+        chunks,
         namespace_settings,
         ratings,
         cache,

@@ -105,9 +105,11 @@ class DocumentList(BaseModel):
 
 
 class ChunkView(BaseModel):
-    chunk_id: int
+    chunk_id: int | None = Field(
+        description="As in citations. It changes when the document does; null for a disabled chunk."
+    )
     doc_id: str
-    ordinal: int = Field(description="Place in the document, from 0.")
+    ordinal: int = Field(description="Place in the document, from 0; disabled chunks count.")
     text: str
     start: int
     end: int
@@ -125,11 +127,36 @@ class ChunkView(BaseModel):
     )
     page_name: str | None = Field(description="Name of the sheet or chapter.")
     n_tokens: int
+    edited: bool = Field(description="Somebody gave it another text, which stands for `start` to `end`.")
+    disabled: bool = Field(description="It is in no search. Listed for keys with the right `ingest`.")
+    original: str | None = Field(
+        description="The text of the file, if it is edited; for keys with the right `ingest`."
+    )
+    version: str | None = Field(
+        description="What a change of the chunk must name; for keys with the right `ingest`."
+    )
 
 
 class ChunkList(BaseModel):
     chunks: list[ChunkView] = Field(description="In the document's order.")
     next: int | None = Field(description="Give as `after` for the next page; null on the last.")
+
+
+class LostCorrectionView(BaseModel):
+    model_config = ConfigDict(from_attributes=True)
+
+    ordinal: int = Field(description="The last place of its chunk.")
+    page: int | None
+    original: str = Field(description="The text that the file has no more.")
+    text: str = Field(description="The text that stood for it.")
+    disabled: bool
+    lost_at: float = Field(description="Unix seconds.")
+
+
+class LostCorrections(BaseModel):
+    lost: list[LostCorrectionView] = Field(
+        description="Corrections whose text left the file. One returns when its text does."
+    )
 
 
 class NamespaceView(BaseModel):

@@ -24,6 +24,8 @@ from ragserve.api.views import (
     JobItemView,
     JobList,
     JobView,
+    LostCorrections,
+    LostCorrectionView,
     NamespaceList,
     NamespaceView,
     RatedAnswer,
@@ -212,6 +214,41 @@ def chunks(doc_id: str, namespace: str | None = None) -> Call[Page[ChunkView]]:
     """``GET /rag/documents/{doc_id}/chunks``: the pieces of a document that are searched, in its order."""
     path = _path("documents", doc_id, "chunks")
     return _pages(path, ChunkList, lambda page: (page.chunks, page.next), {"namespace": namespace})
+
+
+def chunk(doc_id: str, ordinal: int, namespace: str | None = None) -> Call[ChunkView]:
+    """``GET /rag/documents/{doc_id}/chunks/{ordinal}``: one of them."""
+    path = _path("documents", doc_id, "chunks", str(ordinal))
+    return _get(path, _model(ChunkView), namespace=namespace)
+
+
+def change_chunk(
+    doc_id: str,
+    ordinal: int,
+    version: str,
+    *,
+    text: str | None = None,
+    disabled: bool | None = None,
+    namespace: str | None = None,
+) -> Call[ChunkView]:
+    """``PATCH /rag/documents/{doc_id}/chunks/{ordinal}``: edit, disable or enable it, and return it as it is
+    then. ``version``: of the chunk as it was read; of another one the server says Conflict."""
+    path = _path("documents", doc_id, "chunks", str(ordinal))
+    body = _given({"version": version, "text": text, "disabled": disabled})
+    options = {"json": body, "params": _given({"namespace": namespace})}
+    return Call("PATCH", path, _model(ChunkView), options)
+
+
+def lost_corrections(doc_id: str, namespace: str | None = None) -> Call[list[LostCorrectionView]]:
+    """``GET /rag/documents/{doc_id}/lost-corrections``: changes of chunks that the file no longer has."""
+    listed = _model(LostCorrections)
+    path = _path("documents", doc_id, "lost-corrections")
+    return _get(path, lambda reply: listed(reply).lost, namespace=namespace)
+
+
+def forget_lost_corrections(doc_id: str, namespace: str | None = None) -> Call[LostCorrections]:
+    """``DELETE /rag/documents/{doc_id}/lost-corrections``: remove them for good."""
+    return _delete(_path("documents", doc_id, "lost-corrections"), LostCorrections, namespace=namespace)
 
 
 def remove_document(doc_id: str, namespace: str | None = None) -> Call[DocumentView]:

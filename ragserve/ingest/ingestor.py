@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from ragserve.config import Settings
 from ragserve.errors import Conflict, InvalidRequest, NotFound, StorageFull
+from ragserve.ingest.chunk_editor import ChunkEditor
 from ragserve.ingest.chunk_embedding import DocumentEmbedder
 from ragserve.ingest.fetch import Fetcher
 from ragserve.ingest.file_planner import FilePlanner
@@ -21,11 +22,10 @@ from ragserve.ingest.jobs.job_report import JobReport, OnProgress, failures_of
 from ragserve.ingest.jobs.lease import LEASE_S, JobRun, run_leased, worker_name
 from ragserve.ingest.parsers.base import one_line
 from ragserve.ingest.parsing.parse_process import ParseProcess
-from ragserve.ingest.pipeline import Pipeline, PlannedFile
+from ragserve.ingest.pipeline import Pipeline, PlannedFile, Written
 from ragserve.ingest.prune import vanished_documents
 from ragserve.ingest.sources import clean_name, printable, scan
 from ragserve.ingest.spool import Spool, SpooledFile, unusable_disk_explained
-from ragserve.ingest.tokenizer import TokenizerSource
 from ragserve.ingest.url_sources import KIND as URL_JOBS
 from ragserve.ingest.url_sources import check_urls, fetcher_of, follow_sitemaps
 from ragserve.metrics import metrics
@@ -109,8 +109,8 @@ class Ingestor:
         self._lock = threading.Lock()
         self._embedder: DocumentEmbedder | None = None if callable(embedder) else embedder
         self._make_embedder = embedder if callable(embedder) else lambda: embedder
-        self._tokenizer_name = tokenizer or settings.tokenizer or settings.model
-        self._tokenizer: TokenizerSource | None = None
+        name = tokenizer or settings.tokenizer or settings.model
+        self.editor = ChunkEditor(settings, store, self._load_embedder, name)
         self._evict = evict or (lambda: None)
         self._warms = warms
         self._ray = ray
@@ -332,10 +332,7 @@ class Ingestor:
                 self._ingest(run, fetcher, pending)
 
     def _ingest(self, run: JobRun, fetcher: Fetcher, pending: Sequence[str]) -> None:
-        with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = TokenizerSource.load(self._tokenizer_name)
-        tokenizer, settings = self._tokenizer, self._settings
+        tokenizer, settings = self.editor.tokenizer(), self._settings
         with tempfile.TemporaryDirectory(prefix="ragserve-") as downloads:
             planner = FilePlanner(
                 settings,
@@ -383,10 +380,13 @@ class Ingestor:
             sentence_bytes=self._settings.sentence_bytes,
         ).run(files)
 
-    def _commit(self, job: Job, batch: list[Any], embedder: str) -> list[str]:
+    def _commit(self, job: Job, batch: list[Any], embedder: str) -> list[Written]:
         (dim,) = {vectors.shape[1] for _, _, vectors in batch}
         self._store.ensure_namespace(job.namespace, embedder=embedder, dim=dim, index_type=None)
-        return [document.doc_id for document in self._store.replace_documents(job.namespace, batch)]
+        titles = {document.source: document.title for document, *_ in batch}
+        notes = self.editor.prepare(job.namespace, titles)
+        written = self._store.replace_documents(job.namespace, batch)
+        return [Written(d.doc_id, note) for d, note in zip(written, notes(written), strict=True)]
 
     def _record(self, job: Job, outcomes: Sequence[JobItem]) -> None:
         self.jobs.update_items(job.job_id, outcomes)

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragserve.config import Settings
 from ragserve.ingest.chunk_embedding import DocumentEmbedder, Vectors, embed_chunks
@@ -29,7 +29,7 @@ from ragserve.ingest.chunking import CHUNKING_VERSION
 from ragserve.ingest.jobs.job_report import Interrupted
 from ragserve.ingest.jobs.lease import JobRun
 from ragserve.ingest.parsers import PARSER_VERSION
-from ragserve.ingest.parsers.base import NOT_TEXT, one_line
+from ragserve.ingest.parsers.base import NOT_TEXT, joined_notes, one_line
 from ragserve.ingest.parsing.parse_process import (
     INTERRUPTED,
     Failed,
@@ -72,7 +72,16 @@ class PlannedFile:
 
 Ready = tuple[PlannedFile, ParsedFile]
 EmbeddedChunks = tuple[Sequence[NewChunk], Vectors]
-Commit = Callable[[list[tuple[NewDocument, Sequence[Any], Vectors]]], Sequence[str]]
+
+
+class Written(NamedTuple):
+    """A document that was written; ``note`` says what became of its corrections."""
+
+    doc_id: str
+    note: str = ""
+
+
+Commit = Callable[[list[tuple[NewDocument, Sequence[Any], Vectors]]], Sequence[Written]]
 
 
 def content_salt(settings: Settings, tokenizer: str, title: str, metadata: Mapping[str, Any]) -> str:
@@ -90,7 +99,7 @@ class WritingPipeline(ABC):
 
     Args:
         run: The job's run, which counts progress and says when to stop.
-        commit: Writes documents in one transaction and returns their doc_ids.
+        commit: Writes documents in one transaction.
         record: Records outcomes of files, several at a time.
     """
 
@@ -200,7 +209,7 @@ class WritingPipeline(ABC):
         try:
             embedded = self._embedded(documents, ready)
             started = time.perf_counter()
-            doc_ids = self._commit([(d, *own) for d, own in zip(documents, embedded, strict=True)])
+            written = self._commit([(d, *own) for d, own in zip(documents, embedded, strict=True)])
         except OF_A_DOCUMENT as error:
             if len(ready) > 1:
                 for each in ready:
@@ -213,9 +222,10 @@ class WritingPipeline(ABC):
             return
         progress = self._progress
         progress.index_s += time.perf_counter() - started
-        for (file, parsed), doc_id in zip(ready, doc_ids, strict=True):
+        for (file, parsed), (doc_id, said) in zip(ready, written, strict=True):
+            note = joined_notes(parsed.note, said) or None
             n, tokens = len(parsed.chunks), sum(chunk.n_tokens for chunk in parsed.chunks)
-            item = JobItem(file.source, "indexed", parsed.note or None, n, tokens, parsed.size, doc_id)
+            item = JobItem(file.source, "indexed", note, n, tokens, parsed.size, doc_id)
             self._outcomes.append(item)
             progress.indexed += 1
             progress.size_bytes += parsed.size
