@@ -30,7 +30,7 @@ CREATE TABLE IF NOT EXISTS namespace_settings (
 );
 """
 
-_CORRECTIONS = """-- What people changed of chunks (corrections.py), by doc_id: a replaced document has a new row.
+_CORRECTIONS = """-- What people changed of chunks (corrections.py), by doc_id: the row of a document changes.
 CREATE TABLE corrections (
   id INTEGER PRIMARY KEY, namespace_id INTEGER NOT NULL REFERENCES namespaces(id) ON DELETE CASCADE,
   doc_id TEXT NOT NULL, ordinal INTEGER NOT NULL, start INTEGER NOT NULL, "end" INTEGER NOT NULL,
