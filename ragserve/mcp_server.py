@@ -37,7 +37,7 @@ class ReadablePassage(BaseModel):
     number: int = Field(description="Number in this result, from 1; markers [n] of an answer refer to it.")
     source: str | None = Field(description="Path, URL or name of the document.")
     title: str
-    page: int | None = Field(description="Page, slide, sheet, chapter or message, from 1.")
+    page: int | None = Field(description="Page, slide, sheet, chapter, message or section, from 1.")
     first_page: int | None = Field(description="Where its first sentence begins: `page`, or the one before.")
     page_kind: str | None = Field(description="Which of these.")
     page_name: str | None = Field(description="Name of the sheet or chapter.")

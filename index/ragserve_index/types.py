@@ -109,12 +109,13 @@ class Chunk:
 
     @property
     def page_kind(self) -> str | None:
-        """Kind of place that ``page`` counts: page, slide, sheet, chapter or message; None without one."""
+        """Kind of place that ``page`` counts: page, slide, sheet, chapter, message or section; None without
+        one."""
         return None if self.page is None else str(self.metadata.get("page_kind", "page"))
 
     @property
     def page_name(self) -> str | None:
-        """Name of the sheet or chapter; None if it has none."""
+        """Name of the sheet, chapter or section; None if it has none."""
         names = self.metadata.get("page_names")
         if self.page is None or not isinstance(names, list) or not 0 < self.page <= len(names):
             return None

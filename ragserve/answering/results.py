@@ -42,16 +42,18 @@ class Passage(Result):
     )
     title: str = Field(description="Title of the document.")
     page: int | None = Field(
-        default=None, description="Page, slide, sheet, chapter or message, from 1, where the format has them."
+        default=None,
+        description="Page, slide, sheet, chapter, message or section, from 1, where the format has them.",
     )
     first_page: int | None = Field(
         default=None,
         description="The page before, if `text` begins with a sentence that goes on from there; else `page`.",
     )
     page_kind: str | None = Field(
-        default=None, description="Which of these: `page`, `slide`, `sheet`, `chapter` or `message`."
+        default=None,
+        description="Which of these: `page`, `slide`, `sheet`, `chapter`, `message` or `section`.",
     )
-    page_name: str | None = Field(default=None, description="Name of the sheet or chapter.")
+    page_name: str | None = Field(default=None, description="Name of the sheet, chapter or section.")
     start: int | None = Field(default=None, description="First character in the document's text.")
     end: int | None = Field(default=None, description="Character after the last one.")
     header_chars: int = Field(

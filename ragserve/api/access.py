@@ -39,6 +39,7 @@ NEEDS: dict[str, Need] = {
     "POST /rag/query": "read",
     "POST /rag/retrieve": "read",
     "POST /rag/ingest": "ingest",
+    "POST /rag/ingest/preview": "ingest",
     "GET /rag/jobs": "key",
     "GET /rag/jobs/{job_id}": "key",
     "DELETE /rag/jobs/{job_id}": "ingest",

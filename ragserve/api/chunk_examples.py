@@ -35,3 +35,22 @@ LOST: dict[str, Any] = {
     ]
 }
 NOTHING_LOST: dict[str, Any] = {"lost": []}
+PREVIEW_FORM: dict[str, Any] = {
+    "small": request("Chunks of 128 tokens", file="lighthouse.md", chunk_tokens=128)
+}
+_PREVIEWED = (
+    *("ordinal", "text", "start", "end", "header_chars", "page", "first_page", "page_kind", "page_name"),
+    "n_tokens",
+)
+PREVIEW: dict[str, Any] = {
+    "filename": "lighthouse.docx",
+    "title": "Lighthouses",
+    "mime": "application/vnd.openxmlformats-officedocument.wordprocessingml.document",
+    "size_bytes": 18204,
+    "chunk_tokens": 256,
+    "n_chunks": 31,
+    "n_tokens": 5210,
+    "note": "left out: 1 hidden rows",
+    "metadata": {},
+    "chunks": [{name: CHUNK[name] for name in _PREVIEWED}],
+}

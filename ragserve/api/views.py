@@ -123,9 +123,10 @@ class ChunkView(BaseModel):
         description="The page before, if `text` begins with a sentence that goes on from there; else `page`."
     )
     page_kind: str | None = Field(
-        description="Kind of place that `page` counts: `page`, `slide`, `sheet`, `chapter` or `message`."
+        description="Kind of place that `page` counts: `page`, `slide`, `sheet`, `chapter`, `message` "
+        "or `section`."
     )
-    page_name: str | None = Field(description="Name of the sheet or chapter.")
+    page_name: str | None = Field(description="Name of the sheet, chapter or section.")
     n_tokens: int
     edited: bool = Field(description="Somebody gave it another text, which stands for `start` to `end`.")
     disabled: bool = Field(description="It is in no search. Listed for keys with the right `ingest`.")
@@ -157,6 +158,36 @@ class LostCorrections(BaseModel):
     lost: list[LostCorrectionView] = Field(
         description="Corrections whose text left the file. One returns when its text does."
     )
+
+
+class PreviewedChunk(BaseModel):
+    model_config = ConfigDict(from_attributes=True)
+
+    ordinal: int
+    text: str
+    start: int
+    end: int
+    header_chars: int
+    page: int | None
+    first_page: int | None
+    page_kind: str | None
+    page_name: str | None
+    n_tokens: int
+
+
+class Preview(BaseModel):
+    """How a file would be ingested."""
+
+    filename: str
+    title: str
+    mime: str
+    size_bytes: int
+    chunk_tokens: int = Field(description="Largest chunk, in tokens.")
+    n_chunks: int
+    n_tokens: int
+    note: str | None = Field(description="What was left out or guessed, as a job's report says it.")
+    metadata: dict[str, Any] = Field(description="What the file says of itself.")
+    chunks: list[PreviewedChunk] = Field(description="The first of them, `limit` at most.")
 
 
 class NamespaceView(BaseModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, Literal, TypeVar, Unpack
 from urllib.parse import quote
@@ -28,6 +28,7 @@ from ragserve.api.views import (
     LostCorrectionView,
     NamespaceList,
     NamespaceView,
+    Preview,
     RatedAnswer,
     RatedAnswers,
     RetrieveAnswer,
@@ -124,8 +125,23 @@ def ingest_texts(
     return _post("/rag/ingest", _model(JobView), body)
 
 
-def ingest_files(files: Sequence[FileToIngest], **fields: Unpack[IngestArguments]) -> Call[JobView]:
-    """``POST /rag/ingest`` of files. Returns the job; `wait` waits for it."""
+def ingest_files(
+    files: Sequence[FileToIngest], *, prechunked: bool | None = None, **fields: Unpack[IngestArguments]
+) -> Call[JobView]:
+    """``POST /rag/ingest`` of files; ``prechunked``: of JSON lines with a chunk each. Returns the job; `wait`
+    waits for it."""
+    return _form("/rag/ingest", JobView, files, {**fields, "prechunked": prechunked})
+
+
+def preview(
+    file: FileToIngest, *, chunk_tokens: int | None = None, limit: int | None = None
+) -> Call[Preview]:
+    """``POST /rag/ingest/preview``: how a file would be cut; nothing is stored. ``limit``: of chunks."""
+    fields = {"chunk_tokens": chunk_tokens, "limit": limit}
+    return replace(_form("/rag/ingest/preview", Preview, [file], fields), repeatable=True)
+
+
+def _form(path: str, kind: type[M], files: Sequence[FileToIngest], fields: Mapping[str, Any]) -> Call[M]:
 
     @contextmanager
     def opened() -> Iterator[list[Upload]]:
@@ -139,7 +155,10 @@ def ingest_files(files: Sequence[FileToIngest], **fields: Unpack[IngestArguments
                 uploads.append((name, content))
             yield uploads
 
-    return _form(opened, fields)
+    data = {
+        name: value if isinstance(value, str) else json.dumps(value) for name, value in _given(fields).items()
+    }
+    return Call("POST", path, _model(kind), {"data": data}, opened)
 
 
 def _check_name(name: str) -> None:
@@ -296,15 +315,6 @@ def _asked(read: Callable[[httpx.Response], T], question: str, fields: Mapping[s
     """A query. One in a session is not repeatable: asking twice would begin two, or add two turns."""
     body = {"query": question, **fields}
     return _post("/rag/query", read, body, repeatable=fields.get("session") is None)
-
-
-def _form(
-    uploads: Callable[[], AbstractContextManager[Sequence[Upload]]], fields: Mapping[str, Any]
-) -> Call[JobView]:
-    data = {
-        name: value if isinstance(value, str) else json.dumps(value) for name, value in _given(fields).items()
-    }
-    return Call("POST", "/rag/ingest", _model(JobView), {"data": data}, uploads)
 
 
 def _delete(path: str, kind: type[M], **params: Any) -> Call[M]:

@@ -290,11 +290,16 @@ def result_of(parser: ParseProcess, file: PlannedFile) -> ParsedFile | Unchanged
 
 def new_document(file: PlannedFile, parsed: ParsedFile) -> NewDocument:
     """The document of a parsed file."""
-    title = file.title or parsed.title or parsed.filename.rsplit(".", 1)[0]
-    title = one_line(title)[:_TITLE_CHARS] or file.source
+    title = shown_title(parsed, file.source, file.title)
     own = {"filename": parsed.filename, "ext": parsed.ext, "title": title}
     metadata = {**parsed.metadata, **own, **file.metadata}
     return NewDocument(file.source, title, parsed.hash, parsed.mime, parsed.size, metadata)
+
+
+def shown_title(parsed: ParsedFile, source: str, given: str = "") -> str:
+    """The title of a document, ``given`` or of the file."""
+    title = given or parsed.title or parsed.filename.rsplit(".", 1)[0]
+    return one_line(title)[:_TITLE_CHARS] or source
 
 
 class _End(Exception):

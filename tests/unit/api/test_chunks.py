@@ -1,4 +1,4 @@
-"""Chunks through HTTP and the clients: edited, disabled, enabled, and what a new version of the file keeps."""
+"""Chunks through HTTP and the clients: changed, kept by new versions of the file, imported, previewed."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ def test_a_disabled_chunk_is_found_by_no_search(client: httpx.Client, docs: str,
 
 
 @pytest.mark.parametrize("what", [{"text": NEW}, {"disabled": True}])
-def test_sessions_that_rest_on_the_chunk_end(
-    client: httpx.Client, docs: str, what: dict[str, Any]
-) -> None:
+def test_sessions_that_rest_on_the_chunk_end(client: httpx.Client, docs: str, what: dict[str, Any]) -> None:
     asked = {"namespace": docs, "query": "the lighthouse of skerryvore", "k": 1, "retrieval": "lexical"}
     first = client.post("/rag/query", json={**asked, "session": "new"}).json()
     session = first["session"]["id"]
@@ -181,7 +179,7 @@ def test_a_correction_stays_with_an_unchanged_chunk_and_is_reported_when_lost(
     job = ingest(pages, title="A book of lights")  # the same chunks under another title
     assert job["items"][0]["reason"] == "2 corrections of chunks kept"
     assert client.get(path).json()["text"] == "Corrected text 0."
-    assert "A book of lights\nCorrected text 0." in sum(live.embedder.calls, [])
+    assert "A book of lights\nCorrected text 0." in [text for batch in live.embedder.calls for text in batch]
     job = ingest(["Another first page, which tells of seals. " * 30, *pages[1:]])
     (item,) = job["items"]
     assert item["state"] == "indexed"
@@ -277,3 +275,78 @@ def test_rights(tenants: Tenants) -> None:
         record = [row for row in tenants.audited() if row.get("chunk") == 0]
         assert record, "a change is in the audit log"
         assert record[0]["namespace"] == "mine"
+
+
+def test_documents_that_came_in_chunks(client: httpx.Client, live: Live) -> None:
+    lines = [
+        '{"document": "manual", "text": "Oil the lens bearings.", "page": 4, "metadata": {"lang": "en"}}',
+        "{broken",
+        '{"document": "manual", "text": "Trim the wick.", "page": 2, "order": 1}',
+    ]
+    files = {"files": ("c.jsonl", "\n".join(lines))}
+    data = {"namespace": "cut", "prechunked": "true", "metadata": '{"shelf": 3}'}
+    job = finished(client, client.post("/rag/ingest", files=files, data=data))
+    assert {item["source"]: item["state"] for item in job["items"]} == {
+        "manual": "indexed",
+        "c.jsonl:2": "failed",
+    }
+    chunks = client.get(path_of(client, "cut", "manual").replace("/0?", "?")).json()["chunks"]
+    assert [(each["text"], each["page"]) for each in chunks] == [
+        ("Trim the wick.", 2),
+        ("Oil the lens bearings.", 4),
+    ]
+    (hit, *_) = found(client, "cut", "lens bearings", "lexical")
+    assert (hit["page"], hit["metadata"]["shelf"], hit["metadata"]["lang"]) == (4, 3, "en")
+    files = {"files": ("c.jsonl", "no lines")}
+    response = client.post("/rag/ingest", files=files, data=data)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "no_chunks")
+    with Client(live.url) as ours:
+        job_view = ours.ingest_files([("d.jsonl", b'{"text": "One."}')], namespace="cut", prechunked=True)
+        assert ours.wait(job_view).counts["indexed"] == 1
+
+
+def test_a_preview_shows_the_chunks_and_stores_nothing(client: httpx.Client, live: Live) -> None:
+    text = "# Lights\n\n" + "The lamp of the tower is trimmed every four hours. " * 40
+    before = client.get("/rag/namespaces").json()
+    files = {"file": ("a/lights.md", text)}
+    shown = client.post("/rag/ingest/preview", files=files, data={"chunk_tokens": "64", "limit": "2"}).json()
+    assert (shown["filename"], shown["mime"], shown["chunk_tokens"]) == ("lights.md", "text/markdown", 64)
+    assert (len(shown["chunks"]), shown["n_chunks"] > 4) == (2, True)
+    assert all(0 < each["n_tokens"] <= 64 for each in shown["chunks"])
+    assert shown["chunks"][0]["text"] == text[: shown["chunks"][0]["end"]]
+    assert client.get("/rag/namespaces").json() == before
+    assert client.get("/rag/jobs", params={"state": "queued"}).json()["jobs"] == []
+    assert not live.embedder.calls
+    with Client(live.url) as ours:
+        assert ours.preview(("lights.md", text.encode()), chunk_tokens=64, limit=2).chunks[1].ordinal == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "code"),
+    [
+        ({"files": {"file": ("b.pdf", b"%PDF-1.7 nothing")}}, 415, "corrupt_document"),
+        ({"files": {"file": ("b.txt", b"")}}, 415, "empty_document"),
+        ({"files": {"file": ("b.txt", b"x")}, "data": {"chunk_tokens": "4"}}, 400, "invalid_request"),
+        ({"files": {"file": ("b.txt", b"x")}, "data": {"namespace": "n"}}, 400, "invalid_request"),
+        ({"files": [("files", ("a.txt", b"x")), ("files", ("b.txt", b"y"))]}, 400, "invalid_request"),
+        ({"json": {"text": "x"}}, 415, "unsupported_media_type"),
+    ],
+)
+def test_previews_that_are_refused(
+    client: httpx.Client, options: dict[str, Any], status: int, code: str
+) -> None:
+    response = client.post("/rag/ingest/preview", **options)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code), response.text
+
+
+def test_previews_are_bounded(client: httpx.Client, live: Live) -> None:
+    previewer = live.services.ingestor.previewer
+    files = {"file": ("a.txt", b"A text.")}
+    for _ in range(2):
+        assert previewer._free.acquire(blocking=False)
+    refused = client.post("/rag/ingest/preview", files=files)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "previews_busy")
+    assert "retry-after" in refused.headers
+    for _ in range(2):
+        previewer._free.release()
+    assert client.post("/rag/ingest/preview", files=files).status_code == 200
