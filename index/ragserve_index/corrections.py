@@ -86,7 +86,7 @@ def read(connection: Connection, namespace_id: int, doc_ids: Sequence[str]) -> d
     )
     found: dict[str, list[Correction]] = defaultdict(list)
     for row in rows:
-        each = Correction(*row[:10], bool(row[10]), *row[11:])
+        each = Correction(*[*row[:10], bool(row[10]), *row[11:]])
         found[each.doc_id].append(each)
     return dict(found)
 

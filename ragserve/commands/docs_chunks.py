@@ -128,7 +128,8 @@ def _lost(store: IndexStore, settings: Settings, document: Document, forget: boo
         return
     for each in found:
         typer.echo(f"chunk {each.ordinal}: {_excerpt(each.original)}\n    {_becomes(each)}")
-    typer.echo(f"{len(found):,} lost corrections{' forgotten' if forget else ''}")
+    what = "lost correction" if len(found) == 1 else "lost corrections"
+    typer.echo(f"{len(found):,} {what}{' forgotten' if forget else ''}")
 
 
 def _becomes(lost: LostCorrection) -> str:

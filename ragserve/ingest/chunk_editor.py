@@ -156,12 +156,15 @@ def _note(kept: int, lost: Sequence[LostCorrection]) -> str:
     named = [f"chunk {one.ordinal} ({_quoted(one.original)})" for one in lost[:_NAMED_LOST]]
     more = f" and {len(lost) - _NAMED_LOST:,} more" if len(lost) > _NAMED_LOST else ""
     return joined_notes(
-        f"{kept:,} corrections of chunks kept" if kept else "",
-        f"{len(lost):,} corrections of chunks lost, because their text is not in the file any more: "
-        f"{', '.join(named)}{more}"
+        f"{_corrections(kept)} kept" if kept else "",
+        f"{_corrections(len(lost))} lost, because the file no longer has the text: {', '.join(named)}{more}"
         if lost
         else "",
     )
+
+
+def _corrections(n: int) -> str:
+    return f"{n:,} {'correction' if n == 1 else 'corrections'} of chunks"
 
 
 def _quoted(text: str) -> str:

@@ -144,12 +144,14 @@ def _line(raw: bytes) -> tuple[ChunkLine, set[str]]:
     if len(raw) > _LINE_BYTES:
         raise ValueError(f"longer than {_LINE_BYTES:,} bytes")
     try:
-        value = json.loads(raw.decode())
+        value = json.loads(raw.decode().rstrip())
     except UnicodeDecodeError:
         raise ValueError("not UTF-8") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} (character {error.pos})") from None
+    except ValueError as error:  # a number of thousands of digits
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError("not an object")

@@ -183,7 +183,7 @@ def test_a_correction_stays_with_an_unchanged_chunk_and_is_reported_when_lost(
     job = ingest(["Another first page, which tells of seals. " * 30, *pages[1:]])
     (item,) = job["items"]
     assert item["state"] == "indexed"
-    assert "corrections of chunks lost, because their text is not in the file any more: chunk 0" in str(
+    assert "1 correction of chunks lost, because the file no longer has the text: chunk 0" in str(
         item["reason"]
     )
     lost_path = path.replace("/chunks/0", "/lost-corrections")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -349,3 +350,40 @@ def test_embedding_again_leaves_a_text_that_was_changed_meanwhile(store: IndexSt
     (row,) = store.chunk_changes.rows_of("n", ["a"])["a"]
     assert (row.text, row.n_tokens) == ("second", 1)
     assert [chunk.text for chunk in store.chunk_changes.as_cut("n", A)] == ["a#0.0", "a#0.1", "a#0.2"]
+
+
+@on_both_registries
+def test_of_changes_at_once_one_wins(store: IndexStore) -> None:
+    store.replace_documents("n", [item("a")])
+    seen = store.chunk_changes.state("n", A, 1).version
+
+    def attempt(n: int) -> str:
+        try:
+            return store.chunk_changes.change("n", A, 1, seen, text=new(f"edit {n}")).chunk.text
+        except Conflict as error:
+            return error.code
+
+    with ThreadPoolExecutor(8) as pool:
+        said = list(pool.map(attempt, range(8)))
+    (won,) = (each for each in said if each != "chunk_changed")
+    assert listed(store)[1][1] == won
+    assert_clean(store)
+
+
+def test_ingestions_at_the_same_time_lose_no_change(store: IndexStore) -> None:
+    """The same cut is written again and again while chunks are changed."""
+    store.replace_documents("n", [item("a")])
+
+    def ingest(n: int) -> None:
+        document, chunks, vectors = item("a")
+        store.replace_documents("n", [(replace(document, content_hash=f"{n}"), chunks, vectors)])
+
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(ingest, n) for n in range(20)]
+        for n in range(20):
+            change(store, n % 3, f"edit {n}")
+        for each in done:
+            each.result()
+    assert [text for _, text, *_ in listed(store)] == ["edit 18", "edit 19", "edit 17"]
+    assert store.chunk_changes.lost("n", [A]) == {}
+    assert_clean(store)
