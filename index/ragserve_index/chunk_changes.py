@@ -15,7 +15,7 @@ import numpy as np
 from ragserve.errors import Conflict, InvalidRequest, NotFound
 from ragserve_index import corrections, registry
 from ragserve_index.batch import Prepared, document_ids, metadata_json
-from ragserve_index.corrections import Correction
+from ragserve_index.corrections import ChunkCorrection
 from ragserve_index.database import Connection, Database
 from ragserve_index.index.pool import IndexPool
 from ragserve_index.sentence_vectors import SentenceVectors
@@ -107,7 +107,7 @@ class ChunkChanges:
             corrections.remove(connection, gone)
         return len(gone)
 
-    def rows_of(self, namespace: str, sources: Sequence[str]) -> dict[str, list[Correction]]:
+    def rows_of(self, namespace: str, sources: Sequence[str]) -> dict[str, list[ChunkCorrection]]:
         """All corrections of documents, by source; of those that have some. Empty without the namespace."""
         ids = {doc_id: source for source in sources for doc_id in document_ids(namespace, source)}
         with self._database.read() as connection:
@@ -115,7 +115,7 @@ class ChunkChanges:
             found = {} if ns is None else corrections.read(connection, ns.id, list(ids))
         return {ids[doc_id]: rows for doc_id, rows in found.items()}
 
-    def embed_again(self, texts: Sequence[tuple[Correction, NewText]]) -> None:
+    def embed_again(self, texts: Sequence[tuple[ChunkCorrection, NewText]]) -> None:
         """Replace tokens and vectors of corrections, unless their text has been changed meanwhile. Searches
         have them when the document is next written."""
         with self._database.write() as connection:
@@ -198,7 +198,7 @@ def _states(
     return sorted(found, key=lambda state: state.chunk.ordinal)
 
 
-def _hidden_chunk(document: Document, row: Correction) -> Chunk:
+def _hidden_chunk(document: Document, row: ChunkCorrection) -> Chunk:
     return Chunk(
         chunk_id=0,
         doc_id=document.doc_id,
@@ -217,7 +217,7 @@ def _hidden_chunk(document: Document, row: Correction) -> Chunk:
 
 def _cut(
     connection: Connection, ns: registry.Namespace, doc_id: str
-) -> tuple[list[tuple[NewChunk, np.ndarray]], dict[int, Correction]]:
+) -> tuple[list[tuple[NewChunk, np.ndarray]], dict[int, ChunkCorrection]]:
     """The chunks as the file gave them, in order, each with the vector of what is searched for it; and the
     corrections by ordinal, lost ones left out."""
     rows = corrections.read(connection, ns.id, [doc_id]).get(doc_id, [])
@@ -248,7 +248,7 @@ def _changed(
     written again with them."""
     cut, live = _cut(connection, ns, document.doc_id)
     chunk, vector = cut[ordinal]
-    row = live.get(ordinal) or Correction(
+    row = live.get(ordinal) or ChunkCorrection(
         id=0,
         doc_id=document.doc_id,
         ordinal=ordinal,

@@ -30,7 +30,7 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Correction:
+class ChunkCorrection:
     """A row. ``original``: the text of the file; ``text``: the one that stands for it, the same for a chunk
     that is only disabled; ``vector`` [dim] float32 and ``sentences`` are of ``text``. ``lost_at``: when its
     original was last in the document, Unix seconds; None while it is."""
@@ -76,7 +76,9 @@ def version_of(original: str, text: str, disabled: bool) -> str:
     return blake2b(parts, digest_size=8).hexdigest()
 
 
-def read(connection: Connection, namespace_id: int, doc_ids: Sequence[str]) -> dict[str, list[Correction]]:
+def read(
+    connection: Connection, namespace_id: int, doc_ids: Sequence[str]
+) -> dict[str, list[ChunkCorrection]]:
     """The corrections of documents by doc_id, in the order of their chunks, lost ones last."""
     rows = connection.execute(
         f"SELECT {_COLUMNS} FROM corrections k WHERE k.namespace_id = ?"
@@ -84,14 +86,14 @@ def read(connection: Connection, namespace_id: int, doc_ids: Sequence[str]) -> d
         " ORDER BY (CASE WHEN k.lost_at IS NULL THEN 0 ELSE 1 END), k.ordinal, k.id",
         (namespace_id, json.dumps(list(doc_ids))),
     )
-    found: dict[str, list[Correction]] = defaultdict(list)
+    found: dict[str, list[ChunkCorrection]] = defaultdict(list)
     for row in rows:
-        each = Correction(*[*row[:10], bool(row[10]), *row[11:]])
+        each = ChunkCorrection(*[*row[:10], bool(row[10]), *row[11:]])
         found[each.doc_id].append(each)
     return dict(found)
 
 
-def write(connection: Connection, namespace_id: int, row: Correction) -> None:
+def write(connection: Connection, namespace_id: int, row: ChunkCorrection) -> None:
     """Replace a row; one of id 0 is new."""
     remove(connection, [row.id])
     connection.execute(
@@ -121,7 +123,7 @@ def remove_of(connection: Connection, namespace_id: int, doc_ids: Sequence[str])
 
 
 def applied(
-    connection: Connection, ns_id: int, dim: int, item: Prepared, rows: Sequence[Correction], now: float
+    connection: Connection, ns_id: int, dim: int, item: Prepared, rows: Sequence[ChunkCorrection], now: float
 ) -> CorrectedCut:
     """Take a document's corrections over into a new cut: each to the chunk of its original text, of several
     the nearest. The others are lost, and stay until the text comes back. One whose new text the file now has
@@ -133,7 +135,7 @@ def applied(
     if rows:
         vectors = vectors.copy()
     hidden: set[int] = set()
-    lost: list[Correction] = []
+    lost: list[ChunkCorrection] = []
     for row in rows:
         candidates = places[row.original]
         if not candidates:
@@ -169,7 +171,7 @@ def applied(
     return CorrectedCut([chunks[place] for place in shown], vectors[shown] if hidden else vectors, shown)
 
 
-def _keep_lost(connection: Connection, lost: Sequence[Correction], now: float) -> None:
+def _keep_lost(connection: Connection, lost: Sequence[ChunkCorrection], now: float) -> None:
     for row in lost:
         if row.lost_at is None:
             connection.execute("UPDATE corrections SET lost_at = ? WHERE id = ?", (now, row.id))

@@ -122,8 +122,8 @@ def ingest(
         bool,
         typer.Option(
             "--prechunked",
-            help="The files are JSON lines of chunks, taken as they are: text, and where wanted document (its "
-            "name), title, page, section, order, metadata.",
+            help="The files are JSON lines of chunks, taken as they are: text, and where wanted document "
+            "(its name), title, page, section, order, metadata.",
         ),
     ] = False,
     preview: Annotated[

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ragserve.ingest.markdown_tables import TableSpan, tables_in
 from ragserve.ingest.page_seams import sentence_end, sentences_over_pages
-from ragserve.ingest.parsers.base import Cut
+from ragserve.ingest.parsers.base import GivenCut
 from ragserve.ingest.tokenizer import Counter
 from ragserve_index.types import NewChunk
 
@@ -84,7 +84,7 @@ class Chunker:
             chunks.append(NewChunk(piece.text(text), piece.start, piece.end, n_tokens, page))
         return chunks
 
-    def given(self, text: str, cuts: Sequence[Cut]) -> list[NewChunk]:
+    def given(self, text: str, cuts: Sequence[GivenCut]) -> list[NewChunk]:
         """The chunks of a text that came in chunks, those of more than ``limit`` tokens, too."""
         counts = self._count.counts([text[cut.start : cut.end] for cut in cuts])
         return [

@@ -42,7 +42,7 @@ class Raw:
     comments: bool = True
 
 
-class Cut(NamedTuple):
+class GivenCut(NamedTuple):
     """A chunk of a document that came in chunks: ``text[start:end]``."""
 
     start: int
@@ -67,7 +67,7 @@ class Parsed:
     pages: tuple[tuple[int, int], ...] = ()
     metadata: dict[str, str | int | list[str]] = field(default_factory=dict)
     note: str = ""
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[GivenCut, ...] = ()
 
 
 OCR_HINT = "RAGSERVE_OCR=docling reads it, after pip install 'ragserve[docling]'"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ragserve.ingest.parsers.base import MAX_NAMES, NAME_CHARS, Cut, Parsed, Raw, joined_notes, one_line
+from ragserve.ingest.parsers.base import MAX_NAMES, NAME_CHARS, GivenCut, Parsed, Raw, joined_notes, one_line
 
 _BETWEEN = "\n\n"
 
@@ -14,11 +14,11 @@ def parse(raw: Raw) -> Parsed:
     found = json.loads(raw.data)
     chunks: list[dict[str, Any]] = found["chunks"]
     metadata, pages, note = _pages(chunks)
-    cuts: list[Cut] = []
+    cuts: list[GivenCut] = []
     start = 0
     for chunk, page in zip(chunks, pages, strict=True):
         end = start + len(chunk["text"])
-        cuts.append(Cut(start, end, page))
+        cuts.append(GivenCut(start, end, page))
         start = end + len(_BETWEEN)
     return Parsed(
         _BETWEEN.join(chunk["text"] for chunk in chunks),
