@@ -14,6 +14,7 @@ from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable, exp
 from ragserve_index import batch as batches
 from ragserve_index import own_settings, registry, structures
 from ragserve_index.attached_documents import attached_to
+from ragserve_index.chunk_changes import ChunkChanges
 from ragserve_index.errors import RegistryDamaged, is_full, storage_full
 from ragserve_index.evictions import log_namespace
 from ragserve_index.filters import AnyFilter, compile_filter
@@ -93,6 +94,7 @@ class IndexStore:
         self._pool = IndexPool(self.database, self._directory, gpu)
         self._lexical = LexicalIndexes(self.database, self._directory)
         self._searcher = Searcher(self.database, self._pool, self._lexical)
+        self.chunk_changes = ChunkChanges(self.database, self._pool)
         self._closed = False
 
     def _known_files(self) -> set[Path]:
@@ -301,8 +303,8 @@ class IndexStore:
     def document_chunks(
         self, namespace: str, doc_id: str, *, after: int = 0, limit: int | None = None
     ) -> list[Chunk]:
-        """Return the chunks of a document in text order: all, or ``limit`` of them behind the first
-        ``after``. Raises NotFound."""
+        """Return the chunks of a document that are searched, in text order: all, or those of ``limit``
+        ordinals from ``after`` on. ``chunk_changes`` has the disabled ones, too. Raises NotFound."""
         with self.database.read() as connection:
             ns = registry.namespace(connection, namespace)
             return registry.document_chunks(connection, ns, doc_id, after, limit)

@@ -46,16 +46,18 @@ class Passage(Result):
     )
     title: str = Field(description="Title of the document.")
     page: int | None = Field(
-        default=None, description="Page, slide, sheet, chapter or message, from 1, where the format has them."
+        default=None,
+        description="Page, slide, sheet, chapter, message or section, from 1, where the format has them.",
     )
     first_page: int | None = Field(
         default=None,
         description="The page before, if `text` begins with a sentence that goes on from there; else `page`.",
     )
     page_kind: str | None = Field(
-        default=None, description="Which of these: `page`, `slide`, `sheet`, `chapter` or `message`."
+        default=None,
+        description="Which of these: `page`, `slide`, `sheet`, `chapter`, `message` or `section`.",
     )
-    page_name: str | None = Field(default=None, description="Name of the sheet or chapter.")
+    page_name: str | None = Field(default=None, description="Name of the sheet, chapter or section.")
     start: int | None = Field(default=None, description="First character in the document's text.")
     end: int | None = Field(default=None, description="Character after the last one.")
     header_chars: int = Field(
@@ -63,6 +65,10 @@ class Passage(Result):
         description="Characters at the beginning of `text` that copy the header of the table, or the "
         "beginning of the sentence, that the passage continues; the rest is the document's text from `start` "
         "to `end`.",
+    )
+    edited: bool = Field(
+        default=False,
+        description="Somebody edited the text, which is not the document's from `start` to `end`.",
     )
     score: float | None = Field(
         default=None,

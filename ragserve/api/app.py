@@ -17,6 +17,7 @@ from ragserve import tracing
 from ragserve.answering.in_flight import Idleness
 from ragserve.api import (
     cache,
+    chunks,
     docs_page,
     documents,
     errors,
@@ -26,6 +27,7 @@ from ragserve.api import (
     openai,
     openapi,
     playground,
+    preview,
     query,
     ratings,
     retrieve,
@@ -118,7 +120,9 @@ def create_app(
         sessions,
         retrieve,
         ingest,
+        preview,
         documents,
+        chunks,
         namespace_settings,
         ratings,
         cache,
@@ -165,6 +169,8 @@ def create_app(
 
 def _body_limit(settings: Settings, scope: Scope) -> int:
     path, caller = scope["path"], scope["state"]["access"]
+    if path == preview.PATH:
+        return min(settings.max_upload_bytes, caller.key.limits.max_upload_bytes or settings.max_upload_bytes)
     if path == "/rag/ingest":
         form = Headers(scope=scope).get("content-type", "").startswith("multipart/form-data")
         limit = settings.max_upload_bytes * settings.max_upload_files if form else settings.max_body_bytes

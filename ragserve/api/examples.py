@@ -26,6 +26,7 @@ _PLACE = {
     "start": 512,
     "end": 804,
     "header_chars": 0,
+    "edited": False,
 }
 _SOURCE = {"source": "/srv/docs/lighthouse.md"}
 _PASSAGE: dict[str, Any] = {
@@ -236,8 +237,17 @@ DOCUMENT: dict[str, Any] = {
     "metadata": _METADATA,
 }
 DOCUMENTS = {"documents": [DOCUMENT], "next": None}
-_CHUNK = {**_DOC_ID, "chunk_id": 17, "ordinal": 3, "text": _TITLED["text"], **_PLACE, "n_tokens": 61}
-CHUNKS = {"chunks": [_CHUNK], "next": None}
+CHUNK = {
+    **_DOC_ID,
+    "chunk_id": 17,
+    "ordinal": 3,
+    "text": _TITLED["text"],
+    **_PLACE,
+    "n_tokens": 61,
+    "disabled": False,
+    "original": None,
+    "version": "9be1d2c04f7a6035",
+}
 NAMESPACE = {
     "name": "docs",
     "embedder": "all-MiniLM-L6-v2",

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from ragserve.ingest.graphemes import grapheme_start
 from ragserve.ingest.markdown_tables import TableSpan, tables_in
 from ragserve.ingest.page_seams import sentence_end, sentences_over_pages
+from ragserve.ingest.parsers.base import GivenCut
 from ragserve.ingest.tokenizer import Counter
 from ragserve_index.types import NewChunk
 from sglang_ext.wire.sentence_ends import ALONE
@@ -88,6 +89,14 @@ class Chunker:
             page = pages[max(0, bisect_right(starts, piece.start) - 1)][1] if pages else None
             chunks.append(NewChunk(piece.text(text), piece.start, piece.end, n_tokens, page))
         return chunks
+
+    def given(self, text: str, cuts: Sequence[GivenCut]) -> list[NewChunk]:
+        """The chunks of a text that came in chunks, those of more than ``limit`` tokens, too."""
+        counts = self._count.counts([text[cut.start : cut.end] for cut in cuts])
+        return [
+            NewChunk(text[cut.start : cut.end], cut.start, cut.end, n_tokens, cut.page)
+            for cut, n_tokens in zip(cuts, counts, strict=True)
+        ]
 
     def _pieces(self, text: str, start: int, end: int) -> Iterator[_Piece]:
         """Yield spans of [start, end), each within the limit."""

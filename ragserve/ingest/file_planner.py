@@ -66,6 +66,8 @@ class FilePlanner:
         file = self._spooled.get(source)
         if file is None:
             return PlannedFile(source, Failed("not among the uploaded files", "unreadable"))
+        if file.failed:
+            return PlannedFile(source, Failed(file.failed, "unusable"))
         path, metadata = str(folder / file.stored), {"path": source, **file.metadata}
         return self._planned(source, path, file.filename, metadata, title=file.title, parser=file.parser)
 

@@ -20,7 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragserve.config import Settings
 from ragserve.ingest.attachments import Result, results_of
@@ -29,8 +29,15 @@ from ragserve.ingest.chunking import CHUNKING_VERSION
 from ragserve.ingest.jobs.job_report import Interrupted
 from ragserve.ingest.jobs.lease import JobRun
 from ragserve.ingest.parsers import PARSER_VERSION
-from ragserve.ingest.parsers.base import NOT_TEXT, one_line
-from ragserve.ingest.parsing.parse_process import INTERRUPTED, Failed, ParsedFile, ParseProcess, Unchanged
+from ragserve.ingest.parsers.base import NOT_TEXT, joined_notes, one_line
+from ragserve.ingest.parsing.parse_process import (
+    INTERRUPTED,
+    Failed,
+    ParsedFile,
+    ParseProcess,
+    ParseRequest,
+    Unchanged,
+)
 from ragserve.ingest.planned import PlannedFile
 from ragserve_index.attached_documents import ATTACHMENTS
 from ragserve_index.errors import InvalidDocument
@@ -53,7 +60,16 @@ _JOIN_S = 10.0  # a download in progress is left to its own time limit
 
 Ready = tuple[PlannedFile, ParsedFile]
 EmbeddedChunks = tuple[Sequence[NewChunk], Vectors]
-Commit = Callable[[list[tuple[NewDocument, Sequence[Any], Vectors]]], Sequence[str]]
+
+
+class Written(NamedTuple):
+    """A document that was written; ``note`` says what became of its corrections."""
+
+    doc_id: str
+    note: str = ""
+
+
+Commit = Callable[[list[tuple[NewDocument, Sequence[Any], Vectors]]], Sequence[Written]]
 
 
 def content_salt(settings: Settings, tokenizer: str, title: str, metadata: Mapping[str, Any]) -> str:
@@ -71,7 +87,7 @@ class WritingPipeline(ABC):
 
     Args:
         run: The job's run, which counts progress and says when to stop.
-        commit: Writes documents in one transaction and returns their doc_ids.
+        commit: Writes documents in one transaction.
         record: Records outcomes of files, several at a time.
     """
 
@@ -182,7 +198,7 @@ class WritingPipeline(ABC):
         try:
             embedded = self._embedded(documents, ready)
             started = time.perf_counter()
-            doc_ids = self._commit([(d, *own) for d, own in zip(documents, embedded, strict=True)])
+            written = self._commit([(d, *own) for d, own in zip(documents, embedded, strict=True)])
         except OF_A_DOCUMENT as error:
             if len(ready) > 1:
                 for each in ready:
@@ -195,9 +211,10 @@ class WritingPipeline(ABC):
             return
         progress = self._progress
         progress.index_s += time.perf_counter() - started
-        for (file, parsed), doc_id in zip(ready, doc_ids, strict=True):
+        for (file, parsed), (doc_id, said) in zip(ready, written, strict=True):
+            note = joined_notes(parsed.note, said) or None
             n, tokens = len(parsed.chunks), sum(chunk.n_tokens for chunk in parsed.chunks)
-            item = JobItem(file.source, "indexed", parsed.note or None, n, tokens, parsed.size, doc_id)
+            item = JobItem(file.source, "indexed", note, n, tokens, parsed.size, doc_id)
             self._outcomes.append(item)
             progress.indexed += 1
             progress.size_bytes += parsed.size
@@ -256,13 +273,18 @@ class Pipeline(WritingPipeline):
 
 def new_document(file: PlannedFile, parsed: ParsedFile) -> NewDocument:
     """The document of a parsed file."""
-    title = file.title or parsed.title or parsed.filename.rsplit(".", 1)[0]
-    title = one_line(title)[:_TITLE_CHARS] or file.source
+    title = shown_title(parsed, file.source, file.title)
     own = {"filename": parsed.filename, "ext": parsed.ext, "title": title}
     metadata = {**parsed.metadata, **own, **file.metadata}
     if ATTACHMENTS in parsed.metadata:  # by which they are removed with it
         metadata[ATTACHMENTS] = parsed.metadata[ATTACHMENTS]
     return NewDocument(file.source, title, parsed.hash, parsed.mime, parsed.size, metadata)
+
+
+def shown_title(parsed: ParsedFile, source: str, given: str = "") -> str:
+    """The title of a document, ``given`` or of the file."""
+    title = given or parsed.title or parsed.filename.rsplit(".", 1)[0]
+    return one_line(title)[:_TITLE_CHARS] or source
 
 
 class _End(Exception):

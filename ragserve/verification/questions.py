@@ -48,12 +48,12 @@ def drawn(store: IndexStore, namespace: str, seed: int = 0) -> Iterator[Chunk]:
     draw.shuffle(documents)
     left = {d.doc_id: draw.sample(range(d.n_chunks), d.n_chunks) for d in documents if d.n_chunks}
     while left:
-        for doc_id, ordinals in list(left.items()):
-            ordinal = ordinals.pop()
-            if not ordinals:
+        for doc_id, places in list(left.items()):
+            wanted = places.pop()
+            if not places:
                 del left[doc_id]
-            for chunk in store.document_chunks(namespace, doc_id):
-                if chunk.ordinal == ordinal and len(chunk.text.split()) >= _MIN_WORDS:
+            for place, chunk in enumerate(store.document_chunks(namespace, doc_id)):
+                if place == wanted and len(chunk.text.split()) >= _MIN_WORDS:
                     yield chunk
 
 

@@ -236,7 +236,7 @@ ROLES = {
 }
 SAME_SUBJECT = {  # files of one name in several rooms, which all are about the same thing
     "auto.py", "cache.py", "context.py", "costs.py",
-    "decode.py", "distribution.py", "evictions.py", "folder.py", "ingest.py",
+    "decode.py", "distribution.py", "evictions.py", "folder.py", "ingest.py", "preview.py",
     "query.py", "retrieval.py", "samkv.py", "streaming_heads.py", "warm.py",
 }  # fmt: skip
 

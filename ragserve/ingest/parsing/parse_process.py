@@ -15,7 +15,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from ragserve.config import Settings
 from ragserve.errors import Unavailable
+from ragserve.ingest.tokenizer import TokenizerSource
 from ragserve_index.types import NewChunk
 
 MEMORY_BYTES = 3 * 2**30
@@ -90,6 +92,19 @@ class Failed:
 
     reason: str
     code: str
+
+
+def parsing_options(settings: Settings, tokenizer: TokenizerSource) -> dict[str, Any]:
+    """The arguments of a `ParseProcess` that parses as ``settings`` say."""
+    return {
+        "tokenizer_json": tokenizer.json,
+        "chunk_tokens": settings.chunk_tokens,
+        "max_bytes": settings.max_upload_bytes,
+        "timeout_s": settings.parse_timeout_s,
+        "ocr": settings.ocr == "docling",
+        "hidden": settings.ingest_hidden,
+        "comments": settings.ingest_comments,
+    }
 
 
 class ParseProcess:
