@@ -35,7 +35,6 @@ from ragserve.ingest.parsing.parse_process import (
     Failed,
     ParsedFile,
     ParseProcess,
-    ParseRequest,
     Unchanged,
 )
 from ragserve.ingest.planned import PlannedFile
