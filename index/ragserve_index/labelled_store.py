@@ -8,6 +8,7 @@ from typing import Self
 
 from ragserve_index import batch as batches
 from ragserve_index import labelling, registry
+from ragserve_index.chunk_changes import ChunkChanges
 from ragserve_index.database import Database
 from ragserve_index.search import Searcher
 from ragserve_index.types import Document
@@ -21,6 +22,7 @@ class LabelledStore:
     _searcher: Searcher
     _viewer: Viewer
     _closed: bool
+    chunk_changes: ChunkChanges
 
     @property
     def viewer(self) -> Viewer:
@@ -31,6 +33,7 @@ class LabelledStore:
         """The same store as a viewer sees it. Costs nothing, and need not be closed."""
         found = copy(self)
         found._viewer = viewer
+        found.chunk_changes = self.chunk_changes.seen_by(viewer)
         found._closed = True
         return found
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ragserve.errors import Forbidden
 from ragserve_index import registry
+from ragserve_index.attached_documents import attached_to
 from ragserve_index.database import Connection
 from ragserve_index.types import Document
 from ragserve_index.viewers import MAX_LABELS, Viewer, checked_labels
@@ -79,10 +80,14 @@ def set_labels(
     change: Change,
     viewer: Viewer,
 ) -> list[Document]:
-    """Give documents of a viewer other labels, those that ``change`` makes of the old ones, as version
-    ``ns.version + 1`` if any differ. Returns the documents. Raises NotFound and changes nothing."""
+    """Give documents of a viewer, and what came attached to them, other labels, those that ``change`` makes
+    of the old ones, as version ``ns.version + 1`` if any differ. Returns the documents. Raises NotFound and
+    changes nothing."""
     found, differs = [], False
-    for doc_id in doc_ids:
+    attached = [one for one in attached_to(connection, ns, doc_ids) if one not in doc_ids]
+    for doc_id in [*doc_ids, *attached]:
+        if doc_id in attached and not viewer.sees(labels_of(connection, ns, doc_id)):
+            continue
         before = registry.get_document(connection, ns, doc_id, viewer)
         kept = labels_of(connection, ns, doc_id)
         labels = checked_labels(change(kept))
@@ -95,7 +100,7 @@ def set_labels(
         found.append(replace(before, labels=tuple(viewer.shown(labels))))
     if differs:
         registry.commit_version(connection, ns)
-    return found
+    return found[: len(doc_ids)]
 
 
 def labels_of(connection: Connection, ns: registry.Namespace, doc_id: str) -> frozenset[str]:

@@ -34,6 +34,7 @@ class UploadFields(RequestModel):
     metadata: Metadata = Field(default_factory=dict)
     labels: GivenLabels = None
     warm: bool = False
+    prechunked: bool = False
 
 
 class JobsPage(RequestModel):
@@ -72,6 +73,13 @@ _FORM_SCHEMA: dict[str, Any] = {
             "type": "boolean",
             "default": False,
             "description": "Compute their KV into the document cache afterwards.",
+        },
+        "prechunked": {
+            "type": "boolean",
+            "default": False,
+            "description": "The files are JSON lines of chunks, which are taken as they are: `text`, and "
+            "where wanted `document` (its name), `title`, `page`, `section`, `order` and `metadata`. A line "
+            "that cannot be used is a failed source.",
         },
     },
 }
@@ -183,9 +191,10 @@ async def _files(request: Request, svc: Services, caller: Access) -> Job:
         if fields.warm:
             svc.warm_ups()
         labels = None if fields.labels is None else tuple(fields.labels)
-        uploads = [Upload(_form_name(str(file.filename)), file.file, labels=labels) for file in files]
+        uploads = [Upload(form_name(str(file.filename)), file.file, labels=labels) for file in files]
+        submit = svc.ingestor.submit_chunks if fields.prechunked else svc.ingestor.submit_files
         return await asyncio.to_thread(
-            svc.ingestor.submit_files,
+            submit,
             fields.namespace,
             uploads,
             dict(fields.metadata),
@@ -194,7 +203,7 @@ async def _files(request: Request, svc: Services, caller: Access) -> Job:
         )
 
 
-def _form_name(name: str) -> str:
+def form_name(name: str) -> str:
     """A file's name as its client has it: forms write three characters so, and no others."""
     return name.replace("%22", '"').replace("%0D", "\r").replace("%0A", "\n")
 

@@ -13,7 +13,8 @@ from ragserve.errors import NotFound, RagserveError
 from ragserve.ingest.fetch import Fetcher
 from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.ingest.parsing.parse_process import Failed, ParseRequest
-from ragserve.ingest.pipeline import PlannedFile, content_salt
+from ragserve.ingest.pipeline import content_salt
+from ragserve.ingest.planned import PlannedFile
 from ragserve.ingest.sources import is_url
 from ragserve.ingest.spool import Spool
 from ragserve_index import IndexStore
@@ -70,6 +71,8 @@ class FilePlanner:
         file = self._spooled.get(source)
         if file is None:
             return PlannedFile(source, Failed("not among the uploaded files", "unreadable"))
+        if file.failed:
+            return PlannedFile(source, Failed(file.failed, "unusable"))
         path, metadata = str(folder / file.stored), {"path": source, **file.metadata}
         return self._planned(
             source,
@@ -115,23 +118,24 @@ class FilePlanner:
         title: str = "",
         ext: str | None = None,
         found: bool = False,
-        **known: str | None,
+        **known: Any,
     ) -> PlannedFile:
         ext = os.path.splitext(filename)[1].lower() if ext is None else ext
         salt = content_salt(self._settings, self._tokenizer, title, metadata)
         given = None if labels is None else tuple(labels)
-        request = ParseRequest(path, filename, ext, salt, self._known_hash(source, given), **known)
-        return PlannedFile(source, request, title, metadata, found, given)
+        known_hash, had = self._known(source, given)
+        request = ParseRequest(path, filename, ext, salt, known_hash, **known)
+        return PlannedFile(source, request, title, metadata, found, given, had)
 
-    def _known_hash(self, source: str, labels: tuple[str, ...] | None) -> str | None:
-        """The hash of the document that is replaced; with ``labels`` it has them from now on, for it may be
-        unchanged."""
+    def _known(self, source: str, labels: tuple[str, ...] | None) -> tuple[str | None, tuple[str, ...]]:
+        """Hash and labels of the document that is replaced; with ``labels`` it has them from now on, for it
+        may be unchanged."""
         try:
             document = self._seen.find_source(self._namespace, source)
         except NotFound:  # the namespace does not exist before its first document
-            return None
+            return None, ()
         if document is None:
-            return None
+            return None, ()
         if labels is not None and labels != document.labels:
             self._seen.set_labels(self._namespace, [document.doc_id], only=labels)
-        return document.content_hash
+        return document.content_hash, document.labels

@@ -171,6 +171,12 @@ PROBES: dict[str, Callable[[Ward], Iterator[Probe]]] = {
     "GET /rag/documents": _listed,
     "GET /rag/documents/{doc_id}": _document(),
     "GET /rag/documents/{doc_id}/chunks": _document("/chunks"),
+    "GET /rag/documents/{doc_id}/chunks/{ordinal}": _document("/chunks/0"),
+    "PATCH /rag/documents/{doc_id}/chunks/{ordinal}": _document(
+        "/chunks/0", json={"version": "0" * 16, "text": "Nothing."}
+    ),
+    "GET /rag/documents/{doc_id}/lost-corrections": _document("/lost-corrections"),
+    "DELETE /rag/documents/{doc_id}/lost-corrections": _document("/lost-corrections"),
     "PUT /rag/documents/{doc_id}/labels": _document("/labels", json={"labels": ["staff"]}),
     "DELETE /rag/documents/{doc_id}": _document(),
     "GET /rag/namespaces": _at("/rag/namespaces"),
