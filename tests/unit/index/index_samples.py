@@ -61,8 +61,11 @@ def item(
     return document, chunks, vectors_of(source, edition, n=n_chunks, dim=dim)
 
 
-WITHOUT_LABELS = "DROP INDEX documents_by_labels; ALTER TABLE documents DROP COLUMN labels"
-"""Makes a registry one of a format before labels."""
+UP_TO_FORMAT_6 = (
+    "DROP INDEX documents_by_labels; ALTER TABLE documents DROP COLUMN labels; DROP TABLE corrections;"
+    "ALTER TABLE chunks DROP COLUMN edited"
+)
+"""Takes from a registry what formats up to 6 (of Postgres: 3) had not."""
 
 
 def open_store(data_dir: Path, **options: Any) -> IndexStore:

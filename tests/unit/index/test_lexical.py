@@ -25,7 +25,7 @@ from ragserve_index.structures.ivf import Ivf
 from tests.unit.index.index_samples import (
     DIM,
     TYPES,
-    WITHOUT_LABELS,
+    UP_TO_FORMAT_6,
     assert_clean,
     fill,
     item,
@@ -282,7 +282,7 @@ def old_format(data_dir: Path) -> Path:
         connection.execute("DROP TABLE sentences")
         connection.execute("DROP TABLE lexical_words")
         connection.execute("DROP TABLE namespace_settings")
-        connection.executescript(WITHOUT_LABELS)
+        connection.executescript(UP_TO_FORMAT_6)
         connection.execute("PRAGMA user_version = 2")
     connection.close()
     return path
