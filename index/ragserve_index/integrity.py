@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ragserve_index import registry
+from ragserve_index import corrections, registry
 from ragserve_index.database import Connection, Database
 from ragserve_index.index.namespace_index import NamespaceIndex
 from ragserve_index.sentence_vectors import SentenceVectors
@@ -92,4 +92,5 @@ def _registry_problems(connection: Connection, ns: registry.Namespace) -> tuple[
     wrong = [chunk_id for chunk_id, size in sentences if size % SentenceVectors.bytes_each(ns.dim)]
     if wrong:
         problems.append(f"{len(wrong)} rows of sentences have a wrong length: {wrong[:5]}")
+    problems += corrections.problems(connection, ns.id, ns.dim)
     return problems, claimed

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from ragserve.errors import InvalidRequest, NotFound
+from ragserve_index import corrections
 from ragserve_index.batch import Prepared
 from ragserve_index.database import Connection
 from ragserve_index.evictions import log_document, unlog_present
 from ragserve_index.filters import filtering
 from ragserve_index.sentence_vectors import SentenceVectors
-from ragserve_index.structures.base import Ids
+from ragserve_index.structures.base import Floats, Ids
 from ragserve_index.text_forms import normal
 from ragserve_index.types import Chunk, Document, NamespaceInfo, Position
 from sglang_ext.wire.protocol import NAMESPACE
@@ -30,7 +31,7 @@ _DOCUMENT = (
 )
 _CHUNK = (
     'c.chunk_id, d.doc_id, c.ordinal, c.text, c.start, c."end", c.page, c.n_tokens, '
-    "d.source, d.title, d.metadata"
+    "d.source, d.title, d.metadata, c.edited"
 )
 
 VECTORS_PER_ROW = 1024
@@ -147,14 +148,18 @@ def write_documents(connection: Connection, ns: Namespace, batch: Sequence[Prepa
     lexical = connection.dialect.lexical
     ids = [doc_id for item in batch for doc_id in (item.doc_id, *item.older_ids)]
     lexical.remove(connection, ns.id, _rows_of(connection, ns, ids))
+    corrected = corrections.read(connection, ns.id, [item.doc_id for item in batch])
     for item in batch:
+        corrections.remove_of(connection, ns.id, item.older_ids)
         # last its own, whose created_at stays
         for doc_id in (*item.older_ids, item.doc_id):
             old = _delete(connection, ns, version, doc_id)
             if old is not None:
                 documents, changed = documents - 1, changed + old[0]
                 chunks, tokens = chunks - old[0], tokens - old[1]
-        n, n_tokens = len(item.chunks), sum(chunk.n_tokens for chunk in item.chunks)
+        own = corrected.get(item.doc_id, [])
+        cut = corrections.applied(connection, ns.id, ns.dim, item, own, now)
+        n, n_tokens = len(cut.chunks), sum(chunk.n_tokens for chunk in cut.chunks)
         row = (
             item.doc_id,
             item.document.source,
@@ -177,7 +182,7 @@ def write_documents(connection: Connection, ns: Namespace, batch: Sequence[Prepa
             (*row, ns.id, first_id),
         ).fetchone()
         rows.append(document)
-        _insert_chunks(connection, ns, version, document, first_id, item)
+        _insert_chunks(connection, ns, version, document, first_id, cut)
         unlog_present(connection, ns.name, document, item.doc_id, item.document.title)
         documents, chunks, tokens, changed = documents + 1, chunks + n, tokens + n_tokens, changed + n
         written.append(to_document(ns.name, row))
@@ -222,8 +227,15 @@ def delete_document(connection: Connection, ns: Namespace, doc_id: str) -> Docum
     removed = get_document(connection, ns, doc_id)
     connection.dialect.lexical.remove(connection, ns.id, _rows_of(connection, ns, [doc_id]))
     _delete(connection, ns, ns.version + 1, doc_id)
+    corrections.remove_of(connection, ns.id, [doc_id])
     _commit_version(connection, ns, removed.n_chunks, -1, -removed.n_chunks, -removed.n_tokens)
     return removed
+
+
+def delete_documents(connection: Connection, ns: Namespace, doc_ids: Iterable[str]) -> None:
+    """Remove documents, each as a version of its own."""
+    for doc_id in doc_ids:
+        delete_document(connection, namespace(connection, ns.name), doc_id)
 
 
 def _rows_of(connection: Connection, ns: Namespace, doc_ids: Sequence[str]) -> list[int]:
@@ -261,26 +273,26 @@ def _insert_chunks(
     version: int,
     document: int,
     first_id: int,
-    item: Prepared,
+    cut: corrections.CorrectedCut,
 ) -> None:
     connection.executemany(
-        'INSERT INTO chunks (chunk_id, document, ordinal, start, "end", page, n_tokens, text)'
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        'INSERT INTO chunks (chunk_id, document, ordinal, start, "end", page, n_tokens, text, edited)'
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            (first_id + i, document, i, c.start, c.end, c.page, c.n_tokens, c.text)
-            for i, c in enumerate(item.chunks)
+            (first_id + i, document, at, c.start, c.end, c.page, c.n_tokens, c.text, int(c.edited))
+            for i, (at, c) in enumerate(zip(cut.ordinals, cut.chunks, strict=True))
         ),
     )
     connection.executemany(
         "INSERT INTO sentences (chunk_id, data) VALUES (?, ?)",
         (
             (first_id + i, c.sentences.encode())
-            for i, c in enumerate(item.chunks)
+            for i, c in enumerate(cut.chunks)
             if c.sentences is not None and len(c.sentences)
         ),
     )
-    for start in range(0, len(item.vectors), VECTORS_PER_ROW):
-        block = item.vectors[start : start + VECTORS_PER_ROW]
+    for start in range(0, len(cut.vectors), VECTORS_PER_ROW):
+        block = cut.vectors[start : start + VECTORS_PER_ROW]
         connection.execute(
             "INSERT INTO vectors (first_id, namespace_id, version, n, document, data)"
             " VALUES (?, ?, ?, ?, ?, ?)",
@@ -347,7 +359,7 @@ def list_documents(
 
 def to_chunk(row: Any) -> Chunk:
     """A chunk from a row of ``_CHUNK``."""
-    return Chunk(*[*row[:10], json.loads(row[10])])
+    return Chunk(*[*row[:10], json.loads(row[10]), bool(row[11])])
 
 
 def chunks_by_id(connection: Connection, ns: Namespace, chunk_ids: Iterable[int]) -> dict[int, Chunk]:
@@ -396,14 +408,27 @@ _ALL = 2**31 - 1
 def document_chunks(
     connection: Connection, ns: Namespace, doc_id: str, after: int = 0, limit: int | None = None
 ) -> list[Chunk]:
-    """A document's chunks in text order: all, or some. Raises NotFound."""
+    """A document's chunks that are searched, in text order: all, or those of ``limit`` ordinals from
+    ``after`` on. Raises NotFound."""
     get_document(connection, ns, doc_id)
+    until = _ALL if limit is None else min(_ALL, after + limit)
     rows = connection.execute(
         f"SELECT {_CHUNK} FROM documents d JOIN chunks c ON c.document = d.id"
-        " WHERE d.namespace_id = ? AND d.doc_id = ? ORDER BY c.ordinal LIMIT ? OFFSET ?",
-        (ns.id, doc_id, _ALL if limit is None else limit, min(after, _ALL)),
+        " WHERE d.namespace_id = ? AND d.doc_id = ? AND c.ordinal >= ? AND c.ordinal < ? ORDER BY c.ordinal",
+        (ns.id, doc_id, min(after, _ALL), until),
     )
     return [to_chunk(row) for row in rows]
+
+
+def document_vectors(connection: Connection, ns: Namespace, doc_id: str) -> Floats:
+    """The vectors of a document's chunks that are searched, [n, dim] float32, in their order."""
+    rows = connection.execute(
+        "SELECT v.data FROM documents d JOIN vectors v ON v.document = d.id"
+        " WHERE d.namespace_id = ? AND d.doc_id = ? ORDER BY v.first_id",
+        (ns.id, doc_id),
+    )
+    data = b"".join(row[0] for row in rows)
+    return np.frombuffer(data, dtype="<f4").reshape(-1, ns.dim)
 
 
 def expand(ranges: Sequence[tuple[int, int]]) -> Ids:

@@ -13,6 +13,8 @@ import numpy as np
 from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable, explained
 from ragserve_index import batch as batches
 from ragserve_index import own_settings, registry, structures
+from ragserve_index.attached_documents import attached_to
+from ragserve_index.chunk_changes import ChunkChanges
 from ragserve_index.errors import RegistryDamaged, is_full, storage_full
 from ragserve_index.evictions import log_namespace
 from ragserve_index.filters import AnyFilter, compile_filter
@@ -92,6 +94,7 @@ class IndexStore:
         self._pool = IndexPool(self.database, self._directory, gpu)
         self._lexical = LexicalIndexes(self.database, self._directory)
         self._searcher = Searcher(self.database, self._pool, self._lexical)
+        self.chunk_changes = ChunkChanges(self.database, self._pool)
         self._closed = False
 
     def _known_files(self) -> set[Path]:
@@ -181,7 +184,7 @@ class IndexStore:
 
         ``as_read``: the versions to replace. A document that was written or removed since is left alone. One
         transaction: when this returns, all of it is on disk; when it raises or the process dies, none of it
-        is."""
+        is. Documents that were attached to a replaced version and are not to the new one are removed."""
         ns = self._namespace(namespace)
         prepared = batches.prepare(ns.name, ns.dim, batch)
         if not prepared:
@@ -196,15 +199,22 @@ class IndexStore:
             prepared = registry.under_known_ids(connection, now, prepared)
             if as_read is not None:
                 prepared = registry.unchanged(connection, now, prepared, as_read)
+            ids = [item.doc_id for item in prepared]
+            attached = attached_to(connection, now, ids)
             written = registry.write_documents(connection, now, prepared) if prepared else []
+            if attached:
+                kept = {*ids, *attached_to(connection, now, ids)}
+                registry.delete_documents(connection, ns, [one for one in attached if one not in kept])
         self._pool.after_write(ns)
         return written
 
     def remove_document(self, namespace: str, doc_id: str) -> Document:
-        """Remove a document and return it. Raises NotFound."""
+        """Remove a document, and those that came attached to it, and return it. Raises NotFound."""
         with self.database.write() as connection:
             ns = registry.namespace(connection, namespace)
+            attached = attached_to(connection, ns, [doc_id])
             removed = registry.delete_document(connection, ns, doc_id)
+            registry.delete_documents(connection, ns, attached)
         self._pool.after_write(ns)
         return removed
 
@@ -293,8 +303,8 @@ class IndexStore:
     def document_chunks(
         self, namespace: str, doc_id: str, *, after: int = 0, limit: int | None = None
     ) -> list[Chunk]:
-        """Return the chunks of a document in text order: all, or ``limit`` of them behind the first
-        ``after``. Raises NotFound."""
+        """Return the chunks of a document that are searched, in text order: all, or those of ``limit``
+        ordinals from ``after`` on. ``chunk_changes`` has the disabled ones, too. Raises NotFound."""
         with self.database.read() as connection:
             ns = registry.namespace(connection, namespace)
             return registry.document_chunks(connection, ns, doc_id, after, limit)

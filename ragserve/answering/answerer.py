@@ -166,7 +166,7 @@ class Answerer:
         found = (query.documents or []) if search is None else search.passages
         retrieval = RetrievalTimings() if search is None else search.timings
         searched: dict[str, Any] = {
-            "retrieval": None if search is None else query.search.retrieval,
+            "retrieval": None if search is None else search.searched_by(query.search),
             "searched_for": None if search is None else search.searched_for,
             "reranking": None if search is None else search.reranking,
             "index_version": None if search is None else search.version,
@@ -293,6 +293,7 @@ class Answerer:
                 session,
                 sparse=request.asks_sparse,
                 doubt=doubt,
+                search_notes=[] if search is None else search.notes,
             ),
             session=session,
             timings=timings,

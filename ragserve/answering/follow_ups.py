@@ -20,7 +20,6 @@ from ragserve import tracing
 from ragserve.answering.prompt import Message, PromptBuilder
 from ragserve.answering.results import (
     AnswerEvidence,
-    Candidate,
     Correction,
     Reranking,
     RetrievalTimings,
@@ -30,7 +29,7 @@ from ragserve.answering.results import (
 from ragserve.engine.base import Engine, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import RagserveError
 from ragserve.retrieval.spelling import Corrected
-from ragserve.setting_groups.answering import FollowUps
+from ragserve.setting_groups.answering import FollowUps, Retrieval
 
 if TYPE_CHECKING:
     from ragserve.retrieval.passage_search import FoundPassage, PassageSearch
@@ -134,6 +133,21 @@ class Found:
     reads: DialogueText
     reranking: Reranking | None = None  # None without a reranker
     evidence: AnswerEvidence | None = None
+    by_words_alone: str | None = None  # why a hybrid search was lexical
+
+    def searched_by(self, options: SearchOptions) -> Retrieval:
+        """The search that found the passages."""
+        return options.retrieval if self.by_words_alone is None else "lexical"
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks for the caller on what was not done."""
+        notes = []
+        if self.by_words_alone is not None:
+            notes.append(f"Searched by words alone: {self.by_words_alone}")
+        if self.reranking is not None and not self.reranking.scored and self.reranking.note:
+            notes.append(f"Not reranked: {self.reranking.note}")
+        return notes
 
 
 class DialogueSearch:
@@ -194,7 +208,9 @@ class DialogueSearch:
             search_ms=spelling_ms + found.search_ms,
             rerank_ms=found.rerank_ms,
         )
-        reranking = None if found.reranked is None else _reranking(options.rerank, found.reranked)
+        reranking = None
+        if found.reranked is not None:
+            reranking = Reranking.of(options.rerank, found.reranked, found.not_reranked)
         reads = typed
         if asked is not None and corrected.corrections:
             read = Corrected.nothing(typed.typed)
@@ -215,6 +231,7 @@ class DialogueSearch:
             reads,
             reranking,
             evidence,
+            found.by_words_alone,
         )
 
     async def _corrected(self, typed: DialogueText, options: SearchOptions, namespace: str) -> Corrected:
@@ -278,26 +295,6 @@ def _fields(chunk: Chunk) -> dict[str, Any]:
     fields["metadata"].pop("page_names", None)  # one for each page of the document; the own one is below
     own = ("header_chars", "first_page", "page_kind", "page_name")
     return fields | {name: getattr(chunk, name) for name in own}
-
-
-def _reranking(name: str, reranked: Sequence[FoundPassage]) -> Reranking:
-    candidates = [
-        Candidate(
-            chunk_id=each.chunk.chunk_id,
-            search_rank=each.search_rank or rank,
-            rank=rank,
-            score=each.rerank_score,
-        )
-        for rank, each in enumerate(reranked, 1)
-    ]
-    scored = sum(each.score is not None for each in candidates)
-    note = None
-    if scored < len(candidates):
-        note = (
-            f"{len(candidates) - scored} of {len(candidates)} candidates keep their places: they are not "
-            "analysed (ragserve docs warm)."
-        )
-    return Reranking(by=name, scored=scored, candidates=candidates, note=note)
 
 
 class Rewriter:

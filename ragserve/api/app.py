@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Scope
@@ -16,14 +17,17 @@ from ragserve import tracing
 from ragserve.answering.in_flight import Idleness
 from ragserve.api import (
     cache,
+    chunks,
     docs_page,
     documents,
     errors,
     ingest,
+    model_routes,
     namespace_settings,
     openai,
     openapi,
     playground,
+    preview,
     query,
     ratings,
     retrieve,
@@ -116,11 +120,14 @@ def create_app(
         sessions,
         retrieve,
         ingest,
+        preview,
         documents,
+        chunks,
         namespace_settings,
         ratings,
         cache,
         openai,
+        model_routes,
         system,
         docs_page,
         playground,
@@ -155,12 +162,15 @@ def create_app(
     if tracing.is_on():
         app.add_middleware(TraceRequests)
     errors.install(app)
-    openapi.install(app, [IngestTexts, IngestUrls, ChatRequest, ChatChunk, *query.EVENTS.values()])
+    bodies: list[type[BaseModel]] = [IngestTexts, IngestUrls, ChatRequest, ChatChunk, *model_routes.BODIES]
+    openapi.install(app, [*bodies, *query.EVENTS.values()])
     return app
 
 
 def _body_limit(settings: Settings, scope: Scope) -> int:
     path, caller = scope["path"], scope["state"]["access"]
+    if path == preview.PATH:
+        return min(settings.max_upload_bytes, caller.key.limits.max_upload_bytes or settings.max_upload_bytes)
     if path == "/rag/ingest":
         form = Headers(scope=scope).get("content-type", "").startswith("multipart/form-data")
         limit = settings.max_upload_bytes * settings.max_upload_files if form else settings.max_body_bytes

@@ -14,8 +14,6 @@ from ragserve.api.body import RequestModel, Text
 from ragserve.api.openapi import documented
 from ragserve.api.services import Svc
 from ragserve.api.views import (
-    ChunkList,
-    ChunkView,
     DocumentList,
     DocumentView,
     NamespaceList,
@@ -50,11 +48,6 @@ class DocumentsPage(Where):
     )
 
 
-class ChunksPage(Where):
-    limit: int = Field(100, ge=1, le=1000)
-    after: int = Field(0, ge=0, description="`next` of the previous page.")
-
-
 @router.get(
     "/rag/documents",
     summary="List documents",
@@ -87,24 +80,6 @@ async def document(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc, ca
     """Show a document's registry entry; its text is in its chunks."""
     caller.require("read", where.namespace)
     return await asyncio.to_thread(svc.store.document, where.namespace, doc_id)
-
-
-@router.get(
-    "/rag/documents/{doc_id}/chunks",
-    summary="Show a document's chunks",
-    response_model=ChunkList,
-    responses=documented(examples.CHUNKS, (400, 404, 503), description="One page, in the document's order"),
-)
-async def chunks(
-    doc_id: DocId, page: Annotated[ChunksPage, Query()], svc: Svc, caller: Caller
-) -> dict[str, Any]:
-    """Show the searched pieces of a document and their places in it."""
-    caller.require("read", page.namespace)
-    found = await asyncio.to_thread(
-        svc.store.document_chunks, page.namespace, doc_id, after=page.after, limit=page.limit + 1
-    )
-    shown = [ChunkView.model_validate(each, from_attributes=True) for each in found[: page.limit]]
-    return {"chunks": shown, "next": page.after + page.limit if len(found) > page.limit else None}
 
 
 @router.delete(

@@ -33,6 +33,7 @@ class UploadFields(RequestModel):
     namespace: Namespace = "default"
     metadata: Metadata = Field(default_factory=dict)
     warm: bool = False
+    prechunked: bool = False
 
 
 class JobsPage(RequestModel):
@@ -66,6 +67,13 @@ _FORM_SCHEMA: dict[str, Any] = {
             "type": "boolean",
             "default": False,
             "description": "Compute their KV into the document cache afterwards.",
+        },
+        "prechunked": {
+            "type": "boolean",
+            "default": False,
+            "description": "The files are JSON lines of chunks, which are taken as they are: `text`, and "
+            "where wanted `document` (its name), `title`, `page`, `section`, `order` and `metadata`. A line "
+            "that cannot be used is a failed source.",
         },
     },
 }
@@ -167,13 +175,14 @@ async def _files(request: Request, svc: Services, caller: Access) -> Job:
         caller.require("ingest", fields.namespace)
         if fields.warm:
             svc.warm_ups()
-        uploads = [Upload(filename=_form_name(str(file.filename)), stream=file.file) for file in files]
+        uploads = [Upload(filename=form_name(str(file.filename)), stream=file.file) for file in files]
+        submit = svc.ingestor.submit_chunks if fields.prechunked else svc.ingestor.submit_files
         return await asyncio.to_thread(
-            svc.ingestor.submit_files, fields.namespace, uploads, dict(fields.metadata), warm=fields.warm
+            submit, fields.namespace, uploads, dict(fields.metadata), warm=fields.warm
         )
 
 
-def _form_name(name: str) -> str:
+def form_name(name: str) -> str:
     """A file's name as its client has it: forms write three characters so, and no others."""
     return name.replace("%22", '"').replace("%0D", "\r").replace("%0A", "\n")
 

@@ -135,7 +135,7 @@ async def without_retrieval(request: Request, caller: Caller) -> Response:
     return await _replayed(request, model, raw)
 
 
-_TEXT_ROUTES = ("completions", "responses", "embeddings", "classify", "score", "rerank")
+_TEXT_ROUTES = ("completions", "responses", "classify", "score")
 WITHOUT_RETRIEVAL = (
     *(f"/v1/{name}" for name in (*_TEXT_ROUTES, "messages", "messages/count_tokens")),
     *("/invocations", "/api/chat", "/api/generate"),  # chats and completions under names of other servers

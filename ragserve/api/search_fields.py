@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ragserve.api.body import RequestModel, Text
 from ragserve.config import Settings
+from ragserve.retrieval.remote_reranker import public_name
 from ragserve.retrieval.search_options import SearchOptions
 from ragserve.setting_groups.answering import (
     MAX_CANDIDATES,
@@ -59,7 +60,8 @@ class SearchFields(RequestModel):
     rerank: Annotated[Text, Field(min_length=1, max_length=1024)] | None = Field(
         None,
         description="What orders the candidates again. `off`. `keys`: the model's attention over the stored "
-        "keys of analysed documents. Or a CrossEncoder of the server's, by name. Default: the server's.",
+        "keys of analysed documents. Or a CrossEncoder or remote reranker of the server's, by name. Default: "
+        "the server's.",
     )
     rerank_candidates: int | None = Field(
         None,
@@ -109,7 +111,7 @@ class SearchFields(RequestModel):
             retrieval=self.retrieval or settings.retrieval,
             follow_ups=self.follow_ups or settings.follow_ups,
             spelling=self.spelling or settings.spelling,
-            rerank=self.rerank or settings.rerank,
+            rerank=self.rerank or public_name(settings.rerank),
             candidates=self.rerank_candidates or settings.rerank_candidates,
             neighbours=_or(self.neighbours, settings.neighbours),
             context_tokens=_or(self.context_tokens, settings.context_tokens),

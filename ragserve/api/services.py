@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,13 +28,15 @@ from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import Settings
 from ragserve.engine.base import Engine, EngineInfo, TokenizingEngine
 from ragserve.engine.document_cache import CachingEngine, ManyEngines
-from ragserve.errors import InvalidRequest, RagserveError, Unavailable
+from ragserve.errors import InvalidRequest, ModelUnavailable, RagserveError, Unavailable
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import FILE_NAME as IN_USE_FILE
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval.passage_search import PassageSearch
+from ragserve.retrieval.remote_reranker import public_name
 from ragserve.retrieval.retriever import Retriever
+from ragserve.retrieval.served_models import ServedModels
 from ragserve.retrieval.spelling import SpellingCorrector
 from ragserve.setting_groups.per_namespace import NamespaceSettings
 from ragserve.verification.answer_watch import AnswerWatch
@@ -43,7 +46,7 @@ from ragserve.verification.idle_tuner import IdleTuner
 if TYPE_CHECKING:
     from ragserve.ingest.ingestor import Ingestor
     from ragserve.ingest.jobs.runner import JobRunner
-    from ragserve.retrieval.embedder import Embedder
+    from ragserve.retrieval.embedder import AnyEmbedder
     from ragserve.verification.costs import CostEngine
     from ragserve_index import IndexStore
 
@@ -57,9 +60,10 @@ class Services:
     settings: Settings
     engine: Engine
     store: IndexStore
-    embedder: Embedder
+    embedder: AnyEmbedder
     retriever: Retriever
     search: DialogueSearch
+    served: ServedModels
     ingestor: Ingestor
     runner: JobRunner
     url_runner: JobRunner
@@ -202,8 +206,10 @@ async def open_services(
         rerankers = make_rerankers(settings, engine, prompts)
         for reranker in rerankers.values():
             stack.push_async_callback(reranker.close)
-        if (default := rerankers.get(settings.rerank)) is not None:
+        if (default := rerankers.get(public_name(settings.rerank))) is not None:
             await default.load()  # now, so that the first question does not wait, nor fail for a broken model
+        served = ServedModels(embedder, rerankers, public_name(settings.rerank))
+        stack.push_async_callback(served.close)
         passages = PassageSearch(retriever, rerankers)
         verification = _verification(settings, store, engine, passages, prompts, gate, limiter)
         await stack.enter_async_context(verification.running(idleness))
@@ -233,6 +239,7 @@ async def open_services(
             embedder=embedder,
             retriever=retriever,
             search=search,
+            served=served,
             ingestor=ingestor,
             runner=runner,
             url_runner=url_runner,
@@ -348,11 +355,17 @@ async def _sessions_on_disk(
     return None
 
 
-def load_embedder(settings: Settings) -> Embedder:
-    """Load the embedder of the settings; imports torch."""
+def load_embedder(settings: Settings) -> AnyEmbedder:
+    """Load the embedder of the settings; imports torch. A remote one is asked what it is; if it is down, the
+    server starts all the same, without dense search."""
     from ragserve.retrieval.embedder import Embedder
+    from ragserve.retrieval.remote_embedder import RemoteEmbedder
 
-    return Embedder.of(settings)
+    embedder = Embedder.of(settings)
+    if isinstance(embedder, RemoteEmbedder):
+        with contextlib.suppress(ModelUnavailable):  # which it has logged
+            embedder.measure()
+    return embedder
 
 
 async def services(request: Request) -> Services:

@@ -24,6 +24,8 @@ from ragserve.cache.warm import warming
 from ragserve.engine.document_cache import ControlledCache
 from ragserve.errors import EngineError, Unavailable
 from ragserve.metrics import exposition
+from ragserve.retrieval.embedder import known_dim
+from ragserve.retrieval.remote_reranker import public_name
 
 
 @runtime_checkable
@@ -62,14 +64,14 @@ async def info(svc: Svc, caller: Caller) -> Info:
         tokenizer=engine.tokenizer,
         system_prompt=settings.system_prompt,
         engine=asdict(engine) | _workers(svc, caller) | await _held(svc),
-        embedder={"name": svc.embedder.name, "dim": svc.embedder.dim},
+        embedder={"name": svc.embedder.name, "dim": known_dim(svc.embedder)},
         strategies=[*engine.strategies, PASSAGES],
         defaults={
             "k": settings.top_k,
             "retrieval": settings.retrieval,
             "follow_ups": settings.follow_ups,
             "spelling": settings.spelling,
-            "rerank": settings.rerank,
+            "rerank": public_name(settings.rerank),
             "rerank_candidates": settings.rerank_candidates,
             "neighbours": settings.neighbours,
             "context_tokens": settings.context_tokens,

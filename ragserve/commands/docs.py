@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragserve.commands import docs_settings
-from ragserve.commands.data_folder import open_data
+from ragserve.commands import docs_chunks, docs_settings
+from ragserve.commands.data_folder import open_data, resolve
 from ragserve.commands.ingest import signals_stop
 from ragserve.commands.job_console import place, print_json, shown
 from ragserve.commands.options import ENGINE_SETTINGS, AsJson, Namespace, with_settings
@@ -23,8 +21,7 @@ from ragserve.tenants.audit_log import record_command
 if TYPE_CHECKING:
     from ragserve.api.views import DocumentView, JobDetail
     from ragserve.client import Client
-    from ragserve_index import IndexStore
-    from ragserve_index.types import Document
+    from ragserve_index.types import Chunk, Document
 
 _WARM_SETTINGS = ("data_dir", "model", *ENGINE_SETTINGS, "kv_disk_bytes", "kv_storage", "api_key")
 _WARM_HELP = (
@@ -50,7 +47,8 @@ OtherServer = Annotated[
 
 def register(app: typer.Typer) -> None:
     docs = typer.Typer(
-        help="List, show, remove, check and warm documents; list and drop namespaces.", no_args_is_help=True
+        help="List, show, correct, remove, check and warm documents; list and drop namespaces.",
+        no_args_is_help=True,
     )
     docs.command("ls")(with_settings(ls, ["data_dir", "registry_url", "api_key"]))
     docs.command("namespaces")(with_settings(namespaces, ["data_dir", "registry_url"]))
@@ -63,6 +61,7 @@ def register(app: typer.Typer) -> None:
     )
     docs.command("warm", help=_WARM_HELP)(with_settings(warm, _WARM_SETTINGS))
     docs_settings.register(docs)
+    docs_chunks.register(docs)
     app.add_typer(docs, name="docs")
 
 
@@ -122,24 +121,25 @@ def show(
 ) -> None:
     """Show a document and its chunks."""
     with open_data(settings) as store:
-        found = _resolve(store, namespace, document)
+        found = resolve(store, namespace, document)
         chunks = store.document_chunks(namespace, found.doc_id)
     if as_json:
         names = (
-            *("chunk_id", "ordinal", "start", "end", "header_chars"),
+            *("chunk_id", "ordinal", "start", "end", "header_chars", "edited"),
             *("page", "first_page", "page_kind", "page_name", "n_tokens", "text"),
         )
         own = [{name: getattr(chunk, name) for name in names} for chunk in chunks]
         print_json({**_plain(found), "chunks": own})
         return
     if text:
-        typer.echo("".join(chunk.own_text for chunk in chunks))
+        typer.echo(_joined(chunks))
         return
     for name, value in _plain(found).items():
         typer.echo(f"{name}: {shown(str(value))}")
     for chunk in chunks:
         page = f", {place(chunk)}" if chunk.page is not None else ""
-        head = f"chunk {chunk.chunk_id} [{chunk.start}:{chunk.end}], {chunk.n_tokens} tokens{page}"
+        edited = ", edited" if chunk.edited else ""
+        head = f"chunk {chunk.chunk_id} [{chunk.start}:{chunk.end}], {chunk.n_tokens} tokens{page}{edited}"
         typer.echo(f"\n--- {head}\n{chunk.text}")
 
 
@@ -158,7 +158,7 @@ def rm(
         store.namespace(namespace)  # must exist
         for name in documents:
             try:
-                removed.append(store.remove_document(namespace, _resolve(store, namespace, name).doc_id))
+                removed.append(store.remove_document(namespace, resolve(store, namespace, name).doc_id))
             except NotFound:
                 missing.append(name)
         clean_files(settings, store)
@@ -255,7 +255,7 @@ def reembed(
 
     console = Console(quiet=as_json)
     with signals_stop() as signals, open_data(settings) as store:
-        sources = None if doc is None else [_resolve(store, namespace, name).source for name in doc]
+        sources = None if doc is None else [resolve(store, namespace, name).source for name in doc]
         job_id = submit_reembed(store, namespace, settings.sentence_bytes, sources).job_id
         with progress_bar(console, enabled=not as_json, phase="embedding") as show:
             report = run_reembed(store, Embedder.of(settings), job_id, on_progress=show, stop=signals.stop)
@@ -294,7 +294,7 @@ def warm(
         _warm_by_server(url, settings, namespace, doc, as_json)
         return
     with signals_stop() as signals, open_data(settings) as store:
-        doc_ids = None if doc is None else [_resolve(store, namespace, name).doc_id for name in doc]
+        doc_ids = None if doc is None else [resolve(store, namespace, name).doc_id for name in doc]
         job_id = submit_warm(store, namespace, doc_ids).job_id
         report = show_warm(settings, store, job_id, signals.stop, quiet=as_json)
     if as_json:
@@ -346,16 +346,14 @@ def _warm_by_server(
         raise typer.Exit(3)
 
 
-def _resolve(store: IndexStore, namespace: str, name: str) -> Document:
-    """Find a document by doc_id, by source, or by a path that leads to the source."""
-    store.namespace(namespace)  # must exist
-    with suppress(NotFound):
-        return store.document(namespace, name)
-    for source in (name, os.path.realpath(os.path.expanduser(name))):
-        if (found := store.find_source(namespace, source)) is not None:
-            return found
-    message = f"No document {name!r} in namespace {namespace!r}."
-    raise NotFound(message, hint="See `ragserve docs ls`.", code="document_not_found")
+def _joined(chunks: Sequence[Chunk]) -> str:
+    """The text of a document, with a line break where something of it is in no chunk."""
+    parts, until = [], 0
+    for chunk in chunks:
+        parts.append("\n" if chunk.start > until else "")
+        parts.append(chunk.own_text)
+        until = chunk.end
+    return "".join(parts)
 
 
 def _plain(document: Document) -> dict[str, Any]:

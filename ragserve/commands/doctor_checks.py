@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import re
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -67,6 +69,7 @@ def examine(settings: Settings, names: Collection[str] = ()) -> Iterable[Check]:
         "model": _model,
         "tokenizer": _tokenizer,
         "embedder": _embedder,
+        "reranker": _reranker,
         "data folder": _data_dir,
         "index": _index,
         "index device": _index_device,
@@ -261,9 +264,14 @@ def _tokenizer(settings: Settings) -> Finding:
 
 
 def _embedder(settings: Settings) -> Finding:
-    from ragserve.retrieval.embedder import Embedder
+    from ragserve.retrieval.embedder import Embedder, is_remote
+    from ragserve.retrieval.remote_embedder import address_of
 
     name = settings.embedder
+    if is_remote(name):
+        started, remote = time.perf_counter(), Embedder.of(settings)
+        dim, url = remote.dim, address_of(name).url
+        return "ok", f"{remote.name}, {dim} dimensions, {url} answered in {_ms_since(started)}"
     try:
         embedder = Embedder(name, device=settings.embed_device)
     except InvalidRequest as error:
@@ -275,6 +283,40 @@ def _embedder(settings: Settings) -> Finding:
         advice = "Choose a sentence-transformers model that gives one vector per text."
         return "fail", f"{name} gives {vectors.shape}, expected (1, {embedder.dim})", advice
     return "ok", f"{name}, {embedder.dim} dimensions"
+
+
+def _reranker(settings: Settings) -> Finding:
+    from ragserve.retrieval.remote_reranker import (
+        RemoteReranker,
+        address_of,
+        check_reranker,
+        is_remote,
+        public_name,
+    )
+    from ragserve.retrieval.reranker import reranker_names
+
+    async def ask(name: str) -> None:
+        key = settings.rerank_api_key
+        remote = RemoteReranker(name, api_key=key, timeout_s=settings.remote_timeout_s)
+        try:
+            await remote.measure()
+        finally:
+            await remote.close()
+
+    found = []
+    for name in reranker_names(settings):
+        check_reranker(name)
+        if is_remote(name):
+            started = time.perf_counter()
+            asyncio.run(ask(name))
+            found.append(f"{public_name(name)}, {address_of(name).url} answered in {_ms_since(started)}")
+        else:
+            found.append(name)
+    return ("ok", "; ".join(found)) if found else ("skip", "none but the model's own keys")
+
+
+def _ms_since(started: float) -> str:
+    return f"{(time.perf_counter() - started) * 1e3:.0f} ms"
 
 
 def _data_dir(settings: Settings) -> Finding:
@@ -298,6 +340,7 @@ def _index(settings: Settings) -> Finding:
     if settings.registry_url is None and not (settings.data_dir / "ragserve.sqlite3").exists():
         return "skip", "nothing ingested yet"
     from ragserve.retrieval.document_store import open_store
+    from ragserve.retrieval.embedder import embedder_name, public_embedder
 
     with open_store(settings.model_copy(update={"index_device": "cpu"})) as store:
         reports = store.check(None)
@@ -311,9 +354,9 @@ def _index(settings: Settings) -> Finding:
         return "warn", f"damaged index files: {', '.join(damaged)}", advice
     documents, chunks = sum(n.n_documents for n in namespaces), sum(n.n_chunks for n in namespaces)
     found = f"{len(namespaces)} namespaces, {documents:,} documents, {chunks:,} chunks"
-    if other := sorted({info.name for info in namespaces if info.embedder != settings.embedder}):
+    if other := sorted({info.name for info in namespaces if info.embedder != embedder_name(settings)}):
         advice = (
-            f"Queries there are refused with --embedder {settings.embedder}: "
+            f"Queries there are refused with --embedder {public_embedder(settings.embedder)}: "
             "use the embedder they were made with, or ingest again."
         )
         return "warn", f"{found}; embedded with another model: {', '.join(other)}", advice

@@ -34,7 +34,7 @@ _PANELS = {
     "sentence_bytes": "Settings: ingestion and index",
 }
 
-_SHORT = {"router_url": "--router"}  # flags beside those that settings are named by
+_SHORT = {"router_url": "--router", "rerank": "--reranker"}  # flags beside those that settings are named by
 
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the documents.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]

@@ -129,6 +129,7 @@ def _print_details(answer: Answer, console: Console) -> None:
 
 def _title(citation: Citation) -> str:
     where = [shown(citation.title), shown(citation.source or ""), place(citation)]
+    where += ["edited"] if citation.edited else []
     scores = [
         f"{name} {value:.2f}"
         for name, value in (("cosine", citation.cosine), ("BM25", citation.bm25))

@@ -12,7 +12,8 @@ from ragserve.config import Settings
 from ragserve.errors import NotFound, RagserveError
 from ragserve.ingest.fetch import Fetcher
 from ragserve.ingest.parsing.parse_process import Failed, ParseRequest
-from ragserve.ingest.pipeline import PlannedFile, content_salt
+from ragserve.ingest.pipeline import content_salt
+from ragserve.ingest.planned import PlannedFile
 from ragserve.ingest.sources import is_url
 from ragserve.ingest.spool import Spool
 from ragserve_index import IndexStore
@@ -65,6 +66,8 @@ class FilePlanner:
         file = self._spooled.get(source)
         if file is None:
             return PlannedFile(source, Failed("not among the uploaded files", "unreadable"))
+        if file.failed:
+            return PlannedFile(source, Failed(file.failed, "unusable"))
         path, metadata = str(folder / file.stored), {"path": source, **file.metadata}
         return self._planned(source, path, file.filename, metadata, title=file.title, parser=file.parser)
 

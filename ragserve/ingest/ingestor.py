@@ -14,22 +14,24 @@ from typing import Any, BinaryIO
 
 from ragserve.config import Settings
 from ragserve.errors import Conflict, InvalidRequest, NotFound, StorageFull
+from ragserve.ingest.chunk_editor import ChunkEditor
 from ragserve.ingest.chunk_embedding import DocumentEmbedder
+from ragserve.ingest.chunk_lines import PARSER, read_lines
 from ragserve.ingest.fetch import Fetcher
 from ragserve.ingest.file_planner import FilePlanner
 from ragserve.ingest.jobs.job_report import JobReport, OnProgress, failures_of
 from ragserve.ingest.jobs.lease import LEASE_S, JobRun, run_leased, worker_name
 from ragserve.ingest.parsers.base import one_line
-from ragserve.ingest.parsing.parse_process import ParseProcess
-from ragserve.ingest.pipeline import Pipeline, PlannedFile
+from ragserve.ingest.parsing.parse_process import ParseProcess, parsing_options
+from ragserve.ingest.pipeline import Pipeline, PlannedFile, Written
+from ragserve.ingest.preview import Previewer
 from ragserve.ingest.prune import vanished_documents
 from ragserve.ingest.sources import clean_name, printable, scan
 from ragserve.ingest.spool import Spool, SpooledFile, unusable_disk_explained
-from ragserve.ingest.tokenizer import TokenizerSource
 from ragserve.ingest.url_sources import KIND as URL_JOBS
 from ragserve.ingest.url_sources import check_urls, fetcher_of, follow_sitemaps
 from ragserve.metrics import metrics
-from ragserve.retrieval.embedder import embedder_name, embedder_options
+from ragserve.retrieval.embedder import embedder_name, embedder_options, flag_of, is_remote
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.batch import metadata_json
 from ragserve_index.types import Job, JobItem
@@ -104,13 +106,20 @@ class Ingestor:
             warms: Returns True if a server on the data folder warms in the background what is ingested.
             ray: Address of a Ray cluster that parses and embeds files (`RayPipeline`).
         """
+        if ray is not None and is_remote(settings.embedder):
+            raise InvalidRequest(
+                "A Ray cluster embeds with a local model, not with a remote one.",
+                hint="Omit --ray, or name a model of sentence-transformers.",
+                param="embedder",
+            )
         self._settings = settings
         self._store = store
         self._lock = threading.Lock()
         self._embedder: DocumentEmbedder | None = None if callable(embedder) else embedder
         self._make_embedder = embedder if callable(embedder) else lambda: embedder
-        self._tokenizer_name = tokenizer or settings.tokenizer or settings.model
-        self._tokenizer: TokenizerSource | None = None
+        name = tokenizer or settings.tokenizer or settings.model
+        self.editor = ChunkEditor(settings, store, self._load_embedder, name)
+        self.previewer = Previewer(settings, self.editor.tokenizer)
         self._evict = evict or (lambda: None)
         self._warms = warms
         self._ray = ray
@@ -207,12 +216,31 @@ class Ingestor:
         """
         return self._submit_spooled(namespace, [(file, None, metadata or {}) for file in files], kind, warm)
 
+    def submit_chunks(
+        self,
+        namespace: str,
+        files: Sequence[Upload],
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        kind: str = "upload",
+        warm: bool = False,
+    ) -> Job:
+        """As `submit_files`, of documents that came in chunks: JSON lines, see `read_lines`. A line that
+        cannot be used is a failed source."""
+        lines = ((file.filename, file.stream) for file in files)
+        found, bad = read_lines(lines, max_bytes=self._settings.max_upload_bytes)
+        own = [
+            (Upload(d.name, d.stream(), d.title), PARSER, d.metadata | dict(metadata or {})) for d in found
+        ]
+        return self._submit_spooled(namespace, own, kind, warm, bad)
+
     def _submit_spooled(
         self,
         namespace: str,
         uploads: Sequence[tuple[Upload, str | None, Mapping[str, Any]]],
         kind: str,
         warm: bool,
+        failed: Sequence[tuple[str, str]] = (),
     ) -> Job:
         self._check_namespace(namespace)
         if not uploads:
@@ -230,8 +258,11 @@ class Ingestor:
                     name, "", name.rsplit("/", 1)[-1], one_line(upload.title), parser, dict(metadata)
                 )
                 writer.add(file, upload.stream, max_bytes=self._settings.max_upload_bytes)
+            for source, reason in failed:
+                writer.add_failed(source, reason)
             writer.seal()
-            return self.jobs.create(namespace, {"kind": kind, "spool": writer.id, "warm": warm}, names)
+            sources = [*names, *(source for source, _ in failed)]
+            return self.jobs.create(namespace, {"kind": kind, "spool": writer.id, "warm": warm}, sources)
 
     def _check_namespace(self, namespace: str) -> None:
         if not NAMESPACE.fullmatch(namespace):
@@ -246,7 +277,7 @@ class Ingestor:
         if info.embedder != wanted:
             raise Conflict(
                 f"The namespace {namespace!r} is embedded with {info.embedder!r}, not with {wanted!r}.",
-                hint=f"Use --embedder {info.embedder}, or another namespace.",
+                hint=f"Use {flag_of(info.embedder)}, or another namespace.",
                 param="embedder",
             )
 
@@ -332,30 +363,11 @@ class Ingestor:
                 self._ingest(run, fetcher, pending)
 
     def _ingest(self, run: JobRun, fetcher: Fetcher, pending: Sequence[str]) -> None:
-        with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = TokenizerSource.load(self._tokenizer_name)
-        tokenizer, settings = self._tokenizer, self._settings
+        tokenizer, settings = self.editor.tokenizer(), self._settings
         with tempfile.TemporaryDirectory(prefix="ragserve-") as downloads:
-            planner = FilePlanner(
-                settings,
-                self._store,
-                self.spool,
-                run.job,
-                tokenizer.fingerprint,
-                Path(downloads),
-                fetcher,
-            )
-            parsing = {
-                "tokenizer_json": tokenizer.json,
-                "chunk_tokens": settings.chunk_tokens,
-                "max_bytes": settings.max_upload_bytes,
-                "timeout_s": settings.parse_timeout_s,
-                "ocr": settings.ocr == "docling",
-                "hidden": settings.ingest_hidden,
-                "comments": settings.ingest_comments,
-            }
-            self._take(run, map(planner.plan, pending), parsing)
+            places = self.spool, run.job, tokenizer.fingerprint, Path(downloads)
+            planner = FilePlanner(settings, self._store, *places, fetcher)
+            self._take(run, map(planner.plan, pending), parsing_options(settings, tokenizer))
 
     def _take(self, run: JobRun, files: Iterable[PlannedFile], parsing: Mapping[str, Any]) -> None:
         """Take files to their outcomes, here or on the Ray cluster."""
@@ -383,13 +395,16 @@ class Ingestor:
             sentence_bytes=self._settings.sentence_bytes,
         ).run(files)
 
-    def _commit(self, job: Job, batch: list[Any], embedder: str) -> list[str]:
+    def _commit(self, job: Job, batch: list[Any], embedder: str) -> list[Written]:
         (dim,) = {vectors.shape[1] for _, _, vectors in batch}
         self._store.ensure_namespace(job.namespace, embedder=embedder, dim=dim, index_type=None)
-        return [document.doc_id for document in self._store.replace_documents(job.namespace, batch)]
+        titles = {document.source: document.title for document, *_ in batch}
+        notes = self.editor.prepare(job.namespace, titles)
+        written = self._store.replace_documents(job.namespace, batch)
+        return [Written(d.doc_id, note) for d, note in zip(written, notes(written), strict=True)]
 
     def _record(self, job: Job, outcomes: Sequence[JobItem]) -> None:
-        self.jobs.update_items(job.job_id, outcomes)
+        self.jobs.update_items(job.job_id, outcomes, add=True)  # attachments are found meanwhile
         for outcome in outcomes:
             metrics().ingested.labels(outcome.state).inc()
             metrics().ingested_chunks.inc(outcome.chunks)

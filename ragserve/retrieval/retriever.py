@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
 from ragserve import tracing
-from ragserve.errors import Conflict, Unavailable
+from ragserve.errors import Conflict, ModelUnavailable, Unavailable
 from ragserve.retrieval.evidence import DEPTH, Judgement, can_judge, judged, signals, words_of
 from ragserve.setting_groups.answering import Retrieval
 from ragserve_index.types import Hit
@@ -25,6 +25,17 @@ if TYPE_CHECKING:
 
 _MAX_BATCH = 32
 _SEARCH_THREADS = 2
+
+
+@runtime_checkable
+class RemoteQuestions(Protocol):
+    """An embedder that answers questions itself, several at once: no thread is needed, no batch gathered."""
+
+    async def questions(self, texts: list[str]) -> np.ndarray:
+        """Embed questions. Float32 [len(texts), dim], L2-normalised. Raises ModelUnavailable."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class QueryEmbedder(Protocol):
@@ -46,13 +57,15 @@ class Retrieved:
     """Hits of one question, best first, read at ``version`` of the namespace; milliseconds per stage, None
     for embedding in a lexical search.
 
-    ``sentences``: the scores of each hit's sentences, empty where they were not asked for or not embedded."""
+    ``sentences``: the scores of each hit's sentences, empty where they were not asked for or not embedded.
+    ``by_words_alone``: why a hybrid search was lexical; None where all was done that was asked for."""
 
     hits: list[Hit]
     version: int
     embed_ms: float | None
     search_ms: float
     sentences: list[SentenceScores] = field(default_factory=list)
+    by_words_alone: str | None = None
 
 
 class Retriever:
@@ -84,12 +97,18 @@ class Retriever:
         lexical one the mean of their scores; the question counts as much as all variants together.
 
         Raises ``NotFound`` for an unknown namespace and, unless lexical, ``Conflict`` for one embedded with
-        another model."""
+        another model. Where a remote embedder does not answer, a hybrid search is lexical, and a dense one
+        raises ``ModelUnavailable``."""
         start = time.perf_counter()
-        vector = None
+        vector = missing = None
         if retrieval != "lexical":
             with tracing.span("embed"):
-                vector = await self._mean(question, variants)
+                try:
+                    vector = await self._mean(question, variants)
+                except ModelUnavailable as error:
+                    if retrieval == "dense":
+                        raise
+                    missing, sentences = error.message, False
         embedded = time.perf_counter()
         texts = () if retrieval == "dense" else (question, *variants)
         with tracing.span("search", **{"ragserve.namespace": namespace, "ragserve.retrieval": retrieval}):
@@ -98,7 +117,7 @@ class Retriever:
             )
         done = time.perf_counter()
         embed_ms = None if vector is None else (embedded - start) * 1e3
-        return Retrieved(hits, version, embed_ms, (done - embedded) * 1e3, scores)
+        return Retrieved(hits, version, embed_ms, (done - embedded) * 1e3, scores, missing)
 
     async def evidence(
         self, namespace: str, question: str, candidates: Sequence[Hit], retrieval: Retrieval
@@ -133,7 +152,9 @@ class Retriever:
         """Embed a question to float32 [dim].
 
         Questions that arrive while a batch runs form the next batch, so a lone client never waits for
-        others."""
+        others. Raises ModelUnavailable."""
+        if isinstance(self._embedder, RemoteQuestions):
+            return np.asarray((await self._embedder.questions([text]))[0])
         future: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
         self._waiting.append((text, future))
         if self._worker is None or self._worker.done():
@@ -145,6 +166,8 @@ class Retriever:
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
+        if isinstance(self._embedder, RemoteQuestions):
+            await self._embedder.close()
         for pool in (self._embed_thread, self._search_threads):
             await asyncio.to_thread(pool.shutdown, cancel_futures=True)
 
@@ -190,6 +213,13 @@ class Retriever:
                 f"Namespace {namespace!r} was embedded with {info.embedder!r}, "
                 f"this server embeds with {self._embedder.name!r}.",
                 hint="Start the server with that --embedder, or ingest the documents into another namespace.",
+                code="embedder_mismatch",
+            )
+        if vector is not None and len(vector) != info.dim:  # a remote model may have become another
+            raise Conflict(
+                f"Namespace {namespace!r} has vectors of {info.dim} components, and {info.embedder!r} gives "
+                f"{len(vector)} now.",
+                hint="Another model answers by that name. Ingest the documents into another namespace.",
                 code="embedder_mismatch",
             )
         if vector is not None and not texts:

@@ -69,6 +69,16 @@ class Tenants:
     def chunks(self, chance: random.Random) -> None:
         self._refused("GET", f"/rag/documents/{self.id_of(chance)}/chunks", params={"namespace": MINE})
 
+    def chunk(self, chance: random.Random) -> None:
+        """Chunks of theirs are neither read nor changed, nor what became of their corrections."""
+        path = f"/rag/documents/{self.id_of(chance)}"
+        self._refused("GET", f"{path}/chunks/0", params={"namespace": MINE})
+        change = {"version": "0123456789abcdef", "disabled": True}
+        self._refused("PATCH", f"{path}/chunks/0", params={"namespace": MINE}, json=change)
+        for method in ("GET", "DELETE"):
+            self._refused(method, f"{path}/lost-corrections", params={"namespace": MINE})
+        assert self.site.documents(THEIRS) == self.theirs
+
     def remove(self, chance: random.Random) -> None:
         self._refused("DELETE", f"/rag/documents/{self.id_of(chance)}", params={"namespace": MINE})
         assert self.site.documents(THEIRS) == self.theirs, "it removed a document of the other namespace"
@@ -285,6 +295,10 @@ PROBES: dict[str, tuple[Callable[[Tenants, random.Random], None], ...]] = {
     "GET /rag/documents": (Tenants.listing,),
     "GET /rag/documents/{doc_id}": (Tenants.document,),
     "GET /rag/documents/{doc_id}/chunks": (Tenants.chunks,),
+    "GET /rag/documents/{doc_id}/chunks/{ordinal}": (Tenants.chunk,),
+    "PATCH /rag/documents/{doc_id}/chunks/{ordinal}": (Tenants.chunk,),
+    "GET /rag/documents/{doc_id}/lost-corrections": (Tenants.chunk,),
+    "DELETE /rag/documents/{doc_id}/lost-corrections": (Tenants.chunk,),
     "DELETE /rag/documents/{doc_id}": (Tenants.remove,),
     "GET /rag/jobs": (Tenants.jobs,),
     "GET /rag/namespaces/{name}": (Tenants.namespace,),

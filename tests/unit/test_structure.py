@@ -125,7 +125,7 @@ ENGINE = {  # package of sglang_ext: those that it may import
     "stages": set(),
     "tensors": {"sglang_internals"},
     "cpu": {"attention", "versions"},
-    "analysis": {"ranks", "sglang_internals", "tensors", "versions"},
+    "analysis": {"ranks", "sglang_internals", "tensors", "versions", "wire"},
     "documents": {"cpu", "versions", "wire"},
     "kv_offload": {
         *("analysis", "documents", "ranks", "sglang_internals", "stages", "state", "tensors", "versions"),
@@ -236,7 +236,7 @@ ROLES = {
 }
 SAME_SUBJECT = {  # files of one name in several rooms, which all are about the same thing
     "auto.py", "cache.py", "context.py", "costs.py",
-    "decode.py", "distribution.py", "evictions.py", "folder.py", "ingest.py",
+    "decode.py", "distribution.py", "evictions.py", "folder.py", "ingest.py", "preview.py",
     "query.py", "retrieval.py", "samkv.py", "streaming_heads.py", "warm.py",
 }  # fmt: skip
 
