@@ -97,7 +97,7 @@ class FilePlanner:
         title: str = "",
         ext: str | None = None,
         found: bool = False,
-        **known: str | None,
+        **known: Any,
     ) -> PlannedFile:
         ext = os.path.splitext(filename)[1].lower() if ext is None else ext
         salt = content_salt(self._settings, self._tokenizer, title, metadata)
