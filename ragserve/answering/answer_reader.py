@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ragserve.answering.citations import Marker, MarkerFilter
-from ragserve.answering.messages import ToolCall
-from ragserve.engine.tool_calls import CallDelta, CallReader
+from ragserve.engine.tool_calls import CallReader, ToolCall
 
 _JSON_PART = re.compile(r'"(?:[^"\\]|\\.)*+"(\s*+:)?|[\[\]{},:]', re.DOTALL)
 _ESCAPE = re.compile(r"\\u[0-9a-fA-F]{4}|\\.", re.DOTALL)
@@ -38,28 +37,25 @@ class AnswerReader:
         self._pieces: list[str] = []
         self._made: list[ToolCall] = []
 
-    def feed(self, text: str) -> Iterator[MessageDelta | CallDelta]:
+    def feed(self, text: str) -> Iterator[MessageDelta | ToolCall]:
         """Yield what is certain after ``text``."""
         yield from self._read([text] if self._calls is None else self._calls.feed(text))
 
-    def end(self) -> Iterator[MessageDelta | CallDelta]:
+    def end(self) -> Iterator[MessageDelta | ToolCall]:
         """Yield what is left at the end."""
         if self._calls is not None:
             yield from self._read(self._calls.end())
         if self._filter is not None:
             yield from self._message(self._filter.end())
 
-    def _read(self, parts: Iterable[str | CallDelta]) -> Iterator[MessageDelta | CallDelta]:
+    def _read(self, parts: Iterable[str | ToolCall]) -> Iterator[MessageDelta | ToolCall]:
         for part in parts:
             if isinstance(part, str):
                 yield from self._message(
                     self._trimmed(part) if self._filter is None else self._filter.feed(part)
                 )
                 continue
-            if part.name is not None:
-                self._made.append(ToolCall(part.id or "", part.name, ""))
-            made = self._made[part.index]
-            self._made[part.index] = ToolCall(made.id, made.name, made.arguments + part.arguments)
+            self._made.append(part)
             yield part
 
     def _trimmed(self, text: str) -> str:

@@ -22,7 +22,6 @@ from ragserve.answering.doubts import doubts
 from ragserve.answering.follow_ups import DialogueSearch, Found
 from ragserve.answering.in_flight import InFlight, QueryLimiter
 from ragserve.answering.laid_out import LaidOutTurn, check_room, laid_out_request, own_options
-from ragserve.answering.messages import ToolCall
 from ragserve.answering.offered import check_offered
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.query import Query
@@ -43,7 +42,7 @@ from ragserve.answering.sessions.next_turn import NextTurn
 from ragserve.answering.small_contexts import better_exact
 from ragserve.best_passages import PASSAGES, choice_of
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
-from ragserve.engine.tool_calls import CallDelta
+from ragserve.engine.tool_calls import ToolCall
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate
@@ -68,7 +67,7 @@ class FinalAnswer:
     by_model: bool = True
 
 
-Event = SearchResults | MessageDelta | CallDelta | Citation | FinalAnswer
+Event = SearchResults | MessageDelta | ToolCall | Citation | FinalAnswer
 OnChosen = Callable[[StrategySpec, GenerateRequest, GenerateRequest, int | None], None]
 """Called with each strategy that answered in place of full prefill, its request, the same of all passages by
 full prefill, and the version of the namespace that was searched (None: the documents were given)."""
@@ -114,7 +113,7 @@ class Answerer:
         self._nothing_found = nothing_found
 
     async def events(self, query: Query) -> AsyncGenerator[Event, None]:
-        """Yield SearchResults, MessageDelta* and CallDelta*, Citation*, FinalAnswer.
+        """Yield SearchResults, MessageDelta* and ToolCall*, Citation*, FinalAnswer.
 
         The joined deltas are the answer. One task must read the events to the end or close them; closing or
         cancelling aborts the generation. Raises any RagserveError; those caused by the request come before

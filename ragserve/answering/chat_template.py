@@ -20,7 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-from ragserve.answering.messages import HiddenText, Message, Tools, mark, without_tool_turns
+from ragserve.answering.messages import HiddenText, Message, mark, without_tool_turns
+from ragserve.engine.tool_calls import Tools
 
 Piece = tuple[str, bool]
 

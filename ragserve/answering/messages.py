@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Tools = Sequence[Mapping[str, Any]]
-"""Tools as OpenAI's API has them."""
+from ragserve.engine.tool_calls import ToolCall
 
 _PRIVATE = "[\ue000\ue001]"
 
@@ -17,15 +16,6 @@ _PRIVATE = "[\ue000\ue001]"
 def mark(name: str) -> str:
     """Stands for a text while a template is rendered."""
     return f"\ue000{name}\ue001"
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call of a tool; ``arguments`` are JSON, as the model wrote them."""
-
-    id: str
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True, slots=True)

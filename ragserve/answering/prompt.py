@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ragserve.answering.chat_template import ChatLayout
-from ragserve.answering.messages import Message, Tools
+from ragserve.answering.messages import Message
+from ragserve.engine.tool_calls import Tools
 from ragserve.errors import InvalidRequest, PromptTooLong, Unavailable
 from sglang_ext.wire.protocol import Span
 

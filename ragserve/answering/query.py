@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ragserve.answering.messages import Message, Tools
+from ragserve.answering.messages import Message
 from ragserve.answering.results import Overflow, RetrievedPassage
 from ragserve.engine.base import GenerateRequest
+from ragserve.engine.tool_calls import Tools
 
 if TYPE_CHECKING:
     from ragserve.retrieval.search_options import SearchOptions

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragserve.answering.messages import Message, ToolCall
+from ragserve.answering.messages import Message
 from ragserve.answering.query import ToolUse
 from ragserve.api.chat_schemas import (
     ChatMessage,
@@ -17,6 +17,7 @@ from ragserve.api.chat_schemas import (
     tools_of,
 )
 from ragserve.api.openai_schemas import ChatRequest
+from ragserve.engine.tool_calls import ToolCall
 from ragserve.errors import InvalidRequest
 
 _ANY_OBJECT = {"type": "object"}

@@ -37,9 +37,8 @@ Unserved = Annotated[
     Field(default=None, description="Not served; accepted where it asks for nothing, as null and empty."),
 ]
 Seed = Annotated[
-    int | None,
+    Annotated[int, Field(ge=0, le=2**31 - 1)] | None,
     BeforeValidator(lambda value: None if value == -1 else value),  # what some clients say for "any"
-    Field(ge=0, le=2**31 - 1),
 ]
 Stops = Annotated[
     Stop | Annotated[list[Stop], Field(max_length=16)] | None,

@@ -41,7 +41,7 @@ from ragserve.api.sse import EventStream, opened, until_disconnect
 from ragserve.api.upstream import Upstream
 from ragserve.config import Namespace
 from ragserve.engine.base import Sampling
-from ragserve.engine.tool_calls import CallDelta
+from ragserve.engine.tool_calls import ToolCall
 from ragserve.errors import InvalidRequest, NotFound, RagserveError, TooLarge
 from sglang_ext.wire.protocol import longest_text
 
@@ -297,14 +297,7 @@ def _completion(body: ChatRequest, final: FinalAnswer) -> str:
         "annotations": _annotations(final),
     }
     if final.calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in final.calls
-        ]
+        message["tool_calls"] = [_call(call) for call in final.calls]
     whole = ChatAnswer.model_validate(
         {
             **_head(body, answer.request_id, "chat.completion"),
@@ -356,14 +349,16 @@ class _Chunks:
         self._request_id = request_id
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._as_json = read_schema(body) is not None
+        self._calls = 0
         self._head = _head(body, request_id, "chat.completion.chunk")
 
     def encode(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, MessageDelta):
             name = "refusal" if self._as_json and not event.by_model else "content"
             yield self._chunk({name: event.text})
-        elif isinstance(event, CallDelta):
-            yield self._chunk({"tool_calls": [_call_delta(event)]})
+        elif isinstance(event, ToolCall):
+            yield self._chunk({"tool_calls": [{"index": self._calls, **_call(event)}]})
+            self._calls += 1
         elif isinstance(event, FinalAnswer):
             answer = event.answer
             delta = {"annotations": _annotations(event)}
@@ -384,11 +379,9 @@ class _Chunks:
         return _data({**self._head, "choices": choices, **usage, **(extra or {})})
 
 
-def _call_delta(delta: CallDelta) -> dict[str, Any]:
-    if delta.name is None:
-        return {"index": delta.index, "function": {"arguments": delta.arguments}}
-    function = {"name": delta.name, "arguments": delta.arguments}
-    return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _data(value: dict[str, Any]) -> bytes:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
-ANY_OBJECT = '{"type": "object"}'
+_PLACE = re.compile(r"^\[[0-9:]+\] \S+: ")  # of xgrammar's source
 
 
 def check_schema(schema: Mapping[str, Any], *, every: bool = False) -> str:
@@ -22,7 +23,8 @@ def check_schema(schema: Mapping[str, Any], *, every: bool = False) -> str:
     try:
         Grammar.from_json_schema(text)
     except RuntimeError as error:
-        raise ValueError(f"it cannot be served: {str(error).splitlines()[-1][:200]}") from None
+        why = _PLACE.sub("", str(error).strip().partition("\n")[0])
+        raise ValueError(f"the JSON schema cannot be served: {why:.200}") from None
     return text
 
 

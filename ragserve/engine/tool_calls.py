@@ -1,13 +1,14 @@
 """Calls of tools in an answer: SGLang's parsers of them, and the grammars by which a model must write them.
 
 SGLang chooses the parser by the model's chat template, or by ``tool_call_parser`` of ``engine_args``. Parsers
-run in the event loop over what the model writes, and a client may have it write anything: those of which some
-text takes more than linear time are not served (`PARSERS`)."""
+run in the event loop over what the model writes, and a client may have it write anything: those are served
+that take no more than linear time, and read the calls of their models' documentation (`PARSERS`)."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,26 +16,22 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-PARSERS = frozenset(
-    {
-        *("qwen", "qwen25", "hermes", "mistral", "llama3"),
-    }
-)
-MAX_CALL_CHARS = 2**15  # of an answer from its first call on; what is longer stays text
-_FED_SHARE = 32  # a growing call is parsed again when it is longer by one of so many parts
-_MOST_STEPS = 256  # results that a parser gives for one piece of text
+PARSERS = frozenset({"hermes", "llama3", "mistral", "qwen", "qwen25"})
+MAX_CALL_CHARS = 2**17  # of an answer from its first call on; what is longer stays text
+MAX_CALLS = 128  # marks of calls in one answer; parsers look for the end of each
+_MOST_FAILED = 16  # ends of calls at which none was found; then only the answer's end is one
 
 Tools = Sequence[Mapping[str, Any]]
+"""Tools as OpenAI's API has them."""
 
 
 @dataclass(frozen=True, slots=True)
-class CallDelta:
-    """A piece of a call. The first of each call has its ``id`` and ``name``."""
+class ToolCall:
+    """A call of a tool; ``arguments`` are JSON, as the model wrote them."""
 
-    index: int
+    id: str
+    name: str
     arguments: str
-    id: str | None = None
-    name: str | None = None
 
 
 class ToolFormat:
@@ -53,13 +50,8 @@ class ToolFormat:
     def of(cls, tokenizer: Any, named: str | None = None) -> ToolFormat | None:
         """The format that the template of ``tokenizer`` asks for; None if SGLang knows none. ``named``: the
         operator's choice, or ``auto``. Imports SGLang, which takes seconds where it has not been."""
-        from ragserve.engine.compat import prepare
-
-        prepare()
-        from sglang.srt.parser.template_detection import detect_tool_call_parser
-
         if named in (None, "auto"):
-            named = detect_tool_call_parser(tokenizer.chat_template, tokenizer)
+            named = _detected(tokenizer)
         return None if named is None else cls(named, tokenizer)
 
     @property
@@ -121,13 +113,17 @@ class ToolFormat:
         """A reader of one answer. ``earlier``: calls of the dialogue before it, which some names count."""
         parser = self._parser(tools)
         detector = parser.detector
-        if choice != "auto" and not (
+        as_array = choice != "auto" and not (
             detector.supports_structural_tag() or detector.parses_required_natively()
-        ):
-            from sglang.srt.function_call.json_array_parser import JsonArrayParser
-
-            detector = JsonArrayParser()
-        return CallReader(detector, _tools(tools), lambda name, index: self._id(name, earlier + index))
+        )
+        marks = [mark.strip() for mark in (detector.bot_token, detector.eot_token)]
+        return CallReader(
+            _array if as_array else parser.parse_non_stream,
+            lambda name, index: self._id(name, earlier + index),
+            begin="" if as_array else marks[0].removesuffix(" ["),
+            end=marks[1],
+            bare=self.parser == "llama3",
+        )
 
     def _id(self, name: str, number: int) -> str:
         """Name a call: nine letters and digits, which the strictest templates take, or as the model does."""
@@ -142,96 +138,133 @@ class ToolFormat:
 
 
 class CallReader:
-    """Splits an answer into text and calls while it comes. What it has not returned as either at the end, as
-    calls that cannot be read, it returns as text."""
+    """Splits an answer into text and calls while it comes. A call is returned when it is complete; what
+    cannot be read as one is text.
 
-    def __init__(self, detector: Any, tools: Sequence[Any], name: Callable[[str, int], str]) -> None:
-        self._detector, self._tools, self._name = detector, tools, name
-        self._whole = ""
-        self._fed = 0  # characters of it that the parser has
-        self._text = ""  # returned as text
-        self._began: int | None = None  # characters that the parser had before the first call
-        self._broken = False
-        self._given: list[str] = []  # arguments of each call that have been returned
+    Args:
+        parse: Returns text and calls of the answer from its first call on.
+        name: Makes the id of a call of its name and number.
+        begin: What calls begin with; empty if the whole answer is calls.
+        end: What ends them; empty if they end with the answer.
+        bare: A call may also be an answer that begins with a brace.
+    """
 
-    @property
-    def calls(self) -> int:
-        """Calls that have begun."""
-        return len(self._given)
+    def __init__(
+        self,
+        parse: Callable[[str], tuple[str, Sequence[Any]]],
+        name: Callable[[str, int], str],
+        *,
+        begin: str,
+        end: str,
+        bare: bool,
+    ) -> None:
+        self._parse, self._name, self._begin, self._end, self._bare = parse, name, begin, end, bare
+        self._held = ""
+        self._in_call = not begin
+        self._looked = 0  # characters of what is held in which no end was found
+        self._is_first = True  # nothing but blanks has come
+        self._begun = self._made = 0  # calls
+        self._failed = 0  # texts in which no call was found
 
-    def feed(self, text: str) -> Iterator[str | CallDelta]:
+    def feed(self, text: str) -> Iterator[str | ToolCall]:
         """Yield what is certain after ``text``."""
-        self._whole += text
-        if self._broken:
-            yield from self._plain()
-            return
-        begun = self._fed if self._began is None else self._began
-        if len(self._whole) - self._fed > (self._fed - begun) // _FED_SHARE:
-            yield from self._parsed()
-
-    def end(self) -> Iterator[str | CallDelta]:
-        """Yield what is left."""
-        if not self._broken:
-            yield from self._parsed()
-        if not self._broken and self._given:
-            yield from self._rest_of_arguments()
-        elif not self._given:
-            self._broken = True
-        yield from self._plain()
-
-    def _plain(self) -> Iterator[str]:
-        """What has been returned in no form, where no call has been made."""
-        if not self._given and self._whole.startswith(self._text):
-            rest, self._text = self._whole[len(self._text) :], self._whole
-            if rest:
-                yield rest
-
-    def _parsed(self) -> Iterator[str | CallDelta]:
-        new, self._fed = self._whole[self._fed :], len(self._whole)
-        if self._began is not None and self._fed - self._began > MAX_CALL_CHARS:
-            self._broken = True
-            return
-        for _ in range(_MOST_STEPS):
-            try:
-                found = self._detector.parse_streaming_increment(new, self._tools)
-            except Exception as error:  # noqa: BLE001 - parsers raise whatever their text makes them
-                log.warning("calls of tools cannot be read: %s", type(error).__name__)
-                self._broken = True
+        self._held += text
+        while True:
+            if not self._in_call:
+                yield from self._text()
+            if not self._in_call:
                 return
-            new = ""
-            if found.normal_text:
-                self._text += found.normal_text
-                yield found.normal_text
-            yield from filter(None, map(self._delta, found.calls))
-            if not found.normal_text and not found.calls:
+            at = self._held.find(self._end, self._looked) if self._end else -1
+            if at < 0:
+                self._looked = max(0, len(self._held) - len(self._end) + 1)
                 break
-        held = len(getattr(self._detector, "_buffer", None) or "")
-        if self._began is None and held:
-            self._began = self._fed - held
-        elif not self._given and not held:
-            self._began = None
+            self._looked = at + len(self._end)
+            if self._failed < _MOST_FAILED:
+                yield from self._calls(self._looked)
+        if len(self._held) > MAX_CALL_CHARS:
+            yield from self._as_text()
 
-    def _delta(self, call: Any) -> CallDelta | None:
-        index = max(0, call.tool_index)
-        if call.name:
-            index = len(self._given)
-            self._given.append(call.parameters)
-            return CallDelta(index, call.parameters, self._name(call.name, index), call.name)
-        if not self._given:
-            return None
-        index = min(index, len(self._given) - 1)
-        self._given[index] += call.parameters
-        return CallDelta(index, call.parameters)
+    def end(self) -> Iterator[str | ToolCall]:
+        """Yield what is left."""
+        if self._in_call:
+            yield from self._calls(len(self._held))
+        yield from self._as_text()
 
-    def _rest_of_arguments(self) -> Iterator[CallDelta]:
-        """Arguments of the last call that the parser has read but not returned: they came with the end."""
-        read = getattr(self._detector, "prev_tool_call_arr", None) or [{}]
-        last = read[-1].get("arguments") if isinstance(read[-1], dict) else None
-        whole = last if isinstance(last, str) else json.dumps(last or {}, ensure_ascii=False)
-        given = self._given[-1]
-        if len(read) == len(self._given) and last is not None and whole.startswith(given) and whole != given:
-            self._given[-1] = whole
-            yield CallDelta(len(self._given) - 1, whole[len(given) :])
+    def _text(self) -> Iterator[str]:
+        """Yield text up to what may begin a call."""
+        held = self._held
+        if self._bare and self._is_first and not held.strip():
+            return
+        begins = self._bare and self._is_first and held.lstrip().startswith("{")
+        at = 0 if begins else held.find(self._begin)
+        self._in_call = at >= 0
+        if self._in_call:
+            self._looked = 0
+            self._begun += 1
+        else:
+            most = min(len(held), len(self._begin) - 1)
+            at = len(held) - next((n for n in range(most, 0, -1) if self._begin.startswith(held[-n:])), 0)
+        self._is_first = False
+        if at:
+            yield held[:at]
+        self._held = held[at:]
+
+    def _calls(self, until: int) -> Iterator[str | ToolCall]:
+        """Yield the calls of what is held up to a place; nothing while there are none."""
+        held = self._held[:until]
+        if self._begin and self._begun + held.count(self._begin) > MAX_CALLS:
+            self._failed = _MOST_FAILED
+            return
+        try:
+            text, calls = self._parse(held)
+        except Exception as error:  # noqa: BLE001 - parsers raise whatever their text makes them
+            log.warning("calls of tools cannot be read: %s", type(error).__name__)
+            calls = ()
+        if not calls:
+            self._failed += 1
+            return
+        self._held, self._in_call, self._looked = self._held[until:], not self._begin, 0
+        if text.strip():
+            yield text
+        for call in calls:
+            yield ToolCall(self._name(call.name, self._made), call.name, call.parameters)
+            self._made += 1
+
+    def _as_text(self) -> Iterator[str]:
+        held, self._held, self._in_call, self._looked = self._held, "", not self._begin, 0
+        if held:
+            yield held
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    name: str
+    parameters: str
+
+
+def _array(text: str) -> tuple[str, list[_Called]]:
+    """The calls of an answer that a grammar has made an array of them."""
+    return "", [
+        _Called(str(call["name"]), json.dumps(call["parameters"], ensure_ascii=False))
+        for call in json.loads(text)
+    ]
+
+
+def _detected(tokenizer: Any) -> str | None:
+    """SGLang's choice, by rules for the newer models; else by the marks of the older ones."""
+    from ragserve.engine.compat import prepare
+
+    prepare()
+    from sglang.srt.parser.template_detection import detect_reasoning_pattern, detect_tool_call_parser
+
+    template = str(tokenizer.chat_template)
+    forced, reasoning = detect_reasoning_pattern(template)
+    found = detect_tool_call_parser(template, tokenizer, reasoning, forced)
+    if found is None and "<tool_call>" in template:
+        return "qwen" if re.search(r"<tool_call>(\\n|\n)\{", template) else "hermes"
+    if found is None and "<|python_tag|>" in template:
+        return "llama3"
+    return found
 
 
 def _tools(tools: Tools) -> list[Any]:
