@@ -28,7 +28,7 @@ _NOTHING: tuple[Any, ...] = (None, [], {}, "", "none", "auto", 0, False, ["text"
 
 def _asks_for_nothing(value: Any) -> None:
     if not any(type(value) is type(nothing) and value == nothing for nothing in _NOTHING):
-        raise ValueError("is not served by models of namespaces; leave it out")
+        raise ValueError("is not served by models of namespaces: leave it out")
 
 
 Unserved = Annotated[
@@ -193,13 +193,14 @@ class JsonSchemaFormat(_Sent):
 
 
 def _kind_of_format(value: Any) -> Any:
-    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"[{kind}]" if isinstance(kind, str) else None  # brackets: no part of the field's path
 
 
 ResponseFormat = Annotated[
-    Annotated[TextFormat, Tag("text")]
-    | Annotated[JsonObjectFormat, Tag("json_object")]
-    | Annotated[JsonSchemaFormat, Tag("json_schema")],
+    Annotated[TextFormat, Tag("[text]")]
+    | Annotated[JsonObjectFormat, Tag("[json_object]")]
+    | Annotated[JsonSchemaFormat, Tag("[json_schema]")],
     Discriminator(
         _kind_of_format,
         custom_error_type="format",
@@ -213,7 +214,7 @@ def tools_of(tools: list[_FunctionTool]) -> tuple[dict[str, Any], ...]:
     name."""
     sent = tuple(tool.as_sent() for tool in tools)
     if (size := len(json.dumps(sent, ensure_ascii=False))) > MAX_TOOL_CHARS:
-        raise ValueError(f"they have {size:,} characters together; the limit is {MAX_TOOL_CHARS:,}")
+        raise ValueError(f"they have {size:,} characters together, and the limit is {MAX_TOOL_CHARS:,}")
     names = [tool.function.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two are named {twice!r}")

@@ -16,7 +16,12 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-PARSERS = frozenset({"hermes", "llama3", "mistral", "qwen", "qwen25"})
+PARSERS = frozenset(
+    {
+        *("deepseekv3", "deepseekv31", "glm", "glm45", "glm47", "hermes", "kimi_k2", "llama3", "mistral"),
+        *("qwen", "qwen25", "qwen3_coder"),
+    }
+)
 MAX_CALL_CHARS = 2**17  # of an answer from its first call on; what is longer stays text
 MAX_CALLS = 128  # marks of calls in one answer; parsers look for the end of each
 _MOST_FAILED = 16  # ends of calls at which none was found; then only the answer's end is one
@@ -116,12 +121,13 @@ class ToolFormat:
         as_array = choice != "auto" and not (
             detector.supports_structural_tag() or detector.parses_required_natively()
         )
-        marks = [mark.strip() for mark in (detector.bot_token, detector.eot_token)]
+        begin = detector.bot_token or getattr(detector, "tool_call_start_token", "")
+        end = detector.eot_token or getattr(detector, "tool_call_end_token", "")
         return CallReader(
             _array if as_array else parser.parse_non_stream,
             lambda name, index: self._id(name, earlier + index),
-            begin="" if as_array else marks[0].removesuffix(" ["),
-            end=marks[1],
+            begin="" if as_array else begin.strip().removesuffix(" ["),
+            end=end.strip(),
             bare=self.parser == "llama3",
         )
 
@@ -262,9 +268,8 @@ def _detected(tokenizer: Any) -> str | None:
     found = detect_tool_call_parser(template, tokenizer, reasoning, forced)
     if found is None and "<tool_call>" in template:
         return "qwen" if re.search(r"<tool_call>(\\n|\n)\{", template) else "hermes"
-    if found is None and "<|python_tag|>" in template:
-        return "llama3"
-    return found
+    older = {"<|python_tag|>": "llama3", "[TOOL_CALLS]": "mistral"}
+    return found or next((parser for mark, parser in older.items() if mark in template), None)
 
 
 def _tools(tools: Tools) -> list[Any]:
