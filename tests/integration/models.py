@@ -59,13 +59,13 @@ def random_llama(
 
 
 _TOOLS = (
-    "{%- if tools -%}{{- 'Call a tool by <tool_call>{\"name\": ..., \"arguments\": ...}</tool_call>.\\n' -}}"
+    '{%- if tools -%}{{- \'Call a tool by <tool_call>{"name": ..., "arguments": ...}</tool_call>.\\n\' -}}'
     "{%- for tool in tools -%}{{- tool | tojson + '\\n' -}}{%- endfor -%}{%- endif -%}"
 )
 _CALLS = (
-    "{%- if m['tool_calls'] -%}{{- '<|answer|> ' + (m['content'] | trim) -}}{%- for call in m['tool_calls'] -%}"
-    "{{- '<tool_call>' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) "
-    "+ '</tool_call>' -}}{%- endfor -%}{{- '<|eos|>' -}}"
+    "{%- if m['tool_calls'] -%}{{- '<|answer|> ' + (m['content'] | trim) -}}"
+    "{%- for call in m['tool_calls'] -%}{{- '<tool_call>' + ({'name': call.function.name, "
+    "'arguments': call.function.arguments} | tojson) + '</tool_call>' -}}{%- endfor -%}{{- '<|eos|>' -}}"
 )
 
 

@@ -1,5 +1,5 @@
-"""What clients of OpenAI's API send besides questions: fields that ask for nothing, turns of tools, formats of
-the answer. The real engine's part is in `tests/integration/test_chat_clients.py`."""
+"""What clients of OpenAI's API send besides questions: fields that ask for nothing, turns of tools, formats
+of the answer. The real engine's part is in `tests/integration/test_chat_clients.py`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def chat(live: Live, docs: str) -> Iterator[Any]:
 def ask(client: httpx.Client, **fields: Any) -> httpx.Response:
     body = {"model": "ragserve/docs", "messages": MESSAGES, **fields}
     return client.post("/v1/chat/completions", json=body)
+
+
+def prompt_of(live: Live) -> str:
+    """The last prompt as text."""
+    return PromptBuilder.load(live.settings.model).words(live.engine.requests[-1].input_ids)
 
 
 NULLS = (
@@ -131,27 +136,41 @@ def test_a_model_whose_template_has_no_tools_says_so(client: httpx.Client, live:
     assert live.engine.requests == []
 
 
+RESULT = {"role": "tool", "tool_call_id": "call1", "content": "At six."}
+OLDER = {"role": "assistant", "content": None, "function_call": {"name": "tide", "arguments": "{}"}}
+CACHED = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+
+
 @pytest.mark.parametrize(
     "history",
     [
         [{"role": "assistant", "content": None}],
         [{"role": "assistant"}],
-        [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "call1", "content": "At six."}],
+        [{"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT],
         [{"role": "assistant", "content": "", "tool_calls": []}],
-        [{"role": "assistant", "content": "x", "tool_calls": None, "refusal": None, "reasoning_content": "y", "id": "z"}],
-        [{"role": "assistant", "content": None, "function_call": {"name": "tide", "arguments": "{}"}}, {"role": "function", "name": "tide", "content": "At six."}],
+        [
+            {
+                "role": "assistant",
+                "content": "x",
+                "tool_calls": None,
+                "refusal": None,
+                "id": "z",
+                "reasoning": "y",
+            }
+        ],
+        [OLDER, {"role": "function", "name": "tide", "content": "At six."}],
         [{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}],
-        [{"role": "assistant", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}],
+        [{"role": "assistant", "content": [CACHED]}],
         [{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}],
         [{"role": "user", "content": None, "name": "me"}],
     ],
     ids=lambda history: json.dumps(history)[:60],
-)  # fmt: skip
+)
 def test_any_history_is_read(client: httpx.Client, live: Live, docs: str, history: Any) -> None:
     before = [{"role": "user", "content": "When is the tide?"}, *history]
     answer = ask(client, messages=[*before, *MESSAGES])
     assert answer.status_code == 200, answer.text
-    said = PromptBuilder.load(live.settings.model).words(live.engine.requests[-1].input_ids)
+    said = prompt_of(live)
     assert QUESTION in said
     assert ("At six." in said) == ("At six." in json.dumps(history))
 

@@ -48,8 +48,8 @@ SAID = {
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
     f"<|tool_call_argument_begin|>{json.dumps(ARGUMENTS)}<|tool_call_end|><|tool_call_begin|>functions.add:1"
     f"<|tool_call_argument_begin|>{json.dumps(LISTS)}<|tool_call_end|><|tool_calls_section_end|>",
-    "qwen3_coder": "Let me look [1].\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
-    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n"
+    "qwen3_coder": "Let me look [1].\n<tool_call>\n<function=get_weather>\n"
+    "<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=add>\n"
     f"<parameter=places>\n{json.dumps(LISTS['places'])}\n</parameter>\n</function>\n</tool_call>",
     "glm": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>add\n"
@@ -100,7 +100,7 @@ def test_what_cannot_be_read_as_a_call_is_text(parser: str) -> None:
     assert read(parser, unknown, 5) == (unknown, [])
     cut = SAID[parser][:-20]
     said, calls = read(parser, cut, 5)
-    assert said.endswith(cut[-10:])
+    assert said.rstrip().endswith(cut.rstrip()[-8:])
     assert len(calls) < len(TOOLS)
 
 
