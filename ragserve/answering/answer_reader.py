@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ragserve.answering.citations import Marker, MarkerFilter
 from ragserve.engine.tool_calls import CallReader, ToolCall
 
-_JSON_PART = re.compile(r'"(?:[^"\\]|\\.)*+"(\s*+:)?|[\[\]{},:]', re.DOTALL)
+_JSON_PART = re.compile(r'"((?:[^"\\]|\\.)*+)("?)(\s*+:)?|[\[\]{},:]', re.DOTALL)
 _ESCAPE = re.compile(r"\\u[0-9a-fA-F]{4}|\\.", re.DOTALL)
 _MARKER = re.compile(r"\[([0-9]{1,3})\]")
 
@@ -93,8 +93,9 @@ def spoken_json(text: str) -> str:
     """The values of a JSON text, each in its place, and line ends in place of all other characters."""
 
     def blank(part: re.Match[str]) -> str:
-        if part[1] is not None or not part[0].startswith('"'):
+        value, end, name = part.groups()
+        if value is None or name is not None:
             return "\n" * len(part[0])
-        return f"\n{_ESCAPE.sub(lambda escape: ' ' * len(escape[0]), part[0][1:-1])}\n"
+        return "\n" + _ESCAPE.sub(lambda escape: " " * len(escape[0]), value) + "\n" * len(end)
 
     return _JSON_PART.sub(blank, text)

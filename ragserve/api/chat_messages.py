@@ -24,7 +24,7 @@ _ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
-class Dialogue:
+class ChatTurns:
     """A question, what was said before it, and the calls of tools and their results behind it."""
 
     question: str
@@ -33,7 +33,7 @@ class Dialogue:
     system: str | None
 
 
-def read_dialogue(messages: Sequence[ChatMessage]) -> Dialogue:
+def read_dialogue(messages: Sequence[ChatMessage]) -> ChatTurns:
     """Read a chat. The question is the user's last message.
 
     Raises InvalidRequest if there is none, or if another message follows than the results of tools."""
@@ -48,7 +48,7 @@ def read_dialogue(messages: Sequence[ChatMessage]) -> Dialogue:
             param="messages",
         )
     names: dict[str, str] = {}
-    return Dialogue(
+    return ChatTurns(
         said[asked].text,
         tuple(_messages(said[:asked], names)),
         tuple(_messages(said[asked + 1 :], names)),

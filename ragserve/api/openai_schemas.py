@@ -132,7 +132,7 @@ class CalledFunction(BaseModel):
     arguments: str = Field(description="JSON, as the model wrote it: check it.")
 
 
-class ToolCall(BaseModel):
+class MessageToolCall(BaseModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -145,7 +145,7 @@ class AnswerMessage(BaseModel):
         default=None, description="Said in place of JSON where nothing was found: the model was not asked."
     )
     annotations: list[Annotation]
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[MessageToolCall] | None = None
 
 
 class ChatChoice(BaseModel):

@@ -77,8 +77,16 @@ class ToolFormat:
         Raises ValueError where the parser has no such grammar."""
         from sglang.utils import convert_json_schema_to_str
 
+        calls = None
+        if choice != "auto" or schema is not None:
+            calls = self._calls(tools, choice, parallel=parallel)
         if choice == "auto" and schema is not None:
-            return {"structural_tag": json.dumps(self._calls_or(tools, schema, parallel=parallel))}
+            if calls is None:
+                raise ValueError(f"calls as {self.parser} writes them cannot stand beside a response_format")
+            answer = {"type": "json_schema", "json_schema": json.loads(schema)}
+            calls = {"type": "or", "elements": [answer, calls]}
+        if calls is not None:
+            return {"structural_tag": json.dumps({"type": "structural_tag", "format": calls})}
         found = self._parser(tools).get_structure_constraint(_choice(choice), parallel_tool_calls=parallel)
         if found is None:
             return {}
@@ -86,18 +94,19 @@ class ToolFormat:
         whole = value.model_dump(by_alias=True) if hasattr(value, "model_dump") else value
         return {kind: convert_json_schema_to_str(whole)}
 
-    def _calls_or(self, tools: Tools, schema: str, *, parallel: bool) -> dict[str, Any]:
-        """A structural tag of calls alone, or of JSON by ``schema``."""
+    def _calls(self, tools: Tools, choice: str, *, parallel: bool) -> dict[str, Any] | None:
+        """The format of a structural tag of calls and nothing else; None if the parser has none."""
         detector = self._parser(tools).detector
-        native = detector.get_structural_tag(_tools(tools), "required", parallel_tool_calls=parallel)
+        asked = _choice("required" if choice == "auto" else choice)
+        native = detector.get_structural_tag(_tools(tools), asked, parallel_tool_calls=parallel)
         if native is not None:
-            calls = native.model_dump()["format"]
-        elif detector.supports_structural_tag():
-            calls = self._tags(detector.structure_info(), tools, parallel=parallel)
-        else:
-            raise ValueError(f"calls as {self.parser} writes them cannot stand beside a response_format")
-        answer = {"type": "json_schema", "json_schema": json.loads(schema)}
-        return {"type": "structural_tag", "format": {"type": "or", "elements": [answer, calls]}}
+            calls = dict(native.model_dump()["format"])
+            if "stop_after_first" in calls:
+                calls["stop_after_first"] = not parallel
+            return calls
+        if not detector.supports_structural_tag():
+            return None
+        return self._tags(detector.structure_info(), tools, parallel=parallel)
 
     def _tags(self, info: Callable[[str], Any], tools: Tools, *, parallel: bool) -> dict[str, Any]:
         tags = []
@@ -111,7 +120,7 @@ class ToolFormat:
             "tags": tags,
             "separator": "\n",
             "at_least_one": True,
-            "stop_after_first": not parallel,
+            "stop_after_first": not parallel or self.parser == "llama3",  # which reads no second mark
         }
 
     def reader(self, tools: Tools, choice: str, earlier: int = 0) -> CallReader:
