@@ -106,15 +106,18 @@ class ToolFormat:
             return calls
         if not detector.supports_structural_tag():
             return None
-        return self._tags(detector.structure_info(), tools, parallel=parallel)
+        return self._tags(detector, tools, parallel=parallel)
 
-    def _tags(self, info: Callable[[str], Any], tools: Tools, *, parallel: bool) -> dict[str, Any]:
-        tags = []
+    def _tags(self, detector: Any, tools: Tools, *, parallel: bool) -> dict[str, Any]:
+        form, tags = detector.structure_info(), []
         for tool in tools:
             function = tool["function"]
-            form, strict = info(function["name"]), function.get("strict")
+            call, strict = form(function["name"]), function.get("strict")
             content = {"type": "json_schema", "json_schema": (strict and function.get("parameters")) or {}}
-            tags.append({"type": "tag", "begin": form.begin, "content": content, "end": form.end})
+            begin, end = call.begin, call.end
+            if detector.bot_token.strip() not in begin:  # a mark around all calls, which the parser wants
+                begin, end = detector.bot_token + begin, end + detector.eot_token
+            tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
         return {
             "type": "tags_with_separator",
             "tags": tags,

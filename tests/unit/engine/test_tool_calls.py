@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +153,62 @@ def test_a_model_can_be_made_to_call(parser: str, choice: str) -> None:
     check_constraint(constraint)
     assert "get_weather" in next(iter(constraint.values()))
     assert form.constraint([tool("get_weather")], "auto", parallel=True) == {}
+
+
+ONE = check_schema({"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]})
+
+
+@pytest.fixture(scope="module")
+def accepts(model_path: Path) -> Callable[[dict[str, str], str], bool]:
+    """Whether an answer that ends there keeps to a constraint, as SGLang compiles it."""
+    from transformers import AutoTokenizer
+    from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    compiler = GrammarCompiler(TokenizerInfo.from_huggingface(tokenizer))
+
+    def accepted(constraint: dict[str, str], text: str) -> bool:
+        ((kind, grammar),) = constraint.items()
+        compiled = (
+            compiler.compile_json_schema(grammar, any_whitespace=False)
+            if kind == "json_schema"
+            else compiler.compile_structural_tag(grammar)
+        )
+        matcher = GrammarMatcher(compiled)
+        return matcher.accept_string(text) and matcher.accept_token(tokenizer.eos_token_id)
+
+    return accepted
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen", "mistral", "llama3", "deepseekv3", "deepseekv31"])
+def test_the_grammar_takes_calls_and_nothing_else(
+    parser: str, accepts: Callable[[dict[str, str], str], bool]
+) -> None:
+    form, tools = ToolFormat(parser, None), [tool("get_weather", strict=True), tool("add")]
+    tags = form.constraint(tools, "required", parallel=True)["structural_tag"]
+    marks = {each["begin"]: each["end"] for each in json.loads(tags)["format"]["tags"]}
+
+    def call(name: str, arguments: Any) -> str:
+        begin = next(each for each in marks if name in each)
+        return f"{begin}{json.dumps(arguments)}{marks[begin]}"
+
+    one, other = call("get_weather", ARGUMENTS), call("add", {"any": [1]})
+    for choice in ("required", "get_weather"):
+        offered = tools if choice == "required" else tools[:1]
+        alone = form.constraint(offered, choice, parallel=False)
+        assert accepts(alone, one)
+        assert accepts(alone, other) == (choice == "required")
+        assert not any(
+            accepts(alone, text)
+            for text in ("", "Oslo", f"{one}.", f"{one}\n{one}", call("get_weather", {"days": "x"}))
+        )
+    several = form.constraint(tools, "required", parallel=True)
+    assert accepts(several, f"{one}\n{other}") == (parser != "llama3")
+    either = form.constraint(tools, "auto", parallel=False, schema=ONE)
+    assert accepts(either, one)
+    assert accepts(either, '{"a": 1}')
+    assert not accepts(either, '{"a": 2}')
+    assert [read(parser, text, 3)[1][0].name for text in (one, other)] == ["get_weather", "add"]
 
 
 def test_json_or_calls() -> None:
