@@ -52,7 +52,7 @@ def _unregistered(query: Query, spans: int) -> range:
     """Numbers of the spans, the system text first, whose text came with the query."""
     if query.documents is not None:
         return range(spans)
-    return range(0 if query.system is None else 1)
+    return range(0 if query.system is None and query.tools is None else 1)
 
 
 def check_room(query: Query, prompt: Prompt, found: int, *, alone: bool) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import Depends, Request
 
+from ragserve.answering.answer_forms import AnswerForms, tool_parser
 from ragserve.answering.answerer import Answerer
 from ragserve.answering.auto import Chooser
 from ragserve.answering.follow_ups import DialogueSearch
@@ -237,6 +238,11 @@ async def open_services(
             dialogues,
             query_log.answered,
             not_found.not_found,
+            AnswerForms(
+                prompts,
+                every_grammar=settings.grammars == "all",
+                parser=tool_parser(settings.engine_args),
+            ),
         )
         yield Services(
             settings=settings,

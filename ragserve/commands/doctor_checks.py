@@ -99,11 +99,8 @@ def _versions(_: Settings) -> Finding:
         return "fail", f"sglang {installed or 'is missing'}, needed {SGLANG_VERSION}", "Run scripts/install."
     if installed != SGLANG_VERSION and _cuda():
         advice = f"Install sglang=={SGLANG_VERSION} for a GPU."
-        return (
-            "warn",
-            f"sglang {installed} has been run without a GPU only, {SGLANG_VERSION} with one",
-            advice,
-        )
+        found = f"sglang {installed} has been run without a GPU only, {SGLANG_VERSION} with one"
+        return "warn", found, advice
     pins = _pins(installed)
     have = {name: _installed(name) for name in pins}
     if wrong := [f"{n} {have[n] or 'missing'} (pinned {pin})" for n, pin in pins.items() if have[n] != pin]:

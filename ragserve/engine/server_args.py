@@ -50,7 +50,7 @@ def server_args(settings: Settings, *, nccl_port: int | None = None) -> Any:
     os.environ.pop(quiet.QUIET_VARIABLE, None)
     if settings.log_level != "debug":
         quiet.silence()
-    # With pickle IPC (the default), SGLang 0.5.16 loses the scheduler's timings in the detokenizer.
+    # With pickle IPC (the default), SGLang loses the scheduler's timings in the detokenizer.
     os.environ.setdefault("SGLANG_USE_PICKLE_IPC", "0")
     _keep_kernels(settings.kernel_cache_dir)
     os.environ[KV_CONFIG_VARIABLE] = json.dumps(_kv_config(settings))
@@ -88,6 +88,8 @@ def server_args(settings: Settings, *, nccl_port: int | None = None) -> Any:
         "enable_cache_report": True,
         "skip_server_warmup": True,
         "radix_cache_backend": CACHE_BACKEND,
+        # A model that has to write JSON may write blanks until its answer is full.
+        "constrained_json_disable_any_whitespace": True,
         # SGLang is verbose at info; operators need its warnings.
         "log_level": "info" if settings.log_level == "debug" else "warning",
         "log_level_http": "warning",

@@ -70,11 +70,8 @@ class Ingestor:
             ray: Address of a Ray cluster that parses and embeds files (`RayPipeline`).
         """
         if ray is not None and is_remote(settings.embedder):
-            raise InvalidRequest(
-                "A Ray cluster embeds with a local model, not with a remote one.",
-                hint="Omit --ray, or name a model of sentence-transformers.",
-                param="embedder",
-            )
+            message = "A Ray cluster embeds with a local model, not with a remote one: omit --ray."
+            raise InvalidRequest(message, param="embedder")
         self._settings = settings
         self._store = store
         self._lock = threading.Lock()

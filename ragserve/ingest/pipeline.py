@@ -153,9 +153,9 @@ class WritingPipeline(ABC):
                 break
             if isinstance(item, BaseException):
                 raise item
-            for place, (file, result) in enumerate(item or ()):
-                if item is not None and place < len(item) - 1:
-                    self._progress.total += 1  # an attachment
+            family = item or []
+            self._progress.total += max(0, len(family) - 1)  # attachments
+            for file, result in family:
                 if isinstance(result, ParsedFile):
                     ready.append((file, result))
                     n_chunks += len(result.chunks)

@@ -171,7 +171,7 @@ class DocumentRadixCache(RequestTree):
     def leading(self, ids: array[int], extra_key: str) -> list[torch.Tensor]:
         """Slots of the leading ``ids`` cached under this key, int64 in parts; as `peek`, changes nothing."""
         key, node, parts = RadixKey(ids, extra_key=extra_key), self.root_node, []
-        while len(key):
+        while len(key) >= self.page_size:  # less is in no tree, and has no key
             child = node.children.get(key.child_key(self.page_size))
             if child is None:
                 break

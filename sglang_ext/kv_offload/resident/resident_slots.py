@@ -135,13 +135,9 @@ class ResidentSlots:
         self.note(row, held)
 
     def _free(self, resident_blocks: torch.Tensor) -> None:
-        """Free the slots of whole resident blocks. SGLang's `free` looks for their pages, which waits for the
-        device; `free_segment`, which SGLang 0.5.16 lacks, takes pages as they lie."""
-        allocator = self._tree.token_to_kv_pool_allocator
-        if hasattr(allocator, "free_segment"):
-            allocator.free_segment(resident_blocks, start_pos=0)
-        else:
-            allocator.free(resident_blocks)
+        """Free the slots of whole resident blocks. SGLang's `free` would look for their pages, and wait for
+        the device."""
+        self._tree.token_to_kv_pool_allocator.free_segment(resident_blocks, start_pos=0)
 
     def pages_of(self, resident_blocks: torch.Tensor) -> torch.Tensor:
         """Return the pages of resident blocks, int32, of their slots."""

@@ -69,6 +69,7 @@ class CheckpointTree(RadixCache):
         if self._leaving is not None:  # without a checkpoint
             self.leaving(self._leaving, end, inserts=False)
             self._leaving, self._left = None, self._leaving
+            ranges = [(kv.cache_protected_len, end)]  # which that may have changed
         req, self._left = self._left, None
         own = None if req is None else self.own_slots(req, end)
         if own is None:
