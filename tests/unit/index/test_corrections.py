@@ -299,7 +299,7 @@ def test_what_fails_on_the_way_changes_nothing(store: IndexStore, monkeypatch: p
         raise OSError("the process died")
 
     with monkeypatch.context() as patched:
-        patched.setattr("ragserve_index.registry._commit_version", broken)
+        patched.setattr("ragserve_index.registry.commit_version", broken)
         with pytest.raises(OSError, match="died"):
             change(store, 1, "never")
     assert listed(store) == was
