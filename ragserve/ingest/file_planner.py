@@ -10,8 +10,8 @@ from typing import Any
 
 from ragserve.config import Settings
 from ragserve.errors import NotFound, RagserveError
-from ragserve.ingest.connectors.source_addresses import is_elsewhere
 from ragserve.ingest.connectors.folders_of_a_job import JobFolders
+from ragserve.ingest.connectors.source_addresses import is_elsewhere
 from ragserve.ingest.fetch import Fetcher
 from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.ingest.parsing.parse_process import Failed, ParseRequest

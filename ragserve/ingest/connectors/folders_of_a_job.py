@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ragserve.config import Settings
 from ragserve.errors import NotFound, RagserveError, Unavailable
-from ragserve.ingest.connectors.source_addresses import Address, S3Address, is_elsewhere, parse_address
 from ragserve.ingest.connectors.base import Limits, RemoteFile, RemoteFolder, is_hidden
 from ragserve.ingest.connectors.git_folder import GitFolder
 from ragserve.ingest.connectors.s3_folder import S3Folder
+from ragserve.ingest.connectors.source_addresses import Address, S3Address, is_elsewhere, parse_address
 from ragserve.ingest.jobs.job_report import Interrupted
 from ragserve.ingest.jobs.lease import JobRun
 from ragserve.ingest.jobs.submitter import Submitter

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ragserve.children import end_with_parent
 from ragserve.errors import NotFound, TooLarge, Unavailable, UnsupportedDocument
-from ragserve.ingest.connectors.source_addresses import GitAddress
 from ragserve.ingest.connectors.base import Limits, RemoteFile, RemoteFolder, write_blocks
+from ragserve.ingest.connectors.source_addresses import GitAddress
 from ragserve.ingest.parsers.base import one_line
 
 _ASK_S, _FETCH_S = 60.0, 1800.0

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.errors import InvalidRequest, NotFound, RagserveError, TooLarge, Unavailable
-from ragserve.ingest.connectors.source_addresses import S3Address
 from ragserve.ingest.connectors.base import Limits, RemoteFile, RemoteFolder, too_large, write_blocks
+from ragserve.ingest.connectors.source_addresses import S3Address
 from ragserve.ingest.parsers.base import one_line
 
 _CONNECT_S, _READ_S, _OBJECT_S = 10.0, 30.0, 300.0

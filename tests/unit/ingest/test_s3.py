@@ -12,9 +12,9 @@ import pytest
 
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest, RagserveError
-from ragserve.ingest.connectors.source_addresses import S3Address, is_elsewhere, parse_address
 from ragserve.ingest.connectors.base import Limits
 from ragserve.ingest.connectors.s3_folder import S3Folder
+from ragserve.ingest.connectors.source_addresses import S3Address, is_elsewhere, parse_address
 from ragserve.ingest.ingestor import Ingestor, PathOptions
 from ragserve.ingest.jobs.job_report import JobReport
 from ragserve_index import IndexStore
