@@ -28,7 +28,9 @@ class Authentication:
     With single sign-on, an access token of the provider stands in for a key, and so does a browser's session
     where no key is sent."""
 
-    def __init__(self, app: ASGIApp, keyring: Keyring, audit: AuditLog, sso: SingleSignOn) -> None:
+    def __init__(
+        self, app: ASGIApp, keyring: Keyring, audit: AuditLog, sso: SingleSignOn | None = None
+    ) -> None:
         self._app = app
         self._sso = sso
         self._keyring = keyring
@@ -65,13 +67,14 @@ class Authentication:
             return _of_key(self._keyring.admit(authorization), scope)
         except Unauthorized:
             scheme, _, secret = authorization.decode("latin-1").partition(" ")
-            if scheme.lower() != "bearer" or not self._sso.takes(secret.strip()):
+            sso = self._sso
+            if sso is None or scheme.lower() != "bearer" or not sso.takes(secret.strip()):
                 raise
-        return await self._sso.bearer(secret.strip())
+        return await sso.bearer(secret.strip())
 
     def _user(self, scope: Scope) -> Principal | None:
         """Who is signed in at the browser that sent a request."""
-        if not self._sso.signs_in:
+        if self._sso is None or not self._sso.signs_in:
             return None
         headers = Headers(scope=scope)
         cookie = cookie_parser(headers.get("cookie", "")).get(self._sso.session_cookie, "")
