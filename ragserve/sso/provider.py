@@ -72,12 +72,15 @@ class Provider:
         self._found_at = self._keys_at = float("-inf")
         self._asked_at = {"endpoints": float("-inf"), "keys": float("-inf")}
         self._keys: list[SigningKey] = []
+        self._refresh: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
         self._exchanges = asyncio.Semaphore(_AT_ONCE)
         self._client: httpx.AsyncClient | None = None
 
     async def close(self) -> None:
         """Close the connections."""
+        if self._refresh is not None:
+            self._refresh.cancel()
         if self._client is not None:
             await self._client.aclose()
 
@@ -93,18 +96,27 @@ class Provider:
     async def key(self, key_id: str | None, algorithm: str) -> Any:
         """The key that a token was signed with. An unknown one has the keys asked for again, now and then,
         because providers change them. Raises ``Unauthorized``, and ``Unavailable`` without any keys."""
-        found = self._find(key_id, algorithm)
-        if found is None or self._clock() - self._keys_at > _FRESH_S:
-            endpoints = await self.endpoints()
-            async with self._lock:
-                if self._find(key_id, algorithm) is None or self._clock() - self._keys_at > _FRESH_S:
-                    await self._read_keys(endpoints.keys)
-            found = self._find(key_id, algorithm)
+        found, age = self._find(key_id, algorithm), self._clock() - self._keys_at
+        if found is not None and age <= _STALE_S:
+            if age > _FRESH_S and (self._refresh is None or self._refresh.done()):
+                self._refresh = asyncio.create_task(self._refreshed())  # nobody waits for it
+            return found.key
+        await self._refreshed()
         if self._clock() - self._keys_at > _STALE_S:
             raise _unreachable("its keys are not known")
+        found = self._find(key_id, algorithm)
         if found is None:
             raise Unauthorized("The token is signed with a key that its provider does not have.")
         return found.key
+
+    async def _refreshed(self) -> None:
+        """Ask for the keys. Failures are logged."""
+        try:
+            address = (await self.endpoints()).keys
+        except Unavailable:  # logged
+            return
+        async with self._lock:
+            await self._read_keys(address)
 
     async def exchange(self, code: str, verifier: str, redirect: str, client: str, secret: str | None) -> str:
         """The ID token for an authorization code. Raises ``Unauthorized`` for a code that the provider

@@ -22,7 +22,7 @@ from joserfc.jwk import ECKey, RSAKey
 
 from ragserve.config import load
 from tests.unit.api.oidc_provider import AUDIENCE, CLIENT, SECRET, OidcProvider, oidc_provider
-from tests.unit.api.scripted_server import DOCUMENTS, Live, Tenants, serving
+from tests.unit.api.scripted_server import DOCUMENTS, Live, Tenants, eventually, serving
 
 PUBLIC = "http://127.0.0.1:7"  # as browsers know the server: its port is not known before it runs
 GROUPS = {
@@ -323,6 +323,24 @@ def test_keys_rotate(site: Site, kind: str) -> None:
     _again(site)
     assert site.names(site.provider.token()) == ["handbook", "handbook-old"]
     assert site.refused(old)[0] == 401, "the provider has dropped its key"
+
+
+def test_keys_that_are_old_are_asked_for_while_nobody_waits(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.names(site.provider.token())
+    known = site.live.app.state.sso._provider
+    later = [700.0]
+    monkeypatch.setattr(known, "_clock", lambda: time.monotonic() + later[0])
+    site.provider.down = True
+    site.provider.asked.clear()
+    assert site.names(site.provider.token()), "old keys count while the provider is down"
+    eventually(lambda: bool(site.provider.asked), "the provider is asked")
+    later[0] = 3700.0
+    assert site.refused(site.provider.token())[0] == 503, "but not for ever"
+    site.provider.down = False
+    later[0] = 3800.0
+    assert site.names(site.provider.token())
 
 
 def test_unknown_keys_do_not_have_the_provider_asked_each_time(site: Site) -> None:
