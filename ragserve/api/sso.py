@@ -45,7 +45,7 @@ async def login(request: Request) -> Response:
     try:
         there, kept = await sso.begin()
     except RagserveError as error:
-        return _page(error)
+        return _page(request, error)
     answer = RedirectResponse(there, 303, headers=_HEADERS)
     # Lax: the provider leads back here from a page of its own
     _keep(answer, sso, sso.sign_in_cookie, kept, SIGN_IN_S, "lax")
@@ -60,11 +60,12 @@ async def callback(
     sso = _sso(request)
     try:
         if error or not code:
-            said = f"The provider says {error[:64]!r}." if error else "The provider sent no code."
+            known = error.isascii() and error.replace("_", "").isalnum()  # the codes of OAuth
+            said = f"The provider says {error[:64]}." if known else "The provider sent no code."
             raise Unauthorized(said, hint="Sign in again.", code="sign_in_failed")
         cookie = await sso.finish(state, code, request.cookies.get(getattr(sso, "sign_in_cookie", ""), ""))
     except RagserveError as failed:
-        return _page(failed)
+        return _page(request, failed)
     answer = RedirectResponse("../playground", 303, headers=_HEADERS)
     _keep(answer, sso, sso.session_cookie, cookie, None, "strict")
     _drop(answer, sso, sso.sign_in_cookie)
@@ -97,8 +98,10 @@ def _drop(answer: Response, sso: SingleSignOn, name: str) -> None:
     answer.delete_cookie(name, path="/", secure=sso.secure, httponly=True, samesite="strict")
 
 
-def _page(error: RagserveError) -> HTMLResponse:
-    """A page for a person: a sign-in is no call of a program."""
+def _page(request: Request, error: RagserveError) -> HTMLResponse:
+    """A page for a person at a browser; raises the error for a program."""
+    if "text/html" not in request.headers.get("accept", ""):
+        raise error
     head = "<!doctype html><title>Sign-in failed</title>"
     text = f'{head}<p>{escape(str(error))}</p><p><a href="../playground">Back</a></p>'
     return HTMLResponse(text, error.status, headers=_HEADERS)

@@ -168,9 +168,11 @@ def test_a_callback_counts_once_and_in_the_browser_that_began(site: Site, browse
     assert browser.get(back).status_code == 303
     assert browser.get(back).status_code == 401, "the cookie of the sign-in is gone"
     for query in ("", "?error=access_denied", "?state=x&code=y", "?error=<script>"):
-        answer = browser.get("/sso/callback" + query)
-        assert answer.status_code == 401
-        assert "<script>" not in answer.text
+        for accepted in ("text/html,*/*;q=0.8", "*/*"):
+            answer = browser.get("/sso/callback" + query, headers={"Accept": accepted})
+            assert answer.status_code == 401
+            assert answer.headers["content-type"].startswith("text/html") is (accepted != "*/*")
+            assert "<script>" not in answer.text
 
 
 @pytest.mark.parametrize(
