@@ -25,6 +25,7 @@ import sqlite3
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def of_runs(cut: Cut, *, fold_first: bool) -> Cut:
 def cutters(language: str) -> dict[str, Cut]:
     found: dict[str, Cut] = {
         "runs": of_runs(lambda run: [run[:64]], fold_first=True),
-        **{str(n): of_runs(lambda run, n=n: grams(n, run), fold_first=True) for n in (1, 2, 3)},
+        **{str(n): of_runs(partial(grams, n), fold_first=True) for n in (1, 2, 3)},
         "1+2": of_runs(lambda run: [*run, *grams(2, run)], fold_first=True),
         "2+3": of_runs(lambda run: [*grams(2, run), *grams(3, run)], fold_first=True),
     }

@@ -285,9 +285,9 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
     )
     grammars: Literal["schemas", "all"] = Field(
         "schemas",
-        description="Grammars that clients of SGLang's routes may send. schemas: JSON schemas without "
-        "`pattern`, within limits. all: regular expressions, EBNF and structural tags, too; some of 500 "
-        "characters stop the engine for everybody.",
+        description="Grammars that clients may send, to SGLang's routes and as `response_format` or strict "
+        "tools to namespaces. schemas: JSON schemas without `pattern`, within limits. all: regular "
+        "expressions, EBNF and structural tags, too; some of 500 characters stop the engine for everybody.",
     )
     audit_log_bytes: int = Field(
         64 * 2**20,

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 
 from ragserve.errors import Conflict, InvalidRequest, NotFound
-from ragserve_index import corrections, registry
+from ragserve_index import corrections, registry, stored_vectors
 from ragserve_index.batch import Prepared, document_ids, metadata_json
 from ragserve_index.corrections import ChunkCorrection
 from ragserve_index.database import Connection, Database
 from ragserve_index.index.pool import IndexPool
+from ragserve_index.labelling import hidden_ids
 from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.types import Chunk, Document, NewChunk, NewDocument
+from ragserve_index.viewers import EVERYTHING, Viewer
 
 _ALL = 2**31 - 1
 
@@ -61,9 +63,15 @@ class NewText:
 class ChunkChanges:
     """Thread-safe, and safe among processes: each method is one transaction."""
 
-    def __init__(self, database: Database, pool: IndexPool) -> None:
+    def __init__(self, database: Database, pool: IndexPool, viewer: Viewer = EVERYTHING) -> None:
+        """``viewer``: whose documents they are."""
         self._database = database
         self._pool = pool
+        self._viewer = viewer
+
+    def seen_by(self, viewer: Viewer) -> ChunkChanges:
+        """The same for another viewer."""
+        return ChunkChanges(self._database, self._pool, viewer)
 
     def states(
         self, namespace: str, doc_id: str, *, after: int = 0, limit: int | None = None
@@ -71,7 +79,9 @@ class ChunkChanges:
         """The document's chunks of the ordinals from ``after`` on, ``limit`` of them. Raises NotFound."""
         with self._database.read() as connection:
             ns = registry.namespace(connection, namespace)
-            return _states(connection, ns, registry.get_document(connection, ns, doc_id), after, limit)
+            return _states(
+                connection, ns, registry.get_document(connection, ns, doc_id, self._viewer), after, limit
+            )
 
     def state(self, namespace: str, doc_id: str, ordinal: int) -> ChunkState:
         """One chunk. Raises NotFound."""
@@ -87,6 +97,7 @@ class ChunkChanges:
         with self._database.read() as connection:
             ns = registry.namespace(connection, namespace)
             found = corrections.read(connection, ns.id, doc_ids)
+            hidden = hidden_ids(connection, namespace, doc_ids, self._viewer)
         listed = {
             doc_id: [
                 LostCorrection(row.original, row.text, row.disabled, row.page, row.ordinal, row.lost_at)
@@ -94,6 +105,7 @@ class ChunkChanges:
                 if row.lost_at is not None and row.lost_at >= since
             ]
             for doc_id, rows in found.items()
+            if doc_id not in hidden
         }
         return {doc_id: rows for doc_id, rows in listed.items() if rows}
 
@@ -101,7 +113,7 @@ class ChunkChanges:
         """Remove a document's lost corrections and return their number. Raises NotFound."""
         with self._database.write() as connection:
             ns = registry.namespace(connection, namespace)
-            registry.get_document(connection, ns, doc_id)
+            registry.get_document(connection, ns, doc_id, self._viewer)
             rows = corrections.read(connection, ns.id, [doc_id]).get(doc_id, [])
             gone = [row.id for row in rows if row.lost_at is not None]
             corrections.remove(connection, gone)
@@ -130,7 +142,7 @@ class ChunkChanges:
         """The document's chunks as its file gave them, without corrections. Raises NotFound."""
         with self._database.read() as connection:
             ns = registry.namespace(connection, namespace)
-            registry.get_document(connection, ns, doc_id)
+            registry.get_document(connection, ns, doc_id, self._viewer)
             return [chunk for chunk, _ in _cut(connection, ns, doc_id)[0]]
 
     def change(
@@ -149,7 +161,7 @@ class ChunkChanges:
         ``version`` any more."""
         with self._database.write() as connection:
             ns = registry.namespace(connection, namespace)
-            document = registry.get_document(connection, ns, doc_id)
+            document = registry.get_document(connection, ns, doc_id, self._viewer)
             before = _states(connection, ns, document, ordinal, 1)
             if not before:
                 raise _no_chunk(doc_id, ordinal)
@@ -164,9 +176,9 @@ class ChunkChanges:
             if same_text and disabled in (None, before[0].disabled):
                 return before[0]
             item = _changed(connection, ns, document, ordinal, None if same_text else text, disabled)
-            registry.write_documents(connection, ns, [item])
+            registry.write_documents(connection, ns, [item], self._viewer)
             now = registry.namespace(connection, namespace)
-            written = registry.get_document(connection, now, doc_id)
+            written = registry.get_document(connection, now, doc_id, self._viewer)
             after = _states(connection, now, written, ordinal, 1)[0]
         self._pool.after_write(ns)
         return after
@@ -185,7 +197,7 @@ def _states(
     rows = corrections.read(connection, ns.id, [document.doc_id]).get(document.doc_id, [])
     live = {row.ordinal: row for row in rows if row.lost_at is None}
     found = []
-    for chunk in registry.document_chunks(connection, ns, document.doc_id, after, until - after):
+    for chunk in registry.document_chunks(connection, ns, document.doc_id, EVERYTHING, after, until - after):
         row = live.get(chunk.ordinal)
         original = chunk.text if row is None else row.original
         version = corrections.version_of(original, chunk.text, False)
@@ -222,9 +234,11 @@ def _cut(
     corrections by ordinal, lost ones left out."""
     rows = corrections.read(connection, ns.id, [doc_id]).get(doc_id, [])
     live = {row.ordinal: row for row in rows if row.lost_at is None}
-    chunks = registry.document_chunks(connection, ns, doc_id)
-    sentences = registry.sentence_vectors(connection, ns, [chunk.chunk_id for chunk in chunks])
-    vectors = registry.document_vectors(connection, ns, doc_id)
+    chunks = registry.document_chunks(connection, ns, doc_id, EVERYTHING)
+    sentences = stored_vectors.sentence_vectors(
+        connection, ns, [chunk.chunk_id for chunk in chunks], EVERYTHING
+    )
+    vectors = stored_vectors.document_vectors(connection, ns, doc_id)
     found: dict[int, tuple[NewChunk, np.ndarray]] = {
         ordinal: (row.as_cut, np.frombuffer(row.vector, dtype="<f4")) for ordinal, row in live.items()
     }

@@ -48,12 +48,13 @@ class NewDocument:
     mime: str
     size_bytes: int
     metadata: Mapping[str, MetadataValue] = field(default_factory=dict)
+    labels: tuple[str, ...] | None = None  # None: those that it had, or none
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
     """An indexed document. Times are Unix seconds. ``doc_id`` depends on namespace and source alone, and
-    stays the same when the document is replaced.
+    stays the same when the document is replaced. ``labels``: those that its reader may know of.
     """
 
     doc_id: str
@@ -68,6 +69,7 @@ class Document:
     created_at: float
     updated_at: float
     metadata: Mapping[str, Any]
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 VERSION = f"3 {unicodedata.unidata_version}"
@@ -116,18 +116,27 @@ def words(text: str) -> list[str]:
         folded = _UNSPACED.sub("\n", folded)
     names = [re.sub(r"\D", "", found.group()) for found in _GROUPS.finditer(folded)]
     for piece in folded.replace(",", "\n").split():
-        if piece.isalnum():
-            plain += [piece[:_LONGEST], *_measured(piece)]
-            continue
-        parts = _PART.findall(piece)
-        plain += [part[:_LONGEST] for part in parts]
-        if len(piece) <= 2 * _LONGEST:  # c#/.net and c++-based have names in them
-            for own in dict.fromkeys((piece, *_JOINED.split(piece))):
-                names += _names(own)
-                measured = _measured(own)
-                plain += [one for one in measured if one.isalnum()]
-                names += [name for one in measured for name in _names(one)]
+        own, named = _known(piece) if len(piece) <= _LONGEST else _cut(piece)
+        plain += own
+        names += named
     return [*_stemmer().analyze(" ".join(plain)), *names]
+
+
+def _cut(piece: str) -> tuple[Sequence[str], Sequence[str]]:
+    """The plain words of a piece without blanks, and the names in it."""
+    if piece.isalnum():
+        return [piece[:_LONGEST], *_measured(piece)], ()
+    plain, names = [part[:_LONGEST] for part in _PART.findall(piece)], list[str]()
+    if len(piece) <= 2 * _LONGEST:  # c#/.net and c++-based have names in them
+        for own in dict.fromkeys((piece, *_JOINED.split(piece))):
+            names += _names(own)
+            measured = _measured(own)
+            plain += [one for one in measured if one.isalnum()]
+            names += [name for one in measured for name in _names(one)]
+    return plain, names
+
+
+_known = lru_cache(maxsize=2**15)(_cut)  # most pieces of a text are frequent ones
 
 
 def distinct_words(text: str, limit: int) -> list[str]:

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ragserve import tracing
-from ragserve.answering.prompt import Message, PromptBuilder
+from ragserve.answering.messages import Message, spoken
+from ragserve.answering.prompt import PromptBuilder
 from ragserve.answering.results import (
     AnswerEvidence,
     Correction,
@@ -161,7 +162,7 @@ class DialogueSearch:
         spelling: SpellingCorrector | None = None,
     ) -> None:
         """Without ``spelling``, nothing is corrected."""
-        self._search = search
+        self._search, self.hides = search, search.hides
         self._spelling = spelling
         self._rewriter = Rewriter(engine, prompts)
 
@@ -238,7 +239,7 @@ class DialogueSearch:
         if self._spelling is None or options.spelling == "off":
             return Corrected.nothing(typed.typed)
         with tracing.span("spelling"):
-            return await self._spelling.correct(namespace, typed.typed)
+            return await self._spelling.correct(namespace, typed.typed, options.viewer)
 
     async def _asked(
         self,
@@ -248,7 +249,7 @@ class DialogueSearch:
         request_id: str,
         spend: Callable[[int], None],
     ) -> SearchedFor:
-        question, history = dialogue.question, dialogue.history
+        question, history = dialogue.question, spoken(dialogue.history)
         if how == "alone":
             return SearchedFor(question=question, variants=[], follow_up="alone")
         note = None
@@ -417,8 +418,7 @@ def _messages(turn: tuple[str, str]) -> list[Message]:
 
 
 def _dialogue(history: Sequence[Message], question: str) -> str:
-    names = {"user": "User", "assistant": "Assistant", "system": "System"}
-    lines = [f"{names[m.role]}: {_plain(m.content, _MESSAGE_CHARS)}" for m in history[-_MESSAGES:]]
+    lines = [f"{m.role.title()}: {_plain(m.content, _MESSAGE_CHARS)}" for m in history[-_MESSAGES:]]
     return "\n".join([*lines, f"Last question: {_plain(question, len(question))}"])
 
 

@@ -44,7 +44,7 @@ class QueryLog(NamespaceLog):
         """Note a question; ``began``: when it came (``time.time``)."""
         if not query.private:
             question = (search_question(query.question, searched_for) or "").strip()
-            self.note(query.request.namespace, question, began)
+            self.note(query.request.namespace, question, began, query.search.viewer)
 
 
 class LoggedQuestions:

@@ -70,7 +70,7 @@ async def chunks(
     )
     following = page.after + page.limit
     shown = [each for each in found if each.chunk.ordinal < following]
-    views = [_view(each, caller) for each in shown if not each.disabled or caller.key.has("ingest")]
+    views = [_view(each, caller) for each in shown if not each.disabled or caller.who.has("ingest")]
     return {"chunks": views, "next": following if len(found) > len(shown) else None}
 
 
@@ -86,7 +86,7 @@ async def chunk(
     """Show one piece of a document; a disabled one with the right `ingest`."""
     caller.require("read", where.namespace)
     found = await asyncio.to_thread(svc.store.chunk_changes.state, where.namespace, doc_id, ordinal)
-    if found.disabled and not caller.key.has("ingest"):
+    if found.disabled and not caller.who.has("ingest"):
         raise NotFound(f"Document {doc_id!r} has no chunk {ordinal}.", code="chunk_not_found")
     return _view(found, caller)
 
@@ -123,6 +123,7 @@ async def change(
         body.version,
         text=body.text,
         disabled=body.disabled,
+        viewer=caller.who.viewer,
     )
     caller.details.update(document=doc_id, chunk=ordinal)
     await svc.evict()
@@ -160,7 +161,7 @@ async def forget(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc, call
 
 def _view(state: ChunkState, caller: Access) -> ChunkView:
     fields = {name: getattr(state.chunk, name) for name in _OF_CHUNK}
-    edits = caller.key.has("ingest")
+    edits = caller.who.has("ingest")
     return ChunkView(
         **fields,
         chunk_id=state.chunk.chunk_id or None,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Body, Path, Query
 from pydantic import Field
 
 from ragserve.api import examples
 from ragserve.api.access import Caller
-from ragserve.api.body import RequestModel, Text
+from ragserve.api.body import JsonRoute, RequestModel, Text
+from ragserve.api.namespace_examples import LABELS_REQUESTS
 from ragserve.api.openapi import documented
+from ragserve.api.schemas import DocumentLabels
 from ragserve.api.services import Svc
 from ragserve.api.views import (
     DocumentList,
@@ -24,7 +26,7 @@ from ragserve.errors import NotFound
 from ragserve_index.filters import parse_filter
 from ragserve_index.types import Document, NamespaceInfo
 
-router = APIRouter(tags=["documents"])
+router = APIRouter(tags=["documents"], route_class=JsonRoute)
 DocId = Annotated[str, Path(min_length=1, max_length=128, description="As in citations and listings.")]
 NamespaceName = Annotated[Namespace, Path(description="The namespace.")]
 
@@ -80,6 +82,35 @@ async def document(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc, ca
     """Show a document's registry entry; its text is in its chunks."""
     caller.require("read", where.namespace)
     return await asyncio.to_thread(svc.store.document, where.namespace, doc_id)
+
+
+class Labels(RequestModel):
+    labels: DocumentLabels
+
+
+@router.put(
+    "/rag/documents/{doc_id}/labels",
+    summary="Change who sees a document",
+    response_model=DocumentView,
+    responses=documented(
+        examples.DOCUMENT, (400, 404, 413, 415, 503, 507), description="The document from now on"
+    ),
+)
+async def label(
+    doc_id: DocId,
+    where: Annotated[Where, Query()],
+    body: Annotated[Labels, Body(openapi_examples=LABELS_REQUESTS)],
+    svc: Svc,
+    caller: Caller,
+) -> Document:
+    """Replace a document's labels. Those that the API key does not hold stay, and are not shown.
+
+    Requests that begin after the answer go by the new ones: searches, sessions that rest on the document, and
+    listings."""
+    caller.require("ingest", where.namespace)
+    caller.details = {"document": doc_id, "labels": body.labels}
+    changed = await asyncio.to_thread(svc.store.set_labels, where.namespace, [doc_id], only=body.labels)
+    return changed[0]
 
 
 @router.delete(

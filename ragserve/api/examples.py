@@ -423,11 +423,7 @@ CHAT_SSE = _sse(
 MODEL = {"id": "ragserve/docs", "object": "model", "created": 0, "owned_by": "ragserve"}
 _ENGINE_MODEL = {"id": _MODEL, "object": "model", "created": _TIME, "owned_by": "sglang"}
 MODELS = {"object": "list", "data": [MODEL, _ENGINE_MODEL]}
-EMBEDDING_REQUEST: dict[str, Any] = {
-    "model": "all-MiniLM-L6-v2",
-    "input": [QUESTION],
-    "encoding_format": "float",
-}
+EMBEDDING_REQUEST: dict[str, Any] = {"model": "all-MiniLM-L6-v2", "input": [QUESTION]}
 EMBEDDINGS: dict[str, Any] = {
     "object": "list",
     "data": [{"object": "embedding", "index": 0, "embedding": [0.0312, -0.0451, 0.0127]}],

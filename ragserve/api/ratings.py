@@ -76,7 +76,7 @@ async def rate(
         "documents": body.documents,
     }
     now = time.time()
-    svc.feedback.note(body.namespace, body.query, now, **record)
+    svc.feedback.note(body.namespace, body.query, now, caller.who.viewer, **record)
     return {"rows": [as_row({**record, "question": body.query, "time": said_at(now)}, body.namespace)]}
 
 

@@ -19,6 +19,7 @@ from ragserve.setting_groups.answering import (
     Spelling,
 )
 from ragserve_index.filters import Filter
+from ragserve_index.viewers import Viewer
 
 T = TypeVar("T")
 MAX_K = 64
@@ -103,8 +104,8 @@ class SearchFields(RequestModel):
         "is not asked. `off`: nothing is looked at. Default: the server's.",
     )
 
-    def search_options(self, settings: Settings) -> SearchOptions:
-        """The options, with the server's defaults where the request has none."""
+    def search_options(self, settings: Settings, viewer: Viewer) -> SearchOptions:
+        """The options of a viewer's search, with the server's defaults where the request has none."""
         return SearchOptions(
             k=self.k or (MAX_K if self.context_tokens else settings.top_k),
             filter=self.filter,
@@ -118,6 +119,7 @@ class SearchFields(RequestModel):
             min_score=_or(self.min_score, settings.min_score),
             dedupe=_or(self.dedupe, settings.dedupe),
             not_found=self.not_found or settings.not_found,
+            viewer=viewer,
         )
 
 

@@ -7,11 +7,12 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import Depends, Request
 
+from ragserve.answering.answer_forms import AnswerForms, tool_parser
 from ragserve.answering.answerer import Answerer
 from ragserve.answering.auto import Chooser
 from ragserve.answering.follow_ups import DialogueSearch
@@ -24,6 +25,8 @@ from ragserve.answering.sessions.dialogues import Dialogues
 from ragserve.answering.sessions.session_store import SessionStore, forget_all
 from ragserve.answering.sessions.turn_attention import TurnAttention
 from ragserve.answering.sessions.turn_compression import TurnCompressor
+from ragserve.api.access import Access
+from ragserve.api.seen_jobs import SeenJobs
 from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import Settings
 from ragserve.engine.base import Engine, EngineInfo, TokenizingEngine
@@ -75,6 +78,10 @@ class Services:
     warm_runner: JobRunner | None  # None if the engine has no document cache
     foreign: list[str]  # namespaces that were cut for another model, when the server started
     evict: Callable[[], Coroutine[Any, Any, None]]  # evict the KV of removed documents from every tier
+
+    def seen_jobs(self, caller: Access) -> SeenJobs:
+        """The jobs as a caller sees them."""
+        return SeenJobs(self.ingestor.jobs, self.store, caller.who)
 
     async def own_settings(self, namespace: str) -> NamespaceSettings:
         """A namespace's own settings, without any for one that does not exist."""
@@ -231,6 +238,11 @@ async def open_services(
             dialogues,
             query_log.answered,
             not_found.not_found,
+            AnswerForms(
+                prompts,
+                every_grammar=settings.grammars == "all",
+                parser=tool_parser(settings.engine_args),
+            ),
         )
         yield Services(
             settings=settings,
@@ -369,11 +381,13 @@ def load_embedder(settings: Settings) -> AnyEmbedder:
 
 
 async def services(request: Request) -> Services:
-    """Dependency: the server's services. Raises Unavailable during start and stop."""
+    """Dependency: the server's services, with the store as the caller sees it: a route reads no others'
+    documents. Raises Unavailable during start and stop."""
     found: Services | None = getattr(request.app.state, "services", None)
     if found is None:
         raise Unavailable("The server is starting or stopping.", hint="Retry when /ready answers 200.")
-    return found
+    caller: Access = request.state.access
+    return replace(found, store=found.store.seen_by(caller.who.viewer))
 
 
 async def request_id(request: Request) -> str:

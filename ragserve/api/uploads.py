@@ -15,7 +15,7 @@ from ragserve.api.body import drain, parse_json
 from ragserve.errors import InvalidRequest, TooLarge
 
 _FILE_FIELDS = {"files", "file"}
-_TEXT_FIELDS = {"namespace", "metadata", "warm", "prechunked", "chunk_tokens", "limit"}
+_TEXT_FIELDS = {"namespace", "metadata", "labels", "warm", "prechunked", "chunk_tokens", "limit"}
 _JSON_FIELDS = _TEXT_FIELDS - {"namespace"}
 _MAX_FIELD_BYTES = 64 * 2**10
 
@@ -78,7 +78,7 @@ async def _sorted(form: FormData) -> tuple[list[UploadFile], dict[str, Any]]:
             raise InvalidRequest(
                 f"The form has a field {name[:64]!r} that is unknown or of the wrong kind.",
                 hint="Files go into 'files'; 'namespace' is text, all others are JSON: 'metadata' an object, "
-                "'warm' and 'prechunked' true or false.",
+                "'labels' a list, 'warm' and 'prechunked' true or false.",
                 param=name[:64],
             )
     if not files:

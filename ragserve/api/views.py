@@ -100,6 +100,11 @@ class DocumentView(BaseModel):
     created_at: float = Field(description="Unix seconds.")
     updated_at: float = Field(description="Unix seconds.")
     metadata: dict[str, Any]
+    labels: list[str] = Field(
+        default_factory=list,
+        description="Who sees it: keys that hold one of them; without any, all do. Listed are those that the "
+        "API key holds.",
+    )
 
 
 class DocumentList(BaseModel):

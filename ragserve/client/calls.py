@@ -275,6 +275,14 @@ def remove_document(doc_id: str, namespace: str | None = None) -> Call[DocumentV
     return _delete(_path("documents", doc_id), DocumentView, namespace=namespace)
 
 
+def label_document(doc_id: str, labels: Sequence[str], namespace: str | None = None) -> Call[DocumentView]:
+    """``PUT /rag/documents/{doc_id}/labels``: let the API keys see a document that hold one of these labels;
+    without any, all keys of its namespace."""
+    options = {"json": {"labels": list(labels)}, "params": _given({"namespace": namespace})}
+    path = _path("documents", doc_id, "labels")
+    return Call("PUT", path, _model(DocumentView), options, repeatable=True)
+
+
 def namespaces() -> Call[list[NamespaceView]]:
     """``GET /rag/namespaces``: those that the API key covers, by name."""
     listed = _model(NamespaceList)

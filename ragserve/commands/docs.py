@@ -15,7 +15,7 @@ from ragserve.commands.ingest import signals_stop
 from ragserve.commands.job_console import place, print_json, shown
 from ragserve.commands.options import ENGINE_SETTINGS, AsJson, Namespace, with_settings
 from ragserve.config import Settings
-from ragserve.errors import NotFound, RagserveError
+from ragserve.errors import InvalidRequest, NotFound, RagserveError
 from ragserve.tenants.audit_log import record_command
 
 if TYPE_CHECKING:
@@ -47,12 +47,13 @@ OtherServer = Annotated[
 
 def register(app: typer.Typer) -> None:
     docs = typer.Typer(
-        help="List, show, correct, remove, check and warm documents; list and drop namespaces.",
+        help="List, show, label, correct, remove, check and warm documents; list and drop namespaces.",
         no_args_is_help=True,
     )
     docs.command("ls")(with_settings(ls, ["data_dir", "registry_url", "api_key"]))
     docs.command("namespaces")(with_settings(namespaces, ["data_dir", "registry_url"]))
     docs.command("show")(with_settings(show, ["data_dir", "registry_url"]))
+    docs.command("label")(with_settings(label, ["data_dir", "registry_url"]))
     docs.command("rm")(with_settings(rm, ["data_dir", "registry_url", "model", "tokenizer"]))
     docs.command("drop")(with_settings(drop, ["data_dir", "registry_url"]))
     docs.command("check")(with_settings(check, ["data_dir", "registry_url"]))
@@ -93,6 +94,7 @@ def ls(
         return
     for document in documents:  # two lines each: sources are long, and terminals are not
         facts = f"{document.n_chunks:,} chunks, {document.n_tokens:,} tokens, namespace {document.namespace}"
+        facts += f", labels {', '.join(document.labels)}" if document.labels else ""
         typer.echo(f"{document.doc_id}  {shown(document.title)}  ({facts})\n    {shown(document.source)}")
     typer.echo(f"{len(documents):,} {'document' if len(documents) == 1 else 'documents'}")
 
@@ -141,6 +143,36 @@ def show(
         edited = ", edited" if chunk.edited else ""
         head = f"chunk {chunk.chunk_id} [{chunk.start}:{chunk.end}], {chunk.n_tokens} tokens{page}{edited}"
         typer.echo(f"\n--- {head}\n{chunk.text}")
+
+
+def label(
+    settings: Settings,
+    documents: Annotated[list[str], typer.Argument(metavar="DOC_ID|SOURCE...")],
+    namespace: Namespace = "default",
+    add: Annotated[list[str] | None, typer.Option(help="Give this label. Repeatable.")] = None,
+    remove: Annotated[list[str] | None, typer.Option(help="Take this label away. Repeatable.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Have these labels and no others. Repeatable; '' is none.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change who sees documents: API keys that hold one of a document's labels, or all if it has none.
+
+    A running server goes by it from its next request on, also in sessions. All documents are changed, or
+    none."""
+    if not (add or remove or only):
+        raise InvalidRequest("Say what to change: --add, --remove or --only.")
+    chosen = None if only is None else [each for each in only if each]
+    with open_data(settings) as store:
+        ids = [resolve(store, namespace, name).doc_id for name in documents]
+        changed = store.set_labels(namespace, ids, add=add or (), remove=remove or (), only=chosen)
+    now = {document.doc_id: list(document.labels) for document in changed}
+    record_command(settings, "docs label", namespace=namespace, documents=now, result="labelled")
+    if as_json:
+        print_json([_plain(document) for document in changed])
+        return
+    for document in changed:
+        typer.echo(f"{document.doc_id} {shown(document.source)}: {_seen_by(document)}")
 
 
 def rm(
@@ -354,6 +386,10 @@ def _joined(chunks: Sequence[Chunk]) -> str:
         parts.append(chunk.own_text)
         until = chunk.end
     return "".join(parts)
+
+
+def _seen_by(document: Document) -> str:
+    return f"labels {', '.join(document.labels)}" if document.labels else "no labels: every key sees it"
 
 
 def _plain(document: Document) -> dict[str, Any]:

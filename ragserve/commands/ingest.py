@@ -96,6 +96,13 @@ def ingest(
     metadata: Annotated[
         list[str] | None, typer.Option(help="key=value for every document, for filters. Repeatable.")
     ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Label of every document: only API keys that hold one of its labels see it. Repeatable; '' "
+            "takes all away. Default: documents keep those that they have."
+        ),
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="Document name for stdin; its extension hints at the format.")
     ] = None,
@@ -167,6 +174,7 @@ def ingest(
         follow_symlinks,
         sitemap,
         other_hosts,
+        None if label is None else tuple(each for each in label if each),
     )
     _note_model(settings)
     with (
@@ -350,7 +358,7 @@ class _Session:
                 f"Standard input has more than {limit:,} bytes.",
                 hint="Raise RAGSERVE_MAX_UPLOAD_BYTES or split it.",
             )
-        uploads = [Upload(name, io.BytesIO(data))]
+        uploads = [Upload(name, io.BytesIO(data), labels=options.labels)]
         submit = self.ingestor.submit_chunks if prechunked else self.ingestor.submit_files
         return submit(namespace, uploads, options.metadata, kind="stdin", warm=options.warm).job_id
 

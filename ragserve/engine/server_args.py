@@ -88,6 +88,8 @@ def server_args(settings: Settings, *, nccl_port: int | None = None) -> Any:
         "enable_cache_report": True,
         "skip_server_warmup": True,
         "radix_cache_backend": CACHE_BACKEND,
+        # A model that has to write JSON may write blanks until its answer is full.
+        "constrained_json_disable_any_whitespace": True,
         # SGLang is verbose at info; operators need its warnings.
         "log_level": "info" if settings.log_level == "debug" else "warning",
         "log_level_http": "warning",

@@ -99,7 +99,13 @@ def _attached(
     )
     metadata = {**file.metadata, PARENT: file.source}
     planned = replace(
-        file, source=f"{file.source}/{attached.name}", request=own, title="", metadata=metadata, found=False
+        file,
+        source=f"{file.source}/{attached.name}",
+        request=own,
+        title="",
+        metadata=metadata,
+        found=False,
+        labels=(file.had or None) if file.labels is None else file.labels,
     )
     if why := budget.spent():
         return [(planned, Failed(why, "too_many_attachments"))]

@@ -14,6 +14,7 @@ from ragserve_index import IndexStore
 from ragserve_index.chunk_changes import ChunkState, LostCorrection, NewText
 from ragserve_index.text_forms import storable
 from ragserve_index.types import Document, NewChunk
+from ragserve_index.viewers import EVERYTHING, Viewer
 
 _NAMED_LOST = 3  # in a note
 _QUOTED = 40  # characters of each
@@ -53,12 +54,13 @@ class ChunkEditor:
         *,
         text: str | None = None,
         disabled: bool | None = None,
+        viewer: Viewer = EVERYTHING,
     ) -> ChunkState:
-        """Change a chunk as `ChunkChanges.change` does.
+        """Change a chunk of a viewer's document as `ChunkChanges.change` does.
 
         Raises ``NotFound``, ``Conflict`` (another version, another embedder than the namespace's), and
         ``InvalidRequest`` for a text that ingestion would not take, or of more tokens than a chunk has."""
-        changes = self._store.chunk_changes
+        changes = self._store.chunk_changes.seen_by(viewer)
         now = changes.state(namespace, doc_id, ordinal)
         new = None
         if text is not None and now.version == version:

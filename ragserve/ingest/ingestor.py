@@ -7,10 +7,10 @@ import logging
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ragserve.config import Settings
 from ragserve.errors import Conflict, InvalidRequest, NotFound, StorageFull
@@ -21,6 +21,7 @@ from ragserve.ingest.fetch import Fetcher
 from ragserve.ingest.file_planner import FilePlanner
 from ragserve.ingest.jobs.job_report import JobReport, OnProgress, failures_of
 from ragserve.ingest.jobs.lease import LEASE_S, JobRun, run_leased, worker_name
+from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.ingest.parsers.base import one_line
 from ragserve.ingest.parsing.parse_process import ParseProcess, parsing_options
 from ragserve.ingest.pipeline import Pipeline, PlannedFile, Written
@@ -28,6 +29,7 @@ from ragserve.ingest.preview import Previewer
 from ragserve.ingest.prune import vanished_documents
 from ragserve.ingest.sources import clean_name, printable, scan
 from ragserve.ingest.spool import Spool, SpooledFile, unusable_disk_explained
+from ragserve.ingest.submissions import PathOptions, SubmittedText, Upload, given_labels, stored
 from ragserve.ingest.url_sources import KIND as URL_JOBS
 from ragserve.ingest.url_sources import check_urls, fetcher_of, follow_sitemaps
 from ragserve.metrics import metrics
@@ -39,46 +41,7 @@ from sglang_ext.wire.protocol import NAMESPACE
 
 log = logging.getLogger(__name__)
 _ALL = 1_000_000  # jobs are listed without paging
-
-
-@dataclass(frozen=True, slots=True)
-class SubmittedText:
-    """A text to index; ``name`` identifies the document in its namespace."""
-
-    name: str
-    text: str
-    title: str = ""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """A client's file. Its name is a label and a hint at the format, never a path."""
-
-    filename: str
-    stream: BinaryIO
-    title: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PathOptions:
-    """Options of ingesting paths; ``recursive``, ``globs`` and ``follow_symlinks`` are those of
-    `sources.scan`.
-
-    ``prune`` removes documents whose file vanished from a given directory. ``warm`` creates a second job,
-    when this one is done, that computes the documents' KV into the document cache (`ragserve.cache.warm`).
-    ``sitemap``: each URL stands for its site, whose sitemaps name the pages to take; those on ``other_hosts``
-    only with that.
-    """
-
-    recursive: bool = False
-    globs: tuple[str, ...] = ()
-    prune: bool = False
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    warm: bool = False
-    follow_symlinks: bool = False
-    sitemap: bool = False
-    other_hosts: bool = False
+_COMMAND = Submitter()
 
 
 class Ingestor:
@@ -107,11 +70,8 @@ class Ingestor:
             ray: Address of a Ray cluster that parses and embeds files (`RayPipeline`).
         """
         if ray is not None and is_remote(settings.embedder):
-            raise InvalidRequest(
-                "A Ray cluster embeds with a local model, not with a remote one.",
-                hint="Omit --ray, or name a model of sentence-transformers.",
-                param="embedder",
-            )
+            message = "A Ray cluster embeds with a local model, not with a remote one: omit --ray."
+            raise InvalidRequest(message, param="embedder")
         self._settings = settings
         self._store = store
         self._lock = threading.Lock()
@@ -156,10 +116,11 @@ class Ingestor:
         spec = {
             "kind": "paths",
             "inputs": [printable(given) for given in inputs],
-            "roots": _stored(found.roots if roots is None else roots),
-            "named": _stored([] if within else found.named),
+            "roots": stored(found.roots if roots is None else roots),
+            "named": stored([] if within else found.named),
             **asdict(options),
             "globs": list(options.globs),
+            "labels": given_labels(options.labels, Submitter()),
         }
         notes = [JobItem(source, "failed", reason, 0, 0, 0, None) for source, reason in found.failed]
         notes += [JobItem(source, "skipped", reason, 0, 0, 0, None) for source, reason in found.skipped]
@@ -170,10 +131,16 @@ class Ingestor:
         return self.jobs.get(job.job_id)
 
     def submit_urls(
-        self, namespace: str, urls: Sequence[str], options: PathOptions, *, max_bytes: int | None = None
+        self,
+        namespace: str,
+        urls: Sequence[str],
+        options: PathOptions,
+        *,
+        max_bytes: int | None = None,
+        by: Submitter = _COMMAND,
     ) -> Job:
-        """Create a job over URLs, for a server's clients; ``options``: about sitemaps, ``metadata`` and
-        ``warm``. ``max_bytes``: of a file, if less than the settings'.
+        """Create a job over URLs, for a server's clients; ``options``: about sitemaps, ``metadata``,
+        ``labels`` and ``warm``. ``max_bytes``: of a file, if less than the settings'.
 
         Raises ``InvalidRequest``, ``Forbidden`` (the setting ``url_ingestion``), ``Conflict``,
         ``StorageFull``.
@@ -182,10 +149,18 @@ class Ingestor:
         check_urls(self._settings, urls)
         metadata_json(options.metadata, "metadata of the job")
         limit = min(max_bytes or self._settings.max_upload_bytes, self._settings.max_upload_bytes)
-        spec = {"kind": URL_JOBS, "inputs": list(urls), "max_bytes": limit, **asdict(options)}
+        own = {"labels": given_labels(options.labels, by), **by.as_spec()}
+        spec = {"kind": URL_JOBS, "inputs": list(urls), "max_bytes": limit, **asdict(options), **own}
         return self.jobs.create(namespace, spec, list(dict.fromkeys(urls)))
 
-    def submit_texts(self, namespace: str, texts: Sequence[SubmittedText], *, warm: bool = False) -> Job:
+    def submit_texts(
+        self,
+        namespace: str,
+        texts: Sequence[SubmittedText],
+        *,
+        warm: bool = False,
+        by: Submitter = _COMMAND,
+    ) -> Job:
         """Create a job over texts, which are durable when this returns.
 
         Raises ``InvalidRequest`` (empty, duplicate or unusable names, invalid Unicode) and ``TooLarge``.
@@ -197,8 +172,9 @@ class Ingestor:
             except UnicodeEncodeError as error:
                 message = f"The text of {text.name!r} is not valid Unicode: {error.reason}."
                 raise InvalidRequest(message, param="texts") from error
-            uploads.append((Upload(text.name, io.BytesIO(data), title=text.title), "text", text.metadata))
-        return self._submit_spooled(namespace, uploads, "upload", warm)
+            upload = Upload(text.name, io.BytesIO(data), text.title, text.labels)
+            uploads.append((upload, "text", text.metadata))
+        return self._submit_spooled(namespace, uploads, "upload", warm, by)
 
     def submit_files(
         self,
@@ -208,13 +184,15 @@ class Ingestor:
         *,
         kind: str = "upload",
         warm: bool = False,
+        by: Submitter = _COMMAND,
     ) -> Job:
         """Create a job over files, which are durable when this returns.
 
         A server runs jobs of ``kind`` "upload"; "stdin" leaves the job to the process that created it. Raises
         ``InvalidRequest``, ``TooLarge``, ``Conflict``, ``StorageFull``, and leaves nothing behind then.
         """
-        return self._submit_spooled(namespace, [(file, None, metadata or {}) for file in files], kind, warm)
+        uploads = [(file, None, metadata or {}) for file in files]
+        return self._submit_spooled(namespace, uploads, kind, warm, by)
 
     def submit_chunks(
         self,
@@ -224,15 +202,18 @@ class Ingestor:
         *,
         kind: str = "upload",
         warm: bool = False,
+        by: Submitter = _COMMAND,
     ) -> Job:
         """As `submit_files`, of documents that came in chunks: JSON lines, see `read_lines`. A line that
         cannot be used is a failed source."""
         lines = ((file.filename, file.stream) for file in files)
+        labels = files[0].labels if files else None  # of all alike
         found, bad = read_lines(lines, max_bytes=self._settings.max_upload_bytes)
         own = [
-            (Upload(d.name, d.stream(), d.title), PARSER, d.metadata | dict(metadata or {})) for d in found
+            (Upload(d.name, d.stream(), d.title, labels), PARSER, d.metadata | dict(metadata or {}))
+            for d in found
         ]
-        return self._submit_spooled(namespace, own, kind, warm, bad)
+        return self._submit_spooled(namespace, own, kind, warm, by, bad)
 
     def _submit_spooled(
         self,
@@ -240,6 +221,7 @@ class Ingestor:
         uploads: Sequence[tuple[Upload, str | None, Mapping[str, Any]]],
         kind: str,
         warm: bool,
+        by: Submitter,
         failed: Sequence[tuple[str, str]] = (),
     ) -> Job:
         self._check_namespace(namespace)
@@ -252,17 +234,31 @@ class Ingestor:
             twice = min(name for name in names if names.count(name) > 1)
             message = f"The name {twice!r} is given twice; names identify documents."
             raise InvalidRequest(message, param="name")
+        labels = {
+            name: given_labels(upload.labels, by) for name, (upload, _, _) in zip(names, uploads, strict=True)
+        }
+        spec = {
+            "kind": kind,
+            "warm": warm,
+            "labels": sorted({one for own in labels.values() for one in own or ()}),
+        }
         with self.spool.writing() as writer:
             for name, (upload, parser, metadata) in zip(names, uploads, strict=True):
                 file = SpooledFile(
-                    name, "", name.rsplit("/", 1)[-1], one_line(upload.title), parser, dict(metadata)
+                    name,
+                    "",
+                    name.rsplit("/", 1)[-1],
+                    one_line(upload.title),
+                    parser,
+                    dict(metadata),
+                    labels[name],
                 )
                 writer.add(file, upload.stream, max_bytes=self._settings.max_upload_bytes)
             for source, reason in failed:
                 writer.add_failed(source, reason)
             writer.seal()
             sources = [*names, *(source for source, _ in failed)]
-            return self.jobs.create(namespace, {"kind": kind, "spool": writer.id, "warm": warm}, sources)
+            return self.jobs.create(namespace, {**spec, "spool": writer.id, **by.as_spec()}, sources)
 
     def _check_namespace(self, namespace: str) -> None:
         if not NAMESPACE.fullmatch(namespace):
@@ -345,7 +341,8 @@ class Ingestor:
         sources = [item.source for item in self.jobs.items(job.job_id) if item.state in states]
         if not sources:
             return None
-        spec = {"kind": "warm", "after": job.job_id} | ({} if asked else {"background": True})
+        spec = {"kind": "warm", "after": job.job_id, **Submitter.of(job).as_spec()}
+        spec |= {} if asked else {"background": True}
         warm_job = self.jobs.create(job.namespace, spec, sources).job_id
         return warm_job if asked else None
 
@@ -400,7 +397,7 @@ class Ingestor:
         self._store.ensure_namespace(job.namespace, embedder=embedder, dim=dim, index_type=None)
         titles = {document.source: document.title for document, *_ in batch}
         notes = self.editor.prepare(job.namespace, titles)
-        written = self._store.replace_documents(job.namespace, batch)
+        written = self._store.seen_by(Submitter.of(job).viewer).replace_documents(job.namespace, batch)
         return [Written(d.doc_id, note) for d, note in zip(written, notes(written), strict=True)]
 
     def _record(self, job: Job, outcomes: Sequence[JobItem]) -> None:
@@ -445,8 +442,3 @@ class Ingestor:
             if self._embedder is None:
                 self._embedder = self._make_embedder()
             return self._embedder
-
-
-def _stored(paths: Sequence[str]) -> list[str]:
-    """The paths that can be stored: the others are among the failures of the scan."""
-    return [path for path in paths if printable(path) == path]

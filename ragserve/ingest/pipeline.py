@@ -153,9 +153,9 @@ class WritingPipeline(ABC):
                 break
             if isinstance(item, BaseException):
                 raise item
-            for file, result in item or ():
-                if file is not item[-1][0]:
-                    self._progress.total += 1  # an attachment
+            family = item or []
+            self._progress.total += max(0, len(family) - 1)  # attachments
+            for file, result in family:
                 if isinstance(result, ParsedFile):
                     ready.append((file, result))
                     n_chunks += len(result.chunks)
@@ -277,7 +277,7 @@ def new_document(file: PlannedFile, parsed: ParsedFile) -> NewDocument:
     metadata = {**parsed.metadata, **own, **file.metadata}
     if ATTACHMENTS in parsed.metadata:  # by which they are removed with it
         metadata[ATTACHMENTS] = parsed.metadata[ATTACHMENTS]
-    return NewDocument(file.source, title, parsed.hash, parsed.mime, parsed.size, metadata)
+    return NewDocument(file.source, title, parsed.hash, parsed.mime, parsed.size, metadata, file.labels)
 
 
 def shown_title(parsed: ParsedFile, source: str, given: str = "") -> str:

@@ -13,7 +13,8 @@ from ragserve.ingest.parsing.parse_process import Failed, ParseRequest
 class PlannedFile:
     """A file to ingest. ``source`` identifies the document; a failed fetch has ``Failed`` as request.
 
-    ``found``: it was found in a directory, where files that are never text are skipped.
+    ``found``: it was found in a directory, where files that are never text are skipped. ``labels`` as in
+    `NewDocument`; ``had``: those of the document that is replaced, which its attachments have, too.
     """
 
     source: str
@@ -21,3 +22,5 @@ class PlannedFile:
     title: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     found: bool = False
+    labels: tuple[str, ...] | None = None
+    had: tuple[str, ...] = ()

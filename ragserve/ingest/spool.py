@@ -51,6 +51,7 @@ class SpooledFile:
     title: str = ""
     parser: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    labels: list[str] | None = None
     failed: str = ""
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ragserve.retrieval.reranker import Reranker
     from ragserve.retrieval.retriever import Retrieved, Retriever, SentenceScores
     from ragserve_index.types import Chunk
+    from ragserve_index.viewers import Viewer
 
 _RANK_OFFSET = 60  # of reciprocal rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009), not tuned
 
@@ -92,12 +93,13 @@ class PassageSearch:
             filter=options.filter,
             retrieval=options.retrieval,
             sentences=sentences,
+            viewer=options.viewer,
         )
         started = time.perf_counter()
         evidence = None
         if judges:
             by = options.retrieval if found.by_words_alone is None else "lexical"
-            evidence = await self._retriever.evidence(namespace, question, found.hits, by)
+            evidence = await self._retriever.evidence(namespace, question, found.hits, by, options.viewer)
         judge_ms = (time.perf_counter() - started) * 1e3
         started = time.perf_counter()
         passages = (await self._candidates(found, options))[: options.depth]
@@ -120,7 +122,7 @@ class PassageSearch:
         around: dict[int, Chunk] = {}
         if options.neighbours:
             best = [each.chunk.chunk_id for each in passages[: options.k]]
-            around = await self._retriever.around(namespace, best, options.neighbours)
+            around = await self._retriever.around(namespace, best, options.neighbours, options.viewer)
         chosen = fitting(passages[: options.k], around, options)
         by_id = {hit.chunk.chunk_id: own for hit, own in zip(found.hits, found.sentences, strict=True)}
         return FoundPassages(
@@ -135,6 +137,10 @@ class PassageSearch:
             found.by_words_alone,
             not_reranked,
         )
+
+    async def hides(self, namespace: str, viewer: Viewer) -> bool:
+        """See ``IndexStore.hides``."""
+        return await self._retriever.hides(namespace, viewer)
 
     async def _candidates(self, found: Retrieved, options: SearchOptions) -> list[FoundPassage]:
         passages = [FoundPassage(hit.chunk, hit.score, hit.cosine, hit.bm25) for hit in found.hits]

@@ -100,6 +100,7 @@ class RemoteModel:
     def __init__(self, what: str, name: str, address: RemoteAddress, key: SecretStr | None) -> None:
         self.what, self.name, self.address = what, name, address
         self._failed: tuple[float, ModelUnavailable] | None = None
+        self._trouble = 0.0, ""  # when an attempt failed last, and why
         self._key = None if key is None else key.get_secret_value()
 
     def client(self) -> httpx.AsyncClient:
@@ -121,6 +122,7 @@ class RemoteModel:
             reason, wait = await self._attempt(client, body, patience.attempt_s, most_bytes + _HEAD_BYTES)
             if isinstance(reason, _Answer):
                 return reason.value
+            self._trouble = time.monotonic(), reason
             wait = max(wait, pause * random.uniform(0.5, 1.0))
             if wait >= deadline - time.monotonic():
                 raise self.failed(reason)
@@ -134,11 +136,13 @@ class RemoteModel:
         nobody waits for a model that is down."""
         if self._failed is not None and time.monotonic() < self._failed[0]:
             raise copy(self._failed[1])
+        began = time.monotonic()
         try:
             async with asyncio.timeout(seconds):
                 yield
         except TimeoutError:
-            error = self.failed(f"did not answer within {seconds:g} s")
+            when, reason = self._trouble
+            error = self.failed(reason if when >= began else f"did not answer within {seconds:g} s")
         except ModelUnavailable as failed:
             error = failed
         else:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,6 +17,7 @@ from ragserve.errors import Conflict, ModelUnavailable, Unavailable
 from ragserve.retrieval.evidence import DEPTH, Judgement, can_judge, judged, signals, words_of
 from ragserve.setting_groups.answering import Retrieval
 from ragserve_index.types import Hit
+from ragserve_index.viewers import EVERYTHING, Viewer
 
 if TYPE_CHECKING:
     from ragserve_index import IndexStore
@@ -89,9 +91,11 @@ class Retriever:
         filter: Filter | None = None,
         retrieval: Retrieval = "dense",
         sentences: bool = False,
+        viewer: Viewer = EVERYTHING,
     ) -> Retrieved:
-        """Find the ``k`` best passages, or all if there are fewer: lexical finds only those that share a word
-        with the question. With ``sentences``, score those of the passages, unless lexical.
+        """Find the ``k`` best passages that the viewer sees, or all if there are fewer: lexical finds only
+        those that share a word with the question. With ``sentences``, score those of the passages, unless
+        lexical.
 
         ``variants`` are wordings of the same question. A dense search takes the mean of their vectors, a
         lexical one the mean of their scores; the question counts as much as all variants together.
@@ -113,14 +117,26 @@ class Retriever:
         texts = () if retrieval == "dense" else (question, *variants)
         with tracing.span("search", **{"ragserve.namespace": namespace, "ragserve.retrieval": retrieval}):
             hits, version, scores = await asyncio.get_running_loop().run_in_executor(
-                self._search_threads, self._search, namespace, texts, vector, k, filter, sentences
+                self._search_threads,
+                partial(self._search, self._store.seen_by(viewer)),
+                namespace,
+                texts,
+                vector,
+                k,
+                filter,
+                sentences,
             )
         done = time.perf_counter()
         embed_ms = None if vector is None else (embedded - start) * 1e3
         return Retrieved(hits, version, embed_ms, (done - embedded) * 1e3, scores, missing)
 
     async def evidence(
-        self, namespace: str, question: str, candidates: Sequence[Hit], retrieval: Retrieval
+        self,
+        namespace: str,
+        question: str,
+        candidates: Sequence[Hit],
+        retrieval: Retrieval,
+        viewer: Viewer = EVERYTHING,
     ) -> Judgement | None:
         """Judge whether the best candidates answer; None of fewer than `DEPTH`, and for an embedder that
         there are no weights for."""
@@ -128,17 +144,26 @@ class Retriever:
             return None
 
         def judge() -> Judgement:
-            counts = self._store.word_counts(namespace, words_of(question))
-            n_chunks = self._store.namespace(namespace).n_chunks
+            store = self._store.seen_by(viewer)
+            counts = store.word_counts(namespace, words_of(question))
+            n_chunks = store.namespace(namespace).n_chunks
             found, missing = signals(candidates[:DEPTH], retrieval, counts, n_chunks)
             return judged(found, missing, self._embedder.name, retrieval)
 
         return await asyncio.get_running_loop().run_in_executor(self._search_threads, judge)
 
-    async def around(self, namespace: str, chunk_ids: Sequence[int], n: int) -> dict[int, Chunk]:
+    async def around(
+        self, namespace: str, chunk_ids: Sequence[int], n: int, viewer: Viewer = EVERYTHING
+    ) -> dict[int, Chunk]:
         """See ``IndexStore.chunks_around``."""
         return await asyncio.get_running_loop().run_in_executor(
-            self._search_threads, self._store.chunks_around, namespace, chunk_ids, n
+            self._search_threads, self._store.seen_by(viewer).chunks_around, namespace, chunk_ids, n
+        )
+
+    async def hides(self, namespace: str, viewer: Viewer) -> bool:
+        """See ``IndexStore.hides``."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._search_threads, self._store.seen_by(viewer).hides, namespace
         )
 
     async def _mean(self, question: str, variants: Sequence[str]) -> np.ndarray:
@@ -200,6 +225,7 @@ class Retriever:
 
     def _search(
         self,
+        store: IndexStore,
         namespace: str,
         texts: tuple[str, ...],
         vector: np.ndarray | None,
@@ -207,7 +233,7 @@ class Retriever:
         filter: Filter | None,
         sentences: bool,
     ) -> tuple[list[Hit], int, list[SentenceScores]]:
-        info = self._store.namespace(namespace)
+        info = store.namespace(namespace)
         if vector is not None and info.embedder != self._embedder.name:
             raise Conflict(
                 f"Namespace {namespace!r} was embedded with {info.embedder!r}, "
@@ -223,19 +249,21 @@ class Retriever:
                 code="embedder_mismatch",
             )
         if vector is not None and not texts:
-            result = self._store.search(namespace, vector[None, :], k, filter=filter)
+            result = store.search(namespace, vector[None, :], k, filter=filter)
         else:
-            result = self._store.search_text(
+            result = store.search_text(
                 namespace, texts[0], k, variants=texts[1:], vector=vector, filter=filter
             )
         hits = result.hits[0]
         if vector is None or not sentences:
             return hits, result.version, [[] for _ in hits]
-        return hits, result.version, self._scores(namespace, hits, vector)
+        return hits, result.version, self._scores(store, namespace, hits, vector)
 
-    def _scores(self, namespace: str, hits: list[Hit], vector: np.ndarray) -> list[SentenceScores]:
+    def _scores(
+        self, store: IndexStore, namespace: str, hits: list[Hit], vector: np.ndarray
+    ) -> list[SentenceScores]:
         """Score the hits' sentences. A chunk removed since the search has none."""
-        stored = self._store.sentence_vectors(namespace, [hit.chunk.chunk_id for hit in hits])
+        stored = store.sentence_vectors(namespace, [hit.chunk.chunk_id for hit in hits])
         found: list[SentenceScores] = []
         for hit in hits:
             own = stored.get(hit.chunk.chunk_id)

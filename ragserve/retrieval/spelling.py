@@ -35,6 +35,7 @@ from ragserve.retrieval.namespace_words import (
     WordTable,
     folded,
 )
+from ragserve_index.viewers import EVERYTHING, Viewer
 
 if TYPE_CHECKING:
     from ragserve_index import IndexStore
@@ -135,10 +136,13 @@ class SpellingCorrector:
         self._words = NamespaceWords(store)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="spelling")
 
-    async def correct(self, namespace: str, texts: Sequence[str]) -> Corrected:
-        """Correct a question and its variants; nothing while the namespace's words are read for the first
-        time, or if they cannot be read. Raises NotFound for an unknown namespace."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._correct, namespace, texts)
+    async def correct(self, namespace: str, texts: Sequence[str], viewer: Viewer = EVERYTHING) -> Corrected:
+        """Correct a question and its variants by the words that the viewer sees; nothing while those of the
+        namespace are read for the first time, or if they cannot be read. Raises NotFound for an unknown
+        namespace."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._correct, namespace, texts, viewer
+        )
 
     async def read(self, namespace: str) -> None:
         """Wait until the namespace's words have been read."""
@@ -148,14 +152,18 @@ class SpellingCorrector:
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._words.close)
 
-    def _correct(self, namespace: str, texts: Sequence[str]) -> Corrected:
+    def _correct(self, namespace: str, texts: Sequence[str], viewer: Viewer) -> Corrected:
+        store = self._store.seen_by(viewer)
+
         def counts(words: Sequence[str]) -> dict[str, int]:
-            return self._store.word_counts(namespace, words)
+            return store.word_counts(namespace, words)
 
         try:
             table = self._words.of(namespace)
             if table is not None:
-                return Corrected(texts, [_corrected(text, self._known, table, counts) for text in texts])
+                hides = store.hides(namespace)
+                found = [_corrected(text, self._known, table, counts, hides) for text in texts]
+                return Corrected(texts, found)
         except NotFound:
             raise
         except RagserveError as error:  # a dense search needs no lexical index
@@ -168,8 +176,10 @@ def _corrected(
     known: AbstractSet[str],
     table: WordTable,
     counts: Callable[[Sequence[str]], dict[str, int]],
+    hides: bool,
 ) -> list[Replacement]:
-    """What is replaced in one text, in its order."""
+    """What is replaced in one text, in its order. ``hides``: the table has words that the reader must not
+    learn of."""
     places = list(_words(text[:_READ_CHARS]))[:_LOOKED_AT]
     words = {place: unicodedata.normalize("NFC", text[slice(*place)]).lower() for place in places}
     distinct = dict.fromkeys(words.values())
@@ -181,7 +191,7 @@ def _corrected(
     others = len(distinct) - len(unknown)
     if len(unknown) > 1 + others // _FOR_EACH or len(distinct) - len(strange) < _IN_LANGUAGE * others:
         return []
-    better = {word: _replacement(word, known, table, counts) for word in unknown}
+    better = {word: _replacement(word, known, table, counts, hides) for word in unknown}
     return [
         Replacement(start, end, _in_case_of(text[start:end], replacement))
         for (start, end), word in words.items()
@@ -194,21 +204,21 @@ def _replacement(
     known: AbstractSet[str],
     table: WordTable,
     counts: Callable[[Sequence[str]], dict[str, int]],
+    hides: bool,
 ) -> str | None:
-    """The best word one error away from an unknown one; None if there is none, or no best one."""
+    """The best word one error away from an unknown one; None if there is none, or no best one. With ``hides``
+    they are counted and compared by ``counts`` alone."""
     edits = [
         edit
         for edit in dict.fromkeys(one_error(word))
         if len(edit) >= MIN_LETTERS and edit.isascii() == word.isascii()  # a diacritic is meant
     ]
     start = word[: max(MIN_LETTERS, len(word) - 1)]
-    near = {
-        edit: (_is_slip(word, edit), edit.startswith(start), n)
-        for edit, n in zip(edits, table.counts(edits), strict=True)
-        if n
-    }
+    tabled = {edit: n for edit, n in zip(edits, table.counts(edits), strict=True) if n}
+    there = counts(list(tabled)) if hides else tabled
+    near = {edit: (_is_slip(word, edit), edit.startswith(start), n) for edit, n in there.items() if n}
     best = sorted(near, key=near.__getitem__, reverse=True)[:_VERIFIED]
-    have = counts(best)
+    have = there if hides else counts(best)
     best = [edit for edit in best if have[edit]]
     own = [edit for edit in edits if edit in known]
     slips = [edit for edit in own if _is_slip(word, edit)]

@@ -8,17 +8,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import log
 
 import numpy as np
 
+from ragserve_index.bm25 import K1, B, weight
 from ragserve_index.database import Connection, LexicalTables, lexical_table
 from ragserve_index.lexical_differences import differences
 from ragserve_index.structures.base import Ids
 from ragserve_index.word_cutting import words
 
-_K1, _B = 1.2, 0.75
-_LEAST = 1e-6  # weight of a word that is in half of the chunks, or more
 _MOST = 255  # positions of a word
 
 
@@ -91,6 +89,13 @@ class FullText(LexicalTables):
         )
         return int(found.fetchone()[0])
 
+    def having(self, connection: Connection, namespace_id: int, word: str) -> Ids:
+        rows = connection.stream(
+            f"SELECT chunk_id FROM {lexical_table(namespace_id)} WHERE words @@ CAST(? AS tsquery)",
+            (_any([word]),),
+        )
+        return np.fromiter((row[0] for row in rows), dtype=np.int64)
+
     def scored(
         self,
         connection: Connection,
@@ -107,7 +112,7 @@ class FullText(LexicalTables):
             (namespace_id,),
         ).fetchone()
         wanted = list(counts)
-        weights = [_weight(n_chunks, n) * (_K1 + 1) for n in counts.values()]
+        weights = [weight(n_chunks, n) * (K1 + 1) for n in counts.values()]
         chosen = f" AND chunk_id IN (SELECT value FROM {connection.dialect.integers} one)"
         found = connection.execute(
             # setweight and ts_filter leave the query's words of a chunk: unnesting all is ten times slower
@@ -120,8 +125,8 @@ class FullText(LexicalTables):
             " ON w.lexeme = f.lexeme"
             " GROUP BY m.chunk_id ORDER BY score DESC, m.chunk_id" + ("" if best is None else " LIMIT ?"),
             [
-                _K1 * (1 - _B),
-                _K1 * _B * n_chunks / max(1, n_words),
+                K1 * (1 - B),
+                K1 * B * n_chunks / max(1, n_words),
                 _any(wanted),
                 *([] if among is None else [among]),
                 wanted,
@@ -131,11 +136,6 @@ class FullText(LexicalTables):
             ],
         )
         return found.fetchall()
-
-
-def _weight(n_chunks: int, n: int) -> float:
-    """Inverse document frequency. ``n`` may exceed ``n_chunks``: it may have been counted before removals."""
-    return log((n_chunks - n + 0.5) / (n + 0.5)) if 2 * n < n_chunks else _LEAST
 
 
 def _quoted(word: str) -> str:

@@ -27,6 +27,11 @@ CREATE INDEX corrections_by_document ON corrections (namespace_id, doc_id);
 """
 _EDITED = "ALTER TABLE chunks ADD COLUMN edited INTEGER NOT NULL DEFAULT 0;"
 
+_LABELS = f"""
+ALTER TABLE documents ADD COLUMN labels {_TEXT} NOT NULL DEFAULT '[]';
+CREATE INDEX documents_by_labels ON documents (namespace_id, labels);
+"""
+
 TABLES = f"""
 CREATE TABLE ragserve_registry (format INTEGER NOT NULL);
 
@@ -110,11 +115,11 @@ CREATE TABLE sentences (
 CREATE TABLE lexical_sizes (
   namespace_id BIGINT PRIMARY KEY REFERENCES namespaces(id) ON DELETE CASCADE, n_words BIGINT NOT NULL
 );
-{_WORDS}{_SETTINGS}{_CORRECTIONS}"""
+{_WORDS}{_SETTINGS}{_CORRECTIONS}{_LABELS}"""
 
 _OUR_STEMMER = """
 DROP TEXT SEARCH CONFIGURATION IF EXISTS ragserve;
 DROP TEXT SEARCH DICTIONARY IF EXISTS ragserve_stem;
 """
-MIGRATIONS = {1: _OUR_STEMMER + _WORDS, 2: _SETTINGS, 3: _CORRECTIONS + _EDITED}
+MIGRATIONS = {1: _OUR_STEMMER + _WORDS, 2: _SETTINGS, 3: _CORRECTIONS + _EDITED + _LABELS}
 """The statements that bring a registry from one format to the next, in one transaction."""

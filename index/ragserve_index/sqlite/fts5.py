@@ -74,6 +74,11 @@ class Fts5(LexicalTables):
         found = connection.execute(f"SELECT count(*) FROM {name} WHERE {name} MATCH ?", (_any([word]),))
         return int(found.fetchone()[0])
 
+    def having(self, connection: Connection, namespace_id: int, word: str) -> Ids:
+        name = lexical_table(namespace_id)
+        rows = connection.execute(f"SELECT rowid FROM {name} WHERE {name} MATCH ?", (_any([word]),))
+        return np.fromiter((row[0] for row in rows), dtype=np.int64)
+
     def scored(
         self,
         connection: Connection,

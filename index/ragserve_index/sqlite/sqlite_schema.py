@@ -40,6 +40,10 @@ CREATE TABLE corrections (
 CREATE INDEX corrections_by_document ON corrections (namespace_id, doc_id);
 """
 _EDITED = "ALTER TABLE chunks ADD COLUMN edited INTEGER NOT NULL DEFAULT 0;\n"
+_LABELS = """-- Labels as a JSON array, ascending (viewers.py): the index finds documents of equal ones.
+ALTER TABLE documents ADD COLUMN labels TEXT NOT NULL DEFAULT '[]';
+CREATE INDEX documents_by_labels ON documents (namespace_id, labels);
+"""
 
 TABLES = (
     """
@@ -113,8 +117,16 @@ CREATE INDEX job_items_by_state ON job_items (job_id, state, chunks, tokens, siz
     + _WORDS
     + _SETTINGS
     + _CORRECTIONS
+    + _LABELS
 )
 
-MIGRATIONS = {1: _EVICTIONS, 2: "", 3: _SENTENCES, 4: _WORDS, 5: _SETTINGS, 6: _CORRECTIONS + _EDITED}
+MIGRATIONS = {
+    1: _EVICTIONS,
+    2: "",
+    3: _SENTENCES,
+    4: _WORDS,
+    5: _SETTINGS,
+    6: _CORRECTIONS + _EDITED + _LABELS,
+}
 """The statements that bring a registry from one format to the next. The lexical indexes, which format 2 had
 not, are built after them. All steps are one transaction: a migration that is killed leaves the old format."""

@@ -45,6 +45,8 @@ def parse(raw: Raw) -> Parsed:
         ) from error
     except RecursionError as error:
         raise unreadable("corrupt", "not readable as a message (nested too deeply)") from error
+    if not text:
+        raise unreadable("corrupt", "an Outlook message without a header or text (save it as .eml)")
     note = joined_notes(
         *reading.notes, html.hidden_note(0 if raw.hidden else reading.n_hidden), reading.files.note
     )

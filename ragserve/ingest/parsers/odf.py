@@ -39,6 +39,7 @@ from ragserve.ingest.parsers.small_text import Run, joined_runs
 MIME = "application/vnd.oasis.opendocument."
 _DC = "{http://purl.org/dc/elements/1.1/}"
 _MOST_REPEATS = 100  # of a cell or a row that says something: more fill a sheet
+_MOST_COLUMNS = 16_384  # LibreOffice's
 _MOST_CELLS = 2_000_000  # of a sheet
 _SKIPPED = frozenset(
     [
@@ -369,7 +370,9 @@ class _OpenDocument:
         found: set[int] = set()
         at = 0
         for column in node.iter(f"{TABLE}table-column"):
-            times = min(as_int(column.get(f"{TABLE}number-columns-repeated"), 1), 20_000)
+            if at > _MOST_COLUMNS:
+                break
+            times = min(as_int(column.get(f"{TABLE}number-columns-repeated"), 1), _MOST_COLUMNS)
             if column.get(f"{TABLE}visibility") in ("collapse", "filter") and not self._take_hidden:
                 found.update(range(at, at + times))
             at += times

@@ -34,6 +34,7 @@ ROUTES = {
     "get /rag/documents",
     "get /rag/documents/{doc_id}",
     "get /rag/documents/{doc_id}/chunks",
+    "put /rag/documents/{doc_id}/labels",
     "get /rag/documents/{doc_id}/chunks/{ordinal}",
     "patch /rag/documents/{doc_id}/chunks/{ordinal}",
     "get /rag/documents/{doc_id}/lost-corrections",

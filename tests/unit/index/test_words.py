@@ -15,6 +15,7 @@ from ragserve_index import Eq, IndexStore, database, lexical_index, lexical_inde
 from ragserve_index.lexical_index import folder_of
 from ragserve_index.word_cutting import SIGNS, VERSION, words
 from tests.unit.index.index_samples import (
+    UP_TO_FORMAT_6,
     assert_clean,
     make,
     on_both_registries,
@@ -266,6 +267,7 @@ def test_a_registry_of_format_4_gets_its_words_cut_anew(tmp_path: Path) -> None:
             "DROP TABLE lexical_1",
             "CREATE VIRTUAL TABLE lexical_1 USING fts5(title, text, content='', tokenize='porter unicode61')",
             "INSERT INTO lexical_1 (rowid, title, text) SELECT chunk_id, '', text FROM chunks",
+            *UP_TO_FORMAT_6.split(";"),
             "PRAGMA user_version = 4",
         ):
             connection.execute(statement)
