@@ -178,7 +178,7 @@ def _hides(app: FastAPI, namespace: str, viewer: Viewer) -> bool:
 def _body_limit(settings: Settings, scope: Scope) -> int:
     path, caller = scope["path"], scope["state"]["access"]
     if path == preview.PATH:
-        return min(settings.max_upload_bytes, caller.key.limits.max_upload_bytes or settings.max_upload_bytes)
+        return min(settings.max_upload_bytes, caller.who.limits.max_upload_bytes or settings.max_upload_bytes)
     if path == "/rag/ingest":
         form = Headers(scope=scope).get("content-type", "").startswith("multipart/form-data")
         limit = settings.max_upload_bytes * settings.max_upload_files if form else settings.max_body_bytes
