@@ -200,7 +200,14 @@ def test_the_grammar_takes_calls_and_nothing_else(
         assert accepts(alone, other) == (choice == "required")
         assert not any(
             accepts(alone, text)
-            for text in ("", "Oslo", f"{one}.", f"{one}\n{one}", call("get_weather", {"days": "x"}))
+            for text in (
+                "",
+                "Oslo",
+                f"{one}.",
+                f"{one}\n{one}",
+                call("get_weather", {"days": "x"}),
+                one.replace("Oslo", "Oslo  ").replace('  "', '"  '),
+            )
         )
     several = form.constraint(tools, "required", parallel=True)
     assert accepts(several, f"{one}\n{other}") == (parser != "llama3")
@@ -217,7 +224,7 @@ def test_json_or_calls() -> None:
     )
     check_constraint(constraint)
     elements = json.loads(constraint["structural_tag"])["format"]["elements"]
-    assert [each["type"] for each in elements] == ["json_schema", "tags_with_separator"]
+    assert [each["type"] for each in elements] == ["grammar", "tags_with_separator"]
     with pytest.raises(ValueError, match="cannot stand beside a response_format"):
         ToolFormat("glm", None).constraint(TOOLS, "auto", parallel=True, schema='{"type": "object"}')
 
