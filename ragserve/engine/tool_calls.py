@@ -25,6 +25,7 @@ PARSERS = frozenset(
 MAX_CALL_CHARS = 2**17  # of an answer from its first call on; what is longer stays text
 MAX_CALLS = 128  # marks of calls in one answer; parsers look for the end of each
 _ANY_OBJECT = {"type": "object"}
+_MOST_WRITTEN = 32  # tools whose grammars are written out
 _MOST_FAILED = 16  # ends of calls at which none was found; then only the answer's end is one
 
 Tools = Sequence[Mapping[str, Any]]
@@ -113,7 +114,9 @@ class ToolFormat:
         for tool in tools:
             function = tool["function"]
             call, strict = form(function["name"]), function.get("strict")
-            content = _json((strict and function.get("parameters")) or _ANY_OBJECT)
+            schema = (strict and function.get("parameters")) or _ANY_OBJECT
+            many = len(tools) > _MOST_WRITTEN  # a grammar is longer than its schema
+            content = {"type": "json_schema", "json_schema": schema} if many else _json(schema)
             begin, end = call.begin, call.end
             if detector.bot_token.strip() not in begin:  # a mark around all calls, which the parser wants
                 begin, end = detector.bot_token + begin, end + detector.eot_token

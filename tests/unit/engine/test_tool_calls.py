@@ -218,6 +218,11 @@ def test_the_grammar_takes_calls_and_nothing_else(
     assert [read(parser, text, 3)[1][0].name for text in (one, other)] == ["get_weather", "add"]
 
 
+def test_many_tools_are_within_the_limits_of_grammars() -> None:
+    tools = [tool(f"tool{i}", strict=True) for i in range(128)]
+    check_constraint(ToolFormat("hermes", None).constraint(tools, "required", parallel=True))
+
+
 def test_json_or_calls() -> None:
     constraint = ToolFormat("hermes", None).constraint(
         TOOLS, "auto", parallel=True, schema=check_schema({"type": "object"})
