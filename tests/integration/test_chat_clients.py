@@ -33,6 +33,11 @@ def tool(name: str) -> Any:
     return {"type": "function", "function": {"name": name, "parameters": PORTS, "strict": True}}
 
 
+def read_tide(port: Literal["Oban", "Wick"]) -> str:
+    """Tell when the tide is."""
+    return f"At six in {port}."
+
+
 class Fact(BaseModel):
     """Small enough for a model that ends no text by itself."""
 
@@ -175,10 +180,6 @@ def test_llama_index(url: str) -> None:
     from llama_index.core.tools import FunctionTool
     from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyped]
 
-    def tide(port: Literal["Oban", "Wick"]) -> str:
-        """Tell when the tide is."""
-        return f"At six in {port}."
-
     model = OpenAILike(
         model=MODEL,
         api_base=url,
@@ -194,10 +195,10 @@ def test_llama_index(url: str) -> None:
     whole = model.chat(history).message.content
     assert whole
     assert list(model.stream_chat(history))[-1].message.content == whole
-    tools = [FunctionTool.from_defaults(tide)]
+    tools = [FunctionTool.from_defaults(read_tide)]
     response = model.chat_with_tools(tools, chat_history=history, tool_required=True)
     calls = model.get_tool_calls_from_response(response)
-    assert {call.tool_name for call in calls} == {"tide"}
+    assert {call.tool_name for call in calls} == {"read_tide"}
     result = ChatMessage(role="tool", content="At six.", additional_kwargs={"tool_call_id": calls[0].tool_id})
     again = model.chat_with_tools(tools, chat_history=[*history, response.message, result])
     assert again.message.content or model.get_tool_calls_from_response(again, error_on_no_tool_call=False)
