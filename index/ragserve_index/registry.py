@@ -345,9 +345,9 @@ def list_documents(
     return [to_document(ns.name, row) for row in rows]
 
 
-def to_chunk(row: Any) -> Chunk:
+def to_chunk(row: Any, namespace_name: str) -> Chunk:
     """A chunk from a row of ``_CHUNK``."""
-    return Chunk(*[*row[:10], json.loads(row[10])])
+    return Chunk(*[*row[:10], json.loads(row[10]), namespace_name])
 
 
 def chunks_by_id(connection: Connection, ns: Namespace, chunk_ids: Iterable[int]) -> dict[int, Chunk]:
@@ -359,7 +359,7 @@ def chunks_by_id(connection: Connection, ns: Namespace, chunk_ids: Iterable[int]
         " WHERE c.chunk_id = wanted.value AND d.id = c.document AND d.namespace_id = ?",
         (json.dumps(list(chunk_ids)), ns.id),
     )
-    return {row[0]: to_chunk(row) for row in rows}
+    return {row[0]: to_chunk(row, ns.name) for row in rows}
 
 
 def added_since(
@@ -403,7 +403,7 @@ def document_chunks(
         " WHERE d.namespace_id = ? AND d.doc_id = ? ORDER BY c.ordinal LIMIT ? OFFSET ?",
         (ns.id, doc_id, _ALL if limit is None else limit, min(after, _ALL)),
     )
-    return [to_chunk(row) for row in rows]
+    return [to_chunk(row, ns.name) for row in rows]
 
 
 def expand(ranges: Sequence[tuple[int, int]]) -> Ids:

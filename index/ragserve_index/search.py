@@ -68,9 +68,9 @@ class Searcher:
             scores, ids, version = self._search_pinned(
                 connection,
                 index,
-                _checked(queries, index.dim),
-                _checked_k(k),
-                _compile(filter, self._database.dialect),
+                checked_queries(queries, index.dim),
+                checked_k(k),
+                compiled(filter, self._database.dialect),
             )
             hits = _hits(connection, namespace, scores, ids)
         if hits is None:
@@ -81,11 +81,11 @@ class Searcher:
 
     def search_ids(self, namespace: str, queries: np.ndarray, k: int, filter: AnyFilter | None) -> Scored:
         """See :meth:`IndexStore.search_ids`."""
-        k = _checked_k(k)
-        condition = _compile(filter, self._database.dialect)
+        k = checked_k(k)
+        condition = compiled(filter, self._database.dialect)
         for _ in range(_TRIES):
             index, version, selection = self._locate(namespace, condition)
-            checked = _checked(queries, index.dim)
+            checked = checked_queries(queries, index.dim)
             try:
                 return index.search(checked, k, version, selection)
             except Behind:
@@ -117,7 +117,7 @@ class Searcher:
         filter: AnyFilter | None,
         vector: np.ndarray | None,
     ) -> SearchResult:
-        k, condition = _checked_k(k), _compile(filter, self._database.dialect)
+        k, condition = checked_k(k), compiled(filter, self._database.dialect)
         depth = max(k, DEPTH)
         queries = None if vector is None else np.atleast_2d(vector)
         dense: Scored | None = None
@@ -134,7 +134,8 @@ class Searcher:
         with index.updating, self._database.read() as connection:
             ns = registry.namespace(connection, namespace)
             if queries is not None:
-                dense = self._search_pinned(connection, index, _checked(queries, index.dim), depth, condition)
+                vectors = checked_queries(queries, index.dim)
+                dense = self._search_pinned(connection, index, vectors, depth, condition)
             return self._fused(connection, ns, texts, k, condition, queries, dense)
 
     def word_counts(self, namespace: str, words: Sequence[str]) -> dict[str, int]:
@@ -272,11 +273,11 @@ def _hits(connection: Connection, namespace: str, scores: Floats, ids: Ids) -> l
     ]
 
 
-def _compile(filter: AnyFilter | None, dialect: Dialect) -> Condition | None:
+def compiled(filter: AnyFilter | None, dialect: Dialect) -> Condition | None:
     return None if filter is None else compile_filter(filter, dialect)
 
 
-def _checked_k(k: int) -> int:
+def checked_k(k: int) -> int:
     if isinstance(k, bool) or not hasattr(k, "__index__") or not 1 <= operator.index(k) <= MAX_K:
         raise InvalidRequest(
             f"k must be a whole number from 1 to {MAX_K:,}, not {k!r}.", code="invalid_k", param="k"
@@ -284,7 +285,7 @@ def _checked_k(k: int) -> int:
     return operator.index(k)
 
 
-def _checked(queries: np.ndarray, dim: int) -> Floats:
+def checked_queries(queries: np.ndarray, dim: int) -> Floats:
     """Queries as contiguous float32. Values that are not finite are refused by ``NamespaceIndex.search``."""
     if queries.ndim != 2 or queries.shape[1] != dim:
         raise InvalidRequest(

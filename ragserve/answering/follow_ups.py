@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -123,17 +123,17 @@ class DialogueText:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Passages, best first, read at ``version`` of the namespace, and the scores of their sentences.
-    ``reads``: the dialogue as the model reads it."""
+    """Passages, best first, with the scores of their sentences, and the dialogue as the model ``reads`` it."""
 
     passages: list[RetrievedPassage]
-    version: int
+    version: int | None
     timings: RetrievalTimings
     sentences: list[SentenceScores]
     searched_for: SearchedFor | None  # None for a question without earlier ones that is searched as it is
     reads: DialogueText
     reranking: Reranking | None = None  # None without a reranker
     evidence: AnswerEvidence | None = None
+    versions: Mapping[str, int] | None = None
 
 
 class DialogueSearch:
@@ -206,15 +206,9 @@ class DialogueSearch:
         evidence = None
         if found.evidence is not None:
             evidence = AnswerEvidence.model_validate(found.evidence, from_attributes=True)
+        own, sentences = passages(found.passages), found.sentences
         return Found(
-            passages(found.passages),
-            found.version,
-            timings,
-            found.sentences,
-            asked,
-            reads,
-            reranking,
-            evidence,
+            own, found.version, timings, sentences, asked, reads, reranking, evidence, found.versions
         )
 
     async def _corrected(self, typed: DialogueText, options: SearchOptions, namespace: str) -> Corrected:

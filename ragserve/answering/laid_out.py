@@ -32,6 +32,7 @@ def laid_out_request(query: Query, request: GenerateRequest, prompt: Prompt) -> 
         sampling=replace(request.sampling, stop=(*request.sampling.stop, *prompt.stop)),
         spans=prompt.spans,
         options=own_options(request),
+        owners=prompt.owners(request.namespace),
         unregistered=_unregistered(query, len(prompt.spans)),
     )
 

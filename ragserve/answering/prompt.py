@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from ragserve.answering.chat_template import ChatLayout, Message
 from ragserve.errors import InvalidRequest, PromptTooLong, Unavailable
+from sglang_ext.wire.joint_names import names_of
 from sglang_ext.wire.protocol import Span
 
 __all__ = ["Message", "Prompt", "PromptBuilder", "PromptDocument", "Segment"]
@@ -68,6 +69,14 @@ class Prompt:
     def spans(self) -> tuple[Span, ...]:
         """The system text and each document, as a `GenerateRequest` wants them."""
         return tuple(Span(each.start, each.end) for each in self.segments if each.kind != "question")
+
+    def owners(self, namespace: str) -> tuple[str, ...]:
+        """The namespace of each span, as a `GenerateRequest` wants them: the documents' keys. The system text is
+        the first one's. None for a prompt in one namespace."""
+        first, *others = names_of(namespace)
+        if not others:
+            return ()
+        return tuple(each.key or first for each in self.segments if each.kind != "question")
 
 
 class PromptBuilder:

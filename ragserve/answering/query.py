@@ -21,7 +21,7 @@ class Query:
     With ``documents``, nothing is retrieved: they are the context, in their order. ``session``: the id of
     the one to go on with, or `NEW`; ``session_budget``: most tokens of its turns before the last, 0 for all,
     None for what it had; ``owner``: the API key that asks. ``names_strategy``: the request itself names one.
-    ``private``: not for the query log. ``spend`` is called with numbers of tokens, those of the prompt and of
+    ``by_pattern``: its namespaces were found by a pattern. ``private``: not for the query log. ``spend`` is called with numbers of tokens, those of the prompt and of
     the answer as it comes.
     """
 
@@ -36,5 +36,6 @@ class Query:
     session_budget: int | None = None
     owner: str = ""
     names_strategy: bool = False
+    by_pattern: bool = False
     private: bool = False
     spend: Callable[[int], None] = lambda tokens: None

@@ -40,11 +40,15 @@ class QueryLog(NamespaceLog):
 
     name = FOLDER
 
-    def answered(self, query: Query, searched_for: SearchedFor | None, began: float) -> None:
-        """Note a question; ``began``: when it came (``time.time``)."""
+    def answered(
+        self, query: Query, searched_for: SearchedFor | None, began: float, namespaces: Iterable[str]
+    ) -> None:
+        """Note a question in the namespaces whose passages the model has read; ``began``: when it came
+        (``time.time``)."""
         if not query.private:
             question = (search_question(query.question, searched_for) or "").strip()
-            self.note(query.request.namespace, question, began)
+            for name in namespaces:
+                self.note(name, question, began)
 
 
 class LoggedQuestions:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from ragserve.answering.namespace_log import NamespaceLog, records_of
 from ragserve.answering.query_log import same_question, search_question
+from sglang_ext.wire.joint_names import names_of
 
 if TYPE_CHECKING:
     from ragserve.answering.query import Query
     from ragserve.answering.results import SearchedFor
     from ragserve_index import IndexStore
 
+_WHY = "the passages do not seem to answer"
 FEEDBACK, UNANSWERED = "feedback", "unanswered"  # folders in the data folder
 
 
@@ -29,10 +31,13 @@ class UnansweredLog(NamespaceLog):
     name = UNANSWERED
 
     def not_found(self, query: Query, searched_for: SearchedFor | None, began: float, why: str) -> None:
-        """Note a question; ``began``: when it came (``time.time``)."""
+        """Note a question in each namespace that was asked; ``began``: when it came (``time.time``). Those who
+        may read one's questions learn nothing of the others from why it was not found."""
         if not query.private:
             question = (search_question(query.question, searched_for) or "").strip()
-            self.note(query.request.namespace, question, began, why=why)
+            names = names_of(query.request.namespace)
+            for name in names:
+                self.note(name, question, began, why=why if len(names) == 1 else _WHY)
 
 
 def as_row(record: Mapping[str, Any], namespace: str) -> dict[str, Any]:

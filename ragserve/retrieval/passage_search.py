@@ -40,8 +40,8 @@ class FoundPassage:
 
 @dataclass(frozen=True, slots=True)
 class FoundPassages:
-    """Passages in the order of a prompt, read at ``version`` of the namespace, with the scores of their
-    sentences.
+    """Passages in the order of a prompt, read at ``version`` of the namespace, or at ``versions`` of several,
+    with the scores of their sentences.
 
     ``reranked``: all candidates in their new order; None without a reranker. Milliseconds per stage, None
     for one that did not run.
@@ -49,12 +49,13 @@ class FoundPassages:
 
     passages: list[FoundPassage]
     sentences: list[SentenceScores]
-    version: int
+    version: int | None
     reranked: list[FoundPassage] | None
     embed_ms: float | None
     search_ms: float
     rerank_ms: float | None
     evidence: Judgement | None = None
+    versions: Mapping[str, int] | None = None
 
 
 class PassageSearch:
@@ -120,6 +121,7 @@ class PassageSearch:
             found.search_ms + judge_ms,
             rerank_ms,
             evidence,
+            found.versions,
         )
 
     async def _candidates(self, found: Retrieved, options: SearchOptions) -> list[FoundPassage]:

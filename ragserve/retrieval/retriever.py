@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -14,8 +14,10 @@ import numpy as np
 from ragserve import tracing
 from ragserve.errors import Conflict, Unavailable
 from ragserve.retrieval.evidence import DEPTH, Judgement, can_judge, judged, signals, words_of
+from ragserve.retrieval.word_counts import word_counts
 from ragserve.setting_groups.answering import Retrieval
 from ragserve_index.types import Hit
+from sglang_ext.wire.joint_names import is_joint, names_of
 
 if TYPE_CHECKING:
     from ragserve_index import IndexStore
@@ -43,16 +45,17 @@ SentenceScores = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """Hits of one question, best first, read at ``version`` of the namespace; milliseconds per stage, None
-    for embedding in a lexical search.
+    """Hits of one question, best first, read at ``version`` of the namespace, or at ``versions`` of several;
+    milliseconds per stage, None for embedding in a lexical search.
 
     ``sentences``: the scores of each hit's sentences, empty where they were not asked for or not embedded."""
 
     hits: list[Hit]
-    version: int
+    version: int | None
     embed_ms: float | None
     search_ms: float
     sentences: list[SentenceScores] = field(default_factory=list)
+    versions: Mapping[str, int] | None = None
 
 
 class Retriever:
@@ -77,7 +80,8 @@ class Retriever:
         retrieval: Retrieval = "dense",
         sentences: bool = False,
     ) -> Retrieved:
-        """Find the ``k`` best passages, or all if there are fewer: lexical finds only those that share a word
+        """Find the ``k`` best passages of a namespace, or of several by their joint name, or all if there are
+        fewer: lexical finds only those that share a word
         with the question. With ``sentences``, score those of the passages, unless lexical.
 
         ``variants`` are wordings of the same question. A dense search takes the mean of their vectors, a
@@ -93,12 +97,20 @@ class Retriever:
         embedded = time.perf_counter()
         texts = () if retrieval == "dense" else (question, *variants)
         with tracing.span("search", **{"ragserve.namespace": namespace, "ragserve.retrieval": retrieval}):
-            hits, version, scores = await asyncio.get_running_loop().run_in_executor(
+            hits, versions, scores = await asyncio.get_running_loop().run_in_executor(
                 self._search_threads, self._search, namespace, texts, vector, k, filter, sentences
             )
         done = time.perf_counter()
         embed_ms = None if vector is None else (embedded - start) * 1e3
-        return Retrieved(hits, version, embed_ms, (done - embedded) * 1e3, scores)
+        joint = is_joint(namespace)
+        return Retrieved(
+            hits,
+            None if joint else versions[namespace],
+            embed_ms,
+            (done - embedded) * 1e3,
+            scores,
+            versions if joint else None,
+        )
 
     async def evidence(
         self, namespace: str, question: str, candidates: Sequence[Hit], retrieval: Retrieval
@@ -109,8 +121,9 @@ class Retriever:
             return None
 
         def judge() -> Judgement:
-            counts = self._store.word_counts(namespace, words_of(question))
-            n_chunks = self._store.namespace(namespace).n_chunks
+            names, words = names_of(namespace), words_of(question)
+            counts = word_counts(self._store, names, words)
+            n_chunks = sum(self._store.namespace(name).n_chunks for name in names)
             found, missing = signals(candidates[:DEPTH], retrieval, counts, n_chunks)
             return judged(found, missing, self._embedder.name, retrieval)
 
@@ -118,9 +131,14 @@ class Retriever:
 
     async def around(self, namespace: str, chunk_ids: Sequence[int], n: int) -> dict[int, Chunk]:
         """See ``IndexStore.chunks_around``."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._search_threads, self._store.chunks_around, namespace, chunk_ids, n
-        )
+
+        def around() -> dict[int, Chunk]:
+            found: dict[int, Chunk] = {}
+            for name in names_of(namespace):
+                found |= self._store.chunks_around(name, chunk_ids, n)
+            return found
+
+        return await asyncio.get_running_loop().run_in_executor(self._search_threads, around)
 
     async def _mean(self, question: str, variants: Sequence[str]) -> np.ndarray:
         vector, *others = await asyncio.gather(*map(self.embed, (question, *variants)))
@@ -183,33 +201,52 @@ class Retriever:
         k: int,
         filter: Filter | None,
         sentences: bool,
-    ) -> tuple[list[Hit], int, list[SentenceScores]]:
+    ) -> tuple[list[Hit], Mapping[str, int], list[SentenceScores]]:
+        names = names_of(namespace)
+        if vector is not None:
+            for name in names:
+                self._check_embedder(name)
+        elif len(names) == 1:
+            self._store.namespace(namespace)
+        versions: Mapping[str, int]
+        if len(names) > 1:
+            text, variants = (texts[0], texts[1:]) if texts else (None, ())
+            joint = self._store.search_several(
+                names, k, text=text, variants=variants, vector=vector, filter=filter
+            )
+            hits, versions = joint.hits, joint.versions
+        else:
+            if vector is not None and not texts:
+                result = self._store.search(namespace, vector[None, :], k, filter=filter)
+            else:
+                result = self._store.search_text(
+                    namespace, texts[0], k, variants=texts[1:], vector=vector, filter=filter
+                )
+            hits, versions = result.hits[0], {namespace: result.version}
+        if vector is None or not sentences:
+            return hits, versions, [[] for _ in hits]
+        return hits, versions, self._scores(names, hits, vector)
+
+    def _check_embedder(self, namespace: str) -> None:
         info = self._store.namespace(namespace)
-        if vector is not None and info.embedder != self._embedder.name:
+        if info.embedder != self._embedder.name:
             raise Conflict(
                 f"Namespace {namespace!r} was embedded with {info.embedder!r}, "
                 f"this server embeds with {self._embedder.name!r}.",
                 hint="Start the server with that --embedder, or ingest the documents into another namespace.",
                 code="embedder_mismatch",
             )
-        if vector is not None and not texts:
-            result = self._store.search(namespace, vector[None, :], k, filter=filter)
-        else:
-            result = self._store.search_text(
-                namespace, texts[0], k, variants=texts[1:], vector=vector, filter=filter
-            )
-        hits = result.hits[0]
-        if vector is None or not sentences:
-            return hits, result.version, [[] for _ in hits]
-        return hits, result.version, self._scores(namespace, hits, vector)
 
-    def _scores(self, namespace: str, hits: list[Hit], vector: np.ndarray) -> list[SentenceScores]:
+    def _scores(self, names: Sequence[str], hits: list[Hit], vector: np.ndarray) -> list[SentenceScores]:
         """Score the hits' sentences. A chunk removed since the search has none."""
-        stored = self._store.sentence_vectors(namespace, [hit.chunk.chunk_id for hit in hits])
+        stored: dict[int, SentenceVectors] = {}
+        for name in names:
+            own = [hit.chunk.chunk_id for hit in hits if hit.chunk.namespace == name]
+            stored |= self._store.sentence_vectors(name, own) if own else {}
         found: list[SentenceScores] = []
         for hit in hits:
-            own = stored.get(hit.chunk.chunk_id)
-            found.append([] if own is None else scored(own, vector))
+            vectors = stored.get(hit.chunk.chunk_id)
+            found.append([] if vectors is None else scored(vectors, vector))
         return found
 
 

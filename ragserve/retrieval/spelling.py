@@ -31,10 +31,12 @@ from ragserve.retrieval.namespace_words import (
     LATIN,
     MAX_LETTERS,
     MIN_LETTERS,
+    JointTable,
     NamespaceWords,
-    WordTable,
     folded,
 )
+from ragserve.retrieval.word_counts import word_counts
+from sglang_ext.wire.joint_names import names_of
 
 if TYPE_CHECKING:
     from ragserve_index import IndexStore
@@ -136,8 +138,9 @@ class SpellingCorrector:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="spelling")
 
     async def correct(self, namespace: str, texts: Sequence[str]) -> Corrected:
-        """Correct a question and its variants; nothing while the namespace's words are read for the first
-        time, or if they cannot be read. Raises NotFound for an unknown namespace."""
+        """Correct a question and its variants by the words of a namespace, or of several by their joint name;
+        nothing while they are read for the first time, or if they cannot be read. Raises NotFound for an
+        unknown namespace."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._correct, namespace, texts)
 
     async def read(self, namespace: str) -> None:
@@ -150,12 +153,14 @@ class SpellingCorrector:
 
     def _correct(self, namespace: str, texts: Sequence[str]) -> Corrected:
         def counts(words: Sequence[str]) -> dict[str, int]:
-            return self._store.word_counts(namespace, words)
+            return word_counts(self._store, names, words)
 
+        names = names_of(namespace)
         try:
-            table = self._words.of(namespace)
-            if table is not None:
-                return Corrected(texts, [_corrected(text, self._known, table, counts) for text in texts])
+            tables = [table for name in names if (table := self._words.of(name)) is not None]
+            if len(tables) == len(names):
+                known, every = self._known, JointTable(tables)
+                return Corrected(texts, [_corrected(text, known, every, counts) for text in texts])
         except NotFound:
             raise
         except RagserveError as error:  # a dense search needs no lexical index
@@ -166,7 +171,7 @@ class SpellingCorrector:
 def _corrected(
     text: str,
     known: AbstractSet[str],
-    table: WordTable,
+    table: JointTable,
     counts: Callable[[Sequence[str]], dict[str, int]],
 ) -> list[Replacement]:
     """What is replaced in one text, in its order."""
@@ -192,7 +197,7 @@ def _corrected(
 def _replacement(
     word: str,
     known: AbstractSet[str],
-    table: WordTable,
+    table: JointTable,
     counts: Callable[[Sequence[str]], dict[str, int]],
 ) -> str | None:
     """The best word one error away from an unknown one; None if there is none, or no best one."""

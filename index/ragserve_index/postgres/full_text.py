@@ -8,17 +8,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import log
 
 import numpy as np
 
+from ragserve_index.bm25 import K1, B, weight
 from ragserve_index.database import Connection, LexicalTables, lexical_table
 from ragserve_index.lexical_differences import differences
 from ragserve_index.structures.base import Ids
 from ragserve_index.word_cutting import words
 
-_K1, _B = 1.2, 0.75
-_LEAST = 1e-6  # weight of a word that is in half of the chunks, or more
 _MOST = 255  # positions of a word
 
 
@@ -91,6 +89,20 @@ class FullText(LexicalTables):
         )
         return int(found.fetchone()[0])
 
+    def n_words(self, connection: Connection, namespace_id: int) -> int:
+        row = connection.execute(
+            "SELECT n_words FROM lexical_sizes WHERE namespace_id = ?", (namespace_id,)
+        ).fetchone()
+        return 0 if row is None else int(row[0])
+
+    def lengths(self, connection: Connection, namespace_id: int, among: str) -> dict[int, int]:
+        rows = connection.execute(
+            f"SELECT chunk_id, n FROM {lexical_table(namespace_id)}"
+            f" WHERE chunk_id IN (SELECT value FROM {connection.dialect.integers} one)",
+            (among,),
+        )
+        return dict(rows.fetchall())
+
     def scored(
         self,
         connection: Connection,
@@ -107,7 +119,7 @@ class FullText(LexicalTables):
             (namespace_id,),
         ).fetchone()
         wanted = list(counts)
-        weights = [_weight(n_chunks, n) * (_K1 + 1) for n in counts.values()]
+        weights = [weight(n_chunks, n) * (K1 + 1) for n in counts.values()]
         chosen = f" AND chunk_id IN (SELECT value FROM {connection.dialect.integers} one)"
         found = connection.execute(
             # setweight and ts_filter leave the query's words of a chunk: unnesting all is ten times slower
@@ -120,8 +132,8 @@ class FullText(LexicalTables):
             " ON w.lexeme = f.lexeme"
             " GROUP BY m.chunk_id ORDER BY score DESC, m.chunk_id" + ("" if best is None else " LIMIT ?"),
             [
-                _K1 * (1 - _B),
-                _K1 * _B * n_chunks / max(1, n_words),
+                K1 * (1 - B),
+                K1 * B * n_chunks / max(1, n_words),
                 _any(wanted),
                 *([] if among is None else [among]),
                 wanted,
@@ -131,11 +143,6 @@ class FullText(LexicalTables):
             ],
         )
         return found.fetchall()
-
-
-def _weight(n_chunks: int, n: int) -> float:
-    """Inverse document frequency. ``n`` may exceed ``n_chunks``: it may have been counted before removals."""
-    return log((n_chunks - n + 0.5) / (n + 0.5)) if 2 * n < n_chunks else _LEAST
 
 
 def _quoted(word: str) -> str:
