@@ -1,12 +1,12 @@
 """Search quality over several namespaces that together hold a collection, against the collection in one.
 
-Each collection is in BEIR's layout. Its documents are parted at random, the hard way by topic (k-means of the
-vectors), and by length (the shortest in one namespace, the longest in another), so that the statistics of
-BM25 differ between namespaces as much as they can. The rival of the joint search is the same search of the whole
-collection; beside it, ``own statistics`` merges what each namespace's own lexical search scores. Takes about
-ten minutes on two cores, most of them to embed.
+Each collection is in BEIR's layout. Its documents are parted at random, and so that the statistics of BM25
+differ between namespaces as much as they can: by topic (k-means of the vectors), and by length (the shorter
+half and the longer one). The rival of the joint search is the same search of the whole collection; beside it,
+``own_statistics`` merges what each namespace's own lexical search scores. Takes about ten
+minutes on two quiet cores.
 
-    python -m benchmarks.namespace_split --data DIR --data DIR --out benchmarks/results/namespace-split.json"""
+    python -m benchmarks.namespace_split --data DIR ... --out benchmarks/results/namespace-split.json"""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class WordScores:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The candidates of one namespace: their ``lengths`` in words, the mean over the namespace, and the scores
-    of each word of the question."""
+    """The candidates of one namespace: their ``lengths`` in words, the mean over the namespace, and the
+    scores of each word of the question."""
 
     lengths: Mapping[int, int]
     mean_length: float

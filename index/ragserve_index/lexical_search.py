@@ -92,8 +92,8 @@ def search(
 def word_scores(
     connection: Connection, ns: registry.Namespace, wanted: Sequence[str], ids: Sequence[int]
 ) -> list[WordScores]:
-    """BM25 of these chunks for each word alone, the rarest first; in a large namespace, whose index of tantivy
-    is not there yet, none of the words that `search` leaves out."""
+    """BM25 of these chunks for each word alone, the rarest first; in a large namespace, whose index of
+    tantivy is not there yet, none of the words that `search` leaves out."""
     tables, among = connection.dialect.lexical, json.dumps(list(ids))
     found: list[WordScores] = []
     total = 0

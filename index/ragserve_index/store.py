@@ -20,9 +20,9 @@ from ragserve_index.gpu import ON_GPU, GpuMirror
 from ragserve_index.index import file_format
 from ragserve_index.index.pool import IndexPool
 from ragserve_index.integrity import check_namespace
+from ragserve_index.joint_search import JointSearcher
 from ragserve_index.lexical_indexes import LexicalIndexes
 from ragserve_index.opening import open_database
-from ragserve_index.joint_search import JointSearcher
 from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.structures.base import Floats, Ids
 from ragserve_index.types import (

@@ -123,7 +123,7 @@ class DialogueText:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Passages, best first, with the scores of their sentences, and the dialogue as the model ``reads`` it."""
+    """Passages, best first, with their sentences' scores, and the dialogue as the model ``reads`` it."""
 
     passages: list[RetrievedPassage]
     version: int | None

@@ -71,8 +71,8 @@ class Prompt:
         return tuple(Span(each.start, each.end) for each in self.segments if each.kind != "question")
 
     def owners(self, namespace: str) -> tuple[str, ...]:
-        """The namespace of each span, as a `GenerateRequest` wants them: the documents' keys. The system text is
-        the first one's. None for a prompt in one namespace."""
+        """The namespace of each span, as a `GenerateRequest` wants them: the documents' keys. The system text
+        is the first one's. Empty for a prompt in one namespace."""
         first, *others = names_of(namespace)
         if not others:
             return ()

@@ -21,8 +21,8 @@ class Query:
     With ``documents``, nothing is retrieved: they are the context, in their order. ``session``: the id of
     the one to go on with, or `NEW`; ``session_budget``: most tokens of its turns before the last, 0 for all,
     None for what it had; ``owner``: the API key that asks. ``names_strategy``: the request itself names one.
-    ``by_pattern``: its namespaces were found by a pattern. ``private``: not for the query log. ``spend`` is called with numbers of tokens, those of the prompt and of
-    the answer as it comes.
+    ``by_pattern``: its namespaces were found by a pattern. ``private``: not for the query log. ``spend`` is
+    called with numbers of tokens, those of the prompt and of the answer as it comes.
     """
 
     question: str

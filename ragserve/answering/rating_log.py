@@ -31,8 +31,8 @@ class UnansweredLog(NamespaceLog):
     name = UNANSWERED
 
     def not_found(self, query: Query, searched_for: SearchedFor | None, began: float, why: str) -> None:
-        """Note a question in each namespace that was asked; ``began``: when it came (``time.time``). Those who
-        may read one's questions learn nothing of the others from why it was not found."""
+        """Note a question in each namespace that was asked; ``began``: when it came (``time.time``). Why it
+        was not found says nothing of the other namespaces to those who read one's questions."""
         if not query.private:
             question = (search_question(query.question, searched_for) or "").strip()
             names = names_of(query.request.namespace)
@@ -47,7 +47,7 @@ def as_row(record: Mapping[str, Any], namespace: str) -> dict[str, Any]:
     return {
         "id": record["id"],
         "question": record["question"],
-        "answers": [record["answer"]] if good else [],
+        "answers": [record["answer"]] if good and record["answer"] else [],
         "documents": record["documents"] if good else [],
         "namespace": namespace,
         "rating": record["rating"],

@@ -9,6 +9,8 @@ from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 from ragserve.answering.citations import Basis
 from ragserve.answering.results import (
     EVIDENCE,
+    INDEX_VERSIONS,
+    NAMESPACE,
     AnswerEvidence,
     AnswerSentence,
     Citation,
@@ -101,7 +103,9 @@ class ChatRequest(SearchFields):
     later turns only the last one counts."""
 
     model: str = Field(
-        description="`ragserve/NAMESPACE`; other names go to SGLang.", examples=["ragserve/default"]
+        description="`ragserve/NAMESPACE`, or several as `ragserve/a+b` and `ragserve/docs-*`; other names "
+        "go to SGLang.",
+        examples=["ragserve/default"],
     )
     messages: list[ChatMessage] = Field(
         min_length=1,
@@ -191,7 +195,8 @@ class Extras(BaseModel):
     searched_for: SearchedFor | None
     reranking: Reranking | None
     index_version: int | None
-    namespace: str
+    index_versions: dict[str, int] | None = Field(default=None, description=INDEX_VERSIONS)
+    namespace: str = Field(description=NAMESPACE)
     request_id: str
 
 

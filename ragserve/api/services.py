@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -39,6 +39,7 @@ from ragserve.setting_groups.per_namespace import NamespaceSettings
 from ragserve.verification.answer_watch import AnswerWatch
 from ragserve.verification.background import BackgroundVerification
 from ragserve.verification.idle_tuner import IdleTuner
+from sglang_ext.wire.joint_names import is_joint, names_of
 
 if TYPE_CHECKING:
     from ragserve.ingest.ingestor import Ingestor
@@ -72,9 +73,15 @@ class Services:
     foreign: list[str]  # namespaces that were cut for another model, when the server started
     evict: Callable[[], Coroutine[Any, Any, None]]  # evict the KV of removed documents from every tier
 
-    async def own_settings(self, namespace: str) -> NamespaceSettings:
-        """A namespace's own settings, without any for one that does not exist."""
-        return NamespaceSettings.of(await asyncio.to_thread(self.store.settings, namespace))
+    async def own_settings(self, namespace: str, asked: Collection[str] = ()) -> NamespaceSettings:
+        """A namespace's own settings, without any for one that does not exist; of several, by their joint
+        name, as `NamespaceSettings.shared`: ``asked`` are fields that the request gives."""
+
+        def each() -> dict[str, NamespaceSettings]:
+            return {name: NamespaceSettings.of(self.store.settings(name)) for name in names_of(namespace)}
+
+        found = await asyncio.to_thread(each)
+        return NamespaceSettings.shared(found, asked) if is_joint(namespace) else found[namespace]
 
     def document_cache(self) -> CachingEngine:
         """The engine, as a document cache. Raises InvalidRequest if it has none."""

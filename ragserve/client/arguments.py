@@ -32,9 +32,11 @@ class SearchArguments(TypedDict, total=False):
 
 
 class RetrieveArguments(SearchArguments, total=False):
-    """Where to search, and for how many passages; ``history``: earlier turns, oldest first."""
+    """Where to search, and for how many passages; ``namespaces``: several, by names and by patterns such as
+    ``docs-*``, in place of ``namespace``; ``history``: earlier turns, oldest first."""
 
     namespace: str | None
+    namespaces: Sequence[str] | None
     k: int | None
     history: Sequence[Turn] | None
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from ragserve.answering.results import Answer, Citation
 from ragserve.api.views import EVENTS
 from ragserve.client import Client, MessageEvent, QueryArguments
+from ragserve.client.calls import where
 from ragserve.commands.job_console import place, shown
 from ragserve.commands.options import DEFAULT_URL, ApiKey, ServerUrl, json_object
 from ragserve.config import StrategyName
@@ -28,7 +29,10 @@ def register(app: typer.Typer) -> None:
 
 def query(
     question: Annotated[str, typer.Argument(help="The question.")],
-    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Namespace to search.")] = "default",
+    namespace: Annotated[
+        str,
+        typer.Option("--namespace", "-n", help="Namespace to search; several as a+b or docs-*."),
+    ] = "default",
     url: ServerUrl = DEFAULT_URL,
     api_key: ApiKey = None,
     k: Annotated[int | None, typer.Option(help="Passages to retrieve. Default: the server's.")] = None,
@@ -55,7 +59,7 @@ def query(
     """Ask a question. Exits with 1, and the server's reason, if there is no answer."""
     spec = parse(strategy)[0] if strategy else None
     fields: QueryArguments = {
-        "namespace": namespace,
+        **where(namespace),
         "k": k,
         "filter": json_object("--filter", filter_, example=_FILTER),
         "retrieval": retrieval,
@@ -128,13 +132,13 @@ def _print_details(answer: Answer, console: Console) -> None:
 
 
 def _title(citation: Citation) -> str:
-    where = [shown(citation.title), shown(citation.source or ""), place(citation)]
+    parts = [shown(citation.title), shown(citation.source or ""), place(citation)]
     scores = [
         f"{name} {value:.2f}"
         for name, value in (("cosine", citation.cosine), ("BM25", citation.bm25))
         if value is not None
     ]
-    return ", ".join(part for part in where if part) + f" ({', '.join([*scores, citation.basis])})"
+    return ", ".join(part for part in parts if part) + f" ({', '.join([*scores, citation.basis])})"
 
 
 def _excerpt(text: str) -> str:

@@ -1,7 +1,7 @@
 """Names of several namespaces as one: joined by ``+``, which no namespace's name has, in ascending order.
 
-A request over several namespaces carries such a name where others have the name of theirs, and each document's
-own namespace beside it. Imports nothing."""
+A request over several namespaces carries such a name where others have that of their namespace, and each
+document's own namespace beside it. Imports nothing."""
 
 from __future__ import annotations
 

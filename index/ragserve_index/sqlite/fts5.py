@@ -76,7 +76,9 @@ class Fts5(LexicalTables):
 
     def n_words(self, connection: Connection, namespace_id: int) -> int:
         # FTS5's record of averages: rows, then the words of each column
-        row = connection.execute(f"SELECT block FROM {lexical_table(namespace_id)}_data WHERE id = 1").fetchone()
+        row = connection.execute(
+            f"SELECT block FROM {lexical_table(namespace_id)}_data WHERE id = 1"
+        ).fetchone()
         return 0 if row is None else sum(_varints(row[0])[1:])
 
     def lengths(self, connection: Connection, namespace_id: int, among: str) -> dict[int, int]:
@@ -119,8 +121,8 @@ def _any(words: Iterable[str]) -> str:
 
 
 def _varints(data: bytes) -> list[int]:
-    """SQLite's integers of variable length: seven bits a byte, the highest first; eight in a ninth byte, which
-    no number of words reaches."""
+    """SQLite's integers of variable length: seven bits a byte, the highest first. A ninth byte has eight, but
+    no number of words reaches it."""
     found, value = [], 0
     for byte in data:
         value = value << 7 | byte & 0x7F

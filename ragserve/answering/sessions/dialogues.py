@@ -95,7 +95,9 @@ class Dialogues:
             dialogue = self._new(query.owner, namespace)
         else:
             dialogue, _ = self.get(query.owner, str(query.session))
-            if dialogue.namespace != namespace and not (query.by_pattern and await self._covers(query, dialogue)):
+            if dialogue.namespace != namespace and not (
+                query.by_pattern and await self._covers(query, dialogue)
+            ):
                 raise _not_found(dialogue.id)
         try:
             async with dialogue.lock:

@@ -110,7 +110,10 @@ class NextTurn:
         check_current(self._dialogue)  # it may have ended while passages were searched for
         if self._budget:
             self._shorten(query.question, found)
-        documents = [PromptDocument(passage.namespace or "", passage.title, passage.text) for passage in self.new(found)]
+        documents = [
+            PromptDocument(passage.namespace or "", passage.title, passage.text)
+            for passage in self.new(found)
+        ]
         self._found = len(found) - len(documents)
         cut = query.documents is not None and query.overflow == "cut"
         try:
@@ -218,9 +221,7 @@ class NextTurn:
             dialogue.named = StrategySpec(query.request.strategy, query.request.options)
             dialogue.messages.extend(query.history)
         behind = sum(len(turn.ids) for turn in self._past)
-        turn = PastTurn.of(
-            prompt, ids, behind=behind, unregistered=asked.unregistered, owners=asked.owners
-        )
+        turn = PastTurn.of(prompt, ids, behind=behind, unregistered=asked.unregistered, owners=asked.owners)
         history = query.history if self.is_first else ()
         turn = replace(turn, passages=tuple(self._added), question=query.question, history=history)
         dialogue.past.append(turn)

@@ -71,9 +71,7 @@ def as_text(turns: Sequence[PastTurn]) -> PastTurn:
     """Turns, the dialogue's first ones, as one text whose KV is computed in one piece, exactly."""
     ids, first = ids_of(turns), turns[0]
     unregistered = [n for n in first.unregistered if n == 0]
-    return PastTurn(
-        ids, len(ids), first.spans[:1], unregistered, is_text=True, owners=first.owners[:1]
-    )
+    return PastTurn(ids, len(ids), first.spans[:1], unregistered, is_text=True, owners=first.owners[:1])
 
 
 @dataclass(frozen=True, slots=True)
