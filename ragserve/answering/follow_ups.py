@@ -206,10 +206,8 @@ class DialogueSearch:
         evidence = None
         if found.evidence is not None:
             evidence = AnswerEvidence.model_validate(found.evidence, from_attributes=True)
-        own, sentences = passages(found.passages), found.sentences
-        return Found(
-            own, found.version, timings, sentences, asked, reads, reranking, evidence, found.versions
-        )
+        own, of_each = passages(found.passages), found.sentences
+        return Found(own, found.version, timings, of_each, asked, reads, reranking, evidence, found.versions)
 
     async def _corrected(self, typed: DialogueText, options: SearchOptions, namespace: str) -> Corrected:
         if self._spelling is None or options.spelling == "off":

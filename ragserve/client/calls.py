@@ -41,6 +41,7 @@ from ragserve.client.arguments import (
     QueryArguments,
     RetrieveArguments,
     TextDocument,
+    WhereArguments,
 )
 from ragserve.errors import InvalidRequest
 from ragserve.setting_groups.per_namespace import NamespaceSettings
@@ -313,7 +314,7 @@ def rate(answer: Answer, question: str, rating: Literal["up", "down"]) -> Call[R
     return _post("/rag/feedback", _model(RatedAnswers), body, repeatable=True)
 
 
-def where(name: str) -> RetrieveArguments:
+def where(name: str) -> WhereArguments:
     """The fields of a request for a namespace, or for several by their joint name or a pattern: ``a+b``,
     ``docs-*``."""
     names = names_of(name)
