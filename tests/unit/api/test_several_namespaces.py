@@ -241,6 +241,22 @@ def test_a_session_goes_on_over_the_namespaces_of_its_first_turn(
     assert refused(turn(begun, namespaces=["docs-*"]))[:2] == (409, "session_outdated")
 
 
+def test_a_composed_session_computes_each_turn_again_from_each_documents_own_kv(
+    admin: httpx.Client, live: Live
+) -> None:
+    forced = {"strategy": "epic", "strategy_options": {"force": True}}
+    body = BOTH | {"k": 1, "session": "new"}
+    begun = admin.post("/rag/query", json=body | forced).json()["session"]["id"]
+    soup = {"query": "What is a soup of leeks made of?", "namespaces": BOTH["namespaces"]}
+    admin.post("/rag/query", json=soup | {"k": 1, "session": begun})
+    first, second = [each for each in live.engine.requests if each.session is not None]
+    assert first.owners == ("docs-food", "docs-lights")
+    assert second.owners == ("docs-food", "docs-food")
+    assert second.earlier is not None
+    again = second.earlier()
+    assert (again.namespace, again.owners, again.spans) == (JOINT, first.owners, first.spans)
+
+
 def test_removing_a_document_of_one_takes_it_from_answers_and_sessions(
     reader: httpx.Client, admin: httpx.Client, live: Live
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from ragserve.api.app import create_app
 from ragserve.config import Settings
 from ragserve.tenants.key_file import KeyFile
 from sglang_ext.wire.cache_scope import CacheScope, confine
-from sglang_ext.wire.protocol import ContextPlan, SessionPart, Span, session_key
+from sglang_ext.wire.protocol import ContextPlan, SessionPart, Span, prefix_key, session_key
 from tests.unit.api.scripted_server import DOCUMENTS, ScriptedEngine, Tenants, asgi_client, serving
 
 
@@ -225,6 +226,20 @@ def test_sglangs_routes_reach_no_session() -> None:
     with scope.active(), pytest.raises(ValueError, match="sessions go on over /rag/query"):
         confine(obj)
     assert obj.extra_key == f"somebody:{key}"
+
+
+def test_sglangs_routes_use_the_cache_of_several_namespaces_with_the_right_to_each() -> None:
+    spans = (Span(0, 1), Span(1, 2))
+    for names, fits in (("acme+acme-old", True), ("acme+beta", False), ("beta+acme", False)):
+        owners = tuple(names.split("+"))
+        plan = ContextPlan("compose", names, "concat", spans, owners=owners)
+        obj = SimpleNamespace(rid="1", extra_key=prefix_key(names), sampling_params=None)
+        composed = SimpleNamespace(rid="1", sampling_params={"custom_params": {"ragserve": plan.to_json()}})
+        with CacheScope("somebody", lambda name: name.startswith("acme")).active():
+            confine(obj)
+            assert (obj.extra_key == prefix_key(names)) == fits
+            with nullcontext() if fits else pytest.raises(ValueError, match="may not use the cache"):
+                confine(composed)
 
 
 def _through_sglang() -> Starlette:
