@@ -366,11 +366,8 @@ def routes_with_namespace(description: dict[str, Any]) -> Iterator[str]:
                 if f"#/components/schemas/{name}" in body
             ]
             fields = {field for model in models for field in model.get("properties", ())}
-            if (
-                (names | fields) & {"namespace", "namespaces"}
-                or path.startswith("/rag/namespaces/")
-                or "model" in fields
-            ):
+            named = (names | fields) & {"namespace", "namespaces", "model"}
+            if named or path.startswith("/rag/namespaces/"):
                 yield f"{method.upper()} {path}"
 
 
