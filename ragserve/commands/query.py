@@ -17,6 +17,7 @@ from ragserve.config import StrategyName
 from ragserve.errors import EngineError
 from ragserve.setting_groups.answering import Retrieval
 from ragserve.strategy_spec import parse
+from sglang_ext.wire.joint_names import is_joint
 
 _FILTER = '{"op":"eq","field":"lang","value":"en"}'
 _EXCERPT_CHARS = 160
@@ -112,7 +113,9 @@ def _print_details(answer: Answer, console: Console) -> None:
             text = shown(answer.answer[sentence.start : sentence.end])
             console.print(f"no passage supports: {text}", markup=False, style="yellow")
     for citation in answer.citations:
-        console.print(f"\n[{citation.index}] {_title(citation)}", markup=False, style="bold")
+        console.print(
+            f"\n[{citation.index}] {_title(citation, answer.namespace)}", markup=False, style="bold"
+        )
         console.print(f"    {_excerpt(citation.text)}", markup=False)
     use, usage = answer.context, answer.usage
     console.print(
@@ -131,8 +134,9 @@ def _print_details(answer: Answer, console: Console) -> None:
     console.print(f"ms: {timings}", style="dim")
 
 
-def _title(citation: Citation) -> str:
-    parts = [shown(citation.title), shown(citation.source or ""), place(citation)]
+def _title(citation: Citation, asked: str) -> str:
+    home = (citation.namespace or "") if is_joint(asked) else ""
+    parts = [home, shown(citation.title), shown(citation.source or ""), place(citation)]
     scores = [
         f"{name} {value:.2f}"
         for name, value in (("cosine", citation.cosine), ("BM25", citation.bm25))

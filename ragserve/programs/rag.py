@@ -87,7 +87,7 @@ class Rag:
         from ragserve.engine.stream import payload
         from ragserve.programs._sglang import endpoint_class
 
-        key = payload(GenerateRequest("", [], self._there()), "")["extra_key"]
+        key = payload(GenerateRequest("", [], self.joint_namespace()), "")["extra_key"]
         return endpoint_class()(self.url, api_key=self._api_key, extra_key=key)
 
     def retrieve(
@@ -256,8 +256,9 @@ class Rag:
         with self._lock:
             return self._reads.get(question, question)
 
-    def _there(self) -> str:
-        """The name under which the server keeps prefixes: patterns in it stand for what they match now."""
+    def joint_namespace(self) -> str:
+        """The name under which the server keeps prefixes: patterns in ``namespace`` stand for what they match
+        now."""
         names = names_of(self.namespace)
         if not any(name.endswith("*") for name in names):
             return self.namespace

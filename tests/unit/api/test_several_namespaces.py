@@ -15,6 +15,7 @@ import pytest
 from ragserve.answering import auto
 from ragserve.answering.auto import Chooser
 from ragserve.client import Client
+from ragserve.programs import Rag
 from sglang_ext.wire.joint_names import MOST
 from tests.unit.api.scripted_server import DOCUMENTS, Live, Tenants, serving
 
@@ -98,6 +99,15 @@ def test_streams_say_the_same(reader: httpx.Client, live: Live) -> None:
         events = list(client.stream(QUESTION, namespaces=BOTH["namespaces"]))
         assert {event.namespace for event in events if hasattr(event, "index_versions")} == {JOINT}
         assert client.query(QUESTION, namespaces=["docs-*"]).namespace == JOINT
+
+
+def test_programs_retrieve_from_several_and_share_their_prefixes(reader: httpx.Client, live: Live) -> None:
+    key = reader.headers["Authorization"].split()[1]
+    for names in (["docs-lights", "docs-food"], ["docs-*"]):
+        rag = Rag(str(reader.base_url), namespaces=names, api_key=key)
+        assert {one.namespace for one in rag.retrieve(QUESTION)} == {"docs-lights", "docs-food"}
+        assert rag.joint_namespace() == JOINT
+        rag.close()
 
 
 def test_a_pattern_matches_what_the_key_may_read(
