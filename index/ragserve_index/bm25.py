@@ -30,7 +30,7 @@ class WordScores:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartCandidates:
     """The candidates of one namespace: their ``lengths`` in words, the mean over the namespace, and the
     scores of each word of the question."""
 
@@ -39,7 +39,9 @@ class Part:
     words: Sequence[WordScores]
 
 
-def joint_scores(parts: Sequence[Part], weights: Sequence[float], mean_length: float) -> dict[int, float]:
+def joint_scores(
+    parts: Sequence[PartCandidates], weights: Sequence[float], mean_length: float
+) -> dict[int, float]:
     """BM25 of all candidates, with each word's weight and the mean length of all namespaces together; 0 for
     one that has none of the words."""
     found: dict[int, float] = {}

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import numpy as np
 
 from ragserve_index import lexical_search, registry
-from ragserve_index.bm25 import Part, joint_scores, weight
+from ragserve_index.bm25 import PartCandidates, joint_scores, weight
 from ragserve_index.database import Connection
 from ragserve_index.errors import lexical_index_damaged
 from ragserve_index.filters import AnyFilter
@@ -145,13 +145,13 @@ class JointSearcher(Searcher):
         telling = [(n, word) for n, word in counted if 2 * n < n_chunks] or counted
         wanted = [word for _, word in telling]
         n_words = [tables.n_words(connection, ns.id) for ns in spaces]
-        parts: list[Part] = []
+        parts: list[PartCandidates] = []
         for ns, size, ids in zip(spaces, n_words, found, strict=True):
             scores = self._lexical.word_scores(ns, wanted, ids)
             if scores is None:
                 scores = lexical_search.word_scores(connection, ns, wanted, ids)
             lengths = tables.lengths(connection, ns.id, json.dumps(list(ids)))
-            parts.append(Part(lengths, size / max(1, ns.n_chunks), scores))
+            parts.append(PartCandidates(lengths, size / max(1, ns.n_chunks), scores))
         weights = [weight(n_chunks, n) for n, _ in telling]
         return joint_scores(parts, weights, sum(n_words) / max(1, n_chunks))
 
