@@ -6,6 +6,7 @@ computed anew over all of them together (`bm25`)."""
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -15,7 +16,7 @@ from ragserve_index import lexical_search, registry
 from ragserve_index.bm25 import PartCandidates, joint_scores, weight
 from ragserve_index.database import Connection
 from ragserve_index.errors import lexical_index_damaged
-from ragserve_index.filters import AnyFilter
+from ragserve_index.filters import MAX_S, AnyFilter, filter_too_costly
 from ragserve_index.fusion import DEPTH, Ranked, by_mean_score, by_standard_scores
 from ragserve_index.index.namespace_index import Behind
 from ragserve_index.search import Condition, Scored, Searcher, checked_k, checked_queries, compiled
@@ -43,6 +44,7 @@ class JointSearcher(Searcher):
         k, condition = checked_k(k), compiled(filter, self._database.dialect)
         depth = max(k, DEPTH) if texts else k
         queries = None if vector is None else np.atleast_2d(vector)
+        self._select_in_time(namespaces, condition)
         dense: dict[str, Scored] = {}
         for _ in range(_TRIES):
             if queries is not None:
@@ -64,6 +66,15 @@ class JointSearcher(Searcher):
                     dense[index.name] = self._search_pinned(connection, index, vectors, depth, condition)
             spaces = [registry.namespace(connection, name) for name in namespaces]
             return self._joined(connection, spaces, texts, k, condition, queries, dense)
+
+    def _select_in_time(self, namespaces: Sequence[str], condition: Condition | None) -> None:
+        """Let the cache of selections have what a filter selects. Raises InvalidRequest where all namespaces
+        together take it longer than one may."""
+        began = time.monotonic()
+        for name in namespaces if condition is not None else ():
+            self._locate(name, condition)
+            if time.monotonic() - began > MAX_S:
+                raise filter_too_costly()
 
     def _joined(
         self,

@@ -49,7 +49,7 @@ def answered(log: QueryLog, question: str, began: float, namespace: str = "notes
     query: Any = SimpleNamespace(
         question=question, private=False, request=SimpleNamespace(namespace=namespace)
     )
-    log.answered(query, None, began)
+    log.answered(query, None, began, [namespace])
 
 
 def write(store: IndexStore, data_dir: Path, *questions: str, max_bytes: int = 2**20) -> None:

@@ -10,8 +10,8 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 
-from ragserve.errors import NotFound
-from ragserve_index import Eq, IndexStore, lexical_indexes
+from ragserve.errors import InvalidRequest, NotFound
+from ragserve_index import Eq, IndexStore, joint_search, lexical_indexes
 from ragserve_index.batch import document_id
 from ragserve_index.types import Hit
 from tests.unit.index.index_samples import DIM, on_both_registries, on_registries, vectors_of
@@ -109,6 +109,16 @@ def test_a_filter_is_of_each_and_gone_documents_are_not_found(parted: IndexStore
     again = parted.search_several(PARTS, 90, text="lamp", vector=vector)
     assert gone.chunk_id not in {hit.chunk.chunk_id for hit in again.hits}
     assert again.versions == {"a": 1, "b": 2, "c": 1}
+
+
+def test_a_filter_has_the_time_of_one_namespace_for_all(
+    parted: IndexStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joint_search, "MAX_S", 0.0)
+    with pytest.raises(InvalidRequest, match="The filter took longer") as caught:
+        parted.search_several(PARTS, 5, text="lamp", filter=Eq(field="group", value="b"))
+    assert caught.value.code == "filter_too_costly"
+    assert parted.search_several(PARTS, 5, text="lamp").hits
 
 
 def test_an_empty_namespace_adds_nothing_and_a_missing_one_is_said(parted: IndexStore) -> None:
