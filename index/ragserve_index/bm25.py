@@ -21,6 +21,11 @@ def weight(n_chunks: int, n: int) -> float:
     return log((n_chunks - n + 0.5) / (n + 0.5)) if 2 * n < n_chunks else _LEAST
 
 
+def large_weight(n_chunks: int, n: int) -> float:
+    """The same as tantivy has it, which scores large namespaces."""
+    return log(1 + (max(0, n_chunks - n) + 0.5) / (n + 0.5))
+
+
 @dataclass(frozen=True, slots=True)
 class WordScores:
     """What one index says of one word: its ``weight`` there, and BM25 of the candidates that have it."""

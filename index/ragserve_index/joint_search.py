@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 
-from ragserve_index import lexical_search, registry
-from ragserve_index.bm25 import PartCandidates, joint_scores, weight
+from ragserve_index import lexical_indexes, lexical_search, registry
+from ragserve_index.bm25 import PartCandidates, joint_scores, large_weight, weight
 from ragserve_index.database import Connection
 from ragserve_index.errors import lexical_index_damaged
 from ragserve_index.filters import MAX_S, AnyFilter, filter_too_costly
@@ -163,7 +163,8 @@ class JointSearcher(Searcher):
                 scores = lexical_search.word_scores(connection, ns, wanted, ids)
             lengths = tables.lengths(connection, ns.id, json.dumps(list(ids)))
             parts.append(PartCandidates(lengths, size / max(1, ns.n_chunks), scores))
-        weights = [weight(n_chunks, n) for n, _ in telling]
+        weigh = large_weight if n_chunks >= lexical_indexes.FROM else weight  # as one namespace of all
+        weights = [weigh(n_chunks, n) for n, _ in telling]
         return joint_scores(parts, weights, sum(n_words) / max(1, n_chunks))
 
     @contextmanager

@@ -13,7 +13,6 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from math import log
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ragserve_index import registry
-from ragserve_index.bm25 import WordScores
+from ragserve_index.bm25 import WordScores, large_weight
 from ragserve_index.database import Connection
 from ragserve_index.lexical_search import MAX_TERMS, MAX_WORDS, Scored
 from ragserve_index.structures.base import IdSelection
@@ -229,7 +228,7 @@ class LexicalIndex:
         for word in wanted:
             n = searcher.doc_freq("words", word)
             hits = _hits(searcher, self._within(self._any([word]), ids), len(ids)) if n and ids else []
-            found.append(WordScores(log(1 + (searcher.num_docs - n + 0.5) / (n + 0.5)), dict(hits)))
+            found.append(WordScores(large_weight(searcher.num_docs, n), dict(hits)))
         return found
 
     def _any(self, wanted: Sequence[str]) -> Any:

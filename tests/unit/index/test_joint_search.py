@@ -72,15 +72,16 @@ def test_words_score_as_in_one_namespace(parted: IndexStore, query: str) -> None
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_words_score_alike_by_indexes_of_large_namespaces(
+def test_words_score_as_in_one_large_namespace(
     parted: IndexStore, query: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = scores(parted.search_several(PARTS, 10, text=query).hits)
-    monkeypatch.setattr(lexical_indexes, "FROM", len(texts(90, 7)) // 3)  # of two of the three at most
+    """Which has an index of tantivy, as two of the three at most. It rounds lengths, so scores come near."""
+    monkeypatch.setattr(lexical_indexes, "FROM", len(texts(90, 7)) // 3)
     parted.save()
-    found = scores(parted.search_several(PARTS, 10, text=query).hits)
+    whole = scores(parted.search_text("n", query, 90).hits[0])
+    found = scores(parted.search_several(PARTS, 90, text=query).hits)
     assert {source: own[1] for source, own in found.items()} == pytest.approx(
-        {source: own[1] for source, own in expected.items()}, rel=1e-4, abs=1e-5
+        {source: own[1] for source, own in whole.items()}, rel=0.08, abs=0.02
     )
 
 
