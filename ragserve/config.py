@@ -32,6 +32,8 @@ from sglang_ext.wire.request_options import DecodeOptions
 
 DECODE, ATTENTION = DecodeOptions(), AttentionConfig()  # defaults of the settings below
 KEYS_FILE = "keys.json"  # in data_dir: API keys
+SECRETS = frozenset({"api_key", "engine_api_key", "embedder_api_key", "registry_url", "rerank_api_key"})
+"""Settings that are written to no file."""
 SHARED_STORES = ("mooncake", "shared")  # of kv_storage
 DEFAULT_MODEL = str(bundled("examples/models/ragserve-tiny"))
 StrategyName = Literal[
@@ -77,7 +79,16 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
     tokenizer: str | None = Field(None, description="Tokenizer path or id, if it differs from the model's.")
     embedder: str = Field(
         "all-MiniLM-L6-v2",
-        description="sentence-transformers model; the default comes with a package and needs no download.",
+        description="sentence-transformers model; the default comes with a package and needs no download. "
+        "multilingual: one for about 100 languages (extra `multilingual`). openai:URL#MODEL: a remote one, "
+        "by OpenAI's /embeddings.",
+    )
+    embedder_api_key: SecretStr | None = Field(None, description="API key of a remote embedder.")
+    remote_timeout_s: float = Field(
+        10,
+        gt=0,
+        le=600,
+        description="Seconds that a question waits for a remote embedder or reranker, retries included.",
     )
     query_prompt: str | None = Field(
         None,
@@ -274,9 +285,9 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
     )
     grammars: Literal["schemas", "all"] = Field(
         "schemas",
-        description="Grammars that clients of SGLang's routes may send. schemas: JSON schemas without "
-        "`pattern`, within limits. all: regular expressions, EBNF and structural tags, too; some of 500 "
-        "characters stop the engine for everybody.",
+        description="Grammars that clients may send, to SGLang's routes and as `response_format` or strict "
+        "tools to namespaces. schemas: JSON schemas without `pattern`, within limits. all: regular "
+        "expressions, EBNF and structural tags, too; some of 500 characters stop the engine for everybody.",
     )
     audit_log_bytes: int = Field(
         64 * 2**20,
@@ -349,6 +360,11 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
     def has_key(self) -> bool:
         """True if requests need an API key: the server's, or one of the data folder's."""
         return self.api_key is not None or (self.data_dir / KEYS_FILE).exists()
+
+    def secrets(self, *names: str) -> dict[str, str]:
+        """Environment variables of those that are set, for a process whose other settings are in a file."""
+        given = {name: getattr(self, name) for name in names}
+        return {f"RAGSERVE_{name.upper()}": key.get_secret_value() for name, key in given.items() if key}
 
     @property
     def shared_store(self) -> bool:

@@ -14,6 +14,7 @@
     ├── TooManyRequests (429)        the engine's queue is full, or a limit of the API key
     ├── EngineError (502)            the engine answered with an error
     ├── Unavailable (503)            not ready yet, shutting down, or the engine is gone
+    │   └── ModelUnavailable (503)   a remote embedder or reranker gives no answer of use
     └── StorageFull (507)            the disk is full
 
 The HTTP body of an error, and the data of an SSE ``error`` event, is ``{"error": {...}}`` from
@@ -31,6 +32,7 @@ __all__ = [
     "EngineError",
     "Forbidden",
     "InvalidRequest",
+    "ModelUnavailable",
     "NotFound",
     "PromptTooLong",
     "RagserveError",
@@ -126,6 +128,10 @@ class EngineError(RagserveError, status=502, code="engine_error"): ...
 
 
 class Unavailable(RagserveError, status=503, code="unavailable"): ...
+
+
+class ModelUnavailable(Unavailable, code="model_unavailable"):
+    """A job that meets it is given back with its work so far, to be taken up again."""
 
 
 class StorageFull(RagserveError, status=507, code="storage_full"): ...

@@ -23,9 +23,10 @@ from ragserve.retrieval.namespace_words import folded
 
 Floats = npt.NDArray[np.float64]
 
-_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
-_CHARACTER = re.compile(f"[{_UNSPACED}]")
+UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+"""Characters of scripts that do not separate words, for a character class: each is a term of its own."""
+_WORD = re.compile(rf"[{UNSPACED}]|[^\W_{UNSPACED}]+")
+_CHARACTER = re.compile(f"[{UNSPACED}]")
 _ASIDE = re.compile(r"\([^()]*\)")  # in a title: "Sing (film)" is called Sing
 _REMEMBERED_CHARS = 8192  # longer texts are given by clients, and seldom twice
 _LONGEST_WORD = 64

@@ -43,10 +43,11 @@ class ReadablePassage(BaseModel):
     namespace: str | None = Field(description="Collection that the document is in.")
     source: str | None = Field(description="Path, URL or name of the document.")
     title: str
-    page: int | None = Field(description="Page, slide, sheet, chapter or message, from 1.")
+    page: int | None = Field(description="Page, slide, sheet, chapter, message or section, from 1.")
     first_page: int | None = Field(description="Where its first sentence begins: `page`, or the one before.")
     page_kind: str | None = Field(description="Which of these.")
     page_name: str | None = Field(description="Name of the sheet or chapter.")
+    edited: bool = Field(description="Somebody changed its text, which is not that of the document.")
     text: str
 
     @classmethod
@@ -60,6 +61,7 @@ class ReadablePassage(BaseModel):
             first_page=passage.first_page,
             page_kind=passage.page_kind,
             page_name=passage.page_name,
+            edited=passage.edited,
             text=passage.text,
         )
 

@@ -1,19 +1,26 @@
-"""Say what another SGLang changes for ragserve, from its sources alone: nothing of it is imported.
+"""Say what another SGLang changes for ragserve.
 
-    scripts/canary VERSION [--out FILE]
+    scripts/canary VERSION [--smoke] [--out FILE]
 
-Downloads SGLang's wheel without its dependencies and compares it with the installed version: the functions
-that ragserve hooks, overrides or calls (`sglang_ext.process.hooks`), every name that ragserve imports from
-SGLang, how much of each of these modules has changed, and the requirements. The output lists what to port
-and what to read. Exits with 1 if something that ragserve needs is gone or has other parameters."""
+Downloads SGLang's wheel without its dependencies and compares its sources with the installed version: the
+functions that ragserve hooks (`sglang_ext.process.hooks`), overrides or calls (`sglang_ext.versions`, the
+version's own folder or the newest), every name that ragserve imports from SGLang, how much of each of these
+modules has changed, and the requirements. The output lists what to port and what to read.
+
+``--smoke`` also runs engine tests on that version, in a folder of its own in front of this environment, which
+is `.venv/sglang-VERSION` if `scripts/install` has made it. Needs several minutes.
+
+Exits with 1 if something that ragserve needs is gone or has other parameters, or if a test fails."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import difflib
+import importlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -31,6 +38,15 @@ from sglang_ext.process import hooks  # noqa: E402  (SGLang imports torchvision)
 
 REPO = Path(__file__).resolve().parents[1]
 ROOMS = ("ragserve", "sglang_ext", "index/ragserve_index", "kernels/ragserve_kernels")
+VERSIONS = REPO / "sglang_ext" / "versions"
+FOLLOWED = ("transformers", "tokenizers", "xgrammar")  # of its pins; the others are ours, or for CUDA
+SMOKE = (
+    "tests/unit/process/test_hooks.py",
+    "tests/integration/test_engine.py",
+    "tests/integration/test_context.py",
+    "tests/integration/test_document_kv.py",
+)
+_SMOKE_S = 3000
 
 
 def main() -> int:
@@ -39,17 +55,23 @@ def main() -> int:
     )
     parser.add_argument("version")
     parser.add_argument("--out", type=Path, help="write the list there, too")
+    parser.add_argument("--smoke", action="store_true", help="also run engine tests on it")
     options = parser.parse_args()
     here = Sources(Path(str(importlib.util.find_spec("sglang").submodule_search_locations[0])).parent)  # type: ignore[union-attr, index]
     with tempfile.TemporaryDirectory() as folder:
         there = Sources(downloaded(options.version, Path(folder)))
-        gone = [*missing_functions(there), *missing_names(there)]
+        module = module_for(options.version)
+        gone = [*missing_functions(there, relied_on(module)), *missing_names(there, module)]
+        failed = smoke(options.version, there, Path(folder)) if options.smoke else None
         lines = [
             f"# SGLang {options.version} beside {importlib.metadata.version('sglang')}",
             "",
             "Made by `scripts/canary`.",
             "",
+            f"{len(hooks.HOOKS)} functions are hooked. What differs: `sglang_ext/versions/{module}`.",
+            "",
             *section("Gone or moved", gone),
+            *([] if failed is None else section(f"Failing of the tests {', '.join(SMOKE)}", failed)),
             *section("Changed modules that ragserve hooks or imports from", changed(here, there)),
             *section("Requirements", requirements(there)),
         ]
@@ -57,7 +79,53 @@ def main() -> int:
     print(text)
     if options.out:
         options.out.write_text(text, encoding="utf-8")
-    return 1 if gone else 0
+    return 1 if gone or failed else 0
+
+
+def module_for(version: str) -> str:
+    """The folder of `sglang_ext.versions` for a version: its own, or the newest."""
+    modules = sorted(path.name for path in VERSIONS.glob("sglang_*"))
+    own = f"sglang_{version.replace('.', '_')}"
+    return own if own in modules else modules[-1]
+
+
+def relied_on(module: str) -> dict[str, tuple[str, ...]]:
+    """Functions that a folder of `sglang_ext.versions` overrides or calls, and their parameters."""
+    found: dict[str, tuple[str, ...]] = importlib.import_module(f"sglang_ext.versions.{module}").RELIED_ON
+    return found
+
+
+def smoke(version: str, there: Sources, folder: Path) -> list[str]:
+    """Run the smoke tests on a version; one line for each that fails, with what it says."""
+    prepared = Path(sys.prefix) / f"sglang-{version}"
+    if not prepared.is_dir():
+        pins = [f"sglang=={version}", *followed(there)]
+        prepared = folder / "packages"
+        command = [sys.executable, "-m", "pip", "--quiet", "install", "--no-deps", "--target", str(prepared)]
+        subprocess.run([*command, *pins], check=True)
+    ours = [REPO, *(REPO / room for room in ("index", "kernels"))]
+    path = os.pathsep.join(map(str, [prepared, *ours]))
+    command = [sys.executable, "-m", "pytest", "--quiet", "--tb=line", *SMOKE]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": path},
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=_SMOKE_S,
+        check=False,
+    )
+    print(done.stdout, file=sys.stderr)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
+    if done.returncode and not failed:
+        failed = [f"the tests do not run: {(done.stdout + done.stderr).strip().splitlines()[-1]}"]
+    return failed
+
+
+def followed(there: Sources) -> list[str]:
+    """The version's pins of `FOLLOWED`."""
+    pins = re.findall(r"^Requires-Dist: ([\w-]+==[\w.]+)$", _metadata(there), re.MULTILINE)
+    return [pin for pin in pins if pin.split("==")[0] in FOLLOWED]
 
 
 def section(title: str, found: list[str]) -> list[str]:
@@ -132,11 +200,9 @@ def bound(node: ast.AST, name: str) -> ast.AST | None:
     return None
 
 
-def missing_functions(there: Sources) -> Iterator[str]:
-    """Functions of `hooks` that are gone, or whose leading parameters are others."""
-    for target, expected in (
-        {hook.target: hook.parameters for hook in hooks.HOOKS} | hooks.RELIED_ON
-    ).items():
+def missing_functions(there: Sources, relied_on: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    """Functions of `hooks`, and of ``relied_on``, that are gone or whose leading parameters are others."""
+    for target, expected in ({hook.target: hook.parameters for hook in hooks.HOOKS} | relied_on).items():
         node = there.find(target)
         if node is None:
             yield f"`{target}` is gone"
@@ -147,11 +213,14 @@ def missing_functions(there: Sources) -> Iterator[str]:
                 yield f"`{target}` has parameters {found}, expected {expected}"
 
 
-def imported() -> dict[str, set[str]]:
-    """The names of SGLang that ragserve's modules import, with the files that do."""
+def imported(module: str) -> dict[str, set[str]]:
+    """The names of SGLang that ragserve's modules import, with the files that do; of `sglang_ext.versions`
+    those of the folder ``module``."""
     names: dict[str, set[str]] = {}
     for room in ROOMS:
         for path in (REPO / room).rglob("*.py"):
+            if path.is_relative_to(VERSIONS) and path.parent.name not in ("versions", module):
+                continue
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang":
                     for alias in node.names:
@@ -165,17 +234,17 @@ def imported() -> dict[str, set[str]]:
     return names
 
 
-def missing_names(there: Sources) -> Iterator[str]:
-    for name, files in sorted(imported().items()):
+def missing_names(there: Sources, module: str) -> Iterator[str]:
+    for name, files in sorted(imported(module).items()):
         if there.find(name) is None:
             yield f"`{name}` is gone (imported in {', '.join(sorted(files))})"
 
 
 def changed(here: Sources, there: Sources) -> list[str]:
     """The modules that ragserve hooks or imports from, by the number of changed lines."""
-    modules = {
-        module_of(here, name) for name in [*(h.target for h in hooks.HOOKS), *hooks.RELIED_ON, *imported()]
-    }
+    used = [module_for(importlib.metadata.version("sglang")), module_for(_version(there))]
+    names = [name for module in used for name in (*relied_on(module), *imported(module))]
+    modules = {module_of(here, name) for name in [*(hook.target for hook in hooks.HOOKS), *names]}
     counted = []
     for module in sorted(filter(None, modules)):
         old, new = (lines_of(each.path(module)) for each in (here, there))
@@ -198,10 +267,18 @@ def lines_of(path: Path | None) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines() if path else []
 
 
+def _metadata(there: Sources) -> str:
+    (metadata,) = there.folder.glob("sglang-*.dist-info/METADATA")
+    return metadata.read_text(encoding="utf-8")
+
+
+def _version(there: Sources) -> str:
+    return _metadata(there).partition("\nVersion: ")[2].partition("\n")[0]
+
+
 def requirements(there: Sources) -> list[str]:
     """Requirements that differ from the installed version's; those of extras are left out."""
-    (metadata,) = there.folder.glob("sglang-*.dist-info/METADATA")
-    new = set(re.findall(r"^Requires-Dist: (.*)$", metadata.read_text(encoding="utf-8"), re.MULTILINE))
+    new = set(re.findall(r"^Requires-Dist: (.*)$", _metadata(there), re.MULTILINE))
     old = set(importlib.metadata.requires("sglang") or [])
     found = [f"now `{each}`" for each in sorted(new - old)] + [
         f"before `{each}`" for each in sorted(old - new)

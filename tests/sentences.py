@@ -15,9 +15,9 @@ def sentences_of(texts: Sequence[str]) -> list[list[int]]:
             found.append([])
         found[-1].append(t)
         stripped = text.rstrip()
-        while stripped and stripped[-1] in "\"'”’)]":
+        while stripped and stripped[-1] in "\"'”’»)]」』）】":
             stripped = stripped[:-1].rstrip()
-        if "\n" in text or stripped.endswith((".", "!", "?", "。", "！", "？")):
+        if "\n" in text or stripped.endswith((".", "!", "?", "。", "！", "？", "｡", "؟", "۔", "।", "။", "។")):
             found.append([])
     return [sentence for sentence in found if sentence]
 

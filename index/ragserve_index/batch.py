@@ -15,6 +15,7 @@ from ragserve_index.errors import InvalidDocument
 from ragserve_index.structures.base import Floats
 from ragserve_index.text_forms import forms, normal, storable
 from ragserve_index.types import NewChunk, NewDocument
+from ragserve_index.viewers import checked_labels
 
 _UNIT_TOLERANCE = 1e-3
 _INT64 = 2**63
@@ -84,7 +85,8 @@ def prepare(
         for text in (document.source, document.title, *(chunk.text for chunk in chunks)):
             _encodable(text, place)
         doc_id, *older = document_ids(namespace, document.source)
-        document = replace(document, title=normal(document.title))
+        labels = None if document.labels is None else checked_labels(document.labels)
+        document = replace(document, title=normal(document.title), labels=labels)
         metadata = metadata_json(document.metadata, place)
         prepared.append(Prepared(document, doc_id, older, metadata, chunks, array))
     return prepared

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from math import log
 
 K1, B = 1.2, 0.75
-_LEAST = 1e-6  # weight of a word that is in half of the chunks, or more
+LEAST = 1e-6  # weight of a word that is in half of the chunks, or more
 
 
 def weight(n_chunks: int, n: int) -> float:
     """Inverse document frequency of a word that ``n`` of ``n_chunks`` have. ``n`` may exceed ``n_chunks``: it
     may have been counted before removals."""
-    return log((n_chunks - n + 0.5) / (n + 0.5)) if 2 * n < n_chunks else _LEAST
+    return log((n_chunks - n + 0.5) / (n + 0.5)) if 2 * n < n_chunks else LEAST
 
 
 def large_weight(n_chunks: int, n: int) -> float:

@@ -119,6 +119,10 @@ class LexicalTables(ABC):
         out."""
 
     @abstractmethod
+    def having(self, connection: Connection, namespace_id: int, word: str) -> Ids:
+        """Ids of the chunks that have a word."""
+
+    @abstractmethod
     def scored(
         self,
         connection: Connection,

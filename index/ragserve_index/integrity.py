@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from ragserve_index import registry
+from ragserve_index import corrections, registry
 from ragserve_index.database import Connection, Database
+from ragserve_index.errors import RegistryDamaged
 from ragserve_index.index.namespace_index import NamespaceIndex
 from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.types import IndexReport
+
+
+def check_database(database: Database) -> None:
+    """Raises RegistryDamaged if the database's own check fails."""
+    if lines := database.quick_check():
+        raise RegistryDamaged(
+            f"The registry {database.name} is damaged: {'; '.join(lines)}.",
+            hint="Restore it from a backup, or move the data directory away and ingest again.",
+        )
 
 
 def check_namespace(database: Database, index: NamespaceIndex, lexical_damage: str | None) -> IndexReport:
@@ -92,4 +102,5 @@ def _registry_problems(connection: Connection, ns: registry.Namespace) -> tuple[
     wrong = [chunk_id for chunk_id, size in sentences if size % SentenceVectors.bytes_each(ns.dim)]
     if wrong:
         problems.append(f"{len(wrong)} rows of sentences have a wrong length: {wrong[:5]}")
+    problems += corrections.problems(connection, ns.id, ns.dim)
     return problems, claimed

@@ -100,13 +100,14 @@ class JobStore:
         there is none.
 
         The job is then running, leased to ``worker`` until ``lease_s`` seconds after its last heartbeat. An
-        ``error`` of a running job says that a worker of it has died."""
+        ``error`` of a running job says that a worker of it has died; what a job that was given back waited
+        for is gone then."""
         now = time.time()
         with self._database.update() as connection:
             # the error of a running job says that a worker died; a job that was given back has no worker
             row = connection.execute(
                 "UPDATE jobs SET state = 'running', worker = ?1, lease_until = ?2, updated_at = ?3,"
-                " error = CASE WHEN state = 'running' AND worker IS NOT NULL THEN ?5 ELSE error END"
+                " error = CASE WHEN (state = 'running' AND worker IS NOT NULL) OR error = ?5 THEN ?5 END"
                 " WHERE job_id = (SELECT job_id FROM jobs"
                 " WHERE (state = 'queued' OR (state = 'running' AND lease_until < ?3))"
                 " AND (CAST(?4 AS TEXT) IS NULL OR job_id = ?4) ORDER BY created_at, rowid LIMIT 1"
@@ -140,14 +141,16 @@ class JobStore:
             )
             return cursor.rowcount == 1
 
-    def release(self, job_id: str, worker: str) -> None:
-        """Give a job back unfinished, to be claimed at once; nothing if the worker no longer has it."""
+    def release(self, job_id: str, worker: str, error: str | None = None) -> None:
+        """Give a job back unfinished, to be claimed at once; nothing if the worker no longer has it.
+
+        ``error``: what it waits for."""
         now = time.time()
         with self._database.update() as connection:
             connection.execute(
-                "UPDATE jobs SET worker = NULL, lease_until = ?, updated_at = ?"
+                "UPDATE jobs SET worker = NULL, lease_until = ?, updated_at = ?, error = COALESCE(?, error)"
                 " WHERE job_id = ? AND worker = ? AND state = 'running'",
-                (now, now, job_id, worker),
+                (now, now, _told(error), job_id, worker),
             )
 
     def add_items(self, job_id: str, sources: Iterable[str]) -> None:
@@ -156,9 +159,9 @@ class JobStore:
             _job(connection, job_id)
             _add_items(connection, job_id, sources)
 
-    def update_items(self, job_id: str, outcomes: Sequence[JobItem]) -> None:
-        """Set the outcomes of items in one transaction. Raises NotFound (``job_item_not_found``), and then
-        changes none.
+    def update_items(self, job_id: str, outcomes: Sequence[JobItem], *, add: bool = False) -> None:
+        """Set the outcomes of items in one transaction; with ``add``, items that the job lacks are added.
+        Raises NotFound (``job_item_not_found``), and then changes none.
         """
         for item in outcomes:
             if item.state not in ITEM_STATES:
@@ -168,6 +171,8 @@ class JobStore:
                     param="state",
                 )
         with self._database.update() as connection:
+            if add:
+                _add_items(connection, job_id, [item.source for item in outcomes])
             for item in outcomes:
                 cursor = connection.execute(
                     "UPDATE job_items SET state = ?2, reason = ?3, chunks = ?4, tokens = ?5, size_bytes = ?6,"

@@ -19,8 +19,10 @@ from ragserve_index.errors import lexical_index_damaged
 from ragserve_index.filters import MAX_S, AnyFilter, filter_too_costly
 from ragserve_index.fusion import DEPTH, Ranked, by_mean_score, by_standard_scores
 from ragserve_index.index.namespace_index import Behind
-from ragserve_index.search import Condition, Scored, Searcher, checked_k, checked_queries, compiled
+from ragserve_index.search import Among, Scored, Searcher, checked_k, checked_queries
+from ragserve_index.seen_words import SeenChunks, score
 from ragserve_index.types import Chunk, Hit, JointResult
+from ragserve_index.viewers import EVERYTHING, Viewer
 from ragserve_index.word_cutting import distinct_words
 
 _TRIES = 4
@@ -36,24 +38,25 @@ class JointSearcher(Searcher):
         k: int,
         filter: AnyFilter | None,
         vector: np.ndarray | None,
+        viewer: Viewer,
     ) -> JointResult:
         """See :meth:`IndexStore.search_several`; ``texts`` are the text and its variants.
 
         One transaction reads all namespaces. The dense searches are repeated until each is at its version of
         the namespace, and at last made inside it, as in `search_text`."""
-        k, condition = checked_k(k), compiled(filter, self._database.dialect)
+        k, among = checked_k(k), self._among(filter, viewer)
         depth = max(k, DEPTH) if texts else k
         queries = None if vector is None else np.atleast_2d(vector)
-        self._select_in_time(namespaces, condition)
+        self._select_in_time(namespaces, among)
         dense: dict[str, Scored] = {}
         for _ in range(_TRIES):
             if queries is not None:
-                dense = {name: self.search_ids(name, queries, depth, filter) for name in namespaces}
+                dense = {name: self.search_ids(name, queries, depth, filter, viewer) for name in namespaces}
             with self._not_found_if_any_dropped(namespaces), self._database.read() as connection:
                 spaces = [registry.namespace(connection, name) for name in namespaces]
                 if all(not dense or dense[ns.name][2] == ns.version for ns in spaces):
                     with suppress(Behind):
-                        return self._joined(connection, spaces, texts, k, condition, queries, dense)
+                        return self._joined(connection, spaces, texts, k, among, queries, dense)
         with self._database.read() as connection:
             indexes = [self._pool.of(registry.namespace(connection, name)) for name in namespaces]
         with self._not_found_if_any_dropped(namespaces), ExitStack() as stack:
@@ -63,16 +66,16 @@ class JointSearcher(Searcher):
             if queries is not None:
                 for index in indexes:
                     vectors = checked_queries(queries, index.dim)
-                    dense[index.name] = self._search_pinned(connection, index, vectors, depth, condition)
+                    dense[index.name] = self._search_pinned(connection, index, vectors, depth, among)
             spaces = [registry.namespace(connection, name) for name in namespaces]
-            return self._joined(connection, spaces, texts, k, condition, queries, dense)
+            return self._joined(connection, spaces, texts, k, among, queries, dense)
 
-    def _select_in_time(self, namespaces: Sequence[str], condition: Condition | None) -> None:
+    def _select_in_time(self, namespaces: Sequence[str], among: Among) -> None:
         """Let the cache of selections have what a filter selects. Raises InvalidRequest where all namespaces
         together take it longer than one may."""
         began = time.monotonic()
-        for name in namespaces if condition is not None else ():
-            self._locate(name, condition)
+        for name in namespaces if among.condition is not None else ():
+            self._locate(name, among)
             if time.monotonic() - began > MAX_S:
                 raise filter_too_costly()
 
@@ -82,7 +85,7 @@ class JointSearcher(Searcher):
         spaces: Sequence[registry.Namespace],
         texts: Sequence[str],
         k: int,
-        condition: Condition | None,
+        among: Among,
         queries: np.ndarray | None,
         dense: Mapping[str, Scored],
     ) -> JointResult:
@@ -97,12 +100,17 @@ class JointSearcher(Searcher):
             cosines |= own
             home |= dict.fromkeys(own, ns)
         cosines = dict(_best(cosines, depth))
+        sights = [self._seen(connection, ns, among.viewer) for ns in spaces]
         if texts:
             rankings = []
             for text in texts:
-                found = self._by_words_of_each(connection, spaces, text, depth, condition)
+                found = self._by_words_of_each(connection, spaces, text, depth, among)
                 home |= {chunk: ns for ns, chunks in zip(spaces, found, strict=True) for chunk in chunks}
-                rankings.append(_best(self._joint_bm25(connection, spaces, text, found), depth))
+                if any(sights):
+                    scored = self._seen_bm25(connection, spaces, sights, text, found)
+                else:
+                    scored = self._joint_bm25(connection, spaces, text, found)
+                rankings.append(_best(scored, depth))
             lexical = by_mean_score(rankings)[:depth]
             if queries is None:
                 ranked = [Ranked(chunk, score, None, score) for chunk, score in lexical[:k]]
@@ -116,7 +124,7 @@ class JointSearcher(Searcher):
         rows: dict[int, Chunk] = {}
         for ns in spaces:
             if own_ids := [one.chunk_id for one in ranked if home[one.chunk_id] is ns]:
-                rows |= registry.chunks_by_id(connection, ns, own_ids)
+                rows |= registry.chunks_by_id(connection, ns, own_ids, among.viewer)
         if len(rows) < len(ranked):
             raise lexical_index_damaged(self._database.name, "it has a chunk that is gone")
         hits = [Hit(rows[one.chunk_id], one.score, one.cosine, one.bm25) for one in ranked]
@@ -128,12 +136,12 @@ class JointSearcher(Searcher):
         spaces: Sequence[registry.Namespace],
         text: str,
         depth: int,
-        condition: Condition | None,
+        among: Among,
     ) -> list[list[int]]:
         """The best chunks of each namespace, by its own statistics."""
         found: list[list[int]] = []
         for ns in spaces:
-            selection = None if condition is None else self._select(connection, ns, condition)
+            selection = self._select(connection, ns, among)
             found.append([chunk for chunk, _ in self._by_words(connection, ns, text, depth, selection)])
         return found
 
@@ -166,6 +174,35 @@ class JointSearcher(Searcher):
         weigh = large_weight if n_chunks >= lexical_indexes.FROM else weight  # as one namespace of all
         weights = [weigh(n_chunks, n) for n, _ in telling]
         return joint_scores(parts, weights, sum(n_words) / max(1, n_chunks))
+
+    def _seen_bm25(
+        self,
+        connection: Connection,
+        spaces: Sequence[registry.Namespace],
+        sights: Sequence[SeenChunks | None],
+        text: str,
+        found: Sequence[Sequence[int]],
+    ) -> dict[int, float]:
+        """The same by what a viewer sees alone, who does not see all: as `seen_words`."""
+        infos = [ns if sight is None else sight.info for ns, sight in zip(spaces, sights, strict=True)]
+        n_chunks = sum(info.n_chunks for info in infos)
+        mean = sum(info.n_tokens for info in infos) / max(1, n_chunks)
+        weights: dict[str, float] = {}
+        for word in distinct_words(text, lexical_search.MAX_WORDS):
+            n = sum(
+                self._counts.of(connection, ns, word)
+                if sight is None
+                else self._seen_words.of(connection, sight, word)
+                for ns, sight in zip(spaces, sights, strict=True)
+            )
+            weights |= {word: weight(n_chunks, n)} if n else {}
+        scored: dict[int, float] = {}
+        for ns, sight, ids in zip(spaces, sights, found, strict=True):
+            viewer = EVERYTHING if sight is None else sight.viewer
+            for chunk in registry.chunks_by_id(connection, ns, ids, viewer).values():
+                if own := score(chunk, weights, mean):
+                    scored[chunk.chunk_id] = own
+        return scored
 
     @contextmanager
     def _not_found_if_any_dropped(self, namespaces: Sequence[str]) -> Iterator[None]:

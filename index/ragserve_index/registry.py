@@ -1,5 +1,5 @@
 """Namespaces, documents and chunks in SQL. The functions take a connection; the caller owns the
-transaction.
+transaction. What reads documents takes the viewer whose they are, without a default: nobody may forget it.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from typing import Any
 import numpy as np
 
 from ragserve.errors import InvalidRequest, NotFound
+from ragserve_index import corrections
 from ragserve_index.batch import Prepared
 from ragserve_index.database import Connection
 from ragserve_index.evictions import log_document, unlog_present
 from ragserve_index.filters import filtering
-from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.structures.base import Ids
 from ragserve_index.text_forms import normal
 from ragserve_index.types import Chunk, Document, NamespaceInfo, Position
+from ragserve_index.viewers import EVERYTHING, Viewer
+from ragserve_index.visible import Condition, both, replaced_labels, sees, visible
 from sglang_ext.wire.protocol import NAMESPACE
 
 _DOCUMENT = (
     "d.doc_id, d.source, d.title, d.content_hash, d.mime, d.size_bytes, d.n_chunks, d.n_tokens, "
-    "d.created_at, d.updated_at, d.metadata"
+    "d.created_at, d.updated_at, d.metadata, d.labels"
 )
 _CHUNK = (
     'c.chunk_id, d.doc_id, c.ordinal, c.text, c.start, c."end", c.page, c.n_tokens, '
-    "d.source, d.title, d.metadata"
+    "d.source, d.title, d.metadata, c.edited, d.labels"
 )
 
 VECTORS_PER_ROW = 1024
@@ -117,7 +119,7 @@ def create_namespace(
 def set_index_type(connection: Connection, ns: Namespace, index_type: str) -> None:
     """Change the type in a version of its own, so that other processes notice."""
     connection.execute("UPDATE namespaces SET index_type = ? WHERE id = ?", (index_type, ns.id))
-    _commit_version(connection, ns)
+    commit_version(connection, ns)
 
 
 def stamp_of(connection: Connection, namespace_id: int, version: int) -> int | None:
@@ -132,14 +134,19 @@ def _stamp() -> int:
     return secrets.randbits(62)
 
 
-def to_document(namespace_name: str, row: tuple[Any, ...]) -> Document:
-    """A document from a row of ``_DOCUMENT``."""
-    columns: tuple[Any, ...] = (row[0], namespace_name, *row[1:-1], json.loads(row[-1]))
-    return Document(*columns)
+def to_document(namespace_name: str, row: tuple[Any, ...], viewer: Viewer) -> Document:
+    """A document from a row of ``_DOCUMENT``, as a viewer sees it."""
+    *columns, metadata, labels = row
+    shown = tuple(viewer.shown(json.loads(labels)))
+    values: tuple[Any, ...] = (columns[0], namespace_name, *columns[1:], json.loads(metadata), shown)
+    return Document(*values)
 
 
-def write_documents(connection: Connection, ns: Namespace, batch: Sequence[Prepared]) -> list[Document]:
-    """Write the batch as version ``ns.version + 1``, replacing documents of the same sources."""
+def write_documents(
+    connection: Connection, ns: Namespace, batch: Sequence[Prepared], viewer: Viewer
+) -> list[Document]:
+    """Write a viewer's batch as version ``ns.version + 1``, replacing documents of the same sources. Raises
+    Forbidden for one that the viewer does not see."""
     now = time.time()
     version = ns.version + 1
     documents = chunks = tokens = changed = 0  # differences to the version before
@@ -147,14 +154,18 @@ def write_documents(connection: Connection, ns: Namespace, batch: Sequence[Prepa
     lexical = connection.dialect.lexical
     ids = [doc_id for item in batch for doc_id in (item.doc_id, *item.older_ids)]
     lexical.remove(connection, ns.id, _rows_of(connection, ns, ids))
+    corrected = corrections.read(connection, ns.id, [item.doc_id for item in batch])
     for item in batch:
+        corrections.remove_of(connection, ns.id, item.older_ids)
         # last its own, whose created_at stays
         for doc_id in (*item.older_ids, item.doc_id):
             old = _delete(connection, ns, version, doc_id)
             if old is not None:
                 documents, changed = documents - 1, changed + old[0]
                 chunks, tokens = chunks - old[0], tokens - old[1]
-        n, n_tokens = len(item.chunks), sum(chunk.n_tokens for chunk in item.chunks)
+        own = corrected.get(item.doc_id, [])
+        cut = corrections.applied(connection, ns.id, ns.dim, item, own, now)
+        n, n_tokens = len(cut.chunks), sum(chunk.n_tokens for chunk in cut.chunks)
         row = (
             item.doc_id,
             item.document.source,
@@ -167,22 +178,23 @@ def write_documents(connection: Connection, ns: Namespace, batch: Sequence[Prepa
             old[2] if old else now,
             now,
             item.metadata,
+            replaced_labels(viewer, item.document, old[3] if old else "[]"),
         )
         first_id = connection.dialect.reserve_chunks(connection, n)
         (document,) = connection.execute(
             "INSERT INTO documents"
             " (doc_id, source, title, content_hash, mime, size_bytes, n_chunks, n_tokens, created_at,"
-            " updated_at, metadata, namespace_id, first_id)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
+            " updated_at, metadata, labels, namespace_id, first_id)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
             (*row, ns.id, first_id),
         ).fetchone()
         rows.append(document)
-        _insert_chunks(connection, ns, version, document, first_id, item)
+        _insert_chunks(connection, ns, version, document, first_id, cut)
         unlog_present(connection, ns.name, document, item.doc_id, item.document.title)
         documents, chunks, tokens, changed = documents + 1, chunks + n, tokens + n_tokens, changed + n
-        written.append(to_document(ns.name, row))
+        written.append(to_document(ns.name, row, viewer))
     lexical.add(connection, ns.id, rows)
-    _commit_version(connection, ns, changed, documents, chunks, tokens)
+    commit_version(connection, ns, changed, documents, chunks, tokens)
     return written
 
 
@@ -217,13 +229,20 @@ def under_known_ids(connection: Connection, ns: Namespace, batch: Sequence[Prepa
     return found
 
 
-def delete_document(connection: Connection, ns: Namespace, doc_id: str) -> Document:
-    """Remove a document as version ``ns.version + 1`` and return it. Raises NotFound."""
-    removed = get_document(connection, ns, doc_id)
+def delete_document(connection: Connection, ns: Namespace, doc_id: str, viewer: Viewer) -> Document:
+    """Remove a viewer's document as version ``ns.version + 1`` and return it. Raises NotFound."""
+    removed = get_document(connection, ns, doc_id, viewer)
     connection.dialect.lexical.remove(connection, ns.id, _rows_of(connection, ns, [doc_id]))
     _delete(connection, ns, ns.version + 1, doc_id)
-    _commit_version(connection, ns, removed.n_chunks, -1, -removed.n_chunks, -removed.n_tokens)
+    corrections.remove_of(connection, ns.id, [doc_id])
+    commit_version(connection, ns, removed.n_chunks, -1, -removed.n_chunks, -removed.n_tokens)
     return removed
+
+
+def delete_documents(connection: Connection, ns: Namespace, doc_ids: Iterable[str]) -> None:
+    """Remove documents, each as a version of its own."""
+    for doc_id in doc_ids:
+        delete_document(connection, namespace(connection, ns.name), doc_id, EVERYTHING)
 
 
 def _rows_of(connection: Connection, ns: Namespace, doc_ids: Sequence[str]) -> list[int]:
@@ -238,21 +257,21 @@ def _rows_of(connection: Connection, ns: Namespace, doc_ids: Sequence[str]) -> l
 
 def _delete(
     connection: Connection, ns: Namespace, version: int, doc_id: str
-) -> tuple[int, int, float] | None:
+) -> tuple[int, int, float, str] | None:
     """Remove a document if it exists, except from the lexical index. Returns its (chunks, tokens,
-    created_at)."""
+    created_at, labels)."""
     log_document(connection, ns.name, ns.id, doc_id)
     row = connection.execute(
         "DELETE FROM documents WHERE namespace_id = ? AND doc_id = ?"
-        " RETURNING first_id, n_chunks, n_tokens, created_at",
+        " RETURNING first_id, n_chunks, n_tokens, created_at, labels",
         (ns.id, doc_id),
     ).fetchone()
     if row is None:
         return None
-    first_id, n_chunks, n_tokens, created_at = row
+    first_id, n_chunks, n_tokens, created_at, labels = row
     if n_chunks:
         connection.execute("INSERT INTO removals VALUES (?, ?, ?, ?)", (ns.id, version, first_id, n_chunks))
-    return n_chunks, n_tokens, created_at
+    return n_chunks, n_tokens, created_at, labels
 
 
 def _insert_chunks(
@@ -261,26 +280,26 @@ def _insert_chunks(
     version: int,
     document: int,
     first_id: int,
-    item: Prepared,
+    cut: corrections.CorrectedCut,
 ) -> None:
     connection.executemany(
-        'INSERT INTO chunks (chunk_id, document, ordinal, start, "end", page, n_tokens, text)'
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        'INSERT INTO chunks (chunk_id, document, ordinal, start, "end", page, n_tokens, text, edited)'
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            (first_id + i, document, i, c.start, c.end, c.page, c.n_tokens, c.text)
-            for i, c in enumerate(item.chunks)
+            (first_id + i, document, at, c.start, c.end, c.page, c.n_tokens, c.text, int(c.edited))
+            for i, (at, c) in enumerate(zip(cut.ordinals, cut.chunks, strict=True))
         ),
     )
     connection.executemany(
         "INSERT INTO sentences (chunk_id, data) VALUES (?, ?)",
         (
             (first_id + i, c.sentences.encode())
-            for i, c in enumerate(item.chunks)
+            for i, c in enumerate(cut.chunks)
             if c.sentences is not None and len(c.sentences)
         ),
     )
-    for start in range(0, len(item.vectors), VECTORS_PER_ROW):
-        block = item.vectors[start : start + VECTORS_PER_ROW]
+    for start in range(0, len(cut.vectors), VECTORS_PER_ROW):
+        block = cut.vectors[start : start + VECTORS_PER_ROW]
         connection.execute(
             "INSERT INTO vectors (first_id, namespace_id, version, n, document, data)"
             " VALUES (?, ?, ?, ?, ?, ?)",
@@ -288,7 +307,7 @@ def _insert_chunks(
         )
 
 
-def _commit_version(
+def commit_version(
     connection: Connection,
     ns: Namespace,
     changed: int = 0,
@@ -305,31 +324,32 @@ def _commit_version(
     connection.execute("INSERT INTO versions VALUES (?, ?, ?)", (ns.id, ns.version + 1, _stamp()))
 
 
-def get_document(connection: Connection, ns: Namespace, doc_id: str) -> Document:
-    """Raises NotFound."""
+def get_document(connection: Connection, ns: Namespace, doc_id: str, viewer: Viewer) -> Document:
+    """Raises NotFound, alike for one that the viewer does not see and for one that never was."""
     row = connection.execute(
         f"SELECT {_DOCUMENT} FROM documents d WHERE d.namespace_id = ? AND d.doc_id = ?", (ns.id, doc_id)
     ).fetchone()
-    if row is None:
+    if row is None or not viewer.sees(json.loads(row[-1])):
         raise NotFound(
             f"There is no document {doc_id!r} in namespace {ns.name!r}.",
             hint="List its documents.",
             code="document_not_found",
         )
-    return to_document(ns.name, row)
+    return to_document(ns.name, row, viewer)
 
 
 def list_documents(
     connection: Connection,
     ns: Namespace,
-    condition: tuple[str, list[Any]],
+    condition: Condition | None,
     limit: int,
     after: str | None,
     prefix: str | None,
+    viewer: Viewer,
 ) -> list[Document]:
-    """List up to ``limit`` documents that meet the condition, by doc_id, behind ``after``, with this source
-    prefix. Raises InvalidRequest as `selected_ids` does."""
-    sql, parameters = condition
+    """List up to ``limit`` documents of the viewer that meet the condition, by doc_id, behind ``after``, with
+    this source prefix. Raises InvalidRequest as `selected_ids` does."""
+    sql, parameters = both(condition, visible(connection, ns.id, viewer)) or ("TRUE", [])
     begun, begin = "TRUE", list[Any]()
     if prefix:
         begun, begin = (
@@ -342,16 +362,18 @@ def list_documents(
             f" AND d.doc_id > ? AND {begun} ORDER BY d.doc_id LIMIT ?",
             [ns.id, *parameters, after or "", *begin, limit],
         ).fetchall()
-    return [to_document(ns.name, row) for row in rows]
+    return [to_document(ns.name, row, viewer) for row in rows]
 
 
 def to_chunk(row: Any, namespace_name: str) -> Chunk:
     """A chunk from a row of ``_CHUNK``."""
-    return Chunk(*[*row[:10], json.loads(row[10]), namespace_name])
+    return Chunk(*[*row[:10], json.loads(row[10]), bool(row[11]), namespace_name])
 
 
-def chunks_by_id(connection: Connection, ns: Namespace, chunk_ids: Iterable[int]) -> dict[int, Chunk]:
-    """The chunks that exist and belong to the namespace, by id."""
+def chunks_by_id(
+    connection: Connection, ns: Namespace, chunk_ids: Iterable[int], viewer: Viewer
+) -> dict[int, Chunk]:
+    """The chunks that exist, belong to the namespace and are seen by the viewer, by id."""
     rows = connection.execute(
         # CROSS JOIN keeps this order: left to itself, SQLite reads all chunks of the namespace
         f"SELECT {_CHUNK} FROM {connection.dialect.integers} wanted"
@@ -359,7 +381,7 @@ def chunks_by_id(connection: Connection, ns: Namespace, chunk_ids: Iterable[int]
         " WHERE c.chunk_id = wanted.value AND d.id = c.document AND d.namespace_id = ?",
         (json.dumps(list(chunk_ids)), ns.id),
     )
-    return {row[0]: to_chunk(row, ns.name) for row in rows}
+    return {row[0]: to_chunk(row, ns.name) for row in rows if sees(viewer, row[-1])}
 
 
 def added_since(
@@ -376,32 +398,25 @@ def added_since(
     return [tuple(row) for row in rows[: max(1, int((total <= most).sum()))]]
 
 
-def sentence_vectors(
-    connection: Connection, ns: Namespace, chunk_ids: Iterable[int]
-) -> dict[int, SentenceVectors]:
-    """The embedded sentences of the namespace's chunks that have some, by chunk id."""
-    rows = connection.execute(
-        f"SELECT s.chunk_id, s.data FROM {connection.dialect.integers} wanted"
-        " CROSS JOIN sentences s CROSS JOIN chunks c CROSS JOIN documents d"
-        " WHERE s.chunk_id = wanted.value AND c.chunk_id = s.chunk_id AND d.id = c.document"
-        " AND d.namespace_id = ?",
-        (json.dumps(list(chunk_ids)), ns.id),
-    )
-    return {chunk_id: SentenceVectors.decode(data, ns.dim) for chunk_id, data in rows}
-
-
 _ALL = 2**31 - 1
 
 
 def document_chunks(
-    connection: Connection, ns: Namespace, doc_id: str, after: int = 0, limit: int | None = None
+    connection: Connection,
+    ns: Namespace,
+    doc_id: str,
+    viewer: Viewer,
+    after: int = 0,
+    limit: int | None = None,
 ) -> list[Chunk]:
-    """A document's chunks in text order: all, or some. Raises NotFound."""
-    get_document(connection, ns, doc_id)
+    """The chunks of a viewer's document that are searched, in text order: all, or those of ``limit`` ordinals
+    from ``after`` on. Raises NotFound."""
+    get_document(connection, ns, doc_id, viewer)
+    until = _ALL if limit is None else min(_ALL, after + limit)
     rows = connection.execute(
         f"SELECT {_CHUNK} FROM documents d JOIN chunks c ON c.document = d.id"
-        " WHERE d.namespace_id = ? AND d.doc_id = ? ORDER BY c.ordinal LIMIT ? OFFSET ?",
-        (ns.id, doc_id, _ALL if limit is None else limit, min(after, _ALL)),
+        " WHERE d.namespace_id = ? AND d.doc_id = ? AND c.ordinal >= ? AND c.ordinal < ? ORDER BY c.ordinal",
+        (ns.id, doc_id, min(after, _ALL), until),
     )
     return [to_chunk(row, ns.name) for row in rows]
 
@@ -415,7 +430,7 @@ def expand(ranges: Sequence[tuple[int, int]]) -> Ids:
     return np.repeat(first - starts, n) + np.arange(int(n.sum()), dtype=np.int64)
 
 
-def selected_ids(connection: Connection, ns_id: int, condition: tuple[str, list[Any]]) -> Ids:
+def selected_ids(connection: Connection, ns_id: int, condition: Condition) -> Ids:
     """Ids of all chunks whose document meets the condition, ascending. Raises InvalidRequest for one that
     takes longer than `filters.MAX_S`."""
     sql, parameters = condition

@@ -10,19 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable, explained
+from ragserve.errors import Conflict, InvalidRequest, NotFound
 from ragserve_index import batch as batches
-from ragserve_index import own_settings, registry, structures
-from ragserve_index.errors import RegistryDamaged, is_full, storage_full
+from ragserve_index import labelling, own_settings, registry, stored_vectors, structures
+from ragserve_index.attached_documents import attached_to
+from ragserve_index.chunk_changes import ChunkChanges
+from ragserve_index.chunk_windows import chunks_around
 from ragserve_index.evictions import log_namespace
 from ragserve_index.filters import AnyFilter, compile_filter
-from ragserve_index.gpu import ON_GPU, GpuMirror
+from ragserve_index.gpu import GpuMirror
 from ragserve_index.index import file_format
 from ragserve_index.index.pool import IndexPool
-from ragserve_index.integrity import check_namespace
+from ragserve_index.integrity import check_database, check_namespace
 from ragserve_index.joint_search import JointSearcher
+from ragserve_index.labelled_store import LabelledStore
 from ragserve_index.lexical_indexes import LexicalIndexes
-from ragserve_index.opening import open_database
+from ragserve_index.opening import check_device, folder_error, open_database
 from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.structures.base import Floats, Ids
 from ragserve_index.types import (
@@ -37,14 +40,18 @@ from ragserve_index.types import (
     Position,
     SearchResult,
 )
+from ragserve_index.viewers import EVERYTHING
 
 
-class IndexStore:
+class IndexStore(LabelledStore):
     """The store of a data directory. Thread-safe, and safe with other processes that use the same directory.
 
     Raises the errors of ``ragserve.errors``: NotFound (``namespace_not_found``, ``document_not_found``,
     ``chunk_not_found``), InvalidRequest, Conflict, StorageFull (nothing was changed), Unavailable, and
-    RegistryDamaged when the registry cannot be read."""
+    RegistryDamaged when the registry cannot be read.
+
+    A store is one viewer's: what that does not see looks as if it were not there, in every method that reads
+    documents or searches, and in numbers. A new store sees everything; `seen_by` makes another's of it."""
 
     def __init__(
         self,
@@ -59,16 +66,7 @@ class IndexStore:
         file; the folder then holds this process's indexes, made from it.
         """
         structures.check_type(index_type)
-        if device not in ("cpu", "gpu"):
-            raise InvalidRequest(
-                f"No index device {device!r}.", hint="Devices are: cpu, gpu.", param="device"
-            )
-        if device == "gpu" and index_type not in ON_GPU:
-            raise InvalidRequest(
-                f"An index of type {index_type} has no GPU form.",
-                hint=f"With device gpu the type is one of: {', '.join(ON_GPU)}.",
-                param="device",
-            )
+        check_device(index_type, device)
         gpu = GpuMirror() if device == "gpu" else None
         self.data_dir = Path(data_dir)
         self.index_type = index_type
@@ -82,18 +80,13 @@ class IndexStore:
                 self.database.close()
                 raise
         except OSError as error:
-            if is_full(error):
-                raise storage_full(self._directory, error) from error
-            said = explained(error)
-            raise Unavailable(
-                f"The data directory {self.data_dir} cannot be used: {error}.",
-                hint=said.hint if said else "Use another --data-dir.",
-                code="data_dir",
-            ) from error
+            raise folder_error(self.data_dir, error) from error
         self._pool = IndexPool(self.database, self._directory, gpu)
         self._lexical = LexicalIndexes(self.database, self._directory)
         self._searcher = JointSearcher(self.database, self._pool, self._lexical)
+        self.chunk_changes = ChunkChanges(self.database, self._pool)
         self._closed = False
+        self._viewer = EVERYTHING
 
     def _known_files(self) -> set[Path]:
         with self.database.read() as connection:
@@ -133,11 +126,14 @@ class IndexStore:
     def namespaces(self) -> list[NamespaceInfo]:
         """List all namespaces, by name."""
         with self.database.read() as connection:
-            return [ns.info() for ns in registry.namespaces(connection)]
+            every = registry.namespaces(connection)
+            return [self._searcher.info(connection, ns, self._viewer) for ns in every]
 
     def namespace(self, name: str) -> NamespaceInfo:
         """Raises NotFound."""
-        return self._namespace(name).info()
+        with self.database.read() as connection:
+            ns = registry.namespace(connection, name)
+            return self._searcher.info(connection, ns, self._viewer)
 
     def made_at(self) -> dict[str, float]:
         """When each namespace was made, in Unix seconds, by name: later for one that was dropped and made
@@ -156,9 +152,11 @@ class IndexStore:
             own_settings.write(connection, registry.namespace(connection, name).id, settings)
 
     def drop_namespace(self, name: str) -> NamespaceInfo:
-        """Remove a namespace with all its documents and return what it was. Raises NotFound."""
+        """Remove a namespace with all its documents and return what it was. Raises NotFound, and Forbidden
+        if the viewer does not see all of them."""
         with self.database.write() as connection:
             ns = registry.namespace(connection, name)
+            labelling.check_sees_all(connection, ns, self._viewer)
             log_namespace(connection, name)
             connection.execute("DELETE FROM namespaces WHERE id = ?", (ns.id,))
             connection.dialect.lexical.drop(connection, ns.id)
@@ -182,7 +180,7 @@ class IndexStore:
 
         ``as_read``: the versions to replace. A document that was written or removed since is left alone. One
         transaction: when this returns, all of it is on disk; when it raises or the process dies, none of it
-        is."""
+        is. Documents that were attached to a replaced version and are not to the new one are removed."""
         ns = self._namespace(namespace)
         prepared = batches.prepare(ns.name, ns.dim, batch)
         if not prepared:
@@ -197,22 +195,32 @@ class IndexStore:
             prepared = registry.under_known_ids(connection, now, prepared)
             if as_read is not None:
                 prepared = registry.unchanged(connection, now, prepared, as_read)
-            written = registry.write_documents(connection, now, prepared) if prepared else []
+            ids = [item.doc_id for item in prepared]
+            attached = attached_to(connection, now, ids)
+            written = []
+            if prepared:
+                written = registry.write_documents(connection, now, prepared, self._viewer)
+            if attached:
+                kept = {*ids, *attached_to(connection, now, ids)}
+                registry.delete_documents(connection, ns, [one for one in attached if one not in kept])
         self._pool.after_write(ns)
         return written
 
     def remove_document(self, namespace: str, doc_id: str) -> Document:
-        """Remove a document and return it. Raises NotFound."""
+        """Remove a document, and those that came attached to it, and return it. Raises NotFound."""
         with self.database.write() as connection:
             ns = registry.namespace(connection, namespace)
-            removed = registry.delete_document(connection, ns, doc_id)
+            attached = attached_to(connection, ns, [doc_id])
+            removed = registry.delete_document(connection, ns, doc_id, self._viewer)
+            registry.delete_documents(connection, ns, attached)
         self._pool.after_write(ns)
         return removed
 
     def document(self, namespace: str, doc_id: str) -> Document:
         """Raises NotFound."""
         with self.database.read() as connection:
-            return registry.get_document(connection, registry.namespace(connection, namespace), doc_id)
+            ns = registry.namespace(connection, namespace)
+            return registry.get_document(connection, ns, doc_id, self._viewer)
 
     def find_source(self, namespace: str, source: str) -> Document | None:
         """The document of a source, in whatever form of Unicode it is typed, or None. Raises NotFound for the
@@ -238,10 +246,12 @@ class IndexStore:
         ``source_prefix`` are compared in one normal form."""
         if limit < 1:
             raise InvalidRequest("limit must be at least 1.", param="limit")
-        condition = compile_filter(filter, self.database.dialect) if filter is not None else ("TRUE", [])
+        condition = None if filter is None else compile_filter(filter, self.database.dialect)
         with self.database.read() as connection:
             ns = registry.namespace(connection, namespace)
-            return registry.list_documents(connection, ns, condition, limit, after, source_prefix)
+            return registry.list_documents(
+                connection, ns, condition, limit, after, source_prefix, self._viewer
+            )
 
     def chunks(self, namespace: str, chunk_ids: Sequence[int]) -> list[Chunk]:
         """The chunks in the order of ``chunk_ids``. Raises NotFound if one is not in the namespace (any
@@ -249,7 +259,10 @@ class IndexStore:
         """
         with self.database.read() as connection:
             found = registry.chunks_by_id(
-                connection, registry.namespace(connection, namespace), (int(i) for i in chunk_ids)
+                connection,
+                registry.namespace(connection, namespace),
+                (int(i) for i in chunk_ids),
+                self._viewer,
             )
         try:
             return [found[int(i)] for i in chunk_ids]
@@ -262,23 +275,10 @@ class IndexStore:
 
     def chunks_around(self, namespace: str, chunk_ids: Iterable[int], n: int) -> dict[int, Chunk]:
         """Return these chunks and up to ``n`` before and after each in its document, by id; those that are
-        gone are left out.
-
-        A document's chunks have consecutive ids."""
-        wanted = {i: range(i - n, i + n + 1) for i in map(int, chunk_ids)}
+        gone are left out."""
         with self.database.read() as connection:
-            found = registry.chunks_by_id(
-                connection,
-                registry.namespace(connection, namespace),
-                {near for window in wanted.values() for near in window},
-            )
-        own = {
-            near
-            for i, window in wanted.items()
-            for near in window
-            if i in found and near in found and found[near].doc_id == found[i].doc_id
-        }
-        return {near: found[near] for near in sorted(own)}
+            ns = registry.namespace(connection, namespace)
+            return chunks_around(connection, ns, [int(i) for i in chunk_ids], n, self._viewer)
 
     def added_chunks(self, namespace: str, after: Position, most: int) -> AddedChunks:
         """The next chunks of the change log behind ``after``, at most ``most`` or one run of at most 1,024.
@@ -287,24 +287,24 @@ class IndexStore:
             ns = registry.namespace(connection, namespace)
             runs = registry.added_since(connection, ns, after, most)
             ids = [first + i for _, first, n in runs for i in range(n)]
-            found = registry.chunks_by_id(connection, ns, ids)
+            found = registry.chunks_by_id(connection, ns, ids, self._viewer)
         position = (runs[-1][0], runs[-1][1]) if runs else after
         return AddedChunks(ns.id, ns.n_chunks, list(found.values()), len(ids), position)
 
     def document_chunks(
         self, namespace: str, doc_id: str, *, after: int = 0, limit: int | None = None
     ) -> list[Chunk]:
-        """Return the chunks of a document in text order: all, or ``limit`` of them behind the first
-        ``after``. Raises NotFound."""
+        """Return the chunks of a document that are searched, in text order: all, or those of ``limit``
+        ordinals from ``after`` on. ``chunk_changes`` has the disabled ones, too. Raises NotFound."""
         with self.database.read() as connection:
             ns = registry.namespace(connection, namespace)
-            return registry.document_chunks(connection, ns, doc_id, after, limit)
+            return registry.document_chunks(connection, ns, doc_id, self._viewer, after, limit)
 
     def sentence_vectors(self, namespace: str, chunk_ids: Sequence[int]) -> dict[int, SentenceVectors]:
         """Embedded sentences of chunks, by id; a chunk that is gone, or was embedded without, is left out."""
         with self.database.read() as connection:
             ns = registry.namespace(connection, namespace)
-            return registry.sentence_vectors(connection, ns, (int(i) for i in chunk_ids))
+            return stored_vectors.sentence_vectors(connection, ns, (int(i) for i in chunk_ids), self._viewer)
 
     # searches
 
@@ -317,7 +317,7 @@ class IndexStore:
         flat is exact, sq8 compares all vectors rounded to 8 bits, ivf and hnsw are approximate (exact when
         few are selected). Raises InvalidRequest for k outside 1..10,000, queries of another shape or not
         finite, and a filter over its limits."""
-        return self._searcher.search(namespace, queries, k, filter)
+        return self._searcher.search(namespace, queries, k, filter, self._viewer)
 
     def search_text(
         self,
@@ -335,7 +335,7 @@ class IndexStore:
         Each of ``variants``, other wordings of the text, is searched too: BM25 is then the mean of all, in
         which ``text`` counts as much as the variants together. Any text is a valid query. Raises
         InvalidRequest as :meth:`search`."""
-        return self._searcher.search_text(namespace, (text, *variants), k, filter, vector)
+        return self._searcher.search_text(namespace, (text, *variants), k, filter, vector, self._viewer)
 
     def search_several(
         self,
@@ -351,12 +351,12 @@ class IndexStore:
         :meth:`search`, by ``text`` alone or by both as in :meth:`search_text`. BM25 has the statistics of all
         of them together, for the `fusion.DEPTH` best of each. Raises NotFound for one that is not there."""
         texts = () if text is None else (text, *variants)
-        return self._searcher.search_several(namespaces, texts, k, filter, vector)
+        return self._searcher.search_several(namespaces, texts, k, filter, vector, self._viewer)
 
     def word_counts(self, namespace: str, words: Sequence[str]) -> dict[str, int]:
         """The number of the namespace's chunks that have each word, as the lexical index compares words; of
         frequent words about that. Raises NotFound."""
-        return self._searcher.word_counts(namespace, words)
+        return self._searcher.word_counts(namespace, words, self._viewer)
 
     def search_ids(
         self, namespace: str, queries: np.ndarray, k: int, *, filter: AnyFilter | None = None
@@ -364,7 +364,7 @@ class IndexStore:
         """Search as :meth:`search`, without rows: scores [n, k] float32, chunk ids [n, k] int64 (-1 for
         none), the version.
         """
-        return self._searcher.search_ids(namespace, queries, k, filter)
+        return self._searcher.search_ids(namespace, queries, k, filter, self._viewer)
 
     def faiss_index(self, namespace: str) -> Any:
         """The FAISS index as it is now, for measurements. Search it from one thread and change nothing."""
@@ -378,12 +378,7 @@ class IndexStore:
         """Check all namespaces (or one) for inconsistencies. Raises RegistryDamaged if the database's own
         check fails.
         """
-        lines = self.database.quick_check()
-        if lines:
-            raise RegistryDamaged(
-                f"The registry {self.database.name} is damaged: {'; '.join(lines)}.",
-                hint="Restore it from a backup, or move the data directory away and ingest again.",
-            )
+        check_database(self.database)
         return [
             check_namespace(self.database, self._pool.of(ns), self._lexical_damage(ns))
             for ns in self._chosen(namespace)

@@ -18,7 +18,8 @@ class NewChunk:
     """A passage of a document's text: ``document_text[start:end]``. The text of one that continues a table
     begins with a copy of the table's header, and one that continues a sentence of the page before with a copy
     of its beginning, in front of that: `header_chars`. ``page`` counts from 1, if the
-    format has pages. ``sentences``: embeddings of its sentences, if they were made.
+    format has pages. ``sentences``: embeddings of its sentences, if they were made. ``edited``: a person gave
+    it another text, which stands for that of the file from ``start`` to ``end``.
     """
 
     text: str
@@ -27,11 +28,12 @@ class NewChunk:
     n_tokens: int
     page: int | None = None
     sentences: SentenceVectors | None = None
+    edited: bool = False
 
     @property
     def header_chars(self) -> int:
         """Length of the copied header at the beginning of ``text``; mostly 0."""
-        return max(0, len(self.text) - (self.end - self.start))
+        return 0 if self.edited else max(0, len(self.text) - (self.end - self.start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,13 @@ class NewDocument:
     mime: str
     size_bytes: int
     metadata: Mapping[str, MetadataValue] = field(default_factory=dict)
+    labels: tuple[str, ...] | None = None  # None: those that it had, or none
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
     """An indexed document. Times are Unix seconds. ``doc_id`` depends on namespace and source alone, and
-    stays the same when the document is replaced.
+    stays the same when the document is replaced. ``labels``: those that its reader may know of.
     """
 
     doc_id: str
@@ -66,12 +69,13 @@ class Document:
     created_at: float
     updated_at: float
     metadata: Mapping[str, Any]
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """An indexed chunk, with its document's fields for citations. ``chunk_id`` is a positive int64, never
-    reused.
+    reused. ``edited``: see `NewChunk`.
     """
 
     chunk_id: int
@@ -85,12 +89,13 @@ class Chunk:
     source: str
     title: str
     metadata: Mapping[str, Any]
+    edited: bool = False
     namespace: str = ""
 
     @property
     def header_chars(self) -> int:
         """Length of the copy at the beginning of ``text``, see `NewChunk`; mostly 0."""
-        return max(0, len(self.text) - (self.end - self.start))
+        return 0 if self.edited else max(0, len(self.text) - (self.end - self.start))
 
     @property
     def first_page(self) -> int | None:
@@ -102,17 +107,18 @@ class Chunk:
 
     @property
     def own_text(self) -> str:
-        """The document's text from ``start`` to ``end``."""
+        """The document's text from ``start`` to ``end``, or what stands for it in an edited chunk."""
         return self.text[self.header_chars :]
 
     @property
     def page_kind(self) -> str | None:
-        """Kind of place that ``page`` counts: page, slide, sheet, chapter or message; None without one."""
+        """Kind of place that ``page`` counts: page, slide, sheet, chapter, message or section; None without
+        one."""
         return None if self.page is None else str(self.metadata.get("page_kind", "page"))
 
     @property
     def page_name(self) -> str | None:
-        """Name of the sheet or chapter; None if it has none."""
+        """Name of the sheet, chapter or section; None if it has none."""
         names = self.metadata.get("page_names")
         if self.page is None or not isinstance(names, list) or not 0 < self.page <= len(names):
             return None

@@ -7,16 +7,20 @@ returns, joined by blanks, so their own tokenizers only part it there.
 * A name with signs in it (``c++``, ``.net``, ``#682``, ``gb/s``, ``ab-4410``) is a word beside its parts, and
   so is a number beside the groups of its digits (``10 000`` or ``10,000``: ``10000``).
 * What is written together is also cut apart: a name before a version (``c++17``: ``c++``), and a number
-  before its unit (``1.5gb/s``: ``gb/s``; ``16gb``: ``16``, ``gb``)."""
+  before its unit (``1.5gb/s``: ``gb/s``; ``16gb``: ``16``, ``gb``).
+* Scripts that do not separate words are cut into overlapping grams: Chinese and Japanese into characters and
+  pairs, Thai, Lao, Khmer and Burmese into pairs and triples. They find as much as dictionaries do
+  (benchmarks/unspaced_search.py), and names that no dictionary has."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from functools import cache
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
-VERSION = f"2 {unicodedata.unidata_version}"
+VERSION = f"3 {unicodedata.unidata_version}"
 """Of the way in which words are cut. An index with words that were cut in another way is built again."""
 
 _SIGNS = "+#./&@_:^-"  # of names
@@ -34,6 +38,11 @@ _VOICED = 8  # combining class of Japanese marks that make another syllable
 _SUPERSCRIPT = re.compile("[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]+")
 _PART = re.compile(f"[^{re.escape(_SIGNS)}]+")
 _JOINED = re.compile("[/:-]")
+_IDEOGRAPHS = (
+    "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
+_LETTERS_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\uaa60-\uaa7f"
+_UNSPACED = re.compile(f"([{_IDEOGRAPHS}]+)|[{_LETTERS_UNSPACED}]+")
 # groups of three digits, with the same sign between them
 _GROUPS = re.compile(r"(?<![\d.,])\d{1,3}([ ,.])\d{3}(?:\1\d{3})*+(?![.,]?\d)")
 
@@ -101,25 +110,45 @@ def words(text: str) -> list[str]:
     has a blank or a quote."""
     folded = _folded(text)
     plain: list[str] = []
+    if not folded.isascii() and _UNSPACED.search(folded):
+        for run in _UNSPACED.finditer(folded):
+            plain += _grams(run.group(), (1, 2) if run.group(1) else (2, 3))
+        folded = _UNSPACED.sub("\n", folded)
     names = [re.sub(r"\D", "", found.group()) for found in _GROUPS.finditer(folded)]
     for piece in folded.replace(",", "\n").split():
-        if piece.isalnum():
-            plain += [piece[:_LONGEST], *_measured(piece)]
-            continue
-        parts = _PART.findall(piece)
-        plain += [part[:_LONGEST] for part in parts]
-        if len(piece) <= 2 * _LONGEST:  # c#/.net and c++-based have names in them
-            for own in dict.fromkeys((piece, *_JOINED.split(piece))):
-                names += _names(own)
-                measured = _measured(own)
-                plain += [one for one in measured if one.isalnum()]
-                names += [name for one in measured for name in _names(one)]
+        own, named = _known(piece) if len(piece) <= _LONGEST else _cut(piece)
+        plain += own
+        names += named
     return [*_stemmer().analyze(" ".join(plain)), *names]
+
+
+def _cut(piece: str) -> tuple[Sequence[str], Sequence[str]]:
+    """The plain words of a piece without blanks, and the names in it."""
+    if piece.isalnum():
+        return [piece[:_LONGEST], *_measured(piece)], ()
+    plain, names = [part[:_LONGEST] for part in _PART.findall(piece)], list[str]()
+    if len(piece) <= 2 * _LONGEST:  # c#/.net and c++-based have names in them
+        for own in dict.fromkeys((piece, *_JOINED.split(piece))):
+            names += _names(own)
+            measured = _measured(own)
+            plain += [one for one in measured if one.isalnum()]
+            names += [name for one in measured for name in _names(one)]
+    return plain, names
+
+
+_known = lru_cache(maxsize=2**15)(_cut)  # most pieces of a text are frequent ones
 
 
 def distinct_words(text: str, limit: int) -> list[str]:
     """The first ``limit`` different words of a text, to search for."""
     return list(dict.fromkeys(words(text)))[:limit]
+
+
+def _grams(run: str, lengths: Sequence[int]) -> Iterator[str]:
+    """The grams of these lengths of a run without blanks; one that is shorter than all is its own."""
+    yield from (run[at : at + n] for n in lengths for at in range(len(run) - n + 1))
+    if len(run) < lengths[0]:
+        yield run
 
 
 def _measured(piece: str) -> list[str]:

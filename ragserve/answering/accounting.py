@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from ragserve import tracing
 from ragserve.answering.auto import StrategyChoice
@@ -21,16 +22,19 @@ def context_use(
     session: SessionUse | None = None,
     sparse: bool = False,
     doubt: str | None = None,
+    search_notes: Sequence[str] = (),
 ) -> ContextUse:
     """Account for the document tokens of an answer. ``sparse``: the request asked for sparse prefill.
-    ``doubt``: what speaks against an answer in the documents.
+    ``doubt``: what speaks against an answer in the documents. ``search_notes``: what a search left undone.
 
     Composed contexts are reported by the engine. For exact strategies, document tokens within the cached
     prefix count as reused. ``choice`` is the decision of strategy ``auto``."""
     report, cached = last.context, last.usage.cached
     spans = [(segment.start, segment.end) for segment in prompt.segments if segment.kind == "document"]
     reused = sum(max(0, min(cached, end) - start) for start, end in spans)
-    notes = [] if doubt is None else [f"The documents may not answer this: {doubt}."]
+    notes = list(search_notes)
+    if doubt is not None:
+        notes.append(f"The documents may not answer this: {doubt}.")
     tiers = {"device": reused, "computed": prompt.tokens_kept - reused}
     if report:
         tiers = dict(report.by_tier)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ragserve.answering.citations import Marker
+from sglang_ext.wire.sentence_ends import sentence_ends
 
-_END = re.compile(r"""[.!?]["'\u201d\u2019)\]]*+\s|[\u3002\uff01\uff1f]["'\u201d\u2019)\]]*+|\n""")
 _SHORTEST = 12  # characters: "Mr.", "No. 5" and the number of a list's item go on
 
 
@@ -17,7 +16,9 @@ def sentences(answer: str, markers: Sequence[Marker] = ()) -> list[tuple[int, in
 
     Markers at the beginning of a sentence belong to the one before: "Alan built it. [1] It was lit"."""
     starts = [0]
-    for cut in (match.end() for match in _END.finditer(answer)):
+    for cut in sentence_ends(answer):
+        if cut <= starts[-1]:
+            continue  # within markers
         if len(answer[starts[-1] : cut].strip()) >= _SHORTEST or answer[cut - 1] == "\n":
             starts.append(_behind(answer, cut, markers))
     starts = [start for start in dict.fromkeys(starts) if answer[start:].strip()]

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ragserve import tracing
 from ragserve.answering.accounting import Clock, context_use, no_context, observe
+from ragserve.answering.answer_forms import AnswerForm, AnswerForms
+from ragserve.answering.answer_reader import MessageDelta
 from ragserve.answering.attribution import attributed
 from ragserve.answering.auto import AUTO, Candidates, Chooser
 from ragserve.answering.chosen_passages import ChosenPassages, choose
-from ragserve.answering.citations import Marker, MarkerFilter
+from ragserve.answering.citations import Marker
 from ragserve.answering.doubts import doubts
 from ragserve.answering.follow_ups import DialogueSearch, Found
 from ragserve.answering.in_flight import InFlight, QueryLimiter
-from ragserve.answering.laid_out import LaidOutTurn, check_room, laid_out_request, own_options
+from ragserve.answering.laid_out import LaidOutTurn, apart, check_room, laid_out_request, own_options
 from ragserve.answering.offered import check_offered
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.query import Query
@@ -40,11 +42,12 @@ from ragserve.answering.sessions.next_turn import NextTurn
 from ragserve.answering.small_contexts import better_exact
 from ragserve.best_passages import PASSAGES, choice_of
 from ragserve.engine.base import Engine, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
+from ragserve.engine.tool_calls import ToolCall
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate
 from ragserve.strategy_spec import FORCE, FULL, StrategySpec
-from sglang_ext.wire.joint_names import is_joint, names_of
+from sglang_ext.wire.joint_names import names_of
 from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 if TYPE_CHECKING:
@@ -55,28 +58,23 @@ _INLINE_PROMPT_CHARS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class MessageDelta:
-    """A piece of the answer, without invalid markers."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class FinalAnswer:
-    """The whole answer, and the places of its citation markers."""
+    """The whole answer, the places of its citation markers, and the calls of tools that the model asks for.
+    ``by_model``: false if it was not asked."""
 
     answer: Answer
     markers: tuple[Marker, ...]
+    calls: tuple[ToolCall, ...] = ()
+    by_model: bool = True
 
 
-Event = SearchResults | MessageDelta | Citation | FinalAnswer
+Event = SearchResults | MessageDelta | ToolCall | Citation | FinalAnswer
 OnChosen = Callable[[StrategySpec, GenerateRequest, GenerateRequest, int | None], None]
 """Called with each strategy that answered in place of full prefill, its request, the same of all passages by
 full prefill, and the version of the namespace that was searched (None: the documents were given)."""
 OnAnswered = Callable[[Query, SearchedFor | None, float, Iterable[str]], None]
-"""Called with each answered query that was searched for, with what, when it came (``time.time``), and the
-namespaces whose passages were read."""
-
+"""Called with each query that was searched for and answered: with what, when it came (``time.time``), and
+the namespaces whose passages were read."""
 OnDoubt = Callable[[Query, SearchedFor | None, float, str], None]
 """Called with each query whose answer the documents do not seem to have: as `OnAnswered`, and with why."""
 
@@ -97,9 +95,12 @@ class Answerer:
         dialogues: Dialogues | None = None,
         on_answered: OnAnswered | None = None,
         on_doubt: OnDoubt | None = None,
+        forms: AnswerForms | None = None,
     ) -> None:
         """Without ``gate``, unverified strategies may answer. ``nothing_found``: the answer where nothing
-        was found. ``dialogues``: None for an answerer without sessions."""
+        was found. ``dialogues``: None for an answerer without sessions. ``forms``: by default those that
+        need no choice of the operator."""
+        self._forms = forms or AnswerForms(prompts)
         self._dialogues = dialogues
         self._on_doubt = on_doubt
         self._on_chosen = on_chosen
@@ -113,7 +114,7 @@ class Answerer:
         self._nothing_found = nothing_found
 
     async def events(self, query: Query) -> AsyncGenerator[Event, None]:
-        """Yield SearchResults, MessageDelta*, Citation*, FinalAnswer.
+        """Yield SearchResults, MessageDelta* and ToolCall*, Citation*, FinalAnswer.
 
         The joined deltas are the answer. One task must read the events to the end or close them; closing or
         cancelling aborts the generation. Raises any RagserveError; those caused by the request come before
@@ -159,8 +160,15 @@ class Answerer:
         if named == PASSAGES:
             request = replace(request, strategy="prefix", options={})
         self._check(request)
+        form = await self._forms.of(query)
         if best is not None:
             request = replace(request, options=options)
+        private = query.documents is not None and await self._search.hides(
+            request.namespace, query.search.viewer
+        )
+        if private and (turn is not None or request.strategy == AUTO):
+            # a session's exact KV is its own; what `auto` asks and says is about the namespace's cache
+            request = replace(request, strategy="prefix", options={})
         candidates = self._chooser.candidates(request.namespace) if request.strategy == AUTO else None
         search = await self._found(query, candidates)
         if search is not None:
@@ -168,7 +176,7 @@ class Answerer:
         found = (query.documents or []) if search is None else search.passages
         retrieval = RetrievalTimings() if search is None else search.timings
         searched: dict[str, Any] = {
-            "retrieval": None if search is None else query.search.retrieval,
+            "retrieval": None if search is None else search.searched_by(query.search),
             "searched_for": None if search is None else search.searched_for,
             "reranking": None if search is None else search.reranking,
             "index_version": None if search is None else search.version,
@@ -180,7 +188,8 @@ class Answerer:
             doubt = doubts(search, query.search)
             if doubt is not None and self._on_doubt is not None:
                 self._on_doubt(query, search.searched_for, slot.began, doubt)
-            if doubt is not None and (not found or query.search.not_found == "refuse"):
+            refuses = not found or query.search.not_found == "refuse"
+            if doubt is not None and refuses and not (query.tools or query.turns):  # they may have the answer
                 for event in self._nothing(query, clock, search, searched, doubt):
                     yield event
                 return
@@ -192,7 +201,7 @@ class Answerer:
             room = None if query.documents is None else self._engine.info.max_prompt_tokens
             whole, chosen = None, None
             if best is None:
-                laid_out = whole = await self._lay_out(query, found, turn)
+                laid_out = whole = await self._lay_out(query, found, turn, form)
             else:
                 chosen = await choose(self._prompts, asked_for, found, best, room)
         choice = None
@@ -211,7 +220,7 @@ class Answerer:
         if chosen is not None:
             found = [found[number] for number in chosen.order]
             sentences = [sentences[number] for number in chosen.order] if sentences else []
-            laid_out = await self._lay_out_best(query, found, chosen)
+            laid_out = await self._lay_out_best(query, found, chosen, form)
         prompt = slot.prompt = laid_out.prompt
         prompt_ms = (time.perf_counter() - prompt_start) * 1e3
         yield SearchResults(
@@ -224,8 +233,7 @@ class Answerer:
             request_id=request.rid,
         )
         kept = laid_out.passages
-        markers = MarkerFilter(len(kept))
-        pieces: list[str] = []
+        reader = form.reader(len(kept))
         said: list[str] = []  # with invalid markers, for the next turn
         last = GenerateChunk("", EngineUsage(), EngineTimings())
         clock.engine_starts()
@@ -233,8 +241,11 @@ class Answerer:
             scores = retrieval_scores(self._prompts, prompt, found, sentences)
             request = replace(request, scores=scores)
         asked = laid_out_request(query, request, prompt)
+        asked = replace(asked, sampling=form.sampling(asked.sampling))
         if turn is not None:
             asked = turn.request(asked)
+        elif private:
+            asked = replace(asked, namespace=apart(request.namespace, query.owner))
         exact = better_exact(asked, self._engine.info.samkv_defaults)
         if exact is not None:
             asked = replace(asked, strategy="prefix", options={})
@@ -250,30 +261,24 @@ class Answerer:
                         clock.token()
                     if turn is not None:
                         said.append(chunk.text)
-                    if text := markers.feed(chunk.text):
-                        pieces.append(text)
-                        yield MessageDelta(text)
+                    for delta in reader.feed(chunk.text):
+                        yield delta
             clock.engine_ends()
             clock.trace(last)
         if last.finish_reason is None or last.finish_reason == "abort":
             raise EngineError(
                 "The engine aborted the generation.", hint="It may be shutting down; retry.", code="aborted"
             )
-        alone = not is_joint(request.namespace)  # what use shows of a strategy is a namespace's
-        if self._on_chosen is not None and alone and turn is None and whole is not None and not last.fallback:
+        if self._on_chosen is not None and turn is None and whole is not None and not last.fallback:
             spec = StrategySpec(request.strategy, own_options(request)) if choice is None else choice.spec
             if spec.name not in EXACT_STRATEGIES:
                 full = laid_out_request(query, replace(request, strategy=FULL.name, options={}), whole.prompt)
                 self._on_chosen(spec, asked, full, searched["index_version"])
         if self._on_answered is not None and search is not None:
-            namespace = query.request.namespace
-            read = dict.fromkeys(each.namespace or namespace for each in laid_out.passages)
-            names = list(read) if is_joint(namespace) else [namespace]
-            self._on_answered(query, search.searched_for, slot.began, names)
-        if text := markers.end():
-            pieces.append(text)
-            yield MessageDelta(text)
-        answer = "".join(pieces)
+            self._on_answered(query, search.searched_for, slot.began, laid_out.namespaces(query))
+        for delta in reader.end():
+            yield delta
+        answer, markers = reader.answer, reader.markers
         session = None
         if turn is not None:
             spec = StrategySpec(request.strategy, request.options)
@@ -281,7 +286,7 @@ class Answerer:
             session = await turn.done(query, asked, spec, prompt, (ids, answer.strip()), last)
         with tracing.span("attribute"):
             spoken, citations = await asyncio.to_thread(  # long contexts take tens of milliseconds
-                attributed, answer, markers.markers, query.question, kept
+                attributed, reader.spoken, markers, query.question, kept
             )
         for citation in citations:
             yield citation
@@ -300,6 +305,7 @@ class Answerer:
                 session,
                 sparse=request.asks_sparse,
                 doubt=doubt,
+                search_notes=[] if search is None else search.notes,
             ),
             session=session,
             timings=timings,
@@ -315,7 +321,7 @@ class Answerer:
             request_id=request.rid,
         )
         observe(result)
-        yield FinalAnswer(result, tuple(markers.markers))
+        yield FinalAnswer(result, tuple(markers), reader.calls)
 
     def _nothing(
         self, query: Query, clock: Clock, search: Found, searched: dict[str, Any], doubt: str
@@ -323,7 +329,7 @@ class Answerer:
         """The events of an answer that the model is not asked for."""
         named: dict[str, Any] = {"namespace": query.request.namespace, "request_id": query.request.rid}
         yield SearchResults(results=[], documents_kept=0, timings=search.timings, **searched, **named)
-        yield MessageDelta(self._nothing_found)
+        yield MessageDelta(self._nothing_found, by_model=False)
         note = f"{doubt[0].upper()}{doubt[1:]}: the model was not asked."
         result = Answer(
             answer=self._nothing_found,
@@ -337,7 +343,7 @@ class Answerer:
             finish_reason="stop",
         )
         observe(result)
-        yield FinalAnswer(result, ())
+        yield FinalAnswer(result, (), by_model=False)
 
     def _check(self, request: GenerateRequest) -> None:
         check_offered(request, self._engine.info)
@@ -349,9 +355,8 @@ class Answerer:
         if not isinstance(force, bool):
             raise InvalidRequest(f"{FORCE} must be true or false.", param="strategy_options")
         if not force:
-            label = StrategySpec(request.strategy, own_options(request)).label
             for name in names_of(request.namespace):
-                self._gate.check(label, name)
+                self._gate.check(StrategySpec(request.strategy, own_options(request)).label, name)
 
     async def _found(self, query: Query, candidates: Candidates | None) -> Found | None:
         """Search for the query's passages; None if it brings its own. ``candidates``: those of ``auto``."""
@@ -372,7 +377,7 @@ class Answerer:
         )
 
     async def _lay_out(
-        self, query: Query, found: list[RetrievedPassage], turn: NextTurn | None
+        self, query: Query, found: list[RetrievedPassage], turn: NextTurn | None, form: AnswerForm
     ) -> LaidOutTurn:
         """Lay out the prompt, and number the passages. Raises DocumentsTooLong and PromptTooLong."""
         later = turn if turn is not None and not turn.is_first else None
@@ -380,7 +385,7 @@ class Answerer:
             await later.attend(query.question, found)
         info = self._engine.info  # a session's KV stays on the device
         room = info.prompt_room(query.request, len(found)) if turn is None else info.max_prompt_tokens
-        prompt = await self._prompt(query, found, later, room)
+        prompt = await self._prompt(query, found, later, room, form)
         new = found if later is None else later.new(found)
         check_room(query, prompt, len(new), alone=later is None)
         if prompt.cut_to is not None:
@@ -393,10 +398,10 @@ class Answerer:
         return LaidOutTurn(prompt, found, len(found) - len(new) + prompt.documents_kept, turn.passages)
 
     async def _lay_out_best(
-        self, query: Query, found: list[RetrievedPassage], chosen: ChosenPassages
+        self, query: Query, found: list[RetrievedPassage], chosen: ChosenPassages, form: AnswerForm
     ) -> LaidOutTurn:
         """Lay out the chosen passages alone, which come first among those found."""
-        laid_out = await self._lay_out(query, found[: chosen.kept], None)
+        laid_out = await self._lay_out(query, found[: chosen.kept], None, form)
         rest = found[chosen.kept :]
         prompt = replace(laid_out.prompt, tokens_retrieved=chosen.tokens, left_out=len(rest))
         both = [
@@ -406,7 +411,12 @@ class Answerer:
         return LaidOutTurn(prompt, both, laid_out.shown, both[: laid_out.shown])
 
     async def _prompt(
-        self, query: Query, found: list[RetrievedPassage], later: NextTurn | None, limit: int
+        self,
+        query: Query,
+        found: list[RetrievedPassage],
+        later: NextTurn | None,
+        limit: int,
+        form: AnswerForm,
     ) -> Prompt:
         """``limit``: tokens for prompt and answer."""
         new_tokens = query.request.sampling.max_new_tokens
@@ -428,9 +438,13 @@ class Answerer:
                 history=query.history,
                 system=query.system,
                 cut=query.documents is not None and query.overflow == "cut",
+                turns=query.turns,
+                tools=() if query.tools is None else query.tools.tools,
+                default=form.system,
             )
 
-        texts = [query.question, *(each.text for each in found), *(each.content for each in query.history)]
-        is_short = sum(map(len, texts)) < _INLINE_PROMPT_CHARS
+        chars = len(query.question) + sum(len(each.text) for each in found)
+        chars += sum(each.chars for each in (*query.history, *query.turns))
+        is_short = query.tools is None and chars < _INLINE_PROMPT_CHARS
         is_short = is_short and not (later is not None and later.may_shorten)
         return build() if is_short else await asyncio.to_thread(build)

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Literal
+
+from ragserve.answering.messages import HiddenText, Message, mark, without_tool_turns
+from ragserve.engine.tool_calls import Tools
 
 Piece = tuple[str, bool]
 
@@ -32,18 +35,11 @@ _ASKED, _ANSWERED, _NEXT = "\ue000asked\ue001", "\ue000answered\ue001", "\ue000n
 _STOP_TOKENS = 16  # most tokens of a text that ends an answer
 _TEXT = 3  # place of the text among the pieces of a document, without a template for documents
 _MARK = re.compile("\ue000([a-z]+[0-9]*)\ue001")
-
-
-def _mark(name: str) -> str:
-    return f"\ue000{name}\ue001"
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """An earlier message of a dialogue."""
-
-    role: Literal["user", "assistant", "system"]
-    content: str
+_PROBE = {
+    "name": mark("tool"),
+    "description": mark("about"),
+    "parameters": {"type": "object", "properties": {}},
+}
 
 
 class ChatLayout:
@@ -71,18 +67,26 @@ class ChatLayout:
         """Lay out everything before the first document (without documents: before the question)."""
         if self.form == "plain":
             return [*self._start_of_text(), (system or DEFAULT_SYSTEM, system is None), ("\n\n", True)]
-        rendered = self._render(
-            system, [], _mark("question"), 1 if self.form == "documents" and has_documents else 0
-        )
-        cut = rendered.index(_mark("title0") if _mark("title0") in rendered else _mark("question"))
-        head = rendered[:cut]
+        question = {"role": "user", "content": mark("question")}
+        rendered = self._render(system, [question], has_documents=has_documents)
+        head, _ = self._cut(rendered, ["question"], has_documents=has_documents)
+        return self._head_pieces(head, {"system": system or ""}, has_documents=has_documents)
+
+    def _head_pieces(self, head: str, contents: dict[str, str], *, has_documents: bool) -> list[Piece]:
+        documents = [_DOCUMENTS] if self.form == "messages" and has_documents else []
+        return [*self._pieces(head, contents), *documents]
+
+    def _cut(self, rendered: str, names: Iterable[str], *, has_documents: bool) -> tuple[str, str]:
+        """Return what is before the documents and what is behind them, or begins with the first mark of the
+        messages' ``names``, as their contents do."""
         if self.form == "documents" and has_documents:
-            before = self._doc[0][0] if self._doc[0][1] else ""
-            head = head[: len(head) - len(before)]
-        pieces = self._pieces(head, {"system": system or ""})
-        if self.form == "messages" and has_documents:
-            pieces.append(_DOCUMENTS)
-        return pieces
+            header = self._doc[0][0] if self._doc[0][1] else ""
+            trailer = self._doc[-1][0] if self._doc[-1][1] else ""
+            end = rendered.index(mark("text0")) + len(mark("text0"))
+            return rendered[: rendered.index(mark("title0")) - len(header)], rendered[end + len(trailer) :]
+        marks = map(mark, names)  # a template may drop earlier messages
+        cut = min(rendered.index(each) for each in marks if each in rendered)
+        return rendered[:cut], rendered[cut:]
 
     def document(self, title: str, text: str) -> list[Piece]:
         """Lay out a document, the same at any place."""
@@ -106,7 +110,7 @@ class ChatLayout:
         if not getattr(self._tokenizer, "is_fast", False):
             return []
         pieces = self.document(title, text)
-        place = [part for part, _ in self._doc].index(_mark("text")) if self.form == "documents" else _TEXT
+        place = [part for part, _ in self._doc].index(mark("text")) if self.form == "documents" else _TEXT
         before = sum(len(part) for part, _ in pieces[:place])
         shift = 0 if self.form == "documents" else len(text) - len(text.lstrip("\n"))
         ends: list[int] = []  # of each token, in the characters of all pieces
@@ -123,30 +127,49 @@ class ChatLayout:
                 at += len(part)
         return [min(bisect_right(ends, before + max(0, c - shift)), len(ends) - 1) for c in characters]
 
-    def question(self, question: str, history: Sequence[Message], *, has_documents: bool) -> list[Piece]:
-        """Lay out history and question, up to the start of the answer."""
+    def question(
+        self, question: str, history: Sequence[Message], turns: Sequence[Message] = (), *, has_documents: bool
+    ) -> list[Piece]:
+        """Lay out history, question and the ``turns`` behind it, calls of tools and their results, up to the
+        start of the answer."""
+        with_turns = turns or any(message.role == "tool" or message.tool_calls for message in history)
+        if with_turns and not self.reads_tool_turns:
+            history, question = without_tool_turns(history, question, turns)
+            turns = ()
         if self.form == "plain":
             pieces: list[Piece] = []
             for m in history:
                 label = "Question: " if m.role == "user" else "Answer: "
                 pieces += [(label, True), (m.content, False), ("\n\n", True)]
             return [*pieces, _QUESTION, (question, False), ("\n\nAnswer:", True)]
-        contents = {f"turn{i}": m.content for i, m in enumerate(history)} | {"question": question}
-        documents = 1 if self.form == "documents" and has_documents else 0
-        rendered = self._render(
-            None,
-            [Message(m.role, _mark(f"turn{i}")) for i, m in enumerate(history)],
-            _mark("question"),
-            documents,
-        )
-        if documents:
-            trailer = self._doc[-1][0] if self._doc[-1][1] else ""
-            rest = rendered[rendered.index(_mark("text0")) + len(_mark("text0")) + len(trailer) :]
-        else:
-            marks = map(_mark, contents)  # a template may drop earlier messages
-            rest = rendered[min(rendered.index(mark) for mark in marks if mark in rendered) :]
+        messages, contents = self._dialogue(question, history, turns)
+        rendered = self._render(None, messages, has_documents=has_documents)
+        _, rest = self._cut(rendered, contents, has_documents=has_documents)
         heading = [_QUESTION] if self.form == "messages" and has_documents else []
         return [*heading, *self._pieces(rest, contents)]
+
+    def with_tools(
+        self,
+        system: str | None,
+        question: str,
+        history: Sequence[Message],
+        turns: Sequence[Message],
+        tools: Tools,
+        *,
+        has_documents: bool,
+    ) -> tuple[list[Piece], list[Piece]]:
+        """Lay out what `head` and `question` do, for a template that is given tools and writes them where it
+        likes. Their text is not trusted."""
+        messages, contents = self._dialogue(question, history, turns)
+        hidden = HiddenText(self.special_tokens, "tool")
+        rendered = self._render(system, messages, hidden.of(tools), has_documents=has_documents)
+        head, rest = self._cut(rendered, contents, has_documents=has_documents)
+        contents |= hidden.contents | {"system": system or ""}
+        heading = [_QUESTION] if self.form == "messages" and has_documents else []
+        return (
+            self._head_pieces(head, contents, has_documents=has_documents),
+            [*heading, *self._pieces(rest, contents)],
+        )
 
     def follow_up(self, question: str, *, has_documents: bool) -> tuple[list[Piece], list[Piece]] | None:
         """Lay out the next turn behind an answer: up to its first document, and from the last one to the
@@ -231,37 +254,89 @@ class ChatLayout:
         pieces = [(contents[part] if i % 2 else part, i % 2 == 0) for i, part in enumerate(parts)]
         return [piece for piece in pieces if piece[0]]
 
-    def _render(self, system: str | None, history: Sequence[Message], question: str, documents: int) -> str:
-        """Render the template with markers. ``system`` None: the template's own text, or ours."""
-        messages = [{"role": m.role, "content": m.content} for m in history] + [
-            {"role": "user", "content": question}
-        ]
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": _mark("system")})
-        elif self.form == "messages":
-            messages.insert(0, {"role": "system", "content": DEFAULT_SYSTEM})
-        return self._apply(messages, _documents(documents))
+    def _dialogue(
+        self, question: str, history: Sequence[Message], turns: Sequence[Message]
+    ) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """Messages with marks, and what stands behind these."""
+        hidden = HiddenText(self.special_tokens)
+        messages = [*history, Message("user", question), *turns]
+        return [hidden.message(message) for message in messages], hidden.contents
 
-    def _apply(self, messages: list[dict[str, str]], docs: list[dict[str, str]]) -> str:
+    def _render(
+        self,
+        system: str | None,
+        messages: list[dict[str, Any]],
+        tools: Tools = (),
+        *,
+        has_documents: bool,
+    ) -> str:
+        """Render the template with messages that have marks. ``system`` None: the template's own text, or
+        ours."""
+        if system is not None:
+            messages = [{"role": "system", "content": mark("system")}, *messages]
+        elif self.form == "messages":
+            messages = [{"role": "system", "content": DEFAULT_SYSTEM}, *messages]
+        return self._apply(messages, _documents(self.form == "documents" and has_documents), tools)
+
+    def _apply(self, messages: list[dict[str, Any]], docs: list[dict[str, str]], tools: Tools = ()) -> str:
         from jinja2 import TemplateError
 
         try:
-            return self._rendered(messages, docs)
+            return self._rendered(messages, docs, tools)
         except TemplateError:
             if messages[0]["role"] != "system":
                 raise
             # No system role in this template: its text leads the first user message instead.
             first, *rest = messages[1:]
             merged = {"role": first["role"], "content": f"{messages[0]['content']}\n\n{first['content']}"}
-            return self._rendered([merged, *rest], docs)
+            return self._rendered([merged, *rest], docs, tools)
 
-    def _rendered(self, messages: list[dict[str, str]], docs: list[dict[str, str]]) -> str:
+    def _rendered(self, messages: list[dict[str, Any]], docs: list[dict[str, str]], tools: Tools) -> str:
         options: dict[str, Any] = {"documents": docs} if docs else {}
+        if tools:
+            options["tools"] = list(tools)
         return str(
             self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **options
             )
         )
+
+    @cached_property
+    def reads_tool_turns(self) -> bool:
+        """The template writes calls of tools and their results."""
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": mark("tool"), "arguments": {}}}
+        return self._writes(
+            [
+                {"role": "user", "content": mark("question")},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {
+                    "role": "tool",
+                    "tool_call_id": "abcdefghi",
+                    "name": mark("tool"),
+                    "content": mark("result"),
+                },
+            ],
+            ("tool", "result"),
+        )
+
+    @cached_property
+    def offers_tools(self) -> bool:
+        """The template writes tools, also beside documents, and their turns."""
+        tools = [{"type": "function", "function": _PROBE}]
+        documents = ("title0", "text0") if self.form == "documents" else ()
+        asked = [{"role": "user", "content": mark("question")}]
+        return self.reads_tool_turns and self._writes(asked, ("tool", "question", *documents), tools)
+
+    def _writes(self, messages: list[dict[str, Any]], names: Iterable[str], tools: Tools = ()) -> bool:
+        from jinja2 import TemplateError
+
+        if self.form == "plain":
+            return False
+        try:
+            rendered = self._render(None, messages, tools, has_documents=True)
+        except (TemplateError, TypeError, KeyError):
+            return False
+        return all(mark(name) in rendered for name in names)
 
     def _document_form(self) -> list[Piece]:
         """Pieces of a document in the template; none if it ignores documents or numbers them, as ids would
@@ -270,28 +345,28 @@ class ChatLayout:
 
         try:
             rendered = [
-                self._apply([{"role": "user", "content": _mark("question")}], _documents(n)) for n in (1, 3)
+                self._apply([{"role": "user", "content": mark("question")}], _documents(n)) for n in (1, 3)
             ]
         except (TemplateError, TypeError, KeyError):
             return []
         one, three = rendered
-        if _mark("text0") not in one or _mark("title0") not in one:
+        if mark("text0") not in one or mark("title0") not in one:
             return []
-        between = [_between(three, _mark(f"text{i}"), _mark(f"title{i + 1}")) for i in (0, 1)]
-        inner = [_between(three, _mark(f"title{i}"), _mark(f"text{i}")) for i in (0, 1, 2)]
+        between = [_between(three, mark(f"text{i}"), mark(f"title{i + 1}")) for i in (0, 1)]
+        inner = [_between(three, mark(f"title{i}"), mark(f"text{i}")) for i in (0, 1, 2)]
         if None in between or len(set(between)) != 1 or None in inner or len(set(inner)) != 1:
             return []
         gap, middle = str(between[0]), str(inner[0])
-        before, after = one.split(_mark("title0"))[0], one.split(_mark("text0"), 1)[1]
+        before, after = one.split(mark("title0"))[0], one.split(mark("text0"), 1)[1]
         trailer = self._common_start(gap, after)
         header = gap[len(trailer) :]
         if not before.endswith(header):
             return []
         return [
             (header, True),
-            (_mark("title"), False),
+            (mark("title"), False),
             (middle, True),
-            (_mark("text"), False),
+            (mark("text"), False),
             (trailer, True),
         ]
 
@@ -315,7 +390,7 @@ class ChatLayout:
 
 
 def _documents(n: int) -> list[dict[str, str]]:
-    return [{"title": _mark(f"title{i}"), "text": _mark(f"text{i}")} for i in range(n)]
+    return [{"title": mark(f"title{i}"), "text": mark(f"text{i}")} for i in range(n)]
 
 
 def _between(text: str, left: str, right: str) -> str | None:

@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ragserve import tracing
-from ragserve.answering.prompt import Message, PromptBuilder
+from ragserve.answering.messages import Message, spoken
+from ragserve.answering.prompt import PromptBuilder
 from ragserve.answering.results import (
     AnswerEvidence,
-    Candidate,
     Correction,
     Reranking,
     RetrievalTimings,
@@ -30,7 +30,7 @@ from ragserve.answering.results import (
 from ragserve.engine.base import Engine, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import RagserveError
 from ragserve.retrieval.spelling import Corrected
-from ragserve.setting_groups.answering import FollowUps
+from ragserve.setting_groups.answering import FollowUps, Retrieval
 
 if TYPE_CHECKING:
     from ragserve.retrieval.passage_search import FoundPassage, PassageSearch
@@ -133,7 +133,22 @@ class Found:
     reads: DialogueText
     reranking: Reranking | None = None  # None without a reranker
     evidence: AnswerEvidence | None = None
+    by_words_alone: str | None = None  # why a hybrid search was lexical
     versions: Mapping[str, int] | None = None
+
+    def searched_by(self, options: SearchOptions) -> Retrieval:
+        """The search that found the passages."""
+        return options.retrieval if self.by_words_alone is None else "lexical"
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks for the caller on what was not done."""
+        notes = []
+        if self.by_words_alone is not None:
+            notes.append(f"Searched by words alone: {self.by_words_alone}")
+        if self.reranking is not None and not self.reranking.scored and self.reranking.note:
+            notes.append(f"Not reranked: {self.reranking.note}")
+        return notes
 
 
 class DialogueSearch:
@@ -147,7 +162,7 @@ class DialogueSearch:
         spelling: SpellingCorrector | None = None,
     ) -> None:
         """Without ``spelling``, nothing is corrected."""
-        self._search = search
+        self._search, self.hides = search, search.hides
         self._spelling = spelling
         self._rewriter = Rewriter(engine, prompts)
 
@@ -194,7 +209,9 @@ class DialogueSearch:
             search_ms=spelling_ms + found.search_ms,
             rerank_ms=found.rerank_ms,
         )
-        reranking = None if found.reranked is None else _reranking(options.rerank, found.reranked)
+        reranking = None
+        if found.reranked is not None:
+            reranking = Reranking.of(options.rerank, found.reranked, found.not_reranked)
         reads = typed
         if asked is not None and corrected.corrections:
             read = Corrected.nothing(typed.typed)
@@ -206,14 +223,24 @@ class DialogueSearch:
         evidence = None
         if found.evidence is not None:
             evidence = AnswerEvidence.model_validate(found.evidence, from_attributes=True)
-        own, of_each = passages(found.passages), found.sentences
-        return Found(own, found.version, timings, of_each, asked, reads, reranking, evidence, found.versions)
+        return Found(
+            passages(found.passages),
+            found.version,
+            timings,
+            found.sentences,
+            asked,
+            reads,
+            reranking,
+            evidence,
+            found.by_words_alone,
+            found.versions,
+        )
 
     async def _corrected(self, typed: DialogueText, options: SearchOptions, namespace: str) -> Corrected:
         if self._spelling is None or options.spelling == "off":
             return Corrected.nothing(typed.typed)
         with tracing.span("spelling"):
-            return await self._spelling.correct(namespace, typed.typed)
+            return await self._spelling.correct(namespace, typed.typed, options.viewer)
 
     async def _asked(
         self,
@@ -223,7 +250,7 @@ class DialogueSearch:
         request_id: str,
         spend: Callable[[int], None],
     ) -> SearchedFor:
-        question, history = dialogue.question, dialogue.history
+        question, history = dialogue.question, spoken(dialogue.history)
         if how == "alone":
             return SearchedFor(question=question, variants=[], follow_up="alone")
         note = None
@@ -270,26 +297,6 @@ def _fields(chunk: Chunk) -> dict[str, Any]:
     fields["metadata"].pop("page_names", None)  # one for each page of the document; the own one is below
     own = ("header_chars", "first_page", "page_kind", "page_name")
     return fields | {name: getattr(chunk, name) for name in own}
-
-
-def _reranking(name: str, reranked: Sequence[FoundPassage]) -> Reranking:
-    candidates = [
-        Candidate(
-            chunk_id=each.chunk.chunk_id,
-            search_rank=each.search_rank or rank,
-            rank=rank,
-            score=each.rerank_score,
-        )
-        for rank, each in enumerate(reranked, 1)
-    ]
-    scored = sum(each.score is not None for each in candidates)
-    note = None
-    if scored < len(candidates):
-        note = (
-            f"{len(candidates) - scored} of {len(candidates)} candidates keep their places: they are not "
-            "analysed (ragserve docs warm)."
-        )
-    return Reranking(by=name, scored=scored, candidates=candidates, note=note)
 
 
 class Rewriter:
@@ -412,8 +419,7 @@ def _messages(turn: tuple[str, str]) -> list[Message]:
 
 
 def _dialogue(history: Sequence[Message], question: str) -> str:
-    names = {"user": "User", "assistant": "Assistant", "system": "System"}
-    lines = [f"{names[m.role]}: {_plain(m.content, _MESSAGE_CHARS)}" for m in history[-_MESSAGES:]]
+    lines = [f"{m.role.title()}: {_plain(m.content, _MESSAGE_CHARS)}" for m in history[-_MESSAGES:]]
     return "\n".join([*lines, f"Last question: {_plain(question, len(question))}"])
 
 

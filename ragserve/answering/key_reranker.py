@@ -11,6 +11,7 @@ from ragserve.config import Settings
 from ragserve.engine.base import Engine
 from ragserve.engine.document_cache import CachingEngine
 from ragserve.errors import InvalidRequest
+from ragserve.retrieval.remote_reranker import RemoteReranker, is_remote, public_name
 from ragserve.retrieval.reranker import CrossEncoderReranker, Reranker, reranker_names
 from ragserve.retrieval.search_options import KEYS
 from sglang_ext.wire.joint_names import names_of
@@ -88,10 +89,22 @@ class KeyReranker:
 def make_rerankers(settings: Settings, engine: Engine, prompts: PromptBuilder) -> dict[str, Reranker]:
     """The rerankers of a server, by the names that requests give them. Loads no model.
 
-    Raises InvalidRequest for a CrossEncoder that is not there."""
+    Raises InvalidRequest for a CrossEncoder that is not there, and for two remote ones of one name."""
     found: dict[str, Reranker] = {KEYS: KeyReranker(engine, prompts)}
     for name in reranker_names(settings):
-        found[name] = CrossEncoderReranker(
-            name, device=settings.embed_device, batch_size=settings.embed_batch
-        )
+        public = public_name(name)
+        if public in found:
+            raise InvalidRequest(
+                f"Two rerankers of the settings have the name {public!r}.",
+                hint="Requests choose by name: give one of them another #MODEL.",
+                param="rerank_models",
+            )
+        if is_remote(name):
+            found[public] = RemoteReranker(
+                name, api_key=settings.rerank_api_key, timeout_s=settings.remote_timeout_s
+            )
+        else:
+            found[public] = CrossEncoderReranker(
+                name, device=settings.embed_device, batch_size=settings.embed_batch
+            )
     return found

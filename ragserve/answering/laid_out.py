@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +13,7 @@ from ragserve.answering.results import RetrievedPassage
 from ragserve.engine.base import GenerateRequest
 from ragserve.errors import DocumentsTooLong
 from ragserve.strategy_spec import FORCE
+from sglang_ext.wire.joint_names import is_joint
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,23 @@ class LaidOutTurn:
     found: list[RetrievedPassage]
     shown: int
     passages: list[RetrievedPassage]
+
+    def namespaces(self, query: Query) -> list[str]:
+        """The namespace that was asked; of several, those whose passages are in the prompt."""
+        asked = query.request.namespace
+        if not is_joint(asked):
+            return [asked]
+        return list(dict.fromkeys(each.namespace for each in self.passages if each.namespace))
+
+
+_SECRET = secrets.token_bytes(32)  # so that nobody can name a namespace after one of these
+
+
+def apart(namespace: str, owner: str) -> str:
+    """A name under which the engine keeps the KV of what an owner has sent, apart from the namespace's: how
+    soon an answer comes would tell whether the namespace has the same text, in documents that are hidden."""
+    digest = hashlib.blake2b(f"{namespace}/{owner}".encode(), key=_SECRET, digest_size=16)
+    return f"apart-{digest.hexdigest()}"
 
 
 def laid_out_request(query: Query, request: GenerateRequest, prompt: Prompt) -> GenerateRequest:
@@ -41,7 +61,7 @@ def _unregistered(query: Query, spans: int) -> range:
     """Numbers of the spans, the system text first, whose text came with the query."""
     if query.documents is not None:
         return range(spans)
-    return range(0 if query.system is None else 1)
+    return range(0 if query.system is None and query.tools is None else 1)
 
 
 def check_room(query: Query, prompt: Prompt, found: int, *, alone: bool) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragserve.errors import RagserveError
 from ragserve.rotating_log import RotatingLog, line_of
+from ragserve_index.viewers import Viewer
 
 if TYPE_CHECKING:
     from ragserve_index import IndexStore
@@ -38,7 +39,7 @@ class NamespaceLog:
         """0 bytes keep no further records; those that there are go with their namespaces."""
         self._log = RotatingLog(data_dir / self.name, self.name, max_bytes, durable=False)
         self._store = store
-        self._waiting: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[tuple[dict[str, Any], Viewer]] = deque(maxlen=_MOST_WAITING)
         self._arrived = asyncio.Event()
         self._known: dict[str, float] | None = None  # namespaces of the latest sweep
         self._open = self._failing = False
@@ -48,12 +49,14 @@ class NamespaceLog:
         """Whether records are kept."""
         return self._log.file_bytes > 0
 
-    def note(self, namespace: str, question: str, began: float, **more: Any) -> None:
-        """Note a question, and ``more`` about it; ``began``: when it came (``time.time``)."""
+    def note(self, namespace: str, question: str, began: float, viewer: Viewer, **more: Any) -> None:
+        """Note a question, and ``more`` about it; ``began``: when it came (``time.time``).
+
+        What a viewer asks and says may rest on documents that others do not see: it is kept with the labels
+        that the viewer has seen in the namespace, and shown to those who hold them all (`seen_records`)."""
         if self.is_on and question:
-            self._waiting.append(
-                {"time": said_at(began), "namespace": namespace, "question": question, **more}
-            )
+            record = {"time": said_at(began), "namespace": namespace, "question": question, **more}
+            self._waiting.append((record, viewer))
             self._arrived.set()
 
     @asynccontextmanager
@@ -104,12 +107,20 @@ class NamespaceLog:
             return
         with self._log.alone():
             made_at = self._store.made_at()  # of now: a drop's sweep comes before this, or after the lines
-            lines = [line_of(record) for record in records if is_current(record, made_at)]
+            lines = [
+                line_of(record | self._labels(record, viewer))
+                for record, viewer in records
+                if is_current(record, made_at)
+            ]
             for line in lines:
                 if len(line) <= self._log.file_bytes:
                     self._log.append(line)
                 else:
                     log.warning("the log %s has no room for a record of %d bytes", self.name, len(line))
+
+    def _labels(self, record: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
+        labels = self._store.seen_by(viewer).labels(record["namespace"])
+        return {"labels": labels} if labels else {}
 
 
 def said_at(when: float) -> str:
@@ -146,6 +157,13 @@ def records_of(data_dir: Path, name: str, store: IndexStore, namespace: str) -> 
     made_at = store.made_at()
     for path in log_of(data_dir, name).paths:
         yield from records_in(path, namespace, made_at)
+
+
+def seen_records(data_dir: Path, name: str, store: IndexStore, namespace: str) -> Iterator[dict[str, Any]]:
+    """`records_of` those whose labels the store's viewer holds."""
+    for record in records_of(data_dir, name, store, namespace):
+        if store.viewer.holds(record.get("labels", ())):
+            yield record
 
 
 def records_in(path: Path, namespace: str, made_at: Mapping[str, float]) -> Iterator[dict[str, Any]]:

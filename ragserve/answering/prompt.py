@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ragserve.answering.chat_template import ChatLayout, Message
+from ragserve.answering.chat_template import ChatLayout
+from ragserve.answering.messages import Message
+from ragserve.engine.tool_calls import Tools
 from ragserve.errors import InvalidRequest, PromptTooLong, Unavailable
 from sglang_ext.wire.joint_names import names_of
 from sglang_ext.wire.protocol import Span
@@ -103,6 +105,11 @@ class PromptBuilder:
                 code="tokenizer_missing",
             ) from error
 
+    @property
+    def offers_tools(self) -> bool:
+        """The model's template writes tools, their calls and their results."""
+        return self._layout.offers_tools
+
     def plain_ids(self, text: str) -> list[int]:
         """Token ids of a text alone, special tokens not recognised."""
         return self._layout.encode([(text, False)])
@@ -120,13 +127,19 @@ class PromptBuilder:
         history: Sequence[Message] = (),
         system: str | None = None,
         cut: bool = False,
+        turns: Sequence[Message] = (),
+        tools: Tools = (),
+        default: str | None = None,
     ) -> Prompt:
         """Lay out one prompt of at most ``max_prompt_tokens``.
 
         The first document that does not fit and all after it are left out (the best come first). With ``cut``
-        the beginning of its text stays, as much as fits. Raises
-        PromptTooLong if question, history and system text alone do not fit."""
-        own = sum(len(each.content) for each in history) + len(question) + len(system or "")
+        the beginning of its text stays, as much as fits. ``turns``: calls of tools and their results behind
+        the question. ``tools``: only of a template that `offers_tools`. ``default``: our system text where
+        neither the request, the server nor the template has one. Raises
+        PromptTooLong if question, history and system text alone do not fit, and InvalidRequest if the
+        template refuses the messages."""
+        own = sum(each.chars for each in (*history, *turns)) + len(question) + len(system or "")
         if own > most_read(max_prompt_tokens):
             raise PromptTooLong(
                 f"The question (with history and system text) has {own:,} characters and the context has "
@@ -134,8 +147,27 @@ class PromptBuilder:
                 hint="Shorten the question or history.",
                 param="query",
             )
-        head = self._head(self._system if system is None else system, has_documents=bool(documents))
-        tail = self._layout.encode(self._layout.question(question, history, has_documents=bool(documents)))
+        text = self._system if system is None else system
+        if text is None and self._layout.form != "documents":
+            text = default
+        with_documents = bool(documents)
+        try:
+            if tools:
+                pieces = self._layout.with_tools(
+                    text, question, history, turns, tools, has_documents=with_documents
+                )
+                head, tail = map(self._layout.encode, pieces)
+            else:
+                head = self._head(text, has_documents=with_documents)
+                tail = self._layout.encode(
+                    self._layout.question(question, history, turns, has_documents=with_documents)
+                )
+        except _template_errors() as error:
+            raise InvalidRequest(
+                f"The model's chat template refuses these messages: {error}",
+                hint="Its turns of user and assistant may have to alternate.",
+                param="messages",
+            ) from error
         return self._fitted(head, documents, tail, max_prompt_tokens, cut=cut)
 
     def follow_up(
@@ -288,6 +320,12 @@ class PromptBuilder:
             while len(self._documents) > _CACHED_DOCUMENTS or self._cached_tokens > _CACHED_TOKENS:
                 self._cached_tokens -= len(self._documents.popitem(last=False)[1])
         return tokens
+
+
+def _template_errors() -> type[Exception]:
+    from jinja2 import TemplateError
+
+    return TemplateError
 
 
 def most_read(tokens: int) -> int:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ragserve.answering.prompt import Message
+from ragserve.answering.messages import Message
 from ragserve.answering.results import Overflow, RetrievedPassage
 from ragserve.engine.base import GenerateRequest
+from ragserve.engine.tool_calls import Tools
 
 if TYPE_CHECKING:
     from ragserve.retrieval.search_options import SearchOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Tools that the model may have called. ``choice``: ``auto``, ``required``, or the name of the one to
+    call; ``parallel``: several calls may come at once."""
+
+    tools: Tools
+    choice: str = "auto"
+    parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +33,8 @@ class Query:
     the one to go on with, or `NEW`; ``session_budget``: most tokens of its turns before the last, 0 for all,
     None for what it had; ``owner``: the API key that asks. ``names_strategy``: the request itself names one.
     ``by_pattern``: its namespaces were found by a pattern. ``private``: not for the query log. ``spend`` is
-    called with numbers of tokens, those of the prompt and of the answer as it comes.
+    called with numbers of tokens, those of the prompt and of the answer as it comes. ``turns``: what followed
+    the question, calls of ``tools`` and their results. ``schema``: the JSON schema that the answer keeps to.
     """
 
     question: str
@@ -39,3 +51,6 @@ class Query:
     by_pattern: bool = False
     private: bool = False
     spend: Callable[[int], None] = lambda tokens: None
+    turns: tuple[Message, ...] = ()
+    tools: ToolUse | None = None
+    schema: Mapping[str, Any] | None = None

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragserve.answering.namespace_log import NamespaceLog, records_of
-from ragserve.answering.query_log import same_question, search_question
+from ragserve.answering.namespace_log import NamespaceLog, seen_records
+from ragserve.answering.query_log import may_be_shared, same_question, search_question
 from sglang_ext.wire.joint_names import names_of
 
 if TYPE_CHECKING:
@@ -36,8 +36,9 @@ class UnansweredLog(NamespaceLog):
         if not query.private:
             question = (search_question(query.question, searched_for) or "").strip()
             names = names_of(query.request.namespace)
-            for name in names:
-                self.note(name, question, began, why=why if len(names) == 1 else _WHY)
+            for name in names if may_be_shared(query, searched_for) else ():
+                said = why if len(names) == 1 else _WHY
+                self.note(name, question, began, query.search.viewer, why=said)
 
 
 def as_row(record: Mapping[str, Any], namespace: str) -> dict[str, Any]:
@@ -57,19 +58,22 @@ def as_row(record: Mapping[str, Any], namespace: str) -> dict[str, Any]:
 
 
 def rated(data_dir: Path, store: IndexStore, namespace: str) -> list[dict[str, Any]]:
-    """A namespace's ratings as rows, oldest first, the latest one of each answer. Reads files."""
+    """A namespace's ratings as rows, oldest first, the latest one of each answer: those that the store's
+    viewer may see, and that rest on none of the documents hidden from it. Reads files."""
     found: dict[str, dict[str, Any]] = {}
-    for record in sorted(records_of(data_dir, FEEDBACK, store, namespace), key=lambda each: each["time"]):
+    for record in sorted(seen_records(data_dir, FEEDBACK, store, namespace), key=lambda each: each["time"]):
         found.pop(record["id"], None)
+        if store.hidden(namespace, record["documents"]):
+            continue
         found[record["id"]] = as_row(record, namespace)
     return list(found.values())
 
 
 def unanswered(data_dir: Path, store: IndexStore, namespace: str, most: int) -> list[dict[str, Any]]:
-    """What was asked of a namespace and not found: the ``most`` latest questions, newest first, each with the
-    number of times it was asked. Reads files."""
+    """What was asked of a namespace and not found: the ``most`` latest questions that the store's viewer may
+    see, newest first, each with the number of times it was asked. Reads files."""
     found: dict[str, dict[str, Any]] = {}
-    for record in sorted(records_of(data_dir, UNANSWERED, store, namespace), key=lambda each: each["time"]):
+    for record in sorted(seen_records(data_dir, UNANSWERED, store, namespace), key=lambda each: each["time"]):
         same = same_question(record["question"])
         asked = found.pop(same, {"asked": 0})["asked"] + 1
         found[same] = {

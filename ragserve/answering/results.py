@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ragserve.answering.citations import Basis
 from ragserve.setting_groups.answering import FollowUps, Retrieval
 from sglang_ext.wire.protocol import ContextReport, DecodeReport, PrefillReport
+
+if TYPE_CHECKING:
+    from ragserve.retrieval.passage_search import FoundPassage
 
 Overflow = Literal["refuse", "drop", "cut"]
 """The fate of given documents that do not fit into the context."""
@@ -43,16 +47,18 @@ class Passage(Result):
     )
     title: str = Field(description="Title of the document.")
     page: int | None = Field(
-        default=None, description="Page, slide, sheet, chapter or message, from 1, where the format has them."
+        default=None,
+        description="Page, slide, sheet, chapter, message or section, from 1, where the format has them.",
     )
     first_page: int | None = Field(
         default=None,
         description="The page before, if `text` begins with a sentence that goes on from there; else `page`.",
     )
     page_kind: str | None = Field(
-        default=None, description="Which of these: `page`, `slide`, `sheet`, `chapter` or `message`."
+        default=None,
+        description="Which of these: `page`, `slide`, `sheet`, `chapter`, `message` or `section`.",
     )
-    page_name: str | None = Field(default=None, description="Name of the sheet or chapter.")
+    page_name: str | None = Field(default=None, description="Name of the sheet, chapter or section.")
     start: int | None = Field(default=None, description="First character in the document's text.")
     end: int | None = Field(default=None, description="Character after the last one.")
     header_chars: int = Field(
@@ -60,6 +66,10 @@ class Passage(Result):
         description="Characters at the beginning of `text` that copy the header of the table, or the "
         "beginning of the sentence, that the passage continues; the rest is the document's text from `start` "
         "to `end`.",
+    )
+    edited: bool = Field(
+        default=False,
+        description="Somebody edited the text, which is not the document's from `start` to `end`.",
     )
     score: float | None = Field(
         default=None,
@@ -327,10 +337,31 @@ class Candidate(Result):
 class Reranking(Result):
     """What a reranker did."""
 
-    by: str = Field(description="`keys`, or the name of a CrossEncoder.")
+    by: str = Field(description="`keys`, or the name of a CrossEncoder or a remote reranker.")
     scored: int = Field(description="Candidates that have a score.")
     candidates: list[Candidate] = Field(description="All candidates, best first, without near copies.")
     note: str | None = Field(default=None, description="Why candidates have no score.")
+
+    @classmethod
+    def of(cls, name: str, reranked: Sequence[FoundPassage], why_not: str | None = None) -> Self:
+        """What reranker ``name`` did with candidates, in their new order. ``why_not``: it gave no scores."""
+        candidates = [
+            Candidate(
+                chunk_id=each.chunk.chunk_id,
+                search_rank=each.search_rank or rank,
+                rank=rank,
+                score=each.rerank_score,
+            )
+            for rank, each in enumerate(reranked, 1)
+        ]
+        scored = sum(each.score is not None for each in candidates)
+        note = why_not
+        if note is None and scored < len(candidates):
+            note = (
+                f"{len(candidates) - scored} of {len(candidates)} candidates keep their places: they are not "
+                "analysed (ragserve docs warm)."
+            )
+        return cls(by=name, scored=scored, candidates=candidates, note=note)
 
 
 RERANKING = "What the reranker did; null without one."

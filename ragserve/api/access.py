@@ -15,12 +15,13 @@ from ragserve.api import playground
 from ragserve.api.search_fields import SearchFields
 from ragserve.config import Settings
 from ragserve.errors import Forbidden, InvalidRequest
+from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.retrieval.search_options import SearchOptions
-from ragserve.tenants.key_file import Right, TenantKey
+from ragserve.tenants.key_file import Right
+from ragserve.tenants.principal import Principal
 from ragserve.tenants.rate_limits import RateLimits
-from ragserve_index.jobs import job_not_found
 from ragserve_index.registry import namespace_not_found
-from ragserve_index.types import Job, NamespaceInfo
+from ragserve_index.types import NamespaceInfo
 
 Need = Literal["none", "key", "read", "ingest", "delete", "metrics", "inspect", "operate"]
 """``none``: not even a key. ``key``: any key. ``read``, ``ingest``, ``delete``: that right in some namespace;
@@ -39,12 +40,18 @@ NEEDS: dict[str, Need] = {
     "POST /rag/query": "read",
     "POST /rag/retrieve": "read",
     "POST /rag/ingest": "ingest",
+    "POST /rag/ingest/preview": "ingest",
     "GET /rag/jobs": "key",
     "GET /rag/jobs/{job_id}": "key",
     "DELETE /rag/jobs/{job_id}": "ingest",
     "GET /rag/documents": "read",
     "GET /rag/documents/{doc_id}": "read",
     "GET /rag/documents/{doc_id}/chunks": "read",
+    "GET /rag/documents/{doc_id}/chunks/{ordinal}": "read",
+    "PATCH /rag/documents/{doc_id}/chunks/{ordinal}": "ingest",
+    "GET /rag/documents/{doc_id}/lost-corrections": "ingest",
+    "DELETE /rag/documents/{doc_id}/lost-corrections": "ingest",
+    "PUT /rag/documents/{doc_id}/labels": "ingest",
     "DELETE /rag/documents/{doc_id}": "delete",
     "GET /rag/namespaces": "key",
     "GET /rag/namespaces/{name}": "key",
@@ -70,6 +77,8 @@ NEEDS: dict[str, Need] = {
     "POST /v1/classify": "read",
     "POST /v1/score": "read",
     "POST /v1/rerank": "read",
+    "POST /v2/rerank": "read",
+    "POST /rerank": "read",
     "POST /v1/messages": "read",
     "POST /v1/messages/count_tokens": "key",
     "POST /invocations": "read",
@@ -80,10 +89,10 @@ _AUDITED = frozenset({"ingest", "delete", "operate"})
 
 
 class Access:
-    """A request's key and address, and what it asked for, which the audit log records."""
+    """Whom a request comes from, its address, and what it asked for, which the audit log records."""
 
-    def __init__(self, key: TenantKey, address: str, rates: RateLimits) -> None:
-        self.key = key
+    def __init__(self, who: Principal, address: str, rates: RateLimits) -> None:
+        self.who = who
         self.address = address
         self._rates = rates
         self.namespace: str | None = None
@@ -108,7 +117,7 @@ class Access:
 
         Raises NotFound and Forbidden."""
         self.namespace = namespace
-        if not self.key.grants(namespace):
+        if not self.who.covers(namespace):
             if right == "ingest":  # would create it
                 raise Forbidden(
                     f"This API key may not ingest into namespace {namespace!r}.",
@@ -117,53 +126,51 @@ class Access:
                     param="namespace",
                 )
             raise namespace_not_found(namespace)
-        self._check(right)
+        if not self.who.may(right, namespace):
+            raise _missing(right)
 
     def require_visible(self, namespace: str) -> None:
         """Raises NotFound for a namespace of others, whatever the key may do in its own."""
-        if not self.key.grants(namespace):
+        if not self.who.covers(namespace):
             raise namespace_not_found(namespace)
-
-    def require_job(self, job: Job) -> Job:
-        """Return a job of the key's namespaces. Raises NotFound as for a job that does not exist."""
-        if not self.key.grants(job.namespace):
-            raise job_not_found(job.job_id)
-        self.namespace = job.namespace
-        return job
 
     def visible(self, namespaces: Iterable[NamespaceInfo]) -> list[NamespaceInfo]:
         """Those of the key's namespaces."""
-        return [each for each in namespaces if self.key.grants(each.name)]
-
-    @property
-    def patterns(self) -> tuple[str, ...] | None:
-        """Patterns of the key's namespaces; None for all."""
-        return None if self.key.is_admin else self.key.namespaces
+        return [each for each in namespaces if self.who.covers(each.name)]
 
     def search_options(self, body: SearchFields, settings: Settings) -> SearchOptions:
         """How to search for a request. Raises InvalidRequest for more passages than the key allows."""
-        options, most = body.search_options(settings), self.key.limits.max_k
+        options, most = body.search_options(settings, self.who.viewer), self.who.limits.max_k
         if most is None:
             return options
         if body.k is not None and body.k > most:
             raise InvalidRequest(f"k is {body.k}; this API key may ask for {most}.", param="k")
         return replace(options, k=min(options.k, most))
 
+    @property
+    def submitter(self) -> Submitter:
+        """Who submits its jobs."""
+        return Submitter(self.who.owner, self.who.viewer)
+
     def check_tokens(self) -> None:
         """Raises TooManyRequests for a key that has used up its tokens."""
-        self._rates.check_tokens(self.key)
+        self._rates.check_tokens(self.who)
 
     def spend(self, tokens: int) -> None:
         """Count tokens of a prompt or an answer."""
-        self._rates.spend_tokens(self.key, tokens)
+        self._rates.spend_tokens(self.who, tokens)
 
     def _check(self, right: Right) -> None:
-        if not self.key.has(right):
-            raise Forbidden(
-                f"This API key does not have the right {right!r}.",
-                hint="Ask the server's operator for a key that has it (ragserve keys create).",
-                code="missing_right",
-            )
+        if not self.who.has(right):
+            raise _missing(right)
+
+
+def _missing(right: Right) -> Forbidden:
+    return Forbidden(
+        f"This API key does not have the right {right!r}.",
+        hint="Ask the server's operator for a key that has it (ragserve keys create).",
+        code="missing_right",
+    )
 
 
 async def access(request: Request) -> Access:

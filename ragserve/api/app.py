@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Scope
@@ -16,14 +17,17 @@ from ragserve import tracing
 from ragserve.answering.in_flight import Idleness
 from ragserve.api import (
     cache,
+    chunks,
     docs_page,
     documents,
     errors,
     ingest,
+    model_routes,
     namespace_settings,
     openai,
     openapi,
     playground,
+    preview,
     query,
     ratings,
     retrieve,
@@ -36,13 +40,14 @@ from ragserve.api.browsers import RefuseForeignPages, names
 from ragserve.api.middleware import LimitBody, NoteRequests, RequestContext
 from ragserve.api.openai_schemas import ChatChunk, ChatRequest
 from ragserve.api.schemas import IngestTexts, IngestUrls
-from ragserve.api.services import load_embedder, open_services
+from ragserve.api.services import Services, load_embedder, open_services
 from ragserve.api.trace_requests import TraceRequests
 from ragserve.api.upstream import Upstream
 from ragserve.config import Settings
 from ragserve.engine.base import Engine
 from ragserve.tenants.audit_log import AuditLog
 from ragserve.tenants.keyring import Keyring
+from ragserve_index.viewers import Viewer
 
 _WITH_MEDIA = frozenset(
     {
@@ -109,6 +114,7 @@ def create_app(
         remote=settings.engine_elsewhere,
         every_grammar=settings.grammars == "all",
         context_length=lambda: engine.info.context_length,
+        hides=partial(_hides, app),
     )
     app.state.services = None
     for module in (
@@ -116,11 +122,14 @@ def create_app(
         sessions,
         retrieve,
         ingest,
+        preview,
         documents,
+        chunks,
         namespace_settings,
         ratings,
         cache,
         openai,
+        model_routes,
         system,
         docs_page,
         playground,
@@ -155,16 +164,25 @@ def create_app(
     if tracing.is_on():
         app.add_middleware(TraceRequests)
     errors.install(app)
-    openapi.install(app, [IngestTexts, IngestUrls, ChatRequest, ChatChunk, *query.EVENTS.values()])
+    bodies: list[type[BaseModel]] = [IngestTexts, IngestUrls, ChatRequest, ChatChunk, *model_routes.BODIES]
+    openapi.install(app, [*bodies, *query.EVENTS.values()])
     return app
+
+
+def _hides(app: FastAPI, namespace: str, viewer: Viewer) -> bool:
+    """Whether a namespace has documents that a viewer does not see; True while nobody can tell."""
+    services: Services | None = app.state.services
+    return services is None or services.store.seen_by(viewer).hides(namespace)
 
 
 def _body_limit(settings: Settings, scope: Scope) -> int:
     path, caller = scope["path"], scope["state"]["access"]
+    if path == preview.PATH:
+        return min(settings.max_upload_bytes, caller.key.limits.max_upload_bytes or settings.max_upload_bytes)
     if path == "/rag/ingest":
         form = Headers(scope=scope).get("content-type", "").startswith("multipart/form-data")
         limit = settings.max_upload_bytes * settings.max_upload_files if form else settings.max_body_bytes
-        return min(limit, caller.key.limits.max_upload_bytes or limit)
+        return min(limit, caller.who.limits.max_upload_bytes or limit)
     # Those may carry images or audio to SGLang. It tokenises the rest in the event loop. Chats with
     # namespaces get max_body_bytes once the model is known.
     large = settings.max_upload_bytes if path in _WITH_MEDIA else 0

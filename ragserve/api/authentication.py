@@ -8,9 +8,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragserve.api.access import OPEN, Access
-from ragserve.errors import RagserveError
+from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.tenants.audit_log import AuditLog
-from ragserve.tenants.keyring import NOBODY, Keyring
+from ragserve.tenants.key_file import TenantKey
+from ragserve.tenants.keyring import Keyring
+from ragserve.tenants.principal import NOBODY, Principal
 from ragserve.tenants.rate_limits import RateLimits
 
 _LEFT = 499  # the client did not wait for the answer
@@ -37,11 +39,10 @@ class Authentication:
             state["access"] = Access(NOBODY, address, self._rates)
             await self._app(scope, receive, send)
             return
-        header = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
         try:
-            key = self._keyring.admit(header)
-            with self._rates.admit(key):
-                state["access"] = access = Access(key, address, self._rates)
+            who = _who(self._keyring.admit(b"".join(_values(scope, "authorization")[:1])), scope)
+            with self._rates.admit(who):
+                state["access"] = access = Access(who, address, self._rates)
                 await self._recorded(access, scope, receive, send)
         except RagserveError as error:
             if scope["type"] != "websocket":
@@ -56,8 +57,8 @@ class Authentication:
             nonlocal recorded
             recorded = True
             self._audit.write(
-                who=access.key.name,
-                key=access.key.key_id,
+                who=access.who.name,
+                key=access.who.id,
                 address=access.address,
                 what=f"{scope.get('method', 'WEBSOCKET')} {scope['path'][:_PATH_CHARS]}",
                 namespace=access.namespace,
@@ -81,3 +82,24 @@ class Authentication:
             if access.audited and not recorded:
                 await asyncio.to_thread(record, getattr(error, "status", 500))
             raise
+
+
+def _who(key: TenantKey, scope: Scope) -> Principal:
+    """Whom a request with this key comes from. Raises InvalidRequest for labels that are sent twice: a user
+    may have added to those of the gateway."""
+    if key.labels_header is None:
+        return Principal.of_key(key)
+    given = _values(scope, key.labels_header)
+    if len(given) > 1:
+        raise InvalidRequest(
+            f"The header {key.labels_header} came {len(given)} times.",
+            hint="The gateway must replace what its users send.",
+            code="invalid_labels",
+        )
+    return Principal.of_key(key, given[0].decode("latin-1") if given else None)
+
+
+def _values(scope: Scope, name: str) -> list[bytes]:
+    """The values of a header, as often as it was sent."""
+    wanted = name.lower().encode()
+    return [value for key, value in scope["headers"] if key.lower() == wanted]

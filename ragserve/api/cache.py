@@ -85,7 +85,7 @@ async def warm(
 
     caller.require("ingest", body.namespace)
     runner = svc.warm_ups()
-    job = await asyncio.to_thread(submit_warm, svc.store, body.namespace, body.documents)
+    job = await asyncio.to_thread(submit_warm, svc.store, body.namespace, body.documents, caller.submitter)
     runner.wake()
     return accepted(job, caller)
 

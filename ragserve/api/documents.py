@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Body, Path, Query
 from pydantic import Field
 
 from ragserve.api import examples
 from ragserve.api.access import Caller
-from ragserve.api.body import RequestModel, Text
+from ragserve.api.body import JsonRoute, RequestModel, Text
+from ragserve.api.namespace_examples import LABELS_REQUESTS
 from ragserve.api.openapi import documented
+from ragserve.api.schemas import DocumentLabels
 from ragserve.api.services import Svc
 from ragserve.api.views import (
-    ChunkList,
-    ChunkView,
     DocumentList,
     DocumentView,
     NamespaceList,
@@ -26,7 +26,7 @@ from ragserve.errors import NotFound
 from ragserve_index.filters import parse_filter
 from ragserve_index.types import Document, NamespaceInfo
 
-router = APIRouter(tags=["documents"])
+router = APIRouter(tags=["documents"], route_class=JsonRoute)
 DocId = Annotated[str, Path(min_length=1, max_length=128, description="As in citations and listings.")]
 NamespaceName = Annotated[Namespace, Path(description="The namespace.")]
 
@@ -48,11 +48,6 @@ class DocumentsPage(Where):
     after: Annotated[Text, Field(max_length=128)] | None = Field(
         None, description="`next` of the previous page."
     )
-
-
-class ChunksPage(Where):
-    limit: int = Field(100, ge=1, le=1000)
-    after: int = Field(0, ge=0, description="`next` of the previous page.")
 
 
 @router.get(
@@ -89,22 +84,33 @@ async def document(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc, ca
     return await asyncio.to_thread(svc.store.document, where.namespace, doc_id)
 
 
-@router.get(
-    "/rag/documents/{doc_id}/chunks",
-    summary="Show a document's chunks",
-    response_model=ChunkList,
-    responses=documented(examples.CHUNKS, (400, 404, 503), description="One page, in the document's order"),
+class Labels(RequestModel):
+    labels: DocumentLabels
+
+
+@router.put(
+    "/rag/documents/{doc_id}/labels",
+    summary="Change who sees a document",
+    response_model=DocumentView,
+    responses=documented(
+        examples.DOCUMENT, (400, 404, 413, 415, 503, 507), description="The document from now on"
+    ),
 )
-async def chunks(
-    doc_id: DocId, page: Annotated[ChunksPage, Query()], svc: Svc, caller: Caller
-) -> dict[str, Any]:
-    """Show the searched pieces of a document and their places in it."""
-    caller.require("read", page.namespace)
-    found = await asyncio.to_thread(
-        svc.store.document_chunks, page.namespace, doc_id, after=page.after, limit=page.limit + 1
-    )
-    shown = [ChunkView.model_validate(each, from_attributes=True) for each in found[: page.limit]]
-    return {"chunks": shown, "next": page.after + page.limit if len(found) > page.limit else None}
+async def label(
+    doc_id: DocId,
+    where: Annotated[Where, Query()],
+    body: Annotated[Labels, Body(openapi_examples=LABELS_REQUESTS)],
+    svc: Svc,
+    caller: Caller,
+) -> Document:
+    """Replace a document's labels. Those that the API key does not hold stay, and are not shown.
+
+    Requests that begin after the answer go by the new ones: searches, sessions that rest on the document, and
+    listings."""
+    caller.require("ingest", where.namespace)
+    caller.details = {"document": doc_id, "labels": body.labels}
+    changed = await asyncio.to_thread(svc.store.set_labels, where.namespace, [doc_id], only=body.labels)
+    return changed[0]
 
 
 @router.delete(

@@ -26,6 +26,7 @@ _PLACE = {
     "start": 512,
     "end": 804,
     "header_chars": 0,
+    "edited": False,
 }
 _SOURCE = {"source": "/srv/docs/lighthouse.md"}
 _PASSAGE: dict[str, Any] = {
@@ -238,8 +239,17 @@ DOCUMENT: dict[str, Any] = {
     "metadata": _METADATA,
 }
 DOCUMENTS = {"documents": [DOCUMENT], "next": None}
-_CHUNK = {**_DOC_ID, "chunk_id": 17, "ordinal": 3, "text": _TITLED["text"], **_PLACE, "n_tokens": 61}
-CHUNKS = {"chunks": [_CHUNK], "next": None}
+CHUNK = {
+    **_DOC_ID,
+    "chunk_id": 17,
+    "ordinal": 3,
+    "text": _TITLED["text"],
+    **_PLACE,
+    "n_tokens": 61,
+    "disabled": False,
+    "original": None,
+    "version": "9be1d2c04f7a6035",
+}
 NAMESPACE = {
     "name": "docs",
     "embedder": "all-MiniLM-L6-v2",
@@ -415,3 +425,25 @@ CHAT_SSE = _sse(
 MODEL = {"id": "ragserve/docs", "object": "model", "created": 0, "owned_by": "ragserve"}
 _ENGINE_MODEL = {"id": _MODEL, "object": "model", "created": _TIME, "owned_by": "sglang"}
 MODELS = {"object": "list", "data": [MODEL, _ENGINE_MODEL]}
+EMBEDDING_REQUEST: dict[str, Any] = {"model": "all-MiniLM-L6-v2", "input": [QUESTION]}
+EMBEDDINGS: dict[str, Any] = {
+    "object": "list",
+    "data": [{"object": "embedding", "index": 0, "embedding": [0.0312, -0.0451, 0.0127]}],
+    "model": "all-MiniLM-L6-v2",
+    "usage": {"prompt_tokens": 6, "total_tokens": 6},
+}
+_RERANKER = "cross-encoder/ms-marco-MiniLM-L6-v2"
+RERANK_REQUEST: dict[str, Any] = {
+    "model": _RERANKER,
+    "query": QUESTION,
+    "documents": ["A soup of leeks.", _TITLED["text"]],
+    "top_n": 1,
+}
+RERANKED: dict[str, Any] = {
+    "id": ID,
+    "model": _RERANKER,
+    "results": [{"index": 1, "relevance_score": 8.41}],
+    "meta": {"api_version": {"version": "2"}, "tokens": {"input_tokens": 46}},
+}
+TEI_RERANK_REQUEST: dict[str, Any] = {"query": QUESTION, "texts": ["A soup of leeks.", _TITLED["text"]]}
+TEI_RERANKED = [{"index": 1, "score": 8.41}, {"index": 0, "score": -11.2}]

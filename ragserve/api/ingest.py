@@ -13,7 +13,7 @@ from ragserve.api.access import Access, Caller
 from ragserve.api.body import RequestModel, media_type, parse_json
 from ragserve.api.errors import UnsupportedMediaType, validated
 from ragserve.api.openapi import documented
-from ragserve.api.schemas import IngestTexts, IngestUrls, Metadata
+from ragserve.api.schemas import GivenLabels, IngestTexts, IngestUrls, Metadata
 from ragserve.api.services import Services, Svc
 from ragserve.api.uploads import upload_form
 from ragserve.api.views import JobDetail, JobList, JobView
@@ -32,7 +32,9 @@ class UploadFields(RequestModel):
 
     namespace: Namespace = "default"
     metadata: Metadata = Field(default_factory=dict)
+    labels: GivenLabels = None
     warm: bool = False
+    prechunked: bool = False
 
 
 class JobsPage(RequestModel):
@@ -62,10 +64,22 @@ _FORM_SCHEMA: dict[str, Any] = {
             "type": "string",
             "description": "A JSON object: fields of all these documents, for filters.",
         },
+        "labels": {
+            "type": "string",
+            "description": "A JSON list of labels of all these documents: who may see them. Each is one that "
+            "the API key holds. Default: documents keep those that they have.",
+        },
         "warm": {
             "type": "boolean",
             "default": False,
             "description": "Compute their KV into the document cache afterwards.",
+        },
+        "prechunked": {
+            "type": "boolean",
+            "default": False,
+            "description": "The files are JSON lines of chunks, which are taken as they are: `text`, and "
+            "where wanted `document` (its name), `title`, `page`, `section`, `order` and `metadata`. A line "
+            "that cannot be used is a failed source.",
         },
     },
 }
@@ -132,9 +146,13 @@ async def _texts(data: Any, svc: Services, caller: Access) -> Job:
     if body.warm:
         svc.warm_ups()
     texts = [
-        SubmittedText(name=t.name, text=t.text, title=t.title or "", metadata=t.metadata) for t in body.texts
+        SubmittedText(
+            t.name, t.text, t.title or "", t.metadata, None if t.labels is None else tuple(t.labels)
+        )
+        for t in body.texts
     ]
-    return await asyncio.to_thread(svc.ingestor.submit_texts, body.namespace, texts, warm=body.warm)
+    submit = svc.ingestor.submit_texts
+    return await asyncio.to_thread(submit, body.namespace, texts, warm=body.warm, by=caller.submitter)
 
 
 async def _urls(data: Any, svc: Services, caller: Access) -> Job:
@@ -145,14 +163,19 @@ async def _urls(data: Any, svc: Services, caller: Access) -> Job:
     if body.warm:
         svc.warm_ups()
     options = PathOptions(
-        metadata=dict(body.metadata), warm=body.warm, sitemap=body.sitemap, other_hosts=body.other_hosts
+        metadata=dict(body.metadata),
+        warm=body.warm,
+        sitemap=body.sitemap,
+        other_hosts=body.other_hosts,
+        labels=None if body.labels is None else tuple(body.labels),
     )
     return await asyncio.to_thread(
         svc.ingestor.submit_urls,
         body.namespace,
         body.urls,
         options,
-        max_bytes=caller.key.limits.max_upload_bytes,
+        max_bytes=caller.who.limits.max_upload_bytes,
+        by=caller.submitter,
     )
 
 
@@ -167,13 +190,20 @@ async def _files(request: Request, svc: Services, caller: Access) -> Job:
         caller.require("ingest", fields.namespace)
         if fields.warm:
             svc.warm_ups()
-        uploads = [Upload(filename=_form_name(str(file.filename)), stream=file.file) for file in files]
+        labels = None if fields.labels is None else tuple(fields.labels)
+        uploads = [Upload(form_name(str(file.filename)), file.file, labels=labels) for file in files]
+        submit = svc.ingestor.submit_chunks if fields.prechunked else svc.ingestor.submit_files
         return await asyncio.to_thread(
-            svc.ingestor.submit_files, fields.namespace, uploads, dict(fields.metadata), warm=fields.warm
+            submit,
+            fields.namespace,
+            uploads,
+            dict(fields.metadata),
+            warm=fields.warm,
+            by=caller.submitter,
         )
 
 
-def _form_name(name: str) -> str:
+def form_name(name: str) -> str:
     """A file's name as its client has it: forms write three characters so, and no others."""
     return name.replace("%22", '"').replace("%0D", "\r").replace("%0A", "\n")
 
@@ -185,12 +215,10 @@ def _form_name(name: str) -> str:
     responses=documented(examples.JOBS, (400, 503), description="Newest first"),
 )
 async def jobs(page: Annotated[JobsPage, Query()], svc: Svc, caller: Caller) -> dict[str, Any]:
-    """List ingestions and warm-ups, of the server and of `ragserve ingest` alike."""
-    within = caller.patterns
-    found = await asyncio.to_thread(
-        svc.ingestor.jobs.list, page.namespace, page.state, page.limit, within=within
-    )
-    return {"jobs": found}
+    """List ingestions and warm-ups, of the server and of `ragserve ingest` alike. Where a namespace has
+    documents that the API key does not see, the key's own alone."""
+    seen = await asyncio.to_thread(svc.seen_jobs, caller)
+    return {"jobs": await asyncio.to_thread(seen.listed, page.namespace, page.state, page.limit)}
 
 
 @router.get(
@@ -201,8 +229,10 @@ async def jobs(page: Annotated[JobsPage, Query()], svc: Svc, caller: Caller) -> 
 )
 async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc, caller: Caller) -> dict[str, Any]:
     """Show the job's state and the outcome of each of its sources, with the reason."""
-    found = caller.require_job(await asyncio.to_thread(svc.ingestor.jobs.get, job_id))
-    items = await asyncio.to_thread(svc.ingestor.jobs.items, job_id, page.state)
+    seen = await asyncio.to_thread(svc.seen_jobs, caller)
+    found = await asyncio.to_thread(seen.get, job_id)
+    caller.namespace = found.namespace
+    items = await asyncio.to_thread(seen.items, found, page.state)
     end = page.after + page.limit
     return {
         **JobView.model_validate(found, from_attributes=True).model_dump(),
@@ -222,7 +252,8 @@ async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc, call
 )
 async def cancel(job_id: JobId, svc: Svc, caller: Caller) -> Job:
     """Stop a job. What is already indexed or warmed stays; a job that has ended is unchanged."""
-    caller.require_job(await asyncio.to_thread(svc.ingestor.jobs.get, job_id))
+    found = await asyncio.to_thread(lambda: svc.seen_jobs(caller).get(job_id))
+    caller.namespace = found.namespace
     await asyncio.to_thread(svc.ingestor.jobs.request_cancel, job_id)
     return await asyncio.to_thread(svc.ingestor.jobs.get, job_id)
 

@@ -1,4 +1,4 @@
-"""Examples of the OpenAPI document: a namespace's settings, ratings and open questions."""
+"""Examples of the OpenAPI document: a namespace's settings, labels, ratings and open questions."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ NAMESPACE_SETTINGS: dict[str, Any] = {
 }
 NAMESPACE_SETTINGS_REQUESTS: dict[str, Any] = {
     "some": request("Hybrid search for eight passages", retrieval="hybrid", k=8)
+}
+LABELS_REQUESTS: dict[str, Any] = {
+    "one": request("For keys that hold the label", labels=["engineering"]),
+    "none": request("For every key of the namespace", labels=[]),
 }
 FEEDBACK: dict[str, Any] = {
     "rows": [

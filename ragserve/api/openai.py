@@ -14,8 +14,8 @@ from fastapi import APIRouter, Path, Request, Response
 from pydantic import TypeAdapter, ValidationError
 from starlette.responses import JSONResponse
 
-from ragserve.answering.answerer import Event, FinalAnswer, MessageDelta
-from ragserve.answering.prompt import Message
+from ragserve.answering.answer_reader import MessageDelta
+from ragserve.answering.answerer import Event, FinalAnswer
 from ragserve.answering.query import Query
 from ragserve.answering.results import Answer, SearchResults
 from ragserve.answering.sessions.dialogues import NEW
@@ -23,6 +23,7 @@ from ragserve.api import examples
 from ragserve.api.access import Access, Caller
 from ragserve.api.asked_namespaces import AskedNamespaces, check_alone, check_number, readable
 from ragserve.api.body import MAX_NAMES, parse_json
+from ragserve.api.chat_messages import read_dialogue, read_schema, read_tools
 from ragserve.api.engine_bodies import MOST_PER_BYTE, check_text
 from ragserve.api.errors import validated
 from ragserve.api.openai_schemas import (
@@ -40,6 +41,7 @@ from ragserve.api.services import RequestId, Services, Svc, services
 from ragserve.api.sse import EventStream, opened, until_disconnect
 from ragserve.api.upstream import Upstream
 from ragserve.engine.base import Sampling
+from ragserve.engine.tool_calls import ToolCall
 from ragserve.errors import InvalidRequest, NotFound, RagserveError, TooLarge
 from ragserve.tenants.key_file import Pattern
 from sglang_ext.wire.joint_names import names_of
@@ -78,8 +80,11 @@ _BODY = {
     openapi_extra={"requestBody": _BODY},
 )
 async def chat(request: Request, caller: Caller, request_id: RequestId) -> Response:
-    """Answer the last message; earlier ones are the history, and a system message replaces the server's
-    system text.
+    """Answer the user's last message; earlier ones are the history, and a system message replaces the
+    server's system text. Results of tools may follow it: passages are searched for with the user's message.
+
+    With `response_format` the answer is JSON by the schema, with `tools` it may be calls of them, if the
+    model's chat template has tools.
 
     Citations are `annotations` of the message and, in full, the top-level `citations`; when streaming, both
     come on the last chunk that has a choice. Requests for models not named `ragserve/...` go to SGLang."""
@@ -98,12 +103,14 @@ async def chat(request: Request, caller: Caller, request_id: RequestId) -> Respo
         return await _replayed(request, model, raw)
     caller.check_tokens()
     body = validated(ChatRequest, data)
-    asked = replace(await _query(body, svc, caller, request_id), private=is_private(request))
+    asked = await _query(body, svc, caller, request_id)
+    # with the results of tools the same question comes again
+    asked = replace(asked, private=is_private(request) or bool(asked.turns))
     events = svc.answerer.events(asked)
     try:
         if not body.stream:
             final = await until_disconnect(request, last_event(events))
-            return Response(_completion(body, final).model_dump_json(), media_type="application/json")
+            return Response(_completion(body, final), media_type="application/json")
         first, pump = await opened(request, events)
     except NotFound as error:
         if error.param == "session":
@@ -126,7 +133,7 @@ async def without_retrieval(request: Request, caller: Caller) -> Response:
             code="unsupported_model",
             param="model",
         )
-    if data.get("previous_response_id") is not None and not caller.key.is_admin:
+    if data.get("previous_response_id") is not None and not caller.who.is_admin:
         raise NotFound(
             "This API key cannot continue a stored response: the engine does not know whose they are.",
             hint="Send the earlier messages with the request.",
@@ -137,7 +144,7 @@ async def without_retrieval(request: Request, caller: Caller) -> Response:
     return await _replayed(request, model, raw)
 
 
-_TEXT_ROUTES = ("completions", "responses", "embeddings", "classify", "score", "rerank")
+_TEXT_ROUTES = ("completions", "responses", "classify", "score")
 WITHOUT_RETRIEVAL = (
     *(f"/v1/{name}" for name in (*_TEXT_ROUTES, "messages", "messages/count_tokens")),
     *("/invocations", "/api/chat", "/api/generate"),  # chats and completions under names of other servers
@@ -214,18 +221,14 @@ async def model(
 async def _query(body: ChatRequest, svc: Services, caller: Access, request_id: str) -> Query:
     """Turn a dialogue into a query.
 
-    Raises InvalidRequest if its last message is not a question, NotFound for an invalid namespace."""
-    system = "\n\n".join(message.text for message in body.messages if message.role in ("system", "developer"))
-    dialogue = [message for message in body.messages if message.role in ("user", "assistant")]
-    last = dialogue.pop() if dialogue else None
-    if last is None or last.role != "user" or not last.text.strip():
-        raise InvalidRequest("The last message must be the user's question, and not empty.", param="messages")
-    if body.session not in (None, NEW):
-        dialogue = []  # the session has it
-    svc.check_question(last.text, len(dialogue), param="messages")
+    Raises InvalidRequest for messages, tools or a format that cannot be answered, NotFound for an invalid
+    namespace."""
+    said = read_dialogue(body.messages)
+    history = () if body.session not in (None, NEW) else said.history  # a session has it
+    svc.check_question(said.question, len(history) + len(said.turns), param="messages")
     where = await _namespaces(body.model, svc, caller)
     check_alone(where.name, body.documents)
-    own = await svc.own_settings(where.name, given_settings(body, system or None))
+    own = await svc.own_settings(where.name, given_settings(body, said.system))
     settings = own.over(svc.settings)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     sampling = Sampling(
@@ -245,11 +248,14 @@ async def _query(body: ChatRequest, svc: Services, caller: Access, request_id: s
         sampling,
         {},
         search=caller.search_options(body, settings),
-        owner=caller.key.key_id,
+        owner=caller.who.owner,
         spend=caller.spend,
-        question=last.text,
-        history=tuple(Message("user" if m.role == "user" else "assistant", m.text) for m in dialogue),
-        system=own.system_text(system or None, body.session),
+        question=said.question,
+        history=history,
+        turns=said.turns,
+        tools=read_tools(body),
+        schema=read_schema(body),
+        system=own.system_text(said.system, body.session),
     )
 
 
@@ -292,17 +298,32 @@ def _annotations(final: FinalAnswer) -> list[dict[str, Any]]:
     ]
 
 
-def _completion(body: ChatRequest, final: FinalAnswer) -> ChatAnswer:
+def _completion(body: ChatRequest, final: FinalAnswer) -> str:
     answer = final.answer
-    message = {"content": answer.answer, "annotations": _annotations(final)}
-    return ChatAnswer.model_validate(
+    refused = read_schema(body) is not None and not final.by_model
+    message: dict[str, Any] = {
+        "content": None if refused or (final.calls and not answer.answer) else answer.answer,
+        "refusal": answer.answer if refused else None,
+        "annotations": _annotations(final),
+    }
+    if final.calls:
+        message["tool_calls"] = [_call(call) for call in final.calls]
+    whole = ChatAnswer.model_validate(
         {
             **_head(body, answer.request_id, "chat.completion"),
-            "choices": [_choice(answer.finish_reason, message=message)],
+            "choices": [_choice(_finish_reason(final), message=message)],
             "usage": _usage(answer),
             **_sources(answer),
         }
     )
+    unset = None if final.calls else {"choices": {0: {"message": {"tool_calls"}}}}
+    return whole.model_dump_json(exclude=unset)
+
+
+def _finish_reason(final: FinalAnswer) -> str:
+    """Calls that were not cut off are to be made now."""
+    reason = final.answer.finish_reason
+    return "tool_calls" if final.calls and reason == "stop" else reason
 
 
 def _head(body: ChatRequest, request_id: str, kind: str) -> dict[str, Any]:
@@ -337,15 +358,21 @@ class _Chunks:
     def __init__(self, body: ChatRequest, request_id: str) -> None:
         self._request_id = request_id
         self._with_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._as_json = read_schema(body) is not None
+        self._calls = 0
         self._head = _head(body, request_id, "chat.completion.chunk")
 
     def encode(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, MessageDelta):
-            yield self._chunk({"content": event.text})
+            name = "refusal" if self._as_json and not event.by_model else "content"
+            yield self._chunk({name: event.text})
+        elif isinstance(event, ToolCall):
+            yield self._chunk({"tool_calls": [{"index": self._calls, **_call(event)}]})
+            self._calls += 1
         elif isinstance(event, FinalAnswer):
             answer = event.answer
             delta = {"annotations": _annotations(event)}
-            yield self._chunk(delta, answer.finish_reason, _sources(answer))
+            yield self._chunk(delta, _finish_reason(event), _sources(answer))
             if self._with_usage:
                 yield _data({**self._head, "choices": [], "usage": _usage(answer)})
         elif isinstance(event, SearchResults):
@@ -360,6 +387,11 @@ class _Chunks:
         usage = {"usage": None} if self._with_usage else {}
         choices = [_choice(finish_reason, delta=delta)]
         return _data({**self._head, "choices": choices, **usage, **(extra or {})})
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _data(value: dict[str, Any]) -> bytes:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Field
 
 from ragserve.answering.citations import Basis
 from ragserve.answering.results import (
@@ -21,7 +21,18 @@ from ragserve.answering.results import (
     SessionUse,
     Timings,
 )
-from ragserve.api.body import RequestModel, Text
+from ragserve.api.chat_schemas import (
+    MAX_TOOLS,
+    ChatMessage,
+    FunctionTool,
+    Ignored,
+    ResponseFormat,
+    Seed,
+    Stops,
+    StreamOptions,
+    ToolChoice,
+    Unserved,
+)
 from ragserve.api.schemas import (
     MAX_DOCUMENTS,
     MAX_MESSAGES,
@@ -31,76 +42,17 @@ from ragserve.api.schemas import (
     Prefill,
     SessionBudget,
     SessionName,
-    Stop,
     StrategyOptions,
 )
 from ragserve.api.search_fields import SearchFields
 from ragserve.setting_groups.answering import Retrieval
 
-Content = Annotated[Text, Field(max_length=65_536)]
-Ignored = Annotated[Any, Field(default=None, description="Accepted and ignored.")]
-
-
-_NO_CONTENT = "Input should be text, or a list of text parts"
-
-
-def _kind_of_content(content: Any) -> str | None:
-    if isinstance(content, str):
-        return "str"
-    return "list[TextPart]" if isinstance(content, (list, tuple)) else None
-
-
-class TextPart(RequestModel):
-    type: Literal["text"]
-    text: Content
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_text(cls, part: Any) -> Any:
-        """Say one sentence about an image, not one for each field of its that a text part lacks."""
-        if not isinstance(part, dict) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, dict) else None
-            name = f"a part of type {kind!r:.40}" if isinstance(kind, str) else "a part without a type"
-            raise ValueError(f"{name} cannot be answered: models of namespaces read text only")
-        return part
-
-
-class ChatMessage(RequestModel):
-    """A message. An assistant's message may be sent back as received."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[Content, Tag("str")]
-        | Annotated[list[TextPart], Field(max_length=256), Tag("list[TextPart]")],
-        Discriminator(_kind_of_content, custom_error_type="content", custom_error_message=_NO_CONTENT),
-    ]
-    name: Ignored
-    refusal: Ignored
-    annotations: Ignored
-    audio: None = None
-    function_call: None = None
-    tool_calls: None = None
-
-    @property
-    def text(self) -> str:
-        return (
-            self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        )
-
-
-class StreamOptions(RequestModel):
-    include_usage: bool = False
-
-
-class TextFormat(RequestModel):
-    type: Literal["text"]
-
 
 class ChatRequest(SearchFields):
-    """A dialogue whose last message is the question. OpenAI's client sends our own fields, those of a search
-    (`k`, `filter`, `retrieval` and so on), `strategy`, `strategy_options`, `prefill`, `documents`,
-    `documents_overflow`, `session` and `session_budget`, as `extra_body`. Of the messages of a session's
-    later turns only the last one counts."""
+    """A dialogue whose last message is the question, or the results of tools that the model has called for
+    it. OpenAI's client sends our own fields, those of a search (`k`, `filter`, `retrieval` and so on),
+    `strategy`, `strategy_options`, `prefill`, `documents`, `documents_overflow`, `session` and
+    `session_budget`, as `extra_body`. Of the messages of a session's later turns only the last one counts."""
 
     model: str = Field(
         description="`ragserve/NAMESPACE`, or several as `ragserve/a+b` and `ragserve/docs-*`; other names "
@@ -110,7 +62,8 @@ class ChatRequest(SearchFields):
     messages: list[ChatMessage] = Field(
         min_length=1,
         max_length=MAX_MESSAGES,
-        description="System messages replace the server's system text.",
+        description="System and developer messages replace the server's system text. Passages are searched "
+        "for with the last message of the user.",
     )
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -120,19 +73,40 @@ class ChatRequest(SearchFields):
     max_completion_tokens: int | None = Field(None, ge=1, le=32_768, description="Newer name of max_tokens.")
     temperature: float | None = Field(None, ge=0, le=2, description="Default 0, greedy.")
     top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = Field(None, ge=0, le=2**31 - 1)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    seed: Seed = None
+    stop: Stops = None
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     n: Literal[1] | None = None
     logprobs: Literal[False] | None = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = Field(
+        None,
+        description="With `json_schema` or `json_object` the answer is JSON of that form, and nothing else.",
+    )
+    tools: list[FunctionTool] | None = Field(
+        None,
+        max_length=MAX_TOOLS,
+        description="Functions that the model may have called, beside the documents.",
+    )
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
     user: Ignored
     metadata: Ignored
     store: Ignored
     service_tier: Ignored
     safety_identifier: Ignored
     prompt_cache_key: Ignored
+    prompt_cache_retention: Ignored
+    reasoning_effort: Ignored
+    verbosity: Ignored
+    logit_bias: Unserved
+    top_logprobs: Unserved
+    functions: Unserved
+    function_call: Unserved
+    modalities: Unserved
+    audio: Unserved
+    prediction: Unserved
+    web_search_options: Unserved
     strategy: NamedStrategy | None = None
     strategy_options: StrategyOptions
     prefill: Prefill
@@ -157,11 +131,25 @@ class Annotation(BaseModel):
     url_citation: UrlCitation
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = Field(description="JSON, as the model wrote it: check it.")
+
+
+class MessageToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AnswerMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
+    content: str | None = Field(description="Null beside tool calls or a refusal.")
+    refusal: str | None = Field(
+        default=None, description="Said in place of JSON where nothing was found: the model was not asked."
+    )
     annotations: list[Annotation]
+    tool_calls: list[MessageToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -222,11 +210,27 @@ class SglangChatAnswer(BaseModel):
     usage: dict[str, Any]
 
 
+class FunctionDelta(BaseModel):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(BaseModel):
+    """A piece of a call; `id`, `type` and `name` come with the first of each `index`."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChunkDelta(BaseModel):
     """The new parts only."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
     annotations: list[Annotation] | None = None
 
 

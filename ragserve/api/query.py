@@ -9,7 +9,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request, Response
 from fastapi.sse import format_sse_event
 
-from ragserve.answering.answerer import Event, FinalAnswer, MessageDelta
+from ragserve.answering.answer_reader import MessageDelta
+from ragserve.answering.answerer import Event, FinalAnswer
 from ragserve.answering.prompt import Message
 from ragserve.answering.query import Query
 from ragserve.answering.results import Answer, Citation, RetrievedPassage, SearchResults
@@ -81,7 +82,7 @@ async def query(
         sampling,
         body.decode.model_dump(exclude_unset=True),
         search=caller.search_options(body, settings),
-        owner=caller.key.key_id,
+        owner=caller.who.owner,
         spend=caller.spend,
         question=body.query,
         history=to_history(body.history),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query
 from pydantic import Field
@@ -19,10 +19,13 @@ from ragserve.api.body import JsonRoute, NonBlank, Text
 from ragserve.api.documents import Where
 from ragserve.api.openapi import documented
 from ragserve.api.schemas import NamespaceNames, OneOrSeveral
-from ragserve.api.services import RequestId, Services, Svc
+from ragserve.api.services import RequestId, Svc
 from ragserve.api.views import RatedAnswers, UnansweredQuestions
 from ragserve.errors import InvalidRequest, NotFound
 from sglang_ext.wire.joint_names import names_of
+
+if TYPE_CHECKING:
+    from ragserve_index import IndexStore
 
 router = APIRouter(tags=["feedback"], route_class=JsonRoute)
 
@@ -85,21 +88,23 @@ async def rate(
             "id": body.answer_id or request_id,
             "answer": body.answer if alone else "",
             "rating": body.rating,
-            "documents": body.documents if alone else await asyncio.to_thread(_those_in, svc, name, body),
+            "documents": body.documents
+            if alone
+            else await asyncio.to_thread(_those_in, svc.store.seen_by(caller.who.viewer), name, body),
         }
-        svc.feedback.note(name, body.query, now, **record)
+        svc.feedback.note(name, body.query, now, caller.who.viewer, **record)
         rows.append(as_row({**record, "question": body.query, "time": said_at(now)}, name))
     return {"rows": rows}
 
 
-def _those_in(svc: Services, namespace: str, body: Rating) -> list[str]:
+def _those_in(store: IndexStore, namespace: str, body: Rating) -> list[str]:
     """The cited documents that are in a namespace."""
 
     def is_there(name: str) -> bool:
         try:
-            svc.store.document(namespace, name)
+            store.document(namespace, name)
         except NotFound:
-            return svc.store.find_source(namespace, name) is not None
+            return store.find_source(namespace, name) is not None
         return True
 
     return [name for name in body.documents if is_there(name)]

@@ -58,12 +58,13 @@ async def retrieve(
     answer = RetrieveAnswer(
         results=found.passages,
         namespace=where.name,
-        retrieval=options.retrieval,
+        retrieval=found.searched_by(options),
         searched_for=found.searched_for,
         reranking=found.reranking,
         evidence=found.evidence,
         index_version=found.version,
         index_versions=None if found.versions is None else dict(found.versions),
+        notes=found.notes,
         timings=RetrieveTimings(**found.timings.model_dump(), total_ms=(time.perf_counter() - start) * 1e3),
         request_id=request_id,
     )

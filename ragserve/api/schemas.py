@@ -13,6 +13,7 @@ from ragserve.api.search_fields import SearchFields
 from ragserve.best_passages import PassagesOptions
 from ragserve.config import Namespace, StrategyName
 from ragserve.tenants.key_file import Pattern
+from ragserve_index.viewers import LABEL, MAX_LABELS
 from sglang_ext.wire.joint_names import MOST as MOST_NAMESPACES
 from sglang_ext.wire.prefill_options import PrefillOptions
 from sglang_ext.wire.request_options import STRATEGY_OPTIONS, DecodeOptions, RequestOptions
@@ -29,6 +30,19 @@ Metadata = Annotated[
         MetadataText | bool | int | float | Annotated[list[MetadataText], Field(max_length=256)] | None,
     ],
     Field(max_length=64, description="Fields of your own, for filters."),
+]
+Label = Annotated[str, Field(pattern=rf"^{LABEL.pattern}$")]
+DocumentLabels = Annotated[
+    list[Label],
+    Field(
+        max_length=MAX_LABELS,
+        description="Labels that the API key holds. A document with labels is seen by keys that hold at "
+        "least one of them, and by admins; one without by every key of its namespace.",
+    ),
+]
+GivenLabels = Annotated[
+    DocumentLabels | None,
+    Field(description="Labels, all of which the API key must hold. null: a document keeps those it has."),
 ]
 OptionValue = bool | int | float | str
 
@@ -215,6 +229,7 @@ class InlineText(RequestModel):
     text: Annotated[Text, Field(max_length=MAX_TEXT_CHARS)]
     title: Annotated[Text, Field(max_length=1024)] | None = None
     metadata: Metadata = Field(default_factory=dict)
+    labels: GivenLabels = None
 
 
 class IngestTexts(RequestModel):
@@ -241,4 +256,5 @@ class IngestUrls(RequestModel):
     )
     other_hosts: bool = Field(False, description="Also take pages of a sitemap that are on other hosts.")
     metadata: Metadata = Field(default_factory=dict)
+    labels: GivenLabels = None
     warm: bool = Field(False, description="Then compute their KV into the document cache, as a second job.")

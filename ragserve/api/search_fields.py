@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ragserve.api.body import RequestModel, Text
 from ragserve.config import Settings
+from ragserve.retrieval.remote_reranker import public_name
 from ragserve.retrieval.search_options import SearchOptions
 from ragserve.setting_groups.answering import (
     MAX_CANDIDATES,
@@ -18,6 +19,7 @@ from ragserve.setting_groups.answering import (
     Spelling,
 )
 from ragserve_index.filters import Filter
+from ragserve_index.viewers import Viewer
 
 T = TypeVar("T")
 MAX_K = 64
@@ -59,7 +61,8 @@ class SearchFields(RequestModel):
     rerank: Annotated[Text, Field(min_length=1, max_length=1024)] | None = Field(
         None,
         description="What orders the candidates again. `off`. `keys`: the model's attention over the stored "
-        "keys of analysed documents. Or a CrossEncoder of the server's, by name. Default: the server's.",
+        "keys of analysed documents. Or a CrossEncoder or remote reranker of the server's, by name. Default: "
+        "the server's.",
     )
     rerank_candidates: int | None = Field(
         None,
@@ -101,21 +104,22 @@ class SearchFields(RequestModel):
         "is not asked. `off`: nothing is looked at. Default: the server's.",
     )
 
-    def search_options(self, settings: Settings) -> SearchOptions:
-        """The options, with the server's defaults where the request has none."""
+    def search_options(self, settings: Settings, viewer: Viewer) -> SearchOptions:
+        """The options of a viewer's search, with the server's defaults where the request has none."""
         return SearchOptions(
             k=self.k or (MAX_K if self.context_tokens else settings.top_k),
             filter=self.filter,
             retrieval=self.retrieval or settings.retrieval,
             follow_ups=self.follow_ups or settings.follow_ups,
             spelling=self.spelling or settings.spelling,
-            rerank=self.rerank or settings.rerank,
+            rerank=self.rerank or public_name(settings.rerank),
             candidates=self.rerank_candidates or settings.rerank_candidates,
             neighbours=_or(self.neighbours, settings.neighbours),
             context_tokens=_or(self.context_tokens, settings.context_tokens),
             min_score=_or(self.min_score, settings.min_score),
             dedupe=_or(self.dedupe, settings.dedupe),
             not_found=self.not_found or settings.not_found,
+            viewer=viewer,
         )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import Depends, Request
 
+from ragserve.answering.answer_forms import AnswerForms, tool_parser
 from ragserve.answering.answerer import Answerer
 from ragserve.answering.auto import Chooser
 from ragserve.answering.follow_ups import DialogueSearch
@@ -23,17 +25,21 @@ from ragserve.answering.sessions.dialogues import Dialogues
 from ragserve.answering.sessions.session_store import SessionStore, forget_all
 from ragserve.answering.sessions.turn_attention import TurnAttention
 from ragserve.answering.sessions.turn_compression import TurnCompressor
+from ragserve.api.access import Access
+from ragserve.api.seen_jobs import SeenJobs
 from ragserve.cache.evictions import Evictor, clean_files, note_engine
 from ragserve.config import Settings
 from ragserve.engine.base import Engine, EngineInfo, TokenizingEngine
 from ragserve.engine.document_cache import CachingEngine, ManyEngines
-from ragserve.errors import InvalidRequest, RagserveError, Unavailable
+from ragserve.errors import InvalidRequest, ModelUnavailable, RagserveError, Unavailable
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import FILE_NAME as IN_USE_FILE
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval.passage_search import PassageSearch
+from ragserve.retrieval.remote_reranker import public_name
 from ragserve.retrieval.retriever import Retriever
+from ragserve.retrieval.served_models import ServedModels
 from ragserve.retrieval.spelling import SpellingCorrector
 from ragserve.setting_groups.per_namespace import NamespaceSettings
 from ragserve.verification.answer_watch import AnswerWatch
@@ -44,7 +50,7 @@ from sglang_ext.wire.joint_names import is_joint, names_of
 if TYPE_CHECKING:
     from ragserve.ingest.ingestor import Ingestor
     from ragserve.ingest.jobs.runner import JobRunner
-    from ragserve.retrieval.embedder import Embedder
+    from ragserve.retrieval.embedder import AnyEmbedder
     from ragserve.verification.costs import CostEngine
     from ragserve_index import IndexStore
 
@@ -58,9 +64,10 @@ class Services:
     settings: Settings
     engine: Engine
     store: IndexStore
-    embedder: Embedder
+    embedder: AnyEmbedder
     retriever: Retriever
     search: DialogueSearch
+    served: ServedModels
     ingestor: Ingestor
     runner: JobRunner
     url_runner: JobRunner
@@ -72,6 +79,10 @@ class Services:
     warm_runner: JobRunner | None  # None if the engine has no document cache
     foreign: list[str]  # namespaces that were cut for another model, when the server started
     evict: Callable[[], Coroutine[Any, Any, None]]  # evict the KV of removed documents from every tier
+
+    def seen_jobs(self, caller: Access) -> SeenJobs:
+        """The jobs as a caller sees them."""
+        return SeenJobs(self.ingestor.jobs, self.store, caller.who)
 
     async def own_settings(self, namespace: str, asked: Collection[str] = ()) -> NamespaceSettings:
         """A namespace's own settings, without any for one that does not exist; of several, by their joint
@@ -209,8 +220,10 @@ async def open_services(
         rerankers = make_rerankers(settings, engine, prompts)
         for reranker in rerankers.values():
             stack.push_async_callback(reranker.close)
-        if (default := rerankers.get(settings.rerank)) is not None:
+        if (default := rerankers.get(public_name(settings.rerank))) is not None:
             await default.load()  # now, so that the first question does not wait, nor fail for a broken model
+        served = ServedModels(embedder, rerankers, public_name(settings.rerank))
+        stack.push_async_callback(served.close)
         passages = PassageSearch(retriever, rerankers)
         verification = _verification(settings, store, engine, passages, prompts, gate, limiter)
         await stack.enter_async_context(verification.running(idleness))
@@ -232,6 +245,11 @@ async def open_services(
             dialogues,
             query_log.answered,
             not_found.not_found,
+            AnswerForms(
+                prompts,
+                every_grammar=settings.grammars == "all",
+                parser=tool_parser(settings.engine_args),
+            ),
         )
         yield Services(
             settings=settings,
@@ -240,6 +258,7 @@ async def open_services(
             embedder=embedder,
             retriever=retriever,
             search=search,
+            served=served,
             ingestor=ingestor,
             runner=runner,
             url_runner=url_runner,
@@ -355,19 +374,27 @@ async def _sessions_on_disk(
     return None
 
 
-def load_embedder(settings: Settings) -> Embedder:
-    """Load the embedder of the settings; imports torch."""
+def load_embedder(settings: Settings) -> AnyEmbedder:
+    """Load the embedder of the settings; imports torch. A remote one is asked what it is; if it is down, the
+    server starts all the same, without dense search."""
     from ragserve.retrieval.embedder import Embedder
+    from ragserve.retrieval.remote_embedder import RemoteEmbedder
 
-    return Embedder.of(settings)
+    embedder = Embedder.of(settings)
+    if isinstance(embedder, RemoteEmbedder):
+        with contextlib.suppress(ModelUnavailable):  # which it has logged
+            embedder.measure()
+    return embedder
 
 
 async def services(request: Request) -> Services:
-    """Dependency: the server's services. Raises Unavailable during start and stop."""
+    """Dependency: the server's services, with the store as the caller sees it: a route reads no others'
+    documents. Raises Unavailable during start and stop."""
     found: Services | None = getattr(request.app.state, "services", None)
     if found is None:
         raise Unavailable("The server is starting or stopping.", hint="Retry when /ready answers 200.")
-    return found
+    caller: Access = request.state.access
+    return replace(found, store=found.store.seen_by(caller.who.viewer))
 
 
 async def request_id(request: Request) -> str:

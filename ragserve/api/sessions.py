@@ -27,7 +27,7 @@ async def sessions(svc: Svc, caller: Caller) -> dict[str, Any]:
     """List the sessions that this API key has begun and that have not expired. Nobody else sees them."""
     return {
         "sessions": [
-            _view(dialogue, expires_at) for dialogue, expires_at in svc.dialogues.of(caller.key.key_id)
+            _view(dialogue, expires_at) for dialogue, expires_at in svc.dialogues.of(caller.who.owner)
         ]
     }
 
@@ -40,7 +40,7 @@ async def sessions(svc: Svc, caller: Caller) -> dict[str, Any]:
 )
 async def end(session_id: SessionId, svc: Svc, caller: Caller) -> SessionView:
     """Forget a session's texts, and its KV on the device. An answer under way is finished, and not added."""
-    dialogue, expires_at = svc.dialogues.get(caller.key.key_id, session_id)
+    dialogue, expires_at = svc.dialogues.get(caller.who.owner, session_id)
     shown = _view(dialogue, expires_at)
     await svc.dialogues.end(dialogue)
     return shown

@@ -24,6 +24,8 @@ from ragserve.cache.warm import warming
 from ragserve.engine.document_cache import ControlledCache
 from ragserve.errors import EngineError, Unavailable
 from ragserve.metrics import exposition
+from ragserve.retrieval.embedder import known_dim
+from ragserve.retrieval.remote_reranker import public_name
 
 
 @runtime_checkable
@@ -49,7 +51,7 @@ async def info(svc: Svc, caller: Caller) -> Info:
     """Show all that a client needs to know and a bug report should contain."""
     settings, engine = svc.settings, svc.engine.info
     namespaces = caller.visible(await asyncio.to_thread(svc.store.namespaces))
-    warm_ups = await asyncio.to_thread(warming, svc.ingestor.jobs, caller.patterns)
+    warm_ups = await asyncio.to_thread(lambda: warming(svc.seen_jobs(caller).unfinished()))
     versions = {"ragserve": __version__, "sglang": engine.version, "python": platform.python_version()}
     for package in ("torch", "faiss-cpu", "sentence-transformers"):
         try:
@@ -62,14 +64,14 @@ async def info(svc: Svc, caller: Caller) -> Info:
         tokenizer=engine.tokenizer,
         system_prompt=settings.system_prompt,
         engine=asdict(engine) | _workers(svc, caller) | await _held(svc),
-        embedder={"name": svc.embedder.name, "dim": svc.embedder.dim},
+        embedder={"name": svc.embedder.name, "dim": known_dim(svc.embedder)},
         strategies=[*engine.strategies, PASSAGES],
         defaults={
             "k": settings.top_k,
             "retrieval": settings.retrieval,
             "follow_ups": settings.follow_ups,
             "spelling": settings.spelling,
-            "rerank": settings.rerank,
+            "rerank": public_name(settings.rerank),
             "rerank_candidates": settings.rerank_candidates,
             "neighbours": settings.neighbours,
             "context_tokens": settings.context_tokens,
@@ -87,7 +89,7 @@ async def info(svc: Svc, caller: Caller) -> Info:
             "max_upload_bytes": settings.max_upload_bytes,
             "max_upload_files": settings.max_upload_files,
             "max_concurrent_queries": settings.max_concurrent_queries,
-            "max_k": min(MAX_K, caller.key.limits.max_k or MAX_K),
+            "max_k": min(MAX_K, caller.who.limits.max_k or MAX_K),
             "max_documents": MAX_DOCUMENTS,
             "query_log_bytes": settings.query_log_bytes,
             "feedback_bytes": settings.feedback_bytes,
@@ -103,7 +105,11 @@ async def info(svc: Svc, caller: Caller) -> Info:
             "cut_for_another_model": [one.name for one in namespaces if one.name in svc.foreign],
         },
         warming=warm_ups,
-        verification=await asyncio.to_thread(svc.verification.info, caller.key.grants),
+        verification=await asyncio.to_thread(
+            svc.verification.info,
+            # its questions are about all documents
+            lambda name: caller.who.covers(name) and not svc.store.hides(name),
+        ),
     )
 
 
@@ -123,7 +129,7 @@ async def _held(svc: Services) -> dict[str, dict[str, Any]]:
 
 def _workers(svc: Services, caller: Caller) -> dict[str, list[dict[str, Any]]]:
     """The workers behind this server, for those who operate it."""
-    if not isinstance(svc.engine, Workers) or not caller.key.is_admin:
+    if not isinstance(svc.engine, Workers) or not caller.who.is_admin:
         return {}
     return {"workers": svc.engine.workers()}
 

@@ -15,8 +15,8 @@ from ragserve.api.body import drain, parse_json
 from ragserve.errors import InvalidRequest, TooLarge
 
 _FILE_FIELDS = {"files", "file"}
-_TEXT_FIELDS = {"namespace", "metadata", "warm"}
-_JSON_FIELDS = ("metadata", "warm")
+_TEXT_FIELDS = {"namespace", "metadata", "labels", "warm", "prechunked", "chunk_tokens", "limit"}
+_JSON_FIELDS = _TEXT_FIELDS - {"namespace"}
 _MAX_FIELD_BYTES = 64 * 2**10
 
 
@@ -77,8 +77,8 @@ async def _sorted(form: FormData) -> tuple[list[UploadFile], dict[str, Any]]:
         else:
             raise InvalidRequest(
                 f"The form has a field {name[:64]!r} that is unknown or of the wrong kind.",
-                hint="Files go into 'files'; 'namespace' is text, 'metadata' a JSON object and 'warm' true "
-                "or false.",
+                hint="Files go into 'files'; 'namespace' is text, all others are JSON: 'metadata' an object, "
+                "'labels' a list, 'warm' and 'prechunked' true or false.",
                 param=name[:64],
             )
     if not files:

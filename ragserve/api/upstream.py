@@ -21,6 +21,7 @@ from ragserve.api.access import Access, Need
 from ragserve.api.body import Replayed, parse_json, received
 from ragserve.api.engine_bodies import FIELDS, SIZED, check_size, served_body
 from ragserve.errors import EngineError, Forbidden, InvalidRequest, NotFound
+from ragserve_index.viewers import Viewer
 from sglang_ext.wire.cache_scope import CacheScope
 from sglang_ext.wire.measuring import measuring
 from sglang_ext.wire.token_meter import metered
@@ -100,7 +101,8 @@ _SERVED_BELOW: dict[str, Need] = {"/v1/models/": "key", "/v1/responses/": "opera
 class Upstream:
     """ASGI app that passes requests on; with ``control_routes`` to all routes.
 
-    Keys without admin generate in a prefix cache of their own, or in that of a namespace that they may read.
+    Keys without admin generate in a prefix cache of their own, or in that of a namespace that they may read
+    and see all of.
     An engine that is ``remote`` has one for everybody, so they may not generate there by its own routes.
 
     A browser's Origin stays here."""
@@ -114,9 +116,13 @@ class Upstream:
         worker: bool = False,
         every_grammar: bool = False,
         context_length: Callable[[], int],
+        hides: Callable[[str, Viewer], bool],
     ) -> None:
         """``worker``: the requests are those of servers in front, which measure. ``every_grammar``: those
-        of clients may be other than JSON schemas. ``context_length``: of the model, once it has started."""
+        of clients may be other than JSON schemas. ``context_length``: of the model, once it has started.
+        ``hides``: whether a namespace has documents that a viewer does not see, and so a cache that would
+        tell of them."""
+        self._hides = hides
         self._context_length = context_length
         self._every_grammar = every_grammar
         self._app = app
@@ -159,7 +165,7 @@ class Upstream:
         path, raw = scope["path"], await Request(scope, receive).body()
         data = await parse_json(raw)
         served = served_body(path, data, every_grammar=self._every_grammar)
-        if path == _RESPONSES and not access.key.is_admin:
+        if path == _RESPONSES and not access.who.is_admin:
             served = served | _UNSTORED
         if path in SIZED:
             await asyncio.to_thread(check_size, path, served, self._context_length())
@@ -170,7 +176,7 @@ class Upstream:
         return received(raw, receive)
 
     async def _generate(self, access: Access, scope: Scope, receive: Receive, send: Send) -> None:
-        if access.key.is_admin:
+        if access.who.is_admin:
             with measuring(allowed=self._measures):
                 await self._forward(scope, receive, send)
             return
@@ -181,8 +187,12 @@ class Upstream:
                 hint="Use /rag/query, or a model ragserve/NAMESPACE.",
                 code="missing_right",
             )
-        key = access.key
-        with CacheScope(f"key:{key.key_id}", lambda name: key.has("read") and key.grants(name)).active():
+        who = access.who
+
+        def reads(namespace: str) -> bool:
+            return who.may("read", namespace) and not self._hides(namespace, who.viewer)
+
+        with CacheScope(f"key:{who.owner}", reads).active():
             await self._forward(scope, receive, send)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -42,6 +42,9 @@ class RetrieveAnswer(BaseModel):
         description="Version of the namespace that was searched; null where several were."
     )
     index_versions: dict[str, int] | None = Field(default=None, description=INDEX_VERSIONS)
+    notes: list[str] = Field(
+        default_factory=list, description="Remarks for the caller, e.g. that a remote model was missing."
+    )
     timings: RetrieveTimings
     request_id: str
 
@@ -102,6 +105,11 @@ class DocumentView(BaseModel):
     created_at: float = Field(description="Unix seconds.")
     updated_at: float = Field(description="Unix seconds.")
     metadata: dict[str, Any]
+    labels: list[str] = Field(
+        default_factory=list,
+        description="Who sees it: keys that hold one of them; without any, all do. Listed are those that the "
+        "API key holds.",
+    )
 
 
 class DocumentList(BaseModel):
@@ -110,9 +118,11 @@ class DocumentList(BaseModel):
 
 
 class ChunkView(BaseModel):
-    chunk_id: int
+    chunk_id: int | None = Field(
+        description="As in citations. It changes when the document does; null for a disabled chunk."
+    )
     doc_id: str
-    ordinal: int = Field(description="Place in the document, from 0.")
+    ordinal: int = Field(description="Place in the document, from 0; disabled chunks count.")
     text: str
     start: int
     end: int
@@ -126,15 +136,71 @@ class ChunkView(BaseModel):
         description="The page before, if `text` begins with a sentence that goes on from there; else `page`."
     )
     page_kind: str | None = Field(
-        description="Kind of place that `page` counts: `page`, `slide`, `sheet`, `chapter` or `message`."
+        description="Kind of place that `page` counts: `page`, `slide`, `sheet`, `chapter`, `message` "
+        "or `section`."
     )
-    page_name: str | None = Field(description="Name of the sheet or chapter.")
+    page_name: str | None = Field(description="Name of the sheet, chapter or section.")
     n_tokens: int
+    edited: bool = Field(description="Somebody gave it another text, which stands for `start` to `end`.")
+    disabled: bool = Field(description="It is in no search. Listed for keys with the right `ingest`.")
+    original: str | None = Field(
+        description="The text of the file, if it is edited; for keys with the right `ingest`."
+    )
+    version: str | None = Field(
+        description="What a change of the chunk must name; for keys with the right `ingest`."
+    )
 
 
 class ChunkList(BaseModel):
     chunks: list[ChunkView] = Field(description="In the document's order.")
     next: int | None = Field(description="Give as `after` for the next page; null on the last.")
+
+
+class LostCorrectionView(BaseModel):
+    model_config = ConfigDict(from_attributes=True)
+
+    ordinal: int = Field(description="The last place of its chunk.")
+    page: int | None
+    original: str = Field(description="The text that the file has no more.")
+    text: str = Field(description="The text that stood for it.")
+    disabled: bool
+    lost_at: float = Field(description="Unix seconds.")
+
+
+class LostCorrections(BaseModel):
+    lost: list[LostCorrectionView] = Field(
+        description="Corrections whose text left the file. One returns when its text does."
+    )
+
+
+class PreviewedChunk(BaseModel):
+    model_config = ConfigDict(from_attributes=True)
+
+    ordinal: int
+    text: str
+    start: int
+    end: int
+    header_chars: int
+    page: int | None
+    first_page: int | None
+    page_kind: str | None
+    page_name: str | None
+    n_tokens: int
+
+
+class Preview(BaseModel):
+    """How a file would be ingested."""
+
+    filename: str
+    title: str
+    mime: str
+    size_bytes: int
+    chunk_tokens: int = Field(description="Largest chunk, in tokens.")
+    n_chunks: int
+    n_tokens: int
+    note: str | None = Field(description="What was left out or guessed, as a job's report says it.")
+    metadata: dict[str, Any] = Field(description="What the file says of itself.")
+    chunks: list[PreviewedChunk] = Field(description="The first of them, `limit` at most.")
 
 
 class NamespaceView(BaseModel):

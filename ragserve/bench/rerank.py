@@ -36,7 +36,7 @@ from ragserve.verification.metrics import exact_match, token_f1
 from ragserve.verification.report import GrowingReport, percentile
 
 if TYPE_CHECKING:
-    from ragserve.retrieval.embedder import Embedder
+    from ragserve.retrieval.embedder import AnyEmbedder
     from ragserve_index import IndexStore
     from ragserve_index.types import Chunk
 
@@ -129,7 +129,7 @@ def read(path: Path, count: int) -> Asked:
 async def measure(
     asked: Asked,
     engine: Any,
-    embedder: Embedder,
+    embedder: AnyEmbedder,
     settings: Settings,
     named: Mapping[str, Reranker],
     report: GrowingReport,
@@ -164,7 +164,7 @@ async def measure(
             await retriever.close()
 
 
-def _write(store: IndexStore, collection: beir.Collection, embedder: Embedder) -> None:
+def _write(store: IndexStore, collection: beir.Collection, embedder: AnyEmbedder) -> None:
     store.ensure_namespace(collection.name, embedder=embedder.name, dim=embedder.dim)
     texts = {doc_id: collection.passage(doc_id) for doc_id in collection.documents}
     vectors = embedder.encode(list(texts.values()))

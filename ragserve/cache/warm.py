@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from ragserve.engine.document_cache import CachingEngine, Whereabouts
 from ragserve.errors import InvalidRequest, NotFound, RagserveError, StorageFull, Unavailable
 from ragserve.ingest.jobs.job_report import Interrupted, JobReport, OnProgress
 from ragserve.ingest.jobs.lease import JobRun, run_leased
+from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.ingest.prune import every_document
 from ragserve.metrics import metrics
 from ragserve_index import IndexStore, JobStore
@@ -41,29 +42,30 @@ _LOG_S = 30.0
 _STALLED_S = 120.0  # without a byte written
 _POLL_S = 0.05
 _RETRY_S = 1.0  # an engine that has died takes its server along within seconds
+_COMMAND = Submitter()
 T = TypeVar("T")
 
 
-def submit_warm(store: IndexStore, namespace: str, documents: Sequence[str] | None = None) -> Job:
-    """Queue a job for these documents (doc_id or source), or all of the namespace. Raises NotFound."""
+def submit_warm(
+    store: IndexStore,
+    namespace: str,
+    documents: Sequence[str] | None = None,
+    by: Submitter = _COMMAND,
+) -> Job:
+    """Queue a job for these documents (doc_id or source), or all of the namespace that the store's viewer
+    sees. Raises NotFound."""
     store.namespace(namespace)
     if documents is None:
         sources = [document.source for document in every_document(store, namespace)]
     else:
         sources = [_find(store, namespace, name).source for name in documents]
-    return JobStore(store).create(namespace, {"kind": KIND}, sources)
+    return JobStore(store).create(namespace, {"kind": KIND, **by.as_spec()}, sources)
 
 
-def warming(jobs: JobStore, within: Sequence[str] | None = None) -> dict[str, int]:
-    """Numbers of warm-up jobs that are queued or running, of their documents, and of those not done yet.
-
-    ``within``: only of namespaces that one of these patterns matches."""
-    open_jobs = [
-        job
-        for state in ("queued", "running")
-        for job in jobs.list(state=state, limit=1_000_000, within=within)
-    ]
-    own = [job for job in open_jobs if job.kind == KIND]
+def warming(jobs: Iterable[Job]) -> dict[str, int]:
+    """Numbers of warm-ups among the jobs that are queued or running, of their documents, and of those not
+    done yet."""
+    own = [job for job in jobs if job.kind == KIND and not job.finished]
     left = sum(job.counts.get("pending", 0) for job in own)
     return {"jobs": len(own), "documents": sum(job.n_items for job in own), "documents_left": left}
 

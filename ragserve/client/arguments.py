@@ -95,11 +95,14 @@ class TextDocument(TypedDict):
     text: str
     title: NotRequired[str]
     metadata: NotRequired[Mapping[str, Any]]
+    labels: NotRequired[Sequence[str]]
 
 
 class IngestArguments(TypedDict, total=False):
-    """Where files go; ``metadata``: of all of them, for filters; ``warm``: then compute their KV, too."""
+    """Where files go; ``metadata``: of all of them, for filters; ``labels``: who may see them; ``warm``: then
+    compute their KV, too."""
 
     namespace: str | None
     metadata: Mapping[str, Any] | None
+    labels: Sequence[str] | None
     warm: bool | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, Literal, TypeVar, Unpack
 from urllib.parse import quote
@@ -24,8 +24,11 @@ from ragserve.api.views import (
     JobItemView,
     JobList,
     JobView,
+    LostCorrections,
+    LostCorrectionView,
     NamespaceList,
     NamespaceView,
+    Preview,
     RatedAnswer,
     RatedAnswers,
     RetrieveAnswer,
@@ -124,8 +127,23 @@ def ingest_texts(
     return _post("/rag/ingest", _model(JobView), body)
 
 
-def ingest_files(files: Sequence[FileToIngest], **fields: Unpack[IngestArguments]) -> Call[JobView]:
-    """``POST /rag/ingest`` of files. Returns the job; `wait` waits for it."""
+def ingest_files(
+    files: Sequence[FileToIngest], *, prechunked: bool | None = None, **fields: Unpack[IngestArguments]
+) -> Call[JobView]:
+    """``POST /rag/ingest`` of files; ``prechunked``: of JSON lines with a chunk each. Returns the job; `wait`
+    waits for it."""
+    return _form("/rag/ingest", JobView, files, {**fields, "prechunked": prechunked})
+
+
+def preview(
+    file: FileToIngest, *, chunk_tokens: int | None = None, limit: int | None = None
+) -> Call[Preview]:
+    """``POST /rag/ingest/preview``: how a file would be cut; nothing is stored. ``limit``: of chunks."""
+    fields = {"chunk_tokens": chunk_tokens, "limit": limit}
+    return replace(_form("/rag/ingest/preview", Preview, [file], fields), repeatable=True)
+
+
+def _form(path: str, kind: type[M], files: Sequence[FileToIngest], fields: Mapping[str, Any]) -> Call[M]:
 
     @contextmanager
     def opened() -> Iterator[list[Upload]]:
@@ -139,7 +157,10 @@ def ingest_files(files: Sequence[FileToIngest], **fields: Unpack[IngestArguments
                 uploads.append((name, content))
             yield uploads
 
-    return _form(opened, fields)
+    data = {
+        name: value if isinstance(value, str) else json.dumps(value) for name, value in _given(fields).items()
+    }
+    return Call("POST", path, _model(kind), {"data": data}, opened)
 
 
 def _check_name(name: str) -> None:
@@ -216,9 +237,52 @@ def chunks(doc_id: str, namespace: str | None = None) -> Call[Page[ChunkView]]:
     return _pages(path, ChunkList, lambda page: (page.chunks, page.next), {"namespace": namespace})
 
 
+def chunk(doc_id: str, ordinal: int, namespace: str | None = None) -> Call[ChunkView]:
+    """``GET /rag/documents/{doc_id}/chunks/{ordinal}``: one of them."""
+    path = _path("documents", doc_id, "chunks", str(ordinal))
+    return _get(path, _model(ChunkView), namespace=namespace)
+
+
+def change_chunk(
+    doc_id: str,
+    ordinal: int,
+    version: str,
+    *,
+    text: str | None = None,
+    disabled: bool | None = None,
+    namespace: str | None = None,
+) -> Call[ChunkView]:
+    """``PATCH /rag/documents/{doc_id}/chunks/{ordinal}``: edit, disable or enable it, and return it as it is
+    then. ``version``: of the chunk as it was read; of another one the server says Conflict."""
+    path = _path("documents", doc_id, "chunks", str(ordinal))
+    body = _given({"version": version, "text": text, "disabled": disabled})
+    options = {"json": body, "params": _given({"namespace": namespace})}
+    return Call("PATCH", path, _model(ChunkView), options)
+
+
+def lost_corrections(doc_id: str, namespace: str | None = None) -> Call[list[LostCorrectionView]]:
+    """``GET /rag/documents/{doc_id}/lost-corrections``: changes of chunks that the file no longer has."""
+    listed = _model(LostCorrections)
+    path = _path("documents", doc_id, "lost-corrections")
+    return _get(path, lambda reply: listed(reply).lost, namespace=namespace)
+
+
+def forget_lost_corrections(doc_id: str, namespace: str | None = None) -> Call[LostCorrections]:
+    """``DELETE /rag/documents/{doc_id}/lost-corrections``: remove them for good."""
+    return _delete(_path("documents", doc_id, "lost-corrections"), LostCorrections, namespace=namespace)
+
+
 def remove_document(doc_id: str, namespace: str | None = None) -> Call[DocumentView]:
     """``DELETE /rag/documents/{doc_id}``: remove a document and its KV."""
     return _delete(_path("documents", doc_id), DocumentView, namespace=namespace)
+
+
+def label_document(doc_id: str, labels: Sequence[str], namespace: str | None = None) -> Call[DocumentView]:
+    """``PUT /rag/documents/{doc_id}/labels``: let the API keys see a document that hold one of these labels;
+    without any, all keys of its namespace."""
+    options = {"json": {"labels": list(labels)}, "params": _given({"namespace": namespace})}
+    path = _path("documents", doc_id, "labels")
+    return Call("PUT", path, _model(DocumentView), options, repeatable=True)
 
 
 def namespaces() -> Call[list[NamespaceView]]:
@@ -261,15 +325,6 @@ def _asked(read: Callable[[httpx.Response], T], question: str, fields: Mapping[s
     """A query. One in a session is not repeatable: asking twice would begin two, or add two turns."""
     body = {"query": question, **fields}
     return _post("/rag/query", read, body, repeatable=fields.get("session") is None)
-
-
-def _form(
-    uploads: Callable[[], AbstractContextManager[Sequence[Upload]]], fields: Mapping[str, Any]
-) -> Call[JobView]:
-    data = {
-        name: value if isinstance(value, str) else json.dumps(value) for name, value in _given(fields).items()
-    }
-    return Call("POST", "/rag/ingest", _model(JobView), {"data": data}, uploads)
 
 
 def _delete(path: str, kind: type[M], **params: Any) -> Call[M]:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragserve.commands import docs_settings
-from ragserve.commands.data_folder import open_data
+from ragserve.commands import docs_chunks, docs_settings
+from ragserve.commands.data_folder import open_data, resolve
 from ragserve.commands.ingest import signals_stop
 from ragserve.commands.job_console import place, print_json, shown
 from ragserve.commands.options import ENGINE_SETTINGS, AsJson, Namespace, with_settings
 from ragserve.config import Settings
-from ragserve.errors import NotFound, RagserveError
+from ragserve.errors import InvalidRequest, NotFound, RagserveError
 from ragserve.tenants.audit_log import record_command
 
 if TYPE_CHECKING:
     from ragserve.api.views import DocumentView, JobDetail
     from ragserve.client import Client
-    from ragserve_index import IndexStore
-    from ragserve_index.types import Document
+    from ragserve_index.types import Chunk, Document
 
 _WARM_SETTINGS = ("data_dir", "model", *ENGINE_SETTINGS, "kv_disk_bytes", "kv_storage", "api_key")
 _WARM_HELP = (
@@ -50,11 +47,13 @@ OtherServer = Annotated[
 
 def register(app: typer.Typer) -> None:
     docs = typer.Typer(
-        help="List, show, remove, check and warm documents; list and drop namespaces.", no_args_is_help=True
+        help="List, show, label, correct, remove, check and warm documents; list and drop namespaces.",
+        no_args_is_help=True,
     )
     docs.command("ls")(with_settings(ls, ["data_dir", "registry_url", "api_key"]))
     docs.command("namespaces")(with_settings(namespaces, ["data_dir", "registry_url"]))
     docs.command("show")(with_settings(show, ["data_dir", "registry_url"]))
+    docs.command("label")(with_settings(label, ["data_dir", "registry_url"]))
     docs.command("rm")(with_settings(rm, ["data_dir", "registry_url", "model", "tokenizer"]))
     docs.command("drop")(with_settings(drop, ["data_dir", "registry_url"]))
     docs.command("check")(with_settings(check, ["data_dir", "registry_url"]))
@@ -63,6 +62,7 @@ def register(app: typer.Typer) -> None:
     )
     docs.command("warm", help=_WARM_HELP)(with_settings(warm, _WARM_SETTINGS))
     docs_settings.register(docs)
+    docs_chunks.register(docs)
     app.add_typer(docs, name="docs")
 
 
@@ -94,6 +94,7 @@ def ls(
         return
     for document in documents:  # two lines each: sources are long, and terminals are not
         facts = f"{document.n_chunks:,} chunks, {document.n_tokens:,} tokens, namespace {document.namespace}"
+        facts += f", labels {', '.join(document.labels)}" if document.labels else ""
         typer.echo(f"{document.doc_id}  {shown(document.title)}  ({facts})\n    {shown(document.source)}")
     typer.echo(f"{len(documents):,} {'document' if len(documents) == 1 else 'documents'}")
 
@@ -122,25 +123,56 @@ def show(
 ) -> None:
     """Show a document and its chunks."""
     with open_data(settings) as store:
-        found = _resolve(store, namespace, document)
+        found = resolve(store, namespace, document)
         chunks = store.document_chunks(namespace, found.doc_id)
     if as_json:
         names = (
-            *("chunk_id", "ordinal", "start", "end", "header_chars"),
+            *("chunk_id", "ordinal", "start", "end", "header_chars", "edited"),
             *("page", "first_page", "page_kind", "page_name", "n_tokens", "text"),
         )
         own = [{name: getattr(chunk, name) for name in names} for chunk in chunks]
         print_json({**_plain(found), "chunks": own})
         return
     if text:
-        typer.echo("".join(chunk.own_text for chunk in chunks))
+        typer.echo(_joined(chunks))
         return
     for name, value in _plain(found).items():
         typer.echo(f"{name}: {shown(str(value))}")
     for chunk in chunks:
         page = f", {place(chunk)}" if chunk.page is not None else ""
-        head = f"chunk {chunk.chunk_id} [{chunk.start}:{chunk.end}], {chunk.n_tokens} tokens{page}"
+        edited = ", edited" if chunk.edited else ""
+        head = f"chunk {chunk.chunk_id} [{chunk.start}:{chunk.end}], {chunk.n_tokens} tokens{page}{edited}"
         typer.echo(f"\n--- {head}\n{chunk.text}")
+
+
+def label(
+    settings: Settings,
+    documents: Annotated[list[str], typer.Argument(metavar="DOC_ID|SOURCE...")],
+    namespace: Namespace = "default",
+    add: Annotated[list[str] | None, typer.Option(help="Give this label. Repeatable.")] = None,
+    remove: Annotated[list[str] | None, typer.Option(help="Take this label away. Repeatable.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Have these labels and no others. Repeatable; '' is none.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change who sees documents: API keys that hold one of a document's labels, or all if it has none.
+
+    A running server goes by it from its next request on, also in sessions. All documents are changed, or
+    none."""
+    if not (add or remove or only):
+        raise InvalidRequest("Say what to change: --add, --remove or --only.")
+    chosen = None if only is None else [each for each in only if each]
+    with open_data(settings) as store:
+        ids = [resolve(store, namespace, name).doc_id for name in documents]
+        changed = store.set_labels(namespace, ids, add=add or (), remove=remove or (), only=chosen)
+    now = {document.doc_id: list(document.labels) for document in changed}
+    record_command(settings, "docs label", namespace=namespace, documents=now, result="labelled")
+    if as_json:
+        print_json([_plain(document) for document in changed])
+        return
+    for document in changed:
+        typer.echo(f"{document.doc_id} {shown(document.source)}: {_seen_by(document)}")
 
 
 def rm(
@@ -158,7 +190,7 @@ def rm(
         store.namespace(namespace)  # must exist
         for name in documents:
             try:
-                removed.append(store.remove_document(namespace, _resolve(store, namespace, name).doc_id))
+                removed.append(store.remove_document(namespace, resolve(store, namespace, name).doc_id))
             except NotFound:
                 missing.append(name)
         clean_files(settings, store)
@@ -255,7 +287,7 @@ def reembed(
 
     console = Console(quiet=as_json)
     with signals_stop() as signals, open_data(settings) as store:
-        sources = None if doc is None else [_resolve(store, namespace, name).source for name in doc]
+        sources = None if doc is None else [resolve(store, namespace, name).source for name in doc]
         job_id = submit_reembed(store, namespace, settings.sentence_bytes, sources).job_id
         with progress_bar(console, enabled=not as_json, phase="embedding") as show:
             report = run_reembed(store, Embedder.of(settings), job_id, on_progress=show, stop=signals.stop)
@@ -294,7 +326,7 @@ def warm(
         _warm_by_server(url, settings, namespace, doc, as_json)
         return
     with signals_stop() as signals, open_data(settings) as store:
-        doc_ids = None if doc is None else [_resolve(store, namespace, name).doc_id for name in doc]
+        doc_ids = None if doc is None else [resolve(store, namespace, name).doc_id for name in doc]
         job_id = submit_warm(store, namespace, doc_ids).job_id
         report = show_warm(settings, store, job_id, signals.stop, quiet=as_json)
     if as_json:
@@ -346,16 +378,18 @@ def _warm_by_server(
         raise typer.Exit(3)
 
 
-def _resolve(store: IndexStore, namespace: str, name: str) -> Document:
-    """Find a document by doc_id, by source, or by a path that leads to the source."""
-    store.namespace(namespace)  # must exist
-    with suppress(NotFound):
-        return store.document(namespace, name)
-    for source in (name, os.path.realpath(os.path.expanduser(name))):
-        if (found := store.find_source(namespace, source)) is not None:
-            return found
-    message = f"No document {name!r} in namespace {namespace!r}."
-    raise NotFound(message, hint="See `ragserve docs ls`.", code="document_not_found")
+def _joined(chunks: Sequence[Chunk]) -> str:
+    """The text of a document, with a line break where something of it is in no chunk."""
+    parts, until = [], 0
+    for chunk in chunks:
+        parts.append("\n" if chunk.start > until else "")
+        parts.append(chunk.own_text)
+        until = chunk.end
+    return "".join(parts)
+
+
+def _seen_by(document: Document) -> str:
+    return f"labels {', '.join(document.labels)}" if document.labels else "no labels: every key sees it"
 
 
 def _plain(document: Document) -> dict[str, Any]:

@@ -22,7 +22,18 @@ from ragserve.setting_groups.levels import EXPERIMENTAL, group_of
 from sglang_ext.wire import renamed
 
 _MODELS = ("model", "tokenizer", "embedder")
-_SETTINGS = ("data_dir", "registry_url", *_MODELS, "engine_url", "host", "port", "index_device", "tp_size")
+_SETTINGS = (
+    "data_dir",
+    "registry_url",
+    *_MODELS,
+    "rerank",
+    "rerank_models",
+    "engine_url",
+    "host",
+    "port",
+    "index_device",
+    "tp_size",
+)
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 
 

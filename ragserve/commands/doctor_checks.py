@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import re
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -17,7 +19,6 @@ from typing import Any, Literal
 import httpx
 
 from ragserve.commands.model_checks import (
-    only_gguf,
     quantised_for_others,
     read_config,
     unknown_architecture,
@@ -25,6 +26,7 @@ from ragserve.commands.model_checks import (
 )
 from ragserve.config import Settings
 from ragserve.engine.cpu_precision import cpu_dtype
+from ragserve.engine.gguf_weights import gguf_of
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.files import bundled
 from ragserve.ingest.foreign_cuts import advice_of, foreign_cuts
@@ -67,6 +69,7 @@ def examine(settings: Settings, names: Collection[str] = ()) -> Iterable[Check]:
         "model": _model,
         "tokenizer": _tokenizer,
         "embedder": _embedder,
+        "reranker": _reranker,
         "data folder": _data_dir,
         "index": _index,
         "index device": _index_device,
@@ -94,7 +97,11 @@ def _versions(_: Settings) -> Finding:
     installed = _installed("sglang")
     if installed not in SGLANG_VERSIONS:
         return "fail", f"sglang {installed or 'is missing'}, needed {SGLANG_VERSION}", "Run scripts/install."
-    pins = _pins()
+    if installed != SGLANG_VERSION and _cuda():
+        advice = f"Install sglang=={SGLANG_VERSION} for a GPU."
+        found = f"sglang {installed} has been run without a GPU only, {SGLANG_VERSION} with one"
+        return "warn", found, advice
+    pins = _pins(installed)
     have = {name: _installed(name) for name in pins}
     if wrong := [f"{n} {have[n] or 'missing'} (pinned {pin})" for n, pin in pins.items() if have[n] != pin]:
         found = f"{len(wrong)} of {len(pins)} pins differ: {', '.join(wrong[:5])}"
@@ -102,9 +109,12 @@ def _versions(_: Settings) -> Finding:
     return "ok", f"sglang {installed}; all {len(pins)} pins match"
 
 
-def _pins() -> dict[str, str]:
-    """Pinned version by package, for this kind of machine; without torch, whose builds have many names."""
+def _pins(sglang: str) -> dict[str, str]:
+    """Pinned version by package, for this kind of machine and version of SGLang; without torch, whose builds
+    have many names."""
     text = (bundled("requirements") / ("product.txt" if _cuda() else "cpu.txt")).read_text()
+    if (own := bundled("requirements") / f"sglang-{sglang}.txt").is_file():
+        text += own.read_text()  # a later pin counts
     found = re.findall(r"^([A-Za-z0-9_.\-]+)(?:\[[^\]]*\])?==([^\s;#]+)", text, re.MULTILINE)
     return {name: pin for name, pin in found if name != "torch" or "+" in pin}
 
@@ -180,6 +190,8 @@ def _model(settings: Settings) -> Finding:
     folder = Path(settings.model)
     if "://" in settings.model or "model_path" in settings.engine_args:
         return "skip", f"{settings.model} is read by SGLang alone"
+    if (file := gguf_of(settings.model)) is not None:
+        return "ok", f"{file}: GGUF, dequantised to bfloat16 once, into {settings.data_dir / 'models'}"
     if folder.is_file():
         return "fail", *unreadable_file(folder)
     if not folder.is_dir():
@@ -197,8 +209,6 @@ def _model(settings: Settings) -> Finding:
     files = [path for suffix in _WEIGHTS for path in folder.glob(f"*{suffix}")]
     weights = {path: path.stat().st_size for path in files}
     if not weights and "load_format" not in settings.engine_args:
-        if problem := only_gguf(folder):
-            return "fail", *problem
         return "fail", f"{folder} has no weights ({', '.join(_WEIGHTS)})", "Download the complete model."
     pointer = b"version https://git-lfs"
     if any(size < 1024 and path.read_bytes().startswith(pointer) for path, size in weights.items()):
@@ -254,9 +264,14 @@ def _tokenizer(settings: Settings) -> Finding:
 
 
 def _embedder(settings: Settings) -> Finding:
-    from ragserve.retrieval.embedder import Embedder
+    from ragserve.retrieval.embedder import Embedder, is_remote
+    from ragserve.retrieval.remote_embedder import address_of
 
     name = settings.embedder
+    if is_remote(name):
+        started, remote = time.perf_counter(), Embedder.of(settings)
+        dim, url = remote.dim, address_of(name).url
+        return "ok", f"{remote.name}, {dim} dimensions, {url} answered in {_ms_since(started)}"
     try:
         embedder = Embedder(name, device=settings.embed_device)
     except InvalidRequest as error:
@@ -268,6 +283,40 @@ def _embedder(settings: Settings) -> Finding:
         advice = "Choose a sentence-transformers model that gives one vector per text."
         return "fail", f"{name} gives {vectors.shape}, expected (1, {embedder.dim})", advice
     return "ok", f"{name}, {embedder.dim} dimensions"
+
+
+def _reranker(settings: Settings) -> Finding:
+    from ragserve.retrieval.remote_reranker import (
+        RemoteReranker,
+        address_of,
+        check_reranker,
+        is_remote,
+        public_name,
+    )
+    from ragserve.retrieval.reranker import reranker_names
+
+    async def ask(name: str) -> None:
+        key = settings.rerank_api_key
+        remote = RemoteReranker(name, api_key=key, timeout_s=settings.remote_timeout_s)
+        try:
+            await remote.measure()
+        finally:
+            await remote.close()
+
+    found = []
+    for name in reranker_names(settings):
+        check_reranker(name)
+        if is_remote(name):
+            started = time.perf_counter()
+            asyncio.run(ask(name))
+            found.append(f"{public_name(name)}, {address_of(name).url} answered in {_ms_since(started)}")
+        else:
+            found.append(name)
+    return ("ok", "; ".join(found)) if found else ("skip", "none but the model's own keys")
+
+
+def _ms_since(started: float) -> str:
+    return f"{(time.perf_counter() - started) * 1e3:.0f} ms"
 
 
 def _data_dir(settings: Settings) -> Finding:
@@ -291,6 +340,7 @@ def _index(settings: Settings) -> Finding:
     if settings.registry_url is None and not (settings.data_dir / "ragserve.sqlite3").exists():
         return "skip", "nothing ingested yet"
     from ragserve.retrieval.document_store import open_store
+    from ragserve.retrieval.embedder import embedder_name, public_embedder
 
     with open_store(settings.model_copy(update={"index_device": "cpu"})) as store:
         reports = store.check(None)
@@ -304,9 +354,9 @@ def _index(settings: Settings) -> Finding:
         return "warn", f"damaged index files: {', '.join(damaged)}", advice
     documents, chunks = sum(n.n_documents for n in namespaces), sum(n.n_chunks for n in namespaces)
     found = f"{len(namespaces)} namespaces, {documents:,} documents, {chunks:,} chunks"
-    if other := sorted({info.name for info in namespaces if info.embedder != settings.embedder}):
+    if other := sorted({info.name for info in namespaces if info.embedder != embedder_name(settings)}):
         advice = (
-            f"Queries there are refused with --embedder {settings.embedder}: "
+            f"Queries there are refused with --embedder {public_embedder(settings.embedder)}: "
             "use the embedder they were made with, or ingest again."
         )
         return "warn", f"{found}; embedded with another model: {', '.join(other)}", advice

@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,7 +19,7 @@ from ragserve.children import ENDING
 from ragserve.commands.options import with_settings
 from ragserve.commands.warm import check_warm, show_warm
 from ragserve.config import Settings
-from ragserve.errors import InvalidRequest, RagserveError, TooLarge
+from ragserve.errors import InvalidRequest, ModelUnavailable, RagserveError, TooLarge
 from ragserve.tenants.audit_log import record_command
 
 if TYPE_CHECKING:
@@ -95,6 +96,13 @@ def ingest(
     metadata: Annotated[
         list[str] | None, typer.Option(help="key=value for every document, for filters. Repeatable.")
     ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Label of every document: only API keys that hold one of its labels see it. Repeatable; '' "
+            "takes all away. Default: documents keep those that they have."
+        ),
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="Document name for stdin; its extension hints at the format.")
     ] = None,
@@ -117,6 +125,18 @@ def ingest(
             "HOST:PORT, auto, or local, which starts one on this machine.",
         ),
     ] = None,
+    prechunked: Annotated[
+        bool,
+        typer.Option(
+            "--prechunked",
+            help="The files are JSON lines of chunks, taken as they are: text, and where wanted document "
+            "(its name), title, page, section, order, metadata.",
+        ),
+    ] = False,
+    preview: Annotated[
+        bool,
+        typer.Option("--preview", help="Show how files would be cut, and what is left out; store nothing."),
+    ] = False,
     resume: Annotated[str | None, typer.Option(metavar="JOB", help="Finish this job instead.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON report and nothing else.")] = False,
 ) -> None:
@@ -128,10 +148,19 @@ def ingest(
         message = "Standard input is ingested alone and needs a name: ragserve ingest - --name notes.md"
         raise InvalidRequest(message)
 
+    if preview:
+        from ragserve.commands.preview import show_preview
+
+        if prechunked or resume:
+            raise InvalidRequest("--preview is for files that ragserve cuts: leave --prechunked out.")
+        show_preview(settings, given, as_json)
+        return
     from ragserve.ingest.ingestor import PathOptions
     from ragserve.ingest.sources import is_url, parse_metadata, why_nothing
     from ragserve.retrieval.document_store import open_store
 
+    if prechunked and (ray or follow_changes or prune or any(map(is_url, given))):
+        raise InvalidRequest("--prechunked takes files or -: no URLs, --ray, --prune, --follow-changes.")
     if ray is not None and (follow_changes or any(one == "-" or is_url(one) for one in given)):
         raise InvalidRequest("--ray takes files and directories, once: no URLs, no -, no --follow-changes.")
     if warm:
@@ -145,6 +174,7 @@ def ingest(
         follow_symlinks,
         sitemap,
         other_hosts,
+        None if label is None else tuple(each for each in label if each),
     )
     _note_model(settings)
     with (
@@ -155,7 +185,9 @@ def ingest(
         if resume:
             session.run(resume, wait=True)
         elif given == ["-"]:
-            session.run(session.submit_stdin(namespace, name or "", options))
+            session.run(session.submit_stdin(namespace, name or "", options, prechunked))
+        elif prechunked:
+            session.run(session.submit_chunk_files(namespace, given, options))
         elif follow_changes:
             session.follow(namespace, given, options)
         else:
@@ -272,7 +304,7 @@ class _Session:
         return JobReport(
             job_id,
             jobs.get(job_id).namespace,
-            "failed",
+            "interrupted" if isinstance(error, ModelUnavailable) else "failed",
             seconds,
             progress,
             failures_of(jobs, job_id, "failed"),
@@ -301,7 +333,21 @@ class _Session:
                 )
                 self.run(job.job_id, pruned=options.prune, compact=True)
 
-    def submit_stdin(self, namespace: str, name: str, options: PathOptions) -> str:
+    def submit_chunk_files(self, namespace: str, paths: list[str], options: PathOptions) -> str:
+        """Read files of chunks into a job and return its id."""
+        from ragserve.ingest.ingestor import Upload
+
+        with ExitStack() as stack:
+            files = []
+            for given in paths:
+                path = Path(given).expanduser()
+                if not path.is_file():
+                    raise InvalidRequest(f"--prechunked takes files, and {given!r} is none.")
+                files.append(Upload(path.name, stack.enter_context(path.open("rb"))))
+            submit = self.ingestor.submit_chunks
+            return submit(namespace, files, options.metadata, kind="stdin", warm=options.warm).job_id
+
+    def submit_stdin(self, namespace: str, name: str, options: PathOptions, prechunked: bool) -> str:
         """Read standard input into a job and return its id. Raises ``TooLarge``."""
         from ragserve.ingest.ingestor import Upload
 
@@ -312,8 +358,8 @@ class _Session:
                 f"Standard input has more than {limit:,} bytes.",
                 hint="Raise RAGSERVE_MAX_UPLOAD_BYTES or split it.",
             )
-        uploads = [Upload(name, io.BytesIO(data))]
-        submit = self.ingestor.submit_files
+        uploads = [Upload(name, io.BytesIO(data), labels=options.labels)]
+        submit = self.ingestor.submit_chunks if prechunked else self.ingestor.submit_files
         return submit(namespace, uploads, options.metadata, kind="stdin", warm=options.warm).job_id
 
 

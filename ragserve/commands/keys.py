@@ -32,6 +32,7 @@ def register(app: typer.Typer) -> None:
     keys = typer.Typer(help=_HELP, no_args_is_help=True)
     keys.command("create")(with_settings(create, ["data_dir"]))
     keys.command("list")(with_settings(list_, ["data_dir"]))
+    keys.command("label")(with_settings(label, ["data_dir"]))
     keys.command("revoke")(with_settings(revoke, ["data_dir"]))
     app.add_typer(keys, name="keys")
 
@@ -62,6 +63,18 @@ def create(
         int | None, typer.Option(min=1, help="Largest body of an ingestion, bytes.")
     ] = None,
     max_k: Annotated[int | None, typer.Option(min=1, help="Most passages of a query.")] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(help="See documents with this label, too; * for every label. Repeatable."),
+    ] = None,
+    labels_header: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="For a gateway: it names its user's labels in this header of each request, with commas. Of "
+            "the key's labels these count, and without the header none. Default of --label is * then.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a key and print its secret, once: only a hash of it is kept."""
@@ -82,6 +95,8 @@ def create(
         cast("list[Right]", right),
         expires_at=None if expires is None else _moment(expires),
         limits=limits,
+        labels=label or (["*"] if labels_header else []),
+        labels_header=labels_header,
     )
     record_command(settings, "keys create", result="created", **_plain(key))
     if as_json:
@@ -90,6 +105,20 @@ def create(
     say(_line(key))
     say("The secret is shown only now. Send it as the header 'Authorization: Bearer SECRET':")
     typer.echo(secret)
+
+
+def label(
+    settings: Settings,
+    key: Annotated[str, typer.Argument(metavar="ID|NAME", help="Key to change.")],
+    add: Annotated[list[str] | None, typer.Option(help="Give it this label. Repeatable.")] = None,
+    remove: Annotated[list[str] | None, typer.Option(help="Take this label from it. Repeatable.")] = None,
+) -> None:
+    """Change a key's labels. Its next request goes by them, also in a session."""
+    if not (add or remove):
+        raise InvalidRequest("Say what to change: --add or --remove.")
+    changed = KeyFile(settings.data_dir).relabel(key, add or (), remove or ())
+    record_command(settings, "keys label", result="changed", **_plain(changed))
+    typer.echo(_line(changed))
 
 
 def list_(settings: Settings, as_json: AsJson = False) -> None:
@@ -134,6 +163,8 @@ def _plain(key: TenantKey) -> dict[str, Any]:
 def _line(key: TenantKey) -> str:
     limits = key.limits.model_dump(exclude_none=True)
     facts = [", ".join(sorted(key.rights)), f"namespaces {', '.join(key.namespaces) or 'none'}"]
+    facts += [f"labels {', '.join(key.labels)}"] if key.labels else []
+    facts += [f"of them those in the header {key.labels_header}"] if key.labels_header else []
     facts += [_SHOWN_LIMITS[name].format(value) for name, value in limits.items()]
     if key.expires_at is not None:
         facts.append(f"{'expired' if key.expired else 'expires'} {key.expires_at:%Y-%m-%d %H:%M} UTC")

@@ -17,8 +17,6 @@ from sglang_ext.wire.protocol import SGLANG_VERSION
 Problem = tuple[str, str]
 """What was found, and what to do about it."""
 
-_GGUF_ADVICE = "Give --model the folder in Hugging Face's layout that it was made from, or that model's id."
-
 
 def problem_at_ingestion(settings: Settings) -> Problem | None:
     """What keeps a model on this machine, which passages are cut for, from being served here."""
@@ -36,22 +34,7 @@ def problem_at_ingestion(settings: Settings) -> Problem | None:
 
 def unreadable_file(path: Path) -> Problem:
     """The problem of a model that is a file."""
-    if is_gguf(path):
-        return f"{path} is a GGUF file, which ragserve does not serve", _GGUF_ADVICE
-    return f"{path} is a file", "Give --model the folder with config.json and the weights."
-
-
-def is_gguf(path: Path) -> bool:
-    """True for a GGUF file, whatever its name."""
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF" or path.suffix.lower() == ".gguf"
-
-
-def only_gguf(folder: Path) -> Problem | None:
-    """The problem of a ``folder`` without other weights, if it has GGUF files."""
-    if not any(folder.glob("*.gguf")):
-        return None
-    return f"{folder} has its weights as GGUF only, which ragserve does not serve", _GGUF_ADVICE
+    return f"{path} is a file", "Give --model the folder with config.json and the weights, or a GGUF file."
 
 
 def read_config(folder: Path) -> dict[str, Any] | Problem:

@@ -34,7 +34,7 @@ _PANELS = {
     "sentence_bytes": "Settings: ingestion and index",
 }
 
-_SHORT = {"router_url": "--router"}  # flags beside those that settings are named by
+_SHORT = {"router_url": "--router", "rerank": "--reranker"}  # flags beside those that settings are named by
 
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the documents.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
@@ -89,7 +89,9 @@ def with_settings(
         chosen = {name: given.pop(name, None) for name in (*fields, *old)}
         for name in _OBJECTS.intersection(fields):
             chosen[name] = json_object(_flag(name), chosen[name], example='{"page_size": 16}')
-        return command((make or settings_from)(**chosen), **given)
+        settings = (make or settings_from)(**chosen)
+        reads = "model" in fields and isinstance(settings, Settings)
+        return command(_with_folder(settings) if reads else settings, **given)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
@@ -109,6 +111,16 @@ def settings_from(**flags: Any) -> Settings:
     except ValueError as error:
         hint = "\nSettings come from flags, RAGSERVE_* variables or ragserve.toml."
         raise InvalidRequest("Invalid settings:\n  " + "\n  ".join(problems(error)), hint=hint) from None
+
+
+def _with_folder(settings: Settings) -> Settings:
+    """Let a model that comes as a GGUF file be the folder that its weights are dequantised to."""
+    from ragserve.engine.gguf_weights import as_folder, gguf_of
+
+    file = None if settings.engine_elsewhere else gguf_of(settings.model)
+    if file is None:
+        return settings
+    return settings.model_copy(update={"model": str(as_folder(file, settings.data_dir / "models", say))})
 
 
 def problems(error: ValueError) -> list[str]:

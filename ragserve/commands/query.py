@@ -137,6 +137,7 @@ def _print_details(answer: Answer, console: Console) -> None:
 def _title(citation: Citation, asked: str) -> str:
     home = (citation.namespace or "") if is_joint(asked) else ""
     parts = [home, shown(citation.title), shown(citation.source or ""), place(citation)]
+    parts += ["edited"] if citation.edited else []
     scores = [
         f"{name} {value:.2f}"
         for name, value in (("cosine", citation.cosine), ("BM25", citation.bm25))

@@ -9,7 +9,9 @@ from ragserve.commands.doctor_checks import examine
 from ragserve.config import Settings
 from ragserve.engine import shared_store
 from ragserve.errors import Conflict, InvalidRequest, Unavailable
-from ragserve.retrieval.reranker import check_cross_encoder, reranker_names
+from ragserve.retrieval.embedder import embedder_name
+from ragserve.retrieval.remote_reranker import check_reranker
+from ragserve.retrieval.reranker import reranker_names
 
 _OWNER_WAIT_S = 5.0  # a server that is being stopped saves its state
 
@@ -33,8 +35,8 @@ def check_engine(settings: Settings, *, writes: bool = True) -> None:
 def check_start(settings: Settings, *, worker: bool = False) -> None:
     """Raise the error that would end the start later. A ``worker`` has no registry.
 
-    Raises the errors of `check_engine`, InvalidRequest (no such reranker), Conflict (another server has the
-    documents' KV), and the errors of opening the registry.
+    Raises the errors of `check_engine`, InvalidRequest (no such reranker, a wrong URL), Conflict (another
+    server has the documents' KV), and the errors of opening the registry.
     """
     from ragserve.retrieval.document_store import open_store
 
@@ -42,8 +44,9 @@ def check_start(settings: Settings, *, worker: bool = False) -> None:
     if worker:
         _check_worker(settings)
     else:
+        embedder_name(settings)
         for name in reranker_names(settings):
-            check_cross_encoder(name)
+            check_reranker(name)
         open_store(settings.model_copy(update={"index_device": "cpu"})).close()
     if settings.engine_elsewhere:
         return

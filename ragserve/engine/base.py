@@ -24,7 +24,10 @@ _RESERVED_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters with SGLang's names and meaning; temperature 0 is greedy."""
+    """Sampling parameters with SGLang's names and meaning; temperature 0 is greedy.
+
+    ``constraint``: the grammar that the answer keeps to, by SGLang's name for its kind. ``special_tokens``:
+    they are part of the text."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -35,6 +38,8 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     ignore_eos: bool = False  # for measurements: every request generates all its tokens
+    constraint: Mapping[str, str] = field(default_factory=dict)
+    special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ class LocalEngine(ControlledCache):
         from sglang_ext.documents.fingerprint import model_fingerprint
         from sglang_ext.process.launch import app_state, scheduler_info
         from sglang_ext.sglang_internals import request_checks, stored_responses, tokenize_threads
+        from sglang_ext.versions import settings_of
 
         asked = time.monotonic()
         manager, info = _manager(), scheduler_info()
@@ -68,7 +69,7 @@ class LocalEngine(ControlledCache):
         tokenize_threads.install(manager, app_state())
         stored_responses.install(app_state())
         self._crash = CrashHandler(manager, self.stop)
-        args = manager.server_args
+        args = settings_of(manager.server_args)
         cache = await self.control("info")
         self._fingerprint = cache["fingerprint"]
         decode, streaming = cache["decode"], cache["streaming_pool"]
@@ -386,7 +387,7 @@ def serve(
     EngineError if the engine died."""
     launched = time.monotonic()
     host, port = listener.getsockname()[:2]
-    args = server_args(settings.model_copy(update={"host": host, "port": port}))
+    settings_here = settings.model_copy(update={"host": host, "port": port})
     from sglang_ext.process.launch import Launcher
 
     engines: list[LocalEngine] = []
@@ -397,11 +398,11 @@ def serve(
 
     launcher = Launcher(build, listener, KEEP_ALIVE_S)
     # a port of torch.distributed's, which SGLang would look up and let go
-    with hold_port() as rendezvous, _meeting_by_file(args):
-        if args.nccl_port is None:
-            args.override("ragserve", nccl_port=port_of(rendezvous))
-        on_launch()
-        launcher.run(args)
+    with hold_port() as rendezvous:
+        args = server_args(settings_here, nccl_port=port_of(rendezvous))
+        with _meeting_by_file(args):
+            on_launch()
+            launcher.run(args)
     for engine in engines:
         if engine.crash is not None:
             raise engine.crash

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging
 import os
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,9 @@ _PREFIX_CHARS = 2**15  # of a text that documents are prefilled behind; 1,024 to
 _CPU_POOL_BYTES = 2**30  # default KV pool without a GPU; memory is touched only as it fills
 
 
-def server_args(settings: Settings) -> Any:
-    """Build SGLang's ServerArgs; ``settings.engine_args`` overrides everything. Raises InvalidRequest for
+def server_args(settings: Settings, *, nccl_port: int | None = None) -> Any:
+    """Build SGLang's ServerArgs; ``settings.engine_args`` overrides everything. ``nccl_port``: where its
+    processes meet. Raises InvalidRequest for
     settings that SGLang refuses, and for a file of theirs that is not what they say."""
     from ragserve.engine.compat import prepare, without_collection
     from sglang_ext.sglang_internals import quiet
@@ -49,7 +50,7 @@ def server_args(settings: Settings) -> Any:
     os.environ.pop(quiet.QUIET_VARIABLE, None)
     if settings.log_level != "debug":
         quiet.silence()
-    # With pickle IPC (the default), SGLang 0.5.16 loses the scheduler's timings in the detokenizer.
+    # With pickle IPC (the default), SGLang loses the scheduler's timings in the detokenizer.
     os.environ.setdefault("SGLANG_USE_PICKLE_IPC", "0")
     _keep_kernels(settings.kernel_cache_dir)
     os.environ[KV_CONFIG_VARIABLE] = json.dumps(_kv_config(settings))
@@ -66,6 +67,8 @@ def server_args(settings: Settings) -> Any:
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import ServerArgs
 
+        from sglang_ext import versions
+
         load_plugins()  # registers our cache, which ServerArgs checks by name
     if settings.sparse_attention == "on" and settings.decode_heads:
         _check_heads(settings.decode_heads, own_pool=settings.decode_heads_pool == "own")
@@ -74,6 +77,7 @@ def server_args(settings: Settings) -> Any:
         "model_path": settings.model,
         "host": settings.host,
         "port": settings.port,
+        "nccl_port": nccl_port,
         "context_length": settings.context_length,
         "max_total_tokens": settings.max_total_tokens,
         "mem_fraction_static": settings.mem_fraction_static,
@@ -84,6 +88,8 @@ def server_args(settings: Settings) -> Any:
         "enable_cache_report": True,
         "skip_server_warmup": True,
         "radix_cache_backend": CACHE_BACKEND,
+        # A model that has to write JSON may write blanks until its answer is full.
+        "constrained_json_disable_any_whitespace": True,
         # SGLang is verbose at info; operators need its warnings.
         "log_level": "info" if settings.log_level == "debug" else "warning",
         "log_level_http": "warning",
@@ -114,14 +120,16 @@ def server_args(settings: Settings) -> Any:
                 settings, 2 if options["dtype"] in ("bfloat16", "float16") else 4
             )
     options |= _observed(settings, options["log_level"]) | settings.engine_args
-    if unknown := sorted(settings.engine_args.keys() - {field.name for field in fields(ServerArgs)}):
+    if unknown := sorted(settings.engine_args.keys() - inspect.signature(ServerArgs).parameters.keys()):
         raise InvalidRequest(
             f"engine_args: SGLang has no setting {', '.join(map(repr, unknown))}.",
             hint="Its names are those of SGLang's ServerArgs, with underscores.",
             param="engine_args",
         )
     try:
-        return ServerArgs(**{name: value for name, value in options.items() if value is not None})
+        args = ServerArgs(**{name: value for name, value in options.items() if value is not None})
+        versions.resolve(args)
+        return args
     except (ValueError, TypeError, AssertionError) as error:
         log.debug("SGLang refuses the settings", exc_info=True)
         raise InvalidRequest(f"SGLang refuses these settings: {error}") from error

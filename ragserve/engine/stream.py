@@ -71,6 +71,9 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
         sampling["ignore_eos"] = True
     if s.seed is not None:
         sampling["sampling_seed"] = s.seed
+    if s.special_tokens:
+        sampling["skip_special_tokens"] = False
+    sampling |= s.constraint
     custom: dict[str, Any] = {}
     if request.distributions:
         custom[DISTRIBUTION_FIELD] = request.distributions

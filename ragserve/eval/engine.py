@@ -30,7 +30,7 @@ from ragserve.verification.rows import Key, Row
 from sglang_ext.wire.protocol import document_key, pieces_of
 
 if TYPE_CHECKING:
-    from ragserve.retrieval.embedder import Embedder
+    from ragserve.retrieval.embedder import AnyEmbedder
 
 NAMESPACE = "eval"
 Tier = Literal["device", "host"]
@@ -58,7 +58,7 @@ async def evaluate(
     *,
     finished: Container[Key],
     write: Callable[[Row], object],
-    embedder: Embedder | None = None,
+    embedder: AnyEmbedder | None = None,
 ) -> None:
     """Hand ``write`` a row for each (set, question) and strategy that is not ``finished``, as soon as it is
     known. Failures become rows too. With an ``embedder`` composed requests have the scores that a retriever
@@ -88,7 +88,7 @@ class _Asking:
         ask: Ask,
         name: str,
         question: Question,
-        embedder: Embedder | None,
+        embedder: AnyEmbedder | None,
     ) -> None:
         self._engine = engine
         self._ask = ask

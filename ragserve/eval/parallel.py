@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragserve.config import Settings
+from ragserve.config import SECRETS, Settings
 from ragserve.engine.running_server import kill_session, spawn
 from ragserve.errors import EngineError
 from ragserve.eval.data import Half, load, set_name
@@ -157,14 +157,15 @@ def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.P
         "in_flight": plan.in_flight,
         "compare": plan.compare,
         "tier": plan.tier,
-        "settings": settings.model_dump(mode="json", exclude={"api_key", "engine_api_key", "registry_url"}),
+        "settings": settings.model_dump(mode="json", exclude=set(SECRETS)),
     }
     place = folder / f"job-{index}.json"
     write_json(place, job)
     log = folder / f"worker-{index}.log"
     with log.open("ab") as output:
         command = [sys.executable, "-m", "ragserve.eval.engine_worker", str(place)]
-        process = spawn(command, output, {"PYTHONUNBUFFERED": "1"})
+        secrets = settings.secrets("embedder_api_key", "rerank_api_key")
+        process = spawn(command, output, {"PYTHONUNBUFFERED": "1"} | secrets)
     try:
         yield process, log
     finally:

@@ -34,7 +34,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before a worker is started again
 # Of the server in front: not a worker's.
 _OWN = frozenset(
     {"host", "port", "data_dir", "api_key", "engine_api_key", "engine_url", "workers", "replicas"}
-    | {"allowed_hosts", "cors_origins", "registry_url", "router_url"}
+    | {"allowed_hosts", "cors_origins", "registry_url", "router_url", "embedder", "rerank", "rerank_models"}
+    | {"embedder_api_key", "rerank_api_key"}
 )
 _SHARED = ("kv_host_bytes", "kv_offload_bytes", "kv_disk_bytes")  # the settings say how much in all
 

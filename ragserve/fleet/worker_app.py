@@ -27,6 +27,7 @@ from ragserve.fleet.routed_app import NamedAnswers, RoutedApp
 from ragserve.fleet.worker_about import WorkerAbout, identity
 from ragserve.tenants.audit_log import AuditLog
 from ragserve.tenants.keyring import Keyring
+from ragserve_index.viewers import EVERYTHING
 
 
 class ServedEngine(Protocol):
@@ -179,6 +180,7 @@ def create_worker_app(
         worker=True,
         every_grammar=settings.grammars == "all",
         context_length=lambda: engine.info.context_length,
+        hides=lambda namespace, viewer: viewer != EVERYTHING,  # labels are known to the servers in front
     )
     limit = max(settings.max_upload_bytes, settings.max_body_bytes)
     app.add_middleware(LimitBody, limit_for=lambda _: limit, timeout_s=settings.body_timeout_s)

@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from ragserve.ingest.jobs.job_report import Interrupted
 from ragserve.ingest.sentence_plan import SentencePlan
+from ragserve.retrieval.remote_calls import Stopped
+from ragserve.retrieval.remote_embedder import RemoteEmbedder
 from ragserve_index.types import NewChunk
 
 Vectors = npt.NDArray[np.float32]
@@ -71,5 +73,12 @@ def _embed(embedder: DocumentEmbedder, texts: Sequence[str], should_stop: Callab
         if should_stop():
             raise Interrupted
         part = order[start : start + _SLICE]
-        vectors[part] = embedder.encode([texts[i] for i in part])
+        some = [texts[i] for i in part]
+        if isinstance(embedder, RemoteEmbedder):  # a slow one may take minutes, with its retries
+            try:
+                vectors[part] = embedder.encode(some, should_stop)
+            except Stopped:
+                raise Interrupted from None
+        else:
+            vectors[part] = embedder.encode(some)
     return vectors

@@ -20,16 +20,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+from ragserve.ingest.graphemes import grapheme_start
 from ragserve.ingest.markdown_tables import TableSpan, tables_in
 from ragserve.ingest.page_seams import sentence_end, sentences_over_pages
+from ragserve.ingest.parsers.base import GivenCut
 from ragserve.ingest.tokenizer import Counter
 from ragserve_index.types import NewChunk
+from sglang_ext.wire.sentence_ends import ALONE
 
-CHUNKING_VERSION = 3
+CHUNKING_VERSION = 4
 """Part of every content hash. Raise it when a change here gives other chunks for the same text."""
 
 # characters given to chonkie at once: it holds the pieces of a level in memory and caches their counts
 _SECTION = 200_000
+_CLAUSES = "\uff0c\u3001\uff1b\uff1a\u060c\u061b\u104a\u0f0d"  # ，、；： and Arabic, Burmese, Tibetan ones
 _ROWS = 1000  # of a table, counted at once
 
 
@@ -56,6 +60,9 @@ class Chunker:
         rules = RecursiveRules()
         # without the last level, which decodes slices of tokens and so loses characters of several tokens
         levels = [level for level in rules.levels or [] if level.delimiters or level.whitespace]
+        # chonkie's own are those of scripts with spaces: paragraphs, sentences, clauses, words
+        for level, more in ((levels[1], ALONE), (levels[2], _CLAUSES)):
+            level.delimiters = [*level.delimiters, *more]
         self._chonkie: Any = RecursiveChunker(tokenizer=count, chunk_size=limit, rules=RecursiveRules(levels))
 
     def split(
@@ -82,6 +89,14 @@ class Chunker:
             page = pages[max(0, bisect_right(starts, piece.start) - 1)][1] if pages else None
             chunks.append(NewChunk(piece.text(text), piece.start, piece.end, n_tokens, page))
         return chunks
+
+    def given(self, text: str, cuts: Sequence[GivenCut]) -> list[NewChunk]:
+        """The chunks of a text that came in chunks, those of more than ``limit`` tokens, too."""
+        counts = self._count.counts([text[cut.start : cut.end] for cut in cuts])
+        return [
+            NewChunk(text[cut.start : cut.end], cut.start, cut.end, n_tokens, cut.page)
+            for cut, n_tokens in zip(cuts, counts, strict=True)
+        ]
 
     def _pieces(self, text: str, start: int, end: int) -> Iterator[_Piece]:
         """Yield spans of [start, end), each within the limit."""
@@ -178,6 +193,8 @@ class Chunker:
             # a cut can change the tokens before it
             while cut - start > 1 and self._count(header + text[start:cut]) > self._limit:
                 cut -= max(1, (cut - start) // 16)
+            whole = grapheme_start(text, cut)
+            cut = whole if whole > start else cut
             yield _Piece(start, cut, header)
             start = cut
 
@@ -204,7 +221,7 @@ def _section_end(text: str, start: int, end: int) -> int:
     if stop >= end:
         return end
     newline = text.rfind("\n", start + _SECTION // 2, stop)
-    return newline + 1 if newline > 0 else stop
+    return newline + 1 if newline > 0 else grapheme_start(text, stop)
 
 
 def _at_word(text: str, start: int, cut: int) -> int:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
 from ragserve.errors import NotFound, RagserveError
 from ragserve.ingest.fetch import Fetcher
+from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.ingest.parsing.parse_process import Failed, ParseRequest
-from ragserve.ingest.pipeline import PlannedFile, content_salt
+from ragserve.ingest.pipeline import content_salt
+from ragserve.ingest.planned import PlannedFile
 from ragserve.ingest.sources import is_url
 from ragserve.ingest.spool import Spool
 from ragserve_index import IndexStore
 from ragserve_index.types import Job
 
+_HIDDEN = "there is a document of this name with labels that the API key does not hold: use another name"
 log = logging.getLogger(__name__)
 
 
@@ -38,12 +41,13 @@ class FilePlanner:
         fetcher: Fetcher,
     ) -> None:
         self._settings = settings
-        self._store = store
         self._namespace = job.namespace
         self._tokenizer = tokenizer
         self._downloads = downloads
         self._fetcher = fetcher
+        self._seen = store.seen_by(Submitter.of(job).viewer)
         self._metadata: Mapping[str, Any] = job.spec.get("metadata", {})
+        self._labels: Sequence[str] | None = job.spec.get("labels")
         self._named = frozenset(job.spec.get("named", ()))
         self._spool_folder: Path | None = None
         if "spool" in job.spec:
@@ -51,22 +55,34 @@ class FilePlanner:
             self._spooled = {file.source: file for file in spool.files(job.spec["spool"])}
 
     def plan(self, source: str) -> PlannedFile:
-        """Plan one source, as a failure if it cannot be fetched. Raises ``OSError`` on a full disk."""
+        """Plan one source, as a failure if it cannot be fetched, or would replace a document that the job's
+        submitter does not see. Raises ``OSError`` on a full disk."""
+        if self._seen.hidden(self._namespace, [source]):
+            return PlannedFile(source, Failed(_HIDDEN, "label_not_held"))
         if self._spool_folder is not None:
             return self._upload(source, self._spool_folder)
         if is_url(source):
             return self._download(source)
         metadata = {"path": source, **self._metadata}
-        return self._planned(
-            source, source, os.path.basename(source), metadata, found=source not in self._named
-        )
+        name, found = os.path.basename(source), source not in self._named
+        return self._planned(source, source, name, metadata, found=found, labels=self._labels)
 
     def _upload(self, source: str, folder: Path) -> PlannedFile:
         file = self._spooled.get(source)
         if file is None:
             return PlannedFile(source, Failed("not among the uploaded files", "unreadable"))
+        if file.failed:
+            return PlannedFile(source, Failed(file.failed, "unusable"))
         path, metadata = str(folder / file.stored), {"path": source, **file.metadata}
-        return self._planned(source, path, file.filename, metadata, title=file.title, parser=file.parser)
+        return self._planned(
+            source,
+            path,
+            file.filename,
+            metadata,
+            labels=file.labels,  # each has its own; those of the job are all of them together
+            title=file.title,
+            parser=file.parser,
+        )
 
     def _download(self, source: str) -> PlannedFile:
         try:
@@ -81,7 +97,14 @@ class FilePlanner:
             return PlannedFile(source, Failed(reason, "fetch_error"))
         metadata = {"url": source, **self._metadata}
         return self._planned(
-            source, str(got.path), got.filename, metadata, ext=got.ext, url=got.url, charset=got.charset
+            source,
+            str(got.path),
+            got.filename,
+            metadata,
+            labels=self._labels,
+            ext=got.ext,
+            url=got.url,
+            charset=got.charset,
         )
 
     def _planned(
@@ -91,19 +114,28 @@ class FilePlanner:
         filename: str,
         metadata: Mapping[str, Any],
         *,
+        labels: Sequence[str] | None,
         title: str = "",
         ext: str | None = None,
         found: bool = False,
-        **known: str | None,
+        **known: Any,
     ) -> PlannedFile:
         ext = os.path.splitext(filename)[1].lower() if ext is None else ext
         salt = content_salt(self._settings, self._tokenizer, title, metadata)
-        request = ParseRequest(path, filename, ext, salt, self._known_hash(source), **known)
-        return PlannedFile(source, request, title, metadata, found)
+        given = None if labels is None else tuple(labels)
+        known_hash, had = self._known(source, given)
+        request = ParseRequest(path, filename, ext, salt, known_hash, **known)
+        return PlannedFile(source, request, title, metadata, found, given, had)
 
-    def _known_hash(self, source: str) -> str | None:
+    def _known(self, source: str, labels: tuple[str, ...] | None) -> tuple[str | None, tuple[str, ...]]:
+        """Hash and labels of the document that is replaced; with ``labels`` it has them from now on, for it
+        may be unchanged."""
         try:
-            document = self._store.find_source(self._namespace, source)
+            document = self._seen.find_source(self._namespace, source)
         except NotFound:  # the namespace does not exist before its first document
-            return None
-        return document.content_hash if document is not None else None
+            return None, ()
+        if document is None:
+            return None, ()
+        if labels is not None and labels != document.labels:
+            self._seen.set_labels(self._namespace, [document.doc_id], only=labels)
+        return document.content_hash, document.labels

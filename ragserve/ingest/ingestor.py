@@ -7,29 +7,33 @@ import logging
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ragserve.config import Settings
 from ragserve.errors import Conflict, InvalidRequest, NotFound, StorageFull
+from ragserve.ingest.chunk_editor import ChunkEditor
 from ragserve.ingest.chunk_embedding import DocumentEmbedder
+from ragserve.ingest.chunk_lines import PARSER, read_lines
 from ragserve.ingest.fetch import Fetcher
 from ragserve.ingest.file_planner import FilePlanner
 from ragserve.ingest.jobs.job_report import JobReport, OnProgress, failures_of
 from ragserve.ingest.jobs.lease import LEASE_S, JobRun, run_leased, worker_name
+from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.ingest.parsers.base import one_line
-from ragserve.ingest.parsing.parse_process import ParseProcess
-from ragserve.ingest.pipeline import Pipeline, PlannedFile
+from ragserve.ingest.parsing.parse_process import ParseProcess, parsing_options
+from ragserve.ingest.pipeline import Pipeline, PlannedFile, Written
+from ragserve.ingest.preview import Previewer
 from ragserve.ingest.prune import vanished_documents
 from ragserve.ingest.sources import clean_name, printable, scan
 from ragserve.ingest.spool import Spool, SpooledFile, unusable_disk_explained
-from ragserve.ingest.tokenizer import TokenizerSource
+from ragserve.ingest.submissions import PathOptions, SubmittedText, Upload, given_labels, stored
 from ragserve.ingest.url_sources import KIND as URL_JOBS
 from ragserve.ingest.url_sources import check_urls, fetcher_of, follow_sitemaps
 from ragserve.metrics import metrics
-from ragserve.retrieval.embedder import embedder_name, embedder_options
+from ragserve.retrieval.embedder import embedder_name, embedder_options, flag_of, is_remote
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.batch import metadata_json
 from ragserve_index.types import Job, JobItem
@@ -37,46 +41,7 @@ from sglang_ext.wire.protocol import NAMESPACE
 
 log = logging.getLogger(__name__)
 _ALL = 1_000_000  # jobs are listed without paging
-
-
-@dataclass(frozen=True, slots=True)
-class SubmittedText:
-    """A text to index; ``name`` identifies the document in its namespace."""
-
-    name: str
-    text: str
-    title: str = ""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """A client's file. Its name is a label and a hint at the format, never a path."""
-
-    filename: str
-    stream: BinaryIO
-    title: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PathOptions:
-    """Options of ingesting paths; ``recursive``, ``globs`` and ``follow_symlinks`` are those of
-    `sources.scan`.
-
-    ``prune`` removes documents whose file vanished from a given directory. ``warm`` creates a second job,
-    when this one is done, that computes the documents' KV into the document cache (`ragserve.cache.warm`).
-    ``sitemap``: each URL stands for its site, whose sitemaps name the pages to take; those on ``other_hosts``
-    only with that.
-    """
-
-    recursive: bool = False
-    globs: tuple[str, ...] = ()
-    prune: bool = False
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    warm: bool = False
-    follow_symlinks: bool = False
-    sitemap: bool = False
-    other_hosts: bool = False
+_COMMAND = Submitter()
 
 
 class Ingestor:
@@ -104,13 +69,17 @@ class Ingestor:
             warms: Returns True if a server on the data folder warms in the background what is ingested.
             ray: Address of a Ray cluster that parses and embeds files (`RayPipeline`).
         """
+        if ray is not None and is_remote(settings.embedder):
+            message = "A Ray cluster embeds with a local model, not with a remote one: omit --ray."
+            raise InvalidRequest(message, param="embedder")
         self._settings = settings
         self._store = store
         self._lock = threading.Lock()
         self._embedder: DocumentEmbedder | None = None if callable(embedder) else embedder
         self._make_embedder = embedder if callable(embedder) else lambda: embedder
-        self._tokenizer_name = tokenizer or settings.tokenizer or settings.model
-        self._tokenizer: TokenizerSource | None = None
+        name = tokenizer or settings.tokenizer or settings.model
+        self.editor = ChunkEditor(settings, store, self._load_embedder, name)
+        self.previewer = Previewer(settings, self.editor.tokenizer)
         self._evict = evict or (lambda: None)
         self._warms = warms
         self._ray = ray
@@ -147,10 +116,11 @@ class Ingestor:
         spec = {
             "kind": "paths",
             "inputs": [printable(given) for given in inputs],
-            "roots": _stored(found.roots if roots is None else roots),
-            "named": _stored([] if within else found.named),
+            "roots": stored(found.roots if roots is None else roots),
+            "named": stored([] if within else found.named),
             **asdict(options),
             "globs": list(options.globs),
+            "labels": given_labels(options.labels, Submitter()),
         }
         notes = [JobItem(source, "failed", reason, 0, 0, 0, None) for source, reason in found.failed]
         notes += [JobItem(source, "skipped", reason, 0, 0, 0, None) for source, reason in found.skipped]
@@ -161,10 +131,16 @@ class Ingestor:
         return self.jobs.get(job.job_id)
 
     def submit_urls(
-        self, namespace: str, urls: Sequence[str], options: PathOptions, *, max_bytes: int | None = None
+        self,
+        namespace: str,
+        urls: Sequence[str],
+        options: PathOptions,
+        *,
+        max_bytes: int | None = None,
+        by: Submitter = _COMMAND,
     ) -> Job:
-        """Create a job over URLs, for a server's clients; ``options``: about sitemaps, ``metadata`` and
-        ``warm``. ``max_bytes``: of a file, if less than the settings'.
+        """Create a job over URLs, for a server's clients; ``options``: about sitemaps, ``metadata``,
+        ``labels`` and ``warm``. ``max_bytes``: of a file, if less than the settings'.
 
         Raises ``InvalidRequest``, ``Forbidden`` (the setting ``url_ingestion``), ``Conflict``,
         ``StorageFull``.
@@ -173,10 +149,18 @@ class Ingestor:
         check_urls(self._settings, urls)
         metadata_json(options.metadata, "metadata of the job")
         limit = min(max_bytes or self._settings.max_upload_bytes, self._settings.max_upload_bytes)
-        spec = {"kind": URL_JOBS, "inputs": list(urls), "max_bytes": limit, **asdict(options)}
+        own = {"labels": given_labels(options.labels, by), **by.as_spec()}
+        spec = {"kind": URL_JOBS, "inputs": list(urls), "max_bytes": limit, **asdict(options), **own}
         return self.jobs.create(namespace, spec, list(dict.fromkeys(urls)))
 
-    def submit_texts(self, namespace: str, texts: Sequence[SubmittedText], *, warm: bool = False) -> Job:
+    def submit_texts(
+        self,
+        namespace: str,
+        texts: Sequence[SubmittedText],
+        *,
+        warm: bool = False,
+        by: Submitter = _COMMAND,
+    ) -> Job:
         """Create a job over texts, which are durable when this returns.
 
         Raises ``InvalidRequest`` (empty, duplicate or unusable names, invalid Unicode) and ``TooLarge``.
@@ -188,8 +172,9 @@ class Ingestor:
             except UnicodeEncodeError as error:
                 message = f"The text of {text.name!r} is not valid Unicode: {error.reason}."
                 raise InvalidRequest(message, param="texts") from error
-            uploads.append((Upload(text.name, io.BytesIO(data), title=text.title), "text", text.metadata))
-        return self._submit_spooled(namespace, uploads, "upload", warm)
+            upload = Upload(text.name, io.BytesIO(data), text.title, text.labels)
+            uploads.append((upload, "text", text.metadata))
+        return self._submit_spooled(namespace, uploads, "upload", warm, by)
 
     def submit_files(
         self,
@@ -199,13 +184,36 @@ class Ingestor:
         *,
         kind: str = "upload",
         warm: bool = False,
+        by: Submitter = _COMMAND,
     ) -> Job:
         """Create a job over files, which are durable when this returns.
 
         A server runs jobs of ``kind`` "upload"; "stdin" leaves the job to the process that created it. Raises
         ``InvalidRequest``, ``TooLarge``, ``Conflict``, ``StorageFull``, and leaves nothing behind then.
         """
-        return self._submit_spooled(namespace, [(file, None, metadata or {}) for file in files], kind, warm)
+        uploads = [(file, None, metadata or {}) for file in files]
+        return self._submit_spooled(namespace, uploads, kind, warm, by)
+
+    def submit_chunks(
+        self,
+        namespace: str,
+        files: Sequence[Upload],
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        kind: str = "upload",
+        warm: bool = False,
+        by: Submitter = _COMMAND,
+    ) -> Job:
+        """As `submit_files`, of documents that came in chunks: JSON lines, see `read_lines`. A line that
+        cannot be used is a failed source."""
+        lines = ((file.filename, file.stream) for file in files)
+        labels = files[0].labels if files else None  # of all alike
+        found, bad = read_lines(lines, max_bytes=self._settings.max_upload_bytes)
+        own = [
+            (Upload(d.name, d.stream(), d.title, labels), PARSER, d.metadata | dict(metadata or {}))
+            for d in found
+        ]
+        return self._submit_spooled(namespace, own, kind, warm, by, bad)
 
     def _submit_spooled(
         self,
@@ -213,6 +221,8 @@ class Ingestor:
         uploads: Sequence[tuple[Upload, str | None, Mapping[str, Any]]],
         kind: str,
         warm: bool,
+        by: Submitter,
+        failed: Sequence[tuple[str, str]] = (),
     ) -> Job:
         self._check_namespace(namespace)
         if not uploads:
@@ -224,14 +234,31 @@ class Ingestor:
             twice = min(name for name in names if names.count(name) > 1)
             message = f"The name {twice!r} is given twice; names identify documents."
             raise InvalidRequest(message, param="name")
+        labels = {
+            name: given_labels(upload.labels, by) for name, (upload, _, _) in zip(names, uploads, strict=True)
+        }
+        spec = {
+            "kind": kind,
+            "warm": warm,
+            "labels": sorted({one for own in labels.values() for one in own or ()}),
+        }
         with self.spool.writing() as writer:
             for name, (upload, parser, metadata) in zip(names, uploads, strict=True):
                 file = SpooledFile(
-                    name, "", name.rsplit("/", 1)[-1], one_line(upload.title), parser, dict(metadata)
+                    name,
+                    "",
+                    name.rsplit("/", 1)[-1],
+                    one_line(upload.title),
+                    parser,
+                    dict(metadata),
+                    labels[name],
                 )
                 writer.add(file, upload.stream, max_bytes=self._settings.max_upload_bytes)
+            for source, reason in failed:
+                writer.add_failed(source, reason)
             writer.seal()
-            return self.jobs.create(namespace, {"kind": kind, "spool": writer.id, "warm": warm}, names)
+            sources = [*names, *(source for source, _ in failed)]
+            return self.jobs.create(namespace, {**spec, "spool": writer.id, **by.as_spec()}, sources)
 
     def _check_namespace(self, namespace: str) -> None:
         if not NAMESPACE.fullmatch(namespace):
@@ -246,7 +273,7 @@ class Ingestor:
         if info.embedder != wanted:
             raise Conflict(
                 f"The namespace {namespace!r} is embedded with {info.embedder!r}, not with {wanted!r}.",
-                hint=f"Use --embedder {info.embedder}, or another namespace.",
+                hint=f"Use {flag_of(info.embedder)}, or another namespace.",
                 param="embedder",
             )
 
@@ -314,7 +341,8 @@ class Ingestor:
         sources = [item.source for item in self.jobs.items(job.job_id) if item.state in states]
         if not sources:
             return None
-        spec = {"kind": "warm", "after": job.job_id} | ({} if asked else {"background": True})
+        spec = {"kind": "warm", "after": job.job_id, **Submitter.of(job).as_spec()}
+        spec |= {} if asked else {"background": True}
         warm_job = self.jobs.create(job.namespace, spec, sources).job_id
         return warm_job if asked else None
 
@@ -332,30 +360,11 @@ class Ingestor:
                 self._ingest(run, fetcher, pending)
 
     def _ingest(self, run: JobRun, fetcher: Fetcher, pending: Sequence[str]) -> None:
-        with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = TokenizerSource.load(self._tokenizer_name)
-        tokenizer, settings = self._tokenizer, self._settings
+        tokenizer, settings = self.editor.tokenizer(), self._settings
         with tempfile.TemporaryDirectory(prefix="ragserve-") as downloads:
-            planner = FilePlanner(
-                settings,
-                self._store,
-                self.spool,
-                run.job,
-                tokenizer.fingerprint,
-                Path(downloads),
-                fetcher,
-            )
-            parsing = {
-                "tokenizer_json": tokenizer.json,
-                "chunk_tokens": settings.chunk_tokens,
-                "max_bytes": settings.max_upload_bytes,
-                "timeout_s": settings.parse_timeout_s,
-                "ocr": settings.ocr == "docling",
-                "hidden": settings.ingest_hidden,
-                "comments": settings.ingest_comments,
-            }
-            self._take(run, map(planner.plan, pending), parsing)
+            places = self.spool, run.job, tokenizer.fingerprint, Path(downloads)
+            planner = FilePlanner(settings, self._store, *places, fetcher)
+            self._take(run, map(planner.plan, pending), parsing_options(settings, tokenizer))
 
     def _take(self, run: JobRun, files: Iterable[PlannedFile], parsing: Mapping[str, Any]) -> None:
         """Take files to their outcomes, here or on the Ray cluster."""
@@ -383,13 +392,16 @@ class Ingestor:
             sentence_bytes=self._settings.sentence_bytes,
         ).run(files)
 
-    def _commit(self, job: Job, batch: list[Any], embedder: str) -> list[str]:
+    def _commit(self, job: Job, batch: list[Any], embedder: str) -> list[Written]:
         (dim,) = {vectors.shape[1] for _, _, vectors in batch}
         self._store.ensure_namespace(job.namespace, embedder=embedder, dim=dim, index_type=None)
-        return [document.doc_id for document in self._store.replace_documents(job.namespace, batch)]
+        titles = {document.source: document.title for document, *_ in batch}
+        notes = self.editor.prepare(job.namespace, titles)
+        written = self._store.seen_by(Submitter.of(job).viewer).replace_documents(job.namespace, batch)
+        return [Written(d.doc_id, note) for d, note in zip(written, notes(written), strict=True)]
 
     def _record(self, job: Job, outcomes: Sequence[JobItem]) -> None:
-        self.jobs.update_items(job.job_id, outcomes)
+        self.jobs.update_items(job.job_id, outcomes, add=True)  # attachments are found meanwhile
         for outcome in outcomes:
             metrics().ingested.labels(outcome.state).inc()
             metrics().ingested_chunks.inc(outcome.chunks)
@@ -430,8 +442,3 @@ class Ingestor:
             if self._embedder is None:
                 self._embedder = self._make_embedder()
             return self._embedder
-
-
-def _stored(paths: Sequence[str]) -> list[str]:
-    """The paths that can be stored: the others are among the failures of the scan."""
-    return [path for path in paths if printable(path) == path]

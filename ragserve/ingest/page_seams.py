@@ -7,13 +7,16 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from sglang_ext.wire.sentence_ends import ALONE, CLOSING, SPACED
+
 _LONGEST = 600  # characters of a sentence on its first page
 _NOTES = 1500  # characters at the end of a page that may be footnotes
 _WORDS, _WORDS_BEFORE_CAPITAL = 3, 5  # of it there: fewer are headings and labels
 _FULL_LINE = 20  # characters; shorter lines before the last one are a list
 _CASELESS = 12  # characters, of scripts that do not separate words
-_END = re.compile(
-    r"[.!?:;…][\"'”’»)\]]*+(?=\s)|[。！？]|\n(?=[ \t]*+(?:[-*•#|]|\d{1,3}[.)])\s)|\n(?=[ \t]*+\n)"
+_END = re.compile(  # also clauses, lists and paragraphs
+    rf"[{SPACED}:;…][{CLOSING}]*+(?=\s)|[{ALONE}]++[{CLOSING}]*+"
+    r"|\n(?=[ \t]*+(?:[-*•#|]|\d{1,3}[.)])\s)|\n(?=[ \t]*+\n)"
 )
 # a footnote's mark at the beginning of a line, or alone on it if it is raised, and the first letter behind it
 _NOTE = re.compile(
@@ -21,7 +24,7 @@ _NOTE = re.compile(
     r"[ \t]?+(?:\n[ \t]?+)?+[\"“„«]?+([^\W\d_])"
 )
 _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
-_CLOSED = re.compile(r"[.!?:;…。！？|][\"'”’»)\]]*+\Z")
+_CLOSED = re.compile(rf"[{SPACED}{ALONE}:;…|][{CLOSING}]*+\Z")
 
 
 def sentences_over_pages(text: str, pages: Sequence[tuple[int, int]]) -> Iterator[tuple[int, str]]:

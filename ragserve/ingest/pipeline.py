@@ -19,25 +19,26 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, NamedTuple
 
 from ragserve.config import Settings
+from ragserve.ingest.attachments import Result, results_of
 from ragserve.ingest.chunk_embedding import DocumentEmbedder, Vectors, embed_chunks
 from ragserve.ingest.chunking import CHUNKING_VERSION
 from ragserve.ingest.jobs.job_report import Interrupted
 from ragserve.ingest.jobs.lease import JobRun
 from ragserve.ingest.parsers import PARSER_VERSION
-from ragserve.ingest.parsers.base import NOT_TEXT, one_line
+from ragserve.ingest.parsers.base import NOT_TEXT, joined_notes, one_line
 from ragserve.ingest.parsing.parse_process import (
     INTERRUPTED,
     Failed,
     ParsedFile,
     ParseProcess,
-    ParseRequest,
     Unchanged,
 )
+from ragserve.ingest.planned import PlannedFile
+from ragserve_index.attached_documents import ATTACHMENTS
 from ragserve_index.errors import InvalidDocument
 from ragserve_index.types import JobItem, NewChunk, NewDocument
 
@@ -56,23 +57,18 @@ _TITLE_CHARS = 500
 _JOIN_S = 10.0  # a download in progress is left to its own time limit
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedFile:
-    """A file to ingest. ``source`` identifies the document; a failed fetch has ``Failed`` as request.
-
-    ``found``: it was found in a directory, where files that are never text are skipped.
-    """
-
-    source: str
-    request: ParseRequest | Failed
-    title: str = ""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    found: bool = False
-
-
 Ready = tuple[PlannedFile, ParsedFile]
 EmbeddedChunks = tuple[Sequence[NewChunk], Vectors]
-Commit = Callable[[list[tuple[NewDocument, Sequence[Any], Vectors]]], Sequence[str]]
+
+
+class Written(NamedTuple):
+    """A document that was written; ``note`` says what became of its corrections."""
+
+    doc_id: str
+    note: str = ""
+
+
+Commit = Callable[[list[tuple[NewDocument, Sequence[Any], Vectors]]], Sequence[Written]]
 
 
 def content_salt(settings: Settings, tokenizer: str, title: str, metadata: Mapping[str, Any]) -> str:
@@ -90,7 +86,7 @@ class WritingPipeline(ABC):
 
     Args:
         run: The job's run, which counts progress and says when to stop.
-        commit: Writes documents in one transaction and returns their doc_ids.
+        commit: Writes documents in one transaction.
         record: Records outcomes of files, several at a time.
     """
 
@@ -157,8 +153,9 @@ class WritingPipeline(ABC):
                 break
             if isinstance(item, BaseException):
                 raise item
-            if item is not None:
-                file, result = item
+            family = item or []
+            self._progress.total += max(0, len(family) - 1)  # attachments
+            for file, result in family:
                 if isinstance(result, ParsedFile):
                     ready.append((file, result))
                     n_chunks += len(result.chunks)
@@ -200,7 +197,7 @@ class WritingPipeline(ABC):
         try:
             embedded = self._embedded(documents, ready)
             started = time.perf_counter()
-            doc_ids = self._commit([(d, *own) for d, own in zip(documents, embedded, strict=True)])
+            written = self._commit([(d, *own) for d, own in zip(documents, embedded, strict=True)])
         except OF_A_DOCUMENT as error:
             if len(ready) > 1:
                 for each in ready:
@@ -213,9 +210,10 @@ class WritingPipeline(ABC):
             return
         progress = self._progress
         progress.index_s += time.perf_counter() - started
-        for (file, parsed), doc_id in zip(ready, doc_ids, strict=True):
+        for (file, parsed), (doc_id, said) in zip(ready, written, strict=True):
+            note = joined_notes(parsed.note, said) or None
             n, tokens = len(parsed.chunks), sum(chunk.n_tokens for chunk in parsed.chunks)
-            item = JobItem(file.source, "indexed", parsed.note or None, n, tokens, parsed.size, doc_id)
+            item = JobItem(file.source, "indexed", note, n, tokens, parsed.size, doc_id)
             self._outcomes.append(item)
             progress.indexed += 1
             progress.size_bytes += parsed.size
@@ -252,7 +250,7 @@ class Pipeline(WritingPipeline):
 
     def _produce(self, files: Iterable[PlannedFile], queue: ResultQueue) -> None:
         for file in files:
-            queue.put((file, result_of(self._parser, file)))
+            queue.put(results_of(self._parser, file))
             if queue.closed:
                 return
 
@@ -272,27 +270,29 @@ class Pipeline(WritingPipeline):
         return embedded
 
 
-def result_of(parser: ParseProcess, file: PlannedFile) -> ParsedFile | Unchanged | Failed:
-    """Parse a file, unless its planning has failed."""
-    request = file.request
-    return request if isinstance(request, Failed) else parser.parse(request)
-
-
 def new_document(file: PlannedFile, parsed: ParsedFile) -> NewDocument:
     """The document of a parsed file."""
-    title = file.title or parsed.title or parsed.filename.rsplit(".", 1)[0]
-    title = one_line(title)[:_TITLE_CHARS] or file.source
+    title = shown_title(parsed, file.source, file.title)
     own = {"filename": parsed.filename, "ext": parsed.ext, "title": title}
     metadata = {**parsed.metadata, **own, **file.metadata}
-    return NewDocument(file.source, title, parsed.hash, parsed.mime, parsed.size, metadata)
+    if ATTACHMENTS in parsed.metadata:  # by which they are removed with it
+        metadata[ATTACHMENTS] = parsed.metadata[ATTACHMENTS]
+    return NewDocument(file.source, title, parsed.hash, parsed.mime, parsed.size, metadata, file.labels)
+
+
+def shown_title(parsed: ParsedFile, source: str, given: str = "") -> str:
+    """The title of a document, ``given`` or of the file."""
+    title = given or parsed.title or parsed.filename.rsplit(".", 1)[0]
+    return one_line(title)[:_TITLE_CHARS] or source
 
 
 class _End(Exception):
     """Internal: all results have been delivered."""
 
 
-class ResultQueue(Queue[tuple[PlannedFile, ParsedFile | Unchanged | Failed] | BaseException]):
-    """A queue bounded by the chunks it holds; a document larger than the bound passes alone.
+class ResultQueue(Queue[list[Result] | BaseException]):
+    """A queue bounded by the chunks it holds; what is larger than the bound passes alone. A file comes with
+    its attachments.
 
     The last item is ``_End`` or the error that stopped the producer. ``close`` releases a waiting producer.
     """
@@ -320,4 +320,5 @@ class ResultQueue(Queue[tuple[PlannedFile, ParsedFile | Unchanged | Failed] | Ba
 
 
 def _weight(item: Any) -> int:
-    return max(1, len(item[1].chunks)) if isinstance(item, tuple) and isinstance(item[1], ParsedFile) else 1
+    results = item if isinstance(item, list) else []
+    return max(1, sum(len(result.chunks) for _, result in results if isinstance(result, ParsedFile)))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from ragserve.errors import NotFound
 from ragserve.ingest.sources import matches
 from ragserve_index import IndexStore
+from ragserve_index.attached_documents import PARENT
 from ragserve_index.types import Document
 
 _PAGE = 1000
@@ -42,6 +43,8 @@ def vanished_documents(
             for document in every_document(store, namespace, source_prefix=prefix):
                 if not document.source.startswith(prefix):
                     continue  # of a directory whose name is in another Unicode form
+                if document.source.startswith(f"{document.metadata.get(PARENT)}/"):
+                    continue  # an attachment, which goes with its message
                 relative = document.source.removeprefix(prefix)
                 within = (recursive or os.sep not in relative) and matches(relative, globs)
                 # sources are real paths: one that has become a link leads to another document, or out

@@ -23,11 +23,11 @@ from ragserve.ingest.jobs.lease import JobRun
 from ragserve.ingest.pipeline import (
     Commit,
     EmbeddedChunks,
-    PlannedFile,
     Ready,
     ResultQueue,
     WritingPipeline,
 )
+from ragserve.ingest.planned import PlannedFile
 from ragserve.ingest.ray_stages import COLUMN, EmbeddedFile, EmbedStage, ParseStage, rows
 from ragserve_index.types import JobItem, NewDocument
 

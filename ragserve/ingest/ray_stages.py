@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from ragserve.ingest.attachments import Result, results_of
 from ragserve.ingest.chunk_embedding import Vectors, embed_chunks
-from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, ParseProcess, Unchanged
-from ragserve.ingest.pipeline import OF_A_DOCUMENT, PlannedFile, new_document, result_of
+from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, ParseProcess
+from ragserve.ingest.pipeline import OF_A_DOCUMENT, new_document
+from ragserve.ingest.planned import PlannedFile
 
 COLUMN = "file"
 Batch = Mapping[str, Any]
-Result = tuple[PlannedFile, ParsedFile | Unchanged | Failed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class ParseStage:
 
     def __call__(self, batch: Batch) -> dict[str, list[bytes]]:
         files: list[PlannedFile] = [pickle.loads(row) for row in batch[COLUMN]]
-        return rows((file, result_of(self._parser, file)) for file in files)
+        return rows(results_of(self._parser, file) for file in files)
 
 
 class EmbedStage:
@@ -48,11 +49,16 @@ class EmbedStage:
         self._sentence_bytes = sentence_bytes
 
     def __call__(self, batch: Batch) -> dict[str, list[bytes]]:
-        results = [pickle.loads(row) for row in batch[COLUMN]]
+        families: list[list[Result]] = [
+            pickle.loads(row) for row in batch[COLUMN]
+        ]  # a file and its attachments
+        results = [result for family in families for result in family]
         try:
-            return rows(self._with_vectors(results))
+            embedded = self._with_vectors(results)
         except OF_A_DOCUMENT:  # each alone, so that one odd document costs no other
-            return rows(row for result in results for row in self._alone(result))
+            embedded = [row for result in results for row in self._alone(result)]
+        left = iter(embedded)
+        return rows([next(left) for _ in family] for family in families)
 
     def _alone(self, result: Result) -> list[Result]:
         try:

@@ -12,12 +12,14 @@ import time
 from collections.abc import Iterator, Sequence
 
 from ragserve.errors import Conflict, NotFound
+from ragserve.ingest.chunk_editor import embed_corrections
 from ragserve.ingest.chunk_embedding import DocumentEmbedder, embed_chunks
 from ragserve.ingest.jobs.job_report import Interrupted, JobReport, OnProgress
 from ragserve.ingest.jobs.lease import JobRun, run_leased
 from ragserve.ingest.prune import every_document
+from ragserve.retrieval.embedder import flag_of
 from ragserve_index import IndexStore, JobStore
-from ragserve_index.types import Chunk, Document, Job, JobItem, NewChunk, NewDocument
+from ragserve_index.types import Document, Job, JobItem, NewChunk, NewDocument
 
 KIND = "reembed"
 _BATCH_CHUNKS = 64  # in one transaction, or a single document
@@ -59,7 +61,7 @@ def reembed(
     if (info.embedder, info.dim) != (embedder.name, embedder.dim):
         raise Conflict(
             f"Namespace {info.name!r} holds vectors of {info.embedder}, not of {embedder.name}.",
-            hint=f"Use --embedder {info.embedder}. For another one, ingest into a new namespace.",
+            hint=f"Use {flag_of(info.embedder)}. For another one, ingest into a new namespace.",
             code="embedder_mismatch",
         )
     return run_leased(
@@ -90,8 +92,8 @@ class _Reembedding:
                 raise Interrupted
             self._write(batch)
 
-    def _batches(self) -> Iterator[list[tuple[Document, list[Chunk]]]]:
-        batch: list[tuple[Document, list[Chunk]]] = []
+    def _batches(self) -> Iterator[list[tuple[Document, list[NewChunk]]]]:
+        batch: list[tuple[Document, list[NewChunk]]] = []
         for item in self._jobs.items(self._run.job.job_id, "pending"):
             read = self._read(item.source)
             if read is None:
@@ -103,13 +105,13 @@ class _Reembedding:
         if batch:
             yield batch
 
-    def _read(self, source: str) -> tuple[Document, list[Chunk]] | None:
-        """A document and, read after it, its chunks; None, with the item settled, if there is nothing to
-        embed."""
+    def _read(self, source: str) -> tuple[Document, list[NewChunk]] | None:
+        """A document and, read after it, its chunks as its file gave them; None, with the item settled, if
+        there is nothing to embed."""
         namespace = self._run.job.namespace
         document = self._store.find_source(namespace, source)
         try:
-            chunks = [] if document is None else self._store.document_chunks(namespace, document.doc_id)
+            chunks = [] if document is None else self._store.chunk_changes.as_cut(namespace, document.doc_id)
         except NotFound:
             document = None
         if document is None:
@@ -120,11 +122,14 @@ class _Reembedding:
             return None
         return document, chunks
 
-    def _write(self, batch: list[tuple[Document, list[Chunk]]]) -> None:
+    def _write(self, batch: list[tuple[Document, list[NewChunk]]]) -> None:
         run, progress = self._run, self._run.progress
-        titled = [(document.title, [_new(chunk) for chunk in chunks]) for document, chunks in batch]
+        titled = [(document.title, chunks) for document, chunks in batch]
+        sentence_bytes = int(run.job.spec["sentence_bytes"])
         started = time.perf_counter()
-        embedded = embed_chunks(self._embedder, titled, int(run.job.spec["sentence_bytes"]), run.should_stop)
+        embedded = embed_chunks(self._embedder, titled, sentence_bytes, run.should_stop)
+        titles = {document.source: document.title for document, _ in batch}
+        embed_corrections(self._store, self._embedder, run.job.namespace, titles, sentence_bytes)
         progress.embed_s += (wrote := time.perf_counter()) - started
         written = self._store.replace_documents(
             run.job.namespace,
@@ -152,10 +157,6 @@ class _Reembedding:
         for item in items:
             setattr(progress, item.state, getattr(progress, item.state) + 1)
         self._run.notify()
-
-
-def _new(chunk: Chunk) -> NewChunk:
-    return NewChunk(chunk.text, chunk.start, chunk.end, chunk.n_tokens, chunk.page)
 
 
 def _unchanged(document: Document) -> NewDocument:

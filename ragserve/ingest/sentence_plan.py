@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from ragserve.ingest.graphemes import grapheme_start
 from ragserve_index.sentence_vectors import SentenceVectors
+from sglang_ext.wire.sentence_ends import sentence_ends
 
-_END = re.compile(
-    r"""(?:[.!?]["'\u201d\u2019)\]]*+\s|[\u3002\uff01\uff1f](?:["'\u201d\u2019)\]]*+\s)?|\n)\s*+"""
-)
+_COMMAS = "\uff0c\u3001\uff1b\uff1a"  # of texts without spaces
 _SHORTEST, _LONGEST = 40, 320  # characters: less says little by itself, more is several statements
 
 
@@ -62,10 +61,24 @@ def _joined(text: str, least: int) -> list[int]:
     """Starts of sentences of ``least`` characters or more, except for the last."""
     longest = max(_LONGEST, 2 * least)
     starts = [0]
-    for end in [*(match.end() for match in _END.finditer(text)), len(text)]:
+    for end in [*(_behind_space(text, end) for end in sentence_ends(text)), len(text)]:
         while end - starts[-1] > longest:
-            space = text.rfind(" ", starts[-1] + least, starts[-1] + longest)
-            starts.append(space + 1 if space > 0 else starts[-1] + longest)
+            starts.append(_cut(text, starts[-1] + least, starts[-1] + longest))
         if least <= end - starts[-1] and end < len(text):
             starts.append(end)
     return starts
+
+
+def _behind_space(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+def _cut(text: str, first: int, last: int) -> int:
+    """Where to cut a long sentence: behind the last space, else the last comma, else between characters."""
+    for mark in (" ", *_COMMAS):
+        at = text.rfind(mark, first, last)
+        if at > 0:
+            return at + 1
+    return max(first, grapheme_start(text, last))

@@ -42,7 +42,8 @@ def unusable_disk_explained(where: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class SpooledFile:
-    """An upload. ``stored`` names its bytes in the spool; inline text names its ``parser``."""
+    """An upload. ``stored`` names its bytes in the spool; inline text names its ``parser``. ``failed``: why
+    it cannot be used; nothing is stored then."""
 
     source: str
     stored: str
@@ -50,6 +51,8 @@ class SpooledFile:
     title: str = ""
     parser: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    labels: list[str] | None = None
+    failed: str = ""
 
 
 class SpoolWriter:
@@ -74,6 +77,10 @@ class SpoolWriter:
             copy.flush()
             os.fsync(copy.fileno())
         self._files.append(replace(file, stored=stored))
+
+    def add_failed(self, source: str, reason: str) -> None:
+        """Note something that cannot be used, for the job's report."""
+        self._files.append(SpooledFile(source, "", source, failed=reason))
 
     def seal(self) -> None:
         """Write the manifest and make the spool durable."""

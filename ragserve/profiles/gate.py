@@ -24,6 +24,8 @@ from ragserve.best_passages import NOT_COMPOSED
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile
+from ragserve.retrieval.embedder import public_embedder
+from ragserve.retrieval.remote_reranker import public_name
 from ragserve.strategy_spec import parse, without_passages
 
 log = logging.getLogger(__name__)
@@ -425,14 +427,16 @@ def retriever_of(settings: Settings) -> str:
         "": settings.retrieval,
         "k": settings.top_k,
         "spelling": settings.spelling if settings.spelling == "off" else "",
-        "rerank": f"{settings.rerank} of {settings.rerank_candidates}" if settings.rerank != "off" else "",
+        "rerank": f"{public_name(settings.rerank)} of {settings.rerank_candidates}"
+        if settings.rerank != "off"
+        else "",
         "neighbours": settings.neighbours,
         "tokens": settings.context_tokens,
         "min score": settings.min_score,
         "dedupe": settings.dedupe,
     }
     known = [f"{name} {value}".strip() for name, value in parts.items() if value]
-    return ", ".join([settings.embedder, *known])
+    return ", ".join([public_embedder(settings.embedder), *known])
 
 
 def _stamp(place: Path) -> int:

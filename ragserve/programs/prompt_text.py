@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragserve.answering.chat_template import ChatLayout, Message, Piece
+from ragserve.answering.chat_template import ChatLayout, Piece
+from ragserve.answering.messages import Message
 from ragserve.answering.prompt import PromptBuilder, PromptDocument, load_tokenizer
 from ragserve.errors import InvalidRequest
 

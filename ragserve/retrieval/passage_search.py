@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ragserve import tracing
-from ragserve.errors import InvalidRequest
+from ragserve.errors import InvalidRequest, ModelUnavailable
 from ragserve.retrieval.evidence import DEPTH
 from ragserve.retrieval.near_copies import without_copies
 from ragserve.retrieval.search_options import OFF, SearchOptions
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ragserve.retrieval.reranker import Reranker
     from ragserve.retrieval.retriever import Retrieved, Retriever, SentenceScores
     from ragserve_index.types import Chunk
+    from ragserve_index.viewers import Viewer
 
 _RANK_OFFSET = 60  # of reciprocal rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009), not tuned
 
@@ -45,7 +46,8 @@ class FoundPassages:
 
     ``reranked``: all candidates in their new order; None without a reranker. Milliseconds per stage, None
     for one that did not run.
-    ``evidence``: whether they seem to answer; None where that was not asked, or cannot be said."""
+    ``evidence``: whether they seem to answer; None where that was not asked, or cannot be said.
+    ``by_words_alone``: see `Retrieved`. ``not_reranked``: why a remote reranker gave no scores."""
 
     passages: list[FoundPassage]
     sentences: list[SentenceScores]
@@ -55,6 +57,8 @@ class FoundPassages:
     search_ms: float
     rerank_ms: float | None
     evidence: Judgement | None = None
+    by_words_alone: str | None = None
+    not_reranked: str | None = None
     versions: Mapping[str, int] | None = None
 
 
@@ -77,7 +81,9 @@ class PassageSearch:
         """Find passages; ``variants`` and ``sentences`` as in `Retriever.retrieve`.
 
         A reranker reads the first variant, if there are some: the question after the turn before it. Raises
-        InvalidRequest for an unknown reranker, and as `Retriever.retrieve`."""
+        InvalidRequest for an unknown reranker, and as `Retriever.retrieve`. Where a remote reranker does not
+        answer, the search's order stays; with a floor, which is about its scores, ModelUnavailable is
+        raised."""
         reranker = self._reranker(options.rerank)
         judges = options.not_found != "off" and not variants  # else the question is more than its words
         found = await self._retriever.retrieve(
@@ -88,19 +94,27 @@ class PassageSearch:
             filter=options.filter,
             retrieval=options.retrieval,
             sentences=sentences,
+            viewer=options.viewer,
         )
         started = time.perf_counter()
         evidence = None
         if judges:
-            evidence = await self._retriever.evidence(namespace, question, found.hits, options.retrieval)
+            by = options.retrieval if found.by_words_alone is None else "lexical"
+            evidence = await self._retriever.evidence(namespace, question, found.hits, by, options.viewer)
         judge_ms = (time.perf_counter() - started) * 1e3
         started = time.perf_counter()
         passages = (await self._candidates(found, options))[: options.depth]
-        reranked = rerank_ms = None
+        reranked = rerank_ms = not_reranked = None
         if reranker is not None:
             asked = variants[0] if variants else question
+            scores: Sequence[float | None]
             with tracing.span("rerank"):
-                scores = await reranker.scores(namespace, asked, [each.chunk for each in passages])
+                try:
+                    scores = await reranker.scores(namespace, asked, [each.chunk for each in passages])
+                except ModelUnavailable as error:
+                    if options.min_score is not None:
+                        raise
+                    scores, not_reranked = [None] * len(passages), error.message
             passages = reranked = reordered(passages, scores, fuse=not reranker.comparable)
             rerank_ms = (time.perf_counter() - started) * 1e3
         if options.min_score is not None:
@@ -109,7 +123,7 @@ class PassageSearch:
         around: dict[int, Chunk] = {}
         if options.neighbours:
             best = [each.chunk.chunk_id for each in passages[: options.k]]
-            around = await self._retriever.around(namespace, best, options.neighbours)
+            around = await self._retriever.around(namespace, best, options.neighbours, options.viewer)
         chosen = fitting(passages[: options.k], around, options)
         by_id = {hit.chunk.chunk_id: own for hit, own in zip(found.hits, found.sentences, strict=True)}
         return FoundPassages(
@@ -121,8 +135,14 @@ class PassageSearch:
             found.search_ms + judge_ms,
             rerank_ms,
             evidence,
+            found.by_words_alone,
+            not_reranked,
             found.versions,
         )
+
+    async def hides(self, namespace: str, viewer: Viewer) -> bool:
+        """See ``IndexStore.hides``."""
+        return await self._retriever.hides(namespace, viewer)
 
     async def _candidates(self, found: Retrieved, options: SearchOptions) -> list[FoundPassage]:
         passages = [FoundPassage(hit.chunk, hit.score, hit.cosine, hit.bm25) for hit in found.hits]

@@ -1,4 +1,4 @@
-"""Rerankers: score the candidates of a search again, by a CrossEncoder or by another scorer."""
+"""Rerankers: score the candidates of a search again. Here: by a CrossEncoder."""
 
 from __future__ import annotations
 
@@ -60,8 +60,15 @@ class CrossEncoderReranker:
 
     async def scores(self, namespace: str, question: str, chunks: Sequence[Chunk]) -> Sequence[float | None]:
         """The model's scores, see `Reranker`. Each passage is read with its document's title."""
-        texts = [f"{chunk.title}\n{chunk.text}" if chunk.title else chunk.text for chunk in chunks]
+        return await self.score_texts(question, passage_texts(chunks))
+
+    async def score_texts(self, question: str, texts: Sequence[str]) -> list[float]:
+        """Return a score for each text."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, question, texts)
+
+    async def count_tokens(self, texts: Sequence[str]) -> int:
+        """Count the tokens of texts, without special ones."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._count, texts)
 
     async def load(self) -> None:
         """See `Reranker`."""
@@ -79,12 +86,23 @@ class CrossEncoderReranker:
         found = self._loaded().predict(pairs, batch_size=self._batch_size, show_progress_bar=False)
         return [float(score) for score in found]
 
+    def _count(self, texts: Sequence[str]) -> int:
+        found = self._loaded().tokenizer(
+            list(texts), add_special_tokens=False, truncation=False, verbose=False
+        )
+        return sum(map(len, found["input_ids"]))
+
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
 
+def passage_texts(chunks: Sequence[Chunk]) -> list[str]:
+    """What a reranker reads of passages: the title of each one's document, and its text."""
+    return [f"{chunk.title}\n{chunk.text}" if chunk.title else chunk.text for chunk in chunks]
+
+
 def reranker_names(settings: Settings) -> list[str]:
-    """The CrossEncoders that requests may name."""
+    """The CrossEncoders and remote rerankers of the settings."""
     wanted = dict.fromkeys([settings.rerank, *map(str.strip, settings.rerank_models.split(","))])
     return [name for name in wanted if name not in (OFF, KEYS, "")]
 

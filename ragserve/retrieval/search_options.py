@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ragserve.setting_groups.answering import FollowUps, NotFound, Retrieval, Spelling
+from ragserve_index.viewers import EVERYTHING, Viewer
 
 if TYPE_CHECKING:
     from ragserve_index.filters import Filter
@@ -17,7 +18,7 @@ OFF, KEYS = "off", "keys"
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
     """How to search; `ragserve.config.Settings` describes the fields. ``k``: passages, their neighbours not
-    counted."""
+    counted. ``viewer``: who searches, and finds its documents only; whatever comes from a request says so."""
 
     k: int
     filter: Filter | None = None
@@ -31,6 +32,7 @@ class SearchOptions:
     min_score: float | None = None
     dedupe: float = 0.0
     not_found: NotFound = "off"
+    viewer: Viewer = EVERYTHING
 
     @property
     def depth(self) -> int:

@@ -36,6 +36,7 @@ from ragserve.retrieval.namespace_words import (
     folded,
 )
 from ragserve.retrieval.word_counts import word_counts
+from ragserve_index.viewers import EVERYTHING, Viewer
 from sglang_ext.wire.joint_names import names_of
 
 if TYPE_CHECKING:
@@ -137,11 +138,13 @@ class SpellingCorrector:
         self._words = NamespaceWords(store)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="spelling")
 
-    async def correct(self, namespace: str, texts: Sequence[str]) -> Corrected:
-        """Correct a question and its variants by the words of a namespace, or of several by their joint name;
-        nothing while they are read for the first time, or if they cannot be read. Raises NotFound for an
-        unknown namespace."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._correct, namespace, texts)
+    async def correct(self, namespace: str, texts: Sequence[str], viewer: Viewer = EVERYTHING) -> Corrected:
+        """Correct a question and its variants by the words that the viewer sees in a namespace or, by their
+        joint name, in several; nothing while those are read for the first time, or if they cannot be read.
+        Raises NotFound for an unknown namespace."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._correct, namespace, texts, viewer
+        )
 
     async def read(self, namespace: str) -> None:
         """Wait until the namespace's words have been read."""
@@ -151,16 +154,19 @@ class SpellingCorrector:
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._words.close)
 
-    def _correct(self, namespace: str, texts: Sequence[str]) -> Corrected:
+    def _correct(self, namespace: str, texts: Sequence[str], viewer: Viewer) -> Corrected:
+        store = self._store.seen_by(viewer)
+
         def counts(words: Sequence[str]) -> dict[str, int]:
-            return word_counts(self._store, names, words)
+            return word_counts(store, names, words)
 
         names = names_of(namespace)
         try:
             tables = [table for name in names if (table := self._words.of(name)) is not None]
             if len(tables) == len(names):
-                known, every = self._known, JointTable(tables)
-                return Corrected(texts, [_corrected(text, known, every, counts) for text in texts])
+                every, hides = JointTable(tables), any(map(store.hides, names))
+                found = [_corrected(text, self._known, every, counts, hides) for text in texts]
+                return Corrected(texts, found)
         except NotFound:
             raise
         except RagserveError as error:  # a dense search needs no lexical index
@@ -173,8 +179,10 @@ def _corrected(
     known: AbstractSet[str],
     table: JointTable,
     counts: Callable[[Sequence[str]], dict[str, int]],
+    hides: bool,
 ) -> list[Replacement]:
-    """What is replaced in one text, in its order."""
+    """What is replaced in one text, in its order. ``hides``: the table has words that the reader must not
+    learn of."""
     places = list(_words(text[:_READ_CHARS]))[:_LOOKED_AT]
     words = {place: unicodedata.normalize("NFC", text[slice(*place)]).lower() for place in places}
     distinct = dict.fromkeys(words.values())
@@ -186,7 +194,7 @@ def _corrected(
     others = len(distinct) - len(unknown)
     if len(unknown) > 1 + others // _FOR_EACH or len(distinct) - len(strange) < _IN_LANGUAGE * others:
         return []
-    better = {word: _replacement(word, known, table, counts) for word in unknown}
+    better = {word: _replacement(word, known, table, counts, hides) for word in unknown}
     return [
         Replacement(start, end, _in_case_of(text[start:end], replacement))
         for (start, end), word in words.items()
@@ -199,21 +207,21 @@ def _replacement(
     known: AbstractSet[str],
     table: JointTable,
     counts: Callable[[Sequence[str]], dict[str, int]],
+    hides: bool,
 ) -> str | None:
-    """The best word one error away from an unknown one; None if there is none, or no best one."""
+    """The best word one error away from an unknown one; None if there is none, or no best one. With ``hides``
+    they are counted and compared by ``counts`` alone."""
     edits = [
         edit
         for edit in dict.fromkeys(one_error(word))
         if len(edit) >= MIN_LETTERS and edit.isascii() == word.isascii()  # a diacritic is meant
     ]
     start = word[: max(MIN_LETTERS, len(word) - 1)]
-    near = {
-        edit: (_is_slip(word, edit), edit.startswith(start), n)
-        for edit, n in zip(edits, table.counts(edits), strict=True)
-        if n
-    }
+    tabled = {edit: n for edit, n in zip(edits, table.counts(edits), strict=True) if n}
+    there = counts(list(tabled)) if hides else tabled
+    near = {edit: (_is_slip(word, edit), edit.startswith(start), n) for edit, n in there.items() if n}
     best = sorted(near, key=near.__getitem__, reverse=True)[:_VERIFIED]
-    have = counts(best)
+    have = there if hides else counts(best)
     best = [edit for edit in best if have[edit]]
     own = [edit for edit in edits if edit in known]
     slips = [edit for edit in own if _is_slip(word, edit)]

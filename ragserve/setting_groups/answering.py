@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SecretStr
 
 MAX_CANDIDATES = 200
 MAX_NEIGHBOURS = 4
@@ -78,14 +78,15 @@ class AnsweringSettings(BaseModel):
     rerank: str = Field(
         "off",
         description="What orders the candidates of a search again. off; keys: the model's attention over the "
-        "stored keys of analysed documents; or a sentence-transformers CrossEncoder, a folder or an id, that "
-        "is loaded at the start.",
+        "stored keys of analysed documents; a sentence-transformers CrossEncoder, a folder or an id, that "
+        "is loaded at the start; or a remote one: URL#MODEL (Cohere's /rerank), URL (that of TEI).",
     )
     rerank_models: str = Field(
         "",
-        description="Further CrossEncoders, separated by commas, that requests may name. Each is loaded when "
-        "it is first used.",
+        description="Further rerankers, separated by commas, that requests may name. Each CrossEncoder is "
+        "loaded when it is first used.",
     )
+    rerank_api_key: SecretStr | None = Field(None, description="API key of remote rerankers.")
     rerank_candidates: int = Field(
         50, ge=1, le=MAX_CANDIDATES, description="Passages that are searched for to be reranked or compared."
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from ragserve.config import KEYS_FILE
 from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from ragserve.files import locked, write_text
+from ragserve_index.viewers import LABEL
 from sglang_ext.wire.protocol import NAMESPACE
 
 ALL = "*"
@@ -29,6 +30,11 @@ Pattern = Annotated[str, Field(pattern=rf"^(?:{NAMESPACE.pattern}\*?|\*)$")]
 _PREFIX = "rsk-"  # lets scanners for leaked secrets find them
 _SECRET_BYTES = 32
 _WAIT_S = 10.0
+
+
+KeyLabel = Annotated[str, Field(pattern=rf"^(?:{LABEL.pattern}|\*)$")]
+"""A label of documents that the key sees, or ``*`` for all."""
+MAX_KEY_LABELS = 256
 
 
 class KeyLimits(BaseModel):
@@ -44,7 +50,10 @@ class KeyLimits(BaseModel):
 
 
 class TenantKey(BaseModel):
-    """A key: what it opens, and the digest of its secret."""
+    """A key: what it opens, and the digest of its secret.
+
+    ``labels``: of the documents that it sees beside those without any. ``labels_header``: the header in which
+    a gateway that holds the key names the labels of its user; they count as far as the key has them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -56,6 +65,8 @@ class TenantKey(BaseModel):
     created_at: AwareDatetime
     expires_at: AwareDatetime | None = None
     limits: KeyLimits = KeyLimits()
+    labels: Annotated[tuple[KeyLabel, ...], Field(max_length=MAX_KEY_LABELS)] = ()
+    labels_header: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9-]{0,63}$")] | None = None
 
     @model_validator(mode="after")
     def _fits_its_rights(self) -> TenantKey:
@@ -64,6 +75,8 @@ class TenantKey(BaseModel):
             raise ValueError(f"{min(everywhere)} covers the whole server: give it without namespaces")
         if not self.namespaces and self.rights != {"metrics"}:
             raise ValueError("only a key for metrics alone has no namespaces")
+        if self.is_admin and (self.labels or self.labels_header):
+            raise ValueError("admin sees every document: give it without labels")
         return self
 
     @property
@@ -73,17 +86,6 @@ class TenantKey(BaseModel):
     @property
     def expired(self) -> bool:
         return self.expires_at is not None and self.expires_at <= datetime.now(UTC)
-
-    def has(self, right: Right) -> bool:
-        """True if the key has the right in its namespaces; admin includes all others."""
-        return self.is_admin or right in self.rights
-
-    def grants(self, namespace: str) -> bool:
-        """True if ``namespace`` is one of the key's."""
-        return any(
-            namespace.startswith(each[:-1]) if each.endswith(ALL) else namespace == each
-            for each in self.namespaces
-        )
 
 
 class KeyTable(BaseModel):
@@ -127,6 +129,8 @@ class KeyFile:
         *,
         expires_at: datetime | None = None,
         limits: KeyLimits | None = None,
+        labels: Sequence[str] = (),
+        labels_header: str | None = None,
     ) -> tuple[TenantKey, str]:
         """Add a key and return it with its secret, which is stored nowhere.
 
@@ -147,27 +151,30 @@ class KeyFile:
                     created_at=datetime.now(UTC).replace(microsecond=0),
                     expires_at=expires_at,
                     limits=limits or KeyLimits(),
+                    labels=tuple(sorted(set(labels))),
+                    labels_header=labels_header,
                 )
             except ValidationError as error:
-                wrong = error.errors(include_url=False)[0]
-                place = f"{wrong['loc'][0]}: " if wrong["loc"] else ""
-                raise InvalidRequest(
-                    f"{place}{wrong['msg'].removeprefix('Value error, ')}.",
-                    hint="See `ragserve keys create --help`.",
-                ) from None
+                raise _invalid(error, "create") from None
             table.keys.append(key)
         return key, secret
+
+    def relabel(self, name: str, add: Iterable[str], remove: Iterable[str]) -> TenantKey:
+        """Give a key labels and take others from it, and return it. Raises NotFound and InvalidRequest."""
+        with self._changed() as table:
+            found = _named(table, name)
+            labels = tuple(sorted({*found.labels, *add}.difference(remove)))
+            try:
+                changed = TenantKey.model_validate(found.model_dump() | {"labels": labels})
+            except ValidationError as error:
+                raise _invalid(error, "label") from None
+            table.keys[table.keys.index(found)] = changed
+        return changed
 
     def revoke(self, name: str) -> TenantKey:
         """Remove a key, given its id or its name, and return it. Raises NotFound."""
         with self._changed() as table:
-            found = next((key for key in table.keys if name in (key.key_id, key.name)), None)
-            if found is None:
-                raise NotFound(
-                    f"There is no key {name!r}.",
-                    hint="`ragserve keys list` shows them.",
-                    code="key_not_found",
-                )
+            found = _named(table, name)
             table.keys.remove(found)
         return found
 
@@ -181,3 +188,21 @@ class KeyFile:
             yield table
             # Even without a key left: a server without the file would be open to its machine.
             write_text(self.path, table.model_dump_json(indent=1) + "\n", durable=True, mode=0o600)
+
+
+def _named(table: KeyTable, name: str) -> TenantKey:
+    """The key of an id or a name. Raises NotFound."""
+    found = next((key for key in table.keys if name in (key.key_id, key.name)), None)
+    if found is None:
+        raise NotFound(
+            f"There is no key {name!r}.", hint="`ragserve keys list` shows them.", code="key_not_found"
+        )
+    return found
+
+
+def _invalid(error: ValidationError, command: str) -> InvalidRequest:
+    wrong = error.errors(include_url=False)[0]
+    place = f"{wrong['loc'][0]}: " if wrong["loc"] else ""
+    return InvalidRequest(
+        f"{place}{wrong['msg'].removeprefix('Value error, ')}.", hint=f"See `ragserve keys {command} --help`."
+    )

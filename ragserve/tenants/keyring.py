@@ -16,10 +16,6 @@ def _built_in(name: str, namespaces: tuple[str, ...], rights: frozenset[Right]) 
     )
 
 
-NOBODY = _built_in("nobody", (), frozenset())
-"""A key that opens nothing, for requests that need none."""
-
-
 class Keyring:
     """The keys of a data folder and the one of ``--api-key``, which has all rights.
 

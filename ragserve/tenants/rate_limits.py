@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ragserve.errors import TooManyRequests
-from ragserve.tenants.key_file import TenantKey
+from ragserve.tenants.principal import Principal
 
 _MINUTE = 60.0
 
@@ -43,36 +43,36 @@ class RateLimits:
         self._running: Counter[str] = Counter()
 
     @contextmanager
-    def admit(self, key: TenantKey) -> Iterator[None]:
+    def admit(self, who: Principal) -> Iterator[None]:
         """Count a request for the block. Raises TooManyRequests with the seconds to wait."""
-        at_once = key.limits.concurrent_requests
-        if at_once is not None and self._running[key.key_id] >= at_once:
+        at_once = who.limits.concurrent_requests
+        if at_once is not None and self._running[who.id] >= at_once:
             raise TooManyRequests(
                 f"{at_once} requests of this API key are already being answered.", hint="Retry in a moment."
             )
-        if per_minute := key.limits.requests_per_minute:
-            _refuse(self._requests.wait_s(key.key_id, per_minute), f"send {per_minute:,} requests a minute")
-            self._requests.take(key.key_id, per_minute, 1)
-        self._running[key.key_id] += 1
+        if per_minute := who.limits.requests_per_minute:
+            _refuse(self._requests.wait_s(who.id, per_minute), f"send {per_minute:,} requests a minute")
+            self._requests.take(who.id, per_minute, 1)
+        self._running[who.id] += 1
         try:
             yield
         finally:
-            self._running[key.key_id] -= 1
-            if not self._running[key.key_id]:
-                del self._running[key.key_id]
+            self._running[who.id] -= 1
+            if not self._running[who.id]:
+                del self._running[who.id]
 
-    def check_tokens(self, key: TenantKey) -> None:
+    def check_tokens(self, who: Principal) -> None:
         """Raises TooManyRequests, with the seconds to wait, for a key that has no token left."""
-        if per_minute := key.limits.tokens_per_minute:
+        if per_minute := who.limits.tokens_per_minute:
             _refuse(
-                self._tokens.wait_s(key.key_id, per_minute),
+                self._tokens.wait_s(who.id, per_minute),
                 f"use {per_minute:,} tokens of prompts and answers a minute",
             )
 
-    def spend_tokens(self, key: TenantKey, n: int) -> None:
+    def spend_tokens(self, who: Principal, n: int) -> None:
         """Count tokens of a prompt or an answer."""
-        if n and (per_minute := key.limits.tokens_per_minute):
-            self._tokens.take(key.key_id, per_minute, n)
+        if n and (per_minute := who.limits.tokens_per_minute):
+            self._tokens.take(who.id, per_minute, n)
 
 
 def _refuse(seconds: int, what: str) -> None:

@@ -14,7 +14,7 @@ from sglang_ext.wire.protocol import RetrievalScores
 
 if TYPE_CHECKING:
     from ragserve.answering.prompt import Prompt, PromptBuilder
-    from ragserve.retrieval.embedder import Embedder
+    from ragserve.retrieval.embedder import AnyEmbedder
 
 
 class TitledText(Protocol):
@@ -32,7 +32,7 @@ class GivenScores:
     def __init__(
         self,
         builder: PromptBuilder,
-        embedder: Embedder,
+        embedder: AnyEmbedder,
         documents: Sequence[TitledText],
         sentence_bytes: int,
     ) -> None:

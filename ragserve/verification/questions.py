@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +18,7 @@ from ragserve.ingest.prune import every_document
 from ragserve.json_lines import json_lines
 from ragserve_index import IndexStore
 from ragserve_index.types import Chunk
+from sglang_ext.wire.sentence_ends import ends_sentence, sentence_ends
 
 Kind = Literal["asked", "given", "written", "pair", "cloze"]
 _DOCUMENTS = 20_000  # that are drawn from
@@ -25,7 +26,6 @@ _MIN_WORDS = 12  # of a chunk
 _QUESTION_WORDS = range(4, 41)
 _CLOZE_WORDS = range(7, 41)
 _GAP = "_____"
-_SENTENCE = re.compile(r"(?<![^.!?。！？\n])[^.!?。！？\n]++[.!?。！？]")
 _LABEL = re.compile(r"^(?:question\s*+(?:\d++\s*+)?[:.]|\d++[.)])\s*+", re.I)  # before a question
 _WORD = re.compile(r"\w[\w'.,-]*\w|\w")
 
@@ -48,12 +48,12 @@ def drawn(store: IndexStore, namespace: str, seed: int = 0) -> Iterator[Chunk]:
     draw.shuffle(documents)
     left = {d.doc_id: draw.sample(range(d.n_chunks), d.n_chunks) for d in documents if d.n_chunks}
     while left:
-        for doc_id, ordinals in list(left.items()):
-            ordinal = ordinals.pop()
-            if not ordinals:
+        for doc_id, places in list(left.items()):
+            wanted = places.pop()
+            if not places:
                 del left[doc_id]
-            for chunk in store.document_chunks(namespace, doc_id):
-                if chunk.ordinal == ordinal and len(chunk.text.split()) >= _MIN_WORDS:
+            for place, chunk in enumerate(store.document_chunks(namespace, doc_id)):
+                if place == wanted and len(chunk.text.split()) >= _MIN_WORDS:
                     yield chunk
 
 
@@ -70,8 +70,9 @@ def cloze(text: str, draw: random.Random, earlier: int = 0) -> tuple[str, tuple[
     """Ask for a word that was left out of one of the text's sentences, a name or number if it has one, else
     the longest word; with the word. ``earlier``: of how many others the same ``draw`` has asked. None if no
     further sentence has a fitting length."""
-    sentences = [found.strip() for found in _SENTENCE.findall(text)]
-    sentences = [each for each in sentences if len(each.split()) in _CLOZE_WORDS]
+    cuts = [0, *sentence_ends(text), len(text)]
+    sentences = [text[start:end].strip() for start, end in pairwise(cuts)]
+    sentences = [s for s in sentences if ends_sentence(s) and len(s.split()) in _CLOZE_WORDS]
     if not sentences:
         return None
     sentence = draw.choice(sentences)

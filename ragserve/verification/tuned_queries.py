@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ragserve.config import Settings
 from ragserve.profiles.gate import retriever_of, set_of
+from ragserve.retrieval.remote_reranker import public_name
 from ragserve.retrieval.search_options import SearchOptions
 
 
@@ -27,7 +28,7 @@ class TunedQueries:
             retrieval=settings.retrieval,
             follow_ups=settings.follow_ups,
             spelling=settings.spelling,
-            rerank=settings.rerank,
+            rerank=public_name(settings.rerank),
             candidates=settings.rerank_candidates,
             neighbours=settings.neighbours,
             context_tokens=settings.context_tokens,

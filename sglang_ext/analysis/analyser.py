@@ -24,6 +24,7 @@ from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.tensors.rope import Rotation
+from sglang_ext.versions import tp_group
 
 Keep = Callable[[int, torch.Tensor, torch.Tensor], None]
 """Called for each layer with K and V, [tokens, kv_heads, head_dim], of the documents one after another."""
@@ -67,7 +68,7 @@ class Analyser:
         self._load_texts = texts
         self._given = list(heads)
         self._device = torch.device(model_runner.device)
-        self._ranks = Ranks(model_runner.tp_group)
+        self._ranks = Ranks(tp_group(model_runner))
         self._itemsize = model_runner.token_to_kv_pool.dtype.itemsize
 
     def block_of(self, n: int, cut: Cut) -> int:

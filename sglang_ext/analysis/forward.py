@@ -19,6 +19,7 @@ from ragserve_kernels import dispatch as kernels
 from ragserve_kernels.kv import HEAD_DIMS
 from ragserve_kernels.prefix_rows_attention import prefix_rows_attention
 from sglang_ext.sglang_internals.model import decoder_layers, forward_batch
+from sglang_ext.versions import run_layer
 
 ROWS = 8192  # rows that go through a layer at once
 CPU_ROWS = 2048  # as many on a CPU: what a layer computes of more leaves the processor's caches
@@ -203,5 +204,7 @@ def run(model_runner: Any, texts: Sequence[Text], observe: Observer) -> None:
             for i, rows in enumerate(steps):
                 backend.first = rows.start
                 with suppress(LayersComplete):
-                    hidden[i], residual[i] = layer(positions[rows], hidden[i], batches[i], residual[i])
+                    hidden[i], residual[i] = run_layer(
+                        layer, positions[rows], hidden[i], batches[i], residual[i]
+                    )
             observe(number, backend.states())

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
+from sglang_ext.wire.sentence_ends import ends_sentence
+
 log = logging.getLogger(__name__)
 TOKENS = 512  # per unrelated text: several passages, and little beside a model's weights
 FIXED = "fixed"  # names the first of the unrelated texts as the documents' prefix
 LONGEST_PREFIX = 1024  # tokens; longer ones were not measured
 _BEHIND = b"the first"  # of the unrelated texts: analyses made behind all of them have another digest
 LONGEST = 64  # tokens per sentence; longer ones are cut, so that tables and code have sentences, too
-_ENDS = (".", "!", "?", "\u3002", "\uff01", "\uff1f")
-_CLOSING = " \t\"'\u201d\u2019)]"
 
 
 def numbers(batch: Sequence[Sequence[int]]) -> list[str]:
@@ -102,4 +102,4 @@ def unrelated_contexts(tokenizer: Any, limit: int = TOKENS) -> list[list[int]]:
 
 
 def _ends(text: str) -> bool:
-    return "\n" in text or text.rstrip(_CLOSING).endswith(_ENDS)
+    return "\n" in text or ends_sentence(text)

@@ -25,6 +25,7 @@ from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.sglang_internals import sglang_requests
 from sglang_ext.tensors.rope import Rotation
+from sglang_ext.versions import row_of
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.protocol import DECODE_FIELD, PREFILL_FIELD, PlanError
 
@@ -223,7 +224,7 @@ class DecodeRuntime:
                 self._extends.before(batch.reqs[:prompts], spans)
                 asked, apart = (*asked, *self._extends.asked), self._extends.parts
             self._spans = [
-                (req.req_pool_idx, self._first_written(req, prefix), end)
+                (row_of(req), self._first_written(req, prefix), end)
                 for req, prefix, end in zip(batch.reqs, batch.prefix_lens, ends, strict=True)
             ]
             prefixes = tuple((row, start) for row, start, _ in self._spans)
@@ -276,7 +277,7 @@ class DecodeRuntime:
         """Report on a request whose KV of ``tokens`` tokens goes to the cache or is freed.
 
         Its last page may be just full."""
-        self._statistics.after_request(req.req_pool_idx, tokens)
+        self._statistics.after_request(row_of(req), tokens)
         if (prefilled := self._prefill.finished(req)) is not None:
             if self.backend.rank == 0:
                 prefill_metrics().observe(prefilled)
@@ -348,7 +349,7 @@ class DecodeRuntime:
         decoding = [
             self._decoded_pages(req)
             for req in self._decoding
-            if req.req_pool_idx is not None and not req.finished() and not req.is_retracted
+            if row_of(req) is not None and not req.finished() and not req.is_retracted
         ]
         for whose, pages in (("cached", cached), *(("decoding", pages) for pages in decoding)):
             bad = statistics.differing(pages) if len(pages) else []
@@ -381,7 +382,7 @@ class DecodeRuntime:
         full = max(0, len(req.origin_input_ids) + len(req.output_ids) - 2) // self._page
         row = self._planner.state(req).offload.row
         first = row.pages if row is not None and row.moved else 0  # before them are resident blocks
-        return self._statistics.pages_of(req.req_pool_idx, full)[first:]
+        return self._statistics.pages_of(row_of(req), full)[first:]
 
     def _account(self, step: Step) -> None:
         share = self.backend.streaming_share

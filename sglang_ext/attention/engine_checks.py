@@ -10,6 +10,7 @@ from ragserve_kernels.dispatch import FLOAT_DTYPES
 from ragserve_kernels.kv import HEAD_DIMS
 from sglang_ext.attention.pools.quantized_pool import QuantizedKVPool
 from sglang_ext.attention.pools.streaming_pool import OtherHeadsPool
+from sglang_ext.versions import settings_of
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.protocol import CACHE_BACKEND
 
@@ -18,7 +19,7 @@ _PAGE_SIZES = (16, 32, 64, 128)
 
 def check_engine(runner: Any, config: AttentionConfig) -> None:
     """Raise ValueError, with what to change, for an engine that sparse decoding cannot serve."""
-    args, pool = runner.server_args, runner.token_to_kv_pool
+    args, pool = settings_of(runner.server_args), runner.token_to_kv_pool
     problems = []
     if runner.page_size not in _PAGE_SIZES:
         problems.append(f"page_size is {runner.page_size}: use one of {', '.join(map(str, _PAGE_SIZES))}")

@@ -25,6 +25,7 @@ from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.sglang_internals.model import NotComposable
 from sglang_ext.state import current
 from sglang_ext.tensors.rope import rotation_of
+from sglang_ext.versions import tp_group
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.protocol import DOCUMENT_PAGE
 
@@ -81,7 +82,7 @@ def host_pages(runner: Any, config: AttentionConfig) -> HostPages | None:
     pool = runner.token_to_kv_pool
     shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.dtype, runner.page_size)
     on_gpu = torch.device(runner.device).type == "cuda"
-    budget, numbers = config.offload_bytes // Ranks(runner.tp_group).world, config.offloaded_tokens
+    budget, numbers = config.offload_bytes // Ranks(tp_group(runner)).world, config.offloaded_tokens
     if budget < shape.page_bytes:
         raise ValueError(
             f"kv_offload_bytes is {config.offload_bytes}: a page of {runner.page_size} tokens takes "

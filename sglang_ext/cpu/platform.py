@@ -10,6 +10,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from sglang_ext import versions
+
 
 class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """PyTorch operators only: no graphs, no Triton, no compiled extension."""
@@ -31,10 +33,11 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return pool_class() or MHATokenToKVPool
 
-    def get_paged_allocator_cls(self) -> Any:
-        from sglang_ext.cpu.allocator import make_allocator
+    def get_kv_pool_cls(self, *, kind: str) -> Any:
+        return self.get_mha_kv_pool_cls() if kind == "mha" else None
 
-        return make_allocator
+    def get_paged_allocator_cls(self) -> Any:
+        return versions.paged_allocator()
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "eager"

@@ -11,7 +11,7 @@ _STEP = 2**20  # bytes between two samples: a changed run of this length is alwa
 _SAMPLE = 4096
 _ENDS = 65_536
 # Options of SGLang that make other weights, or other positions, of the same files
-_OPTIONS = ("revision", "quantization", "json_model_override_args", "torchao_config", "lora_paths")
+OPTIONS = ("revision", "quantization", "json_model_override_args", "torchao_config", "lora_paths")
 
 
 def model_fingerprint(path: str, details: str = "", *, options: Mapping[str, Any] | None = None) -> str:
@@ -23,7 +23,7 @@ def model_fingerprint(path: str, details: str = "", *, options: Mapping[str, Any
     """
     options = options or {}
     digest = hashlib.blake2b(details.encode(), digest_size=8)
-    for name in _OPTIONS:
+    for name in OPTIONS:
         if (value := options.get(name)) not in (None, "", "{}", [], {}):
             digest.update(f"{name}={value}".encode())
     folder = _folder(path, options.get("revision"))

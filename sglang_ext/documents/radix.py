@@ -16,9 +16,11 @@ from array import array
 from typing import Any, Protocol
 
 import torch
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_ext.documents.pages.types import whole_pages
+from sglang_ext.versions import protected_tokens, row_of
+from sglang_ext.versions.tree import RequestTree
 
 _DOCUMENT_KEY = re.compile(r"[0-9a-f]{32}")
 
@@ -55,15 +57,14 @@ class TreeObserver(Protocol):
         """A node has left the tree."""
 
 
-class DocumentRadixCache(RadixCache):
-    """Drop-in for `RadixCache`; what is not composed takes the original path. ``observer`` has to be set
-    before the first request."""
+class DocumentRadixCache(RequestTree):
+    """Drop-in for SGLang's `RadixCache`; what is not composed takes the original path. ``observer`` has to be
+    set before the first request."""
 
     observer: TreeObserver
     document_tokens = 0  # under document keys, whole or in parts
     documents_evicted = 0
     _evicting = False
-    _inserted: TreeNode | None = None  # where the latest insertion ended
 
     def match_prefix(self, params: Any) -> Any:
         req = params.req
@@ -71,49 +72,45 @@ class DocumentRadixCache(RadixCache):
             return self._empty_match_result
         return super().match_prefix(params)
 
-    def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
-        if not self.observer.is_composed(req) and not _is_private(req) and not _is_offloaded(req):
-            super().cache_unfinished_req(req, chunked=chunked)
-            if not self.disable:
-                self.observer.on_cached(req, req.last_node)
-            return
-        slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : req.extend_range.end]
-        req.prefix_indices = slots.to(dtype=torch.int64, copy=True)
+    def enters(self, req: Any) -> bool:
+        return not self.observer.is_composed(req) and not _is_private(req) and not _is_offloaded(req)
 
-    def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
-        exact = self.observer.exact_tokens(req, kv_len_to_handle)
-        self.observer.before_release(req, kv_len_to_handle)
-        slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, :kv_len_to_handle]
+    def on_cached(self, req: Any, node: TreeNode) -> None:
+        self.observer.on_cached(req, node)
+
+    def leaving(self, req: Any, tokens: int, *, inserts: bool) -> int | None:
+        exact = self.observer.exact_tokens(req, tokens)
+        self.observer.before_release(req, tokens)
+        composed = self.observer.is_composed(req)
+        if not inserts or _is_private(req) or _is_offloaded(req):
+            return None
+        if composed:
+            if not self.observer.in_session(req):
+                return None
+        else:
+            self.observer.on_document(req, self.req_to_token_pool.req_to_token[row_of(req), :tokens])
+        if exact < tokens:
+            # whole pages, for a page is freed by one call; what the tree has already is exact
+            return max(exact // self.page_size * self.page_size, protected_tokens(req))
+        return tokens
+
+    def own_slots(self, req: Any, tokens: int) -> torch.Tensor | None:
+        slots = self.req_to_token_pool.req_to_token[row_of(req), :tokens]
         if _is_offloaded(req):
             # its prompt is in the tree or gone, and what it decoded has no place there
             (held, tail), req.ragserve_resident_blocks = req.ragserve_resident_blocks, None
-            self.token_to_kv_pool_allocator.free(torch.cat((held, slots[tail:].to(held.dtype))))
-            self.observer.on_finished()
-            return
+            return torch.cat((held, slots[tail:].to(held.dtype)))
         if self.observer.is_composed(req) and not self.observer.in_session(req):
-            # One call: with pages the composed slots and the extended ones may share a page, which is freed
-            # once per call.
-            self.token_to_kv_pool_allocator.free(slots)
-            self.observer.on_finished()
-            return
-        is_insert = is_insert and not _is_private(req)
-        if is_insert and not self.disable and not self.observer.is_composed(req):
-            self.observer.on_document(req, slots)
-        kept = kv_len_to_handle
-        if is_insert and not self.disable and exact < kept:
-            # whole pages, for a page is freed by one call; what the tree has already is exact
-            kept = max(exact // self.page_size * self.page_size, req.cache_protected_len)
-        self._inserted = None
-        super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kept)
-        if kept < kv_len_to_handle:
-            self.token_to_kv_pool_allocator.free(slots[kept:])
-        if self._inserted is not None:
-            self.observer.on_cached(req, self._inserted)
+            # in one call: with pages the composed slots and the extended ones may share a page, which is
+            # freed once per call
+            return slots
+        return None
+
+    def on_left(self) -> None:
         self.observer.on_finished()
 
     def insert(self, params: Any) -> Any:
         result = super().insert(params)
-        self._inserted = result.last_device_node
         if is_document_key(params.key.extra_key):
             self.document_tokens += len(params.key.page_aligned(self.page_size)) - result.prefix_len
         return result
@@ -149,7 +146,7 @@ class DocumentRadixCache(RadixCache):
         for node in reversed(free):  # children before their parents
             self.token_to_kv_pool_allocator.free(node.value)
             self._delete_leaf(node)
-            self._record_remove_event(node)
+            self.removed(node)
         return len(free) == len(nodes)
 
     def evict_key(self, extra_key: str) -> None:
@@ -174,7 +171,7 @@ class DocumentRadixCache(RadixCache):
     def leading(self, ids: array[int], extra_key: str) -> list[torch.Tensor]:
         """Slots of the leading ``ids`` cached under this key, int64 in parts; as `peek`, changes nothing."""
         key, node, parts = RadixKey(ids, extra_key=extra_key), self.root_node, []
-        while len(key):
+        while len(key) >= self.page_size:  # less is in no tree, and has no key
             child = node.children.get(key.child_key(self.page_size))
             if child is None:
                 break

@@ -13,6 +13,7 @@ from sglang_ext.kv_offload.host_prefix import HostPrefix
 from sglang_ext.kv_offload.host_prefixes import HostPrefixes
 from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
 from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
+from sglang_ext.versions import prefix_shown, restore_prefix, show_prefix
 
 if TYPE_CHECKING:
     from sglang_ext.documents.radix import DocumentRadixCache
@@ -42,7 +43,7 @@ class HostAdmission:
         if slots is None:
             return AddReqResult.NO_TOKEN, None
         req, n_resident = prefix.req, prefix.n_resident * self._page
-        before = req.prefix_indices, req.cache_protected_len
+        before = prefix_shown(req)
         row, result = None, None
         try:
             row = self._prefixes.admit(prefix, slots[:n_resident])
@@ -50,7 +51,7 @@ class HostAdmission:
             result = add()
         finally:
             if not any(each is req for each in adder.can_run_list):
-                req.prefix_indices, req.cache_protected_len = before
+                restore_prefix(req, before)
                 req.ragserve_resident_blocks = None
                 self._tree.token_to_kv_pool_allocator.free(slots)
                 if row is not None:
@@ -67,7 +68,7 @@ class HostAdmission:
         dummy = torch.arange(self._page, dtype=torch.int64, device=held.device)
         unused = dummy.repeat(row.pages - row.blocks.count)
         rest = prefix.tokens - row.pages * self._page
-        row.req.prefix_indices = torch.cat((unused, held, tail[:rest]))
+        show_prefix(row.req, torch.cat((unused, held, tail[:rest])))
 
     def _take(self, adder: Any, prefix: HostPrefix) -> torch.Tensor | None:
         """Return slots of resident blocks and tail, int64; None if they do not fit, or if SGLang would find

@@ -36,6 +36,7 @@ from sglang_ext.kv_offload.resident.working_set import OffloadBounds, resized
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.stages import stages
 from sglang_ext.tensors.buffers import upload
+from sglang_ext.versions import leave_tree, protect, row_of
 from sglang_ext.wire.protocol import OffloadCounts
 
 if TYPE_CHECKING:
@@ -118,13 +119,13 @@ class OffloadedRows:
             return None
         owner, numbers, host = owned
         try:
-            slots = self.table[req.req_pool_idx, : pages * self.page_size].long()
+            slots = self.table[row_of(req), : pages * self.page_size].long()
             self.statistics.copy(slots[:: self.page_size] // self.page_size, self.first_host + host)
         except BaseException:  # nobody knows the row, so nobody would release it
             self.pages.release(owner)
             raise
         row = OffloadedRow(
-            *(req, owner, req.req_pool_idx, selection, HeldBlocks(blocks), fixed, shared),
+            *(req, owner, row_of(req), selection, HeldBlocks(blocks), fixed, shared),
             *(slots, host, numbers, self.head_bytes, counts, self.bounds.link),
         )
         self._rows[owner] = row
@@ -308,7 +309,7 @@ class OffloadedRows:
         """`release`, but for the host pages."""
         row.collect()
         if row.blocks.slots is not None and not row.moved:
-            row.req.cache_protected_len = row.blocks.protected
+            protect(row.req, row.blocks.protected)
             self._tree.token_to_kv_pool_allocator.free(row.blocks.slots)
         if row.blocks.table is not None and row.blocks.pages is not None:
             row.blocks.table.drop(row.blocks.pages)
@@ -345,9 +346,7 @@ class OffloadedRows:
         own = row.slots[row.blocks.protected :]
         if len(own):
             self._tree.token_to_kv_pool_allocator.free(own)
-        if req.last_node is not None:
-            self._tree.dec_lock_ref(req.last_node)
-        req.last_node = self._tree.root_node
+        leave_tree(self._tree, req)
         self.slots.note(row, held)
         self.joins.append(row.loads.loaded)
         row.moved = True

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from sglang_ext.documents.fingerprint import model_fingerprint
+from sglang_ext.documents.fingerprint import OPTIONS, model_fingerprint
 from sglang_ext.documents.kv_config import kv_config, page_bits
 from sglang_ext.state import current
 from sglang_ext.wire.protocol import DOCUMENT_PAGE
@@ -29,10 +29,11 @@ def create_cache(context: Any) -> Any:
     from sglang_ext.documents.pages.types import KvShape
     from sglang_ext.documents.radix import DocumentRadixCache
     from sglang_ext.documents.tier_store import TierStore
-    from sglang_ext.process.exact_only import NO_DOCUMENTS, ExactTree, keep_exact, why_no_documents
+    from sglang_ext.process.exact_only import NO_DOCUMENTS, ExactTree, why_no_documents
     from sglang_ext.process.runtime import ContextRuntime
+    from sglang_ext.versions import keep_exact, settings_of
 
-    args, runner = context.server_args, context.tp_worker.model_runner
+    args, runner = settings_of(context.server_args), context.tp_worker.model_runner
     pool = runner.token_to_kv_pool
     config = kv_config()
     reason = why_no_documents(context)
@@ -40,8 +41,11 @@ def create_cache(context: Any) -> Any:
     prefix = tokenizer.prefix(str(config.get("prefix", ""))) if reason is None and is_plain(runner) else []
     prefix = prefix[: runner.model_config.context_len // 4]
     about = f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{DOCUMENT_PAGE}"
+    options = {name: getattr(args, name, None) for name in OPTIONS}
     fingerprint = model_fingerprint(
-        args.model_path, f"{about}|prefix {digest_of(prefix)}" if prefix else about, options=vars(args)
+        args.model_path,
+        f"{about}|prefix {digest_of(prefix)}" if prefix else about,
+        options=options,
     )
     if reason is None:
         shape = KvShape(

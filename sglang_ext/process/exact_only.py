@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.documents.pages.types import DTYPE_CODES, KvShape
+from sglang_ext.versions import settings_of
 
 NO_DOCUMENTS = KvShape(1, 1, 1, next(iter(DTYPE_CODES)))  # of tiers that never hold anything
 _FLAGS = (  # server settings, the value that documents need, and the reason
@@ -31,7 +31,7 @@ def why_no_documents(context: Any) -> str | None:
     from sglang_ext.attention.pools.quantized_pool import QuantizedKVPool
     from sglang_ext.attention.pools.streaming_pool import OtherHeadsPool
 
-    args, pool = context.server_args, context.tp_worker.model_runner.token_to_kv_pool
+    args, pool = settings_of(context.server_args), context.tp_worker.model_runner.token_to_kv_pool
     if isinstance(pool, OtherHeadsPool):
         return _sentence("decode_heads_pool=own", "streaming heads' KV is kept in part, and not for others")
     for flag, wanted, why in _FLAGS:
@@ -53,19 +53,6 @@ def why_no_documents(context: Any) -> str | None:
 
 def _sentence(what: str, why: str) -> str:
     return f"composed contexts do not work with {what}: {why}; use strategy 'prefix' or 'full'"
-
-
-def keep_exact(cache: Any, exact_tokens: Callable[[Any, int], int]) -> None:
-    """Let a cache of SGLang's own take no answer that has sparse decode steps. Its prompt is there already.
-
-    ``exact_tokens``: as `TreeObserver.exact_tokens`."""
-    finished = cache.cache_finished_req
-
-    def cache_finished_req(req: Any, is_insert: bool = True, *, kv_len_to_handle: int, **kwargs: Any) -> Any:
-        exact = exact_tokens(req, kv_len_to_handle) == kv_len_to_handle
-        return finished(req, is_insert=is_insert and exact, kv_len_to_handle=kv_len_to_handle, **kwargs)
-
-    cache.cache_finished_req = cache_finished_req
 
 
 class ExactTree:

@@ -2,7 +2,7 @@
 
 No other module depends on how SGLang's main process is put together. This one relies on
 ``launch_server(server_args, run_scheduler_process_func=, run_detokenizer_process_func=)``, which serves the
-module's ``app`` with ``uvicorn.run(app, ...)``, and on ``get_global_state().tokenizer_manager``.
+module's ``app`` by uvicorn (`versions.served_by`), and on ``get_global_state().tokenizer_manager``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
+from sglang_ext import versions
 from sglang_ext.process import processes
 from sglang_ext.sglang_internals.imports import without_collection
 
@@ -39,16 +39,14 @@ class Launcher:
             from sglang.srt.entrypoints import http_server
 
         os.environ[processes.PARENT_VARIABLE] = str(os.getpid())  # read by the children
-        original = http_server.uvicorn
-        http_server.uvicorn = SimpleNamespace(run=self._serve, Config=original.Config, Server=original.Server)
         try:
-            http_server.launch_server(
-                server_args,
-                run_scheduler_process_func=processes.run_scheduler_process,
-                run_detokenizer_process_func=processes.run_detokenizer_process,
-            )
+            with versions.served_by(http_server, self._serve, self.stop):
+                http_server.launch_server(
+                    server_args,
+                    run_scheduler_process_func=processes.run_scheduler_process,
+                    run_detokenizer_process_func=processes.run_detokenizer_process,
+                )
         finally:
-            http_server.uvicorn = original
             _end_children()
 
     def _serve(self, sglang_app: Any, **options: Any) -> None:

@@ -23,6 +23,7 @@ from sglang_ext.kv_offload.host.host_reader import HostReader
 from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.sglang_internals.model import forward_stream
+from sglang_ext.versions import tp_group
 
 _MOST = 1024  # decode steps of more requests than this are compiled when they come
 _RANKED = 2048  # requests times KV heads: with more, a progressive step is split no further
@@ -127,5 +128,5 @@ def lone_tokens(runner: Any, backend: SparseDecodeBackend, offloaded: OffloadedR
 def _layer(runner: Any) -> tuple[tuple[int, int], torch.Tensor, torch.Tensor]:
     """Query heads of this rank and the head's size; K and V of the first layer."""
     pool = runner.token_to_kv_pool
-    heads = runner.model_config.num_attention_heads // Ranks(runner.tp_group).world
+    heads = runner.model_config.num_attention_heads // Ranks(tp_group(runner)).world
     return (heads, pool.head_dim), pool.get_key_buffer(0), pool.get_value_buffer(0)

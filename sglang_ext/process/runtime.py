@@ -27,6 +27,7 @@ from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.sglang_internals import sglang_requests
 from sglang_ext.sglang_internals.model import NotComposable
 from sglang_ext.stages import stages
+from sglang_ext.versions import tp_group
 from sglang_ext.wire.protocol import (
     PLAN_FIELD,
     ContextPlan,
@@ -76,7 +77,7 @@ class ContextRuntime:
         self.profile = analysis.profile
         self.prefix = analysis.prefix
         # without documents the ranks have nothing to agree on, and may not even run in step
-        self.ranks = Ranks.voting(model_runner.tp_group if unsupported is None else None)
+        self.ranks = Ranks.voting(tp_group(model_runner) if unsupported is None else None)
         stages.vote_by(FailureVote(model_runner).alike)
         self.slots = SlotUsage(tree)
         self.documents = DeviceDocuments(model_runner, tree, tiers)

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import distributed
 
+from sglang_ext.versions import tp_group
+
 WAIT_S = 5.0  # the server ends within ten seconds
 log = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ class FailureVote:
         """All ranks must make theirs at the same time."""
         self._runner = model_runner
         self._votes: Any = None
-        group = model_runner.tp_group
+        group = tp_group(model_runner)
         if group is not None and group.world_size > 1:
             self._votes = distributed.new_group(
                 distributed.get_process_group_ranks(group.cpu_group),

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang_ext.sglang_internals.sglang_requests import slots_to_come
+from sglang_ext.versions import prefix_tokens, reserve_tokens
 from sglang_ext.wire.protocol import BACKGROUND_FIELD
 
 NEXT_CHUNK = "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req"
@@ -52,7 +53,7 @@ def admit(adder: Any, req: Any, align: int | None, add: Callable[[], Any]) -> An
     multiples of it, if not None."""
     marked = getattr(adder, "ragserve_marked", None)  # whose chunk the step has already
     if marked is not None:
-        tokens = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        tokens = len(req.full_untruncated_fill_ids) - prefix_tokens(req)
         if adder.ceil_paged_tokens(tokens) > adder.rem_chunk_tokens:
             from sglang.srt.managers.schedule_policy import AddReqResult
 
@@ -71,8 +72,8 @@ def around_next_chunk(original: Callable[..., Any], adder: Any, req: Any) -> Any
         left = original(adder, req)
     if limited and left is not None:
         adder.ragserve_marked = req
-        adder.rem_total_token_offset += slots_to_come(req, adder.page_size)
-        adder.rem_total_token_offset += req.sampling_params.max_new_tokens or 0
+        answer = req.sampling_params.max_new_tokens or 0
+        reserve_tokens(adder, slots_to_come(req, adder.page_size) + answer)
     return left
 
 

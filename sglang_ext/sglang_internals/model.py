@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from sglang_ext.versions import LAYER_ARGUMENTS
+
 
 class NotComposable(ValueError):
     """Documents' KV of this model, or in this pool, cannot be composed."""
@@ -28,15 +30,16 @@ def decoder_layers(model: Any) -> Any:
 
 
 def check_layers(model: Any) -> None:
-    """Raise NotComposable unless all decoder layers take the four arguments that ragserve's passes give."""
-    wanted = ("positions", "hidden_states", "forward_batch", "residual")
+    """Raise NotComposable unless all decoder layers take the arguments that ragserve's passes give."""
     for layer in decoder_layers(model):
         parameters = inspect.signature(layer.forward).parameters.values()
         names = tuple(p.name for p in parameters)
         needed = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-        if names[:4] != wanted or len(needed) > 4:
+        if not any(
+            names[: len(wanted)] == wanted and len(needed) <= len(wanted) for wanted in LAYER_ARGUMENTS
+        ):
             raise NotComposable(
-                f"composed contexts need decoder layers that take ({', '.join(wanted)}), and "
+                f"composed contexts need decoder layers that take ({', '.join(LAYER_ARGUMENTS[-1])}), and "
                 f"{type(layer).__name__} takes ({', '.join(names)}): use strategy 'prefix' or 'full'"
             )
 

@@ -18,7 +18,7 @@ from typing import Any
 from sglang_ext.sglang_internals import grammar_checks
 from sglang_ext.sglang_internals.background_prefill import check_mark
 from sglang_ext.wire.cache_scope import confine
-from sglang_ext.wire.measuring import check_measuring
+from sglang_ext.wire.measuring import check_measuring, may_measure
 from sglang_ext.wire.protocol import longest_text
 from sglang_ext.wire.token_meter import count_answers, count_prompt
 
@@ -125,7 +125,8 @@ def install(manager: Any, *, every_grammar: bool = False) -> None:
         check_request(obj, manager.context_len)
         if request is not None and request.url.path in _NATIVE:
             for params in _each(obj.sampling_params):
-                grammar_checks.check_tags(params, every=every_grammar)
+                # tags that servers in front of a worker have made of tools are theirs to check
+                grammar_checks.check_tags(params, every=every_grammar or may_measure())
         confine(obj)
         return count_answers(generate(obj, request))
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sglang_ext.state import current
+from sglang_ext.versions import settings_of
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ def on_request(req: Any) -> str | None:
     params = req.sampling_params
     if params.sampling_seed is None or params.top_k == 1:  # greedy
         return None
-    args = current.runtime.model_runner.server_args
+    args = settings_of(current.runtime.model_runner.server_args)
     if args.enable_deterministic_inference:
         return None  # SGLang does it
     if args.speculative_algorithm is not None:

@@ -6,6 +6,8 @@ from array import array
 from http import HTTPStatus
 from typing import Any
 
+from sglang_ext.versions import extend_end
+
 _KINDS = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.SERVICE_UNAVAILABLE: "Unavailable",
@@ -28,7 +30,7 @@ def slots_to_come(req: Any, page_size: int) -> int:
     none for None."""
     if req is None:
         return 0
-    tokens = len(req.full_untruncated_fill_ids) - req.extend_range.end
+    tokens = len(req.full_untruncated_fill_ids) - extend_end(req)
     return (-(-tokens // page_size) + 1) * page_size  # its last page may have room for none of them
 
 

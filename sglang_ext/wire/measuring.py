@@ -26,6 +26,11 @@ def measuring(*, allowed: bool = True) -> Iterator[None]:
         _measures.reset(token)
 
 
+def may_measure() -> bool:
+    """Whether the current request is the server's own, or an operator's."""
+    return _measures.get()
+
+
 def check_measuring(params: dict[str, Any], sequences: int) -> None:
     """Check the sampling parameters of a request for ``sequences`` answers. Raises ValueError."""
     custom = params.get("custom_params")

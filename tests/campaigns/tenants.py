@@ -21,6 +21,7 @@ from typing import Any
 
 import httpx
 
+from tests.campaigns.labels import Reader, labelled_reads, labelled_search, labelled_waiting
 from tests.campaigns.operations import SPECS
 from tests.campaigns.progress import Progress
 from tests.campaigns.site import Site
@@ -49,8 +50,10 @@ class Tenants:
     """The server with both namespaces, and what the attacker knows: every id of the other namespace."""
 
     def __init__(self, site: Site, waits: dict[str, list[float]]) -> None:
-        """``waits``: waiting times so far, by case."""
+        """``waits``: waiting times so far, by case. ``reader``: a key that lacks a label, where the server
+        admits keys."""
         self.site, self.waits = site, waits
+        self.reader: Reader | None = None
         for space, texts in ((MINE, COMMON), (THEIRS, COMMON | HIDDEN), (ALSO_MINE, MORE)):
             site.put(space, texts)
         self.mine, self.theirs = site.documents(MINE), site.documents(THEIRS)
@@ -71,9 +74,23 @@ class Tenants:
     def chunks(self, chance: random.Random) -> None:
         self._refused("GET", f"/rag/documents/{self.id_of(chance)}/chunks", params={"namespace": MINE})
 
+    def chunk(self, chance: random.Random) -> None:
+        """Chunks of theirs are neither read nor changed, nor what became of their corrections."""
+        path = f"/rag/documents/{self.id_of(chance)}"
+        self._refused("GET", f"{path}/chunks/0", params={"namespace": MINE})
+        change = {"version": "0123456789abcdef", "disabled": True}
+        self._refused("PATCH", f"{path}/chunks/0", params={"namespace": MINE}, json=change)
+        for method in ("GET", "DELETE"):
+            self._refused(method, f"{path}/lost-corrections", params={"namespace": MINE})
+        assert self.site.documents(THEIRS) == self.theirs
+
     def remove(self, chance: random.Random) -> None:
         self._refused("DELETE", f"/rag/documents/{self.id_of(chance)}", params={"namespace": MINE})
         assert self.site.documents(THEIRS) == self.theirs, "it removed a document of the other namespace"
+
+    def relabel(self, chance: random.Random) -> None:
+        place = f"/rag/documents/{self.id_of(chance)}/labels"
+        self._refused("PUT", place, json={"labels": ["x"]}, params={"namespace": MINE})
 
     def warm(self, chance: random.Random) -> None:
         body = {"namespace": MINE, "documents": [chance.choice([self.id_of(chance), "safe"])]}
@@ -230,7 +247,7 @@ class Tenants:
 
     # what is cached
 
-    def _empty(self) -> None:
+    def empty(self) -> None:
         """Empty the cache, once the warm-ups of what was put are over, which would fill it again, and the
         last answer's prompt is given back: what is in use stays."""
         self.site.warmed()
@@ -241,7 +258,7 @@ class Tenants:
         """Their documents' KV and their prefixes are of no use to the same texts and question here."""
         strategy, options = chance.choice(SPECS[:-1])
         body = self._question(strategy, options)
-        self._empty()
+        self.empty()
         self.site.ask(namespace=THEIRS, **body)
         before = self.site.settled()
         asked = self.site.ask(namespace=MINE, **body)
@@ -256,7 +273,7 @@ class Tenants:
         here, and without its id not in their namespace."""
         strategy, options = chance.choice((("prefix", {}), ("concat", {}), ("concat", {"recompute": "all"})))
         body = self._question(strategy, options)
-        self._empty()
+        self.empty()
         begun = self.site.ask(namespace=THEIRS, session="new", **body).answer["session"]["id"]
         self.site.ask(namespace=THEIRS, session=begun, **body | {"query": "And who lit its lamps?"})
         names = [begun]
@@ -290,7 +307,7 @@ class Tenants:
         cases, waits = ["theirs", "nobody"], dict[str, float]()
         chance.shuffle(cases)
         for case in cases:
-            self._empty()
+            self.empty()
             if case == "theirs":
                 self.site.ask(namespace=THEIRS, **body)
             waits[case] = self._ttft(body)
@@ -314,7 +331,12 @@ class Tenants:
         if len(own) < PAIRS:
             return {}
         saved, (difference, error) = paired(own, nobody)[0], paired(theirs, nobody)
+        hidden = {}
+        if len(cold := self.waits.get("hidden cold", [])) >= PAIRS:
+            gap, noise = paired(self.waits["hidden cached"], cold)
+            hidden = {"sigmas, a hidden document's text cached": round(gap / noise, 2)}
         return {
+            **hidden,
             "pairs": len(own),
             "ttft ms, theirs cached": round(sum(theirs) / len(theirs), 2),
             "ttft ms, nobody's": round(sum(nobody) / len(nobody), 2),
@@ -331,9 +353,14 @@ def paired(a: list[float], b: list[float]) -> tuple[float, float]:
 
 
 PROBES: dict[str, tuple[Callable[[Tenants, random.Random], None], ...]] = {
-    "GET /rag/documents": (Tenants.listing,),
+    "GET /rag/documents": (Tenants.listing, labelled_reads),
     "GET /rag/documents/{doc_id}": (Tenants.document,),
     "GET /rag/documents/{doc_id}/chunks": (Tenants.chunks,),
+    "PUT /rag/documents/{doc_id}/labels": (Tenants.relabel,),
+    "GET /rag/documents/{doc_id}/chunks/{ordinal}": (Tenants.chunk,),
+    "PATCH /rag/documents/{doc_id}/chunks/{ordinal}": (Tenants.chunk,),
+    "GET /rag/documents/{doc_id}/lost-corrections": (Tenants.chunk,),
+    "DELETE /rag/documents/{doc_id}/lost-corrections": (Tenants.chunk,),
     "DELETE /rag/documents/{doc_id}": (Tenants.remove,),
     "GET /rag/jobs": (Tenants.jobs,),
     "GET /rag/namespaces/{name}": (Tenants.namespace,),
@@ -345,10 +372,10 @@ PROBES: dict[str, tuple[Callable[[Tenants, random.Random], None], ...]] = {
     "GET /rag/unanswered": (Tenants.unanswered,),
     "POST /rag/ingest": (Tenants.ingest,),
     "POST /rag/cache/warm": (Tenants.warm,),
-    "POST /rag/retrieve": (Tenants.retrieve, Tenants.several),
+    "POST /rag/retrieve": (Tenants.retrieve, Tenants.several, labelled_search),
     "POST /rag/query": (
-        *(Tenants.query, Tenants.query, Tenants.session),
-        *(Tenants.shared_kv, Tenants.several_kv, Tenants.session_kv, Tenants.removed_kv, Tenants.waiting),
+        *(Tenants.query, Tenants.query, Tenants.session, Tenants.several_kv),
+        *(Tenants.shared_kv, Tenants.session_kv, Tenants.removed_kv, Tenants.waiting, labelled_waiting),
     ),
     "POST /v1/chat/completions": (Tenants.chat,),
 }
@@ -374,9 +401,11 @@ def routes_with_namespace(description: dict[str, Any]) -> Iterator[str]:
 def run(progress: Progress, site: Site | None = None) -> None:
     with contextlib.ExitStack() as stack:
         if site is None:
-            flags = {"force_strategies": "true", "kv_disk_bytes": 2**28}
+            flags = {"force_strategies": "true", "kv_disk_bytes": 2**28, "api_key": "campaign-operator"}
             site = stack.enter_context(Site(folder=progress.folder / "data", **flags))
         tenants = Tenants(site, progress.data.setdefault("waits", {}))
+        if site.running.api_key is not None:
+            tenants.reader = Reader(site, stack, tenants.waits)
         unprobed = set(routes_with_namespace(site.call("GET", "/openapi.json"))) - set(PROBES)
         if unprobed:
             progress.violation(f"routes that take a namespace and have no probe: {sorted(unprobed)}")
@@ -384,13 +413,16 @@ def run(progress: Progress, site: Site | None = None) -> None:
         while progress.goes_on():
             rounds, place = divmod(progress.operations, len(probes))
             chance = progress.random()
-            probe = Tenants.waiting if rounds and chance.random() < 0.5 else probes[place]
+            if rounds and chance.random() < 0.5:
+                probe = chance.choice((Tenants.waiting, labelled_waiting))
+            else:
+                probe = probes[place]
             with progress.operation(probe.__name__):
                 probe(tenants, chance)
         figures = tenants.judged()
         progress.data["figures"] = figures
-        if abs(figures.get("sigmas, theirs against nobody's", 0.0)) > SIGMAS:
-            progress.violation(f"the waiting time tells what the other namespace has cached: {figures}")
+        if any(abs(value) > SIGMAS for name, value in figures.items() if name.startswith("sigmas")):
+            progress.violation(f"the waiting time tells what others have cached: {figures}")
         seen = figures.get("a leak is seen from, of ours")
         if figures.get("pairs", 0) >= MANY_PAIRS and (seen is None or seen > SEEN):
             progress.violation(f"waiting times are too noisy to tell anything: {figures}")

@@ -21,7 +21,7 @@ from ragserve.engine.running_server import RunningServer
 from sglang_ext.attention.pools.streaming_heads import save_pattern
 from tests.conftest import REPO
 from tests.integration.forked_starts import fork_parent, forked_server
-from tests.integration.models import LLAMA3, random_llama
+from tests.integration.models import LLAMA3, random_llama, with_tools
 
 RANKS = 2
 PARALLEL_PAGE, PARALLEL_LOGICAL = 16, 4
@@ -94,8 +94,8 @@ def started(data_dir: Path, *, storage: Path | None = None, **flags: Any) -> Ite
 
 @contextlib.contextmanager
 def quick(folder: Path) -> Iterator[Server]:
-    """The defaults, with a small model of random weights."""
-    with started(folder / "data", model=_random_model(folder)) as server:
+    """The defaults, with a small model of random weights whose chat template has tools."""
+    with started(folder / "data", model=with_tools(_random_model(folder))) as server:
         yield server
 
 

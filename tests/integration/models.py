@@ -4,6 +4,7 @@ scaled rotary positions.
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,30 @@ def random_llama(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL / name, folder)
     return folder
+
+
+_TOOLS = (
+    '{%- if tools -%}{{- \'Call a tool by <tool_call>{"name": ..., "arguments": ...}</tool_call>.\\n\' -}}'
+    "{%- for tool in tools -%}{{- tool | tojson + '\\n' -}}{%- endfor -%}{%- endif -%}"
+)
+_CALLS = (
+    "{%- if m['tool_calls'] -%}{{- '<|answer|> ' + (m['content'] | trim) -}}"
+    "{%- for call in m['tool_calls'] -%}{{- '<tool_call>' + ({'name': call.function.name, "
+    "'arguments': call.function.arguments} | tojson) + '</tool_call>' -}}{%- endfor -%}{{- '<|eos|>' -}}"
+)
+
+
+def with_tools(model: Path) -> Path:
+    """Extend a model's chat template by tools and their calls; without these it writes what it did."""
+    path = model / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    template = config["chat_template"]
+    for place, before in (("{%- if documents -%}", _TOOLS), ("{%- if m['role'] in ['document'", _CALLS)):
+        assert template.count(place) == 1
+        joined = before + ("{%- elif" + place.removeprefix("{%- if") if before is _CALLS else place)
+        template = template.replace(place, joined)
+    path.write_text(json.dumps(config | {"chat_template": template}))
+    return model
 
 
 def small_models(folder: Path) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""The document cache and sessions after a kill, the cache after a clean stop, and the older SGLang that the
-hooks fit: the engine starts again on that one. Runs after all other tests of the small engine."""
+"""The document cache and sessions after a kill, the cache after a clean stop, and the other SGLang that is
+served: the engine starts again on that one. Runs after all other tests of the small engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.integration.processes import assert_gone, family_of
 from tests.integration.small_engine import NEW, Engine
 from tests.integration.talks import STRATEGIES, Talk, ingest
 
-OLDER = Path(sys.prefix) / f"sglang-{SGLANG_VERSIONS[-1]}"
+OTHER = Path(sys.prefix) / f"sglang-{SGLANG_VERSIONS[-1]}"
 """Where `scripts/install` puts it on a machine without a GPU."""
 
 
@@ -50,8 +50,8 @@ def test_documents_survive_a_kill_while_they_are_written_and_streams_end_with_it
         thread.join(240)
     _assert_cut_with_a_reason(ours, theirs, engine.server.log.read_text())
     engine.down()
-    engine.up(OLDER if OLDER.is_dir() else None)
-    if OLDER.is_dir():
+    engine.up(OTHER if OTHER.is_dir() else None)
+    if OTHER.is_dir():
         assert engine.client.get("/info").json()["versions"]["sglang"] == SGLANG_VERSIONS[-1]
     answer = generate(
         engine.client, ids, plan_of(spans, namespace="left"), n_new=NEW

@@ -40,9 +40,8 @@ def test_what_is_gone_and_what_has_other_parameters_is_listed(
 ) -> None:
     monkeypatch.setattr(hooks, "HOOKS", ())
     expected = {f"sglang.pool.{name}": ("size", "device") for name in ("same", "other", "gone")}
-    monkeypatch.setattr(hooks, "RELIED_ON", expected)
     pool = "def same(size, device, more=1): ...\ndef other(size, *, place): ..."
-    found = list(canary.missing_functions(written(tmp_path, sglang__pool=pool)))
+    found = list(canary.missing_functions(written(tmp_path, sglang__pool=pool), expected))
     assert found == [
         "`sglang.pool.other` has parameters ('size', 'place'), expected ('size', 'device')",
         "`sglang.pool.gone` is gone",
@@ -53,5 +52,12 @@ def test_the_installed_version_has_all_that_ragserve_imports() -> None:
     import sglang
 
     sources = canary.Sources(Path(sglang.__path__[0]).parent)
-    assert len(canary.imported()) > 50
-    assert [*canary.missing_names(sources), *canary.missing_functions(sources)] == []
+    module = canary.module_for(sglang.__version__)
+    relied_on = canary.relied_on(module)
+    assert len(canary.imported(module)) > 50
+    assert [*canary.missing_names(sources, module), *canary.missing_functions(sources, relied_on)] == []
+
+
+def test_a_version_without_a_folder_of_its_own_is_compared_with_the_newest() -> None:
+    assert canary.module_for("0.5.17") == "sglang_0_5_17"
+    assert canary.module_for("0.9") == max(path.name for path in canary.VERSIONS.glob("sglang_*"))

@@ -20,6 +20,7 @@ from tests.unit.test_structure import modules
 # built at run time from others' words: an example of each
 BUILT = {
     "ragserve.answering.chat_template": ["(<\\|im_start\\|>|<s>)"],
+    "ragserve.answering.messages": ["(<\\|im_start\\|>|<s>)|[\ue000\ue001]"],
     "ragserve.ingest.parsers.delimited": ['"(?:(?!,)\\s)*+(?=,|$)'],
 }
 Probe = tuple[str, str | list[int], int]

@@ -118,24 +118,26 @@ SERVING = (
 OFFLINE = "ragserve.verification.calibration"  # runs in processes of its own
 ENGINE = {  # package of sglang_ext: those that it may import
     "wire": set(),
+    "versions": set(),
     "diagnostics": {"sglang_internals", "wire"},
-    "ranks": set(),
-    "sglang_internals": {"stages", "state", "wire"},
+    "ranks": {"versions"},
+    "sglang_internals": {"stages", "state", "versions", "wire"},
     "stages": set(),
     "tensors": {"sglang_internals"},
-    "cpu": {"attention"},
-    "analysis": {"ranks", "sglang_internals", "tensors"},
-    "documents": {"cpu", "wire"},
+    "cpu": {"attention", "versions"},
+    "analysis": {"ranks", "sglang_internals", "tensors", "versions", "wire"},
+    "documents": {"cpu", "versions", "wire"},
     "kv_offload": {
-        *("analysis", "documents", "ranks", "sglang_internals", "stages", "state", "tensors", "wire"),
+        *("analysis", "documents", "ranks", "sglang_internals", "stages", "state", "tensors", "versions"),
+        "wire",
     },
     "context": {
         *("analysis", "diagnostics", "documents", "kv_offload", "ranks", "sglang_internals", "stages"),
-        *("tensors", "wire"),
+        *("tensors", "versions", "wire"),
     },
     "attention": {
         *("context", "documents", "kv_offload", "ranks", "sglang_internals", "stages", "state", "tensors"),
-        "wire",
+        *("versions", "wire"),
     },
 }  # process, plugin.py and state.py see them all
 NEVER = {  # package: packages that it must not import, directly
@@ -234,7 +236,7 @@ ROLES = {
 }
 SAME_SUBJECT = {  # files of one name in several rooms, which all are about the same thing
     "auto.py", "cache.py", "context.py", "costs.py",
-    "decode.py", "distribution.py", "evictions.py", "folder.py", "ingest.py",
+    "decode.py", "distribution.py", "evictions.py", "folder.py", "ingest.py", "preview.py",
     "query.py", "retrieval.py", "samkv.py", "streaming_heads.py", "warm.py",
 }  # fmt: skip
 

@@ -103,6 +103,13 @@ class FullText(LexicalTables):
         )
         return dict(rows.fetchall())
 
+    def having(self, connection: Connection, namespace_id: int, word: str) -> Ids:
+        rows = connection.stream(
+            f"SELECT chunk_id FROM {lexical_table(namespace_id)} WHERE words @@ CAST(? AS tsquery)",
+            (_any([word]),),
+        )
+        return np.fromiter((row[0] for row in rows), dtype=np.int64)
+
     def scored(
         self,
         connection: Connection,

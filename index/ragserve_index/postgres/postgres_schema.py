@@ -4,7 +4,7 @@ Text is compared by code point (``COLLATE "C"``), whatever the database's locale
 
 from __future__ import annotations
 
-FORMAT = 3
+FORMAT = 4
 
 _TEXT = 'TEXT COLLATE "C"'
 _ID = "BIGINT GENERATED ALWAYS AS IDENTITY"
@@ -14,6 +14,22 @@ _SETTINGS = f"""
 CREATE TABLE IF NOT EXISTS namespace_settings (
   namespace_id BIGINT PRIMARY KEY REFERENCES namespaces(id) ON DELETE CASCADE, data {_TEXT} NOT NULL
 );
+"""
+_CORRECTIONS = f"""
+CREATE TABLE corrections (
+  id {_ID} PRIMARY KEY, namespace_id BIGINT NOT NULL REFERENCES namespaces(id) ON DELETE CASCADE,
+  doc_id {_TEXT} NOT NULL, ordinal INTEGER NOT NULL, start BIGINT NOT NULL, "end" BIGINT NOT NULL,
+  page INTEGER, original {_TEXT} NOT NULL, original_tokens INTEGER NOT NULL, text {_TEXT} NOT NULL,
+  n_tokens INTEGER NOT NULL, disabled INTEGER NOT NULL, vector BYTEA NOT NULL, sentences BYTEA,
+  lost_at DOUBLE PRECISION
+);
+CREATE INDEX corrections_by_document ON corrections (namespace_id, doc_id);
+"""
+_EDITED = "ALTER TABLE chunks ADD COLUMN edited INTEGER NOT NULL DEFAULT 0;"
+
+_LABELS = f"""
+ALTER TABLE documents ADD COLUMN labels {_TEXT} NOT NULL DEFAULT '[]';
+CREATE INDEX documents_by_labels ON documents (namespace_id, labels);
 """
 
 TABLES = f"""
@@ -55,7 +71,8 @@ CREATE TABLE documents (
 CREATE TABLE chunks (
   chunk_id BIGINT PRIMARY KEY,
   document BIGINT NOT NULL REFERENCES documents(id) ON DELETE CASCADE, ordinal INTEGER NOT NULL,
-  start BIGINT NOT NULL, "end" BIGINT NOT NULL, page INTEGER, n_tokens INTEGER NOT NULL, text {_TEXT} NOT NULL
+  start BIGINT NOT NULL, "end" BIGINT NOT NULL, page INTEGER, n_tokens INTEGER NOT NULL,
+  text {_TEXT} NOT NULL, edited INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX chunks_by_document ON chunks (document);
 
@@ -98,11 +115,11 @@ CREATE TABLE sentences (
 CREATE TABLE lexical_sizes (
   namespace_id BIGINT PRIMARY KEY REFERENCES namespaces(id) ON DELETE CASCADE, n_words BIGINT NOT NULL
 );
-{_WORDS}{_SETTINGS}"""
+{_WORDS}{_SETTINGS}{_CORRECTIONS}{_LABELS}"""
 
 _OUR_STEMMER = """
 DROP TEXT SEARCH CONFIGURATION IF EXISTS ragserve;
 DROP TEXT SEARCH DICTIONARY IF EXISTS ragserve_stem;
 """
-MIGRATIONS = {1: _OUR_STEMMER + _WORDS, 2: _SETTINGS}
+MIGRATIONS = {1: _OUR_STEMMER + _WORDS, 2: _SETTINGS, 3: _CORRECTIONS + _EDITED + _LABELS}
 """The statements that bring a registry from one format to the next, in one transaction."""

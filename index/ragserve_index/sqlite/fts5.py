@@ -89,6 +89,11 @@ class Fts5(LexicalTables):
         )
         return {chunk: sum(_varints(sizes)) for chunk, sizes in rows}
 
+    def having(self, connection: Connection, namespace_id: int, word: str) -> Ids:
+        name = lexical_table(namespace_id)
+        rows = connection.execute(f"SELECT rowid FROM {name} WHERE {name} MATCH ?", (_any([word]),))
+        return np.fromiter((row[0] for row in rows), dtype=np.int64)
+
     def scored(
         self,
         connection: Connection,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 APPLICATION_ID = 0x52475356  # "RGSV": tells our file from any other SQLite database
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 _EVICTIONS = """-- Removed texts whose KV may still be cached; text NULL: a whole namespace. See evictions.py.
 CREATE TABLE evictions (
@@ -28,6 +28,21 @@ _SETTINGS = """-- A namespace's own settings as JSON (own_settings.py); those wi
 CREATE TABLE IF NOT EXISTS namespace_settings (
   namespace_id INTEGER PRIMARY KEY REFERENCES namespaces(id) ON DELETE CASCADE, data TEXT NOT NULL
 );
+"""
+
+_CORRECTIONS = """-- What people changed of chunks (corrections.py), by doc_id: the row of a document changes.
+CREATE TABLE corrections (
+  id INTEGER PRIMARY KEY, namespace_id INTEGER NOT NULL REFERENCES namespaces(id) ON DELETE CASCADE,
+  doc_id TEXT NOT NULL, ordinal INTEGER NOT NULL, start INTEGER NOT NULL, "end" INTEGER NOT NULL,
+  page INTEGER, original TEXT NOT NULL, original_tokens INTEGER NOT NULL, text TEXT NOT NULL,
+  n_tokens INTEGER NOT NULL, disabled INTEGER NOT NULL, vector BLOB NOT NULL, sentences BLOB, lost_at REAL
+);
+CREATE INDEX corrections_by_document ON corrections (namespace_id, doc_id);
+"""
+_EDITED = "ALTER TABLE chunks ADD COLUMN edited INTEGER NOT NULL DEFAULT 0;\n"
+_LABELS = """-- Labels as a JSON array, ascending (viewers.py): the index finds documents of equal ones.
+ALTER TABLE documents ADD COLUMN labels TEXT NOT NULL DEFAULT '[]';
+CREATE INDEX documents_by_labels ON documents (namespace_id, labels);
 """
 
 TABLES = (
@@ -68,7 +83,8 @@ CREATE TABLE documents (
 CREATE TABLE chunks (
   chunk_id INTEGER PRIMARY KEY AUTOINCREMENT,
   document INTEGER NOT NULL REFERENCES documents(id) ON DELETE CASCADE, ordinal INTEGER NOT NULL,
-  start INTEGER NOT NULL, "end" INTEGER NOT NULL, page INTEGER, n_tokens INTEGER NOT NULL, text TEXT NOT NULL
+  start INTEGER NOT NULL, "end" INTEGER NOT NULL, page INTEGER, n_tokens INTEGER NOT NULL, text TEXT NOT NULL,
+  edited INTEGER NOT NULL DEFAULT 0 -- 1: a correction's text stands for that of the file
 );
 CREATE INDEX chunks_by_document ON chunks (document);
 
@@ -100,8 +116,17 @@ CREATE INDEX job_items_by_state ON job_items (job_id, state, chunks, tokens, siz
     + _SENTENCES
     + _WORDS
     + _SETTINGS
+    + _CORRECTIONS
+    + _LABELS
 )
 
-MIGRATIONS = {1: _EVICTIONS, 2: "", 3: _SENTENCES, 4: _WORDS, 5: _SETTINGS}
+MIGRATIONS = {
+    1: _EVICTIONS,
+    2: "",
+    3: _SENTENCES,
+    4: _WORDS,
+    5: _SETTINGS,
+    6: _CORRECTIONS + _EDITED + _LABELS,
+}
 """The statements that bring a registry from one format to the next. The lexical indexes, which format 2 had
 not, are built after them. All steps are one transaction: a migration that is killed leaves the old format."""

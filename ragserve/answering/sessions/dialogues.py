@@ -25,6 +25,7 @@ from ragserve.answering.sessions.turn_compression import TurnCompressor
 from ragserve.engine.base import Engine
 from ragserve.engine.document_cache import CachingEngine
 from ragserve.errors import NotFound, RagserveError, TooManyRequests
+from ragserve_index.viewers import EVERYTHING, Viewer
 from sglang_ext.wire.joint_names import names_of
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Dialogues:
                     dialogue.namespaces_made_at = {name: made_at[name] for name in names if name in made_at}
                 else:
                     self.get(query.owner, dialogue.id)  # it may have ended while this request waited
-                    await self._end_if_lost([dialogue])
+                    await self._end_if_lost([dialogue], query.search.viewer)
                     check_current(dialogue)
                 dialogue.used_at = time.time()
                 yield NextTurn(
@@ -197,13 +198,14 @@ class Dialogues:
         if not own:
             self._of.pop(dialogue.owner, None)
 
-    async def _end_if_lost(self, dialogues: Collection[Dialogue]) -> None:
+    async def _end_if_lost(self, dialogues: Collection[Dialogue], viewer: Viewer = EVERYTHING) -> None:
+        """``viewer``: who goes on with them, and must see their documents still."""
         current = [each for each in dialogues if each.outdated is None]
         if not current:
             return
         made_at = await asyncio.to_thread(self._store.made_at)
         for dialogue in current:
-            lost = await asyncio.to_thread(lost_document, dialogue, self._store, made_at)
+            lost = await asyncio.to_thread(lost_document, dialogue, self._store.seen_by(viewer), made_at)
             if lost is not None:
                 await self._outdate(dialogue, lost)
 

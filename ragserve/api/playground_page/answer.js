@@ -69,7 +69,7 @@ function fill(text, details, answer) {
   const list = element("ul", undefined, details, { className: "sources" });
   for (const citation of answer.citations) {
     const place = placeOf(citation);
-    const page = place && `, ${place}`;
+    const page = `${place && `, ${place}`}${citation.edited ? ", edited" : ""}`;
     element("li", undefined, list).append(sourceButton(answer, citation, `[${citation.index}] ${citation.title}${page}`, ""));
   }
   const names = ["device", "host", "disk", "computed"];

@@ -2,6 +2,7 @@
 
 import { ask, comparison, isExact } from "/playground/answer.js";
 import { ApiError, dropKey, get, hasKey, keepKey, tryKey } from "/playground/api.js";
+import { setUp as setUpChunks } from "/playground/chunks.js";
 import { byId, element } from "/playground/dom.js";
 import { setUp } from "/playground/ingest.js";
 import { setUp as setUpNamespace } from "/playground/namespace.js";
@@ -119,4 +120,5 @@ byId("question").addEventListener("keydown", (event) => {
 });
 setUp(namespace, list);
 setUpNamespace(namespace, list);
+setUpChunks();
 open();

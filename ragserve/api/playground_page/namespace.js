@@ -1,6 +1,7 @@
 // A namespace's documents, settings, and the questions that it did not answer.
 
 import { get, send } from "/playground/api.js";
+import { openChunks } from "/playground/chunks.js";
 import { byId, element } from "/playground/dom.js";
 
 const PAGE = 50;
@@ -25,6 +26,8 @@ export function setUp(namespace, changed) {
     const size = `${one.n_chunks.toLocaleString("en")} passages, ${one.n_tokens.toLocaleString("en")} tokens`;
     element("span", `${one.title || one.source}`, line, { title: one.source });
     element("small", `indexed ${when(one.updated_at)}, ${size}`, line);
+    const passages = element("button", "Passages", line, { type: "button", ariaLabel: `Passages of ${one.title || one.source}` });
+    passages.addEventListener("click", () => openChunks(namespace(), one));
     const remove = element("button", "Delete", line, { type: "button", ariaLabel: `Delete ${one.title || one.source}` });
     remove.addEventListener("click", () => shown(async () => {
       if (remove.dataset.sure !== "yes") { // a second press means it

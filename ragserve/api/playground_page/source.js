@@ -12,7 +12,7 @@ export async function openSource(namespace, citation) {
   const page = place && `${place}, `;
   const source = citation.source === null ? "sent with the question" : `${namespace}, ${citation.source}`;
   byId("source-place").textContent = `${source}: ${page}characters ` +
-    `${citation.start} to ${citation.end}`;
+    `${citation.start} to ${citation.end}${citation.edited ? ", edited" : ""}`;
   text.replaceChildren();
   byId("source").showModal();
   let chunks = [];
@@ -21,6 +21,7 @@ export async function openSource(namespace, citation) {
   } catch (error) {
     element("p", `The document cannot be shown: ${error.message}`, text, { className: "error", role: "alert" });
   }
+  chunks = chunks.filter((chunk) => !chunk.disabled);
   if (!chunks.some((chunk) => chunk.chunk_id === citation.chunk_id)) chunks = [citation]; // replaced meanwhile
   const mark = fill(text, chunks, citation);
   mark.scrollIntoView({ block: "center" });
@@ -45,7 +46,8 @@ function fill(parent, chunks, citation) {
   for (const chunk of chunks) {
     if (chunk.start > until) parent.append("\n");
     // the copy of a table's header at its beginning is no part of the document here
-    const text = Array.from(chunk.text).slice(chunk.header_chars + Math.max(0, until - chunk.start)).join("");
+    const own = Array.from(chunk.text);
+    const text = chunk.edited ? chunk.text : own.slice(chunk.header_chars + Math.max(0, until - chunk.start)).join("");
     if (chunk.chunk_id === citation.chunk_id) marked = element("mark", text, parent, { tabIndex: -1 });
     else parent.append(text);
     until = Math.max(until, chunk.end);

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ragserve.errors import Conflict, explained
+from ragserve.errors import Conflict, ModelUnavailable, explained
 from ragserve.ingest.jobs.job_report import (
     Interrupted,
     JobReport,
@@ -56,10 +56,10 @@ class Lease:
         self._end.set()
         self._thread.join()
 
-    def release(self) -> None:
-        """Give the job back unfinished, so that it can be resumed at once."""
+    def release(self, error: str | None = None) -> None:
+        """Give the job back unfinished, so that it can be resumed at once. ``error``: what it waits for."""
         self.__exit__()
-        self._jobs.release(self._job_id, self._worker)
+        self._jobs.release(self._job_id, self._worker, error)
 
     def _renew(self) -> None:
         ticks = 0
@@ -103,7 +103,8 @@ def run_leased(
     """Claim a job, run ``work`` on it and record its end.
 
     Args:
-        work: Raises ``Interrupted`` when ``should_stop()``. Its other errors are recorded and raised again.
+        work: Raises ``Interrupted`` when ``should_stop()``. Its other errors are recorded and raised again;
+            after ``ModelUnavailable``, the job is given back.
         finish: Called as ``finish(job, state, error)`` to record the end; default: in the job's row. An
             interrupted job is not finished but given back, to be resumed.
         failures: States of the items that the report lists as failures.
@@ -133,6 +134,9 @@ def run_leased(
                 message = f"Another process took over job {job_id}; this one stopped."
                 raise Conflict(message, code="job_lost") from None
             state = "cancelled" if lease.cancelled else "interrupted"
+        except ModelUnavailable as failure:
+            lease.release(f"{failure} The job goes on where it stopped when the model answers.")
+            raise
         except Exception as failure:
             said = explained(failure) if isinstance(failure, OSError) else None
             record(job, "failed", str(said or failure))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ragserve import tracing
-from ragserve.errors import Conflict, NotFound, RagserveError
+from ragserve.errors import Conflict, ModelUnavailable, NotFound, RagserveError
 from ragserve.ingest.jobs.job_report import JobReport
 from ragserve_index import JobStore
 from ragserve_index.types import Job
@@ -19,6 +19,7 @@ from ragserve_index.types import Job
 log = logging.getLogger(__name__)
 _POLL_S = 1.0
 _CLEAN_S = 300.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0  # of a job whose remote embedder does not answer
 _TURN_S = 60.0  # of a job while others wait: enough that what an interruption costs is little beside it
 
 
@@ -51,6 +52,7 @@ class JobRunner:
         self._over = threading.Event()  # the turn in progress
         self._served_at: dict[str, float] = {}  # by namespace, of those that have jobs
         self._turn_s: dict[str, float] = {}  # by job, of those that were interrupted
+        self._pauses: dict[str, tuple[float, float]] = {}  # by job that waits: its length, and its end
 
     def start(self) -> None:
         """Remove uploads that no job needs, then start the thread. Call it once."""
@@ -91,7 +93,10 @@ class JobRunner:
         jobs = self._open_jobs()
         self._served_at = {job.namespace: self._served_at.get(job.namespace, 0.0) for job in jobs}
         self._turn_s = {job.job_id: self._turn_s.get(job.job_id, _TURN_S) for job in jobs}
+        self._pauses = {one.job_id: self._pauses[one.job_id] for one in jobs if one.job_id in self._pauses}
         for job in sorted(jobs, key=lambda job: (self._served_at[job.namespace], job.created_at)):
+            if self._waits(job) and not job.cancel_requested:
+                continue
             if job.error and self._worker.jobs.fail_if_died_twice(job.job_id):
                 log.error("Job %s (%s) failed: its process died twice", job.job_id, self._kind)
                 continue
@@ -101,6 +106,9 @@ class JobRunner:
                     self._turn(job) as over,
                 ):
                     report = self._worker.run(job.job_id, stop=over)
+            except ModelUnavailable as error:
+                self._pause(job, error)
+                return True
             except (Conflict, NotFound):  # another process runs it, or its namespace is gone
                 continue
             except Exception:
@@ -108,11 +116,22 @@ class JobRunner:
                 self._served_at[job.namespace] = time.monotonic()
                 return True
             self._served_at[job.namespace] = time.monotonic()
+            self._pauses.pop(job.job_id, None)
             self._turn_s[job.job_id] *= 2
             summary = (job.job_id, self._kind, report.state, report.progress.chunks, report.seconds)
             log.info("Job %s (%s): %s, %d chunks in %.1f s", *summary)
             return True
         return False
+
+    def _waits(self, job: Job) -> bool:
+        return job.job_id in self._pauses and time.monotonic() < self._pauses[job.job_id][1]
+
+    def _pause(self, job: Job, error: ModelUnavailable) -> None:
+        before, _ = self._pauses.get(job.job_id, (_FIRST_PAUSE_S / 2, 0.0))
+        wait_s = min(2 * before, _LONGEST_PAUSE_S)
+        self._served_at[job.namespace] = now = time.monotonic()
+        self._pauses[job.job_id] = wait_s, now + wait_s
+        log.warning("Job %s (%s) goes on in %.0f s: %s", job.job_id, self._kind, wait_s, error.message)
 
     def _open_jobs(self) -> list[Job]:
         return [
@@ -155,6 +174,7 @@ class JobRunner:
         now = time.time()
         return any(
             other.namespace != job.namespace
+            and not self._waits(other)
             and (other.state == "queued" or (other.lease_until is not None and other.lease_until < now))
             for other in jobs
         )

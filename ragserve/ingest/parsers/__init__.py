@@ -27,8 +27,23 @@ from ragserve_index.text_forms import storable
 __all__ = ["PARSERS", "PARSER_VERSION", "Parsed", "Raw", "parse"]
 
 PARSERS = (
-    *("pdf", "docx", "xlsx", "pptx", "epub", "html", "delimited", "records", "mail", "mbox"),
-    *("markdown", "code", "text", "ocr"),
+    *(
+        "pdf",
+        "docx",
+        "xlsx",
+        "pptx",
+        "odf",
+        "rtf",
+        "doc",
+        "msg",
+        "epub",
+        "html",
+        "delimited",
+        "records",
+        "mail",
+        "mbox",
+    ),
+    *("markdown", "code", "text", "ocr", "prechunked"),
 )
 """Modules of this package."""
 
@@ -47,7 +62,7 @@ def parse(raw: Raw, parser: str | None = None, *, ocr: bool = False) -> Parsed:
             raise
         parsed = _parse(raw, "ocr")
     # pages are tidied before they are joined: shortening gaps here would move their offsets
-    if not parsed.pages:
+    if not parsed.pages and not parsed.cuts:
         text = with_records(parsed.text) if parsed.mime in _WITH_TABLES else parsed.text
         parsed = replace(parsed, text=tidy(text))
     if not parsed.text.strip():

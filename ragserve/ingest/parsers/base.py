@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ragserve.errors import UnsupportedDocument
 
@@ -19,11 +19,11 @@ PARSER_VERSION = 5
 NOT_TEXT = "not_text"
 """Code of the error for files that a directory may hold beside documents: images, programs, archives."""
 
-PageKind = Literal["page", "slide", "sheet", "chapter", "message"]
+PageKind = Literal["page", "slide", "sheet", "chapter", "message", "section"]
 
 _LONG_GAP = re.compile(r"\s{65,}")
 _CONTROLS = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
-_MAX_NAMES, _NAME_CHARS = 200, 100  # of pages: every search reads them with the metadata of its documents
+MAX_NAMES, NAME_CHARS = 200, 100  # of pages: every search reads them with the metadata of its documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,24 @@ class Raw:
     comments: bool = True
 
 
+class GivenCut(NamedTuple):
+    """A chunk of a document that came in chunks: ``text[start:end]``."""
+
+    start: int
+    end: int
+    page: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A file that a message carries. ``name`` identifies it within the message's file; its last part is the
+    file's own name. ``charset`` is the part's."""
+
+    name: str
+    data: bytes = field(repr=False)
+    charset: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Parsed:
     """A document as text.
@@ -50,6 +68,8 @@ class Parsed:
     Chunks are cut within a page, so the page of a citation is exact. In ``metadata``, ``page_kind`` says what
     the pages are, if they are not pages, and ``page_names`` what each is called. ``title`` is empty if there
     is none. ``note`` says what the reader of a job's report should know, such as a guessed charset.
+    ``attachments`` become documents of their own.
+    ``cuts``: the chunks, if the document came in chunks.
     """
 
     text: str
@@ -58,6 +78,8 @@ class Parsed:
     pages: tuple[tuple[int, int], ...] = ()
     metadata: dict[str, str | int | list[str]] = field(default_factory=dict)
     note: str = ""
+    attachments: tuple[Attachment, ...] = ()
+    cuts: tuple[GivenCut, ...] = ()
 
 
 OCR_HINT = "RAGSERVE_OCR=docling reads it, after pip install 'ragserve[docling]'"
@@ -115,8 +137,8 @@ def paged(
     """A document of slides, sheets, chapters or messages; ``names`` are what the pages are called."""
     text, starts = join_pages([tidy(without_controls(page)) for page in pages])
     metadata: dict[str, str | int | list[str]] = {"pages": len(pages), "page_kind": kind}
-    if any(names) and len(names) <= _MAX_NAMES:
-        metadata["page_names"] = [one_line(name)[:_NAME_CHARS] for name in names]
+    if any(names) and len(names) <= MAX_NAMES:
+        metadata["page_names"] = [one_line(name)[:NAME_CHARS] for name in names]
     return Parsed(text, mime, one_line(title), starts, metadata, note)
 
 

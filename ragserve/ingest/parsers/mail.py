@@ -1,6 +1,6 @@
 """E-mail messages: subject, sender, recipients, date and text, also those of messages that they hold.
-Attachments are named, not read. Pages of the web that a browser saved as a message (MHT) are read as
-pages."""
+Attachments are named in the text and become documents of their own. Pages of the web that a browser saved as
+a message (MHT) are read as pages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from email.message import Message
 
 from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers import html
+from ragserve.ingest.parsers.attached import Attachments
 from ragserve.ingest.parsers.base import (
     Parsed,
     Raw,
@@ -46,7 +47,12 @@ def parse(raw: Raw) -> Parsed:
         text, note = message_text(message, hidden=raw.hidden)
     except RecursionError as error:
         raise unreadable("corrupt", "not readable as a message (nested too deeply)") from error
-    return Parsed(text, "message/rfc822", title=header(message, "Subject"), note=note)
+    files = Attachments()
+    collect_files(message, files)
+    title = header(message, "Subject")
+    return Parsed(
+        text, "message/rfc822", title, note=joined_notes(note, files.note), attachments=tuple(files.found)
+    )
 
 
 def message_text(message: Message, *, hidden: bool = False) -> tuple[str, str]:
@@ -55,6 +61,22 @@ def message_text(message: Message, *, hidden: bool = False) -> tuple[str, str]:
     reading = _MessageReader(hidden)
     text = reading.message(message)
     return text, joined_notes(*reading.notes, html.hidden_note(0 if hidden else reading.n_hidden))
+
+
+def collect_files(message: Message, files: Attachments, where: str = "") -> None:
+    """Take the files of a message, and of the messages in it that are read as its text."""
+    for part in message.walk():
+        if part.is_multipart() or (_is_text(part) and part.get_content_disposition() != "attachment"):
+            continue
+        data = part.get_payload(decode=True)
+        files.add(
+            _attached(part) if part.get_filename() else f"attachment.{part.get_content_subtype()}",
+            part.get_content_type(),
+            data if isinstance(data, bytes) else None,
+            inline=bool(part["Content-ID"]) or part.get_content_disposition() == "inline",
+            charset=part.get_content_charset(),
+            where=where,
+        )
 
 
 def header(message: Message, name: str) -> str:

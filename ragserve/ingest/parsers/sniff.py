@@ -60,10 +60,7 @@ _NEVER_TEXT: tuple[tuple[bytes, str], ...] = (
 )
 # media types, by extension, of files that are never text if they hold NUL bytes
 _NEVER_TEXT_TYPES = ("image/", "audio/", "video/", "font/", "application/octet-stream", "application/x-")
-_MAGIC: tuple[tuple[bytes, str], ...] = (
-    (b"{\\rtf", "an RTF document (save it as .docx)"),
-    (b"%!PS", "a PostScript file (convert it to PDF)"),
-)
+_MAGIC: tuple[tuple[bytes, str], ...] = ((b"%!PS", "a PostScript file (convert it to PDF)"),)
 _MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")  # of UTF-16 and UTF-32
 # beginnings of images that OCR reads, and their extensions
 _IMAGES = (
@@ -140,9 +137,11 @@ def detect(raw: Raw, *, ocr: bool = False) -> str:
         return _zip_kind(raw.data)
     if head.startswith(_OLE):
         # an encrypted Office file is an OLE container with this stream
-        if "EncryptedPackage".encode("utf-16-le") in raw.data:
+        if _stream("EncryptedPackage") in raw.data:
             raise unreadable("encrypted", "an Office document with a password (remove the password)")
-        raise UnsupportedDocument("a legacy Office file, .doc, .xls or .ppt (save it in its new format)")
+        return _ole_kind(raw)
+    if head.startswith(b"{\\rtf"):
+        return "rtf"
     for magic, what in _MAGIC:
         if head.startswith(magic):
             raise UnsupportedDocument(f"no parser for {what}")
@@ -175,10 +174,24 @@ def language_of(raw: Raw) -> str | None:
     return next((language for word, language in _SHEBANGS.items() if word in line), None)
 
 
+def _ole_kind(raw: Raw) -> str:
+    """The parser of an OLE container, by the streams that its directory names, else by the extension."""
+    for kind, stream in (("doc", "WordDocument"), ("msg", "__properties_version1.0")):
+        if _stream(stream) in raw.data or raw.ext == f".{kind}":
+            return kind
+    raise UnsupportedDocument("a legacy Office file, .xls or .ppt (save it in its new format)")
+
+
+def _stream(name: str) -> bytes:
+    return name.encode("utf-16-le")
+
+
 def _zip_kind(data: bytes) -> str:
     try:
         package = Package(data)
         kind = "epub" if "META-INF/container.xml" in package else package.kind()
+        if kind is None and "content.xml" in package:
+            kind = "odf"
     except (zipfile.BadZipFile, zlib.error, ValueError, OSError) as error:
         why = f"a broken zip container such as a truncated .docx or .xlsx ({error})"
         raise unreadable("corrupt", why) from error
@@ -188,10 +201,6 @@ def _zip_kind(data: bytes) -> str:
         if package.size > _MAX_UNZIPPED:
             raise UnsupportedDocument(f"the .{kind} unpacks to more than {_MAX_UNZIPPED >> 20} MiB")
         return kind
-    for path, what in (
-        ("xl/workbook.bin", "a binary Excel workbook (save it as .xlsx)"),
-        ("content.xml", "an OpenDocument file (save it as .docx, .xlsx, .pptx or PDF)"),
-    ):
-        if path in package:
-            raise UnsupportedDocument(f"no parser for {what}")
+    if "xl/workbook.bin" in package:
+        raise UnsupportedDocument("no parser for a binary Excel workbook (save it as .xlsx)")
     raise not_text("a zip archive (unpack it)")

@@ -8,13 +8,16 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from ragserve.config import Settings
 from ragserve.errors import Unavailable
+from ragserve.ingest.tokenizer import TokenizerSource
 from ragserve_index.types import NewChunk
 
 MEMORY_BYTES = 3 * 2**30
@@ -33,7 +36,8 @@ _START_S = 60.0  # seconds for imports and the tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ParseRequest:
-    """A file to parse, unless its hash is ``known_hash``. ``salt`` enters the hash (see `content_salt`)."""
+    """A file to parse, unless its hash is ``known_hash``. ``salt`` enters the hash (see `content_salt`).
+    ``attachments``: those of a message are wanted, too."""
 
     path: str
     filename: str
@@ -43,11 +47,21 @@ class ParseRequest:
     url: str | None = None
     charset: str | None = None
     parser: str | None = None
+    attachments: bool = True
+
+
+class AttachedFile(NamedTuple):
+    """An attachment that waits in a file to be parsed. ``name`` is that within the message."""
+
+    path: str
+    name: str
+    charset: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedFile:
-    """A parsed and chunked file. ``size`` is in bytes; ``note`` is for the job's report."""
+    """A parsed and chunked file. ``size`` is in bytes; ``note`` is for the job's report. Who takes
+    ``attachments`` removes their files."""
 
     filename: str
     ext: str
@@ -58,6 +72,7 @@ class ParsedFile:
     metadata: Mapping[str, Any]
     chunks: Sequence[NewChunk] = field(repr=False)
     note: str = ""
+    attachments: Sequence[AttachedFile] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +94,19 @@ class Failed:
     code: str
 
 
+def parsing_options(settings: Settings, tokenizer: TokenizerSource) -> dict[str, Any]:
+    """The arguments of a `ParseProcess` that parses as ``settings`` say."""
+    return {
+        "tokenizer_json": tokenizer.json,
+        "chunk_tokens": settings.chunk_tokens,
+        "max_bytes": settings.max_upload_bytes,
+        "timeout_s": settings.parse_timeout_s,
+        "ocr": settings.ocr == "docling",
+        "hidden": settings.ingest_hidden,
+        "comments": settings.ingest_comments,
+    }
+
+
 class ParseProcess:
     """Starts on the first ``parse``, and again after a failure that ended it.
 
@@ -97,7 +125,8 @@ class ParseProcess:
         hidden: bool = False,
         comments: bool = True,
     ) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._ocr = ocr
         self._config = {
             "tokenizer_json": tokenizer_json,
@@ -129,10 +158,10 @@ class ParseProcess:
             self._start()
         try:
             self._send(asdict(request))
-            reply = self._receive(self._timeout_s)
+            reply = self._receive(self.timeout_s)
         except TimeoutError:
-            self.close()
-            reason = f"took longer than {self._timeout_s:g} s to parse (RAGSERVE_PARSE_TIMEOUT_S)"
+            self._end()
+            reason = f"took longer than {self.timeout_s:g} s to parse (RAGSERVE_PARSE_TIMEOUT_S)"
             return Failed(reason, "timeout")
         except (EOFError, BrokenPipeError):
             return Failed(f"the parser crashed on this file ({self._reap()})", "crash")
@@ -141,6 +170,11 @@ class ParseProcess:
         if "unchanged" in reply:
             return Unchanged(reply["unchanged"], reply["size"])
         reply["chunks"] = [NewChunk(*chunk) for chunk in reply["chunks"]]
+        folder = self._attachments()
+        reply["attachments"] = [
+            AttachedFile(os.path.join(folder, os.path.basename(file)), name, charset)
+            for file, name, charset in reply["attachments"]
+        ]
         return ParsedFile(request.filename, request.ext, **reply)
 
     def interrupt(self) -> None:
@@ -150,7 +184,14 @@ class ParseProcess:
         if process is not None:
             process.kill()  # the thread that reads from it closes the pipes and reaps it
 
-    def close(self) -> str:
+    def close(self) -> None:
+        """End the process, and remove what waits to be parsed."""
+        self._end()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _end(self) -> str:
         """End the process and return how it ended, empty if there was none."""
         if self._process is not None:
             self._process.kill()
@@ -161,6 +202,12 @@ class ParseProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _attachments(self) -> str:
+        """The folder that attachments wait in; it is removed with this object."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="ragserve-attached-")
+        return self._folder.name
 
     def _start(self) -> None:
         self._reap()
@@ -178,11 +225,11 @@ class ParseProcess:
         )
         self._pending = b""
         try:
-            self._send(self._config)
+            self._send(self._config | {"attachments": self._attachments()})
             self._receive(_START_S)
         except (TimeoutError, EOFError, BrokenPipeError) as error:
             raise Unavailable(
-                f"The parsing process did not start ({self.close() or type(error).__name__}).",
+                f"The parsing process did not start ({self._end() or type(error).__name__}).",
                 hint="To see why, run `python -P -m ragserve.ingest.parsing.parse_worker </dev/null`.",
             ) from error
 

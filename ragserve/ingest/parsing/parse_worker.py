@@ -15,11 +15,20 @@ import os
 import resource
 import stat
 import sys
+import tempfile
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ragserve.children import end_with_parent
 from ragserve.errors import RagserveError, TooLarge
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ragserve.ingest.parsers.base import Attachment
+    from ragserve_index.types import NewChunk
+
+_NAMED = 20  # chunks that a note names
 
 
 def main() -> None:
@@ -56,7 +65,9 @@ class _Worker:
 
         count = Counter(TokenizerSource(config["tokenizer_json"], ""))
         self._chunker = Chunker(count, int(config["chunk_tokens"]))
+        self._chunk_tokens = int(config["chunk_tokens"])
         self._max_bytes = int(config["max_bytes"])
+        self._attachments = str(config["attachments"])
         self._memory_mib = limit >> 20
         self._ocr = bool(config["ocr"])
         self._hidden, self._comments = bool(config["hidden"]), bool(config["comments"])
@@ -96,16 +107,22 @@ class _Worker:
         origin = request["filename"], request["ext"], request.get("url"), request.get("charset")
         raw = Raw(data, *origin, hidden=self._hidden, comments=self._comments)
         parsed = parse(raw, request.get("parser"), ocr=self._ocr)
-        every = self._chunker.split(
-            parsed.text, parsed.pages, running=parsed.metadata.get("page_kind", "page") == "page"
-        )
+        note = parsed.note
+        if parsed.cuts:
+            given = self._chunker.given(parsed.text, parsed.cuts)
+            every = [chunk for chunk in given if chunk.n_tokens <= self._chunk_tokens]
+            note = joined_notes(note, self._too_long(given))
+        else:
+            running = parsed.metadata.get("page_kind", "page") == "page"
+            every = self._chunker.split(parsed.text, parsed.pages, running=running)
         chunks = [chunk for chunk in every if has_words(chunk.text)]
         if not chunks:
-            raise unreadable("empty", "no text to index")
-        note = parsed.note
+            raise unreadable("empty", f"no text to index{f' ({note})' if note else ''}")
         if left_out := len(every) - len(chunks):
             note = joined_notes(note, f"{left_out:,} chunks without a letter or digit left out")
+        attached = parsed.attachments if request.get("attachments") else ()
         return {
+            "attachments": [self._stored(each) for each in attached],
             "hash": digest,
             "size": len(data),
             "mime": parsed.mime,
@@ -114,6 +131,21 @@ class _Worker:
             "note": note,
             "chunks": [(c.text, c.start, c.end, c.n_tokens, c.page) for c in chunks],
         }
+
+    def _stored(self, attachment: Attachment) -> tuple[str, str, str | None]:
+        """Write an attachment to a file of its own. Its name there, in the message, and its charset."""
+        handle, path = tempfile.mkstemp(dir=self._attachments)
+        with os.fdopen(handle, "wb") as file:
+            file.write(attachment.data)
+        return os.path.basename(path), attachment.name, attachment.charset
+
+    def _too_long(self, chunks: Sequence[NewChunk]) -> str:
+        """The note about chunks that are over the limit; empty if none is."""
+        places = [place for place, chunk in enumerate(chunks) if chunk.n_tokens > self._chunk_tokens]
+        named = ", ".join(map(str, places[:_NAMED])) + (", ..." if len(places) > _NAMED else "")
+        most = f"{self._chunk_tokens:,} tokens (chunk_tokens)"
+        said = f"{len(places):,} chunks of more than {most} left out: numbers {named}, from 0"
+        return said if places else ""
 
 
 def _read(path: str, max_bytes: int, filename: str | None, *, ocr: bool) -> bytes:

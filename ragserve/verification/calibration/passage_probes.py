@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ragserve.ingest.sentence_plan import sentence_starts
 
 if TYPE_CHECKING:
-    from ragserve.retrieval.embedder import Embedder
+    from ragserve.retrieval.embedder import AnyEmbedder
     from ragserve.verification.given_scores import TitledText
 
 PROBE_KINDS = ("cloze", "words", "reworded")
@@ -43,7 +43,7 @@ class PassageProbe:
 
 
 def make_probes(
-    passages: Sequence[TitledText], embedder: Embedder, count: int, seed: int = 0
+    passages: Sequence[TitledText], embedder: AnyEmbedder, count: int, seed: int = 0
 ) -> list[PassageProbe]:
     """Make up to ``count`` probes, of each kind equally many, one for a passage; deterministic for a seed."""
     draw = random.Random(seed)
@@ -111,7 +111,7 @@ def _reworded(probe: PassageProbe, topic: Sequence[str], other: dict[str, str]) 
 
 
 def _other_words(
-    probes: Sequence[PassageProbe], spread: Counter[str], common: set[str], embedder: Embedder
+    probes: Sequence[PassageProbe], spread: Counter[str], common: set[str], embedder: AnyEmbedder
 ) -> dict[str, str]:
     """For words of the probes another of like meaning, by their embeddings, among those of all passages."""
     wanted = sorted({word for probe in probes for word in probe.question.casefold().split()} & spread.keys())

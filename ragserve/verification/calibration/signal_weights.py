@@ -22,7 +22,7 @@ from sglang_ext.wire.request_options import SamKvExperiment, SamKvOptions
 
 if TYPE_CHECKING:
     from ragserve.answering.sessions.sentence_choice import PromptSentences, SentenceChooser
-    from ragserve.retrieval.embedder import Embedder
+    from ragserve.retrieval.embedder import AnyEmbedder
     from ragserve.verification.given_scores import GivenScores, TitledText
 
 SHARES = (0.05, 0.1, 0.15, 0.25)
@@ -70,7 +70,7 @@ class LearnedWeights:
 def contexts(
     passages: Sequence[TitledText],
     builder: PromptBuilder,
-    embedder: Embedder,
+    embedder: AnyEmbedder,
     given: GivenScores,
     *,
     count: int,

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ragserve.config import Settings
+from ragserve.config import SECRETS, Settings
 from ragserve.engine.running_server import kill_session, spawn
 from ragserve.errors import EngineError
 from ragserve.files import write_json
@@ -66,13 +66,12 @@ def tune(
             began + seconds,
             most,
             at_once,
-            settings.model_dump(mode="json", exclude={"api_key", "engine_api_key", "registry_url"}),
+            settings.model_dump(mode="json", exclude=set(SECRETS)),
             None if questions is None else str(questions.resolve()),
         )
         write_json(folder / "job.json", asdict(job))
         environment = {"PYTHONUNBUFFERED": "1"}
-        if settings.registry_url is not None:  # its password is for no file
-            environment["RAGSERVE_REGISTRY_URL"] = settings.registry_url.get_secret_value()
+        environment |= settings.secrets("registry_url", "embedder_api_key", "rerank_api_key")
         for _ in range(2):  # the second one has the profile that the first one found
             status = _followed([*command, str(folder / "job.json")], environment, folder, job.until, noted)
             if status != RESTART:

@@ -135,9 +135,7 @@ async def _tune(
     margin = settings.verify_margin
     async with AsyncExitStack() as stack:
         store = stack.enter_context(open_store(settings))
-        embedder = await asyncio.to_thread(
-            Embedder, settings.embedder, device=settings.embed_device, batch_size=settings.embed_batch
-        )
+        embedder = await asyncio.to_thread(Embedder.of, settings)
         retriever = Retriever(store, embedder)
         stack.push_async_callback(retriever.close)
         builder = await asyncio.to_thread(PromptBuilder.load, engine.info.tokenizer, settings.system_prompt)

@@ -27,6 +27,7 @@ from sglang_ext.attention.pools.streaming_heads import load_pattern
 from sglang_ext.attention.prefill.hopper_prefill import HopperPrefill
 from sglang_ext.attention.prefill.sparse_prefill import SparsePrefill
 from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.versions import tp_group
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.protocol import DecodeOptions
 
@@ -46,31 +47,15 @@ class SparseDecodeBackend(AttentionBackend):
         host: torch.Tensor | None = None,
     ) -> None:
         """``host``: host pages of requests, as `ProgressiveAttention.host`."""
-        super().__init__()
         self.wrapped = wrapped
-        for name in (
-            "needs_cpu_seq_lens",
-            "supports_ragged_verify_graph",
-            "use_captured_forward_metadata_for_breakable_cuda_graph",
-            # methods that the base class has, so that __getattr__ never sees them
-            "draft_extend_metadata_captured_in_graph",
-            "forward_decode",
-            "forward_extend",
-            "get_cuda_graph_seq_len_fill_value",
-            "get_indexer_metadata",
-            "init_forward_metadata_for_breakable_cuda_graph_capture",
-            "on_after_cuda_graph_warmup",
-            "prepare_forward_metadata_for_breakable_cuda_graph_replay",
-            "support_triton",
-        ):
-            setattr(self, name, getattr(wrapped, name))
+        super().__init__()
         self.config = config
         self._statistics = statistics
         pool = self._pool = runner.token_to_kv_pool
         self.quantized = isinstance(pool, QuantizedKVPool)
         self._table = runner.req_to_token_pool.req_to_token
         self._device = torch.device(runner.device)
-        ranks, page = Ranks(runner.tp_group), runner.page_size
+        ranks, page = Ranks(tp_group(runner)), runner.page_size
         self.rank = ranks.rank
         self._pattern: torch.Tensor | None = None
         if config.heads is not None:
@@ -448,3 +433,15 @@ class SparseDecodeBackend(AttentionBackend):
             # rows that choose by bounds at the end of the step overwrite it
             rows.wanted[layer].copy_(ranking.blocks[..., : self.shape.capacity])
         out += part.out
+
+
+def _of_wrapped(name: str) -> property:
+    return property(
+        lambda backend: getattr(backend.wrapped, name),
+        lambda backend, value: setattr(backend.wrapped, name, value),
+    )
+
+
+for _name in dir(AttentionBackend):  # what the base class has, `__getattr__` never sees
+    if not _name.startswith("_") and _name not in vars(SparseDecodeBackend):
+        setattr(SparseDecodeBackend, _name, _of_wrapped(_name))

@@ -24,6 +24,7 @@ from sglang_ext.kv_offload.host.host_reader import HostReader
 from sglang_ext.kv_offload.host_prefixes import HostPrefixes
 from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
 from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
+from sglang_ext.versions import row_of
 
 
 @dataclass(eq=False, slots=True)
@@ -153,7 +154,7 @@ class OffloadedExtends:
 
     def _progressive(self, each: _Extended, row: OffloadedRow) -> ProgressiveToken:
         # it ranks the pages that are back on the device, too, and they are where they were not before
-        back = each.req.req_pool_idx, row.pages * self._page + 1, each.tokens - 1
+        back = row_of(each.req), row.pages * self._page + 1, each.tokens - 1
         self._statistics.after_extend([back])
         batch, scored = self._pages(each, scored=False), self._pages(each, scored=True)
         places = batch.page_table.clone()
@@ -176,11 +177,11 @@ class OffloadedExtends:
         each.part = StreamedTokens(each.last + 1 - count, count, reader, slots)
 
     def _enter(self, each: _Extended, row: OffloadedRow) -> None:
-        self._prefixes.enter(row, each.req.req_pool_idx, each.state.offload.enter().tail)
+        self._prefixes.enter(row, row_of(each.req), each.state.offload.enter().tail)
 
     def _pages(self, each: _Extended, *, scored: bool) -> PagedBatch:
         """The request alone, with its pages; ``scored``: those where their statistics lie."""
-        request, width = each.req.req_pool_idx, self._offloaded.statistics_of.shape[1]
+        request, width = row_of(each.req), self._offloaded.statistics_of.shape[1]
         pages = self._statistics.pages_of(request, width)
         if scored and each.row is not None:
             pages[: each.row.pages] = self._offloaded.statistics_of[request, : each.row.pages]

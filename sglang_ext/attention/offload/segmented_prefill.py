@@ -25,6 +25,7 @@ from sglang_ext.sglang_internals import sglang_requests
 from sglang_ext.sglang_internals.model import forward_stream
 from sglang_ext.stages import stages
 from sglang_ext.state import current
+from sglang_ext.versions import settings_of
 
 if TYPE_CHECKING:
     from sglang_ext.documents.radix import DocumentRadixCache
@@ -69,7 +70,7 @@ class SegmentedPrefill:
         self._runner = runner
         self._page = offloaded.page_size
         self._device = torch.device(runner.device)
-        size = getattr(runner.server_args, "chunked_prefill_size", None)
+        size = getattr(settings_of(runner.server_args), "chunked_prefill_size", None)
         rows = size if size is not None and size > 0 else _ROWS
         self._inject = rows * offloaded.kv.layers if inject is None else inject
         if self._device.type == "cpu":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ext.versions import settings_of
 from sglang_ext.wire.attention_config import from_environment
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
@@ -43,13 +44,13 @@ def after_cell_size(plain: int, configurator: Any, kvc: Any, num_layers: int) ->
 
     from sglang_ext.attention.pools.quantized_pool import cell_bytes
 
-    model, page = kvc.model_config, kvc.server_args.page_size
+    model, page = kvc.model_config, settings_of(kvc.server_args).page_size
     kv_heads = model.get_num_kv_heads(get_parallel().attn_tp_size)
     if config.heads_pool == "own":
         from sglang_ext.attention.pools.streaming_pool import own_plan
 
         plan = own_plan(page, layers=num_layers, kv_heads=kv_heads)
-        configurator.ragserve_rings = plan, plain, kvc.server_args.max_running_requests
+        configurator.ragserve_rings = plan, plain, settings_of(kvc.server_args).max_running_requests
         return plan.cell_bytes(plain)
     return cell_bytes(
         plain,
@@ -81,7 +82,8 @@ def around_tokens(original: Callable[..., Any], configurator: Any, available: in
 def after_rows(most: int, kvc: Any, token_capacity: int) -> int:
     """Return how many requests may run: each has rings in the streaming heads' pool."""
     config = from_environment()
-    if config is None or config.heads_pool != "own" or kvc.server_args.max_running_requests is not None:
+    args = settings_of(kvc.server_args)
+    if config is None or config.heads_pool != "own" or args.max_running_requests is not None:
         return most
     from sglang.srt.runtime_context import get_parallel
 
@@ -89,5 +91,5 @@ def after_rows(most: int, kvc: Any, token_capacity: int) -> int:
 
     layers, world = kvc.layer_info.num_effective_layers, get_parallel().attn_tp_size
     kv_heads = kvc.model_config.get_num_kv_heads(world)
-    plan = own_plan(kvc.server_args.page_size, layers=layers, kv_heads=kv_heads)
+    plan = own_plan(args.page_size, layers=layers, kv_heads=kv_heads)
     return min(most, plan.rows(token_capacity))

@@ -19,6 +19,7 @@ from ragserve_kernels.sparse_decode import STREAMING, HeadKinds, sparse_decode
 from ragserve_kernels.sparse_prefill import BlockLists, PrefillBatch, all_blocks, sparse_prefill
 from sglang_ext.attention.pools.streaming_pool import StreamingPlan, StreamingRings
 from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.versions import tp_group
 
 
 def window_lists(batch: PrefillBatch, kv_heads: int, sinks: int, local: int) -> BlockLists:
@@ -75,7 +76,7 @@ class StreamingPoolBackend(AttentionBackend):
         self._plan, self._rings, self._pool = plan, rings, runner.token_to_kv_pool
         self._table, self._device = runner.req_to_token_pool.req_to_token, torch.device(runner.device)
         layers, kv_heads = plan.pattern.shape
-        group = runner.model_config.num_attention_heads // Ranks(runner.tp_group).world // kv_heads
+        group = runner.model_config.num_attention_heads // Ranks(tp_group(runner)).world // kv_heads
         # by layer, for other heads and streaming ones: int64, KV heads and query heads
         self._heads: list[tuple[tuple[torch.Tensor, torch.Tensor], ...]] = []
         for layer in range(layers):

@@ -21,6 +21,7 @@ from sglang_ext.context.recompute.job import Passed, RecomputeJob
 from sglang_ext.context.recompute.recompute_pass import recompute
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.sglang_internals.model import NotComposable, unlike_plain_attention
+from sglang_ext.versions import settings_of, tp_group
 
 # Most slots of a context of which nothing is recomputed, on each rank: with several every rank reads a share
 # of the heads. For 5,120 the pass takes two thirds of SGLang's extend (H200, 8B model, one GPU); more was not
@@ -48,7 +49,7 @@ class FusedQuestion:
     def __init__(self, model_runner: Any, graphs: RecomputeGraphs | None) -> None:
         self._runner = model_runner
         self._graphs = graphs
-        self._world = Ranks(model_runner.tp_group).world
+        self._world = Ranks(tp_group(model_runner)).world
         keys = model_runner.token_to_kv_pool.get_key_buffer(0)
         self._slot_bytes = 2 * keys[0].numel() * keys.itemsize  # K and V of one layer
         self.possible = _ends_plainly(model_runner) and is_plain(model_runner)
@@ -127,9 +128,8 @@ def _ends_plainly(model_runner: Any) -> bool:
     that do so have that method.
     """
     model = model_runner.model
-    if any(getattr(model_runner.server_args, name) for name in WITHOUT) or getattr(
-        model, "capture_aux_hidden_states", False
-    ):
+    args = settings_of(model_runner.server_args)
+    if any(getattr(args, name) for name in WITHOUT) or getattr(model, "capture_aux_hidden_states", False):
         return False
     return all(
         hasattr(model, name) for name in ("forward_split_prefill", "logits_processor", "lm_head")

@@ -13,6 +13,7 @@ import torch
 
 from sglang_ext.context.compose.request import ComposedContext, DocumentOnDevice, DocumentOnHost
 from sglang_ext.documents.session_pages import SessionPages
+from sglang_ext.versions import matched_slots
 from sglang_ext.wire.protocol import SessionPart, Span, composed_session_key
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ class Locator:
             return None
         ids = RadixKey(context.ids[: context.new_start], extra_key=key)
         match = self._tree.match_prefix(MatchPrefixParams(key=ids))
-        context.located.held = len(match.device_indices)
+        slots = matched_slots(self._tree, match)
+        context.located.held = len(slots)
         if self._sessions is not None:
             ids = context.ids[: context.new_start]
             context.located.turns = self._sessions.find(key, ids, context.located.held)
@@ -145,7 +147,7 @@ class Locator:
             context.located.held = 0
             return None
         self._tree.inc_lock_ref(match.last_device_node)
-        return DocumentOnDevice(match.device_indices, match.last_device_node)
+        return DocumentOnDevice(slots, match.last_device_node)
 
     def has_turns(self, context: ComposedContext, end: int) -> bool:
         """Take of the turns on the host what lies before token ``end``, and tell whether the plan needs no

@@ -16,6 +16,7 @@ from sglang_ext.analysis.forward import Kv, LayerState, Text, run
 from sglang_ext.context.recompute.question_attention import QuestionRows, by_token
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.tensors.buffers import upload
+from sglang_ext.versions import tp_group
 
 _SCORES = 2**26  # attention scores held at once
 
@@ -50,7 +51,7 @@ def anchor_attention(
                 own.append(mean_attention(state.q, keys, state.scaling)[: len(question.slots)])
 
     run(model_runner, [text(*each) for each in enumerate(questions)], observe)
-    ranks = Ranks(model_runner.tp_group)
+    ranks = Ranks(tp_group(model_runner))
     sizes = [len(question.slots) for question in questions]
     means = ranks.sum(torch.cat([torch.stack(own) for own in found], dim=1)) / (ranks.world * len(layers))
     return [

@@ -18,6 +18,7 @@ from sglang_ext.context.recompute.layers import run_layers
 from sglang_ext.context.recompute.row_attention import Rows
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.tensors.buffers import PADDING_SLOT, upload
+from sglang_ext.versions import settings_of
 
 log = logging.getLogger(__name__)
 # Rows; beyond them an 8B model computes longer than it takes to launch, on slow CPUs, too: with one H100 811
@@ -182,7 +183,7 @@ def capture_graphs(model_runner: Any, ranks: Ranks) -> RecomputeGraphs | None:
         or keys.dtype != model_runner.dtype
     ):
         return None
-    if model_runner.server_args.cuda_graph_config.decode.backend == "disabled":
+    if settings_of(model_runner.server_args).cuda_graph_config.decode.backend == "disabled":
         return None
     for sizes in (SIZES,) if ranks.alone else (SIZES + SHARED, SIZES):
         graphs = None

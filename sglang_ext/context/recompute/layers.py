@@ -20,6 +20,7 @@ from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.sglang_internals.model import forward_batch
 from sglang_ext.stages import cancelled_pass
 from sglang_ext.tensors.buffers import Buffers, Ints, upload
+from sglang_ext.versions import tp_group
 
 _CHOOSING_LAYER = 1
 
@@ -128,7 +129,7 @@ def choose_rows(model_runner: Any, jobs: Sequence[RecomputeJob], most: int) -> N
             _run(model_runner, _DeviationPass(model_runner, Rows.of(part)), ids, positions)
         except _DeviationFound as end:
             found.append(end.deviation)
-    deviation = Ranks(model_runner.tp_group).sum(torch.cat(found))  # every rank must choose the same rows
+    deviation = Ranks(tp_group(model_runner)).sum(torch.cat(found))  # every rank must choose the same rows
     for job, own in zip(choosing, deviation.split([len(job.ids) for job in choosing]), strict=True):
         if job.choose is not None and job.candidates is not None:
             best = own[job.candidates].topk(job.choose).indices

@@ -24,6 +24,7 @@ from sglang_ext.context.recompute.recompute_pass import recompute
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.tensors.buffers import PADDING_SLOT, Ints, upload
 from sglang_ext.tensors.joint import alike
+from sglang_ext.versions import tp_group
 
 _SCORES_AT_ONCE = 2**25  # float32 of all heads and layers that are made probabilities in one go: 128 MB
 
@@ -68,7 +69,7 @@ def attention(
     That is the largest probability of any head of any rank, summed over the upper half of the layers. A token
     that a layer does not keep has none there.
     """
-    ranks = Ranks(model_runner.tp_group)
+    ranks = Ranks(tp_group(model_runner))
     layers = model_runner.token_to_kv_pool.layer_num
     placed = [question for question in questions if question.job is not None]
     beside = [question for question in questions if question.job is None]

@@ -14,6 +14,7 @@ from sglang_ext.context.recompute.graphs import RecomputeGraphs
 from sglang_ext.context.recompute.job import Passed, QueryObserver, RecomputeJob
 from sglang_ext.context.recompute.layers import choose_rows, run_slices
 from sglang_ext.tensors.buffers import PADDING_SLOT, Buffers, Ints, upload
+from sglang_ext.versions import settings_of
 
 NO_ROWS: Ints = np.empty(0, dtype=np.int64)
 _ROWS = 8192  # in one call of the model where prefills come in one piece
@@ -52,7 +53,7 @@ def rows_at_once(server_args: Any) -> int:
     """Most rows in one call of the model: those of SGLang's prefill chunk, for whose activations its memory
     settings leave room.
     """
-    size = getattr(server_args, "chunked_prefill_size", None)
+    size = getattr(settings_of(server_args), "chunked_prefill_size", None)
     return size if size is not None and size > 0 else _ROWS
 
 

@@ -24,6 +24,7 @@ from sglang_ext.kv_offload.documents.host_documents import HostDocuments
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.sglang_internals import sglang_requests
 from sglang_ext.stages import stages
+from sglang_ext.versions import prefix_shown, restore_prefix, show_prefix
 from sglang_ext.wire.protocol import MISSING_PREFIX
 
 if TYPE_CHECKING:
@@ -235,13 +236,13 @@ class Admission:
         self, adder: Any, req: Any, context: ComposedContext, slots: torch.Tensor, add: Callable[[], Any]
     ) -> Any:
         """Admit the request with its slots as a prefix; give everything back if SGLang declines."""
-        before = getattr(req, "last_node", None), getattr(req, "cache_protected_len", 0)
-        req.prefix_indices = slots[: context.slots - context.located.held]
+        before = prefix_shown(req)
+        prefix, node = slots[: context.slots - context.located.held], None
         if context.continues_session and isinstance(context.located.sources[0], DocumentOnDevice):
             # SGLang locks the node for the request, and frees none of its slots at the end
             dialogue = context.located.sources[0]
-            req.prefix_indices = torch.cat((dialogue.slots, req.prefix_indices))
-            req.last_node, req.cache_protected_len = dialogue.node, context.located.held
+            prefix, node = torch.cat((dialogue.slots, prefix)), dialogue.node
+        show_prefix(req, prefix, node, context.located.held)
         # composed tokens are no prefix hits, neither in the sum nor by tier; those of a session are
         req.already_computed = context.slots - context.there
         req._cache_breakdown_computed = True
@@ -253,8 +254,7 @@ class Admission:
             self._release(context, slots)
             raise
         if not adder.can_run_list or adder.can_run_list[-1] is not req:
-            req.prefix_indices = torch.empty((0,), dtype=torch.int64, device=slots.device)
-            req.last_node, req.cache_protected_len = before
+            restore_prefix(req, before)
             self._release(context, slots)
             return result
         self._admitted(adder, req, context, hits)

@@ -41,6 +41,7 @@ from sglang_ext.sglang_internals.model import NotComposable, check_layers, forwa
 from sglang_ext.stages import stages
 from sglang_ext.stages.cancelled_pass import Cancelled, watched
 from sglang_ext.tensors.rope import rotation_of
+from sglang_ext.versions import extend_end, row_of
 from sglang_ext.wire.protocol import PLAN_FIELD, ContextPlan, PlanError, composed_session_key
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ class Composition:
     def _compose(self, batch: Any, new: Sequence[Any]) -> bool:
         """Fill the slots; False if all requests were cancelled before that was done."""
         table = self._tree.req_to_token_pool.req_to_token
-        rows = [table[r.req_pool_idx, : r.extend_range.end].to(torch.int64) for r in new]
+        rows = [table[row_of(r), : extend_end(r)].to(torch.int64) for r in new]
         contexts = [r.ragserve for r in new]
         # no other extended request and no decoding row beside them
         whole = len(new) == len(batch.reqs) and batch.forward_mode.name == "EXTEND"
@@ -286,7 +287,7 @@ class Composition:
             document = getattr(req, "ragserve", None)
             if not isinstance(document, DocumentRequest) or getattr(req, "ragserve_private", False):
                 continue  # an ordinary request, or a document that was removed meanwhile
-            complete = req.extend_range.end >= len(document.ids)
+            complete = extend_end(req) >= len(document.ids)
             if (
                 document.analyse
                 and complete

@@ -18,6 +18,7 @@ from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.analysis.forward import Kv
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
 from sglang_ext.diagnostics.distribution import is_traced
+from sglang_ext.versions import extend_span, row_of
 
 TOGETHER = 4096  # tokens of documents in one pass: bounds its memory
 _PATIENCE = 4  # steps that others may take first
@@ -124,7 +125,7 @@ class DocumentPass:
         return keep
 
     def _slots(self, req: Any, start: int, end: int) -> torch.Tensor:
-        return self._table[req.req_pool_idx, start:end].to(torch.int64)
+        return self._table[row_of(req), start:end].to(torch.int64)
 
     def output(self) -> Any:
         """SGLang's `ModelRunnerOutput`, once, with any token, which nobody reads; None for other batches."""
@@ -183,8 +184,9 @@ def _is_complete(req: Any) -> bool:
 
 def _range(req: Any) -> tuple[int, int]:
     """First token that the batch extends of a document, and the one behind the last; padding excluded."""
-    end = len(req.ragserve.ids)
-    return min(req.extend_range.start, end), min(req.extend_range.end, end)
+    longest = len(req.ragserve.ids)
+    start, end = extend_span(req)
+    return min(start, longest), min(end, longest)
 
 
 def _groups(reqs: Sequence[Any]) -> Iterator[list[Any]]:

@@ -12,6 +12,7 @@ import torch
 from sglang_ext.analysis.forward import LayersComplete, attend
 from sglang_ext.sglang_internals.model import decoder_layers, forward_batch
 from sglang_ext.state import current
+from sglang_ext.versions import run_layer
 
 _QUERIES = 1024  # rows of one attention call on a CPU: bounds its mask
 
@@ -118,8 +119,8 @@ class LayerSegments:
         self._hidden[number] = self._residual[number] = None
         batch = forward_batch(ids, positions)
         with suppress(LayersComplete):
-            self._hidden[number], self._residual[number] = self._layers[layer](
-                positions, hidden, batch, residual
+            self._hidden[number], self._residual[number] = run_layer(
+                self._layers[layer], positions, hidden, batch, residual
             )
 
 

@@ -16,6 +16,7 @@ from sglang_ext.kv_offload.host.copy_stream import CopyStream
 from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
 from sglang_ext.kv_offload.resident.resident_blocks import ResidentTable
 from sglang_ext.kv_offload.resident.shared_blocks import SharedTable
+from sglang_ext.versions import protect, protected_tokens
 
 if TYPE_CHECKING:
     from sglang_ext.documents.radix import DocumentRadixCache
@@ -71,8 +72,8 @@ class ResidentSlots:
         if slots is None:
             return
         # noted before what may lack memory, because `OffloadedRows.release` gives it back
-        held.slots, held.protected = slots, row.req.cache_protected_len
-        row.req.cache_protected_len -= len(slots)
+        held.slots, held.protected = slots, protected_tokens(row.req)
+        protect(row.req, held.protected - len(slots))
         held.pages = self.pages_of(slots)
         held.table = new_table()
 
@@ -95,7 +96,7 @@ class ResidentSlots:
         ``placed``: the request table names them already; else the next step that reads a new selection finds
         them there."""
         end = row.pages * self._page
-        row.req.cache_protected_len = end - len(held)
+        protect(row.req, end - len(held))
         row.req.ragserve_resident_blocks = (held, end)
         row.counts.resident_blocks = row.blocks.count
         row.blocks.placed = placed
@@ -134,13 +135,9 @@ class ResidentSlots:
         self.note(row, held)
 
     def _free(self, resident_blocks: torch.Tensor) -> None:
-        """Free the slots of whole resident blocks. SGLang's `free` looks for their pages, which waits for the
-        device; `free_segment`, which SGLang 0.5.16 lacks, takes pages as they lie."""
-        allocator = self._tree.token_to_kv_pool_allocator
-        if hasattr(allocator, "free_segment"):
-            allocator.free_segment(resident_blocks, start_pos=0)
-        else:
-            allocator.free(resident_blocks)
+        """Free the slots of whole resident blocks. SGLang's `free` would look for their pages, and wait for
+        the device."""
+        self._tree.token_to_kv_pool_allocator.free_segment(resident_blocks, start_pos=0)
 
     def pages_of(self, resident_blocks: torch.Tensor) -> torch.Tensor:
         """Return the pages of resident blocks, int32, of their slots."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.data.formats import mails, papers, text_files, web_pages
+from tests.data.formats import mails, old_words, open_document, outlook, papers, text_files, web_pages
 from tests.data.formats.office_parts import Sample, strict
 from tests.data.formats.office_sheets import formats, hidden_cells, strict_cells
 from tests.data.formats.office_slides import slides
@@ -37,6 +37,11 @@ def samples() -> dict[str, Sample]:
         "strict.xlsx": strict_cells(),
         "slides.pptx": slides("pptx"),
         "show.ppsx": slides("ppsx"),
+        "words.odt": open_document.words(),
+        "cells.ods": open_document.cells(),
+        "slides.odp": open_document.slides(),
+        "message.msg": outlook.message(),
+        **old_words.samples(),
         **web_pages.samples(),
         **mails.samples(),
         **papers.samples(),

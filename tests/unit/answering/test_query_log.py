@@ -25,6 +25,7 @@ from ragserve.answering.query_log import LoggedQuestions, QueryLog
 from ragserve.client import Client
 from ragserve.commands import docs
 from ragserve.errors import EngineError
+from ragserve.retrieval.search_options import SearchOptions
 from ragserve.rotating_log import FILES
 from ragserve_index import IndexStore
 from ragserve_index.types import NewChunk, NewDocument
@@ -47,7 +48,10 @@ def texts(data_dir: Path) -> list[str]:
 
 def answered(log: QueryLog, question: str, began: float, namespace: str = "notes") -> None:
     query: Any = SimpleNamespace(
-        question=question, private=False, request=SimpleNamespace(namespace=namespace)
+        question=question,
+        private=False,
+        request=SimpleNamespace(namespace=namespace),
+        search=SearchOptions(5),
     )
     log.answered(query, None, began, [namespace])
 

@@ -239,8 +239,15 @@ def upstream_app(seen: list[dict[str, Any]]) -> Starlette:
 
 
 @contextmanager
-def serving(data_dir: Path, model: Path, *, serve_metrics: bool = True, **options: Any) -> Iterator[Live]:
-    """The app with a scripted engine, until the block ends."""
+def serving(
+    data_dir: Path,
+    model: Path,
+    *,
+    serve_metrics: bool = True,
+    load: Callable[[Settings], Any] | None = None,
+    **options: Any,
+) -> Iterator[Live]:
+    """The app with a scripted engine, until the block ends. ``load``: what loads another embedder."""
     settings = Settings(data_dir=data_dir, model=str(model), **{"verify_share": 0, **options})
     engine, embedder = ScriptedEngine(model), WordEmbedder()
     seen: list[dict[str, Any]] = []
@@ -249,7 +256,7 @@ def serving(data_dir: Path, model: Path, *, serve_metrics: bool = True, **option
         engine,
         upstream=upstream_app(seen),
         serve_metrics=serve_metrics,
-        embedder=lambda _: embedder,
+        embedder=load or (lambda _: embedder),
     )
     with running(app) as url:
         yield Live(url, app, engine, embedder, settings, seen)

@@ -154,7 +154,8 @@ def test_an_unknown_namespace_is_an_unknown_model(chat: Any, model: str, stream:
         ({"messages": [{"role": "user", "content": " "}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 20_000}]}, "messages"),
         ({"messages": MESSAGES * 66}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content",
@@ -313,7 +314,6 @@ def test_a_model_that_is_no_text_is_refused_with_the_documented_body(
         [{}],
         7,
         {"type": "text", "text": "Who?"},
-        None,
         [{"type": "text", "text": 5}],
     ],
 )

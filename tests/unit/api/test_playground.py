@@ -322,7 +322,7 @@ def test_a_namespace_is_looked_after(page: Page, kept: Live) -> None:
     page.evaluate("document.querySelector('#listing summary').click()")
     page.until("document.querySelectorAll('#documents li').length === 3")
     assert "indexed" in page.evaluate("document.querySelector('#documents li small').textContent")
-    remove = "document.querySelector('#documents li button')"
+    remove = "document.querySelector('#documents li button[aria-label^=Delete]')"
     name = page.evaluate(f"{remove}.ariaLabel").removeprefix("Delete ")
     page.evaluate(f"{remove}.click()")
     page.until(f"{remove}.textContent === 'Delete for good?'")
@@ -381,3 +381,60 @@ def test_axe_core_finds_nothing_serious(page: Page, locked: Live) -> None:
             "(one) => [one.impact, one.id, one.nodes.map((node) => node.html)]))"
         )
         assert [one for one in found if one[0] in ("serious", "critical")] == [], (scheme, width, opened)
+
+
+@pytest.mark.browser
+def test_passages_are_corrected_and_a_file_is_previewed(page: Page, kept: Live, tmp_path: Path) -> None:
+    pictures = Path(os.environ.get("SCREENSHOTS", tmp_path))
+    kept.index("correct", {"skerryvore": POISON + DOCUMENTS["skerryvore"]})
+    page.open(f"{kept.url}/playground")
+    page.until("!main.hidden")
+    page.evaluate(
+        "(() => { const one = document.getElementById('namespace'); one.value = 'correct'; "
+        "one.dispatchEvent(new Event('change')); })()"
+    )
+    page.evaluate("document.querySelector('#listing summary').click()")
+    page.until("document.querySelector('#documents li button')")
+    page.evaluate("document.querySelector('#documents li button[aria-label^=Passages]').click()")
+    line = "document.querySelector('#chunks[open] li')"
+    page.until(line)
+    assert POISON in page.evaluate(f"{line}.querySelector('.text').textContent")
+
+    def press(name: str) -> None:
+        page.evaluate(f"{line}.querySelector('button[aria-label^={name}]').click()")
+
+    press("Edit")
+    page.evaluate(f"{line}.querySelector('textarea').value = 'It was lit in 1844.'")
+    press("Save")
+    page.until(f"{line}.querySelector('small').textContent.includes('edited')")
+    (document,) = kept.services.store.documents("correct")
+    (chunk,) = kept.services.store.document_chunks("correct", document.doc_id)
+    assert (chunk.text, chunk.edited) == ("It was lit in 1844.", True)
+    page.screenshot(pictures / "playground-passages.png")
+    press("Disable")
+    page.until("document.getElementById('chunks-said').textContent.includes('in no search')")
+    assert kept.services.store.document_chunks("correct", document.doc_id) == []
+    press("Enable")
+    page.until("document.getElementById('chunks-said').textContent.includes('searched as shown')")
+    change = httpx.get(f"{kept.url}/rag/documents/{document.doc_id}/chunks/0?namespace=correct").json()
+    httpx.patch(
+        f"{kept.url}/rag/documents/{document.doc_id}/chunks/0?namespace=correct",
+        json={"version": change["version"], "text": "Somebody else was here."},
+    ).raise_for_status()
+    page.complaints.clear()
+    press("Restore")
+    page.until("document.getElementById('chunks-said').textContent.includes('changed meanwhile')")
+    page.evaluate("document.getElementById('chunks-close').click()")
+
+    page.complaints.clear()  # the browser's own line about the answer with status 409
+    file = tmp_path / "notes.md"
+    file.write_text(f"# Notes\n\n{POISON}\n\n" + "The lamp is trimmed every four hours. " * 60)
+    page.choose_files("#preview-file", [file])
+    page.until("document.querySelectorAll('#chunks[open] li').length > 1")
+    assert "tokens, at most 256 each" in page.evaluate("document.getElementById('chunks-said').textContent")
+    assert len(kept.services.store.documents("correct")) == 1
+    page.screenshot(pictures / "playground-preview.png")
+    page.look(width=360, height=800, scheme="dark")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.evaluate("window.poisoned === undefined && !document.querySelector('dialog img')")
+    assert page.complaints == []

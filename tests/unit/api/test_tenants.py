@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +25,11 @@ from ragserve.api.access import NEEDS
 from ragserve.api.app import create_app
 from ragserve.config import Settings
 from ragserve.tenants.key_file import KeyFile
+from ragserve_index import IndexStore
 from sglang_ext.wire.cache_scope import CacheScope, confine
 from sglang_ext.wire.protocol import ContextPlan, SessionPart, Span, prefix_key, session_key
-from tests.unit.api.scripted_server import DOCUMENTS, ScriptedEngine, Tenants, asgi_client, serving
+from tests.unit.api.scripted_server import DOCUMENTS, ScriptedEngine, Tenants, asgi_client, chunk_of, serving
+from tests.unit.api.word_embedder import DIM
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +293,10 @@ async def _caches(folder: Path, model: Path) -> None:
     (one, first), (two, second) = (keys.create(name, [name], ["read"]) for name in ("one", "two"))
     _, operator = keys.create("operator", [], ["admin"])
     app = create_app(Settings(data_dir=folder), ScriptedEngine(model), upstream=_through_sglang())
+    store = IndexStore(folder)
+    for name in ("one", "two"):
+        store.ensure_namespace(name, embedder="words", dim=DIM)
+    app.state.services = SimpleNamespace(store=store)
 
     async def key_of(secret: str, **body: Any) -> Any:
         async with asgi_client(app, secret) as client:
@@ -310,6 +317,12 @@ async def _caches(folder: Path, model: Path) -> None:
     plan = ContextPlan("document", "one").to_json()
     assert await key_of(first, plan=plan) == f"key:{one.key_id}:"
     assert "namespace 'one'" in await key_of(second, plan=plan)
+    document, chunks, vectors = chunk_of("hidden", "A lamp.")
+    store.replace_documents("one", [(replace(document, labels=("board",)), chunks, vectors)])
+    assert await key_of(first, extra_key="namespace:one") == f"key:{one.key_id}:namespace:one"
+    assert "namespace 'one'" in await key_of(first, plan=plan), "its cache would tell of the hidden document"
+    assert await key_of(operator, extra_key="namespace:one") == "namespace:one"
+    store.close()
     remote = Settings(data_dir=folder, engine_url="http://engine.internal")
     app = create_app(remote, ScriptedEngine(model), upstream=_through_sglang())
     assert "runs elsewhere" in (await key_of(first))["error"]["message"]

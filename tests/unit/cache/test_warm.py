@@ -305,10 +305,10 @@ def test_a_job_in_the_background_waits_for_queries_and_can_be_stopped_meanwhile(
     job_id = in_background(store)
     assert warmer.run(job_id, stop=stop).state == "interrupted"
     assert (looks, engine.computed) == (3, []), "looked again and again, and computed nothing"
-    assert warm.warming(warmer.jobs) == {"jobs": 1, "documents": 4, "documents_left": 4}
+    assert warm.warming(warmer.jobs.list()) == {"jobs": 1, "documents": 4, "documents_left": 4}
     busy.clear()
     assert warmer.run(job_id).progress.warmed == 4
-    assert warm.warming(warmer.jobs) == {"jobs": 0, "documents": 0, "documents_left": 0}
+    assert warm.warming(warmer.jobs.list()) == {"jobs": 0, "documents": 0, "documents_left": 0}
     asked = warmer.run(submit_warm(store, "n").job_id)
     assert (asked.progress.unchanged, looks > 3) == (4, True)
 

@@ -67,12 +67,56 @@ def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
         (["--right", "write"], "no right 'write'"),
         (["--right", "read", "--expires", "soon"], "neither a number of days nor a date"),
         (["--right", "admin", "-n", "acme"], "without namespaces"),
+        (["--right", "admin", "--label", "hr"], "without labels"),
+        (["--right", "read", "--label", "a b"], "labels"),
+        (["--right", "read", "--labels-header", "a b"], "labels_header"),
     ],
 )
 def test_what_makes_no_key_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         run(keys, "keys", "create", "x", *arguments, "--data-dir", str(tmp_path))
     assert not (tmp_path / "keys.json").exists()
+
+
+def test_labels_of_keys(tmp_path: Path) -> None:
+    data = ("--data-dir", str(tmp_path))
+    read = ("--right", "read", "-n", "acme", *data)
+    run(keys, "keys", "create", "anna", "--label", "legal", "--label", "hr", *read)
+    run(keys, "keys", "create", "portal", "--labels-header", "X-User-Labels", *read)
+    listed = run(keys, "keys", "list", *data).stdout
+    assert "anna: read; namespaces acme; labels hr, legal" in listed
+    assert "portal: read; namespaces acme; labels *; of them those in the header X-User-Labels" in listed
+    changed = run(keys, "keys", "label", "anna", "--add", "board", "--remove", "hr", *data).stdout
+    assert changed.endswith("labels board, legal\n")
+    assert audited(tmp_path)[-1]["labels"] == ["board", "legal"]
+    with pytest.raises(InvalidRequest, match="what to change"):
+        run(keys, "keys", "label", "anna", *data)
+    for wrong in ("a b", "a,b", ""):
+        with pytest.raises(InvalidRequest, match="labels"):
+            run(keys, "keys", "label", "anna", "--add", wrong, *data)
+
+
+def test_labels_of_documents(tmp_path: Path) -> None:
+    data = ("-n", "acme", "--data-dir", str(tmp_path))
+    with IndexStore(tmp_path) as store:
+        store.ensure_namespace("acme", embedder="words", dim=4)
+        document = NewDocument("a.txt", "A", "1", "text/plain", 4, {})
+        vectors = np.eye(1, 4, dtype=np.float32)
+        (stored,) = store.replace_documents("acme", [(document, [NewChunk("text", 0, 4, 1)], vectors)])
+    said = run(docs, "docs", "label", "a.txt", "--add", "hr", "--add", "board", *data).stdout
+    assert said == f"{stored.doc_id} a.txt: labels board, hr\n"
+    assert "labels board, hr" in run(docs, "docs", "ls", *data).stdout
+    assert run(docs, "docs", "label", stored.doc_id, "--remove", "hr", *data).stdout.endswith(
+        "labels board\n"
+    )
+    assert "every key sees it" in run(docs, "docs", "label", "a.txt", "--only", "", *data).stdout
+    assert [one["documents"] for one in audited(tmp_path)] == [
+        {stored.doc_id: labels} for labels in (["board", "hr"], ["board"], [])
+    ]
+    with pytest.raises(InvalidRequest, match="what to change"):
+        run(docs, "docs", "label", "a.txt", *data)
+    with pytest.raises(InvalidRequest, match="no label"):
+        run(docs, "docs", "label", "a.txt", "--add", "a b", *data)
 
 
 def test_removals_by_command_are_audited(tmp_path: Path) -> None:

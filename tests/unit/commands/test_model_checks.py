@@ -18,10 +18,9 @@ from ragserve.ingest.tokenizer import TokenizerSource
 from tests.conftest import MODEL
 
 BROKEN = {
-    "gguf": "is a GGUF file",
-    "renamed gguf": "is a GGUF file",
     "one file": "is a file",
-    "folder of gguf": "as GGUF only",
+    "part of a gguf": "is one part of a GGUF model",
+    "folder of several gguf": "has 2 GGUF files",
     "no json": "cannot be read",
     "architecture": "does not know FooBarForCausalLM",
     "quantised": "quantised (awq)",
@@ -30,15 +29,16 @@ BROKEN = {
 
 def broken(kind: str, folder: Path) -> Path:
     model = folder / "model"
-    if kind in ("gguf", "renamed gguf", "one file"):
-        path = folder / ("model.gguf" if kind == "gguf" else "weights")
-        path.write_bytes(b"GGUF\x03\0\0\0" if kind == "renamed gguf" else b"anything")
+    if kind in ("part of a gguf", "one file"):
+        path = folder / ("model-00001-of-00002.gguf" if kind == "part of a gguf" else "weights")
+        path.write_bytes(b"GGUF\x03\0\0\0" if kind == "part of a gguf" else b"anything")
         return path
     shutil.copytree(MODEL, model)
     config = json.loads((model / "config.json").read_text())
-    if kind == "folder of gguf":
+    if kind == "folder of several gguf":
         for weights in model.glob("*.safetensors"):
             weights.rename(model / "weights.gguf")
+        (model / "others.gguf").write_bytes(b"GGUF")
     elif kind == "architecture":
         config |= {"architectures": ["FooBarForCausalLM"], "model_type": "foobar"}
     elif kind == "quantised":
@@ -67,7 +67,7 @@ def test_a_model_that_cannot_be_served(kind: str, tmp_path: Path, capsys: pytest
     assert "\n" not in str(refused.value)
     ingest._note_model(settings)
     noted = capsys.readouterr().err
-    if kind != "folder of gguf":  # its passages are cut all the same
+    if "gguf" not in kind:  # refused with the settings
         assert BROKEN[kind] in noted
         assert noted.count("\n") == 1
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.cpu.activate import activate
-from sglang_ext.cpu.allocator import make_allocator
+from sglang_ext.versions.sglang_0_5_17.cpu_allocator import make_allocator
 
 PAGES = 40
 

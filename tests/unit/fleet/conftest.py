@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import pytest
 from pydantic import SecretStr
 
 from ragserve.api.app import create_app
-from ragserve.config import load
+from ragserve.config import Settings, load
 from ragserve.engine.proxy import ReverseProxy
 from ragserve.fleet import worker_link
 from ragserve.fleet.fleet_engine import FleetEngine
@@ -53,7 +53,12 @@ def both_fronts(
 
 
 @contextmanager
-def in_front(made: list[FakeWorker], data_dir: Path, **fields: Any) -> Iterator[httpx.Client]:
+def in_front(
+    made: list[FakeWorker],
+    data_dir: Path,
+    load_embedder: Callable[[Settings], Any] = lambda _: WordEmbedder(),
+    **fields: Any,
+) -> Iterator[httpx.Client]:
     """A client of the product's app in front of these workers."""
     settings = load(
         data_dir=data_dir,
@@ -78,7 +83,7 @@ def in_front(made: list[FakeWorker], data_dir: Path, **fields: Any) -> Iterator[
         upstream=proxy,
         upstream_lifespan=closing,
         serve_metrics=True,
-        embedder=lambda _: WordEmbedder(),
+        embedder=load_embedder,
     )
     with running(app) as url, httpx.Client(base_url=url, timeout=240) as client:
         yield client

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from ragserve.answering.prompt import PromptBuilder
+from ragserve.api.services import load_embedder
 from ragserve.cache.evictions import clean_files
 from ragserve.config import load
+from ragserve.retrieval.embedder import Embedder
 from ragserve_index import EvictionLog, IndexStore
 from sglang_ext.wire.protocol import document_key, session_key
 from tests.conftest import MODEL
@@ -142,3 +145,17 @@ def test_the_kv_of_sessions_that_expire_while_the_server_is_down_is_removed(
         name = client.post("/rag/query", json=body).json()["session"]["id"]
     with in_front(two, tmp_path / "front", session_ttl_s=1e-3):
         eventually(lambda: all(ended(each, name) for each in two), "its KV is removed")
+
+
+def test_models_are_served_and_asked_by_the_server_in_front(
+    two: list[FakeWorker], tmp_path: Path, embedder: Embedder
+) -> None:
+    with in_front(two, tmp_path / "one", lambda _: embedder) as one:
+        body = {"model": "all-MiniLM-L6-v2", "input": "All about eels."}
+        served = one.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]
+        assert served == pytest.approx(embedder.encode([body["input"]])[0].tolist(), abs=1e-5)
+        url = f"{one.base_url}/v1#all-MiniLM-L6-v2".replace("//v1", "/v1")
+        with in_front(two, tmp_path / "other", load_embedder, embedder=f"openai:{url}") as other:
+            ingested_and_cached(other, two, "eels", "owls")
+            found = other.post("/rag/retrieve", json={"query": "owls", "k": 1}).json()
+            assert found["results"][0]["source"] == "owls"

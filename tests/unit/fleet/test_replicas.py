@@ -58,6 +58,9 @@ def test_each_gets_its_part_and_ends_in_order(tmp_path: Path, monkeypatch: pytes
     flags: dict[str, Any] = {"kv_disk_bytes": 100, "kv_host_bytes": 50, "engine_args": {"page_size": 1}}
     flags |= {"sparse_attention": "on", "kv_offload_bytes": 30}
     monkeypatch.setenv("RAGSERVE_REGISTRY_URL", "postgresql://u:secret@db/registry")
+    monkeypatch.setenv("RAGSERVE_EMBEDDER", "openai:http://models/v1#e5")
+    monkeypatch.setenv("RAGSERVE_EMBEDDER_API_KEY", "secret")
+    monkeypatch.setenv("RAGSERVE_RERANK_API_KEY", "secret")
     settings = load(data_dir=tmp_path, replicas=2, api_key="users", dtype="float32", **flags)
     (tmp_path / module.SAMKV_FILE).write_text("profile")
     with replicas(settings) as started:

@@ -61,6 +61,13 @@ def item(
     return document, chunks, vectors_of(source, edition, n=n_chunks, dim=dim)
 
 
+UP_TO_FORMAT_6 = (
+    "DROP INDEX documents_by_labels; ALTER TABLE documents DROP COLUMN labels; DROP TABLE corrections;"
+    "ALTER TABLE chunks DROP COLUMN edited"
+)
+"""Takes from a registry what formats up to 6 (of Postgres: 3) had not."""
+
+
 def open_store(data_dir: Path, **options: Any) -> IndexStore:
     """An IndexStore on the registry of the test."""
     return IndexStore(data_dir, registry_url=os.environ.get(REGISTRY), **options)

@@ -2,16 +2,32 @@
 before it goes on.
 
 Usage: killed_writer.py DATA_DIR INDEX_TYPE MODE START. Modes: ``replace`` writes rounds of the same
-documents; ``save`` also saves after each; ``remove`` removes and writes anew."""
+documents; ``save`` also saves after each; ``remove`` removes and writes anew; ``correct`` edits and disables
+chunks."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+from ragserve_index import IndexStore
+from ragserve_index.chunk_changes import NewText
 from tests.unit.index.index_samples import item, open_store, texts, vectors_of
 
 DOCUMENTS, CHUNKS = 8, 25
+
+
+def correct(store: IndexStore) -> None:
+    """Edit, disable and enable chunks of one document without end."""
+    (document,) = store.replace_documents("n", [item("d0", CHUNKS)])
+    for turn in range(1_000_000):
+        ordinal = turn % CHUNKS
+        seen = store.chunk_changes.state("n", document.doc_id, ordinal)
+        new = NewText(f"edit {turn}", 2, vectors_of("edit", turn)[0])
+        store.chunk_changes.change(
+            "n", document.doc_id, ordinal, seen.version, text=new, disabled=turn % 3 == 0
+        )
+        print(turn, flush=True)
 
 
 def main() -> None:
@@ -19,6 +35,8 @@ def main() -> None:
     store = open_store(data_dir)
     store.ensure_namespace("n", embedder="e", dim=16, index_type=index_type)
     print("ready", flush=True)
+    if mode == "correct":
+        correct(store)
     for edition in range(start, start + 1_000_000):
         store.replace_documents("n", [item(f"d{i}", CHUNKS, edition=edition) for i in range(DOCUMENTS)])
         print(edition, flush=True)

@@ -10,6 +10,7 @@ import pytest
 
 from ragserve_index import EvictionLog, IndexStore
 from tests.unit.index.index_samples import (
+    UP_TO_FORMAT_6,
     assert_clean,
     item,
     make,
@@ -99,6 +100,7 @@ def test_a_registry_of_the_first_format_is_brought_up(tmp_path: Path) -> None:
         connection.execute("DROP TABLE evictions")
         connection.execute("DROP TABLE sentences")
         connection.execute("DROP TABLE lexical_words")
+        connection.executescript(UP_TO_FORMAT_6)
         connection.execute("PRAGMA user_version = 1")
     connection.close()
     with open_store(tmp_path) as store:

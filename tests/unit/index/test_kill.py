@@ -117,3 +117,18 @@ def test_killed_line_by_line(tmp_path: Path, index_type: str) -> None:
         killed += 1
     assert killed > (50 if EXHAUSTIVE else 6)
     assert seen == {1, 2}
+
+
+@pytest.mark.parametrize("registry", ["sqlite", "postgres"], indirect=True)
+def test_a_change_of_a_chunk_is_whole_or_not_there(tmp_path: Path, registry: str) -> None:
+    chance = random.Random(5)
+    data_dir = tmp_path / registry
+    last = run_and_kill(data_dir, "flat", "correct", 0, chance.uniform(0.2, 0.6))
+    with open_store(data_dir) as store:
+        assert_clean(store)
+        (document,) = store.documents("n")
+        states = store.chunk_changes.states("n", document.doc_id)
+        assert [state.chunk.ordinal for state in states] == list(range(25))
+        for turn in range(max(0, last - 20), last):
+            state = states[turn % 25]
+            assert (state.chunk.text, state.disabled) == (f"edit {turn}", turn % 3 == 0)

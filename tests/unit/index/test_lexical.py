@@ -25,6 +25,7 @@ from ragserve_index.structures.ivf import Ivf
 from tests.unit.index.index_samples import (
     DIM,
     TYPES,
+    UP_TO_FORMAT_6,
     assert_clean,
     fill,
     item,
@@ -281,6 +282,7 @@ def old_format(data_dir: Path) -> Path:
         connection.execute("DROP TABLE sentences")
         connection.execute("DROP TABLE lexical_words")
         connection.execute("DROP TABLE namespace_settings")
+        connection.executescript(UP_TO_FORMAT_6)
         connection.execute("PRAGMA user_version = 2")
     connection.close()
     return path

@@ -9,7 +9,7 @@ import pytest
 
 from ragserve.errors import NotFound
 from ragserve_index import IndexStore
-from tests.unit.index.index_samples import make, open_store
+from tests.unit.index.index_samples import UP_TO_FORMAT_6, make, open_store
 
 OWN = {"k": 3, "system": "Répondez."}
 
@@ -33,6 +33,7 @@ def test_a_registry_of_the_format_before_has_room_for_them(tmp_path: Path) -> No
         pass
     with sqlite3.connect(tmp_path / "ragserve.sqlite3") as connection:
         connection.execute("DROP TABLE namespace_settings")
+        connection.executescript(UP_TO_FORMAT_6)
         connection.execute("PRAGMA user_version = 5")
     connection.close()
     with open_store(tmp_path) as store:

@@ -147,9 +147,10 @@ def dying(self, begin):
 postgres_database.PostgresDatabase._begun = dying
 with store.database.write() as connection:
     from ragserve_index import registry, batch
+    from ragserve_index.viewers import EVERYTHING
     ns = registry.namespace(connection, "n")
     prepared = batch.prepare("n", ns.dim, [item("b", 3), item("a", 1, edition=1)])
-    registry.write_documents(connection, ns, prepared)
+    registry.write_documents(connection, ns, prepared, EVERYTHING)
 """
 
 

@@ -12,7 +12,7 @@ from ragserve_index.batch import document_id
 from ragserve_index.database import Connection
 from ragserve_index.lexical_index import folder_of
 from ragserve_index.postgres.full_text import FullText
-from tests.unit.index.index_samples import DIM, assert_clean, fill, item, texts, vectors_of
+from tests.unit.index.index_samples import DIM, UP_TO_FORMAT_6, assert_clean, fill, item, texts, vectors_of
 
 CORPUS = {
     "cafe": "Ein naïves Café in Ångström, tea and coffee",
@@ -169,6 +169,7 @@ def test_a_registry_of_format_1_gets_its_words_cut_anew(tmp_path: Path, url: str
                 "CREATE TEXT SEARCH DICTIONARY ragserve_stem (TEMPLATE = snowball, LANGUAGE = porter)",
                 'CREATE TEXT SEARCH CONFIGURATION ragserve (PARSER = "default")',
                 "UPDATE lexical_1 SET words = to_tsvector('ragserve', 'other words')",
+                *UP_TO_FORMAT_6.split(";"),
                 "UPDATE ragserve_registry SET format = 1",
             ):
                 connection.execute(statement)

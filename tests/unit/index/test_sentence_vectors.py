@@ -12,7 +12,7 @@ import pytest
 from ragserve.errors import InvalidRequest
 from ragserve_index import IndexStore
 from ragserve_index.sentence_vectors import SentenceVectors
-from tests.unit.index.index_samples import DIM, Item, item, make, vectors_of
+from tests.unit.index.index_samples import DIM, UP_TO_FORMAT_6, Item, item, make, vectors_of
 
 
 def with_sentences(source: str, n_chunks: int, n_sentences: int) -> Item:
@@ -93,6 +93,7 @@ def test_a_registry_of_the_third_format_has_no_sentences_and_takes_new_ones(tmp_
         connection.execute("DROP TABLE sentences")
         connection.execute("DROP TABLE lexical_words")
         connection.execute("DROP TABLE namespace_settings")
+        connection.executescript(UP_TO_FORMAT_6)
         connection.execute("PRAGMA user_version = 3")
     connection.close()
     with IndexStore(tmp_path) as store:

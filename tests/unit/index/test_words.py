@@ -15,6 +15,7 @@ from ragserve_index import Eq, IndexStore, database, lexical_index, lexical_inde
 from ragserve_index.lexical_index import folder_of
 from ragserve_index.word_cutting import SIGNS, VERSION, words
 from tests.unit.index.index_samples import (
+    UP_TO_FORMAT_6,
     assert_clean,
     make,
     on_both_registries,
@@ -102,6 +103,20 @@ SAME = [
     ("R&D", "r&d"),
     ("foo_bar", "bar"),
     ("O’Neill", "o'neill"),
+    ("iPhone15的电池续航很长", "电池"),
+    ("iPhone 15 的电池续航很长", "iPhone15 电池"),
+    ("第３章 ＡＢ－４４１０号机", "AB-4410"),
+    ("价格为10,000元", "10000"),
+    ("C++语言和C#语言", "C++"),
+    ("登山者", "山"),
+    ("𠮷野家で食べる", "𠮷野家"),
+    ("ﾃﾞｰﾀﾍﾞｰｽを消す", "データベース"),
+    ("灯台の高さは48メートルです", "灯台"),
+    ("ประภาคารสร้างเมื่อปี ๒๔๘๗", "ประภาคาร 2487"),
+    ("รถไฟฟ้าสายสีน้ำเงิน", "รถ"),
+    ("ພາສາລາວເປັນພາສາທາງການ", "ພາສາລາວ"),
+    ("ភាសាខ្មែរជាភាសាផ្លូវការ", "ភាសាខ្មែរ"),
+    ("မြန်မာဘာသာစကား", "ဘာသာ"),
 ]
 NAMES = ["C++", "C#", "C", ".NET", "net", "#682", "682", "GB/s", "GB s", "F#", "R&D", "AB-4410", "node.js"]
 
@@ -252,6 +267,7 @@ def test_a_registry_of_format_4_gets_its_words_cut_anew(tmp_path: Path) -> None:
             "DROP TABLE lexical_1",
             "CREATE VIRTUAL TABLE lexical_1 USING fts5(title, text, content='', tokenize='porter unicode61')",
             "INSERT INTO lexical_1 (rowid, title, text) SELECT chunk_id, '', text FROM chunks",
+            *UP_TO_FORMAT_6.split(";"),
             "PRAGMA user_version = 4",
         ):
             connection.execute(statement)

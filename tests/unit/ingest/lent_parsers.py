@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any
 from unittest import mock
 
-from ragserve.ingest import ingestor
+from ragserve.ingest import ingestor, preview
 from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
 
 _KEPT = 4  # processes that wait for a job
@@ -41,6 +41,7 @@ class LentParser:
 
     def __init__(self, left: list[Process], **options: Any) -> None:
         self._left = left
+        self.timeout_s: float = options["timeout_s"]
         self._options: Options = tuple(sorted(options.items()))
         self._process: Process | None = None
         self._lock = Lock()
@@ -97,7 +98,7 @@ def lent_parsers() -> Iterator[None]:
     def lent(**options: Any) -> LentParser:
         return LentParser(left, **options)
 
-    with mock.patch.object(ingestor, "ParseProcess", lent):
+    with mock.patch.object(ingestor, "ParseProcess", lent), mock.patch.object(preview, "ParseProcess", lent):
         yield
     for process in left:
         process.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import regex
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -138,3 +139,20 @@ def test_counts_are_those_of_the_serving_models_tokenizer(tokenizer: TokenizerSo
 
     text = "The capital of Iceland is Reykjavik, a city of 216,000.\n"
     assert count(text) == len(Tokenizer.from_str(tokenizer.json).encode(text, add_special_tokens=False).ids)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.text(alphabet="ก\u0e34\u0e48\u0e33👩\u200d🇳🇱\ufe0fé\u0301漢。", max_size=400))
+def test_no_grapheme_is_cut(chunkers: dict[int, Chunker], text: str) -> None:
+    whole = {found.start() for found in regex.finditer(r"\X", text)}
+    long = {found.start() for found in regex.finditer(r"\X", text) if len(found.group()) > 8}
+    starts = {chunk.start for chunk in chunkers[64].split(text)}
+    assert starts <= whole or long
+
+
+def test_texts_without_spaces_are_cut_at_sentences_and_clauses(chunkers: dict[int, Chunker]) -> None:
+    sentence = "灯塔由艾伦建造，它在苏格兰的礁石上。"
+    chunks = chunkers[64].split(sentence * 20)
+    assert len(chunks) > 5
+    assert all(chunk.text.endswith(("。", "，")) for chunk in chunks)
+    assert sum(chunk.text.endswith("。") for chunk in chunks) > len(chunks) / 2

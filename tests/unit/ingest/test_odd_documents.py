@@ -23,7 +23,7 @@ from ragserve.ingest.chunk_embedding import Vectors
 from ragserve.ingest.ingestor import Ingestor, PathOptions, SubmittedText
 from ragserve.ingest.jobs.job_report import JobReport
 from ragserve.ingest.parsing.parse_process import Failed, ParsedFile, ParseProcess, ParseRequest, Unchanged
-from ragserve.ingest.pipeline import PlannedFile
+from ragserve.ingest.planned import PlannedFile
 from ragserve.ingest.ray_stages import EmbeddedFile, EmbedStage, rows
 from ragserve.ingest.tokenizer import TokenizerSource
 from ragserve_index import IndexStore
@@ -117,8 +117,8 @@ def test_a_batch_that_fails_on_a_cluster_is_tried_document_by_document(
     for name, text in (("a.txt", "Good."), ("b.txt", "mine"), ("c.txt", "Good.")):
         (tmp_path / name).write_text(text)
         result = parse(tmp_path / name)
-        results.append((PlannedFile(name, Failed("", "")), result))
-    done = [pickle.loads(row) for row in EmbedStage({}, 0)(rows(results))["file"]]
+        results.append([(PlannedFile(name, Failed("", "")), result)])
+    done = [pickle.loads(row)[0] for row in EmbedStage({}, 0)(rows(results))["file"]]
     assert [file.source for file, _ in done] == ["a.txt", "b.txt", "c.txt"]
     assert [type(result) for _, result in done] == [EmbeddedFile, Failed, EmbeddedFile]
 

@@ -23,6 +23,7 @@ from ragserve.ingest.jobs.job_report import JobReport
 from ragserve.ingest.reembed import reembed, submit_reembed
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore, JobStore
+from ragserve_index.chunk_changes import NewText
 from ragserve_index.evictions import EvictionLog
 from ragserve_index.types import Document, NewChunk, NewDocument
 from tests.unit.index.index_samples import assert_clean, vectors_of
@@ -196,3 +197,18 @@ def test_the_command_reports(data: Path, store: IndexStore, monkeypatch: pytest.
     ran = CliRunner().invoke(app, ["docs", "reembed", "n", *here])
     assert "namespace n: done" in ran.output
     assert all(is_new(store, document) for document in store.documents("n"))
+
+
+def test_corrections_stay_and_are_embedded_again(store: IndexStore) -> None:
+    (document,) = (each for each in store.documents("n") if each.source == "a")
+    seen = [state.version for state in store.chunk_changes.states("n", document.doc_id)]
+    edit = NewText("An edited text. " * 5, 20, vectors_of("before")[0])
+    store.chunk_changes.change("n", document.doc_id, 0, seen[0], text=edit)
+    store.chunk_changes.change("n", document.doc_id, 1, seen[1], disabled=True)
+    assert run(store, NewEdition()).progress.indexed == 4
+    (chunk,) = store.document_chunks("n", document.doc_id)
+    assert (chunk.text, chunk.edited) == (edit.text, True)
+    assert is_new(store, store.document("n", document.doc_id))
+    assert store.chunk_changes.states("n", document.doc_id)[1].disabled
+    assert store.chunk_changes.lost("n", [document.doc_id]) == {}
+    assert_clean(store)

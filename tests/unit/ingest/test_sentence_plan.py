@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,3 +73,20 @@ def test_the_budget_is_bytes_a_token() -> None:
     assert stored is not None
     assert len(stored.encode()) <= 60 * 16
     assert len(plan.texts) == 2
+
+
+def test_sentences_of_scripts_without_spaces() -> None:
+    chinese = (
+        "灯塔由艾伦史蒂文森建造完成于一八四四年，它在苏格兰西岸的一块礁石上，高四十八米，至今仍在使用中。"
+    )
+    assert pieces(chinese * 3, 99) == [chinese] * 3
+    long = ("很长的一句话，" * 80) + "完。"
+    assert all(piece.endswith("，") for piece in pieces(long, 99)[:-1])
+    thai = "ประภาคารแห่งนี้สร้างขึ้นโดยอลันสตีเวนสันในสกอตแลนด์ "
+    assert pieces(thai * 3, 99)[0] == thai
+
+
+@given(st.text(alphabet="ก\u0e34\u0e48👩\u200d🇳🇱\ufe0fé\u0301", max_size=900))
+def test_no_grapheme_is_cut(text: str) -> None:
+    whole = {0} | {found.start() for found in regex.finditer(r"\X", text)}
+    assert set(sentence_starts(text, 99)) <= whole

@@ -11,7 +11,7 @@ import pytest
 from sglang_ext.attention.decode.decode_state import DecodeState
 from sglang_ext.attention.decode.step_planner import StepPlanner
 from sglang_ext.attention.decode_runtime import DecodeRuntime
-from sglang_ext.process import hooks
+from sglang_ext.process import hook_functions
 from sglang_ext.state import current
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.protocol import DecodeOptions
@@ -70,9 +70,9 @@ def test_admission_counts_it_for_one_request_at_a_time(monkeypatch: pytest.Monke
         adder.running_batch, adder.rem_total_token_offset = SimpleNamespace(reqs=running), 7
         if fails:
             with pytest.raises(ValueError, match="no"):
-                hooks._around_admission(add, adder, req)
+                hook_functions.around_admission(add, adder, req)
         else:
-            assert hooks._around_admission(add, adder, req) == "added"
+            assert hook_functions.around_admission(add, adder, req) == "added"
         assert told.pop() == 7 + due, "nothing runs that would make room" if not running else ""
         assert adder.rem_total_token_offset == 107
 

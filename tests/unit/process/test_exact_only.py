@@ -196,7 +196,7 @@ def test_every_operation_answers(make: Any) -> None:
 
 @pytest.mark.parametrize(("exact", "kept"), [(8, True), (7, False), (0, False)])
 def test_sglangs_own_cache_takes_no_answer_with_sparse_steps(exact: int, kept: bool) -> None:
-    from sglang_ext.process.exact_only import keep_exact
+    from sglang_ext.versions import keep_exact
 
     told: list[tuple[bool, int]] = []
 

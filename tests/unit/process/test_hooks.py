@@ -8,18 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.process import hooks
+from sglang_ext.process import hook_functions, hooks
 from sglang_ext.stages import stages
 from sglang_ext.stages.stages import FAULTS_VARIABLE, RanksDivided
 from sglang_ext.state import current
-from sglang_ext.wire.protocol import SGLANG_VERSION
+from sglang_ext.wire.protocol import SGLANG_VERSIONS
 
 
 def test_the_pinned_sglang_is_as_expected() -> None:
     from sglang.version import __version__
 
-    assert __version__ == SGLANG_VERSION
+    assert __version__ in SGLANG_VERSIONS
     assert hooks.check() == []
+
+
+def test_each_hook_says_what_would_make_it_needless() -> None:
+    assert [hook.target for hook in hooks.HOOKS if not hook.until] == []
 
 
 def test_a_changed_signature_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +110,11 @@ def test_requests_with_and_without_token_ids_may_share_a_step() -> None:
 
     logprobs = torch.arange(6.0).reshape(2, 3)
     plain = get_token_ids_logprobs(logprobs, [[2, 0], None], no_copy_to_cpu=True)
-    values, ids = hooks._after_token_ids(plain, logprobs, [[2, 0], None], no_copy_to_cpu=True) or plain
+    filled = hook_functions.after_token_ids(plain, logprobs, [[2, 0], None], no_copy_to_cpu=True)
+    values, ids = filled or plain
     assert [value.tolist() for value in values] == [[2.0, 0.0], []]
     assert ids == [[2, 0], []]
-    assert hooks._after_token_ids(([[], []], [[], []]), logprobs) is None
+    assert hook_functions.after_token_ids(([[], []], [[], []]), logprobs) is None
 
 
 def batch_of(*, extends: bool) -> Any:

@@ -112,3 +112,8 @@ def test_few_passages_and_other_searches_are_not_judged(asked: httpx.Client, lig
     assert ask(asked, ANSWERED, history=history, follow_ups="context")["evidence"] is None
     assert len(ask(asked, ANSWERED, k=1)["citations"]) <= 1
     assert ask(asked, ANSWERED, k=1)["context"]["documents_retrieved"] == 1
+
+
+def test_words_of_scripts_without_spaces_are_pairs() -> None:
+    assert words_of("灯塔的电池在哪里") == ["灯塔", "的电", "池在", "哪里"]
+    assert words_of("iPhone 15 の電池は") == ["iphone", "15", "の電", "池は"]

@@ -21,7 +21,7 @@ from tests.unit.process.test_exact_only import engine, heads_pool, started
 SOURCE = Path(stages.__file__).parents[1]
 OUTSIDE_HOOKS = {"release", "lines", "save", "ended"}  # called by the tree: see `TreeObserver`
 AT_START = {  # where an error must end the process
-    "_around_capture",
+    "around_capture",
     "after_backend",
     "after_cell_size",
     "after_rows",
@@ -30,10 +30,10 @@ AT_START = {  # where an error must end the process
     "around_tokens",
 }
 COUNTS = {"around_next_chunk"}  # tokens of a step, in plain numbers
-REFUSES = {"_around_weights"}  # holds nothing and serves no request
+REFUSES = {"around_weights"}  # holds nothing and serves no request
 READS = {"around_pull", "around_output", "around_tail"}  # hands on a list, an output, a number
 # called by SGLang's forward pass, a stage
-WITHIN_FORWARD = {"_after_token_ids", "around_mask_memory", "after_fill"}
+WITHIN_FORWARD = {"after_token_ids", "around_mask_memory", "after_fill"}
 
 
 def calls(name: str) -> list[str]:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 import pytest
 
 from ragserve.errors import TooManyRequests
-from ragserve.tenants.key_file import KeyLimits, TenantKey
+from ragserve.tenants.key_file import KeyLimits
+from ragserve.tenants.principal import Principal
 from ragserve.tenants.rate_limits import RateLimits
 
 
-def key(name: str, **limits: int) -> TenantKey:
-    return TenantKey(
-        key_id=name,
-        name=name,
-        digest="",
-        namespaces=("a",),
-        rights=frozenset({"read"}),
-        created_at=datetime.now(UTC),
-        limits=KeyLimits(**limits),
-    )
+def key(name: str, **limits: int) -> Principal:
+    return Principal(name, name, limits=KeyLimits(**limits))
 
 
-def admitted(limits: RateLimits, of: TenantKey, requests: int) -> int:
+def admitted(limits: RateLimits, of: Principal, requests: int) -> int:
     """Requests that are admitted, of so many at one moment."""
     passed = 0
     for _ in range(requests):

@@ -98,6 +98,7 @@ class Engine:
             rid="r",
             origin_input_ids=array("q", [0] * (TOTAL + QUESTION)),
             output_ids=[],
+            prefix_indices=torch.empty(0, dtype=torch.int64),
             sampling_params=SimpleNamespace(max_new_tokens=ANSWER),
             to_finish=None,
             init_next_round_input=lambda tree: None,

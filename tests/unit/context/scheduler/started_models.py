@@ -7,6 +7,7 @@ meet other tests.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import sys
 from collections.abc import Callable
@@ -66,6 +67,8 @@ def models() -> dict[str, tuple[Any, dict[str, Any], Change | None]]:
         "llama": (llama, {}, None),
         "llama in bfloat16": (llama, {"dtype": "bfloat16"}, None),
         "qwen3": (hf.Qwen3Config(**COMMON), {}, None),
+        "mistral": (hf.MistralConfig(**COMMON, sliding_window=None), {}, None),
+        "gemma 3": (hf.Gemma3TextConfig(**COMMON, query_pre_attn_scalar=16, sliding_window=64), {}, None),
         "llama with a layer without positions": (llama, {}, skip_rotation),
         "llama with a layer that fails": (llama, {}, fail),
         "granite": (hf.GraniteConfig(**COMMON, **scaled), {}, None),
@@ -89,18 +92,39 @@ def _model_worker(server_args: Any, port: int, loaded: Change | None) -> Any:
     """SGLang's `TpModelWorker` of one rank with pools and attention, as a scheduler makes it. ``port``: of
     torch's rendezvous. ``loaded`` is called with the model before the pools are made.
     """
-    from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+    from sglang.srt import runtime_context
     from sglang.srt.managers.tp_worker import TpModelWorker
-    from sglang.srt.runtime_context import publish
 
-    publish(server_args, role="scheduler")
-    worker = TpModelWorker(server_args=server_args, gpu_id=0, ps=ParallelState.trivial(), nccl_port=port)
+    placed: dict[str, Any] = {}
+    if hasattr(runtime_context, "SpawnRanks"):
+        placed["ranks"] = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+    runtime_context.publish(server_args, role="scheduler", **placed)
+    if placed:
+        _start_groups(server_args, port)
+    options: dict[str, Any] = {"server_args": server_args, "gpu_id": 0, "nccl_port": port}
+    if "ps" in inspect.signature(TpModelWorker).parameters:
+        from sglang.srt.distributed.parallel_state_wrapper import ParallelState
+
+        options["ps"] = ParallelState.trivial()
+    worker = TpModelWorker(**options)
     if loaded is not None:
         loaded(worker.model_runner.model)
     worker.alloc_memory_pool()
     worker.init_attention_backends()
     worker.init_cuda_graphs()
     return worker
+
+
+def _start_groups(server_args: Any, port: int) -> None:
+    """What newer schedulers do before they make a worker, which does it itself in older ones."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.layers.moe import initialize_moe_config
+
+    bootstrap.reset_parallel_initialised()
+    bootstrap.init_parallel_runtime(server_args=server_args, device="cpu", dist_port=port)
+    bootstrap.init_layer_runtime(model_config=ModelConfig.from_server_args(server_args))
+    initialize_moe_config()
 
 
 def _document_cache(worker: Any) -> Any:

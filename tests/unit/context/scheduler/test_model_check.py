@@ -31,7 +31,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("name", ["llama", "llama in bfloat16", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama in bfloat16", "qwen3", "mistral"])
 def test_plain_models_compose(found: dict[str, Any], name: str) -> None:
     assert found[name]["unsupported"] is None
     assert "samkv" in found[name]["strategies"]
@@ -43,6 +43,7 @@ def test_plain_models_compose(found: dict[str, Any], name: str) -> None:
         ("llama with a layer without positions", "moved keys and values differ from its own prefill"),
         ("granite", "analysed keys and values differ from its own prefill"),
         ("llama with a layer that fails", "a field that only the scheduler fills"),
+        ("gemma 3", "Gemma3DecoderLayer takes"),
     ],
 )
 def test_others_only_answer_exactly_and_say_why(found: dict[str, Any], name: str, says: str) -> None:

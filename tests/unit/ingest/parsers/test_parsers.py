@@ -11,6 +11,7 @@ import pytest
 
 from ragserve.ingest.parsers import Raw, html
 from ragserve.ingest.parsing.parse_process import Failed, ParsedFile
+from tests.data.formats.make_files import samples
 from tests.unit.ingest.ingest_samples import ParseFile, assert_fails, make_docx, make_pdf, text_of
 
 CORPUS = Path(__file__).resolve().parents[4] / "examples" / "corpus" / "files"
@@ -302,7 +303,9 @@ def bad_files() -> dict[str, tuple[bytes, str, str]]:
         "image.txt": (b"\x89PNG\r\n\x1a\n" + bytes(100), "not_text", "PNG"),
         "random.txt": (bytes((i * 37 + i // 7) % 256 for i in range(5000)), "undecodable", "undecodable"),
         "lies.txt": (codecs.BOM_UTF8 + b"\xff\xfe\xfa broken", "undecodable", "utf-8"),
-        "old.doc": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600), "unsupported_document", "legacy"),
+        "old.xls": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600), "unsupported_document", "legacy"),
+        "broken.doc": (samples()["words.doc"].data[:9000], "corrupt_document", "save it as .docx"),
+        "broken.msg": (samples()["message.msg"].data[:3000], "corrupt_document", "save it as .eml"),
         "locked.docx": (
             b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600) + "EncryptedPackage".encode("utf-16-le"),
             "encrypted_document",
@@ -319,7 +322,7 @@ def test_bad_file_fails_with_its_reason(name: str, tmp_path: Path, parse: ParseF
 def test_other_zip_containers_are_named(tmp_path: Path, parse: ParseFile) -> None:
     for member, word in (
         ("xl/workbook.bin", "Excel"),
-        ("content.xml", "OpenDocument"),
+        ("content.xml", "not readable as an OpenDocument file"),
         ("a.txt", "zip archive"),
     ):
         path = tmp_path / "x.docx"

@@ -34,6 +34,10 @@ class Vectors:
     name = "words"
     asked: list[str]
 
+    @classmethod
+    def of(cls, settings: Settings) -> Vectors:
+        return cls(settings.embedder)
+
     def __init__(self, *_: Any, **__: Any) -> None:
         Vectors.asked = []
 

@@ -1,0 +1,125 @@
+"""Word files of 1997 to 2003 (``.doc``), by office-oxide.
+
+Compared on files that LibreOffice wrote: antiword and unword take hidden text for text, and lose tables or
+lay them out by blanks; office-oxide gives paragraphs, tables, notes and looks. What it says of the numbers of
+lists is not what a reader sees, so items have none here, and the report says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ragserve.ingest.markdown_tables import markdown_table
+from ragserve.ingest.parsers.base import (
+    Parsed,
+    Raw,
+    joined_notes,
+    left_out,
+    one_line,
+    unreadable,
+    without_controls,
+)
+from ragserve.ingest.parsers.grid import Grid
+from ragserve.ingest.parsers.ooxml import is_page_number
+from ragserve.ingest.parsers.small_text import Run, joined_runs
+
+MIME = "application/msword"
+_PLACES = {"superscript": 1, "subscript": -1}
+_MOST_LEVELS = 20
+
+Node = Mapping[str, Any]
+
+
+def parse(raw: Raw) -> Parsed:
+    import office_oxide
+
+    try:
+        with office_oxide.Document.from_bytes(raw.data, "doc") as document:
+            tree = document.to_ir()
+    except office_oxide.OfficeOxideError as error:
+        raise unreadable("corrupt", f"not readable as a Word file: {error} (save it as .docx)") from error
+    return _OldWord(raw.comments).parsed(tree)
+
+
+class _OldWord:
+    def __init__(self, comments: bool) -> None:
+        self._take_comments = comments
+        self._n_comments = self._n_numbered = 0
+
+    def parsed(self, tree: Node) -> Parsed:
+        sections = tree.get("sections", ())
+        blocks = [*self._furniture(sections)]
+        for section in sections:
+            blocks += self._blocks(section.get("elements", ()))
+        text = without_controls("\n\n".join(blocks))
+        title = tree.get("metadata", {}).get("title") or ""
+        title = title or next((block.lstrip("# ") for block in blocks if block.startswith("# ")), "")
+        note = joined_notes(
+            left_out({"numbers of list items": self._n_numbered, "comments": self._n_comments}),
+        )
+        return Parsed(text, MIME, one_line(title), note=note)
+
+    def _furniture(self, sections: Sequence[Node]) -> Iterator[str]:
+        """Headers and footers once, without page numbers."""
+        found: dict[str, None] = {}
+        for section in sections:
+            for place in ("header", "footer"):
+                shown = self._blocks((section.get(place) or {}).get("content", ()))
+                text = one_line(" ".join(shown))
+                if text and not is_page_number(text):
+                    found[f"{place.title()}: {text}"] = None
+        yield from found
+
+    def _blocks(self, nodes: Sequence[Node]) -> Iterator[str]:
+        for node in nodes:
+            kind = node.get("type")
+            if kind == "list":
+                yield from filter(None, ["\n".join(self._items(node, 0))])
+            elif kind == "table":
+                yield self._table(node)
+            elif kind in ("footnote", "endnote"):
+                yield from self._note(node)
+            elif kind == "heading":
+                text = one_line(self._text(node))
+                yield from [f"{'#' * max(1, min(int(node.get('level') or 1), 6))} {text}"] if text else []
+            elif text := self._text(node):
+                yield text
+
+    def _text(self, node: Node) -> str:
+        runs = [
+            Run(
+                str(part["text"]),
+                _PLACES.get(str(part.get("vertical_align")), 0),
+                bool(part.get("strikethrough")),
+            )
+            for part in node.get("content", ())
+            if isinstance(part, Mapping) and part.get("text")
+        ]
+        return joined_runs(runs).strip()
+
+    def _note(self, node: Node) -> Iterator[str]:
+        text = one_line(" ".join(self._blocks(node.get("content", ()))))
+        if node.get("marker") != "comment":
+            yield from [f"[Note: {text}]"] if text else []
+        elif not self._take_comments:
+            self._n_comments += 1
+        elif text:
+            author = one_line(node.get("author") or "")
+            yield f"[Comment{f' by {author}' if author else ''}: {text}]"
+
+    def _items(self, node: Node, level: int) -> Iterator[str]:
+        for item in node.get("items", ()):
+            text = one_line(" ".join(self._blocks(item.get("content", ()))))
+            if text:
+                self._n_numbered += bool(node.get("ordered"))
+                yield f"{'  ' * level}- {text}"
+            if item.get("nested") and level < _MOST_LEVELS:
+                yield from self._items(item["nested"], level + 1)
+
+    def _table(self, node: Node) -> str:
+        grid = Grid()
+        for number, row in enumerate(node.get("rows", ())):
+            for cell in row.get("cells", ()):
+                text = one_line(" ".join(self._blocks(cell.get("content", ()))))
+                grid.add(number, text, int(cell.get("row_span") or 1), int(cell.get("col_span") or 1))
+        return markdown_table(grid.rows())

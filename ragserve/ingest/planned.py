@@ -1,0 +1,26 @@
+"""A file that a job is to ingest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragserve.ingest.parsing.parse_process import Failed, ParseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A file to ingest. ``source`` identifies the document; a failed fetch has ``Failed`` as request.
+
+    ``found``: it was found in a directory, where files that are never text are skipped. ``labels`` as in
+    `NewDocument`; ``had``: those of the document that is replaced, which its attachments have, too.
+    """
+
+    source: str
+    request: ParseRequest | Failed
+    title: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    found: bool = False
+    labels: tuple[str, ...] | None = None
+    had: tuple[str, ...] = ()

@@ -1,0 +1,100 @@
+"""What differs between the versions of SGLang that ragserve runs on: one module for each.
+
+All others ask this package, which has chosen by the installed version, and never for a version. Each module
+defines the same names:
+
+* ``row_of``, ``extend_span``, ``extend_end``, ``prefix_tokens``, ``protected_tokens``, ``protect``: its
+  row of the request table, the tokens that a request extends, has as a prefix, and leaves to the tree.
+* ``show_prefix``, ``prefix_shown``, ``restore_prefix``: slots that SGLang takes for a request's prefix.
+* ``leave_tree``: unlocks what a request has of the tree.
+* ``matched_slots``: slots that `match_prefix` has found.
+* ``keep_exact``: lets a cache of SGLang's own take no answer that has sparse decode steps.
+* ``resolve``, ``settings_of``: let SGLang make something of its ServerArgs, and what it has made.
+* ``drawn``: the tokens that `Sampler._sample_from_probs` has drawn.
+* ``paged_allocator``: of the CPU platform.
+* ``reserve_tokens``, ``tp_group``: slots that an admission keeps free, and the group of ranks.
+* ``LAYER_ARGUMENTS``, ``run_layer``: the decoder layers that can be run one by one.
+* ``served_by``: lets another app be served in front of SGLang's.
+* ``RELIED_ON``: methods that the module overrides or calls, with their leading parameters.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+IS_0_5_17 = version("sglang") == "0.5.17"
+if IS_0_5_17:
+    from sglang_ext.versions.sglang_0_5_17 import (
+        LAYER_ARGUMENTS,
+        RELIED_ON,
+        drawn,
+        extend_end,
+        extend_span,
+        keep_exact,
+        leave_tree,
+        matched_slots,
+        paged_allocator,
+        prefix_shown,
+        prefix_tokens,
+        protect,
+        protected_tokens,
+        reserve_tokens,
+        resolve,
+        restore_prefix,
+        row_of,
+        run_layer,
+        served_by,
+        settings_of,
+        show_prefix,
+        tp_group,
+    )
+else:  # `hooks.check` lists what another version lacks
+    from sglang_ext.versions.sglang_0_5_23 import (
+        LAYER_ARGUMENTS,
+        RELIED_ON,
+        drawn,
+        extend_end,
+        extend_span,
+        keep_exact,
+        leave_tree,
+        matched_slots,
+        paged_allocator,
+        prefix_shown,
+        prefix_tokens,
+        protect,
+        protected_tokens,
+        reserve_tokens,
+        resolve,
+        restore_prefix,
+        row_of,
+        run_layer,
+        served_by,
+        settings_of,
+        show_prefix,
+        tp_group,
+    )
+
+__all__ = [
+    "LAYER_ARGUMENTS",
+    "RELIED_ON",
+    "drawn",
+    "extend_end",
+    "extend_span",
+    "keep_exact",
+    "leave_tree",
+    "matched_slots",
+    "paged_allocator",
+    "prefix_shown",
+    "prefix_tokens",
+    "protect",
+    "protected_tokens",
+    "reserve_tokens",
+    "resolve",
+    "restore_prefix",
+    "row_of",
+    "run_layer",
+    "served_by",
+    "settings_of",
+    "show_prefix",
+    "tp_group",
+]
