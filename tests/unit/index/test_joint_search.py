@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from ragserve.errors import InvalidRequest, NotFound
-from ragserve_index import Eq, IndexStore, joint_search, lexical_indexes
+from ragserve_index import Eq, IndexStore, NewChunk, NewDocument, joint_search, lexical_indexes
 from ragserve_index.batch import document_id
 from ragserve_index.types import Hit
+from ragserve_index.viewers import UNLABELLED, Viewer
 from tests.unit.index.index_samples import DIM, on_both_registries, on_registries, vectors_of
 from tests.unit.index.test_lexical import write
 
@@ -110,6 +111,30 @@ def test_a_filter_is_of_each_and_gone_documents_are_not_found(parted: IndexStore
     again = parted.search_several(PARTS, 90, text="lamp", vector=vector)
     assert gone.chunk_id not in {hit.chunk.chunk_id for hit in again.hits}
     assert again.versions == {"a": 1, "b": 2, "c": 1}
+
+
+@on_both_registries
+def test_what_a_viewer_does_not_see_is_neither_found_nor_counted(parted: IndexStore) -> None:
+    def hidden(name: str, text: str) -> None:
+        document = NewDocument(name, "", "h", "text/plain", 1, {}, labels=("board",))
+        chunk = NewChunk(text, 0, len(text), len(text.split()))
+        parted.replace_documents("b", [(document, [chunk], vectors_of("t3"))])
+
+    def found(viewer: Viewer) -> dict[str, tuple[float | None, float | None]]:
+        own = parted.seen_by(viewer)
+        every: dict[str, tuple[float | None, float | None]] = {}
+        for options in ({"text": "lamp oil keeper"}, {"text": "sea", "vector": vectors_of("t3")[0]}):
+            hits = own.search_several(PARTS, 90, **options).hits  # type: ignore[arg-type]
+            every |= {f"{name} {len(options)}": each for name, each in scores(hits).items()}
+        return every
+
+    hidden("minutes", "the keeper sold the lamp")
+    before = found(UNLABELLED)
+    assert not [name for name in before if name.startswith(("minutes", "plans"))]
+    for number in range(20):
+        hidden(f"plans {number}", f"lamp oil keeper sea {'tower ' * 30}")
+    assert found(UNLABELLED) == before, "hidden documents do not change a score"
+    assert [name for name in found(Viewer.holding(["board"])) if name.startswith("plans")]
 
 
 def test_a_filter_has_the_time_of_one_namespace_for_all(
