@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from ragserve import __version__
 from ragserve.answering.results import Passage
 from ragserve.client import Client
+from ragserve.client.calls import where
 from ragserve.errors import Forbidden, RagserveError, Unavailable
 
 if TYPE_CHECKING:
@@ -26,7 +27,11 @@ _INSTRUCTIONS = (
 T = TypeVar("T")
 Question = Annotated[str, Field(description="A question or search text, as a whole sentence.")]
 NamespaceName = Annotated[
-    str | None, Field(description="Collection of documents; omit it for the usual one.")
+    str | None,
+    Field(
+        description="Collection of documents; omit it for the usual one. Several at once as a+b, or by the "
+        "beginning of their names as docs-*."
+    ),
 ]
 Count = Annotated[int | None, Field(ge=1, le=64, description="Passages; omit it for the server's default.")]
 
@@ -35,6 +40,7 @@ class ReadablePassage(BaseModel):
     """A passage for an agent: what it needs to read and to cite, and no more."""
 
     number: int = Field(description="Number in this result, from 1; markers [n] of an answer refer to it.")
+    namespace: str | None = Field(description="Collection that the document is in.")
     source: str | None = Field(description="Path, URL or name of the document.")
     title: str
     page: int | None = Field(description="Page, slide, sheet, chapter, message or section, from 1.")
@@ -48,6 +54,7 @@ class ReadablePassage(BaseModel):
     def of(cls, passage: Passage) -> ReadablePassage:
         return cls(
             number=passage.index,
+            namespace=passage.namespace,
             source=passage.source,
             title=passage.title,
             page=passage.page,
@@ -98,12 +105,12 @@ def build(client: Client, usual: str) -> MCPServer[Any]:
         question: Question, namespace: NamespaceName = None, k: Count = None
     ) -> list[ReadablePassage]:
         """Find the passages of the documents that fit a question best, best first."""
-        found = await ask_server(lambda: client.retrieve(question, namespace=namespace or usual, k=k))
+        found = await ask_server(lambda: client.retrieve(question, **where(namespace or usual), k=k))
         return [ReadablePassage.of(passage) for passage in found.results]
 
     async def ask(question: Question, namespace: NamespaceName = None, k: Count = None) -> SourcedAnswer:
         """Answer a question from the documents, with the passages that the answer rests on."""
-        answer = await ask_server(lambda: client.query(question, namespace=namespace or usual, k=k))
+        answer = await ask_server(lambda: client.query(question, **where(namespace or usual), k=k))
         cited = [ReadablePassage.of(citation) for citation in answer.citations]
         read = answer.searched_for.model_reads if answer.searched_for else None
         return SourcedAnswer(answer=answer.answer, citations=cited, question=read)

@@ -110,6 +110,15 @@ class LexicalTables(ABC):
         """The number of chunks that have a word."""
 
     @abstractmethod
+    def n_words(self, connection: Connection, namespace_id: int) -> int:
+        """The number of words of all chunks together, titles included."""
+
+    @abstractmethod
+    def lengths(self, connection: Connection, namespace_id: int, among: str) -> dict[int, int]:
+        """The number of words of each chunk among these, a JSON array of ids; those that are gone are left
+        out."""
+
+    @abstractmethod
     def having(self, connection: Connection, namespace_id: int, word: str) -> Ids:
         """Ids of the chunks that have a word."""
 

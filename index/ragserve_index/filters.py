@@ -232,12 +232,16 @@ def filtering(connection: Connection) -> Iterator[None]:
         with connection.within(MAX_S):
             yield
     except TimeoutError:
-        raise InvalidRequest(
-            f"The filter took longer than {MAX_S:g} s.",
-            hint="Compare fewer fields, or give documents a short field for what they have in common.",
-            code="filter_too_costly",
-            param="filter",
-        ) from None
+        raise filter_too_costly() from None
+
+
+def filter_too_costly() -> InvalidRequest:
+    return InvalidRequest(
+        f"The filter took longer than {MAX_S:g} s.",
+        hint="Compare fewer fields, or give documents a short field for what they have in common.",
+        code="filter_too_costly",
+        param="filter",
+    )
 
 
 def _condition(node: Any, dialect: Dialect, out: list[Any]) -> str:

@@ -10,7 +10,7 @@ from ragserve_index import batch as batches
 from ragserve_index import labelling, registry
 from ragserve_index.chunk_changes import ChunkChanges
 from ragserve_index.database import Database
-from ragserve_index.search import Searcher
+from ragserve_index.joint_search import JointSearcher
 from ragserve_index.types import Document
 from ragserve_index.viewers import Viewer
 
@@ -19,7 +19,7 @@ class LabelledStore:
     """The part of `IndexStore` that is about viewers and labels."""
 
     database: Database
-    _searcher: Searcher
+    _searcher: JointSearcher
     _viewer: Viewer
     _closed: bool
     chunk_changes: ChunkChanges

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ragserve_index import registry
+from ragserve_index.bm25 import WordScores, large_weight
 from ragserve_index.database import Connection
 from ragserve_index.lexical_search import MAX_TERMS, MAX_WORDS, Scored
 from ragserve_index.structures.base import IdSelection
@@ -217,6 +218,18 @@ class LexicalIndex:
             if len(chosen) >= min(k, len(selection)) or len(found) < limit:
                 return _sorted(chosen, k)
             limit *= 4
+
+    def word_scores(self, wanted: Sequence[str], ids: Sequence[int], version: int) -> list[WordScores] | None:
+        """BM25 of these chunks for each word alone; None if the index is not at this version."""
+        at, searcher = self._seen
+        if at != version:
+            return None
+        found: list[WordScores] = []
+        for word in wanted:
+            n = searcher.doc_freq("words", word)
+            hits = _hits(searcher, self._within(self._any([word]), ids), len(ids)) if n and ids else []
+            found.append(WordScores(large_weight(searcher.num_docs, n), dict(hits)))
+        return found
 
     def _any(self, wanted: Sequence[str]) -> Any:
         tantivy, schema = load_tantivy(), self._index.schema

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from threading import Event, Lock
 from ragserve.errors import NotFound, RagserveError
 from ragserve_index import registry
 from ragserve_index.background_work import BackgroundWork
+from ragserve_index.bm25 import WordScores
 from ragserve_index.database import Connection, Database
 from ragserve_index.lexical_index import LexicalIndex, Unusable, folder_of
 from ragserve_index.lexical_search import Scored
@@ -62,6 +63,17 @@ class LexicalIndexes:
             if index.version < ns.version:
                 self._follow(index, connection, ns)
             return index.search(text, k, selection, ns.version)
+        return None
+
+    def word_scores(
+        self, ns: registry.Namespace, wanted: Sequence[str], ids: Sequence[int]
+    ) -> list[WordScores] | None:
+        """See `LexicalIndex.word_scores`; None if the namespace's index cannot."""
+        if not self.serves(ns):
+            return None
+        index = self._of(ns)
+        with self._tolerant(index, ns):
+            return index.word_scores(wanted, ids, ns.version)
         return None
 
     def _follow(self, index: LexicalIndex, connection: Connection, ns: registry.Namespace) -> None:

@@ -13,6 +13,7 @@ from itertools import accumulate
 import numpy as np
 
 from ragserve_index import registry
+from ragserve_index.bm25 import WordScores, weight
 from ragserve_index.database import Connection
 from ragserve_index.structures.base import IdSelection
 from ragserve_index.word_cutting import distinct_words
@@ -86,3 +87,21 @@ def search(
         inside = np.isin([chunk for chunk, _ in found], selection.ids)
         found = [one for one, chosen in zip(found, inside.tolist(), strict=True) if chosen]
     return sorted(found, key=lambda one: (-one[1], one[0]))[:k]
+
+
+def word_scores(
+    connection: Connection, ns: registry.Namespace, wanted: Sequence[str], ids: Sequence[int]
+) -> list[WordScores]:
+    """BM25 of these chunks for each word alone, the rarest first; in a large namespace, whose index of
+    tantivy is not there yet, none of the words that `search` leaves out."""
+    tables, among = connection.dialect.lexical, json.dumps(list(ids))
+    found: list[WordScores] = []
+    total = 0
+    for word in wanted:
+        n = tables.count(connection, ns.id, word)  # exactly: the index has multiplied by its weight
+        total += n
+        if ns.n_chunks > MATCHES and total > MATCHES:
+            n = 0
+        scores = tables.scored(connection, ns.id, {word: n}, among=among) if n and ids else []
+        found.append(WordScores(weight(ns.n_chunks, n), dict(scores)))
+    return found

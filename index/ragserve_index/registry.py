@@ -359,9 +359,9 @@ def list_documents(
     return [to_document(ns.name, row, viewer) for row in rows]
 
 
-def to_chunk(row: Any) -> Chunk:
+def to_chunk(row: Any, namespace_name: str) -> Chunk:
     """A chunk from a row of ``_CHUNK``."""
-    return Chunk(*[*row[:10], json.loads(row[10]), bool(row[11])])
+    return Chunk(*[*row[:10], json.loads(row[10]), bool(row[11]), namespace_name])
 
 
 def chunks_by_id(
@@ -375,7 +375,7 @@ def chunks_by_id(
         " WHERE c.chunk_id = wanted.value AND d.id = c.document AND d.namespace_id = ?",
         (json.dumps(list(chunk_ids)), ns.id),
     )
-    return {row[0]: to_chunk(row) for row in rows if sees(viewer, row[-1])}
+    return {row[0]: to_chunk(row, ns.name) for row in rows if sees(viewer, row[-1])}
 
 
 def added_since(
@@ -412,7 +412,7 @@ def document_chunks(
         " WHERE d.namespace_id = ? AND d.doc_id = ? AND c.ordinal >= ? AND c.ordinal < ? ORDER BY c.ordinal",
         (ns.id, doc_id, min(after, _ALL), until),
     )
-    return [to_chunk(row) for row in rows]
+    return [to_chunk(row, ns.name) for row in rows]
 
 
 def expand(ranges: Sequence[tuple[int, int]]) -> Ids:

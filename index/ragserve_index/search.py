@@ -41,7 +41,7 @@ Scored = tuple[Floats, Ids, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Among:
+class Among:
     """The documents that are searched: those of ``viewer`` that meet the filter's condition."""
 
     condition: Condition | None
@@ -82,8 +82,8 @@ class Searcher:
             scores, ids, version = self._search_pinned(
                 connection,
                 index,
-                _checked(queries, index.dim),
-                _checked_k(k),
+                checked_queries(queries, index.dim),
+                checked_k(k),
                 self._among(filter, viewer),
             )
             hits = _hits(connection, namespace, scores, ids, viewer)
@@ -97,11 +97,11 @@ class Searcher:
         self, namespace: str, queries: np.ndarray, k: int, filter: AnyFilter | None, viewer: Viewer
     ) -> Scored:
         """See :meth:`IndexStore.search_ids`."""
-        k = _checked_k(k)
+        k = checked_k(k)
         among = self._among(filter, viewer)
         for _ in range(_TRIES):
             index, version, selection = self._locate(namespace, among)
-            checked = _checked(queries, index.dim)
+            checked = checked_queries(queries, index.dim)
             try:
                 return index.search(checked, k, version, selection)
             except Behind:
@@ -135,7 +135,7 @@ class Searcher:
         vector: np.ndarray | None,
         viewer: Viewer,
     ) -> SearchResult:
-        k, among = _checked_k(k), self._among(filter, viewer)
+        k, among = checked_k(k), self._among(filter, viewer)
         depth = max(k, DEPTH)
         queries = None if vector is None else np.atleast_2d(vector)
         dense: Scored | None = None
@@ -152,7 +152,8 @@ class Searcher:
         with index.updating, self._database.read() as connection:
             ns = registry.namespace(connection, namespace)
             if queries is not None:
-                dense = self._search_pinned(connection, index, _checked(queries, index.dim), depth, among)
+                vectors = checked_queries(queries, index.dim)
+                dense = self._search_pinned(connection, index, vectors, depth, among)
             return self._fused(connection, ns, texts, k, among, queries, dense)
 
     def word_counts(self, namespace: str, words: Sequence[str], viewer: Viewer) -> dict[str, int]:
@@ -180,7 +181,7 @@ class Searcher:
         ns: registry.Namespace,
         texts: Sequence[str],
         k: int,
-        among: _Among,
+        among: Among,
         queries: np.ndarray | None,
         dense: Scored | None,
     ) -> SearchResult:
@@ -213,7 +214,7 @@ class Searcher:
 
     def _seen(self, connection: Connection, ns: registry.Namespace, viewer: Viewer) -> SeenChunks | None:
         """What a viewer sees of a namespace; None if that is all."""
-        selection = self._select(connection, ns, _Among(None, viewer))
+        selection = self._select(connection, ns, Among(None, viewer))
         if selection is None:
             return None
         return SeenChunks(ns, viewer, self._sights.info(connection, ns, viewer), selection)
@@ -247,7 +248,7 @@ class Searcher:
         index: NamespaceIndex,
         queries: Floats,
         k: int,
-        among: _Among,
+        among: Among,
     ) -> Scored:
         """Search at the version of a transaction. The caller holds ``index.updating`` from before it began,
         so the index stays at that version.
@@ -256,7 +257,7 @@ class Searcher:
         selection = self._select(connection, ns, among)
         return index.search(queries, k, ns.version, selection)
 
-    def _locate(self, namespace: str, among: _Among) -> tuple[NamespaceIndex, int, IdSelection | None]:
+    def _locate(self, namespace: str, among: Among) -> tuple[NamespaceIndex, int, IdSelection | None]:
         """The namespace's index, its newest version, and what is searched in that version; None: all."""
         mark = self._database.mark
         located = self._located.get(namespace)
@@ -284,9 +285,9 @@ class Searcher:
             ns = registry.namespace(connection, namespace)
             return self._pool.of(ns), ns.version, self._select(connection, ns, among)
 
-    def _among(self, filter: AnyFilter | None, viewer: Viewer) -> _Among:
+    def _among(self, filter: AnyFilter | None, viewer: Viewer) -> Among:
         dialect = self._database.dialect
-        return _Among(None if filter is None else compile_filter(filter, dialect), viewer)
+        return Among(None if filter is None else compile_filter(filter, dialect), viewer)
 
     def info(self, connection: Connection, ns: registry.Namespace, viewer: Viewer) -> NamespaceInfo:
         """The namespace with the numbers of the documents that a viewer sees."""
@@ -300,7 +301,7 @@ class Searcher:
             ns = registry.find_namespace(connection, namespace)
             return ns is None or self._sights.of(connection, ns, viewer) is not None
 
-    def _select(self, connection: Connection, ns: registry.Namespace, among: _Among) -> IdSelection | None:
+    def _select(self, connection: Connection, ns: registry.Namespace, among: Among) -> IdSelection | None:
         condition = both(among.condition, self._sights.of(connection, ns, among.viewer))
         if condition is None:
             return None
@@ -328,7 +329,7 @@ def _hits(
     ]
 
 
-def _checked_k(k: int) -> int:
+def checked_k(k: int) -> int:
     if isinstance(k, bool) or not hasattr(k, "__index__") or not 1 <= operator.index(k) <= MAX_K:
         raise InvalidRequest(
             f"k must be a whole number from 1 to {MAX_K:,}, not {k!r}.", code="invalid_k", param="k"
@@ -336,7 +337,7 @@ def _checked_k(k: int) -> int:
     return operator.index(k)
 
 
-def _checked(queries: np.ndarray, dim: int) -> Floats:
+def checked_queries(queries: np.ndarray, dim: int) -> Floats:
     """Queries as contiguous float32. Values that are not finite are refused by ``NamespaceIndex.search``."""
     if queries.ndim != 2 or queries.shape[1] != dim:
         raise InvalidRequest(

@@ -74,8 +74,16 @@ class SeenChunks:
         own = self._words.get(chunk.chunk_id)
         if own is None:
             own = self._words[chunk.chunk_id] = Counter(words(chunk.title) + words(chunk.text))
-        mean = self.info.n_tokens / max(1, self.info.n_chunks)
-        length = K1 * (1 - B + B * chunk.n_tokens / max(1.0, mean))
-        return sum(
-            each * n * (K1 + 1) / (n + length) for word, each in weights.items() if (n := own.get(word, 0))
-        )
+        return score(chunk, weights, self.info.n_tokens / max(1, self.info.n_chunks), own)
+
+
+def score(
+    chunk: Chunk, weights: Mapping[str, float], mean_tokens: float, own: Mapping[str, int] | None = None
+) -> float:
+    """BM25 of a chunk for weighed words, among chunks of ``mean_tokens`` on average. ``own``: its words, if
+    they have been counted."""
+    have = Counter(words(chunk.title) + words(chunk.text)) if own is None else own
+    length = K1 * (1 - B + B * chunk.n_tokens / max(1.0, mean_tokens))
+    return sum(
+        each * n * (K1 + 1) / (n + length) for word, each in weights.items() if (n := have.get(word, 0))
+    )

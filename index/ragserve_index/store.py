@@ -22,10 +22,10 @@ from ragserve_index.gpu import GpuMirror
 from ragserve_index.index import file_format
 from ragserve_index.index.pool import IndexPool
 from ragserve_index.integrity import check_database, check_namespace
+from ragserve_index.joint_search import JointSearcher
 from ragserve_index.labelled_store import LabelledStore
 from ragserve_index.lexical_indexes import LexicalIndexes
 from ragserve_index.opening import check_device, folder_error, open_database
-from ragserve_index.search import Searcher
 from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.structures.base import Floats, Ids
 from ragserve_index.types import (
@@ -33,6 +33,7 @@ from ragserve_index.types import (
     Chunk,
     Document,
     IndexReport,
+    JointResult,
     NamespaceInfo,
     NewChunk,
     NewDocument,
@@ -82,7 +83,7 @@ class IndexStore(LabelledStore):
             raise folder_error(self.data_dir, error) from error
         self._pool = IndexPool(self.database, self._directory, gpu)
         self._lexical = LexicalIndexes(self.database, self._directory)
-        self._searcher = Searcher(self.database, self._pool, self._lexical)
+        self._searcher = JointSearcher(self.database, self._pool, self._lexical)
         self.chunk_changes = ChunkChanges(self.database, self._pool)
         self._closed = False
         self._viewer = EVERYTHING
@@ -335,6 +336,22 @@ class IndexStore(LabelledStore):
         which ``text`` counts as much as the variants together. Any text is a valid query. Raises
         InvalidRequest as :meth:`search`."""
         return self._searcher.search_text(namespace, (text, *variants), k, filter, vector, self._viewer)
+
+    def search_several(
+        self,
+        namespaces: Sequence[str],
+        k: int,
+        *,
+        text: str | None = None,
+        variants: Sequence[str] = (),
+        vector: np.ndarray | None = None,
+        filter: AnyFilter | None = None,
+    ) -> JointResult:
+        """The k best chunks of several namespaces as of one: by ``vector`` [dim] float32 alone as in
+        :meth:`search`, by ``text`` alone or by both as in :meth:`search_text`. BM25 has the statistics of all
+        of them together, for the `fusion.DEPTH` best of each. Raises NotFound for one that is not there."""
+        texts = () if text is None else (text, *variants)
+        return self._searcher.search_several(namespaces, texts, k, filter, vector, self._viewer)
 
     def word_counts(self, namespace: str, words: Sequence[str]) -> dict[str, int]:
         """The number of the namespace's chunks that have each word, as the lexical index compares words; of

@@ -90,6 +90,7 @@ class Chunk:
     title: str
     metadata: Mapping[str, Any]
     edited: bool = False
+    namespace: str = ""
 
     @property
     def header_chars(self) -> int:
@@ -143,6 +144,14 @@ class SearchResult:
 
     hits: list[list[Hit]]
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class JointResult:
+    """Hits of one query over several namespaces, best first, and the version at which each was read."""
+
+    hits: list[Hit]
+    versions: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

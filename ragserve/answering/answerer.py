@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +47,7 @@ from ragserve.errors import EngineError, InvalidRequest
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate
 from ragserve.strategy_spec import FORCE, FULL, StrategySpec
+from sglang_ext.wire.joint_names import names_of
 from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 if TYPE_CHECKING:
@@ -71,11 +72,11 @@ Event = SearchResults | MessageDelta | ToolCall | Citation | FinalAnswer
 OnChosen = Callable[[StrategySpec, GenerateRequest, GenerateRequest, int | None], None]
 """Called with each strategy that answered in place of full prefill, its request, the same of all passages by
 full prefill, and the version of the namespace that was searched (None: the documents were given)."""
-OnAnswered = Callable[[Query, SearchedFor | None, float], None]
-"""Called with each answered query that was searched for, with what, and when it came (``time.time``)."""
-
+OnAnswered = Callable[[Query, SearchedFor | None, float, Iterable[str]], None]
+"""Called with each query that was searched for and answered: with what, when it came (``time.time``), and
+the namespaces whose passages were read."""
 OnDoubt = Callable[[Query, SearchedFor | None, float, str], None]
-"""Called with each query whose answer the documents do not seem to have: as `OnAnswered`, and why."""
+"""Called with each query whose answer the documents do not seem to have: as `OnAnswered`, and with why."""
 
 
 class Answerer:
@@ -179,6 +180,7 @@ class Answerer:
             "searched_for": None if search is None else search.searched_for,
             "reranking": None if search is None else search.reranking,
             "index_version": None if search is None else search.version,
+            "index_versions": None if search is None else search.versions,
         }
         doubt = None
         if search is not None and (turn is None or turn.is_first):
@@ -273,7 +275,7 @@ class Answerer:
                 full = laid_out_request(query, replace(request, strategy=FULL.name, options={}), whole.prompt)
                 self._on_chosen(spec, asked, full, searched["index_version"])
         if self._on_answered is not None and search is not None:
-            self._on_answered(query, search.searched_for, slot.began)
+            self._on_answered(query, search.searched_for, slot.began, laid_out.namespaces(query))
         for delta in reader.end():
             yield delta
         answer, markers = reader.answer, reader.markers
@@ -353,8 +355,8 @@ class Answerer:
         if not isinstance(force, bool):
             raise InvalidRequest(f"{FORCE} must be true or false.", param="strategy_options")
         if not force:
-            label = StrategySpec(request.strategy, own_options(request)).label
-            self._gate.check(label, request.namespace)
+            for name in names_of(request.namespace):
+                self._gate.check(StrategySpec(request.strategy, own_options(request)).label, name)
 
     async def _found(self, query: Query, candidates: Candidates | None) -> Found | None:
         """Search for the query's passages; None if it brings its own. ``candidates``: those of ``auto``."""
@@ -431,7 +433,7 @@ class Answerer:
                 return later.prompt(self._prompts, query, found, limit - new_tokens)
             return self._prompts.build(
                 query.question,
-                [PromptDocument("", passage.title, passage.text) for passage in found],
+                [PromptDocument(passage.namespace or "", passage.title, passage.text) for passage in found],
                 max_prompt_tokens=limit - new_tokens,
                 history=query.history,
                 system=query.system,

@@ -10,12 +10,13 @@ from ragserve.answering.chosen_passages import ChosenPassages
 from ragserve.answering.prompt import Prompt
 from ragserve.best_passages import PASSAGES, PassagesOptions, choice_of
 from ragserve.engine.base import Engine
-from ragserve.engine.document_cache import CachingEngine, answering
+from ragserve.engine.document_cache import CachingEngine, answering, fastest_tiers
 from ragserve.errors import RagserveError
 from ragserve.profiles.costs import ABSENT, COSTS, Costs
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.strategy_spec import StrategySpec, keeps_whole, parse, without_passages
+from sglang_ext.wire.joint_names import names_of
 from sglang_ext.wire.protocol import pieces_of
 
 AUTO = "auto"
@@ -36,7 +37,8 @@ class StrategyChoice:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What a namespace's requests may be answered by beside ``prefix``. Without ``labels``, ``reason`` says
+    """What a namespace's requests may be answered by beside ``prefix``; of several, what is verified in each.
+    Without ``labels``, ``reason`` says
     why there are none."""
 
     labels: tuple[str, ...] = ()
@@ -117,9 +119,20 @@ class Chooser:
             return StrategyChoice(_EXACT, str(error))
 
     def _candidates(self, namespace: str) -> Candidates:
-        info = self._engine.info
         if not isinstance(self._engine, CachingEngine):
             return Candidates(reason="the engine does not report its cache")
+        each = [self._candidates_in(name) for name in names_of(namespace)]
+        lacking = next((one for one in each if not one.labels), None)
+        if lacking is not None:
+            return lacking
+        labels = [label for label in each[0].labels if all(label in one.labels for one in each)]
+        if not labels:
+            return Candidates(reason="no strategy is verified in all of these namespaces")
+        return Candidates(tuple(labels), each[0].costs)
+
+    def _candidates_in(self, namespace: str) -> Candidates:
+        """Those of one namespace."""
+        info = self._engine.info
         run = f"run ragserve tune --namespace {namespace}"
         progress = self._idle_tuning(namespace)
         tune = run if progress is None else f"{run}, or wait: {progress}"
@@ -154,8 +167,9 @@ class Chooser:
         """The strategy with the lowest expected TTFT, by where the prompt and its documents are cached. A
         session does not use the ``shared`` prefix cache of its namespace."""
         pieces = pieces_of(prompt.input_ids, prompt.spans)
-        engine = answering(engine, namespace, pieces)
-        tiers = (await engine.where(namespace, pieces)).fastest()
+        owners = prompt.owners(namespace)
+        engine = answering(engine, namespace, pieces, owners)
+        tiers = await fastest_tiers(engine, namespace, pieces, owners)
         cached = await engine.prefix(namespace, prompt.input_ids) if shared else 0
         exact = costs.exact_ms(len(prompt.input_ids), cached)
         documents = [(len(piece), tier) for piece, tier in zip(pieces, tiers, strict=True)]
@@ -186,7 +200,11 @@ class Chooser:
         )
         if ms > (1 - MIN_GAIN) * exact:
             return StrategyChoice(_EXACT, f"expected {facts}: exact unless another is {MIN_GAIN:.0%} faster")
-        basis = self._gate.basis(spec.label, namespace)
+        names = names_of(namespace)
+        bases = [self._gate.basis(spec.label, name) for name in names]
+        if len(names) > 1:
+            bases = [f"{name}: {basis}" for name, basis in zip(names, bases, strict=True)]
+        basis = "; ".join(bases)
         if chosen is not None:
             basis = f"the best {chosen.kept} of {len(chosen.order)} passages; {basis}"
         return StrategyChoice(spec, f"expected {facts}; {basis}", chosen)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -123,11 +123,10 @@ class DialogueText:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Passages, best first, read at ``version`` of the namespace, and the scores of their sentences.
-    ``reads``: the dialogue as the model reads it."""
+    """Passages, best first, with their sentences' scores, and the dialogue as the model ``reads`` it."""
 
     passages: list[RetrievedPassage]
-    version: int
+    version: int | None
     timings: RetrievalTimings
     sentences: list[SentenceScores]
     searched_for: SearchedFor | None  # None for a question without earlier ones that is searched as it is
@@ -135,6 +134,7 @@ class Found:
     reranking: Reranking | None = None  # None without a reranker
     evidence: AnswerEvidence | None = None
     by_words_alone: str | None = None  # why a hybrid search was lexical
+    versions: Mapping[str, int] | None = None
 
     def searched_by(self, options: SearchOptions) -> Retrieval:
         """The search that found the passages."""
@@ -233,6 +233,7 @@ class DialogueSearch:
             reranking,
             evidence,
             found.by_words_alone,
+            found.versions,
         )
 
     async def _corrected(self, typed: DialogueText, options: SearchOptions, namespace: str) -> Corrected:

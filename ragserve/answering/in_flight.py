@@ -26,7 +26,8 @@ class LaidOut(Protocol):
 
 @dataclass(eq=False)
 class InFlight:
-    """A query in flight: when it began (``time.time``), and its prompt when that is laid out."""
+    """A query in flight: its namespace, or the joint name of several, when it began (``time.time``), and its
+    prompt when that is laid out."""
 
     namespace: str
     began: float

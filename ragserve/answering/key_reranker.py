@@ -14,6 +14,7 @@ from ragserve.errors import InvalidRequest
 from ragserve.retrieval.remote_reranker import RemoteReranker, is_remote, public_name
 from ragserve.retrieval.reranker import CrossEncoderReranker, Reranker, reranker_names
 from ragserve.retrieval.search_options import KEYS
+from sglang_ext.wire.joint_names import names_of
 
 if TYPE_CHECKING:
     from ragserve_index.types import Chunk
@@ -50,14 +51,25 @@ class KeyReranker:
         if not chunks:
             return []
         documents = await asyncio.to_thread(self._documents, chunks)
-        answer = await engine.control(
-            "score",
-            namespace=namespace,
-            system=self._prompts.system_ids(),
-            question=self._prompts.question_ids(question),
-            documents=documents,
-        )
-        return [*answer["scores"], *[None] * (len(chunks) - len(documents))]
+        scores: list[float | None] = [None] * len(chunks)
+        for name in names_of(namespace):  # a score rests on the question and one document
+            own = [
+                place
+                for place, chunk in enumerate(chunks[: len(documents)])
+                if name == namespace or chunk.namespace == name
+            ]
+            if not own:
+                continue
+            answer = await engine.control(
+                "score",
+                namespace=name,
+                system=self._prompts.system_ids(),
+                question=self._prompts.question_ids(question),
+                documents=[documents[place] for place in own],
+            )
+            for place, score in zip(own, answer["scores"], strict=True):
+                scores[place] = score
+        return scores
 
     def _documents(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         documents: list[list[int]] = []

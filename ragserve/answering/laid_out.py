@@ -13,6 +13,7 @@ from ragserve.answering.results import RetrievedPassage
 from ragserve.engine.base import GenerateRequest
 from ragserve.errors import DocumentsTooLong
 from ragserve.strategy_spec import FORCE
+from sglang_ext.wire.joint_names import is_joint
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,13 @@ class LaidOutTurn:
     found: list[RetrievedPassage]
     shown: int
     passages: list[RetrievedPassage]
+
+    def namespaces(self, query: Query) -> list[str]:
+        """The namespace that was asked; of several, those whose passages are in the prompt."""
+        asked = query.request.namespace
+        if not is_joint(asked):
+            return [asked]
+        return list(dict.fromkeys(each.namespace for each in self.passages if each.namespace))
 
 
 _SECRET = secrets.token_bytes(32)  # so that nobody can name a namespace after one of these
@@ -44,6 +52,7 @@ def laid_out_request(query: Query, request: GenerateRequest, prompt: Prompt) -> 
         sampling=replace(request.sampling, stop=(*request.sampling.stop, *prompt.stop)),
         spans=prompt.spans,
         options=own_options(request),
+        owners=prompt.owners(request.namespace),
         unregistered=_unregistered(query, len(prompt.spans)),
     )
 

@@ -19,6 +19,7 @@ from ragserve.answering.chat_template import ChatLayout
 from ragserve.answering.messages import Message
 from ragserve.engine.tool_calls import Tools
 from ragserve.errors import InvalidRequest, PromptTooLong, Unavailable
+from sglang_ext.wire.joint_names import names_of
 from sglang_ext.wire.protocol import Span
 
 __all__ = ["Message", "Prompt", "PromptBuilder", "PromptDocument", "Segment"]
@@ -70,6 +71,14 @@ class Prompt:
     def spans(self) -> tuple[Span, ...]:
         """The system text and each document, as a `GenerateRequest` wants them."""
         return tuple(Span(each.start, each.end) for each in self.segments if each.kind != "question")
+
+    def owners(self, namespace: str) -> tuple[str, ...]:
+        """The namespace of each span, as a `GenerateRequest` wants them: the documents' keys. The system text
+        is the first one's. Empty for a prompt in one namespace."""
+        first, *others = names_of(namespace)
+        if not others:
+            return ()
+        return tuple(each.key or first for each in self.segments if each.kind != "question")
 
 
 class PromptBuilder:

@@ -32,9 +32,9 @@ class Query:
     With ``documents``, nothing is retrieved: they are the context, in their order. ``session``: the id of
     the one to go on with, or `NEW`; ``session_budget``: most tokens of its turns before the last, 0 for all,
     None for what it had; ``owner``: the API key that asks. ``names_strategy``: the request itself names one.
-    ``private``: not for the query log. ``spend`` is called with numbers of tokens, those of the prompt and of
-    the answer as it comes. ``turns``: what followed the question, calls of ``tools`` and their results.
-    ``schema``: the JSON schema that the answer keeps to.
+    ``by_pattern``: its namespaces were found by a pattern. ``private``: not for the query log. ``spend`` is
+    called with numbers of tokens, those of the prompt and of the answer as it comes. ``turns``: what followed
+    the question, calls of ``tools`` and their results. ``schema``: the JSON schema that the answer keeps to.
     """
 
     question: str
@@ -48,6 +48,7 @@ class Query:
     session_budget: int | None = None
     owner: str = ""
     names_strategy: bool = False
+    by_pattern: bool = False
     private: bool = False
     spend: Callable[[int], None] = lambda tokens: None
     turns: tuple[Message, ...] = ()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragserve.answering.namespace_log import NamespaceLog, log_of, records_in
+from sglang_ext.wire.joint_names import is_joint
 
 if TYPE_CHECKING:
     from ragserve.answering.query import Query
@@ -23,6 +24,12 @@ def search_question(question: str, searched_for: SearchedFor | None) -> str | No
     if searched_for is None:
         return question
     return None if searched_for.follow_up == "context" else searched_for.question
+
+
+def may_be_shared(query: Query, searched_for: SearchedFor | None) -> bool:
+    """Whether what was asked is for the logs of all its namespaces. What was searched for in place of what
+    was typed, and follow-ups, may have words of one that readers of another's log do not know."""
+    return searched_for is None or not is_joint(query.request.namespace)
 
 
 def same_question(question: str) -> str:
@@ -40,11 +47,15 @@ class QueryLog(NamespaceLog):
 
     name = FOLDER
 
-    def answered(self, query: Query, searched_for: SearchedFor | None, began: float) -> None:
-        """Note a question; ``began``: when it came (``time.time``)."""
+    def answered(
+        self, query: Query, searched_for: SearchedFor | None, began: float, namespaces: Iterable[str]
+    ) -> None:
+        """Note a question in the namespaces whose passages the model has read; ``began``: when it came
+        (``time.time``)."""
         if not query.private:
             question = (search_question(query.question, searched_for) or "").strip()
-            self.note(query.request.namespace, question, began, query.search.viewer)
+            for name in namespaces if may_be_shared(query, searched_for) else ():
+                self.note(name, question, began, query.search.viewer)
 
 
 class LoggedQuestions:

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.answering.namespace_log import NamespaceLog, seen_records
-from ragserve.answering.query_log import same_question, search_question
+from ragserve.answering.query_log import may_be_shared, same_question, search_question
+from sglang_ext.wire.joint_names import names_of
 
 if TYPE_CHECKING:
     from ragserve.answering.query import Query
     from ragserve.answering.results import SearchedFor
     from ragserve_index import IndexStore
 
+_WHY = "the passages do not seem to answer"
 FEEDBACK, UNANSWERED = "feedback", "unanswered"  # folders in the data folder
 
 
@@ -29,10 +31,14 @@ class UnansweredLog(NamespaceLog):
     name = UNANSWERED
 
     def not_found(self, query: Query, searched_for: SearchedFor | None, began: float, why: str) -> None:
-        """Note a question; ``began``: when it came (``time.time``)."""
+        """Note a question in each namespace that was asked; ``began``: when it came (``time.time``). Why it
+        was not found says nothing of the other namespaces to those who read one's questions."""
         if not query.private:
             question = (search_question(query.question, searched_for) or "").strip()
-            self.note(query.request.namespace, question, began, query.search.viewer, why=why)
+            names = names_of(query.request.namespace)
+            for name in names if may_be_shared(query, searched_for) else ():
+                said = why if len(names) == 1 else _WHY
+                self.note(name, question, began, query.search.viewer, why=said)
 
 
 def as_row(record: Mapping[str, Any], namespace: str) -> dict[str, Any]:
@@ -42,7 +48,7 @@ def as_row(record: Mapping[str, Any], namespace: str) -> dict[str, Any]:
     return {
         "id": record["id"],
         "question": record["question"],
-        "answers": [record["answer"]] if good else [],
+        "answers": [record["answer"]] if good and record["answer"] else [],
         "documents": record["documents"] if good else [],
         "namespace": namespace,
         "rating": record["rating"],

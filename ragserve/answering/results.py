@@ -39,6 +39,7 @@ class Passage(Result):
     """A piece of context. Fields of indexed passages are null for documents given in the request."""
 
     index: int = Field(description="Number in the prompt, from 1; markers `[n]` in the answer refer to it.")
+    namespace: str | None = Field(default=None, description="Namespace of the document.")
     doc_id: str | None = Field(default=None, description="Document in the registry.")
     chunk_id: int | None = Field(default=None, description="Chunk in the registry.")
     source: str | None = Field(
@@ -368,17 +369,22 @@ SEARCHED_FOR = (
     "What was searched for, if there are earlier turns or typing errors were corrected; null otherwise, and "
     "without a search."
 )
+NAMESPACE = "Namespace that was asked; of several their joint name, such as `a+b`."
+INDEX_VERSIONS = "Likewise by namespace, for a search of several; null otherwise."
+_INDEX_VERSION = (
+    "Version of the namespace that was searched; null for documents given in the request, and where several "
+    "were searched."
+)
 _RETRIEVAL = "Search that found the passages; null for documents given in the request."
 
 
 class SearchResults(Result):
     """SSE `search_results`: the passages found, before the first token."""
 
-    namespace: str
+    namespace: str = Field(description=NAMESPACE)
     retrieval: Retrieval | None = Field(description=_RETRIEVAL)
-    index_version: int | None = Field(
-        description="Version of the namespace that was searched; null for documents given in the request."
-    )
+    index_version: int | None = Field(description=_INDEX_VERSION)
+    index_versions: dict[str, int] | None = Field(default=None, description=INDEX_VERSIONS)
     searched_for: SearchedFor | None = Field(default=None, description=SEARCHED_FOR)
     reranking: Reranking | None = Field(default=None, description=RERANKING)
     results: list[RetrievedPassage] = Field(
@@ -412,9 +418,8 @@ class Answer(Result):
     retrieval: Retrieval | None = Field(default=None, description=_RETRIEVAL)
     searched_for: SearchedFor | None = Field(default=None, description=SEARCHED_FOR)
     reranking: Reranking | None = Field(default=None, description=RERANKING)
-    index_version: int | None = Field(
-        description="Version of the namespace that was searched; null for documents given in the request."
-    )
-    namespace: str
+    index_version: int | None = Field(description=_INDEX_VERSION)
+    index_versions: dict[str, int] | None = Field(default=None, description=INDEX_VERSIONS)
+    namespace: str = Field(description=NAMESPACE)
     finish_reason: str = Field(description="`stop`: the model ended; `length`: max_new_tokens reached.")
     request_id: str

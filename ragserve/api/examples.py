@@ -31,6 +31,7 @@ _PLACE = {
 _SOURCE = {"source": "/srv/docs/lighthouse.md"}
 _PASSAGE: dict[str, Any] = {
     "index": 1,
+    "namespace": "docs",
     **_DOC_ID,
     "chunk_id": 17,
     **_SOURCE,
@@ -60,6 +61,7 @@ _HISTORY = [{"role": "user", "content": QUESTION}, {"role": "assistant", "conten
 QUERY_REQUESTS: dict[str, Any] = {
     "simple": request("Ask", query=QUESTION),
     "filtered": request("Ask part of a namespace", query=QUESTION, namespace="docs", k=3, filter=_FILTER),
+    "several": request("Ask several namespaces", query=QUESTION, namespaces=["handbook", "docs-*"]),
     "streamed": request("Stream the answer", query=QUESTION, stream=True, max_new_tokens=64),
     "dialogue": request(
         "Ask on",

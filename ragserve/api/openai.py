@@ -21,6 +21,7 @@ from ragserve.answering.results import Answer, SearchResults
 from ragserve.answering.sessions.dialogues import NEW
 from ragserve.api import examples
 from ragserve.api.access import Access, Caller
+from ragserve.api.asked_namespaces import AskedNamespaces, check_alone, check_number, readable
 from ragserve.api.body import MAX_NAMES, parse_json
 from ragserve.api.chat_messages import read_dialogue, read_schema, read_tools
 from ragserve.api.engine_bodies import MOST_PER_BYTE, check_text
@@ -35,19 +36,20 @@ from ragserve.api.openai_schemas import (
     SglangChatAnswer,
 )
 from ragserve.api.openapi import documented
-from ragserve.api.query import compact_json, is_private, last_event, to_query
+from ragserve.api.query import compact_json, given_settings, is_private, last_event, to_query
 from ragserve.api.services import RequestId, Services, Svc, services
 from ragserve.api.sse import EventStream, opened, until_disconnect
 from ragserve.api.upstream import Upstream
-from ragserve.config import Namespace
 from ragserve.engine.base import Sampling
 from ragserve.engine.tool_calls import ToolCall
 from ragserve.errors import InvalidRequest, NotFound, RagserveError, TooLarge
+from ragserve.tenants.key_file import Pattern
+from sglang_ext.wire.joint_names import names_of
 from sglang_ext.wire.protocol import longest_text
 
 PREFIX = "ragserve/"
 SGLANG_DEFAULT = "default"  # what SGLang's own clients say for "the model that is there"
-_NAMESPACE = TypeAdapter(Namespace)
+_PATTERNS = TypeAdapter(list[Pattern])
 _URL = re.compile(r"\A[a-zA-Z][a-zA-Z0-9+.-]*+://")
 _END = "[DONE]"
 
@@ -209,8 +211,9 @@ async def model(
             raise _no_model(model_id)
         return upstream.replay(b"")
     svc = await services(request)
-    known = {PREFIX + one.name for one in caller.visible(await asyncio.to_thread(svc.store.namespaces))}
-    if model_id not in known:
+    asked = await _namespaces(model_id, svc, caller)
+    known = {one.name for one in caller.visible(await asyncio.to_thread(svc.store.namespaces))}
+    if not known.issuperset(names_of(asked.name)):
         raise _no_model(model_id)
     return Response(Model(id=model_id).model_dump_json(), media_type="application/json")
 
@@ -223,13 +226,9 @@ async def _query(body: ChatRequest, svc: Services, caller: Access, request_id: s
     said = read_dialogue(body.messages)
     history = () if body.session not in (None, NEW) else said.history  # a session has it
     svc.check_question(said.question, len(history) + len(said.turns), param="messages")
-    namespace = body.model.removeprefix(PREFIX)
-    try:
-        _NAMESPACE.validate_python(namespace)
-        caller.require("read", namespace)
-    except (ValidationError, NotFound):
-        raise _no_model(body.model) from None
-    own = await svc.own_settings(namespace)
+    where = await _namespaces(body.model, svc, caller)
+    check_alone(where.name, body.documents)
+    own = await svc.own_settings(where.name, given_settings(body, said.system))
     settings = own.over(svc.settings)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     sampling = Sampling(
@@ -245,7 +244,7 @@ async def _query(body: ChatRequest, svc: Services, caller: Access, request_id: s
         body,
         settings,
         request_id,
-        namespace,
+        where,
         sampling,
         {},
         search=caller.search_options(body, settings),
@@ -258,6 +257,17 @@ async def _query(body: ChatRequest, svc: Services, caller: Access, request_id: s
         schema=read_schema(body),
         system=own.system_text(said.system, body.session),
     )
+
+
+async def _namespaces(model: str, svc: Services, caller: Access) -> AskedNamespaces:
+    """The namespaces of a model. Raises NotFound for a model that there is not."""
+    names = names_of(model.removeprefix(PREFIX))
+    check_number(len(names), param="model")
+    try:
+        given = _PATTERNS.validate_python(names)
+        return await readable(given, svc, caller, param="model")
+    except (ValidationError, NotFound):
+        raise _no_model(model) from None
 
 
 def _annotations(final: FinalAnswer) -> list[dict[str, Any]]:

@@ -9,6 +9,8 @@ from pydantic import BaseModel, Field
 from ragserve.answering.citations import Basis
 from ragserve.answering.results import (
     EVIDENCE,
+    INDEX_VERSIONS,
+    NAMESPACE,
     AnswerEvidence,
     AnswerSentence,
     Citation,
@@ -53,7 +55,9 @@ class ChatRequest(SearchFields):
     `session_budget`, as `extra_body`. Of the messages of a session's later turns only the last one counts."""
 
     model: str = Field(
-        description="`ragserve/NAMESPACE`; other names go to SGLang.", examples=["ragserve/default"]
+        description="`ragserve/NAMESPACE`, or several as `ragserve/a+b` and `ragserve/docs-*`; other names "
+        "go to SGLang.",
+        examples=["ragserve/default"],
     )
     messages: list[ChatMessage] = Field(
         min_length=1,
@@ -179,7 +183,8 @@ class Extras(BaseModel):
     searched_for: SearchedFor | None
     reranking: Reranking | None
     index_version: int | None
-    namespace: str
+    index_versions: dict[str, int] | None = Field(default=None, description=INDEX_VERSIONS)
+    namespace: str = Field(description=NAMESPACE)
     request_id: str
 
 

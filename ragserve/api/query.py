@@ -14,18 +14,22 @@ from ragserve.answering.answerer import Event, FinalAnswer
 from ragserve.answering.prompt import Message
 from ragserve.answering.query import Query
 from ragserve.answering.results import Answer, Citation, RetrievedPassage, SearchResults
+from ragserve.answering.sessions.dialogues import NEW
 from ragserve.api import examples
 from ragserve.api.access import Caller
+from ragserve.api.asked_namespaces import AskedNamespaces, asked_namespaces, check_alone
 from ragserve.api.body import JsonRoute
 from ragserve.api.openai_schemas import ChatRequest
 from ragserve.api.openapi import documented
 from ragserve.api.schemas import HistoryMessage, QueryRequest
+from ragserve.api.search_fields import SearchFields
 from ragserve.api.services import RequestId, Svc
 from ragserve.api.sse import EventStream, opened, until_disconnect
 from ragserve.api.views import EVENTS
 from ragserve.config import Settings
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import EngineError
+from ragserve.setting_groups.per_namespace import NamespaceSettings
 
 router = APIRouter(tags=["query"], route_class=JsonRoute)
 
@@ -57,10 +61,11 @@ async def query(
     server's query log.
 
     Markers `[n]` (one to three digits) that point to no passage are removed before anything is sent."""
-    caller.require("read", body.namespace)
+    where = await asked_namespaces(body.namespace, body.namespaces, svc, caller)
+    check_alone(where.name, body.documents)
     caller.check_tokens()
     svc.check_question(body.query, len(body.history))
-    own = await svc.own_settings(body.namespace)
+    own = await svc.own_settings(where.name, given_settings(body, body.system))
     settings = own.over(svc.settings)
     sampling = Sampling(
         max_new_tokens=body.max_new_tokens or svc.settings.max_new_tokens,
@@ -73,7 +78,7 @@ async def query(
         body,
         settings,
         request_id,
-        body.namespace,
+        where,
         sampling,
         body.decode.model_dump(exclude_unset=True),
         search=caller.search_options(body, settings),
@@ -95,7 +100,7 @@ def to_query(
     body: QueryRequest | ChatRequest,
     settings: Settings,
     request_id: str,
-    namespace: str,
+    where: AskedNamespaces,
     sampling: Sampling,
     decode: Mapping[str, Any],
     **fields: Any,
@@ -106,13 +111,14 @@ def to_query(
         request=GenerateRequest(
             request_id,
             [],
-            namespace,
+            where.name,
             strategy.name,
             sampling,
             options=strategy.options,
             decode=decode,
             prefill=body.prefill.model_dump(exclude_unset=True),
         ),
+        by_pattern=where.by_pattern,
         overflow=body.documents_overflow,
         session=body.session,
         session_budget=body.session_budget,
@@ -125,6 +131,14 @@ def to_query(
         ],
         **fields,
     )
+
+
+def given_settings(body: SearchFields, system: str | None = None) -> set[str]:
+    """The settings of namespaces that a request gives itself, or its session has since its first turn."""
+    given = {name for name in NamespaceSettings.model_fields if getattr(body, name, None) is not None}
+    given |= set() if system is None else {"system"}
+    later = getattr(body, "session", None) not in (None, NEW)
+    return given | {"system", "strategy"} if later else given
 
 
 def is_private(request: Request) -> bool:

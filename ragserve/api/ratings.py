@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query
 from pydantic import Field
@@ -14,19 +14,26 @@ from ragserve.answering.namespace_log import said_at
 from ragserve.answering.rating_log import as_row, rated, unanswered
 from ragserve.api import namespace_examples as examples
 from ragserve.api.access import Caller
+from ragserve.api.asked_namespaces import asked_namespaces
 from ragserve.api.body import JsonRoute, NonBlank, Text
 from ragserve.api.documents import Where
 from ragserve.api.openapi import documented
+from ragserve.api.schemas import NamespaceNames, OneOrSeveral
 from ragserve.api.services import RequestId, Svc
 from ragserve.api.views import RatedAnswers, UnansweredQuestions
-from ragserve.errors import InvalidRequest
+from ragserve.errors import InvalidRequest, NotFound
+from sglang_ext.wire.joint_names import names_of
+
+if TYPE_CHECKING:
+    from ragserve_index import IndexStore
 
 router = APIRouter(tags=["feedback"], route_class=JsonRoute)
 
 
-class Rating(Where):
+class Rating(Where, OneOrSeveral):
     """What a user says of an answer. The server keeps no answers, so it comes along."""
 
+    namespaces: NamespaceNames | None = None
     rating: Literal["up", "down"]
     query: Annotated[NonBlank, Field(max_length=65_536)] = Field(description="The question, as it was asked.")
     answer: Annotated[Text, Field(max_length=65_536)]
@@ -60,24 +67,47 @@ async def rate(
     caller: Caller,
     request_id: RequestId,
 ) -> dict[str, Any]:
-    """Keep a thumb up or down with its question and answer, where the server does (`feedback_bytes`)."""
-    caller.require("read", body.namespace)
-    await asyncio.to_thread(svc.store.namespace, body.namespace)
+    """Keep a thumb up or down with its question and answer, where the server does (`feedback_bytes`).
+
+    One for an answer from several namespaces is kept in each, with those of its documents that are there, and
+    without the answer, which has text of the others."""
+    where = await asked_namespaces(body.namespace, body.namespaces, svc, caller)
+    names = names_of(where.name)
+    for name in names:
+        await asyncio.to_thread(svc.store.namespace, name)
     if not svc.feedback.is_on:
         raise InvalidRequest(
             "This server keeps no feedback.",
             hint="Start it with --feedback-bytes, for example 16777216.",
             code="feedback_off",
         )
-    record = {
-        "id": body.answer_id or request_id,
-        "answer": body.answer,
-        "rating": body.rating,
-        "documents": body.documents,
-    }
-    now = time.time()
-    svc.feedback.note(body.namespace, body.query, now, caller.who.viewer, **record)
-    return {"rows": [as_row({**record, "question": body.query, "time": said_at(now)}, body.namespace)]}
+    now, rows = time.time(), []
+    for name in names:
+        alone = len(names) == 1
+        record = {
+            "id": body.answer_id or request_id,
+            "answer": body.answer if alone else "",
+            "rating": body.rating,
+            "documents": body.documents
+            if alone
+            else await asyncio.to_thread(_those_in, svc.store.seen_by(caller.who.viewer), name, body),
+        }
+        svc.feedback.note(name, body.query, now, caller.who.viewer, **record)
+        rows.append(as_row({**record, "question": body.query, "time": said_at(now)}, name))
+    return {"rows": rows}
+
+
+def _those_in(store: IndexStore, namespace: str, body: Rating) -> list[str]:
+    """The cited documents that are in a namespace."""
+
+    def is_there(name: str) -> bool:
+        try:
+            store.document(namespace, name)
+        except NotFound:
+            return store.find_source(namespace, name) is not None
+        return True
+
+    return [name for name in body.documents if is_there(name)]
 
 
 @router.get(

@@ -9,9 +9,10 @@ from fastapi import APIRouter, Body, Request, Response
 
 from ragserve.api import examples
 from ragserve.api.access import Caller
+from ragserve.api.asked_namespaces import asked_namespaces
 from ragserve.api.body import JsonRoute
 from ragserve.api.openapi import documented
-from ragserve.api.query import to_history
+from ragserve.api.query import given_settings, to_history
 from ragserve.api.schemas import RetrieveRequest
 from ragserve.api.services import RequestId, Svc
 from ragserve.api.sse import until_disconnect
@@ -37,17 +38,18 @@ async def retrieve(
 ) -> Response:
     """Find the passages that `/rag/query` would give to the model, in the same order."""
     start = time.perf_counter()
-    caller.require("read", body.namespace)
+    where = await asked_namespaces(body.namespace, body.namespaces, svc, caller)
     svc.check_question(body.query, len(body.history))
     with svc.limiter.slot():
-        settings = (await svc.own_settings(body.namespace)).over(svc.settings)
+        own = await svc.own_settings(where.name, given_settings(body) | {"system", "strategy"})
+        settings = own.over(svc.settings)
         options = caller.search_options(body, settings)
         if body.history and options.follow_ups == "rewrite":  # the model writes
             caller.check_tokens()
         search = svc.search.search(
             body.query,
             options,
-            namespace=body.namespace,
+            namespace=where.name,
             request_id=request_id,
             history=to_history(body.history),
             spend=caller.spend,
@@ -55,12 +57,13 @@ async def retrieve(
         found = await until_disconnect(request, search)
     answer = RetrieveAnswer(
         results=found.passages,
-        namespace=body.namespace,
+        namespace=where.name,
         retrieval=found.searched_by(options),
         searched_for=found.searched_for,
         reranking=found.reranking,
         evidence=found.evidence,
         index_version=found.version,
+        index_versions=None if found.versions is None else dict(found.versions),
         notes=found.notes,
         timings=RetrieveTimings(**found.timings.model_dump(), total_ms=(time.perf_counter() - start) * 1e3),
         request_id=request_id,

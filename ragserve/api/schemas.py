@@ -3,16 +3,18 @@ settings."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, Self, Union
 
-from pydantic import BeforeValidator, Field, create_model
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from ragserve.answering.results import Overflow
 from ragserve.api.body import NonBlank, RequestModel, Text
 from ragserve.api.search_fields import SearchFields
 from ragserve.best_passages import PassagesOptions
 from ragserve.config import Namespace, StrategyName
+from ragserve.tenants.key_file import Pattern
 from ragserve_index.viewers import LABEL, MAX_LABELS
+from sglang_ext.wire.joint_names import MOST as MOST_NAMESPACES
 from sglang_ext.wire.prefill_options import PrefillOptions
 from sglang_ext.wire.request_options import STRATEGY_OPTIONS, DecodeOptions, RequestOptions
 
@@ -140,11 +142,35 @@ SessionBudget = Annotated[
 ]
 
 
-class RetrieveRequest(SearchFields):
+NamespaceNames = Annotated[
+    list[Pattern],
+    Field(
+        min_length=1,
+        max_length=MOST_NAMESPACES,
+        description="Several namespaces, in place of `namespace`: names, and beginnings of names followed by "
+        f"`*`, which match the namespaces that the API key may read. {MOST_NAMESPACES} at most, counted "
+        "as matched.",
+        examples=[["handbook", "docs-*"]],
+    ),
+]
+
+
+class OneOrSeveral(RequestModel):
+    """A body with ``namespace`` or ``namespaces``."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if {"namespace", "namespaces"} <= self.model_fields_set and self.__dict__["namespaces"] is not None:
+            raise ValueError("give namespace or namespaces, not both")
+        return self
+
+
+class RetrieveRequest(SearchFields, OneOrSeveral):
     """A question, and where to search."""
 
     query: NonBlank = Field(description="The question. /info has its largest length, limits.max_query_chars.")
     namespace: Namespace = Field("default", description="Where to search.")
+    namespaces: NamespaceNames | None = None
     history: list[HistoryMessage] = Field(
         default_factory=list,
         max_length=MAX_MESSAGES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -45,6 +45,7 @@ from ragserve.setting_groups.per_namespace import NamespaceSettings
 from ragserve.verification.answer_watch import AnswerWatch
 from ragserve.verification.background import BackgroundVerification
 from ragserve.verification.idle_tuner import IdleTuner
+from sglang_ext.wire.joint_names import is_joint, names_of
 
 if TYPE_CHECKING:
     from ragserve.ingest.ingestor import Ingestor
@@ -83,9 +84,15 @@ class Services:
         """The jobs as a caller sees them."""
         return SeenJobs(self.ingestor.jobs, self.store, caller.who)
 
-    async def own_settings(self, namespace: str) -> NamespaceSettings:
-        """A namespace's own settings, without any for one that does not exist."""
-        return NamespaceSettings.of(await asyncio.to_thread(self.store.settings, namespace))
+    async def own_settings(self, namespace: str, asked: Collection[str] = ()) -> NamespaceSettings:
+        """A namespace's own settings, without any for one that does not exist; of several, by their joint
+        name, as `NamespaceSettings.shared`: ``asked`` are fields that the request gives."""
+
+        def each() -> dict[str, NamespaceSettings]:
+            return {name: NamespaceSettings.of(self.store.settings(name)) for name in names_of(namespace)}
+
+        found = await asyncio.to_thread(each)
+        return NamespaceSettings.shared(found, asked) if is_joint(namespace) else found[namespace]
 
     def document_cache(self) -> CachingEngine:
         """The engine, as a document cache. Raises InvalidRequest if it has none."""

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ragserve.answering.results import (
     EVIDENCE,
+    INDEX_VERSIONS,
+    NAMESPACE,
     RERANKING,
     SEARCHED_FOR,
     Answer,
@@ -31,12 +33,15 @@ class RetrieveAnswer(BaseModel):
     """Passages, best first; with `neighbours`, in groups, of which the best is first."""
 
     results: list[RetrievedPassage]
-    namespace: str
+    namespace: str = Field(description=NAMESPACE)
     retrieval: Retrieval = Field(description="Search that found the passages.")
     searched_for: SearchedFor | None = Field(description=SEARCHED_FOR)
     reranking: Reranking | None = Field(description=RERANKING)
     evidence: AnswerEvidence | None = Field(default=None, description=EVIDENCE)
-    index_version: int = Field(description="Version of the namespace that was searched.")
+    index_version: int | None = Field(
+        description="Version of the namespace that was searched; null where several were."
+    )
+    index_versions: dict[str, int] | None = Field(default=None, description=INDEX_VERSIONS)
     notes: list[str] = Field(
         default_factory=list, description="Remarks for the caller, e.g. that a remote model was missing."
     )

@@ -27,6 +27,7 @@ from ragserve.files import write_json
 from ragserve.metrics import metrics
 from ragserve_index import Eviction, EvictionLog, IndexStore
 from ragserve_index.evictions import by_namespace
+from sglang_ext.wire.joint_names import names_of
 
 if TYPE_CHECKING:
     from ragserve.answering.in_flight import InFlight
@@ -136,7 +137,7 @@ class Evictor:
         """Evict all of a namespace. If it was made anew meanwhile, its new KV stays when rows are acted on
         ``again``, and only what queries of before the drop had in their prompts is evicted."""
         if not again:
-            in_flight = [query for query in self._queries if query.namespace == namespace]
+            in_flight = [each for each in self._queries if namespace in names_of(each.namespace)]
             self._left_behind.setdefault(rows[-1], in_flight)  # as it was at the first attempt
             metrics().forget_namespace(namespace)
             await self._engine.forget(namespace, None)

@@ -31,10 +31,17 @@ class SearchArguments(TypedDict, total=False):
     not_found: NotFound | None
 
 
-class RetrieveArguments(SearchArguments, total=False):
-    """Where to search, and for how many passages; ``history``: earlier turns, oldest first."""
+class WhereArguments(TypedDict, total=False):
+    """Where to search. ``namespaces``: several, by names and by patterns such as ``docs-*``, in place of
+    ``namespace``."""
 
     namespace: str | None
+    namespaces: Sequence[str] | None
+
+
+class RetrieveArguments(SearchArguments, WhereArguments, total=False):
+    """Where to search, and for how many passages; ``history``: earlier turns, oldest first."""
+
     k: int | None
     history: Sequence[Turn] | None
 

@@ -44,9 +44,11 @@ from ragserve.client.arguments import (
     QueryArguments,
     RetrieveArguments,
     TextDocument,
+    WhereArguments,
 )
 from ragserve.errors import InvalidRequest
 from ragserve.setting_groups.per_namespace import NamespaceSettings
+from sglang_ext.wire.joint_names import names_of
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -357,7 +359,7 @@ def rate(answer: Answer, question: str, rating: Literal["up", "down"]) -> Call[R
     """``POST /rag/feedback``: keep a thumb up or down for an answer, if the server keeps feedback."""
     documents = [each.doc_id or each.source for each in answer.citations]
     body = {
-        "namespace": answer.namespace,
+        **where(answer.namespace),
         "rating": rating,
         "query": question,
         "answer": answer.answer,
@@ -365,6 +367,15 @@ def rate(answer: Answer, question: str, rating: Literal["up", "down"]) -> Call[R
         "answer_id": answer.request_id,
     }
     return _post("/rag/feedback", _model(RatedAnswers), body, repeatable=True)
+
+
+def where(name: str) -> WhereArguments:
+    """The fields of a request for a namespace, or for several by their joint name or a pattern: ``a+b``,
+    ``docs-*``."""
+    names = names_of(name)
+    if len(names) == 1 and not name.endswith("*"):
+        return {"namespace": name}
+    return {"namespaces": names}
 
 
 def ratings(namespace: str) -> Call[list[RatedAnswer]]:

@@ -10,12 +10,14 @@ from rich.console import Console
 from ragserve.answering.results import Answer, Citation
 from ragserve.api.views import EVENTS
 from ragserve.client import Client, MessageEvent, QueryArguments
+from ragserve.client.calls import where
 from ragserve.commands.job_console import place, shown
 from ragserve.commands.options import DEFAULT_URL, ApiKey, ServerUrl, json_object
 from ragserve.config import StrategyName
 from ragserve.errors import EngineError
 from ragserve.setting_groups.answering import Retrieval
 from ragserve.strategy_spec import parse
+from sglang_ext.wire.joint_names import is_joint
 
 _FILTER = '{"op":"eq","field":"lang","value":"en"}'
 _EXCERPT_CHARS = 160
@@ -28,7 +30,10 @@ def register(app: typer.Typer) -> None:
 
 def query(
     question: Annotated[str, typer.Argument(help="The question.")],
-    namespace: Annotated[str, typer.Option("--namespace", "-n", help="Namespace to search.")] = "default",
+    namespace: Annotated[
+        str,
+        typer.Option("--namespace", "-n", help="Namespace to search; several as a+b or docs-*."),
+    ] = "default",
     url: ServerUrl = DEFAULT_URL,
     api_key: ApiKey = None,
     k: Annotated[int | None, typer.Option(help="Passages to retrieve. Default: the server's.")] = None,
@@ -55,7 +60,7 @@ def query(
     """Ask a question. Exits with 1, and the server's reason, if there is no answer."""
     spec = parse(strategy)[0] if strategy else None
     fields: QueryArguments = {
-        "namespace": namespace,
+        **where(namespace),
         "k": k,
         "filter": json_object("--filter", filter_, example=_FILTER),
         "retrieval": retrieval,
@@ -108,7 +113,9 @@ def _print_details(answer: Answer, console: Console) -> None:
             text = shown(answer.answer[sentence.start : sentence.end])
             console.print(f"no passage supports: {text}", markup=False, style="yellow")
     for citation in answer.citations:
-        console.print(f"\n[{citation.index}] {_title(citation)}", markup=False, style="bold")
+        console.print(
+            f"\n[{citation.index}] {_title(citation, answer.namespace)}", markup=False, style="bold"
+        )
         console.print(f"    {_excerpt(citation.text)}", markup=False)
     use, usage = answer.context, answer.usage
     console.print(
@@ -127,15 +134,16 @@ def _print_details(answer: Answer, console: Console) -> None:
     console.print(f"ms: {timings}", style="dim")
 
 
-def _title(citation: Citation) -> str:
-    where = [shown(citation.title), shown(citation.source or ""), place(citation)]
-    where += ["edited"] if citation.edited else []
+def _title(citation: Citation, asked: str) -> str:
+    home = (citation.namespace or "") if is_joint(asked) else ""
+    parts = [home, shown(citation.title), shown(citation.source or ""), place(citation)]
+    parts += ["edited"] if citation.edited else []
     scores = [
         f"{name} {value:.2f}"
         for name, value in (("cosine", citation.cosine), ("BM25", citation.bm25))
         if value is not None
     ]
-    return ", ".join(part for part in where if part) + f" ({', '.join([*scores, citation.basis])})"
+    return ", ".join(part for part in parts if part) + f" ({', '.join([*scores, citation.basis])})"
 
 
 def _excerpt(text: str) -> str:

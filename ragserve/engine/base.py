@@ -49,10 +49,13 @@ class GenerateRequest:
     Args:
         rid: Name of the request; the engine makes it unique.
         input_ids: Token ids of the whole prompt.
-        namespace: Tenant; cached KV is never shared between namespaces.
+        namespace: Tenant; cached KV is never shared between namespaces. Of a request over several, their
+            joint name.
         strategy: Exact (`full`, `prefix`) or the name of a composed strategy.
         sampling: Sampling parameters.
         spans: For composed strategies: the system text and each document, from position 0 without gaps.
+        owners: The namespace of each span, where ``namespace`` is a joint name: a document has one KV,
+            whatever other namespaces are asked with it.
         system: A span that begins at 0 is the system text; false where spans are documents alone.
         options: Options of the strategy.
         distributions: Number of first tokens whose distributions are returned. Costs time; for measurements.
@@ -90,6 +93,11 @@ class GenerateRequest:
     computed: tuple[int, ...] = ()
     background: bool = False
     system: bool = True
+    owners: tuple[str, ...] = ()
+
+    def owner(self, span: Span) -> str:
+        """The namespace of a span's document."""
+        return self.owners[self.spans.index(span)] if self.owners else self.namespace
 
     @property
     def asks_sparse(self) -> bool:

@@ -91,8 +91,11 @@ class CachingEngine(Protocol):
 class ManyEngines(Protocol):
     """Several engines with document caches of their own behind one."""
 
-    def answering(self, namespace: str, documents: Sequence[Sequence[int]]) -> CachingEngine:
-        """Return the engine that would answer a request of these documents, the system text first."""
+    def answering(
+        self, namespace: str, documents: Sequence[Sequence[int]], owners: Sequence[str] = ()
+    ) -> CachingEngine:
+        """Return the engine that would answer a request of these documents, the system text first.
+        ``owners``: as in `GenerateRequest`."""
         ...
 
     def measured(self) -> CachingEngine:
@@ -100,9 +103,24 @@ class ManyEngines(Protocol):
         ...
 
 
-def answering(engine: CachingEngine, namespace: str, documents: Sequence[Sequence[int]]) -> CachingEngine:
+def answering(
+    engine: CachingEngine, namespace: str, documents: Sequence[Sequence[int]], owners: Sequence[str] = ()
+) -> CachingEngine:
     """Return the engine whose caches count for a request of these documents."""
-    return engine.answering(namespace, documents) if isinstance(engine, ManyEngines) else engine
+    return engine.answering(namespace, documents, owners) if isinstance(engine, ManyEngines) else engine
+
+
+async def fastest_tiers(
+    engine: CachingEngine, namespace: str, documents: Sequence[Sequence[int]], owners: Sequence[str] = ()
+) -> list[str]:
+    """Return `Whereabouts.fastest` of documents, each of its own namespace where there are ``owners``."""
+    found: dict[int, str] = {}
+    names = owners or [namespace] * len(documents)
+    for name in dict.fromkeys(names):
+        places = [place for place, owner in enumerate(names) if owner == name]
+        tiers = (await engine.where(name, [documents[place] for place in places])).fastest()
+        found |= dict(zip(places, tiers, strict=True))
+    return [found[place] for place in range(len(documents))]
 
 
 class ControlledCache(ABC):

@@ -47,7 +47,7 @@ class LaterAnalyses:
             span = request.spans[number]
             if span.end - span.start > _LONGEST:
                 continue
-            key = (request.namespace, tuple(request.input_ids[span.start : span.end]))
+            key = (request.owner(span), tuple(request.input_ids[span.start : span.end]))
             self._wanted[key] = number not in request.unregistered
             self._wanted.move_to_end(key)
         while len(self._wanted) > _MOST:

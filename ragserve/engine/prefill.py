@@ -133,7 +133,7 @@ class Documents:
         passing = {request.spans[number] for number in request.unregistered}
         wanted: dict[_Key, Span] = {
             (
-                request.namespace,
+                request.owner(span),
                 analyse,
                 span not in passing,
                 request.system and span.start == 0,

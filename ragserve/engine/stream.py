@@ -99,6 +99,7 @@ def payload(request: GenerateRequest, rid: str) -> dict[str, Any]:
             request.scores,
             request.session,
             request.computed,
+            request.owners,
         )
         custom[PLAN_FIELD] = plan.to_json()
     elif request.strategy == "full":
@@ -117,14 +118,14 @@ def document_payload(
     """Build the request that prefills one document of a composed request alone, for the cache.
 
     ``analyse`` also computes its analysis, ``lasting`` writes it to disk."""
-    ids = request.input_ids[span.start : span.end]
+    ids, namespace = request.input_ids[span.start : span.end], request.owner(span)
     document = GenerateRequest(
-        request.rid, ids, request.namespace, "prefix", Sampling(max_new_tokens=1), decode=request.decode
+        request.rid, ids, namespace, "prefix", Sampling(max_new_tokens=1), decode=request.decode
     )
     fields = payload(document, rid)
     first = request.system and span.start == 0
     options = {"analyse": analyse, "lasting": lasting} | ({"first": True} if first else {})
-    plan = ContextPlan("document", request.namespace, options=options)
+    plan = ContextPlan("document", namespace, options=options)
     fields["sampling_params"]["custom_params"] = {PLAN_FIELD: plan.to_json()}
     return fields
 

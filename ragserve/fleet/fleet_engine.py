@@ -180,7 +180,7 @@ class FleetEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """See `Engine`. A request whose worker is lost before a token came is sent to the next one."""
-        documents = self._hashed(request.namespace, documents_of(request))
+        documents = self._hashed(request.namespace, documents_of(request), request.owners)
         tried: list[WorkerLink] = []
         while True:
             link, tokens = self._next_for(request, documents, tried)
@@ -241,11 +241,13 @@ class FleetEngine:
         order = ranked(tokens, loads, waiting, max(_LEAST_TOKENS, size))
         return links[order[0]], tokens[order[0]]
 
-    def _hashed(self, namespace: str, documents: Sequence[Sequence[int]]) -> Hashed:
+    def _hashed(
+        self, namespace: str, documents: Sequence[Sequence[int]], owners: Sequence[str] = ()
+    ) -> Hashed:
         """Hash and tokens of each document. The first one is the system text if there are more, and does not
-        count, because every worker has it."""
-        own = documents[1:] or documents
-        return [(document_hash(self._key(namespace, ids)), len(ids)) for ids in own]
+        count, because every worker has it. ``owners``: as in `GenerateRequest`."""
+        own = list(zip(owners or [namespace] * len(documents), documents, strict=True))
+        return [(document_hash(self._key(name, ids)), len(ids)) for name, ids in own[1:] or own]
 
     def _key(self, namespace: str, ids: Sequence[int]) -> str:
         return document_key(namespace, self._known().cache_fingerprint, ids)
@@ -275,9 +277,12 @@ class FleetEngine:
         while len(self._sessions) > _SESSIONS:
             self._sessions.popitem(last=False)
 
-    def answering(self, namespace: str, documents: Sequence[Sequence[int]]) -> CachingEngine:
+    def answering(
+        self, namespace: str, documents: Sequence[Sequence[int]], owners: Sequence[str] = ()
+    ) -> CachingEngine:
         """See `ManyEngines`. Raises Unavailable without a worker."""
-        return self._choose(self._hashed(namespace, documents), sum(map(len, documents)))[0].engine
+        hashed = self._hashed(namespace, documents, owners)
+        return self._choose(hashed, sum(map(len, documents)))[0].engine
 
     def measured(self) -> CachingEngine:
         """See `ManyEngines`: one worker at a time, another one when it is gone."""

@@ -22,5 +22,6 @@ def part(request: GenerateRequest, places: Sequence[int]) -> GenerateRequest:
     return replace(
         request,
         spans=tuple(request.spans[place] for place in places),
+        owners=tuple(request.owners[place] for place in places) if request.owners else (),
         unregistered=[number for number, place in enumerate(places) if place in request.unregistered],
     )

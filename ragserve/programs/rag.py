@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ragserve.answering.results import EarlierTurn, RetrievedPassage
 from ragserve.client import Client, SearchArguments, Turn
+from ragserve.client.calls import where
 from ragserve.errors import InvalidRequest
 from ragserve.programs.said_turns import SaidTurns
+from sglang_ext.wire.joint_names import joint_name, matches, names_of
 
 if TYPE_CHECKING:
     from ragserve.programs.prompt_text import PromptText
@@ -44,7 +46,7 @@ class Context:
 
 
 class Rag:
-    """Retrieval from one namespace of one server. Thread-safe: forks of a program may share it.
+    """Retrieval from one server, from a namespace or several. Thread-safe: forks of a program may share it.
 
     Prompts are laid out as in /rag/query, with the server's tokenizer and system text. A question in which
     the server has corrected typing errors when it was searched for is asked as corrected, unless the search
@@ -56,13 +58,15 @@ class Rag:
         url: str = "http://127.0.0.1:30000",
         *,
         namespace: str = "default",
+        namespaces: Sequence[str] = (),
         api_key: str | None = None,
         tokenizer: str | None = None,
         system: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
+        """``namespaces``: several, by names and by patterns such as ``docs-*``, in place of ``namespace``."""
         self.url = url.rstrip("/")
-        self.namespace = namespace
+        self.namespace = joint_name(namespaces) if namespaces else namespace
         self._api_key = api_key
         self._tokenizer = tokenizer
         self._system = system
@@ -83,7 +87,7 @@ class Rag:
         from ragserve.engine.stream import payload
         from ragserve.programs._sglang import endpoint_class
 
-        key = payload(GenerateRequest("", [], self.namespace), "")["extra_key"]
+        key = payload(GenerateRequest("", [], self.joint_namespace()), "")["extra_key"]
         return endpoint_class()(self.url, api_key=self._api_key, extra_key=key)
 
     def retrieve(
@@ -101,7 +105,7 @@ class Rag:
         what is searched for (default: the server's)."""
         found = self._client.retrieve(
             question,
-            namespace=self.namespace,
+            **where(self.namespace),
             k=k,
             history=_messages(history) if history else None,
             **options,
@@ -251,6 +255,15 @@ class Rag:
         """The question as the model is asked it."""
         with self._lock:
             return self._reads.get(question, question)
+
+    def joint_namespace(self) -> str:
+        """The name under which the server keeps prefixes: patterns in ``namespace`` stand for what they match
+        now."""
+        names = names_of(self.namespace)
+        if not any(name.endswith("*") for name in names):
+            return self.namespace
+        known = [each.name for each in self._client.namespaces()]
+        return joint_name(one for name in names for one in known if matches(one, name)) or self.namespace
 
     def _layout(self) -> PromptText:
         from ragserve.programs.prompt_text import PromptText

@@ -88,6 +88,17 @@ class WordTable:
         self._merged, self._pending = (merged, total), Counter()
 
 
+class JointTable:
+    """The word tables of several namespaces as one."""
+
+    def __init__(self, tables: Sequence[WordTable]) -> None:
+        self._tables = tables
+
+    def counts(self, words: Sequence[str]) -> list[int]:
+        """See `WordTable.counts`."""
+        return [sum(each) for each in zip(*(table.counts(words) for table in self._tables), strict=True)]
+
+
 @dataclass(slots=True)
 class _ReadSoFar:
     namespace_id: int

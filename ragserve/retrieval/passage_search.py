@@ -41,8 +41,8 @@ class FoundPassage:
 
 @dataclass(frozen=True, slots=True)
 class FoundPassages:
-    """Passages in the order of a prompt, read at ``version`` of the namespace, with the scores of their
-    sentences.
+    """Passages in the order of a prompt, read at ``version`` of the namespace, or at ``versions`` of several,
+    with the scores of their sentences.
 
     ``reranked``: all candidates in their new order; None without a reranker. Milliseconds per stage, None
     for one that did not run.
@@ -51,7 +51,7 @@ class FoundPassages:
 
     passages: list[FoundPassage]
     sentences: list[SentenceScores]
-    version: int
+    version: int | None
     reranked: list[FoundPassage] | None
     embed_ms: float | None
     search_ms: float
@@ -59,6 +59,7 @@ class FoundPassages:
     evidence: Judgement | None = None
     by_words_alone: str | None = None
     not_reranked: str | None = None
+    versions: Mapping[str, int] | None = None
 
 
 class PassageSearch:
@@ -136,6 +137,7 @@ class PassageSearch:
             evidence,
             found.by_words_alone,
             not_reranked,
+            found.versions,
         )
 
     async def hides(self, namespace: str, viewer: Viewer) -> bool:

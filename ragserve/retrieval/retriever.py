@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,15 +15,17 @@ import numpy as np
 from ragserve import tracing
 from ragserve.errors import Conflict, ModelUnavailable, Unavailable
 from ragserve.retrieval.evidence import DEPTH, Judgement, can_judge, judged, signals, words_of
+from ragserve.retrieval.word_counts import word_counts
 from ragserve.setting_groups.answering import Retrieval
 from ragserve_index.types import Hit
 from ragserve_index.viewers import EVERYTHING, Viewer
+from sglang_ext.wire.joint_names import is_joint, names_of
 
 if TYPE_CHECKING:
     from ragserve_index import IndexStore
     from ragserve_index.filters import Filter
     from ragserve_index.sentence_vectors import SentenceVectors
-    from ragserve_index.types import Chunk
+    from ragserve_index.types import Chunk, NamespaceInfo
 
 _MAX_BATCH = 32
 _SEARCH_THREADS = 2
@@ -56,18 +58,19 @@ SentenceScores = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
-    """Hits of one question, best first, read at ``version`` of the namespace; milliseconds per stage, None
-    for embedding in a lexical search.
+    """Hits of one question, best first, read at ``version`` of the namespace, or at ``versions`` of several;
+    milliseconds per stage, None for embedding in a lexical search.
 
     ``sentences``: the scores of each hit's sentences, empty where they were not asked for or not embedded.
     ``by_words_alone``: why a hybrid search was lexical; None where all was done that was asked for."""
 
     hits: list[Hit]
-    version: int
+    version: int | None
     embed_ms: float | None
     search_ms: float
     sentences: list[SentenceScores] = field(default_factory=list)
     by_words_alone: str | None = None
+    versions: Mapping[str, int] | None = None
 
 
 class Retriever:
@@ -93,9 +96,9 @@ class Retriever:
         sentences: bool = False,
         viewer: Viewer = EVERYTHING,
     ) -> Retrieved:
-        """Find the ``k`` best passages that the viewer sees, or all if there are fewer: lexical finds only
-        those that share a word with the question. With ``sentences``, score those of the passages, unless
-        lexical.
+        """Find the ``k`` best passages that the viewer sees, of a namespace or, by their joint name, of
+        several, or all if there are fewer: lexical finds only those that share a word with the question. With
+        ``sentences``, score those of the passages, unless lexical.
 
         ``variants`` are wordings of the same question. A dense search takes the mean of their vectors, a
         lexical one the mean of their scores; the question counts as much as all variants together.
@@ -116,7 +119,7 @@ class Retriever:
         embedded = time.perf_counter()
         texts = () if retrieval == "dense" else (question, *variants)
         with tracing.span("search", **{"ragserve.namespace": namespace, "ragserve.retrieval": retrieval}):
-            hits, version, scores = await asyncio.get_running_loop().run_in_executor(
+            hits, versions, scores = await asyncio.get_running_loop().run_in_executor(
                 self._search_threads,
                 partial(self._search, self._store.seen_by(viewer)),
                 namespace,
@@ -128,7 +131,8 @@ class Retriever:
             )
         done = time.perf_counter()
         embed_ms = None if vector is None else (embedded - start) * 1e3
-        return Retrieved(hits, version, embed_ms, (done - embedded) * 1e3, scores, missing)
+        version, several = (None, versions) if is_joint(namespace) else (versions[namespace], None)
+        return Retrieved(hits, version, embed_ms, (done - embedded) * 1e3, scores, missing, several)
 
     async def evidence(
         self,
@@ -145,8 +149,9 @@ class Retriever:
 
         def judge() -> Judgement:
             store = self._store.seen_by(viewer)
-            counts = store.word_counts(namespace, words_of(question))
-            n_chunks = store.namespace(namespace).n_chunks
+            names = names_of(namespace)
+            counts = word_counts(store, names, words_of(question))
+            n_chunks = sum(store.namespace(name).n_chunks for name in names)
             found, missing = signals(candidates[:DEPTH], retrieval, counts, n_chunks)
             return judged(found, missing, self._embedder.name, retrieval)
 
@@ -156,14 +161,20 @@ class Retriever:
         self, namespace: str, chunk_ids: Sequence[int], n: int, viewer: Viewer = EVERYTHING
     ) -> dict[int, Chunk]:
         """See ``IndexStore.chunks_around``."""
-        return await asyncio.get_running_loop().run_in_executor(
-            self._search_threads, self._store.seen_by(viewer).chunks_around, namespace, chunk_ids, n
-        )
+        store = self._store.seen_by(viewer)
+
+        def around() -> dict[int, Chunk]:
+            found: dict[int, Chunk] = {}
+            for name in names_of(namespace):
+                found |= store.chunks_around(name, chunk_ids, n)
+            return found
+
+        return await asyncio.get_running_loop().run_in_executor(self._search_threads, around)
 
     async def hides(self, namespace: str, viewer: Viewer) -> bool:
         """See ``IndexStore.hides``."""
         return await asyncio.get_running_loop().run_in_executor(
-            self._search_threads, self._store.seen_by(viewer).hides, namespace
+            self._search_threads, lambda: any(map(self._store.seen_by(viewer).hides, names_of(namespace)))
         )
 
     async def _mean(self, question: str, variants: Sequence[str]) -> np.ndarray:
@@ -232,43 +243,58 @@ class Retriever:
         k: int,
         filter: Filter | None,
         sentences: bool,
-    ) -> tuple[list[Hit], int, list[SentenceScores]]:
-        info = store.namespace(namespace)
+    ) -> tuple[list[Hit], Mapping[str, int], list[SentenceScores]]:
+        names = names_of(namespace)
+        for name in names:
+            self._check(store.namespace(name), vector)
+        versions: Mapping[str, int]
+        if len(names) > 1:
+            text, variants = (texts[0], texts[1:]) if texts else (None, ())
+            joint = store.search_several(names, k, text=text, variants=variants, vector=vector, filter=filter)
+            hits, versions = joint.hits, joint.versions
+        else:
+            if vector is not None and not texts:
+                result = store.search(namespace, vector[None, :], k, filter=filter)
+            else:
+                result = store.search_text(
+                    namespace, texts[0], k, variants=texts[1:], vector=vector, filter=filter
+                )
+            hits, versions = result.hits[0], {namespace: result.version}
+        if vector is None or not sentences:
+            return hits, versions, [[] for _ in hits]
+        return hits, versions, _sentence_scores(store, names, hits, vector)
+
+    def _check(self, info: NamespaceInfo, vector: np.ndarray | None) -> None:
+        """Raise Conflict for a namespace with vectors of another model than the question's."""
         if vector is not None and info.embedder != self._embedder.name:
             raise Conflict(
-                f"Namespace {namespace!r} was embedded with {info.embedder!r}, "
+                f"Namespace {info.name!r} was embedded with {info.embedder!r}, "
                 f"this server embeds with {self._embedder.name!r}.",
                 hint="Start the server with that --embedder, or ingest the documents into another namespace.",
                 code="embedder_mismatch",
             )
         if vector is not None and len(vector) != info.dim:  # a remote model may have become another
             raise Conflict(
-                f"Namespace {namespace!r} has vectors of {info.dim} components, and {info.embedder!r} gives "
+                f"Namespace {info.name!r} has vectors of {info.dim} components, and {info.embedder!r} gives "
                 f"{len(vector)} now.",
                 hint="Another model answers by that name. Ingest the documents into another namespace.",
                 code="embedder_mismatch",
             )
-        if vector is not None and not texts:
-            result = store.search(namespace, vector[None, :], k, filter=filter)
-        else:
-            result = store.search_text(
-                namespace, texts[0], k, variants=texts[1:], vector=vector, filter=filter
-            )
-        hits = result.hits[0]
-        if vector is None or not sentences:
-            return hits, result.version, [[] for _ in hits]
-        return hits, result.version, self._scores(store, namespace, hits, vector)
 
-    def _scores(
-        self, store: IndexStore, namespace: str, hits: list[Hit], vector: np.ndarray
-    ) -> list[SentenceScores]:
-        """Score the hits' sentences. A chunk removed since the search has none."""
-        stored = store.sentence_vectors(namespace, [hit.chunk.chunk_id for hit in hits])
-        found: list[SentenceScores] = []
-        for hit in hits:
-            own = stored.get(hit.chunk.chunk_id)
-            found.append([] if own is None else scored(own, vector))
-        return found
+
+def _sentence_scores(
+    store: IndexStore, names: Sequence[str], hits: list[Hit], vector: np.ndarray
+) -> list[SentenceScores]:
+    """Score the hits' sentences. A chunk removed since the search has none."""
+    stored: dict[int, SentenceVectors] = {}
+    for name in names:
+        own = [hit.chunk.chunk_id for hit in hits if hit.chunk.namespace == name]
+        stored |= store.sentence_vectors(name, own) if own else {}
+    found: list[SentenceScores] = []
+    for hit in hits:
+        vectors = stored.get(hit.chunk.chunk_id)
+        found.append([] if vectors is None else scored(vectors, vector))
+    return found
 
 
 def scored(sentences: SentenceVectors, vector: np.ndarray) -> SentenceScores:

@@ -31,11 +31,13 @@ from ragserve.retrieval.namespace_words import (
     LATIN,
     MAX_LETTERS,
     MIN_LETTERS,
+    JointTable,
     NamespaceWords,
-    WordTable,
     folded,
 )
+from ragserve.retrieval.word_counts import word_counts
 from ragserve_index.viewers import EVERYTHING, Viewer
+from sglang_ext.wire.joint_names import names_of
 
 if TYPE_CHECKING:
     from ragserve_index import IndexStore
@@ -137,9 +139,9 @@ class SpellingCorrector:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="spelling")
 
     async def correct(self, namespace: str, texts: Sequence[str], viewer: Viewer = EVERYTHING) -> Corrected:
-        """Correct a question and its variants by the words that the viewer sees; nothing while those of the
-        namespace are read for the first time, or if they cannot be read. Raises NotFound for an unknown
-        namespace."""
+        """Correct a question and its variants by the words that the viewer sees in a namespace or, by their
+        joint name, in several; nothing while those are read for the first time, or if they cannot be read.
+        Raises NotFound for an unknown namespace."""
         return await asyncio.get_running_loop().run_in_executor(
             self._thread, self._correct, namespace, texts, viewer
         )
@@ -156,13 +158,14 @@ class SpellingCorrector:
         store = self._store.seen_by(viewer)
 
         def counts(words: Sequence[str]) -> dict[str, int]:
-            return store.word_counts(namespace, words)
+            return word_counts(store, names, words)
 
+        names = names_of(namespace)
         try:
-            table = self._words.of(namespace)
-            if table is not None:
-                hides = store.hides(namespace)
-                found = [_corrected(text, self._known, table, counts, hides) for text in texts]
+            tables = [table for name in names if (table := self._words.of(name)) is not None]
+            if len(tables) == len(names):
+                every, hides = JointTable(tables), any(map(store.hides, names))
+                found = [_corrected(text, self._known, every, counts, hides) for text in texts]
                 return Corrected(texts, found)
         except NotFound:
             raise
@@ -174,7 +177,7 @@ class SpellingCorrector:
 def _corrected(
     text: str,
     known: AbstractSet[str],
-    table: WordTable,
+    table: JointTable,
     counts: Callable[[Sequence[str]], dict[str, int]],
     hides: bool,
 ) -> list[Replacement]:
@@ -202,7 +205,7 @@ def _corrected(
 def _replacement(
     word: str,
     known: AbstractSet[str],
-    table: WordTable,
+    table: JointTable,
     counts: Callable[[Sequence[str]], dict[str, int]],
     hides: bool,
 ) -> str | None:

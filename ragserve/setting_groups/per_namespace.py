@@ -1,14 +1,15 @@
 """What a namespace may set for its own queries. A request's own value comes before it, the server's
-behind."""
+behind. Several namespaces that are asked together have what they set alike."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ragserve.config import StrategyName
+from ragserve.errors import InvalidRequest
 from ragserve.setting_groups.answering import NotFound, Retrieval
 from ragserve.strategy_spec import one_label
 
@@ -42,6 +43,30 @@ class NamespaceSettings(BaseModel):
     def of(cls, stored: Mapping[str, Any]) -> Self:
         """Those of a registry, in which a later version may have stored more."""
         return cls(**{name: stored[name] for name in cls.model_fields.keys() & stored.keys()})
+
+    @classmethod
+    def shared(cls, each: Mapping[str, NamespaceSettings], asked: Collection[str] = ()) -> NamespaceSettings:
+        """Those of a question over several namespaces, by name: what all of them have alike. A field in which
+        they differ is the request's to give: ``asked`` has those that it does.
+
+        Raises InvalidRequest for another field that they differ in."""
+        alike: dict[str, Any] = {}
+        for field in cls.model_fields:
+            values = {name: getattr(own, field) for name, own in each.items()}
+            first = next(iter(values.values()))
+            if field in asked:
+                continue
+            if any(value != first for value in values.values()):
+                set_by = [name for name, value in values.items() if value is not None]
+                raise InvalidRequest(
+                    f"The namespaces differ in their setting {field!r}, which {', '.join(set_by)} "
+                    f"{'has' if len(set_by) == 1 else 'have'}.",
+                    hint=f"Give {field} with the request, or set it alike in all of them.",
+                    code="namespace_settings_differ",
+                    param="namespaces",
+                )
+            alike[field] = first
+        return cls(**alike)
 
     def given(self) -> dict[str, Any]:
         """The fields that are set, to be stored."""

@@ -29,6 +29,7 @@ from ragserve.verification import MAX_TOKENS
 from ragserve.verification.engine_run import first_token
 from ragserve.verification.question_probes import SHORT, differ
 from ragserve_index import IndexStore
+from sglang_ext.wire.joint_names import is_joint
 from sglang_ext.wire.protocol import EXACT_STRATEGIES, Span, pieces_of
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,10 @@ class AnswerWatch:
     def answered(
         self, spec: StrategySpec, request: GenerateRequest, full: GenerateRequest, version: int | None
     ) -> None:
-        """Note an answer; an `OnChosen` of the answerer."""
+        """Note an answer; an `OnChosen` of the answerer. Not one over several namespaces: what use shows of a
+        strategy is one's."""
+        if is_joint(request.namespace):
+            return
         if len(self._waiting) >= MOST_WAITING or self._draw() >= self._share:
             return
         if spec.label in self._gate.verified(request.namespace):

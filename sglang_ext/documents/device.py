@@ -10,7 +10,7 @@ from weakref import WeakSet
 from sglang_ext.documents.radix import is_document_key
 from sglang_ext.documents.session_pages import SessionPages, is_composed_session
 from sglang_ext.wire.prefill_options import exact_key
-from sglang_ext.wire.protocol import FULL_KEY, composed_session_key, prefix_key, session_key
+from sglang_ext.wire.protocol import FULL_KEY, composed_session_key, holds_of, prefix_key
 
 if TYPE_CHECKING:
     from sglang_ext.documents.radix import DocumentRadixCache
@@ -67,8 +67,8 @@ class DeviceDocuments:
             self.sweep()
 
     def remove(self, keys: Sequence[str], namespace: str) -> int:
-        """Remove documents from every tier, and the namespace's exact prefixes and sessions, which may
-        contain them. Returns the number of documents that were in a tier.
+        """Remove documents from every tier, and the exact prefixes and sessions of the namespace, alone or
+        among others, which may contain them. Returns the number of documents that were in a tier.
 
         KV that a running request reads is freed when the request ends.
         """
@@ -77,10 +77,9 @@ class DeviceDocuments:
         for key in keys:
             removed += bool(self._tiers.remove(key, namespace)) or key in on_device
         self.on_removed(keys)
-        beginning = session_key(namespace)
         below = set() if self.sessions is None else self.sessions.keys()
-        sessions = {key for key in self._known() | below if key.startswith(beginning)}
-        self._drop({prefix_key(namespace), *keys, *sessions})
+        holding = {exact_key(key) for key in self._known() | below if holds_of(exact_key(key), namespace)}
+        self._drop({prefix_key(namespace), *keys, *holding})
         return removed
 
     def remove_session(self, key: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.documents.pages.types import DocumentMeta
-from sglang_ext.wire.protocol import session_namespace
+from sglang_ext.wire.protocol import holds_of, session_namespace
 
 if TYPE_CHECKING:
     from sglang_ext.documents.tier_store import TierStore
@@ -122,8 +122,8 @@ class SessionPages:
                     self._tiers.remove(name, session_namespace(key))
 
     def forget_namespace(self, namespace: str) -> None:
-        """Drop what is here of a namespace's sessions."""
-        self.forget([key for key in self._of if session_namespace(key) == namespace])
+        """Drop what is here of sessions of a namespace, alone or among others."""
+        self.forget([key for key in self._of if holds_of(key, namespace)])
 
     def _remember(self, name: str, key: str, start: int, end: int) -> None:
         if name not in self._entries:

@@ -154,7 +154,10 @@ class ContextRuntime:
                 self.documents.document_request(req, plan.namespace)
                 return
             pieces = pieces_of(ids, plan.spans)
-            keys = tuple(document_key(plan.namespace, self.fingerprint, piece) for piece in pieces)
+            keys = tuple(
+                document_key(plan.owner(number), self.fingerprint, piece)
+                for number, piece in enumerate(pieces)
+            )
             self.composition.attach(req, plan, keys)
             if plan.session is not None:
                 self.documents.caching_request(req)

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_ext.wire.joint_names import names_of
 from sglang_ext.wire.protocol import PLAN_FIELD, prefix_key
 
 _OF_NAMESPACE = prefix_key("")
@@ -59,8 +60,13 @@ def _each(value: Any, change: Callable[[Any], str]) -> str | list[str]:
 
 def _own(scope: CacheScope, key: Any) -> str:
     text = str(key or "")
-    shared = text.startswith(_OF_NAMESPACE) and scope.reads(text.removeprefix(_OF_NAMESPACE))
+    shared = text.startswith(_OF_NAMESPACE) and _reads(scope, text.removeprefix(_OF_NAMESPACE))
     return text if shared else f"{scope.owner}:{text}"
+
+
+def _reads(scope: CacheScope, name: str) -> bool:
+    """Whether the owner may read all namespaces of a name."""
+    return all(map(scope.reads, names_of(name)))
 
 
 def _check_plan(scope: CacheScope, text: str) -> None:
@@ -71,5 +77,5 @@ def _check_plan(scope: CacheScope, text: str) -> None:
         raise ValueError("the plan cannot be read") from None
     if session is not None:
         raise ValueError("sessions go on over /rag/query and /v1/chat/completions only")
-    if not isinstance(namespace, str) or not scope.reads(namespace):
+    if not isinstance(namespace, str) or not _reads(scope, namespace):
         raise ValueError(f"this API key may not use the cache of namespace {str(namespace)[:64]!r}")

@@ -15,6 +15,7 @@ from dataclasses import MISSING, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
+from sglang_ext.wire.joint_names import MOST, names_of
 from sglang_ext.wire.request_options import DecodeOptions as DecodeOptions
 from sglang_ext.wire.request_options import PlanError as PlanError
 
@@ -135,7 +136,7 @@ class ContextPlan:
     ``scores``: what the retriever knows, for strategies that choose. ``session``: the request's KV is kept
     under the session's key when it ends; from the second turn on the first span is all of the dialogue before
     the new documents. ``computed``: numbers of the spans that were in no tier and have been computed for this
-    request; for its report."""
+    request; for its report. ``owners``: the namespace of each span, where ``namespace`` is a joint name."""
 
     operation: Operation
     namespace: str
@@ -145,6 +146,11 @@ class ContextPlan:
     scores: RetrievalScores | None = None
     session: SessionPart | None = None
     computed: tuple[int, ...] = ()
+    owners: tuple[str, ...] = ()
+
+    def owner(self, number: int) -> str:
+        """The namespace of a span's document, whose key and tiers are that namespace's."""
+        return self.owners[number] if self.owners else self.namespace
 
     @property
     def question_start(self) -> int:
@@ -183,6 +189,8 @@ class ContextPlan:
             fields["session"] = [self.session.key, self.session.held]
         if self.computed:
             fields["computed"] = list(self.computed)
+        if self.owners:
+            fields["owners"] = list(self.owners)
         return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
@@ -196,6 +204,7 @@ class ContextPlan:
             key, held = raw.get("session") or (None, 0)
             session = None if key is None else SessionPart(str(key), _whole(held))
             computed = tuple(_whole(number) for number in raw.get("computed", ()))
+            owners = tuple(str(name) for name in raw.get("owners", ()))
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise PlanError(f"not a context plan: {error!r}") from None
         if version != PLAN_VERSION:
@@ -206,19 +215,24 @@ class ContextPlan:
         if (
             operation not in ("compose", "document")
             or not isinstance(namespace, str)
-            or not NAMESPACE.fullmatch(namespace)
+            or not all(map(NAMESPACE.fullmatch, names_of(namespace)))
         ):
             raise PlanError(
                 "op must be compose or document, and namespace a name of letters, digits, '_', '.' and '-'"
             )
-        plan = cls(operation, namespace, strategy, spans, options, session=session, computed=computed)
+        plan = cls(
+            operation, namespace, strategy, spans, options, session=session, computed=computed, owners=owners
+        )
         plan._check(n_ids)
         if raw.get("scores") is None:
             return plan
         return replace(plan, scores=RetrievalScores.from_lists(raw["scores"], spans[1:]))
 
     def _check(self, n_ids: int) -> None:
+        names = names_of(self.namespace)
         if self.operation == "document":
+            if len(names) > 1:
+                raise PlanError("a document is of one namespace")
             if self.session is not None:
                 raise PlanError("a document has no session")
             flags = all(isinstance(value, bool) for value in self.options.values())
@@ -236,6 +250,12 @@ class ContextPlan:
             raise PlanError(
                 f"the spans end at {position} and the prompt at {n_ids}: the question must have at least one "
                 "token"
+            )
+        wanted = len(self.spans) if len(names) > 1 else 0
+        if len(names) > MOST or len(self.owners) != wanted or not set(self.owners) <= set(names):
+            raise PlanError(
+                f"a plan over up to {MOST} namespaces names that of each span, one of them, and a plan in "
+                "one namespace names none"
             )
         if self.session is not None and not (
             self.session.key.startswith(session_key(self.namespace))
@@ -264,8 +284,14 @@ def session_key(namespace: str, name: str = "") -> str:
 
 
 def session_namespace(key: str) -> str:
-    """The namespace of a `session_key`."""
-    return key.split(":")[1]
+    """The namespace under which a session's KV is kept, given its `session_key`: the first of several."""
+    return names_of(key.split(":")[1])[0]
+
+
+def holds_of(key: str, namespace: str) -> bool:
+    """True for a `prefix_key` or `session_key` under which there may be documents of a namespace."""
+    kind, _, rest = key.partition(":")
+    return kind in ("namespace", "session") and namespace in names_of(rest.partition(":")[0])
 
 
 def composed_session_key(key: str) -> str:

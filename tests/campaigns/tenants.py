@@ -27,15 +27,17 @@ from tests.campaigns.progress import Progress
 from tests.campaigns.site import Site
 
 TARGET = 2_000
-MINE, THEIRS = "tenant-mine", "tenant-theirs"
+MINE, THEIRS, ALSO_MINE = "tenant-mine", "tenant-theirs", "tenant-mine-too"
 SECRET = "quillmark"
-COMMON = {
+STATIONS = {
     f"station {i}": (
         f"The station number {i} stands on a cliff. Its keeper was Ada Brandt, and it has {i + 3} lamps. "
         f"It was built in {1830 + i} of grey stone, and ships pass it at night. " * 3
     )
-    for i in range(6)
+    for i in range(8)
 }
+COMMON = dict(list(STATIONS.items())[:6])
+MORE = dict(list(STATIONS.items())[6:])
 HIDDEN = {"safe": f"The word that opens the safe of the station is {SECRET}. Nobody else knows the word."}
 QUESTION = "Which word opens the safe of the station?"
 SIGMAS = 5.0  # of the mean difference of two waiting times, from which on it is no chance
@@ -52,7 +54,7 @@ class Tenants:
         admits keys."""
         self.site, self.waits = site, waits
         self.reader: Reader | None = None
-        for space, texts in ((MINE, COMMON), (THEIRS, COMMON | HIDDEN)):
+        for space, texts in ((MINE, COMMON), (THEIRS, COMMON | HIDDEN), (ALSO_MINE, MORE)):
             site.put(space, texts)
         self.mine, self.theirs = site.documents(MINE), site.documents(THEIRS)
 
@@ -182,6 +184,53 @@ class Tenants:
         self._only_mine(asked.answer["citations"])
         assert all(source in self.mine for source, _ in asked.passages), asked.passages
         assert SECRET not in asked.answer["answer"]
+
+    def several(self, chance: random.Random) -> None:
+        """A question over several namespaces of ours, by names or a pattern, finds nothing of theirs, and a
+        guess at their name among ours is a namespace that does not exist."""
+        names = chance.choice([[MINE, ALSO_MINE], [f"{MINE}*"], [ALSO_MINE, f"{MINE[:-1]}*"]])
+        body = {"query": QUESTION, "namespaces": names, "k": 64, **self._filter(chance)}
+        found = self.site.call("POST", "/rag/retrieve", json=body)
+        assert found["namespace"] == f"{MINE}+{ALSO_MINE}", found["namespace"]
+        also = set(self.site.documents(ALSO_MINE).values())
+        rows = found["results"]
+        assert {row["doc_id"] for row in rows if row["namespace"] == MINE} <= set(self.mine.values()), rows
+        assert {row["doc_id"] for row in rows if row["namespace"] != MINE} <= also, rows
+        assert SECRET not in json.dumps(found)
+        guess = chance.choice([THEIRS.upper(), f"{THEIRS[:-1]}", f"{THEIRS}-*", f"{THEIRS} ", f"+{THEIRS}"])
+        for path in ("/rag/retrieve", "/rag/query", "/rag/feedback"):
+            rating = {"rating": "up", "answer": "x"} if path == "/rag/feedback" else {}
+            asked = {"query": QUESTION, "namespaces": [MINE, guess], **rating}
+            self._refused("POST", path, json=asked)
+        model = f"ragserve/{MINE}+{guess}"
+        chat = {"model": model, "messages": [{"role": "user", "content": QUESTION}]}
+        self._refused("POST", "/v1/chat/completions", json=chat)
+
+    def several_kv(self, chance: random.Random) -> None:
+        """Over several namespaces of ours, the same texts find our documents' KV and nothing of theirs; nor
+        do they find what was computed for us."""
+        strategy, options = chance.choice(SPECS[:-1])
+        body = self._question(strategy, options) | {"k": 8}
+        self._empty()
+        self.site.ask(namespace=THEIRS, **body)
+        before = self.site.settled()
+        asked = self.site.ask(namespaces=[MINE, ALSO_MINE], **body)
+        after = self.site.settled()
+        assert asked.answer["usage"]["cached"] == 0, f"{strategy} took their prefix: {asked.answer['usage']}"
+        if strategy in ("full", "prefix"):
+            again = self.site.ask(namespace=MINE, **body).answer["usage"]["cached"]
+            assert again == 0, f"{strategy} took the prefix of several: {again}"
+            return
+        misses = after["misses"] - before["misses"]
+        assert misses > asked.kept, f"{strategy} {options} found {asked.kept + 1 - misses} of theirs"
+        self.site.ask(namespace=MINE, **body)
+        self.site.ask(namespace=ALSO_MINE, **body)
+        assert self.site.settled()["misses"] <= after["misses"] + 1, "a namespace's own KV was computed again"
+        name = chance.choice(sorted(MORE))
+        self.site.remove(ALSO_MINE, name)
+        left = self.site.ask(namespaces=[MINE, ALSO_MINE], **body)
+        assert name not in [source for source, _ in left.passages], left.passages
+        self.site.put(ALSO_MINE, {name: MORE[name]})
 
     def chat(self, chance: random.Random) -> None:
         messages = [{"role": "user", "content": QUESTION}]
@@ -337,9 +386,9 @@ PROBES: dict[str, tuple[Callable[[Tenants, random.Random], None], ...]] = {
     "GET /rag/unanswered": (Tenants.unanswered,),
     "POST /rag/ingest": (Tenants.ingest, Tenants.sources),
     "POST /rag/cache/warm": (Tenants.warm,),
-    "POST /rag/retrieve": (Tenants.retrieve, labelled_search),
+    "POST /rag/retrieve": (Tenants.retrieve, Tenants.several, labelled_search),
     "POST /rag/query": (
-        *(Tenants.query, Tenants.query, Tenants.session),
+        *(Tenants.query, Tenants.query, Tenants.session, Tenants.several_kv),
         *(Tenants.shared_kv, Tenants.session_kv, Tenants.removed_kv, Tenants.waiting, labelled_waiting),
     ),
     "POST /v1/chat/completions": (Tenants.chat,),
@@ -358,7 +407,8 @@ def routes_with_namespace(description: dict[str, Any]) -> Iterator[str]:
                 if f"#/components/schemas/{name}" in body
             ]
             fields = {field for model in models for field in model.get("properties", ())}
-            if (names | fields) & {"namespace"} or path.startswith("/rag/namespaces/") or "model" in fields:
+            named = (names | fields) & {"namespace", "namespaces", "model"}
+            if named or path.startswith("/rag/namespaces/"):
                 yield f"{method.upper()} {path}"
 
 

@@ -90,6 +90,52 @@ def test_the_best_passages_alone_are_read_and_composed(server: Any, namespace: s
     assert answer["answer"] == exact.json()["answer"]
 
 
+def test_a_question_over_two_namespaces_is_composed_of_each_ones_own_documents(server: Any) -> None:
+    """Their KV is found as each namespace's own questions have left it, the answer is full's, and a document
+    that is removed from one goes from what both share."""
+    names = ["rest-part-a", "rest-part-b"]
+    parts = (ROWS[0]["docs"][::2], ROWS[0]["docs"][1::2])
+    for name, docs in zip(names, parts, strict=True):
+        texts = [{"name": title, "title": title, "text": text} for title, text in docs]
+        server.finished(server.client.post("/rag/ingest", json={"namespace": name, "texts": texts}))
+    body = {"query": ROWS[0]["question"], "k": 64, "max_new_tokens": 16}
+    forced = {"strategy": "concat", "strategy_options": {"force": True}}
+
+    def ask(**more: Any) -> Any:
+        reply = server.client.post("/rag/query", json=body | more)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    for name in names:
+        ask(namespace=name, **forced)
+    joint = {"namespaces": names}
+    composed = ask(**joint, **forced)["context"]
+    assert composed["strategy"] == "concat"
+    assert composed["documents_kept"] == sum(map(len, parts))
+    assert not composed["tokens_by_tier"].get("computed"), composed
+    full = ask(**joint, strategy="full")
+    whole = {"force": True, "recompute": "all"}
+    assert ask(**joint, strategy="concat", strategy_options=whole)["answer"] == full["answer"]
+    assert ask(**joint, strategy="prefix")["answer"] == full["answer"]
+    assert ask(**joint, strategy="prefix")["usage"]["cached"] > composed["tokens_kept"]
+    # a composed session, whose second turn adds the documents of the other namespace
+    other = {"op": "in", "field": "source", "values": [title for title, _ in parts[1]]}
+    begun = ask(**joint, **forced, session="new", filter=other)
+    again = ask(**joint, session=begun["session"]["id"])
+    assert (again["session"]["turn"], again["session"]["documents_added"]) == (2, len(parts[0]))
+    assert again["context"]["strategy"] == "concat", again["context"]
+    assert not again["context"]["tokens_by_tier"].get("computed"), again["context"]
+    found = server.client.post("/rag/retrieve", json={"query": body["query"], "k": 1, **joint}).json()
+    (gone,) = found["results"]
+    place = f"/rag/documents/{gone['doc_id']}"
+    assert server.client.delete(place, params={"namespace": gone["namespace"]}).is_success
+    left = ask(**joint, strategy="prefix")
+    assert left["usage"]["cached"] == 0
+    assert left["context"]["documents_kept"] == sum(map(len, parts)) - 1
+    ended = server.client.post("/rag/query", json=body | joint | {"session": begun["session"]["id"]})
+    assert ended.json()["error"]["code"] == "session_outdated"
+
+
 def test_full_answers_as_plain_sglang_does_token_for_token(server: Any, namespace: str) -> None:
     """The prompt rebuilt from /rag/retrieve, sent to SGLang's own route."""
     info = server.client.get("/info").json()

@@ -67,6 +67,24 @@ def test_an_agent_searches_asks_and_lists(served: Live, secret: str) -> None:
     assert listed.structured_content["result"] == [{"name": "acme", "documents": 3}]  # not the others'
 
 
+def test_an_agent_searches_several_collections_that_its_key_may_read(served: Live) -> None:
+    served.index("acme-old", {"bell": "The bell rang in the lighthouse of fog."})
+    secret = KeyFile(served.settings.data_dir).create("both", ["acme*"], ["read"])[1]
+    question = {"question": "Who built the lighthouse?", "k": 8}
+    _, (named, matched, answered, refused) = calls(
+        served.url,
+        secret,
+        ("search", question | {"namespace": "acme+acme-old"}),
+        ("search", question | {"namespace": "*"}),
+        ("ask", question | {"namespace": "acme*"}),
+        ("search", question | {"namespace": "acme+beta"}),
+    )
+    assert named.structured_content == matched.structured_content
+    assert {one["namespace"] for one in named.structured_content["result"]} == {"acme", "acme-old"}
+    assert answered.structured_content["citations"][0]["namespace"] in ("acme", "acme-old")
+    assert "There is no namespace 'beta'." in refused.content[0].text
+
+
 def test_the_servers_refusal_reaches_the_model(served: Live, secret: str) -> None:
     _, (other, too_many) = calls(
         served.url,

@@ -89,6 +89,20 @@ class FullText(LexicalTables):
         )
         return int(found.fetchone()[0])
 
+    def n_words(self, connection: Connection, namespace_id: int) -> int:
+        row = connection.execute(
+            "SELECT n_words FROM lexical_sizes WHERE namespace_id = ?", (namespace_id,)
+        ).fetchone()
+        return 0 if row is None else int(row[0])
+
+    def lengths(self, connection: Connection, namespace_id: int, among: str) -> dict[int, int]:
+        rows = connection.execute(
+            f"SELECT chunk_id, n FROM {lexical_table(namespace_id)}"
+            f" WHERE chunk_id IN (SELECT value FROM {connection.dialect.integers} one)",
+            (among,),
+        )
+        return dict(rows.fetchall())
+
     def having(self, connection: Connection, namespace_id: int, word: str) -> Ids:
         rows = connection.stream(
             f"SELECT chunk_id FROM {lexical_table(namespace_id)} WHERE words @@ CAST(? AS tsquery)",

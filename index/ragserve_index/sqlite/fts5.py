@@ -74,6 +74,21 @@ class Fts5(LexicalTables):
         found = connection.execute(f"SELECT count(*) FROM {name} WHERE {name} MATCH ?", (_any([word]),))
         return int(found.fetchone()[0])
 
+    def n_words(self, connection: Connection, namespace_id: int) -> int:
+        # FTS5's record of averages: rows, then the words of each column
+        row = connection.execute(
+            f"SELECT block FROM {lexical_table(namespace_id)}_data WHERE id = 1"
+        ).fetchone()
+        return 0 if row is None else sum(_varints(row[0])[1:])
+
+    def lengths(self, connection: Connection, namespace_id: int, among: str) -> dict[int, int]:
+        rows = connection.execute(
+            f"SELECT id, sz FROM {lexical_table(namespace_id)}_docsize"
+            " WHERE id IN (SELECT value FROM json_each(?))",
+            (among,),
+        )
+        return {chunk: sum(_varints(sizes)) for chunk, sizes in rows}
+
     def having(self, connection: Connection, namespace_id: int, word: str) -> Ids:
         name = lexical_table(namespace_id)
         rows = connection.execute(f"SELECT rowid FROM {name} WHERE {name} MATCH ?", (_any([word]),))
@@ -108,3 +123,15 @@ class Fts5(LexicalTables):
 def _any(words: Iterable[str]) -> str:
     """The query for one of the words, in which nothing is left that FTS5 reads as syntax."""
     return " OR ".join(f'"{word}"' for word in words)
+
+
+def _varints(data: bytes) -> list[int]:
+    """SQLite's integers of variable length: seven bits a byte, the highest first. A ninth byte has eight, but
+    no number of words reaches it."""
+    found, value = [], 0
+    for byte in data:
+        value = value << 7 | byte & 0x7F
+        if not byte & 0x80:
+            found.append(value)
+            value = 0
+    return found

@@ -26,6 +26,7 @@ from ragserve.engine.base import Engine
 from ragserve.engine.document_cache import CachingEngine
 from ragserve.errors import NotFound, RagserveError, TooManyRequests
 from ragserve_index.viewers import EVERYTHING, Viewer
+from sglang_ext.wire.joint_names import names_of
 
 if TYPE_CHECKING:
     from ragserve.answering.sessions.session_store import SessionStore
@@ -95,13 +96,16 @@ class Dialogues:
             dialogue = self._new(query.owner, namespace)
         else:
             dialogue, _ = self.get(query.owner, str(query.session))
-            if dialogue.namespace != namespace:
+            if dialogue.namespace != namespace and not (
+                query.by_pattern and await self._covers(query, dialogue)
+            ):
                 raise _not_found(dialogue.id)
         try:
             async with dialogue.lock:
                 if query.session == NEW:
                     made_at = await asyncio.to_thread(self._store.made_at)
-                    dialogue.namespace_made_at = made_at.get(namespace)
+                    names = names_of(namespace)
+                    dialogue.namespaces_made_at = {name: made_at[name] for name in names if name in made_at}
                 else:
                     self.get(query.owner, dialogue.id)  # it may have ended while this request waited
                     await self._end_if_lost([dialogue], query.search.viewer)
@@ -119,6 +123,12 @@ class Dialogues:
         finally:
             if not dialogue.turns and dialogue.outdated is None:
                 self._drop(dialogue)
+
+    async def _covers(self, query: Query, dialogue: Dialogue) -> bool:
+        """Whether the patterns of a query match all that is left of a session's namespaces."""
+        there = await asyncio.to_thread(self._store.made_at)
+        own = {name for name in names_of(dialogue.namespace) if name in there}
+        return own <= set(names_of(query.request.namespace))
 
     def get(self, owner: str, name: str) -> tuple[Dialogue, float]:
         """An owner's session and the time at which it ends. Raises NotFound, alike for one of others and for
@@ -143,8 +153,9 @@ class Dialogues:
         await self._forget_kv(dialogue, dialogue.keys)
 
     async def end_namespace(self, namespace: str) -> None:
-        """Take their texts from all sessions of a namespace that was removed."""
-        for dialogue in [each for each in self._dialogues.values() if each.namespace == namespace]:
+        """Take their texts from all sessions of a namespace that was removed, alone or among others."""
+        ended = [each for each in self._dialogues.values() if namespace in names_of(each.namespace)]
+        for dialogue in ended:
             await self._outdate(dialogue, "its namespace was removed.")
 
     async def drop_outdated(self) -> None:

@@ -17,8 +17,9 @@ from sglang_ext.wire.protocol import session_key
 class Dialogue:
     """A session. ``owner``: id of the API key that began it, not its secret. ``budget``: most tokens of the
     turns before the last; 0 for all. ``exact``: its first turns whose KV is exact, computed anew in one
-    piece; ``keys``: those that KV of it may lie under. ``namespace_made_at``: when its namespace was made,
-    Unix seconds; None if there was none when the session began."""
+    piece; ``keys``: those that KV of it may lie under. ``namespace``: the one that it is about, or the joint
+    name of several. ``namespaces_made_at``: when each was made, Unix seconds; without one that was not there
+    when the session began."""
 
     id: str
     owner: str
@@ -36,7 +37,7 @@ class Dialogue:
     exact: int = 0
     keys: set[str] = field(default_factory=set)
     outdated: str | None = None  # why it cannot go on; its texts are gone then
-    namespace_made_at: float | None = None
+    namespaces_made_at: dict[str, float] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property

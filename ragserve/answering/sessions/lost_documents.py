@@ -15,15 +15,19 @@ if TYPE_CHECKING:
 def lost_document(dialogue: Dialogue, store: IndexStore, made_at: Mapping[str, float]) -> str | None:
     """Say which document of a session is not in the index any more, or that its namespace is gone; None if
     all is there. ``made_at``: `IndexStore.made_at`, of now. Reads the registry."""
-    made = dialogue.namespace_made_at
-    if made is not None and made_at.get(dialogue.namespace) != made:
-        return "its namespace was removed."
-    texts = {p.chunk_id: (p.title, p.text) for p in dialogue.passages if p.chunk_id is not None}
-    if not texts:
-        return None
-    try:
-        found = store.chunks(dialogue.namespace, list(texts))
-    except NotFound:
-        return "a document that it rests on was removed or replaced."
-    changed = [chunk.title for chunk in found if (chunk.title, chunk.text) != texts[chunk.chunk_id]]
-    return f"document {changed[0]!r}, on which it rests, was replaced." if changed else None
+    for name, made in dialogue.namespaces_made_at.items():
+        if made_at.get(name) != made:
+            return "its namespace was removed." if name == dialogue.namespace else f"{name!r} was removed."
+    texts: dict[str, dict[int, tuple[str, str]]] = {}
+    for p in dialogue.passages:
+        if p.chunk_id is not None:
+            texts.setdefault(p.namespace or dialogue.namespace, {})[p.chunk_id] = p.title, p.text
+    for name, own in texts.items():
+        try:
+            found = store.chunks(name, list(own))
+        except NotFound:
+            return "a document that it rests on was removed or replaced."
+        changed = [chunk.title for chunk in found if (chunk.title, chunk.text) != own[chunk.chunk_id]]
+        if changed:
+            return f"document {changed[0]!r}, on which it rests, was replaced."
+    return None

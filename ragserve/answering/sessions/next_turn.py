@@ -91,6 +91,7 @@ class NextTurn:
         request = query.request
         if dialogue.spec is not None:
             request = replace(request, strategy=dialogue.spec.name, options=dialogue.spec.options)
+        request = replace(request, namespace=dialogue.namespace)  # a pattern may match others by now
         return replace(query, request=request, history=tuple(dialogue.messages), system=dialogue.system)
 
     async def attend(self, question: str, found: Sequence[RetrievedPassage]) -> None:
@@ -109,7 +110,10 @@ class NextTurn:
         check_current(self._dialogue)  # it may have ended while passages were searched for
         if self._budget:
             self._shorten(query.question, found)
-        documents = [PromptDocument("", passage.title, passage.text) for passage in self.new(found)]
+        documents = [
+            PromptDocument(passage.namespace or "", passage.title, passage.text)
+            for passage in self.new(found)
+        ]
         self._found = len(found) - len(documents)
         cut = query.documents is not None and query.overflow == "cut"
         try:
@@ -217,7 +221,7 @@ class NextTurn:
             dialogue.named = StrategySpec(query.request.strategy, query.request.options)
             dialogue.messages.extend(query.history)
         behind = sum(len(turn.ids) for turn in self._past)
-        turn = PastTurn.of(prompt, ids, behind=behind, unregistered=asked.unregistered)
+        turn = PastTurn.of(prompt, ids, behind=behind, unregistered=asked.unregistered, owners=asked.owners)
         history = query.history if self.is_first else ()
         turn = replace(turn, passages=tuple(self._added), question=query.question, history=history)
         dialogue.past.append(turn)

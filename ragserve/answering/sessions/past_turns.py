@@ -21,6 +21,7 @@ class PastTurn:
         spans: Places in ``ids``: what precedes the documents (in the first part the system text), and each
             document.
         unregistered: As in `GenerateRequest`.
+        owners: Likewise, for ``spans``.
         passages: The documents, as they stand in ``ids``.
         question: As it was asked.
         history: Messages before the question, which came with the first turn.
@@ -35,18 +36,25 @@ class PastTurn:
     question: str = ""
     history: tuple[Message, ...] = ()
     is_text: bool = False
+    owners: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, prompt: Prompt, answer: Sequence[int], *, behind: int, unregistered: Sequence[int] = ()
+        cls,
+        prompt: Prompt,
+        answer: Sequence[int],
+        *,
+        behind: int,
+        unregistered: Sequence[int] = (),
+        owners: tuple[str, ...] = (),
     ) -> PastTurn:
         """The turn that a prompt asked, without its texts. ``behind``: tokens of the dialogue before it;
-        ``answer``: its ids."""
+        ``answer``: its ids; ``owners``: of the prompt's spans."""
         head, *documents = prompt.spans
         spans = [Span(each.start - behind, each.end - behind) for each in documents if each.start >= behind]
         asked = len(prompt.input_ids) - behind
         ids = [*prompt.input_ids[behind:], *answer]
-        return cls(ids, asked, (Span(0, max(0, head.end - behind)), *spans), unregistered)
+        return cls(ids, asked, (Span(0, max(0, head.end - behind)), *spans), unregistered, owners=owners)
 
     @property
     def answer(self) -> Sequence[int]:
@@ -62,7 +70,8 @@ def ids_of(turns: Sequence[PastTurn]) -> list[int]:
 def as_text(turns: Sequence[PastTurn]) -> PastTurn:
     """Turns, the dialogue's first ones, as one text whose KV is computed in one piece, exactly."""
     ids, first = ids_of(turns), turns[0]
-    return PastTurn(ids, len(ids), first.spans[:1], [n for n in first.unregistered if n == 0], is_text=True)
+    unregistered = [n for n in first.unregistered if n == 0]
+    return PastTurn(ids, len(ids), first.spans[:1], unregistered, is_text=True, owners=first.owners[:1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,7 @@ class Composed:
     held: int
     unregistered: Sequence[int]
     leaves: int
+    owners: tuple[str, ...]
 
 
 class SessionKv:
@@ -115,6 +125,7 @@ class SessionKv:
                 sampling=Sampling(max_new_tokens=1),
                 spans=turn.spans,
                 unregistered=turn.unregistered,
+                owners=turn.owners,
                 session=SessionPart(self._key, turn.held),
                 earlier=earlier,
                 decode={},
@@ -132,6 +143,6 @@ def _composed(turns: Sequence[PastTurn]) -> Iterator[Composed]:
             spans = (Span(0, head.end), *documents)
             end = start + turn.asked
             leaves = end if turn.is_text else spans[-1].end
-            yield Composed(end, spans, held, turn.unregistered, leaves)
+            yield Composed(end, spans, held, turn.unregistered, leaves, turn.owners)
             held = leaves
         start += len(turn.ids)

@@ -16,7 +16,7 @@ from sglang_ext.wire.protocol import Span
 
 _FIELDS = (
     *("owner", "namespace", "budget", "created_at", "used_at", "turns", "system", "exact", "outdated"),
-    "namespace_made_at",
+    "namespaces_made_at",
 )
 
 
@@ -61,6 +61,7 @@ class SessionRecord:
                 "asked": turn.asked,
                 "spans": [[span.start, span.end] for span in turn.spans],
                 "unregistered": list(turn.unregistered),
+                "owners": list(turn.owners),
                 "passages": [passage.model_dump() for passage in turn.passages],
                 "question": turn.question,
                 "history": [[message.role, message.content] for message in turn.history],
@@ -73,6 +74,9 @@ def dialogue_of(name: str, session_json: str, turns_json: Iterable[str]) -> Dial
     """A session as it was, without KV. Raises UnreadableSession."""
     try:
         fields = json.loads(session_json)
+        if "namespaces_made_at" not in fields:  # of an earlier version
+            made_at = fields.get("namespace_made_at")
+            fields["namespaces_made_at"] = {} if made_at is None else {fields["namespace"]: made_at}
         dialogue = Dialogue(name, **{each: fields[each] for each in _FIELDS})
         dialogue.named, dialogue.spec = _spec(fields["named"]), _spec(fields["spec"])
         dialogue.keys = set(fields["keys"])
@@ -101,6 +105,7 @@ def _turn(found: Mapping[str, Any]) -> PastTurn:
         tuple(RetrievedPassage.model_validate(each) for each in found["passages"]),
         found["question"],
         tuple(Message(role, content) for role, content in found["history"]),
+        owners=tuple(found.get("owners", ())),
     )
 
 

@@ -240,12 +240,13 @@ class _LayingOut:
     def _text(self, begun: Prompt, ids: Sequence[int]) -> PastTurn:
         """What is left of the earlier turns, as one text behind the system text."""
         system = Span(0, begun.segments[0].end)
-        return PastTurn(ids, len(ids), (system,), self._system_part, is_text=True)
+        owners = self._last.owners[:1]
+        return PastTurn(ids, len(ids), (system,), self._system_part, is_text=True, owners=owners)
 
     def _last_turn(self, prompt: Prompt, behind: int) -> PastTurn:
         last = self._last
         own = sorted({*last.unregistered, *self._system_part})
-        found = PastTurn.of(prompt, last.answer, behind=behind, unregistered=own)
+        found = PastTurn.of(prompt, last.answer, behind=behind, unregistered=own, owners=last.owners)
         return replace(found, passages=last.passages, question=last.question)
 
 

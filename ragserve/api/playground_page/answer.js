@@ -119,8 +119,10 @@ function offer(parent, body, answer, rates) {
   if (!rates) return;
   const documents = [...new Set(answer.citations.map((one) => one.doc_id ?? one.source).filter(Boolean))];
   const rate = (rating) => async () => {
-    const { namespace, request_id: answer_id } = answer;
-    await send("POST", "/rag/feedback", { namespace, rating, query: body.query, answer: answer.answer, documents, answer_id });
+    const names = answer.namespace.split("+");
+    const where = names.length > 1 ? { namespaces: names } : { namespace: answer.namespace };
+    const said = { rating, query: body.query, answer: answer.answer, documents, answer_id: answer.request_id };
+    await send("POST", "/rag/feedback", { ...where, ...said });
     return "Thank you.";
   };
   button("Good answer", rate("up"));
@@ -140,7 +142,7 @@ async function copy(text) {
 function sourceButton(answer, citation, label, className) {
   const button = element("button", label, undefined, { type: "button", className });
   button.ariaLabel = `Source ${citation.index}: ${citation.title}`;
-  button.addEventListener("click", () => openSource(answer.namespace, citation));
+  button.addEventListener("click", () => openSource(citation.namespace ?? answer.namespace, citation));
   return button;
 }
 

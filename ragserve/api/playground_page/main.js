@@ -15,6 +15,8 @@ let running = null;
 let history = []; // the dialogue's messages, oldest first
 let rates = false; // whether the server keeps ratings
 
+const also = () => byId("also").value.split(/[\s,+]+/).filter(Boolean);
+const where = () => also().length ? { namespaces: [...new Set([namespace(), ...also()])] } : { namespace: namespace() };
 const namespace = () => byId("namespace").value || byId("new-namespace").value.trim() || "default";
 
 // Who is signed in, where the server has single sign-on.
@@ -80,7 +82,7 @@ async function send(event) {
   const stop = running = new AbortController();
   const mode = new FormData(byId("ask")).get("mode");
   const asked = byId("question").value;
-  const body = { namespace: namespace(), query: asked, history, k: Number(byId("k").value) || null };
+  const body = { ...where(), query: asked, history, k: Number(byId("k").value) || null };
   const turn = element("section", undefined, undefined, { className: "turn" });
   element("h3", asked, turn, { className: "asked" });
   const compared = element("p", undefined, turn, { className: "comparison", role: "status" });
@@ -120,6 +122,7 @@ byId("namespace").addEventListener("change", () => {
   showName();
   begin();
 });
+byId("also").addEventListener("change", begin);
 byId("anew").addEventListener("click", begin);
 byId("ask").addEventListener("submit", send);
 byId("stop").addEventListener("click", () => running?.abort());

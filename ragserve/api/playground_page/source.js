@@ -10,7 +10,8 @@ export async function openSource(namespace, citation) {
   byId("source-title").textContent = citation.title || citation.source || "Document";
   const place = placeOf(citation);
   const page = place && `${place}, `;
-  byId("source-place").textContent = `${citation.source ?? "sent with the question"}: ${page}characters ` +
+  const source = citation.source === null ? "sent with the question" : `${namespace}, ${citation.source}`;
+  byId("source-place").textContent = `${source}: ${page}characters ` +
     `${citation.start} to ${citation.end}${citation.edited ? ", edited" : ""}`;
   text.replaceChildren();
   byId("source").showModal();

@@ -22,10 +22,15 @@ def context_on_host(
         return None
     spans, block = context.plan.spans, documents.pages.shape.block
     wanted = [
-        WantedDocument(key, context.ids_32[span.start : span.end], context.blocks(number, block))
+        WantedDocument(
+            key,
+            context.plan.owner(number),
+            context.ids_32[span.start : span.end],
+            context.blocks(number, block),
+        )
         for number, (span, key) in enumerate(zip(spans, context.keys, strict=True))
     ]
-    found = documents.hold(wanted, context.plan.namespace)
+    found = documents.hold(wanted)
     if found is None:
         return None
     starts = np.array([span.start for span in spans], dtype=np.int64)

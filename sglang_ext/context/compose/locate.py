@@ -90,7 +90,7 @@ class Locator:
             self._tree.inc_lock_ref(node)
             return found
         ids = context.ids_32[span.start : span.end]
-        pages, looking = self._tiers.host_pages_or_look(key, ids, context.plan.namespace)
+        pages, looking = self._tiers.host_pages_or_look(key, ids, context.plan.owner(number))
         if pages is None:
             return "loading" if looking else None
         blocks = context.blocks(number, self._block)

@@ -273,10 +273,12 @@ class Admission:
     def _account(self, context: ComposedContext) -> None:
         for tier, documents in Counter(map(tier_of, context.documents)).items():
             self._tiers.count(tier, documents)
-        keys = (
-            context.keys[1:] if context.continues_session else context.keys
-        )  # a dialogue so far is no document
-        self._tiers.retrieved(keys, context.plan.namespace)
+        keys: dict[str, list[str]] = {}
+        for number, key in enumerate(context.keys):
+            if number or not context.continues_session:  # a dialogue so far is no document
+                keys.setdefault(context.plan.owner(number), []).append(key)
+        for namespace, own in keys.items():
+            self._tiers.retrieved(own, namespace)
 
     def _step_is_full(self, adder: Any, context: ComposedContext) -> bool:
         """True if the request has to wait for a step with more of its token budget left: SGLang would decline

@@ -30,9 +30,10 @@ def as_host(pool: torch.Tensor, shape: KvShape) -> torch.Tensor | HostCodes:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class WantedDocument:
-    """A document to be read. ``blocks``: int64, those of its pages that are."""
+    """A document of a namespace to be read. ``blocks``: int64, those of its pages that are."""
 
     key: str
+    namespace: str
     token_ids: array[int]
     blocks: Ints
 
@@ -78,7 +79,7 @@ class HostDocuments:
         """Pages of the host tier that may be kept."""
         return int(self._tiers.host_limit) // 2
 
-    def hold(self, wanted: Sequence[WantedDocument], namespace: str) -> list[Ints] | None:
+    def hold(self, wanted: Sequence[WantedDocument]) -> list[Ints] | None:
         """Keep these documents until as many `let_go`. Return the numbers of each one's pages, int64.
 
         None, and nothing is kept, if a page that is read is not on the host, or they would take more than
@@ -89,7 +90,7 @@ class HostDocuments:
         done = False
         try:
             for each in wanted:
-                pages = self._tiers.host_pages(each.key, each.token_ids, namespace)
+                pages = self._tiers.host_pages(each.key, each.token_ids, each.namespace)
                 if pages is None or bool((pages[each.blocks] < 0).any()):
                     break
                 if each.key not in self._readers:

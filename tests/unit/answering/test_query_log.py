@@ -53,7 +53,7 @@ def answered(log: QueryLog, question: str, began: float, namespace: str = "notes
         request=SimpleNamespace(namespace=namespace),
         search=SearchOptions(5),
     )
-    log.answered(query, None, began)
+    log.answered(query, None, began, [namespace])
 
 
 def write(store: IndexStore, data_dir: Path, *questions: str, max_bytes: int = 2**20) -> None:

@@ -193,10 +193,10 @@ def test_every_control_is_reached_with_the_tab_key(page: Page, locked: Live) -> 
     enter(page, locked)
     page.evaluate("document.getElementById('namespace').focus()")
     reached = []
-    for _ in range(12):
+    for _ in range(13):
         reached.append(focused(page))
         page.press("Tab", 9)
-    wanted = ["namespace", "files", "question", "", "k", "send"]
+    wanted = ["namespace", "files", "question", "", "k", "also", "send"]
     assert [one for one in reached if one in wanted][: len(wanted)] == wanted, reached
 
 
@@ -295,6 +295,19 @@ def test_an_answer_is_copied_and_rated(page: Page, kept: Live) -> None:
     assert page.evaluate("window.copied") == "Alan Stevenson [1]."
     rows = kept.settings.data_dir / "feedback" / "feedback.jsonl"
     eventually(lambda: rows.exists() and '"rating":"up"' in rows.read_text(), "it is kept")
+
+
+@pytest.mark.browser
+def test_a_question_is_asked_in_other_namespaces_too(page: Page, kept: Live) -> None:
+    kept.index("handbook", {"glass": "The lighthouse of glass was built by nobody."})
+    page.open(f"{kept.url}/playground")
+    page.until("!main.hidden")
+    page.evaluate("also.value = 'hand*'")
+    ask(page, "Who built the lighthouse of glass?")
+    assert "handbook" in kept.engine.requests[-1].namespace.split("+")
+    page.evaluate("document.querySelector('article button[aria-label^=Source]').click()")
+    page.until("document.getElementById('source-place').textContent.includes(', ')")
+    page.evaluate("close.click(); also.value = ''")
 
 
 @pytest.mark.browser

@@ -41,6 +41,7 @@ def test_the_answer_has_the_documented_fields(client: httpx.Client, docs: str) -
     (citation,) = answer["citations"]
     assert citation | {"score": None, "cosine": None, "bm25": None, "doc_id": None, "chunk_id": None} == {
         "index": 1,
+        "namespace": docs,
         "doc_id": None,
         "chunk_id": None,
         "source": "skerryvore",

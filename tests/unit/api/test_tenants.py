@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,7 +27,7 @@ from ragserve.config import Settings
 from ragserve.tenants.key_file import KeyFile
 from ragserve_index import IndexStore
 from sglang_ext.wire.cache_scope import CacheScope, confine
-from sglang_ext.wire.protocol import ContextPlan, SessionPart, Span, session_key
+from sglang_ext.wire.protocol import ContextPlan, SessionPart, Span, prefix_key, session_key
 from tests.unit.api.scripted_server import DOCUMENTS, ScriptedEngine, Tenants, asgi_client, chunk_of, serving
 from tests.unit.api.word_embedder import DIM
 
@@ -228,6 +229,20 @@ def test_sglangs_routes_reach_no_session() -> None:
     with scope.active(), pytest.raises(ValueError, match="sessions go on over /rag/query"):
         confine(obj)
     assert obj.extra_key == f"somebody:{key}"
+
+
+def test_sglangs_routes_use_the_cache_of_several_namespaces_with_the_right_to_each() -> None:
+    spans = (Span(0, 1), Span(1, 2))
+    for names, fits in (("acme+acme-old", True), ("acme+beta", False), ("beta+acme", False)):
+        owners = tuple(names.split("+"))
+        plan = ContextPlan("compose", names, "concat", spans, owners=owners)
+        obj = SimpleNamespace(rid="1", extra_key=prefix_key(names), sampling_params=None)
+        composed = SimpleNamespace(rid="1", sampling_params={"custom_params": {"ragserve": plan.to_json()}})
+        with CacheScope("somebody", lambda name: name.startswith("acme")).active():
+            confine(obj)
+            assert (obj.extra_key == prefix_key(names)) == fits
+            with nullcontext() if fits else pytest.raises(ValueError, match="may not use the cache"):
+                confine(composed)
 
 
 def _through_sglang() -> Starlette:

@@ -213,16 +213,18 @@ def laid_out(*documents: list[int]) -> Prompt:
     return Prompt([*ids, 0], (*segments, Segment("question", len(ids), len(ids) + 1)), len(documents), 0, 0)
 
 
+@pytest.mark.parametrize("asked", ["birds", "apes+birds"])
 def test_a_namespace_made_anew_keeps_its_kv_but_none_of_queries_of_before(
-    store: IndexStore, prompts: PromptBuilder, monkeypatch: pytest.MonkeyPatch
+    store: IndexStore, prompts: PromptBuilder, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
-    """Such a query caches the KV of removed texts when all of the namespace has been evicted already."""
+    """Such a query caches the KV of removed texts when all of the namespace has been evicted already. It may
+    be about several."""
     monkeypatch.setattr(evictions, "GRACE_S", 0.4)
     engine, limiter = Engine(), QueryLimiter(4)
 
     async def scenario() -> None:
         async with Evictor(store, engine, prompts, limiter.queries).running():  # type: ignore[arg-type]
-            with limiter.slot("birds") as before, limiter.slot("fish") as other:
+            with limiter.slot(asked) as before, limiter.slot("fish") as other:
                 store.drop_namespace("birds")
                 await until(lambda: engine.forgotten)
                 assert engine.forgotten == [("birds", None)]

@@ -60,6 +60,13 @@ def test_a_streamed_text_may_hold_any_character(live: Live) -> None:
     assert found["results"][0]["text"] == "Leeks\u2028potatoes\u0085cream."
 
 
+def test_several_namespaces_are_asked_by_their_names_and_by_a_pattern(live: Live, docs: str) -> None:
+    live.index("docs-too", {"glass": "The lighthouse of glass was built by nobody."})
+    for names in (f"{docs}+docs-too", "docs*"):
+        assert json.loads(run(live, "-n", names, "--json"))["namespace"] == "docs+docs-too"
+    assert "[1] docs, Skerryvore, skerryvore (" in run(live, "-n", "docs*")
+
+
 def test_options_arrive(live: Live, docs: str) -> None:
     chosen = '{"op":"eq","field":"name","value":"soup"}'
     by_words = json.loads(run(live, "-n", docs, "--json", "--retrieval", "lexical"))

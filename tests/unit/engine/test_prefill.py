@@ -17,7 +17,15 @@ from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, Gene
 from ragserve.engine.prefill import ROUNDS, Documents
 from ragserve.engine.stream import DocumentsMissing
 from ragserve.errors import EngineError, InvalidRequest, Unavailable
-from sglang_ext.wire.protocol import PLAN_FIELD, ContextPlan, ContextReport, SessionPart, Span, session_key
+from sglang_ext.wire.protocol import (
+    PLAN_FIELD,
+    ContextPlan,
+    ContextReport,
+    PlanError,
+    SessionPart,
+    Span,
+    session_key,
+)
 
 
 class Engine:
@@ -97,6 +105,41 @@ def request(*documents: list[int], namespace: str = "n") -> GenerateRequest:
         spans.append(Span(len(ids), len(ids) + len(document)))
         ids += document
     return GenerateRequest("q", [*ids, 99], namespace, "concat", spans=tuple(spans))
+
+
+def test_documents_of_several_namespaces_are_each_prefilled_in_their_own() -> None:
+    async def work() -> None:
+        engine = Engine()
+        asked = replace(request([1, 1], [2, 2], [3, 3], namespace="a+b"), owners=("a", "b", "a"))
+        await answer(engine, asked)
+        plans = [each["sampling_params"]["custom_params"][PLAN_FIELD] for each in engine.messages[0]]
+        assert [json.loads(plan)["namespace"] for plan in plans] == ["a", "b", "a"]
+        # the same text of another namespace is another document
+        other = replace(request([1, 1], [2, 2], namespace="a+b"), owners=("a", "a"))
+        engine.cached.discard((2, 2))
+        await asyncio.gather(answer(engine, other), answer(engine, asked))
+        plans = [
+            m["sampling_params"]["custom_params"][PLAN_FIELD] for each in engine.messages[1:] for m in each
+        ]
+        assert sorted(json.loads(plan)["namespace"] for plan in plans) == ["a", "b"]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("namespace", "owners"),
+    [("a+b", ()), ("a+b", ("a",)), ("a+b", ("a", "c")), ("a", ("a", "a")), ("a+", ("a", "a")), ("a+b/c", ())],
+)
+def test_a_plan_names_one_of_its_namespaces_for_each_document(
+    namespace: str, owners: tuple[str, ...]
+) -> None:
+    plan = ContextPlan("compose", "a+b", "concat", (Span(0, 1), Span(1, 2)), owners=("a", "b"))
+    assert ContextPlan.from_json(plan.to_json(), 3) == plan
+    wrong = replace(plan, namespace=namespace, owners=owners)
+    with pytest.raises(PlanError):
+        ContextPlan.from_json(wrong.to_json(), 3)
+    with pytest.raises(PlanError, match="of one namespace"):
+        ContextPlan.from_json(ContextPlan("document", "a+b").to_json(), 3)
 
 
 async def answer(engine: Engine, asked: GenerateRequest) -> GenerateChunk:

@@ -296,9 +296,10 @@ def test_what_is_not_all_on_the_host_or_takes_more_than_half_of_it_is_not_kept()
         assert context_on_host(composed.context, documents, 16) is None
         store.drop_host([composed.samples[1].key])
         wanted = [
-            WantedDocument(sample.key, array("i", sample.ids), np.arange(1)) for sample in composed.samples
+            WantedDocument(sample.key, sample.namespace, array("i", sample.ids), np.arange(1))
+            for sample in composed.samples
         ]
-        assert documents.hold(wanted, composed.samples[0].namespace) is None
+        assert documents.hold(wanted) is None
         assert documents.used == 0
         documents.check([])
         assert store.drop_host() == 1
@@ -327,11 +328,11 @@ def test_what_is_kept_is_counted_anew_when_more_of_a_document_has_come(tmp_path:
         store.drop_host()
         assert sample.load_and_check(store, [0])
         documents = documents_of(store)
-        wanted = [WantedDocument(sample.key, array("i", sample.ids), np.arange(1))]
-        assert documents.hold(wanted, sample.namespace) is not None
+        wanted = [WantedDocument(sample.key, sample.namespace, array("i", sample.ids), np.arange(1))]
+        assert documents.hold(wanted) is not None
         assert documents.used == 1
         assert sample.load_and_check(store), "others need all of it"
-        assert documents.hold(wanted, sample.namespace) is None, "it takes more than half of the host now"
+        assert documents.hold(wanted) is None, "it takes more than half of the host now"
         documents.let_go([sample.key])
         documents.check([])
         assert store.drop_host() == 1

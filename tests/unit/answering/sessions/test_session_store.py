@@ -119,7 +119,7 @@ sessions = st.builds(
     spec=specs,
     exact=st.integers(0, 9),
     keys=st.sets(texts, max_size=3),
-    namespace_made_at=st.none() | st.floats(0, 2e9),
+    namespaces_made_at=st.dictionaries(st.sampled_from(["a", "b"]), st.floats(0, 2e9)),
 )
 
 

@@ -15,7 +15,14 @@ from sglang_ext.attention.prefill.planner import Computed, PrefillPlanner
 from sglang_ext.documents.device import DeviceDocuments
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.prefill_options import SHARE_DENSE_BELOW, PrefillOptions, exact_key
-from sglang_ext.wire.protocol import PREFILL_FIELD, PlanError, PrefillReport, prefix_key
+from sglang_ext.wire.protocol import (
+    PREFILL_FIELD,
+    PlanError,
+    PrefillReport,
+    composed_session_key,
+    prefix_key,
+    session_key,
+)
 
 SPARSE = PrefillOptions(mode="vertical_slash", dense_below=100)
 
@@ -150,6 +157,18 @@ def test_what_is_removed_from_a_namespace_goes_from_its_sparse_kv_too() -> None:
     documents.remove([], "a")
     assert {prefix_key("a"), SPARSE.sparse_key(prefix_key("a")), running.extra_key} == set(removed)
     assert running.ragserve_private
+
+
+def test_what_is_removed_from_one_of_several_namespaces_goes_from_what_they_share() -> None:
+    removed: list[str] = []
+    shared = [prefix_key("a+b"), SPARSE.sparse_key(prefix_key("b+c")), session_key("a+b+c", "x")]
+    shared.append(composed_session_key(shared[-1]))
+    others = [prefix_key("a"), prefix_key("a+bb"), session_key("a+c", "b"), prefix_key("ab")]
+    cached = dict.fromkeys([*shared, *others], 64)
+    tree = SimpleNamespace(tokens_by_key=lambda: cached, remove_key=lambda key: not removed.append(key))
+    DeviceDocuments(None, tree, SimpleNamespace(remove=lambda key: False)).remove([], "b")
+    assert set(shared) <= set(removed)
+    assert not set(others) & set(removed)
 
 
 def node(number: int, parent: Any = None) -> Any:
