@@ -150,24 +150,23 @@ class FilePlanner:
         ext = os.path.splitext(filename)[1].lower() if ext is None else ext
         salt = self._salt(title, metadata)
         given = None if labels is None else tuple(labels)
-        known_hash, had = self._known(source, given)
-        request = ParseRequest(path, filename, ext, salt, known_hash, **known)
-        return PlannedFile(source, request, title, metadata, found, given, had)
+        request = ParseRequest(path, filename, ext, salt, self._known(source, given), **known)
+        return PlannedFile(source, request, title, metadata, found, given)
 
     def _salt(self, title: str, metadata: Mapping[str, Any]) -> str:
         return content_salt(self._settings, self._tokenizer, title, metadata)
 
-    def _known(self, source: str, labels: tuple[str, ...] | None) -> tuple[str | None, tuple[str, ...]]:
-        """Hash and labels of the document that is replaced; with ``labels`` it has them from now on, for it
-        may be unchanged."""
+    def _known(self, source: str, labels: tuple[str, ...] | None) -> str | None:
+        """The hash of the document that is replaced; with ``labels`` it has them from now on, for it may be
+        unchanged."""
         try:
             document = self._seen.find_source(self._namespace, source)
         except NotFound:  # the namespace does not exist before its first document
-            return None, ()
+            return None
         if document is None:
-            return None, ()
+            return None
         self._label(document, labels)
-        return document.content_hash, document.labels
+        return document.content_hash
 
     def _label(self, document: Document, labels: tuple[str, ...] | None) -> None:
         if labels is not None and labels != document.labels:

@@ -277,7 +277,8 @@ def new_document(file: PlannedFile, parsed: ParsedFile) -> NewDocument:
     metadata = {**parsed.metadata, **own, **file.metadata}
     if ATTACHMENTS in parsed.metadata:  # by which they are removed with it
         metadata[ATTACHMENTS] = parsed.metadata[ATTACHMENTS]
-    return NewDocument(file.source, title, parsed.hash, parsed.mime, parsed.size, metadata, file.labels)
+    known = parsed.hash, parsed.mime, parsed.size
+    return NewDocument(file.source, title, *known, metadata, file.labels, file.root)
 
 
 def shown_title(parsed: ParsedFile, source: str, given: str = "") -> str:

@@ -231,3 +231,42 @@ def test_a_run_that_is_stopped_leaves_the_mail_for_the_next(tmp_path: Path) -> N
         folder = Path(parser._attachments())
         assert list(folder.iterdir()) == []
     assert not folder.exists()
+
+
+def test_labels_are_the_mails_for_new_ones_and_their_own_for_others(
+    ingestor: Ingestor, store: IndexStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ingestion without labels changes none, and what is new goes by those that the mail has then."""
+    path = tmp_path / "mail.eml"
+    path.write_bytes(message("Survey", ("a.txt", b"first words")).as_bytes())
+    ingest(ingestor, path, labels=("staff",))
+
+    def labels() -> dict[str, tuple[str, ...]]:
+        return {os.path.relpath(d.source, path): d.labels for d in store.documents("mail", limit=9)}
+
+    def doc_id(source: str) -> str:
+        found = store.find_source("mail", source)
+        assert found is not None
+        return found.doc_id
+
+    store.set_labels("mail", [doc_id(f"{path}/a.txt")], only=("board",))
+    path.write_bytes(message("Survey", ("a.txt", b"second words"), ("b.txt", b"other words")).as_bytes())
+    ingest(ingestor, path)
+    assert labels() == {".": ("staff",), "a.txt": ("board",), "b.txt": ("staff",)}
+
+    parse = ParseProcess.parse
+
+    def labelled_meanwhile(self: ParseProcess, request: ParseRequest) -> Any:
+        if request.filename == "mail.eml":
+            store.set_labels("mail", [doc_id(str(path))], only=("board",))
+        return parse(self, request)
+
+    monkeypatch.setattr(ParseProcess, "parse", labelled_meanwhile)
+    inner = message("Inner", ("d.txt", b"deep words"))
+    mail = message("Survey", ("a.txt", b"second words"), ("c.txt", b"new words"))
+    mail.add_attachment(inner)
+    path.write_bytes(mail.as_bytes())
+    ingest(ingestor, path)
+    found = labels()
+    assert len(found) == 4
+    assert set(found.values()) == {("board",)}
