@@ -95,13 +95,15 @@ class RemoteModel:
         what: "embedder" or "rerank", the setting that names it.
         name: Its name in errors, which clients of the server read: without the host.
         key: Sent as a bearer token, nowhere else.
+
+    Raises InvalidRequest for a key that no header can have: the error of the connection would repeat it.
     """
 
     def __init__(self, what: str, name: str, address: RemoteAddress, key: SecretStr | None) -> None:
         self.what, self.name, self.address = what, name, address
         self._failed: tuple[float, ModelUnavailable] | None = None
         self._trouble = 0.0, ""  # when an attempt failed last, and why
-        self._key = None if key is None else key.get_secret_value()
+        self._key = None if key is None else _checked(key.get_secret_value().strip(), what)
 
     def client(self) -> httpx.AsyncClient:
         """A client of the current event loop, which the caller closes."""
@@ -200,7 +202,7 @@ class RemoteModel:
             raise self.failed(f"answers HTTP {status}{self._quoted(raw)}")
         try:
             return _Answer(json.loads(bytes(raw))), 0.0
-        except ValueError:
+        except (ValueError, RecursionError):
             kind = response.headers.get("content-type", "no type").partition(";")[0][:40]
             raise self.failed(f"answers no JSON, but {kind}: is the URL its API?") from None
 
@@ -209,7 +211,7 @@ class RemoteModel:
         text = bytes(raw[: 64 * _QUOTED_CHARS]).decode("utf-8", "replace")
         try:
             said = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return ""  # a page for browsers
         said = said.get("error", said) if isinstance(said, dict) else said
         said = said.get("message", said.get("detail")) if isinstance(said, dict) else said
@@ -218,6 +220,17 @@ class RemoteModel:
         if self._key:
             said = said.replace(self._key, "***")
         return f": {' '.join(said.split())[:_QUOTED_CHARS].rstrip('.')}"
+
+
+def _checked(key: str, what: str) -> str:
+    if not key.isascii() or not key.isprintable():
+        raise InvalidRequest(
+            f"The API key of the setting {what} has characters that no key has.",
+            hint=f"Set RAGSERVE_{what.upper()}_API_KEY.",
+            code=f"{what}_invalid",
+            param=what,
+        )
+    return key
 
 
 @dataclass(frozen=True, slots=True)

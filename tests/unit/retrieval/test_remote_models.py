@@ -109,6 +109,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a page": (HTML, "no JSON, but text/html"),
     "another API": ({"vectors": []}, "no list of embeddings"),
     "a list": ([1, 2], "no list of embeddings"),
+    "nested too deep": (Response(b"[" * 60_000), "no JSON"),
+    "an error nested too deep": (Response(b"[" * 9_000, 404), "HTTP 404"),
     "endless": (Response(b'"' + b"x" * (2**21 + 2**16)), "more than"),
     "wrong path": (JSONResponse({"detail": "Not Found"}, 404), "HTTP 404: Not Found"),
     "wrong key": (
@@ -132,6 +134,14 @@ def test_a_wrong_answer_is_said_in_one_sentence_and_not_asked_for_again(remote: 
     assert KEY not in str(caught.value)
     assert remote.url not in str(caught.value), "clients of the server read this"
     assert len(remote.seen) == 1
+
+
+@pytest.mark.parametrize("key", ["sk-of\nthe-operator", "sk-of-the-opératør", "sk-\0"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_repeated(remote: Remote, key: str) -> None:
+    with pytest.raises(InvalidRequest, match="The API key of the setting embedder") as caught:
+        embedder(remote, embedder_api_key=SecretStr(key))
+    assert "operat" not in str(caught.value)
+    embedder(remote, embedder_api_key=SecretStr(f" {KEY}\n")).measure()
 
 
 def test_vectors_of_another_width_are_another_model(remote: Remote) -> None:
