@@ -95,15 +95,13 @@ class RemoteModel:
         what: "embedder" or "rerank", the setting that names it.
         name: Its name in errors, which clients of the server read: without the host.
         key: Sent as a bearer token, nowhere else.
-
-    Raises InvalidRequest for a key that no header can have: the error of the connection would repeat it.
     """
 
     def __init__(self, what: str, name: str, address: RemoteAddress, key: SecretStr | None) -> None:
         self.what, self.name, self.address = what, name, address
         self._failed: tuple[float, ModelUnavailable] | None = None
         self._trouble = 0.0, ""  # when an attempt failed last, and why
-        self._key = None if key is None else _checked(key.get_secret_value().strip(), what)
+        self._key = None if key is None else key.get_secret_value()
 
     def client(self) -> httpx.AsyncClient:
         """A client of the current event loop, which the caller closes."""
@@ -220,17 +218,6 @@ class RemoteModel:
         if self._key:
             said = said.replace(self._key, "***")
         return f": {' '.join(said.split())[:_QUOTED_CHARS].rstrip('.')}"
-
-
-def _checked(key: str, what: str) -> str:
-    if not key.isascii() or not key.isprintable():
-        raise InvalidRequest(
-            f"The API key of the setting {what} has characters that no key has.",
-            hint=f"Set RAGSERVE_{what.upper()}_API_KEY.",
-            code=f"{what}_invalid",
-            param=what,
-        )
-    return key
 
 
 @dataclass(frozen=True, slots=True)
