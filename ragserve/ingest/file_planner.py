@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
-from ragserve.errors import NotFound, RagserveError
+from ragserve.errors import InvalidRequest, NotFound, RagserveError
 from ragserve.ingest.connectors.folders_of_a_job import JobFolders
 from ragserve.ingest.connectors.source_addresses import is_elsewhere
 from ragserve.ingest.fetch import Fetcher
@@ -61,7 +61,13 @@ class FilePlanner:
 
     def plan(self, source: str) -> PlannedFile:
         """Plan one source, as a failure if it cannot be fetched, or would replace a document that the job's
-        submitter does not see. Raises ``OSError`` on a full disk."""
+        submitter does not see, or has too many labels then. Raises ``OSError`` on a full disk."""
+        try:
+            return self._plan(source)
+        except (InvalidRequest, NotFound) as error:  # of labels; it may have been removed meanwhile
+            return PlannedFile(source, Failed(str(error), error.code))
+
+    def _plan(self, source: str) -> PlannedFile:
         if self._seen.hidden(self._namespace, [source]):
             return PlannedFile(source, Failed(_HIDDEN, "label_not_held"))
         if self._spool_folder is not None:

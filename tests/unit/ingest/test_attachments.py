@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import mailbox
 import os
 from collections.abc import Callable
@@ -15,10 +16,13 @@ from ragserve.config import load
 from ragserve.ingest import attachments
 from ragserve.ingest.ingestor import Ingestor, PathOptions
 from ragserve.ingest.jobs.job_report import JobReport
+from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.ingest.parsing.parse_process import INTERRUPTED, Failed, ParseProcess, ParseRequest
 from ragserve.ingest.planned import PlannedFile
+from ragserve.ingest.submissions import SubmittedText, Upload
 from ragserve.ingest.tokenizer import TokenizerSource
 from ragserve_index import Eq, IndexStore
+from ragserve_index.viewers import MAX_LABELS, Viewer
 from tests.unit.ingest.ingest_samples import make_docx
 
 CSV = b"name,depth\nOban,8.5\n"
@@ -270,3 +274,38 @@ def test_labels_are_the_mails_for_new_ones_and_their_own_for_others(
     found = labels()
     assert len(found) == 4
     assert set(found.values()) == {("board",)}
+
+
+def test_a_document_that_would_have_too_many_labels_fails_alone(
+    ingestor: Ingestor, store: IndexStore
+) -> None:
+    first = SubmittedText("full", "first words", labels=tuple(f"l{n}" for n in range(MAX_LABELS)))
+    ingestor.run(ingestor.submit_texts("labels", [first]).job_id)
+    by = Submitter("somebody", Viewer(frozenset({"l0", "mine"})))
+    texts = [SubmittedText(name, f"words of {name}", labels=("l0", "mine")) for name in ("full", "new")]
+    report = ingestor.run(ingestor.submit_texts("labels", texts, by=by).job_id)
+    assert (report.state, report.progress.indexed, report.progress.failed) == ("done", 1, 1)
+    assert "33 labels" in report.failures[0][1]
+
+
+def test_one_of_a_hidden_documents_name_is_refused_and_changes_nothing_of_it(
+    ingestor: Ingestor, store: IndexStore
+) -> None:
+    """Its corrections would else be embedded again, with the title of somebody else's file."""
+    name = "mail.eml/a.txt"
+    ingestor.run(
+        ingestor.submit_texts("mail", [SubmittedText(name, "first words", labels=("board",))]).job_id
+    )
+    hidden = store.find_source("mail", name)
+    assert hidden is not None
+    version = store.chunk_changes.state("mail", hidden.doc_id, 0).version
+    ingestor.editor.change("mail", hidden.doc_id, 0, version, text="corrected words")
+    (before,) = store.chunk_changes.rows_of("mail", [name])[name]
+    mail = message("Survey", ("a.txt", b"Another title\n\nfirst words"), ("b.txt", b"other words"))
+    upload = Upload("mail.eml", io.BytesIO(mail.as_bytes()))
+    job = ingestor.submit_files("mail", [upload], by=Submitter("somebody", Viewer(frozenset())))
+    report = ingestor.run(job.job_id)
+    assert (report.state, report.progress.indexed, report.progress.failed) == ("done", 2, 1)
+    assert store.chunk_changes.rows_of("mail", [name])[name] == [before]
+    assert store.document("mail", hidden.doc_id) == store.find_source("mail", name)
+    assert store.check()[0].ok
