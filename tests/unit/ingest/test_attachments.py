@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ragserve.config import load
+from ragserve.errors import Forbidden, NotFound
 from ragserve.ingest import attachments
 from ragserve.ingest.ingestor import Ingestor, PathOptions
 from ragserve.ingest.jobs.job_report import JobReport
@@ -274,6 +275,32 @@ def test_labels_are_the_mails_for_new_ones_and_their_own_for_others(
     found = labels()
     assert len(found) == 4
     assert set(found.values()) == {("board",)}
+
+
+def test_who_does_not_see_an_attachment_does_not_remove_it(ingestor: Ingestor, store: IndexStore) -> None:
+    def send(*files: tuple[str, bytes], **by: Any) -> JobReport:
+        upload = Upload("mail.eml", io.BytesIO(message("Survey", *files).as_bytes()))
+        return ingestor.run(ingestor.submit_files("mail", [upload], **by).job_id)
+
+    send(("a.txt", b"first words"), ("b.txt", b"other words"))
+    mail, attached = (store.find_source("mail", name) for name in ("mail.eml", "mail.eml/a.txt"))
+    assert mail is not None
+    assert attached is not None
+    store.set_labels("mail", [attached.doc_id], only=("board",))
+    somebody = Submitter("somebody", Viewer(frozenset()))
+    seen = store.seen_by(somebody.viewer)
+    with pytest.raises(Forbidden, match="An attachment of this document"):
+        seen.remove_document("mail", mail.doc_id)
+    with pytest.raises(NotFound):
+        seen.remove_document("mail", attached.doc_id)
+    assert len(store.documents("mail")) == 3
+    send(("c.txt", b"new words"), by=somebody)
+    assert sorted(d.source for d in store.documents("mail")) == [
+        "mail.eml",
+        "mail.eml/a.txt",
+        "mail.eml/c.txt",
+    ]
+    assert store.check()[0].ok
 
 
 def test_a_document_that_would_have_too_many_labels_fails_alone(
