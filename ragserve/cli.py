@@ -16,6 +16,7 @@ from ragserve.errors import RagserveError, explained
 COMMANDS = (
     "serve",
     "ingest",
+    "sync",
     "docs",
     "query",
     "mcp",

@@ -24,15 +24,18 @@ from ragserve.setting_groups.answering import AnsweringSettings
 from ragserve.setting_groups.conflicts import conflict
 from ragserve.setting_groups.ingestion import IngestionSettings
 from ragserve.setting_groups.prefilling import PrefillSettings
+from ragserve.setting_groups.sign_on import SignOnSettings, sign_on_conflict
 from ragserve.strategy_spec import StrategySpec, one_label, parse
+from ragserve.tenants.key_file import KEYS_FILE
 from sglang_ext.wire import decode_fields, renamed
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.protocol import NAMESPACE
 from sglang_ext.wire.request_options import DecodeOptions
 
 DECODE, ATTENTION = DecodeOptions(), AttentionConfig()  # defaults of the settings below
-KEYS_FILE = "keys.json"  # in data_dir: API keys
-SECRETS = frozenset({"api_key", "engine_api_key", "embedder_api_key", "registry_url", "rerank_api_key"})
+SECRETS = frozenset(
+    {"api_key", "engine_api_key", "embedder_api_key", "registry_url", "rerank_api_key", "oidc_client_secret"}
+)
 """Settings that are written to no file."""
 SHARED_STORES = ("mooncake", "shared")  # of kv_storage
 DEFAULT_MODEL = str(bundled("examples/models/ragserve-tiny"))
@@ -60,7 +63,7 @@ class _File(TomlConfigSettingsSource):
         return renamed.with_new_names(super().__call__(), renamed.SETTINGS)
 
 
-class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettings):
+class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, SignOnSettings, BaseSettings):
     """The settings; each field states its purpose and its unit."""
 
     model_config = SettingsConfigDict(
@@ -358,8 +361,9 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
 
     @property
     def has_key(self) -> bool:
-        """True if requests need an API key: the server's, or one of the data folder's."""
-        return self.api_key is not None or (self.data_dir / KEYS_FILE).exists()
+        """True if requests need an API key, the server's or one of the data folder's, or a sign-in."""
+        signs_on = self.oidc_issuer is not None
+        return signs_on or self.api_key is not None or (self.data_dir / KEYS_FILE).exists()
 
     def secrets(self, *names: str) -> dict[str, str]:
         """Environment variables of those that are set, for a process whose other settings are in a file."""
@@ -393,7 +397,7 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, BaseSettin
 
     @model_validator(mode="after")
     def _fit_together(self) -> Settings:
-        if (problem := conflict(self)) is not None:
+        if (problem := sign_on_conflict(self) or conflict(self)) is not None:
             raise ValueError(problem)
         return self
 

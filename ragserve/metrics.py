@@ -41,6 +41,15 @@ class Metrics:
             "ragserve_ingested_files", "Files by outcome: indexed, unchanged, failed, removed.", ["outcome"]
         )
         self.ingested_chunks = Counter("ragserve_ingested_chunks", "Chunks indexed.")
+        self.synced = Counter(
+            "ragserve_syncs", "Runs of `ragserve sync` over a source: done, partly, failed.", ["outcome"]
+        )
+        self.synced_at = Gauge(
+            "ragserve_synced_timestamp_seconds",
+            "When all files of a source were last indexed or unchanged, in Unix seconds.",
+            ["namespace", "source"],
+            multiprocess_mode="max",
+        )
         self.warm_left = Gauge(
             "ragserve_warm_documents_left",
             "Documents of the running warm-up that are not done yet.",

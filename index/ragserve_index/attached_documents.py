@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
+from ragserve_index import registry
 from ragserve_index.batch import document_ids
 from ragserve_index.database import Connection
-
-if TYPE_CHECKING:
-    from ragserve_index.registry import Namespace
+from ragserve_index.registry import Namespace
+from ragserve_index.viewers import EVERYTHING
 
 ATTACHMENTS = "attachments"
 """Metadata of a message: the names of its attachments. Their sources are its own, ``/``, and the name."""
@@ -34,6 +33,12 @@ def attached_to(connection: Connection, ns: Namespace, doc_ids: Sequence[str]) -
         level = [each for each in below if each[2].get(PARENT) in sources and each[0] not in found]
         found += [doc_id for doc_id, _, _ in level]
     return found
+
+
+def remove_attached(connection: Connection, ns: Namespace, doc_ids: Iterable[str]) -> None:
+    """Remove documents, each as a version of its own."""
+    for doc_id in doc_ids:
+        registry.delete_document(connection, registry.namespace(connection, ns.name), doc_id, EVERYTHING)
 
 
 def _names(metadata: Mapping[str, object]) -> list[object]:

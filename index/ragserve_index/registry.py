@@ -22,7 +22,7 @@ from ragserve_index.filters import filtering
 from ragserve_index.structures.base import Ids
 from ragserve_index.text_forms import normal
 from ragserve_index.types import Chunk, Document, NamespaceInfo, Position
-from ragserve_index.viewers import EVERYTHING, Viewer
+from ragserve_index.viewers import Viewer
 from ragserve_index.visible import Condition, both, replaced_labels, sees, visible
 from sglang_ext.wire.protocol import NAMESPACE
 
@@ -237,12 +237,6 @@ def delete_document(connection: Connection, ns: Namespace, doc_id: str, viewer: 
     corrections.remove_of(connection, ns.id, [doc_id])
     commit_version(connection, ns, removed.n_chunks, -1, -removed.n_chunks, -removed.n_tokens)
     return removed
-
-
-def delete_documents(connection: Connection, ns: Namespace, doc_ids: Iterable[str]) -> None:
-    """Remove documents, each as a version of its own."""
-    for doc_id in doc_ids:
-        delete_document(connection, namespace(connection, ns.name), doc_id, EVERYTHING)
 
 
 def _rows_of(connection: Connection, ns: Namespace, doc_ids: Sequence[str]) -> list[int]:

@@ -13,7 +13,7 @@ import numpy as np
 from ragserve.errors import Conflict, InvalidRequest, NotFound
 from ragserve_index import batch as batches
 from ragserve_index import labelling, own_settings, registry, stored_vectors, structures
-from ragserve_index.attached_documents import attached_to
+from ragserve_index.attached_documents import attached_to, remove_attached
 from ragserve_index.chunk_changes import ChunkChanges
 from ragserve_index.chunk_windows import chunks_around
 from ragserve_index.evictions import log_namespace
@@ -202,7 +202,7 @@ class IndexStore(LabelledStore):
                 written = registry.write_documents(connection, now, prepared, self._viewer)
             if attached:
                 kept = {*ids, *attached_to(connection, now, ids)}
-                registry.delete_documents(connection, ns, [one for one in attached if one not in kept])
+                remove_attached(connection, ns, [one for one in attached if one not in kept])
         self._pool.after_write(ns)
         return written
 
@@ -212,7 +212,7 @@ class IndexStore(LabelledStore):
             ns = registry.namespace(connection, namespace)
             attached = attached_to(connection, ns, [doc_id])
             removed = registry.delete_document(connection, ns, doc_id, self._viewer)
-            registry.delete_documents(connection, ns, attached)
+            remove_attached(connection, ns, attached)
         self._pool.after_write(ns)
         return removed
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Depends, Request
 
-from ragserve.api import playground
+from ragserve.api import playground, sso
 from ragserve.api.search_fields import SearchFields
 from ragserve.config import Settings
 from ragserve.errors import Forbidden, InvalidRequest
@@ -28,12 +28,13 @@ Need = Literal["none", "key", "read", "ingest", "delete", "metrics", "inspect", 
 the route checks in which. ``metrics``: that right. ``inspect``, ``operate``: admin, to look at the server or
 to change it."""
 
-OPEN = frozenset({"/", "/health", "/docs"}) | playground.PATHS
+OPEN = frozenset({"/", "/health", "/docs"}) | playground.PATHS | sso.PATHS
 NEEDS: dict[str, Need] = {
     "GET /": "none",
     "HEAD /": "none",
     "GET /docs": "none",
     **{f"GET {path}": "none" for path in playground.PATHS},
+    **dict.fromkeys(sso.ROUTES, "none"),
     "GET /info": "key",
     "GET /ready": "key",
     "GET /metrics": "metrics",

@@ -32,6 +32,7 @@ from ragserve.api import (
     ratings,
     retrieve,
     sessions,
+    sso,
     system,
 )
 from ragserve.api.access import check_route
@@ -45,6 +46,7 @@ from ragserve.api.trace_requests import TraceRequests
 from ragserve.api.upstream import Upstream
 from ragserve.config import Settings
 from ragserve.engine.base import Engine
+from ragserve.sso.single_sign_on import SingleSignOn
 from ragserve.tenants.audit_log import AuditLog
 from ragserve.tenants.keyring import Keyring
 from ragserve_index.viewers import Viewer
@@ -85,6 +87,7 @@ def create_app(
     A part that cannot start fails the app's start-up with its RagserveError."""
 
     idleness = Idleness()
+    sign_on = SingleSignOn(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -92,6 +95,7 @@ def create_app(
             if upstream_lifespan is not None:
                 await stack.enter_async_context(upstream_lifespan())
             services = open_services(settings, engine, embedder, idleness)
+            stack.push_async_callback(sign_on.close)
             app.state.services = await stack.enter_async_context(services)
             try:
                 yield
@@ -117,6 +121,7 @@ def create_app(
         hides=partial(_hides, app),
     )
     app.state.services = None
+    app.state.sso = sign_on
     for module in (
         query,
         sessions,
@@ -133,6 +138,7 @@ def create_app(
         system,
         docs_page,
         playground,
+        sso,
     ):
         app.include_router(module.router)
     if serve_metrics:
@@ -143,9 +149,9 @@ def create_app(
     app.add_middleware(LimitBody, limit_for=partial(_body_limit, settings), timeout_s=settings.body_timeout_s)
     origins = names(settings.cors_origins)
     api_key = None if settings.api_key is None else settings.api_key.get_secret_value()
-    keyring = Keyring(settings.data_dir, api_key)
+    keyring = Keyring(settings.data_dir, api_key, closed=sign_on.is_on)
     audit = AuditLog(settings.data_dir, settings.audit_log_bytes)
-    app.add_middleware(Authentication, keyring=keyring, audit=audit)
+    app.add_middleware(Authentication, keyring=keyring, audit=audit, sso=sign_on)
     app.add_middleware(  # pages cannot know a key
         RefuseForeignPages,
         hosts=names(settings.allowed_hosts),
@@ -178,7 +184,7 @@ def _hides(app: FastAPI, namespace: str, viewer: Viewer) -> bool:
 def _body_limit(settings: Settings, scope: Scope) -> int:
     path, caller = scope["path"], scope["state"]["access"]
     if path == preview.PATH:
-        return min(settings.max_upload_bytes, caller.key.limits.max_upload_bytes or settings.max_upload_bytes)
+        return min(settings.max_upload_bytes, caller.who.limits.max_upload_bytes or settings.max_upload_bytes)
     if path == "/rag/ingest":
         form = Headers(scope=scope).get("content-type", "").startswith("multipart/form-data")
         limit = settings.max_upload_bytes * settings.max_upload_files if form else settings.max_body_bytes

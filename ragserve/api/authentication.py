@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from starlette.requests import ClientDisconnect
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragserve.api.access import OPEN, Access
-from ragserve.errors import InvalidRequest, RagserveError
+from ragserve.errors import InvalidRequest, RagserveError, Unauthorized
+from ragserve.sso.single_sign_on import SingleSignOn
 from ragserve.tenants.audit_log import AuditLog
 from ragserve.tenants.key_file import TenantKey
 from ragserve.tenants.keyring import Keyring
@@ -21,10 +23,16 @@ _PATH_CHARS = 512
 
 class Authentication:
     """Answers 401 without a key, except on /health, on / and on /docs and /playground, which ask
-    for it, and 429 over a key's limits. Records what the audit log is for, before the answer is sent."""
+    for it, and 429 over a key's limits. Records what the audit log is for, before the answer is sent.
 
-    def __init__(self, app: ASGIApp, keyring: Keyring, audit: AuditLog) -> None:
+    With single sign-on, an access token of the provider stands in for a key, and so does a browser's session
+    where no key is sent."""
+
+    def __init__(
+        self, app: ASGIApp, keyring: Keyring, audit: AuditLog, sso: SingleSignOn | None = None
+    ) -> None:
         self._app = app
+        self._sso = sso
         self._keyring = keyring
         self._audit = audit
         self._rates = RateLimits()
@@ -40,7 +48,7 @@ class Authentication:
             await self._app(scope, receive, send)
             return
         try:
-            who = _who(self._keyring.admit(b"".join(_values(scope, "authorization")[:1])), scope)
+            who = await self._who(scope)
             with self._rates.admit(who):
                 state["access"] = access = Access(who, address, self._rates)
                 await self._recorded(access, scope, receive, send)
@@ -49,6 +57,28 @@ class Authentication:
                 raise
             reason = "wrong or missing API key" if error.status == 401 else error.message
             await send({"type": "websocket.close", "code": 1008, "reason": reason[:120]})
+
+    async def _who(self, scope: Scope) -> Principal:
+        """Whom a request comes from. Raises Unauthorized, Forbidden, and Unavailable."""
+        authorization = b"".join(_values(scope, "authorization")[:1])
+        if not authorization and scope["type"] == "http" and (user := self._user(scope)) is not None:
+            return user
+        try:
+            return _of_key(self._keyring.admit(authorization), scope)
+        except Unauthorized:
+            scheme, _, secret = authorization.decode("latin-1").partition(" ")
+            sso = self._sso
+            if sso is None or scheme.lower() != "bearer" or not sso.takes(secret.strip()):
+                raise
+        return await sso.bearer(secret.strip())
+
+    def _user(self, scope: Scope) -> Principal | None:
+        """Who is signed in at the browser that sent a request."""
+        if self._sso is None or not self._sso.signs_in:
+            return None
+        headers = Headers(scope=scope)
+        cookie = cookie_parser(headers.get("cookie", "")).get(self._sso.session_cookie, "")
+        return self._sso.signed_in(cookie, headers.get("origin"), headers.get("sec-fetch-site"))
 
     async def _recorded(self, access: Access, scope: Scope, receive: Receive, send: Send) -> None:
         recorded = False
@@ -84,7 +114,7 @@ class Authentication:
             raise
 
 
-def _who(key: TenantKey, scope: Scope) -> Principal:
+def _of_key(key: TenantKey, scope: Scope) -> Principal:
     """Whom a request with this key comes from. Raises InvalidRequest for labels that are sent twice: a user
     may have added to those of the gateway."""
     if key.labels_header is None:

@@ -160,9 +160,12 @@ async def _urls(data: Any, svc: Services, caller: Access) -> Job:
 
     body = validated(IngestUrls, data)
     caller.require("ingest", body.namespace)
+    if body.prune:
+        caller.require("delete", body.namespace)
     if body.warm:
         svc.warm_ups()
     options = PathOptions(
+        prune=body.prune,
         metadata=dict(body.metadata),
         warm=body.warm,
         sitemap=body.sitemap,

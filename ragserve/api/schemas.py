@@ -248,13 +248,20 @@ class IngestUrls(RequestModel):
     urls: list[Annotated[Text, Field(max_length=2048)]] = Field(
         min_length=1,
         max_length=100,
-        description="http and https URLs. That of a `sitemap.xml` stands for the pages that it names.",
+        description="http and https URLs. That of a `sitemap.xml` stands for the pages that it names. Also "
+        "s3://BUCKET/FOLDER and git+https://HOST/REPOSITORY#BRANCH:FOLDER where the server's owner allows "
+        "them for this namespace (`client_sources`).",
     )
     sitemap: bool = Field(
         False,
         description="Take the pages that the sitemaps of each URL's site name: robots.txt, /sitemap.xml.",
     )
     other_hosts: bool = Field(False, description="Also take pages of a sitemap that are on other hosts.")
+    prune: bool = Field(
+        False,
+        description="Remove documents whose file vanished from an S3 folder or a git repository. The key "
+        "needs the right `delete`, too.",
+    )
     metadata: Metadata = Field(default_factory=dict)
     labels: GivenLabels = None
     warm: bool = Field(False, description="Then compute their KV into the document cache, as a second job.")

@@ -14,16 +14,18 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 
+from ragserve.commands import outside_checks
 from ragserve.commands.model_checks import (
     quantised_for_others,
     read_config,
     unknown_architecture,
     unreadable_file,
 )
+from ragserve.commands.outside_checks import Finding, Status
 from ragserve.config import Settings
 from ragserve.engine.cpu_precision import cpu_dtype
 from ragserve.engine.gguf_weights import gguf_of
@@ -33,7 +35,6 @@ from ragserve.ingest.foreign_cuts import advice_of, foreign_cuts
 from ragserve_index import IndexStore
 from sglang_ext.wire.protocol import SGLANG_VERSION, SGLANG_VERSIONS
 
-Status = Literal["ok", "warn", "fail", "skip"]
 _MIB = 2**20
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _HUB_ID = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
@@ -51,10 +52,6 @@ class Check:
     status: Status
     found: str
     advice: str = ""
-
-
-Finding = tuple[Status, str] | tuple[Status, str, str]
-"""Status, what was found, and advice unless the status is ok or skip."""
 
 
 def examine(settings: Settings, names: Collection[str] = ()) -> Iterable[Check]:
@@ -75,6 +72,8 @@ def examine(settings: Settings, names: Collection[str] = ()) -> Iterable[Check]:
         "index device": _index_device,
         "port": _port,
         "engine": _engine,
+        "sign-on": outside_checks.sign_on,
+        "sources": outside_checks.sources,
     }
     for name, check in checks.items():
         if names and name not in names:

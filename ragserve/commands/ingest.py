@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ragserve.ingest.jobs.job_report import JobReport, Progress
     from ragserve_index import IndexStore
 
-_SETTINGS = (
+INGEST_SETTINGS = (
     *(
         "data_dir",
         "registry_url",
@@ -38,7 +38,7 @@ _SETTINGS = (
         "chunk_tokens",
         "index_type",
     ),
-    *("ocr", "ingest_hidden", "ingest_comments", "robots", "sitemap_urls"),
+    *("ocr", "ingest_hidden", "ingest_comments", "robots", "sitemap_urls", "source_files", "source_bytes"),
 )
 _EPILOG = (
     "Exit status: 0 if all files are indexed or unchanged; 3 if some files failed (each is listed with its "
@@ -49,14 +49,18 @@ _EPILOG = (
 
 
 def register(app: typer.Typer) -> None:
-    app.command("ingest", epilog=_EPILOG)(with_settings(ingest, _SETTINGS))
+    app.command("ingest", epilog=_EPILOG)(with_settings(ingest, INGEST_SETTINGS))
 
 
 def ingest(
     settings: Settings,
     inputs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PATH|URL|-...", help="Files, directories, http(s) URLs, or - for stdin."),
+        typer.Argument(
+            metavar="PATH|URL|-...",
+            help="Files, directories, http(s) URLs, s3://BUCKET/FOLDER, "
+            "git+https://HOST/REPOSITORY#BRANCH:FOLDER, or - for stdin.",
+        ),
     ] = None,
     namespace: Annotated[
         str, typer.Option("--namespace", "-n", help="Destination; created if it does not exist.")
@@ -107,7 +111,7 @@ def ingest(
         str | None, typer.Option(help="Document name for stdin; its extension hints at the format.")
     ] = None,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Remove documents whose file vanished from a given directory.")
+        bool, typer.Option("--prune", help="Remove documents whose file vanished from a given folder.")
     ] = False,
     warm: Annotated[
         bool,
@@ -155,14 +159,20 @@ def ingest(
             raise InvalidRequest("--preview is for files that ragserve cuts: leave --prechunked out.")
         show_preview(settings, given, as_json)
         return
+    from ragserve.ingest.connectors.source_addresses import is_elsewhere
     from ragserve.ingest.ingestor import PathOptions
-    from ragserve.ingest.sources import is_url, parse_metadata, why_nothing
+    from ragserve.ingest.sources import is_path, parse_metadata, why_nothing
     from ragserve.retrieval.document_store import open_store
 
-    if prechunked and (ray or follow_changes or prune or any(map(is_url, given))):
+    if prechunked and (ray or follow_changes or prune or not all(map(is_path, given))):
         raise InvalidRequest("--prechunked takes files or -: no URLs, --ray, --prune, --follow-changes.")
-    if ray is not None and (follow_changes or any(one == "-" or is_url(one) for one in given)):
+    if ray is not None and (follow_changes or any(one == "-" or not is_path(one) for one in given)):
         raise InvalidRequest("--ray takes files and directories, once: no URLs, no -, no --follow-changes.")
+    if follow_changes and any(map(is_elsewhere, given)):
+        raise InvalidRequest(
+            "--follow-changes takes files and directories.",
+            hint="For S3 and git: ragserve sync run --every 15m.",
+        )
     if warm:
         check_warm(settings, repeated=follow_changes)
     options = PathOptions(
@@ -181,7 +191,7 @@ def ingest(
         signals_stop() as signals,
         open_store(settings) as store,
     ):
-        session = _Session(settings, store, signals.stop, as_json, ray)
+        session = IngestSession(settings, store, signals.stop, as_json, ray)
         if resume:
             session.run(resume, wait=True)
         elif given == ["-"]:
@@ -220,7 +230,7 @@ def _server_runs(settings: Settings) -> bool:
         return not nobody_else
 
 
-class _Session:
+class IngestSession:
     """The ingestor of one command; counts ``files`` looked at and ``failed``."""
 
     def __init__(

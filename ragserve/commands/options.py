@@ -29,6 +29,7 @@ _PANELS = {
     "prefill_mode": "Settings: sparse prefill",
     "kv_host_bytes": "Settings: document cache",
     "host": "Settings: server",
+    "oidc_issuer": "Settings: single sign-on",
     "strategy": "Settings: answering",
     "max_query_chars": "Settings: limits",
     "sentence_bytes": "Settings: ingestion and index",

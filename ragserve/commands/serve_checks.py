@@ -12,6 +12,7 @@ from ragserve.errors import Conflict, InvalidRequest, Unavailable
 from ragserve.retrieval.embedder import embedder_name
 from ragserve.retrieval.remote_reranker import check_reranker
 from ragserve.retrieval.reranker import reranker_names
+from ragserve.sso.single_sign_on import check_installed
 
 _OWNER_WAIT_S = 5.0  # a server that is being stopped saves its state
 
@@ -40,6 +41,8 @@ def check_start(settings: Settings, *, worker: bool = False) -> None:
     """
     from ragserve.retrieval.document_store import open_store
 
+    if settings.oidc_issuer is not None and not worker:
+        check_installed()
     check_engine(settings)
     if worker:
         _check_worker(settings)

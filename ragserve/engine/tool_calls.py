@@ -24,6 +24,8 @@ PARSERS = frozenset(
 )
 MAX_CALL_CHARS = 2**17  # of an answer from its first call on; what is longer stays text
 MAX_CALLS = 128  # marks of calls in one answer; parsers look for the end of each
+_ANY_OBJECT = {"type": "object"}
+_MOST_WRITTEN = 32  # tools whose grammars are written out
 _MOST_FAILED = 16  # ends of calls at which none was found; then only the answer's end is one
 
 Tools = Sequence[Mapping[str, Any]]
@@ -83,8 +85,7 @@ class ToolFormat:
         if choice == "auto" and schema is not None:
             if calls is None:
                 raise ValueError(f"calls as {self.parser} writes them cannot stand beside a response_format")
-            answer = {"type": "json_schema", "json_schema": json.loads(schema)}
-            calls = {"type": "or", "elements": [answer, calls]}
+            calls = {"type": "or", "elements": [_json(json.loads(schema)), calls]}
         if calls is not None:
             return {"structural_tag": json.dumps({"type": "structural_tag", "format": calls})}
         found = self._parser(tools).get_structure_constraint(_choice(choice), parallel_tool_calls=parallel)
@@ -113,7 +114,9 @@ class ToolFormat:
         for tool in tools:
             function = tool["function"]
             call, strict = form(function["name"]), function.get("strict")
-            content = {"type": "json_schema", "json_schema": (strict and function.get("parameters")) or {}}
+            schema = (strict and function.get("parameters")) or _ANY_OBJECT
+            many = len(tools) > _MOST_WRITTEN  # a grammar is longer than its schema
+            content = {"type": "json_schema", "json_schema": schema} if many else _json(schema)
             begin, end = call.begin, call.end
             if detector.bot_token.strip() not in begin:  # a mark around all calls, which the parser wants
                 begin, end = detector.bot_token + begin, end + detector.eot_token
@@ -266,6 +269,15 @@ def _array(text: str) -> tuple[str, list[_Called]]:
         _Called(str(call["name"]), json.dumps(call["parameters"], ensure_ascii=False))
         for call in json.loads(text)
     ]
+
+
+def _json(schema: Mapping[str, Any]) -> dict[str, str]:
+    """The part of a structural tag that is JSON without free white space, which some models write for ever:
+    with a schema in place of its grammar there is no such choice."""
+    from xgrammar import Grammar
+
+    grammar = Grammar.from_json_schema(json.dumps(schema), any_whitespace=False)
+    return {"type": "grammar", "grammar": str(grammar)}
 
 
 def _detected(tokenizer: Any) -> str | None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
 from ragserve.errors import NotFound, RagserveError
+from ragserve.ingest.connectors.folders_of_a_job import JobFolders
+from ragserve.ingest.connectors.source_addresses import is_elsewhere
 from ragserve.ingest.fetch import Fetcher
 from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.ingest.parsing.parse_process import Failed, ParseRequest
+from ragserve.ingest.parsing.parse_worker import version_hash
 from ragserve.ingest.pipeline import content_salt
 from ragserve.ingest.planned import PlannedFile
 from ragserve.ingest.sources import is_url
 from ragserve.ingest.spool import Spool
 from ragserve_index import IndexStore
-from ragserve_index.types import Job
+from ragserve_index.types import Document, Job
 
 _HIDDEN = "there is a document of this name with labels that the API key does not hold: use another name"
 log = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ class FilePlanner:
         tokenizer: str,
         downloads: Path,
         fetcher: Fetcher,
+        folders: JobFolders,
     ) -> None:
         self._settings = settings
         self._namespace = job.namespace
@@ -46,6 +50,7 @@ class FilePlanner:
         self._downloads = downloads
         self._fetcher = fetcher
         self._seen = store.seen_by(Submitter.of(job).viewer)
+        self._folders = folders
         self._metadata: Mapping[str, Any] = job.spec.get("metadata", {})
         self._labels: Sequence[str] | None = job.spec.get("labels")
         self._named = frozenset(job.spec.get("named", ()))
@@ -62,7 +67,9 @@ class FilePlanner:
         if self._spool_folder is not None:
             return self._upload(source, self._spool_folder)
         if is_url(source):
-            return self._download(source)
+            return self._fetched(source, self._download)
+        if is_elsewhere(source):
+            return self._fetched(source, self._from_folder)
         metadata = {"path": source, **self._metadata}
         name, found = os.path.basename(source), source not in self._named
         return self._planned(source, source, name, metadata, found=found, labels=self._labels)
@@ -84,17 +91,29 @@ class FilePlanner:
             parser=file.parser,
         )
 
-    def _download(self, source: str) -> PlannedFile:
+    def is_current(self, document: Document, version: str) -> bool:
+        """Return whether a document was made of this version of its file elsewhere, as a job like this one
+        makes it. It then has the job's labels from now on."""
+        salt = self._salt("", {"path": document.source, **self._metadata})
+        if document.content_hash != version_hash(version, salt):
+            return False
+        self._label(document, None if self._labels is None else tuple(self._labels))
+        return True
+
+    def _fetched(self, source: str, fetch: Callable[[str], PlannedFile]) -> PlannedFile:
         try:
-            got = self._fetcher.fetch(source, self._downloads)
+            return fetch(source)
         except RagserveError as error:
-            return PlannedFile(source, Failed(str(error), error.code))
+            return PlannedFile(source, Failed(str(error), error.code), found=is_elsewhere(source))
         except OSError:  # of this machine's disk: the network's are among the above
             raise
         except Exception as error:  # what a site sends must not end the job, whatever it does to a library
             log.exception("Fetching %r failed", source)
             reason = f"could not be fetched: {type(error).__name__}: {error}"
             return PlannedFile(source, Failed(reason, "fetch_error"))
+
+    def _download(self, source: str) -> PlannedFile:
+        got = self._fetcher.fetch(source, self._downloads)
         metadata = {"url": source, **self._metadata}
         return self._planned(
             source,
@@ -105,6 +124,14 @@ class FilePlanner:
             ext=got.ext,
             url=got.url,
             charset=got.charset,
+        )
+
+    def _from_folder(self, source: str) -> PlannedFile:
+        path = self._downloads / "download"
+        file, version = self._folders.fetch(source, path)
+        filename, metadata = file.name.rpartition("/")[2], {"path": source, **self._metadata}
+        return self._planned(
+            source, str(path), filename, metadata, found=True, labels=self._labels, version=version
         )
 
     def _planned(
@@ -121,11 +148,14 @@ class FilePlanner:
         **known: Any,
     ) -> PlannedFile:
         ext = os.path.splitext(filename)[1].lower() if ext is None else ext
-        salt = content_salt(self._settings, self._tokenizer, title, metadata)
+        salt = self._salt(title, metadata)
         given = None if labels is None else tuple(labels)
         known_hash, had = self._known(source, given)
         request = ParseRequest(path, filename, ext, salt, known_hash, **known)
         return PlannedFile(source, request, title, metadata, found, given, had)
+
+    def _salt(self, title: str, metadata: Mapping[str, Any]) -> str:
+        return content_salt(self._settings, self._tokenizer, title, metadata)
 
     def _known(self, source: str, labels: tuple[str, ...] | None) -> tuple[str | None, tuple[str, ...]]:
         """Hash and labels of the document that is replaced; with ``labels`` it has them from now on, for it
@@ -136,6 +166,9 @@ class FilePlanner:
             return None, ()
         if document is None:
             return None, ()
+        self._label(document, labels)
+        return document.content_hash, document.labels
+
+    def _label(self, document: Document, labels: tuple[str, ...] | None) -> None:
         if labels is not None and labels != document.labels:
             self._seen.set_labels(self._namespace, [document.doc_id], only=labels)
-        return document.content_hash, document.labels

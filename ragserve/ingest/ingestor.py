@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import tempfile
 import threading
@@ -17,7 +18,7 @@ from ragserve.errors import Conflict, InvalidRequest, NotFound, StorageFull
 from ragserve.ingest.chunk_editor import ChunkEditor
 from ragserve.ingest.chunk_embedding import DocumentEmbedder
 from ragserve.ingest.chunk_lines import PARSER, read_lines
-from ragserve.ingest.fetch import Fetcher
+from ragserve.ingest.connectors.folders_of_a_job import folders_of
 from ragserve.ingest.file_planner import FilePlanner
 from ragserve.ingest.jobs.job_report import JobReport, OnProgress, failures_of
 from ragserve.ingest.jobs.lease import LEASE_S, JobRun, run_leased, worker_name
@@ -26,12 +27,12 @@ from ragserve.ingest.parsers.base import one_line
 from ragserve.ingest.parsing.parse_process import ParseProcess, parsing_options
 from ragserve.ingest.pipeline import Pipeline, PlannedFile, Written
 from ragserve.ingest.preview import Previewer
-from ragserve.ingest.prune import vanished_documents
+from ragserve.ingest.prune import prune
 from ragserve.ingest.sources import clean_name, printable, scan
 from ragserve.ingest.spool import Spool, SpooledFile, unusable_disk_explained
 from ragserve.ingest.submissions import PathOptions, SubmittedText, Upload, given_labels, stored
 from ragserve.ingest.url_sources import KIND as URL_JOBS
-from ragserve.ingest.url_sources import check_urls, fetcher_of, follow_sitemaps
+from ragserve.ingest.url_sources import checked_urls, fetcher_of, follow_sitemaps
 from ragserve.metrics import metrics
 from ragserve.retrieval.embedder import embedder_name, embedder_options, flag_of, is_remote
 from ragserve_index import IndexStore, JobStore
@@ -96,12 +97,14 @@ class Ingestor:
         *,
         roots: Sequence[str] | None = None,
         within: Sequence[str] = (),
+        sync: bool = False,
     ) -> Job:
         """Create a job over paths and URLs of this machine: for its own users, never for a server's clients.
 
         Unreadable paths become failed items. Vanished files are looked for in ``roots``, by default the
         directories among ``inputs``. ``within`` is that of `sources.scan`. An interrupted earlier job with
-        the same arguments is cancelled. Raises ``InvalidRequest``, ``Conflict``, ``StorageFull``.
+        the same arguments is cancelled; one that runs is a ``Conflict`` (``job_busy``) with ``sync``. Raises
+        ``InvalidRequest``, ``Conflict``, ``StorageFull``.
         """
         self._check_namespace(namespace)
         metadata_json(options.metadata, "metadata of the job")
@@ -121,13 +124,14 @@ class Ingestor:
             **asdict(options),
             "globs": list(options.globs),
             "labels": given_labels(options.labels, Submitter()),
+            **({"sync": True} if sync else {}),
         }
+        self._supersede(namespace, spec, alone=sync)
         notes = [JobItem(source, "failed", reason, 0, 0, 0, None) for source, reason in found.failed]
         notes += [JobItem(source, "skipped", reason, 0, 0, 0, None) for source, reason in found.skipped]
         sources = list(dict.fromkeys([*found.sources, *(item.source for item in notes)]))
         job = self.jobs.create(namespace, spec, sources)
         self.jobs.update_items(job.job_id, notes)
-        self._supersede(job)
         return self.jobs.get(job.job_id)
 
     def submit_urls(
@@ -140,18 +144,18 @@ class Ingestor:
         by: Submitter = _COMMAND,
     ) -> Job:
         """Create a job over URLs, for a server's clients; ``options``: about sitemaps, ``metadata``,
-        ``labels`` and ``warm``. ``max_bytes``: of a file, if less than the settings'.
+        ``labels``, ``prune`` and ``warm``. ``max_bytes``: of a file, if less than the settings'.
 
-        Raises ``InvalidRequest``, ``Forbidden`` (the setting ``url_ingestion``), ``Conflict``,
-        ``StorageFull``.
+        Raises ``InvalidRequest``, ``Forbidden`` (the settings ``url_ingestion`` and ``client_sources``),
+        ``Conflict``, ``StorageFull``.
         """
         self._check_namespace(namespace)
-        check_urls(self._settings, urls)
+        inputs = checked_urls(self._settings, namespace, urls)
         metadata_json(options.metadata, "metadata of the job")
         limit = min(max_bytes or self._settings.max_upload_bytes, self._settings.max_upload_bytes)
         own = {"labels": given_labels(options.labels, by), **by.as_spec()}
-        spec = {"kind": URL_JOBS, "inputs": list(urls), "max_bytes": limit, **asdict(options), **own}
-        return self.jobs.create(namespace, spec, list(dict.fromkeys(urls)))
+        spec = {"kind": URL_JOBS, "inputs": inputs, "max_bytes": limit, **asdict(options), **own}
+        return self.jobs.create(namespace, spec, list(dict.fromkeys(inputs)))
 
     def submit_texts(
         self,
@@ -277,14 +281,16 @@ class Ingestor:
                 param="embedder",
             )
 
-    def _supersede(self, job: Job) -> None:
+    def _supersede(self, namespace: str, spec: Mapping[str, Any], *, alone: bool) -> None:
         for state in ("queued", "running"):
-            for old in self.jobs.list(job.namespace, state, limit=_ALL):
-                if old.job_id == job.job_id or dict(old.spec) != dict(job.spec):
+            for old in self.jobs.list(namespace, state, limit=_ALL):
+                if dict(old.spec) != json.loads(json.dumps(spec)):
                     continue
                 # a job that cannot be claimed has a live process
                 if self.jobs.claim(worker_name(), LEASE_S, old.job_id) is not None:
-                    self.jobs.finish(old.job_id, "cancelled", f"superseded by job {job.job_id}")
+                    self.jobs.finish(old.job_id, "cancelled", "superseded by a new job")
+                elif alone:
+                    raise Conflict(f"Job {old.job_id} of {old.worker} does this already.", code="job_busy")
 
     # running
 
@@ -309,8 +315,7 @@ class Ingestor:
             nonlocal vanished, warm_job
             try:
                 with unusable_disk_explained(self._settings.data_dir):
-                    self._process(run)
-                    vanished = self._prune(run)
+                    vanished = self._process(run)
                     warm_job = self._create_warm_job(run.job)
             finally:
                 self._evict()
@@ -350,21 +355,25 @@ class Ingestor:
         """Remove uploads that no job needs and return their number."""
         return self.spool.clean(self.spools_in_use)
 
-    def _process(self, run: JobRun) -> None:
-        record = partial(self._record, run.job)
-        with fetcher_of(self._settings, run) as fetcher:
-            follow_sitemaps(self.jobs, run, fetcher, self._settings.sitemap_urls, record)
+    def _process(self, run: JobRun) -> tuple[str, ...]:
+        """Take the job's files to their outcomes; returns the sources whose file vanished."""
+        record, settings = partial(self._record, run.job), self._settings
+        with (
+            fetcher_of(settings, run) as fetcher,
+            tempfile.TemporaryDirectory(prefix="ragserve-") as downloads,
+            folders_of(settings, self._store, run, Path(downloads)) as folders,
+        ):
+            follow_sitemaps(self.jobs, run, fetcher, settings.sitemap_urls, record)
+            tokenizer = self.editor.tokenizer()
+            places = self.spool, run.job, tokenizer.fingerprint, Path(downloads)
+            planner = FilePlanner(settings, self._store, *places, fetcher, folders)
+            folders.read_listings(self.jobs, planner.is_current, record)
             pending = [item.source for item in self.jobs.items(run.job.job_id, "pending")]
             run.notify()
+            folders.expect(pending)
             if pending:
-                self._ingest(run, fetcher, pending)
-
-    def _ingest(self, run: JobRun, fetcher: Fetcher, pending: Sequence[str]) -> None:
-        tokenizer, settings = self.editor.tokenizer(), self._settings
-        with tempfile.TemporaryDirectory(prefix="ragserve-") as downloads:
-            places = self.spool, run.job, tokenizer.fingerprint, Path(downloads)
-            planner = FilePlanner(settings, self._store, *places, fetcher)
-            self._take(run, map(planner.plan, pending), parsing_options(settings, tokenizer))
+                self._take(run, map(planner.plan, pending), parsing_options(settings, tokenizer))
+            return prune(self._store, self.jobs, run, folders.vanished(), record)
 
     def _take(self, run: JobRun, files: Iterable[PlannedFile], parsing: Mapping[str, Any]) -> None:
         """Take files to their outcomes, here or on the Ray cluster."""
@@ -405,23 +414,6 @@ class Ingestor:
         for outcome in outcomes:
             metrics().ingested.labels(outcome.state).inc()
             metrics().ingested_chunks.inc(outcome.chunks)
-
-    def _prune(self, run: JobRun) -> tuple[str, ...]:
-        """Find documents whose file vanished, and remove them if the job says so; their sources."""
-        job = run.job
-        if job.spec.get("kind") != "paths" or not job.spec["roots"]:
-            return ()
-        spec = job.spec
-        gone = vanished_documents(
-            self._store, job.namespace, spec["roots"], recursive=spec["recursive"], globs=spec["globs"]
-        )
-        if job.spec["prune"] and gone:
-            self.jobs.add_items(job.job_id, [document.source for document in gone])
-            for document in gone:
-                self._store.remove_document(job.namespace, document.doc_id)
-                run.progress.removed += 1
-            self._record(job, [JobItem(d.source, "removed", None, 0, 0, 0, d.doc_id) for d in gone])
-        return tuple(document.source for document in gone)
 
     def _finish(self, job: Job, state: str, error: str | None) -> None:
         try:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from ragserve.errors import NotFound
+from ragserve.ingest.jobs.lease import JobRun
 from ragserve.ingest.sources import matches
-from ragserve_index import IndexStore
+from ragserve_index import IndexStore, JobStore
 from ragserve_index.attached_documents import PARENT
-from ragserve_index.types import Document
+from ragserve_index.types import Document, JobItem
 
 _PAGE = 1000
 
@@ -25,6 +27,11 @@ def every_document(
         if len(page) < _PAGE:
             return
         after = page[-1].doc_id
+
+
+def is_attachment(document: Document) -> bool:
+    """Return whether a document came with a message, with which it goes."""
+    return document.source.startswith(f"{document.metadata.get(PARENT)}/")
 
 
 def vanished_documents(
@@ -43,8 +50,8 @@ def vanished_documents(
             for document in every_document(store, namespace, source_prefix=prefix):
                 if not document.source.startswith(prefix):
                     continue  # of a directory whose name is in another Unicode form
-                if document.source.startswith(f"{document.metadata.get(PARENT)}/"):
-                    continue  # an attachment, which goes with its message
+                if is_attachment(document):
+                    continue
                 relative = document.source.removeprefix(prefix)
                 within = (recursive or os.sep not in relative) and matches(relative, globs)
                 # sources are real paths: one that has become a link leads to another document, or out
@@ -56,3 +63,28 @@ def vanished_documents(
         except NotFound:  # nothing was ever indexed in this namespace
             return []
     return list(gone.values())
+
+
+def prune(
+    store: IndexStore,
+    jobs: JobStore,
+    run: JobRun,
+    elsewhere: Sequence[Document],
+    record: Callable[[Sequence[JobItem]], None],
+) -> tuple[str, ...]:
+    """Find documents whose file vanished from the folders of a job, and remove them if the job says so;
+    returns their sources. ``elsewhere``: those of folders that are not of this machine."""
+    job, spec = run.job, run.job.spec
+    gone = list(elsewhere)
+    if spec.get("roots"):
+        gone += vanished_documents(
+            store, job.namespace, spec["roots"], recursive=spec["recursive"], globs=spec["globs"]
+        )
+    if spec.get("prune") and gone:
+        jobs.add_items(job.job_id, [document.source for document in gone])
+        for document in gone:
+            with suppress(NotFound):  # removed by somebody else meanwhile
+                store.remove_document(job.namespace, document.doc_id)
+            run.progress.removed += 1
+        record([JobItem(d.source, "removed", None, 0, 0, 0, d.doc_id) for d in gone])
+    return tuple(document.source for document in gone)

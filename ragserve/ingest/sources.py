@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ragserve.errors import InvalidRequest
+from ragserve.ingest.connectors.source_addresses import is_elsewhere, parse_address
 from ragserve_index.text_forms import normal
 
 # 007 and 1e5 stay text: they are codes, not quantities
@@ -105,9 +106,14 @@ def is_url(text: str) -> bool:
     return text.lower().startswith(("http://", "https://"))
 
 
+def is_path(text: str) -> bool:
+    """Return whether ``text`` is a path of this machine, and no address."""
+    return not is_url(text) and not is_elsewhere(text)
+
+
 def why_nothing(inputs: Sequence[str], *, recursive: bool, globs: Sequence[str]) -> str:
     """Say why a scan of these inputs found no file."""
-    paths = [Path(given).expanduser() for given in inputs if not is_url(given)]
+    paths = [Path(given).expanduser() for given in inputs if is_path(given)]
     folders = [path for path in paths if path.is_dir()]
     below = 0
     for folder in folders:
@@ -134,16 +140,18 @@ def scan(
     themselves. A symbolic link in a directory is followed if it leads into one of the given directories or of
     ``within`` (real paths), or with ``follow_symlinks``; else it is skipped. A file or directory reached
     twice (a loop, a second link) counts once, under its real path. ``globs`` filter the files of directories,
-    see `matches`. ``exclude`` is a directory that is never entered: our own data.
+    see `matches`. ``exclude`` is a directory that is never entered: our own data. Addresses of folders
+    elsewhere are taken in their normal form. Raises ``InvalidRequest`` for one that is wrong.
     """
-    paths = [os.path.realpath(os.path.expanduser(given)) for given in inputs if not is_url(given)]
+    paths = [os.path.realpath(os.path.expanduser(given)) for given in inputs if is_path(given)]
     found = Scan(folders=None if follow_symlinks else [*filter(os.path.isdir, paths), *within])
     if exclude is not None and exclude.is_dir():
         found._is_new(exclude.stat())
     for given in inputs:
-        if is_url(given):
-            if given not in found.sources:
-                found.sources.append(given)
+        if not is_path(given):
+            address = str(parse_address(given)) if is_elsewhere(given) else given
+            if address not in found.sources:
+                found.sources.append(address)
             continue
         path = os.path.realpath(os.path.expanduser(given))
         status = found._stat(path, missing="no such file or directory")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ragserve.config import Settings
 from ragserve.errors import Forbidden, InvalidRequest, RagserveError
+from ragserve.ingest.connectors.source_addresses import Address, covers, is_elsewhere, parse_address
 from ragserve.ingest.fetch import Fetcher
 from ragserve.ingest.jobs.job_report import Interrupted
 from ragserve.ingest.jobs.lease import JobRun
@@ -23,15 +24,34 @@ KIND = "urls"
 _MAX_URL = 2048  # characters
 
 
-def check_urls(settings: Settings, urls: Sequence[str]) -> None:
-    """Check what a client gave. Raises ``Forbidden`` where clients may not have URLs fetched, and
+def checked_urls(settings: Settings, namespace: str, urls: Sequence[str]) -> list[str]:
+    """What a client gave, in its normal form. Raises ``Forbidden`` where clients may not have it fetched, and
     ``InvalidRequest``."""
+    return [_checked(settings, namespace, url) for url in dict.fromkeys(urls)]
+
+
+def _checked(settings: Settings, namespace: str, url: str) -> str:
+    if is_elsewhere(url):
+        address = parse_address(url)
+        if not any(covers(each, address) for each in _allowed(settings, namespace)):
+            raise Forbidden(
+                f"This server brings no such folder into namespace {namespace!r} for its clients.",
+                hint="The server's owner may allow it: RAGSERVE_CLIENT_SOURCES.",
+                code="source_not_allowed",
+            )
+        return str(address)
     if settings.url_ingestion == "off":
         raise Forbidden("This server fetches no URLs for its clients.", hint="Send the files instead.")
-    for url in urls:
-        if not is_url(url) or len(url) > _MAX_URL or not url.isprintable():
-            message = f"{url[:80]!r} is not an http or https URL of at most {_MAX_URL} characters."
-            raise InvalidRequest(message, param="urls")
+    if not is_url(url) or len(url) > _MAX_URL or not url.isprintable():
+        message = f"{url[:80]!r} is not an http or https URL of at most {_MAX_URL} characters."
+        raise InvalidRequest(message, param="urls")
+    return url
+
+
+def _allowed(settings: Settings, namespace: str) -> Iterator[Address]:
+    for pattern, addresses in settings.client_sources.items():
+        if namespace == pattern or (pattern.endswith("*") and namespace.startswith(pattern[:-1])):
+            yield from map(parse_address, addresses)
 
 
 def fetcher_of(settings: Settings, run: JobRun) -> Fetcher:

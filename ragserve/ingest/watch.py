@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from ragserve.errors import InvalidRequest, RagserveError
-from ragserve.ingest.sources import is_url, is_within, matches
+from ragserve.ingest.sources import is_path, is_within, matches
 
 _POLL_MS = 200
 
@@ -27,7 +27,7 @@ class Watch:
         *,
         follow_symlinks: bool = False,
     ) -> None:
-        named = [os.path.expanduser(path) for path in inputs if not is_url(path)]
+        named = [os.path.expanduser(path) for path in inputs if is_path(path)]
         paths = [os.path.realpath(path) for path in named if os.path.lexists(path)]
         if not paths:
             raise InvalidRequest("--follow-changes needs a file or directory to follow.")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
+
+from ragserve.errors import InvalidRequest
+from ragserve.ingest.connectors.source_addresses import parse_address
+from sglang_ext.wire.protocol import NAMESPACE
 
 IndexType = Literal["flat", "sq8", "ivf", "hnsw"]
 
@@ -50,3 +54,29 @@ class IngestionSettings(BaseModel):
         "honour", description="What to do with a site's robots.txt; ignore it on a site of your own."
     )
     sitemap_urls: int = Field(1000, ge=1, le=1_000_000, description="Most URLs that a sitemap may add.")
+    client_sources: dict[str, list[str]] = Field(
+        default_factory=dict,
+        description="S3 folders and git repositories that clients may have ingested by POST /rag/ingest, "
+        "with the server's credentials, by namespace or the beginning of names and *.",
+    )
+    source_files: int = Field(
+        100_000, ge=1, le=10_000_000, description="Most files of an S3 folder or a git repository."
+    )
+    source_bytes: int = Field(
+        2 * 2**30,
+        ge=2**20,
+        description="Most bytes that a job brings from a git repository, as git packs them.",
+    )
+
+    @field_validator("client_sources")
+    @classmethod
+    def _addresses(cls, sources: dict[str, list[str]]) -> dict[str, list[str]]:
+        for pattern, addresses in sources.items():
+            if pattern != "*" and not NAMESPACE.fullmatch(pattern.removesuffix("*")):
+                raise ValueError(f"{pattern!r:.80} is no namespace, and no beginning of names and *")
+            for address in addresses:
+                try:
+                    parse_address(address)
+                except InvalidRequest as error:
+                    raise ValueError(str(error)) from None
+        return sources

@@ -16,12 +16,12 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ragserve.config import KEYS_FILE
 from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from ragserve.files import locked, write_text
 from ragserve_index.viewers import LABEL
 from sglang_ext.wire.protocol import NAMESPACE
 
+KEYS_FILE = "keys.json"  # in data_dir
 ALL = "*"
 Right = Literal["read", "ingest", "delete", "metrics", "admin"]
 Pattern = Annotated[str, Field(pattern=rf"^(?:{NAMESPACE.pattern}\*?|\*)$")]

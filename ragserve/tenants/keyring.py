@@ -19,10 +19,10 @@ def _built_in(name: str, namespaces: tuple[str, ...], rights: frozenset[Right]) 
 class Keyring:
     """The keys of a data folder and the one of ``--api-key``, which has all rights.
 
-    A changed file counts from the next request on. A server without any key is open; one whose file was there
-    once stays closed when it goes."""
+    A changed file counts from the next request on. A server without any key is open, unless people sign in to
+    it (``closed``); one whose file was there once stays closed when it goes."""
 
-    def __init__(self, data_dir: Path, api_key: str | None) -> None:
+    def __init__(self, data_dir: Path, api_key: str | None, *, closed: bool = False) -> None:
         self._file = KeyFile(data_dir)
         self._api_key = None if api_key is None else api_key.encode()
         self._master, self._anyone = (
@@ -33,12 +33,13 @@ class Keyring:
         self._by_digest: dict[str, TenantKey] = {}
         self._unreadable: Unavailable | None = None
         self._had_file = False
+        self._closed = closed
 
     @property
     def is_open(self) -> bool:
         """True if no request needs a key."""
         self._refresh()
-        return self._api_key is None and not self._had_file
+        return self._api_key is None and not self._had_file and not self._closed
 
     def admit(self, authorization: bytes) -> TenantKey:
         """Return the key of a request with this header. Raises Unauthorized, and Unavailable for a file that

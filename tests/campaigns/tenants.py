@@ -146,6 +146,20 @@ class Tenants:
         self.site.put(MINE, {name: text})
         self.mine = self.site.documents(MINE)
 
+    def sources(self, chance: random.Random) -> None:
+        """What the server could read by its own credentials is not read for a client that asks for it."""
+        places = [
+            "s3://bucket/folder",
+            "git+file:///etc",
+            "git+https://example.com/x#main:docs",
+            "s3://p@bucket",
+        ]
+        body = {"namespace": chance.choice([MINE, THEIRS]), "urls": [chance.choice(places)]}
+        answer = self.site.client.post("/rag/ingest", json=body)
+        assert answer.status_code == httpx.codes.FORBIDDEN, (
+            f"{body} answered {answer.status_code}: {answer.text}"
+        )
+
     def _get(self, path: str, **params: Any) -> Any:
         found = self.site.call("GET", path, params={"namespace": MINE, **params})
         assert SECRET not in json.dumps(found), f"{path} {params} shows the secret"
@@ -370,7 +384,7 @@ PROBES: dict[str, tuple[Callable[[Tenants, random.Random], None], ...]] = {
     "GET /rag/feedback": (Tenants.ratings,),
     "POST /rag/feedback": (Tenants.ratings,),
     "GET /rag/unanswered": (Tenants.unanswered,),
-    "POST /rag/ingest": (Tenants.ingest,),
+    "POST /rag/ingest": (Tenants.ingest, Tenants.sources),
     "POST /rag/cache/warm": (Tenants.warm,),
     "POST /rag/retrieve": (Tenants.retrieve, Tenants.several, labelled_search),
     "POST /rag/query": (

@@ -33,6 +33,15 @@ def tool(name: str) -> Any:
     return {"type": "function", "function": {"name": name, "parameters": PORTS, "strict": True}}
 
 
+class Port(BaseModel):
+    port: Literal["Oban", "Wick"]
+
+
+def read_tide(port: str) -> str:
+    """Tell when the tide is."""
+    return f"At six in {port}."
+
+
 class Fact(BaseModel):
     """Small enough for a model that ends no text by itself."""
 
@@ -63,7 +72,7 @@ def ports(calls: Any) -> list[str]:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tide"}}])
 def test_openai_calls_a_tool_and_sends_its_result(chat: Any, choice: Any) -> None:
-    asked = {"model": MODEL, "max_tokens": 60, "parallel_tool_calls": False}
+    asked = {"model": MODEL, "max_tokens": 150, "parallel_tool_calls": False}
     tools = [tool("tide"), tool("ferry")]
     answer = chat.create(**asked, messages=MESSAGES, tools=tools, tool_choice=choice)
     called = answer.choices[0]
@@ -89,7 +98,7 @@ def test_openai_calls_a_tool_and_sends_its_result(chat: Any, choice: Any) -> Non
 
 
 def test_openai_parses_json_over_documents(chat: Any) -> None:
-    asked = {"model": MODEL, "messages": MESSAGES, "max_tokens": 60, "response_format": Fact}
+    asked = {"model": MODEL, "messages": MESSAGES, "max_tokens": 150, "response_format": Fact}
     message = chat.parse(**asked).choices[0].message
     assert message.parsed == Fact.model_validate_json(message.content)
     with chat.stream(**asked) as stream:
@@ -107,7 +116,7 @@ def test_json_and_tools_at_once(chat: Any) -> None:
         answer = chat.parse(
             model=MODEL,
             messages=MESSAGES,
-            max_tokens=60,
+            max_tokens=150,
             response_format=Fact,
             tools=[tool("tide")],
             parallel_tool_calls=False,
@@ -149,7 +158,7 @@ def test_langchain(url: str) -> None:
         return f"At six in {port}."
 
     model = ChatOpenAI(
-        base_url=url, api_key=SecretStr("unused"), model=MODEL, max_completion_tokens=60, temperature=0
+        base_url=url, api_key=SecretStr("unused"), model=MODEL, max_completion_tokens=150, temperature=0
     )
     chunks = list(model.stream(QUESTION))
     assert "".join(str(chunk.content) for chunk in chunks) == model.invoke(QUESTION).content
@@ -175,15 +184,11 @@ def test_llama_index(url: str) -> None:
     from llama_index.core.tools import FunctionTool
     from llama_index.llms.openai_like import OpenAILike  # type: ignore[import-untyped]
 
-    def tide(port: Literal["Oban", "Wick"]) -> str:
-        """Tell when the tide is."""
-        return f"At six in {port}."
-
     model = OpenAILike(
         model=MODEL,
         api_base=url,
         api_key="unused",
-        max_tokens=60,
+        max_tokens=150,
         temperature=0.0,
         is_chat_model=True,
         is_function_calling_model=True,
@@ -194,10 +199,10 @@ def test_llama_index(url: str) -> None:
     whole = model.chat(history).message.content
     assert whole
     assert list(model.stream_chat(history))[-1].message.content == whole
-    tools = [FunctionTool.from_defaults(tide)]
+    tools = [FunctionTool.from_defaults(read_tide, fn_schema=Port)]
     response = model.chat_with_tools(tools, chat_history=history, tool_required=True)
     calls = model.get_tool_calls_from_response(response)
-    assert {call.tool_name for call in calls} == {"tide"}
+    assert {call.tool_name for call in calls} == {"read_tide"}
     result = ChatMessage(role="tool", content="At six.", additional_kwargs={"tool_call_id": calls[0].tool_id})
     again = model.chat_with_tools(tools, chat_history=[*history, response.message, result])
     assert again.message.content or model.get_tool_calls_from_response(again, error_on_no_tool_call=False)
@@ -229,7 +234,7 @@ def test_openais_agents(url: str) -> None:
                 instructions="Answer from the documents.",
                 model=OpenAIChatCompletionsModel(MODEL, client),
                 model_settings=ModelSettings(
-                    tool_choice="required", max_tokens=60, temperature=0, parallel_tool_calls=False
+                    tool_choice="required", max_tokens=150, temperature=0, parallel_tool_calls=False
                 ),
                 tools=[tide],
             )

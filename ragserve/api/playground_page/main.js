@@ -1,7 +1,7 @@
 // The page: key, namespaces, dialogues.
 
 import { ask, comparison, isExact } from "/playground/answer.js";
-import { ApiError, dropKey, get, hasKey, keepKey, tryKey } from "/playground/api.js";
+import { ApiError, dropKey, get, hasKey, keepKey, send as post, tryKey } from "/playground/api.js";
 import { setUp as setUpChunks } from "/playground/chunks.js";
 import { byId, element } from "/playground/dom.js";
 import { setUp } from "/playground/ingest.js";
@@ -19,7 +19,17 @@ const also = () => byId("also").value.split(/[\s,+]+/).filter(Boolean);
 const where = () => also().length ? { namespaces: [...new Set([namespace(), ...also()])] } : { namespace: namespace() };
 const namespace = () => byId("namespace").value || byId("new-namespace").value.trim() || "default";
 
+// Who is signed in, where the server has single sign-on.
+async function account() {
+  const { sign_in: offered, user } = await fetch("/sso/session").then((answer) => answer.json()).catch(() => ({}));
+  byId("account").hidden = !user || hasKey();
+  byId("user").textContent = user ? `Signed in as ${user}.` : "";
+  return offered && !user;
+}
+
 async function open() {
+  const offered = await account();
+  byId("sign-in").hidden = true;
   try {
     const info = await get("/info");
     byId("about").textContent = `ragserve ${info.versions.ragserve}, ${info.model}`;
@@ -30,6 +40,7 @@ async function open() {
   } catch (error) {
     const locked = error instanceof ApiError && error.status === 401;
     byId("login").hidden = !locked;
+    byId("sign-in").hidden = !locked || !offered;
     byId("main").hidden = true;
     byId("refused").textContent = locked && hasKey() ? "This key is wrong." : "";
     if (!locked) byId("about").textContent = error.message;
@@ -103,6 +114,9 @@ byId("login").addEventListener("submit", (event) => {
   event.preventDefault();
   tryKey(byId("key").value);
   open();
+});
+byId("sign-out").addEventListener("click", async () => {
+  location.href = (await post("POST", "/sso/logout")).go_to;
 });
 byId("namespace").addEventListener("change", () => {
   showName();

@@ -37,7 +37,8 @@ _START_S = 60.0  # seconds for imports and the tokenizer
 @dataclass(frozen=True, slots=True)
 class ParseRequest:
     """A file to parse, unless its hash is ``known_hash``. ``salt`` enters the hash (see `content_salt`).
-    ``attachments``: those of a message are wanted, too."""
+    ``version``: what the hash is made of instead of the file's bytes. ``attachments``: those of a message are
+    wanted, too."""
 
     path: str
     filename: str
@@ -47,6 +48,7 @@ class ParseRequest:
     url: str | None = None
     charset: str | None = None
     parser: str | None = None
+    version: str | None = None
     attachments: bool = True
 
 

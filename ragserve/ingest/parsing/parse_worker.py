@@ -101,7 +101,8 @@ class _Worker:
 
         named = None if request.get("parser") else request["filename"]
         data = _read(request["path"], self._max_bytes, named, ocr=self._ocr)
-        digest = hashlib.blake2b(data, digest_size=20, key=request["salt"].encode()).hexdigest()
+        version = request.get("version")
+        digest = version_hash(version, request["salt"]) if version else _hash(data, request["salt"])
         if digest == request.get("known_hash"):
             return {"unchanged": digest, "size": len(data)}
         origin = request["filename"], request["ext"], request.get("url"), request.get("charset")
@@ -146,6 +147,15 @@ class _Worker:
         most = f"{self._chunk_tokens:,} tokens (chunk_tokens)"
         said = f"{len(places):,} chunks of more than {most} left out: numbers {named}, from 0"
         return said if places else ""
+
+
+def version_hash(version: str, salt: str) -> str:
+    """The content hash of a file that a storage tells from its other versions by ``version``."""
+    return _hash(b"version\0" + version.encode(), salt)
+
+
+def _hash(data: bytes, salt: str) -> str:
+    return hashlib.blake2b(data, digest_size=20, key=salt.encode()).hexdigest()
 
 
 def _read(path: str, max_bytes: int, filename: str | None, *, ocr: bool) -> bytes:

@@ -201,7 +201,10 @@ PROBES: dict[str, Callable[[Ward], Iterator[Probe]]] = {
     "GET /v1/models/{model_id:path}": _at(f"/v1/models/ragserve/{SPACE}"),
 }
 PROBES |= {f"POST {path}": _at(path, json=CHAT) for path in WITHOUT_RETRIEVAL}
-NOTHING_OF_DOCUMENTS = frozenset({"GET /ready", "GET /metrics", "POST /rag/ingest/preview"})
+NOTHING_OF_DOCUMENTS = frozenset(
+    {"GET /ready", "GET /metrics", "POST /rag/ingest/preview"}  # a preview is of what was sent
+    | {f"POST {path}" for path in ("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank")}
+)
 
 
 def test_every_route_has_a_probe() -> None:

@@ -200,7 +200,14 @@ def test_the_grammar_takes_calls_and_nothing_else(
         assert accepts(alone, other) == (choice == "required")
         assert not any(
             accepts(alone, text)
-            for text in ("", "Oslo", f"{one}.", f"{one}\n{one}", call("get_weather", {"days": "x"}))
+            for text in (
+                "",
+                "Oslo",
+                f"{one}.",
+                f"{one}\n{one}",
+                call("get_weather", {"days": "x"}),
+                one.replace("Oslo", "Oslo  ").replace('  "', '"  '),
+            )
         )
     several = form.constraint(tools, "required", parallel=True)
     assert accepts(several, f"{one}\n{other}") == (parser != "llama3")
@@ -211,13 +218,18 @@ def test_the_grammar_takes_calls_and_nothing_else(
     assert [read(parser, text, 3)[1][0].name for text in (one, other)] == ["get_weather", "add"]
 
 
+def test_many_tools_are_within_the_limits_of_grammars() -> None:
+    tools = [tool(f"tool{i}", strict=True) for i in range(128)]
+    check_constraint(ToolFormat("hermes", None).constraint(tools, "required", parallel=True))
+
+
 def test_json_or_calls() -> None:
     constraint = ToolFormat("hermes", None).constraint(
         TOOLS, "auto", parallel=True, schema=check_schema({"type": "object"})
     )
     check_constraint(constraint)
     elements = json.loads(constraint["structural_tag"])["format"]["elements"]
-    assert [each["type"] for each in elements] == ["json_schema", "tags_with_separator"]
+    assert [each["type"] for each in elements] == ["grammar", "tags_with_separator"]
     with pytest.raises(ValueError, match="cannot stand beside a response_format"):
         ToolFormat("glm", None).constraint(TOOLS, "auto", parallel=True, schema='{"type": "object"}')
 

@@ -18,6 +18,7 @@ from ragserve_index.sentence_vectors import SentenceVectors
 from tests.unit.index.index_samples import (
     DIM,
     TYPES,
+    UP_TO_FORMAT_6,
     Item,
     assert_clean,
     fill,
@@ -298,7 +299,7 @@ def test_what_fails_on_the_way_changes_nothing(store: IndexStore, monkeypatch: p
         raise OSError("the process died")
 
     with monkeypatch.context() as patched:
-        patched.setattr("ragserve_index.registry._commit_version", broken)
+        patched.setattr("ragserve_index.registry.commit_version", broken)
         with pytest.raises(OSError, match="died"):
             change(store, 1, "never")
     assert listed(store) == was
@@ -329,8 +330,8 @@ def test_check_finds_corrections_that_do_not_agree(store: IndexStore, statement:
 def test_a_registry_of_the_format_before_is_migrated(store: IndexStore, registry: str) -> None:
     store.replace_documents("n", [item("a")])
     with store.database.write() as connection:
-        connection.execute("DROP TABLE corrections")
-        connection.execute("ALTER TABLE chunks DROP COLUMN edited")
+        for statement in UP_TO_FORMAT_6.split(";"):
+            connection.execute(statement)
         if registry == "postgres":
             connection.execute("UPDATE ragserve_registry SET format = 3")
         else:

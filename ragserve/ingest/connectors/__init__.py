@@ -1,0 +1,1 @@
+"""Folders elsewhere, in S3-compatible storage and in git repositories, as sources of documents."""
