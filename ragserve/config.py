@@ -67,7 +67,11 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, SignOnSett
     """The settings; each field states its purpose and its unit."""
 
     model_config = SettingsConfigDict(
-        env_prefix="RAGSERVE_", toml_file="ragserve.toml", extra="forbid", protected_namespaces=()
+        env_prefix="RAGSERVE_",
+        toml_file="ragserve.toml",
+        extra="forbid",
+        protected_namespaces=(),
+        hide_input_in_errors=True,  # it may be a key
     )
 
     # where things are

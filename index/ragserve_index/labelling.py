@@ -53,6 +53,18 @@ def check_sees_all(connection: Connection, ns: registry.Namespace, viewer: Viewe
         )
 
 
+def check_sees_attached(
+    connection: Connection, ns: registry.Namespace, attached: Sequence[str], viewer: Viewer
+) -> None:
+    """Raises Forbidden unless a viewer sees all of what came attached to a document."""
+    if hidden_ids(connection, ns.name, attached, viewer):
+        raise Forbidden(
+            "An attachment of this document has labels that this API key does not hold.",
+            hint="Ask the server's operator to remove it.",
+            code="label_not_held",
+        )
+
+
 def labels_seen(connection: Connection, namespace: str, viewer: Viewer) -> list[str]:
     """See :meth:`IndexStore.labels`."""
     ns = registry.find_namespace(connection, namespace)

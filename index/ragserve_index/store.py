@@ -180,7 +180,8 @@ class IndexStore(LabelledStore):
 
         ``as_read``: the versions to replace. A document that was written or removed since is left alone. One
         transaction: when this returns, all of it is on disk; when it raises or the process dies, none of it
-        is. Documents that were attached to a replaced version and are not to the new one are removed."""
+        is. What was attached to a replaced version and is not to the new one is removed if the viewer sees
+        it."""
         ns = self._namespace(namespace)
         prepared = batches.prepare(ns.name, ns.dim, batch)
         if not prepared:
@@ -202,15 +203,19 @@ class IndexStore(LabelledStore):
                 written = registry.write_documents(connection, now, prepared, self._viewer)
             if attached:
                 kept = {*ids, *attached_to(connection, now, ids)}
+                kept |= labelling.hidden_ids(connection, namespace, attached, self._viewer)
                 remove_attached(connection, ns, [one for one in attached if one not in kept])
         self._pool.after_write(ns)
         return written
 
     def remove_document(self, namespace: str, doc_id: str) -> Document:
-        """Remove a document, and those that came attached to it, and return it. Raises NotFound."""
+        """Remove a document, and those that came attached to it, and return it. Raises NotFound, and
+        Forbidden if the viewer does not see all of them."""
         with self.database.write() as connection:
             ns = registry.namespace(connection, namespace)
+            registry.get_document(connection, ns, doc_id, self._viewer)
             attached = attached_to(connection, ns, [doc_id])
+            labelling.check_sees_attached(connection, ns, attached, self._viewer)
             removed = registry.delete_document(connection, ns, doc_id, self._viewer)
             remove_attached(connection, ns, attached)
         self._pool.after_write(ns)

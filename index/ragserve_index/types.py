@@ -48,7 +48,8 @@ class NewDocument:
     mime: str
     size_bytes: int
     metadata: Mapping[str, MetadataValue] = field(default_factory=dict)
-    labels: tuple[str, ...] | None = None  # None: those that it had, or none
+    labels: tuple[str, ...] | None = None  # None: those that it had; a new one those of ``root``, or none
+    root: str = ""  # source of the message that it came with, at the beginning of a chain of messages
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ragserve.errors import Forbidden
+from ragserve_index.batch import Prepared, document_ids
 from ragserve_index.database import Connection
 from ragserve_index.types import NamespaceInfo, NewDocument
 from ragserve_index.viewers import Viewer, checked_labels
@@ -86,6 +87,24 @@ def replaced_labels(viewer: Viewer, document: NewDocument, old: str) -> str:
         return old
     others = [each for each in json.loads(old) if not viewer.holds((each,))]
     return to_json(checked_labels([*document.labels, *others]))
+
+
+def labels_of_roots(
+    connection: Connection, ns_id: int, namespace: str, batch: Sequence[Prepared]
+) -> dict[str, str]:
+    """What attachments of a batch get by their messages if they are new, by doc_id, as labels are stored:
+    those that the messages have now, whatever they had when the batch was begun."""
+    roots = {item.document.root for item in batch if item.document.root and item.document.labels is None}
+    if not roots:
+        return {}
+    ids = {doc_id: root for root in roots for doc_id in document_ids(namespace, root)}
+    rows = connection.execute(
+        "SELECT doc_id, labels FROM documents"
+        f" WHERE namespace_id = ? AND doc_id IN (SELECT value FROM {connection.dialect.texts} listed)",
+        (ns_id, json.dumps(list(ids))),
+    )
+    found = {ids[doc_id]: labels for doc_id, labels in rows}
+    return {item.doc_id: found[item.document.root] for item in batch if item.document.root in found}
 
 
 def sees(viewer: Viewer, labels: str) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,7 +39,7 @@ class NamespaceLog:
         """0 bytes keep no further records; those that there are go with their namespaces."""
         self._log = RotatingLog(data_dir / self.name, self.name, max_bytes, durable=False)
         self._store = store
-        self._waiting: deque[tuple[dict[str, Any], Viewer]] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[tuple[dict[str, Any], Viewer, set[str]]] = deque(maxlen=_MOST_WAITING)
         self._arrived = asyncio.Event()
         self._known: dict[str, float] | None = None  # namespaces of the latest sweep
         self._open = self._failing = False
@@ -49,14 +49,24 @@ class NamespaceLog:
         """Whether records are kept."""
         return self._log.file_bytes > 0
 
-    def note(self, namespace: str, question: str, began: float, viewer: Viewer, **more: Any) -> None:
+    def note(
+        self,
+        namespace: str,
+        question: str,
+        began: float,
+        viewer: Viewer,
+        *,
+        asked: Sequence[str] = (),
+        **more: Any,
+    ) -> None:
         """Note a question, and ``more`` about it; ``began``: when it came (``time.time``).
 
         What a viewer asks and says may rest on documents that others do not see: it is kept with the labels
-        that the viewer has seen in the namespace, and shown to those who hold them all (`seen_records`)."""
+        that the viewer has seen in the namespace, and in all that were ``asked``, and shown to those who hold
+        them all (`seen_records`)."""
         if self.is_on and question:
             record = {"time": said_at(began), "namespace": namespace, "question": question, **more}
-            self._waiting.append((record, viewer))
+            self._waiting.append((record, viewer, {namespace, *asked}))
             self._arrived.set()
 
     @asynccontextmanager
@@ -108,8 +118,8 @@ class NamespaceLog:
         with self._log.alone():
             made_at = self._store.made_at()  # of now: a drop's sweep comes before this, or after the lines
             lines = [
-                line_of(record | self._labels(record, viewer))
-                for record, viewer in records
+                line_of(record | self._labels(viewer, asked))
+                for record, viewer, asked in records
                 if is_current(record, made_at)
             ]
             for line in lines:
@@ -118,8 +128,9 @@ class NamespaceLog:
                 else:
                     log.warning("the log %s has no room for a record of %d bytes", self.name, len(line))
 
-    def _labels(self, record: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
-        labels = self._store.seen_by(viewer).labels(record["namespace"])
+    def _labels(self, viewer: Viewer, asked: Iterable[str]) -> dict[str, Any]:
+        store = self._store.seen_by(viewer)
+        labels = sorted({label for name in asked for label in store.labels(name)})
         return {"labels": labels} if labels else {}
 
 

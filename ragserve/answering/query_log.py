@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragserve.answering.namespace_log import NamespaceLog, log_of, records_in
-from sglang_ext.wire.joint_names import is_joint
+from sglang_ext.wire.joint_names import is_joint, names_of
 
 if TYPE_CHECKING:
     from ragserve.answering.query import Query
@@ -55,7 +55,8 @@ class QueryLog(NamespaceLog):
         if not query.private:
             question = (search_question(query.question, searched_for) or "").strip()
             for name in namespaces if may_be_shared(query, searched_for) else ():
-                self.note(name, question, began, query.search.viewer)
+                asked = names_of(query.request.namespace)
+                self.note(name, question, began, query.search.viewer, asked=asked)
 
 
 class LoggedQuestions:

@@ -38,7 +38,7 @@ class UnansweredLog(NamespaceLog):
             names = names_of(query.request.namespace)
             for name in names if may_be_shared(query, searched_for) else ():
                 said = why if len(names) == 1 else _WHY
-                self.note(name, question, began, query.search.viewer, why=said)
+                self.note(name, question, began, query.search.viewer, asked=names, why=said)
 
 
 def as_row(record: Mapping[str, Any], namespace: str) -> dict[str, Any]:

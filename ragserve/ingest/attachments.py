@@ -105,7 +105,7 @@ def _attached(
         title="",
         metadata=metadata,
         found=False,
-        labels=(file.had or None) if file.labels is None else file.labels,
+        root=file.root or file.source,
     )
     if why := budget.spent():
         return [(planned, Failed(why, "too_many_attachments"))]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
-from ragserve.errors import NotFound, RagserveError
+from ragserve.errors import InvalidRequest, NotFound, RagserveError
 from ragserve.ingest.connectors.folders_of_a_job import JobFolders
 from ragserve.ingest.connectors.source_addresses import is_elsewhere
 from ragserve.ingest.fetch import Fetcher
@@ -61,7 +61,13 @@ class FilePlanner:
 
     def plan(self, source: str) -> PlannedFile:
         """Plan one source, as a failure if it cannot be fetched, or would replace a document that the job's
-        submitter does not see. Raises ``OSError`` on a full disk."""
+        submitter does not see, or has too many labels then. Raises ``OSError`` on a full disk."""
+        try:
+            return self._plan(source)
+        except (InvalidRequest, NotFound) as error:  # of labels; it may have been removed meanwhile
+            return PlannedFile(source, Failed(str(error), error.code))
+
+    def _plan(self, source: str) -> PlannedFile:
         if self._seen.hidden(self._namespace, [source]):
             return PlannedFile(source, Failed(_HIDDEN, "label_not_held"))
         if self._spool_folder is not None:
@@ -150,24 +156,23 @@ class FilePlanner:
         ext = os.path.splitext(filename)[1].lower() if ext is None else ext
         salt = self._salt(title, metadata)
         given = None if labels is None else tuple(labels)
-        known_hash, had = self._known(source, given)
-        request = ParseRequest(path, filename, ext, salt, known_hash, **known)
-        return PlannedFile(source, request, title, metadata, found, given, had)
+        request = ParseRequest(path, filename, ext, salt, self._known(source, given), **known)
+        return PlannedFile(source, request, title, metadata, found, given)
 
     def _salt(self, title: str, metadata: Mapping[str, Any]) -> str:
         return content_salt(self._settings, self._tokenizer, title, metadata)
 
-    def _known(self, source: str, labels: tuple[str, ...] | None) -> tuple[str | None, tuple[str, ...]]:
-        """Hash and labels of the document that is replaced; with ``labels`` it has them from now on, for it
-        may be unchanged."""
+    def _known(self, source: str, labels: tuple[str, ...] | None) -> str | None:
+        """The hash of the document that is replaced; with ``labels`` it has them from now on, for it may be
+        unchanged."""
         try:
             document = self._seen.find_source(self._namespace, source)
         except NotFound:  # the namespace does not exist before its first document
-            return None, ()
+            return None
         if document is None:
-            return None, ()
+            return None
         self._label(document, labels)
-        return document.content_hash, document.labels
+        return document.content_hash
 
     def _label(self, document: Document, labels: tuple[str, ...] | None) -> None:
         if labels is not None and labels != document.labels:

@@ -405,8 +405,11 @@ class Ingestor:
         (dim,) = {vectors.shape[1] for _, _, vectors in batch}
         self._store.ensure_namespace(job.namespace, embedder=embedder, dim=dim, index_type=None)
         titles = {document.source: document.title for document, *_ in batch}
+        seen = self._store.seen_by(Submitter.of(job).viewer)
+        for source in seen.hidden(job.namespace, titles):  # an attachment's, which is refused when written
+            del titles[source]
         notes = self.editor.prepare(job.namespace, titles)
-        written = self._store.seen_by(Submitter.of(job).viewer).replace_documents(job.namespace, batch)
+        written = seen.replace_documents(job.namespace, batch)
         return [Written(d.doc_id, note) for d, note in zip(written, notes(written), strict=True)]
 
     def _record(self, job: Job, outcomes: Sequence[JobItem]) -> None:

@@ -23,6 +23,7 @@ from queue import Empty, Queue
 from typing import Any, NamedTuple
 
 from ragserve.config import Settings
+from ragserve.errors import Forbidden
 from ragserve.ingest.attachments import Result, results_of
 from ragserve.ingest.chunk_embedding import DocumentEmbedder, Vectors, embed_chunks
 from ragserve.ingest.chunking import CHUNKING_VERSION
@@ -52,7 +53,7 @@ _QUEUE_CHUNKS = 4096  # parsed ahead; bounds memory
 # outcomes without a document are recorded this many, or this many seconds, at a time
 _RECORD_ITEMS, _RECORD_S = 500, 1.0
 # what a document may do to an embedder, or to the index; all others are errors of the run
-OF_A_DOCUMENT = (InvalidDocument, ValueError, TypeError, ArithmeticError, LookupError)
+OF_A_DOCUMENT = (InvalidDocument, Forbidden, ValueError, TypeError, ArithmeticError, LookupError)
 _TITLE_CHARS = 500
 _JOIN_S = 10.0  # a download in progress is left to its own time limit
 
@@ -277,7 +278,8 @@ def new_document(file: PlannedFile, parsed: ParsedFile) -> NewDocument:
     metadata = {**parsed.metadata, **own, **file.metadata}
     if ATTACHMENTS in parsed.metadata:  # by which they are removed with it
         metadata[ATTACHMENTS] = parsed.metadata[ATTACHMENTS]
-    return NewDocument(file.source, title, parsed.hash, parsed.mime, parsed.size, metadata, file.labels)
+    known = parsed.hash, parsed.mime, parsed.size
+    return NewDocument(file.source, title, *known, metadata, file.labels, file.root)
 
 
 def shown_title(parsed: ParsedFile, source: str, given: str = "") -> str:

@@ -14,7 +14,7 @@ class PlannedFile:
     """A file to ingest. ``source`` identifies the document; a failed fetch has ``Failed`` as request.
 
     ``found``: it was found in a directory, where files that are never text are skipped. ``labels`` as in
-    `NewDocument`; ``had``: those of the document that is replaced, which its attachments have, too.
+    `NewDocument`; ``root``: the source of the file that an attachment came in, or its message did.
     """
 
     source: str
@@ -23,4 +23,4 @@ class PlannedFile:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     found: bool = False
     labels: tuple[str, ...] | None = None
-    had: tuple[str, ...] = ()
+    root: str = ""

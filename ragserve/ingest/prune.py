@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-from ragserve.errors import NotFound
+from ragserve.errors import Forbidden, NotFound
 from ragserve.ingest.jobs.lease import JobRun
+from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.ingest.sources import matches
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.attached_documents import PARENT
@@ -81,10 +82,17 @@ def prune(
             store, job.namespace, spec["roots"], recursive=spec["recursive"], globs=spec["globs"]
         )
     if spec.get("prune") and gone:
+        seen, items = store.seen_by(Submitter.of(job).viewer), list[JobItem]()
         jobs.add_items(job.job_id, [document.source for document in gone])
         for document in gone:
-            with suppress(NotFound):  # removed by somebody else meanwhile
-                store.remove_document(job.namespace, document.doc_id)
-            run.progress.removed += 1
-        record([JobItem(d.source, "removed", None, 0, 0, 0, d.doc_id) for d in gone])
+            try:
+                with suppress(NotFound):  # removed by somebody else meanwhile
+                    seen.remove_document(job.namespace, document.doc_id)
+            except Forbidden as error:
+                run.progress.failed += 1
+                items.append(JobItem(document.source, "failed", str(error), 0, 0, 0, document.doc_id))
+            else:
+                run.progress.removed += 1
+                items.append(JobItem(document.source, "removed", None, 0, 0, 0, document.doc_id))
+        record(items)
     return tuple(document.source for document in gone)

@@ -200,7 +200,7 @@ class RemoteModel:
             raise self.failed(f"answers HTTP {status}{self._quoted(raw)}")
         try:
             return _Answer(json.loads(bytes(raw))), 0.0
-        except ValueError:
+        except (ValueError, RecursionError):
             kind = response.headers.get("content-type", "no type").partition(";")[0][:40]
             raise self.failed(f"answers no JSON, but {kind}: is the URL its API?") from None
 
@@ -209,7 +209,7 @@ class RemoteModel:
         text = bytes(raw[: 64 * _QUOTED_CHARS]).decode("utf-8", "replace")
         try:
             said = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return ""  # a page for browsers
         said = said.get("error", said) if isinstance(said, dict) else said
         said = said.get("message", said.get("detail")) if isinstance(said, dict) else said

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_SENT_KEYS = ("engine_api_key", "embedder_api_key", "rerank_api_key")
+
 
 def conflict(settings: Any) -> str | None:
     """Return what is wrong with a `Settings` as a whole, and what to change; None if nothing is."""
@@ -12,6 +14,9 @@ def conflict(settings: Any) -> str | None:
             f"host {settings.host!r} would serve everyone who can reach it: set --api-key "
             "(RAGSERVE_API_KEY), make keys with `ragserve keys create`, or bind to 127.0.0.1"
         )
+    for name in _SENT_KEYS:
+        if (key := getattr(settings, name)) is not None and not _can_be_sent(key.get_secret_value()):
+            return f"{name}: it has a space, a line break or another character that no header can have"
     engines = [name for name in ("engine_url", "workers", "replicas") if getattr(settings, name)]
     if len(engines) > 1:
         return f"{' and '.join(engines)} exclude each other: each says where the engine is"
@@ -69,6 +74,11 @@ def conflict(settings: Any) -> str | None:
             "CrossEncoder, or omit rerank"
         )
     return None
+
+
+def _can_be_sent(key: str) -> bool:
+    """Whether a header can have a key. The errors of libraries repeat others, for clients to read."""
+    return key.isascii() and key.isprintable() and " " not in key
 
 
 def _unlike_own_pool(settings: Any) -> str | None:

@@ -111,6 +111,15 @@ def test_secrets_do_not_show() -> None:
     assert "hunter2" not in repr(load(api_key="hunter2"))
 
 
+@pytest.mark.parametrize("name", ["engine_api_key", "embedder_api_key", "rerank_api_key"])
+@pytest.mark.parametrize("key", ["hunter2\n", "hunter2 x", "hunter2\0", "hunter2é"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_repeated(name: str, key: str) -> None:
+    """The connection's error would repeat it, to clients."""
+    with pytest.raises(ValueError, match=f"{name}: .*no header can have") as wrong:
+        load(**{name: key}, host="127.0.0.1")
+    assert "hunter2" not in str(wrong.value)
+
+
 @pytest.mark.parametrize(
     ("prefix", "options", "apart"),
     [

@@ -21,7 +21,7 @@ from ragserve.ingest.parsers.base import one_line
 _ASK_S, _FETCH_S = 60.0, 1800.0
 _POLL_S, _MEASURE_S = 0.05, 0.5
 _BATCH = 500  # files brought by one fetch
-_SECRET = re.compile(r"://[^/@\s']{1,400}@")
+_SECRET = re.compile(r"://[^/\s']{1,400}@")
 _REDIRECTED = re.compile(r"error: 30[1-8]")
 _REF = "refs/ragserve/head"
 _LFS = b"version https://git-lfs.github.com/spec/"

@@ -17,7 +17,7 @@ from ragserve.answering.auto import Chooser
 from ragserve.client import Client
 from ragserve.programs import Rag
 from sglang_ext.wire.joint_names import MOST
-from tests.unit.api.scripted_server import DOCUMENTS, Live, Tenants, serving
+from tests.unit.api.scripted_server import DOCUMENTS, Live, Tenants, eventually, serving
 
 QUESTION = "Who built the lighthouse of Skerryvore?"
 LIGHTS = {name: DOCUMENTS[name] for name in ("skerryvore", "bell")}
@@ -334,3 +334,25 @@ def test_neighbours_and_filters_are_of_each_namespace(reader: httpx.Client, live
     filter = {"op": "in", "field": "source", "values": ["soup", "bell"]}
     found = reader.post("/rag/retrieve", json=BOTH | {"filter": filter, "neighbours": 1}).json()["results"]
     assert {one["source"] for one in found} == {"soup", "bell"}
+
+
+def test_what_somebody_says_of_several_has_the_labels_that_they_see_in_all(
+    tenants: Tenants, live: Live
+) -> None:
+    """It may rest on a labelled document of one namespace, and curators of another read the log."""
+    store = live.services.store
+    soup = store.find_source("docs-food", "soup")
+    assert soup is not None
+    store.set_labels("docs-food", [soup.doc_id], only=("board",))
+    said = {"namespaces": ["docs-food", "docs-lights"], "query": "Is it the Quillmark soup?", "rating": "up"}
+    try:
+        with (
+            tenants.client("head", "read ingest", "docs-*", labels=["board"]) as head,
+            tenants.client("keeper", "read ingest", "docs-lights") as keeper,
+        ):
+            assert head.post("/rag/feedback", json=said | {"answer": "Yes."}).status_code == 202
+            where = {"params": {"namespace": "docs-lights"}}
+            eventually(lambda: "Quillmark" in head.get("/rag/feedback", **where).text, "it is listed")
+            assert "Quillmark" not in keeper.get("/rag/feedback", **where).text
+    finally:
+        store.set_labels("docs-food", [soup.doc_id], only=())

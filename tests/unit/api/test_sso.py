@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from joserfc.jwk import ECKey, RSAKey
 
 from ragserve.config import load
+from ragserve.sso.group_grants import group_grants
 from tests.unit.api.oidc_provider import AUDIENCE, CLIENT, SECRET, OidcProvider, oidc_provider
 from tests.unit.api.scripted_server import DOCUMENTS, Live, Tenants, eventually, serving
 
@@ -243,6 +244,49 @@ def test_access_tokens_have_their_groups_rights(site: Site) -> None:
     assert site.refused(token(groups=["unknown"]))[0] == 403
     assert site.refused(token(groups=None))[0] == 403
     assert site.refused(token(groups={"staff": 1}))[0] == 403
+
+
+def test_a_right_in_one_namespace_is_none_in_another(site: Site) -> None:
+    """Readers of all handbooks who may write into one: patterns, chunks and jobs go by each namespace."""
+    grants = {
+        "staff": {"namespaces": ["handbook-old"], "rights": ["read"]},
+        "editors": {"namespaces": ["handbook"], "rights": ["ingest"]},
+        "scribes": {"namespaces": ["handbook", "handbook-old"], "rights": ["read", "ingest"]},
+    }
+    sso, known = site.live.app.state.sso, site.live.app.state.sso._groups
+    sso._groups = group_grants(grants)
+    token = site.provider.token
+    try:
+        with (
+            site.bearer(token(sub="scribe", groups=["scribes"])) as scribe,
+            site.bearer(token(groups=["staff", "editors"])) as reader,
+        ):
+            where = {"params": {"namespace": "handbook-old"}}
+            (row,) = scribe.get("/rag/documents", **where).json()["documents"]
+            path = f"/rag/documents/{row['doc_id']}/chunks/0"
+            version = scribe.get(path, **where).json()["version"]
+            change = {"version": version, "text": "The bell was cast in Oban."}
+            assert scribe.patch(path, json=change, **where).status_code == 200
+            seen = reader.get(path, **where).json()
+            assert (seen["edited"], seen["original"], seen["version"]) == (True, None, None)
+            change = {"version": scribe.get(path, **where).json()["version"], "disabled": True}
+            assert scribe.patch(path, json=change, **where).status_code == 200
+            assert reader.get(path, **where).status_code == 404
+            assert reader.get(path.removesuffix("/0"), **where).json()["chunks"] == []
+            assert len(scribe.get(path.removesuffix("/0"), **where).json()["chunks"]) == 1
+
+            for pattern in ("handbook*", "*"):
+                asked = reader.post("/rag/retrieve", json={"query": "bell", "namespaces": [pattern]})
+                assert (asked.status_code, asked.json()["namespace"]) == (200, "handbook-old")
+            job = scribe.post(
+                "/rag/ingest", json={"namespace": "handbook-old", "texts": [{"name": "a", "text": "b c"}]}
+            ).json()["job_id"]
+            assert reader.get(f"/rag/jobs/{job}").status_code == 200
+            assert reader.delete(f"/rag/jobs/{job}").status_code == 403
+            assert scribe.delete(f"/rag/jobs/{job}").status_code == 202
+            eventually(lambda: site.live.services.ingestor.jobs.get(job).finished, "the job ends")
+    finally:
+        sso._groups = known
 
 
 def test_labels_of_groups_decide_what_is_seen(site: Site) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import mailbox
 import os
 from collections.abc import Callable
@@ -12,13 +13,17 @@ from typing import Any
 import pytest
 
 from ragserve.config import load
+from ragserve.errors import Forbidden, NotFound
 from ragserve.ingest import attachments
 from ragserve.ingest.ingestor import Ingestor, PathOptions
 from ragserve.ingest.jobs.job_report import JobReport
+from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.ingest.parsing.parse_process import INTERRUPTED, Failed, ParseProcess, ParseRequest
 from ragserve.ingest.planned import PlannedFile
+from ragserve.ingest.submissions import SubmittedText, Upload
 from ragserve.ingest.tokenizer import TokenizerSource
 from ragserve_index import Eq, IndexStore
+from ragserve_index.viewers import MAX_LABELS, Viewer
 from tests.unit.ingest.ingest_samples import make_docx
 
 CSV = b"name,depth\nOban,8.5\n"
@@ -231,3 +236,103 @@ def test_a_run_that_is_stopped_leaves_the_mail_for_the_next(tmp_path: Path) -> N
         folder = Path(parser._attachments())
         assert list(folder.iterdir()) == []
     assert not folder.exists()
+
+
+def test_labels_are_the_mails_for_new_ones_and_their_own_for_others(
+    ingestor: Ingestor, store: IndexStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ingestion without labels changes none, and what is new goes by those that the mail has then."""
+    path = tmp_path / "mail.eml"
+    path.write_bytes(message("Survey", ("a.txt", b"first words")).as_bytes())
+    ingest(ingestor, path, labels=("staff",))
+
+    def labels() -> dict[str, tuple[str, ...]]:
+        return {os.path.relpath(d.source, path): d.labels for d in store.documents("mail", limit=9)}
+
+    def doc_id(source: str) -> str:
+        found = store.find_source("mail", source)
+        assert found is not None
+        return found.doc_id
+
+    store.set_labels("mail", [doc_id(f"{path}/a.txt")], only=("board",))
+    path.write_bytes(message("Survey", ("a.txt", b"second words"), ("b.txt", b"other words")).as_bytes())
+    ingest(ingestor, path)
+    assert labels() == {".": ("staff",), "a.txt": ("board",), "b.txt": ("staff",)}
+
+    parse = ParseProcess.parse
+
+    def labelled_meanwhile(self: ParseProcess, request: ParseRequest) -> Any:
+        if request.filename == "mail.eml":
+            store.set_labels("mail", [doc_id(str(path))], only=("board",))
+        return parse(self, request)
+
+    monkeypatch.setattr(ParseProcess, "parse", labelled_meanwhile)
+    inner = message("Inner", ("d.txt", b"deep words"))
+    mail = message("Survey", ("a.txt", b"second words"), ("c.txt", b"new words"))
+    mail.add_attachment(inner)
+    path.write_bytes(mail.as_bytes())
+    ingest(ingestor, path)
+    found = labels()
+    assert len(found) == 4
+    assert set(found.values()) == {("board",)}
+
+
+def test_who_does_not_see_an_attachment_does_not_remove_it(ingestor: Ingestor, store: IndexStore) -> None:
+    def send(*files: tuple[str, bytes], **by: Any) -> JobReport:
+        upload = Upload("mail.eml", io.BytesIO(message("Survey", *files).as_bytes()))
+        return ingestor.run(ingestor.submit_files("mail", [upload], **by).job_id)
+
+    send(("a.txt", b"first words"), ("b.txt", b"other words"))
+    mail, attached = (store.find_source("mail", name) for name in ("mail.eml", "mail.eml/a.txt"))
+    assert mail is not None
+    assert attached is not None
+    store.set_labels("mail", [attached.doc_id], only=("board",))
+    somebody = Submitter("somebody", Viewer(frozenset()))
+    seen = store.seen_by(somebody.viewer)
+    with pytest.raises(Forbidden, match="An attachment of this document"):
+        seen.remove_document("mail", mail.doc_id)
+    with pytest.raises(NotFound):
+        seen.remove_document("mail", attached.doc_id)
+    assert len(store.documents("mail")) == 3
+    send(("c.txt", b"new words"), by=somebody)
+    assert sorted(d.source for d in store.documents("mail")) == [
+        "mail.eml",
+        "mail.eml/a.txt",
+        "mail.eml/c.txt",
+    ]
+    assert store.check()[0].ok
+
+
+def test_a_document_that_would_have_too_many_labels_fails_alone(
+    ingestor: Ingestor, store: IndexStore
+) -> None:
+    first = SubmittedText("full", "first words", labels=tuple(f"l{n}" for n in range(MAX_LABELS)))
+    ingestor.run(ingestor.submit_texts("labels", [first]).job_id)
+    by = Submitter("somebody", Viewer(frozenset({"l0", "mine"})))
+    texts = [SubmittedText(name, f"words of {name}", labels=("l0", "mine")) for name in ("full", "new")]
+    report = ingestor.run(ingestor.submit_texts("labels", texts, by=by).job_id)
+    assert (report.state, report.progress.indexed, report.progress.failed) == ("done", 1, 1)
+    assert "33 labels" in report.failures[0][1]
+
+
+def test_one_of_a_hidden_documents_name_is_refused_and_changes_nothing_of_it(
+    ingestor: Ingestor, store: IndexStore
+) -> None:
+    """Its corrections would else be embedded again, with the title of somebody else's file."""
+    name = "mail.eml/a.txt"
+    ingestor.run(
+        ingestor.submit_texts("mail", [SubmittedText(name, "first words", labels=("board",))]).job_id
+    )
+    hidden = store.find_source("mail", name)
+    assert hidden is not None
+    version = store.chunk_changes.state("mail", hidden.doc_id, 0).version
+    ingestor.editor.change("mail", hidden.doc_id, 0, version, text="corrected words")
+    (before,) = store.chunk_changes.rows_of("mail", [name])[name]
+    mail = message("Survey", ("a.txt", b"Another title\n\nfirst words"), ("b.txt", b"other words"))
+    upload = Upload("mail.eml", io.BytesIO(mail.as_bytes()))
+    job = ingestor.submit_files("mail", [upload], by=Submitter("somebody", Viewer(frozenset())))
+    report = ingestor.run(job.job_id)
+    assert (report.state, report.progress.indexed, report.progress.failed) == ("done", 2, 1)
+    assert store.chunk_changes.rows_of("mail", [name])[name] == [before]
+    assert store.document("mail", hidden.doc_id) == store.find_source("mail", name)
+    assert store.check()[0].ok

@@ -10,6 +10,7 @@ import pytest
 
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
+from ragserve.ingest.connectors import git_folder
 from ragserve.ingest.connectors.source_addresses import covers, parse_address
 from ragserve.ingest.ingestor import Ingestor
 from ragserve_index import IndexStore
@@ -267,3 +268,11 @@ def test_a_wrong_address_gets_one_error_that_repeats_no_secret(
 )
 def test_an_allowed_folder_covers_what_is_in_it(allowed: str, asked: str, yes: bool) -> None:
     assert covers(parse_address(allowed), parse_address(asked)) is yes
+
+
+def test_what_git_says_shows_no_password_of_a_rewritten_address(tmp_path: Path) -> None:
+    said = tmp_path / "errors"
+    said.write_text("fatal: unable to access 'https://bot:t0p@s3cret@git.example/a@b/': no route\n")
+    with said.open() as errors:
+        shown = git_folder._said(errors.fileno())
+    assert shown == "fatal: unable to access 'https://***@git.example/a@b/': no route"

@@ -109,6 +109,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a page": (HTML, "no JSON, but text/html"),
     "another API": ({"vectors": []}, "no list of embeddings"),
     "a list": ([1, 2], "no list of embeddings"),
+    "nested too deep": (Response(b"[" * 60_000), "no JSON"),
+    "an error nested too deep": (Response(b"[" * 9_000, 404), "HTTP 404"),
     "endless": (Response(b'"' + b"x" * (2**21 + 2**16)), "more than"),
     "wrong path": (JSONResponse({"detail": "Not Found"}, 404), "HTTP 404: Not Found"),
     "wrong key": (
