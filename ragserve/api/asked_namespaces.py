@@ -38,9 +38,10 @@ async def readable(given: Sequence[str], svc: Services, caller: Access, *, param
             caller.require("read", each)
             names.add(each)
     if patterns:
-        there = caller.visible(await asyncio.to_thread(svc.store.namespaces))
+        every = await asyncio.to_thread(svc.store.namespaces)
+        there = [one.name for one in every if caller.who.may("read", one.name)]
         for pattern in patterns:
-            found = {one.name for one in there if matches(one.name, pattern)}
+            found = {name for name in there if matches(name, pattern)}
             if not found:
                 raise namespace_not_found(pattern)
             names |= found

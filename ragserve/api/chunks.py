@@ -9,7 +9,7 @@ from fastapi import APIRouter, Body, Path, Query
 from pydantic import Field, model_validator
 
 from ragserve.api import chunk_examples as examples
-from ragserve.api.access import Access, Caller
+from ragserve.api.access import Caller
 from ragserve.api.body import JsonRoute, RequestModel, Text
 from ragserve.api.documents import DocId, Where
 from ragserve.api.openapi import documented
@@ -70,7 +70,8 @@ async def chunks(
     )
     following = page.after + page.limit
     shown = [each for each in found if each.chunk.ordinal < following]
-    views = [_view(each, caller) for each in shown if not each.disabled or caller.who.has("ingest")]
+    edits = caller.who.may("ingest", page.namespace)
+    views = [_view(each, edits=edits) for each in shown if edits or not each.disabled]
     return {"chunks": views, "next": following if len(found) > len(shown) else None}
 
 
@@ -86,9 +87,10 @@ async def chunk(
     """Show one piece of a document; a disabled one with the right `ingest`."""
     caller.require("read", where.namespace)
     found = await asyncio.to_thread(svc.store.chunk_changes.state, where.namespace, doc_id, ordinal)
-    if found.disabled and not caller.who.has("ingest"):
+    edits = caller.who.may("ingest", where.namespace)
+    if found.disabled and not edits:
         raise NotFound(f"Document {doc_id!r} has no chunk {ordinal}.", code="chunk_not_found")
-    return _view(found, caller)
+    return _view(found, edits=edits)
 
 
 @router.patch(
@@ -127,7 +129,7 @@ async def change(
     )
     caller.details.update(document=doc_id, chunk=ordinal)
     await svc.evict()
-    return _view(changed, caller)
+    return _view(changed, edits=True)
 
 
 @router.get(
@@ -159,9 +161,9 @@ async def forget(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc, call
     return {"lost": []}
 
 
-def _view(state: ChunkState, caller: Access) -> ChunkView:
+def _view(state: ChunkState, *, edits: bool) -> ChunkView:
+    """The chunk for those who may change it (``edits``), or for those who only read."""
     fields = {name: getattr(state.chunk, name) for name in _OF_CHUNK}
-    edits = caller.who.has("ingest")
     return ChunkView(
         **fields,
         chunk_id=state.chunk.chunk_id or None,

@@ -256,7 +256,7 @@ async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc, call
 async def cancel(job_id: JobId, svc: Svc, caller: Caller) -> Job:
     """Stop a job. What is already indexed or warmed stays; a job that has ended is unchanged."""
     found = await asyncio.to_thread(lambda: svc.seen_jobs(caller).get(job_id))
-    caller.namespace = found.namespace
+    caller.require("ingest", found.namespace)
     await asyncio.to_thread(svc.ingestor.jobs.request_cancel, job_id)
     return await asyncio.to_thread(svc.ingestor.jobs.get, job_id)
 
