@@ -71,7 +71,7 @@ async def chunks(
     following = page.after + page.limit
     shown = [each for each in found if each.chunk.ordinal < following]
     edits = caller.who.may("ingest", page.namespace)
-    views = [_view(each, edits) for each in shown if edits or not each.disabled]
+    views = [_view(each, edits=edits) for each in shown if edits or not each.disabled]
     return {"chunks": views, "next": following if len(found) > len(shown) else None}
 
 
@@ -90,7 +90,7 @@ async def chunk(
     edits = caller.who.may("ingest", where.namespace)
     if found.disabled and not edits:
         raise NotFound(f"Document {doc_id!r} has no chunk {ordinal}.", code="chunk_not_found")
-    return _view(found, edits)
+    return _view(found, edits=edits)
 
 
 @router.patch(
@@ -161,7 +161,8 @@ async def forget(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc, call
     return {"lost": []}
 
 
-def _view(state: ChunkState, edits: bool) -> ChunkView:
+def _view(state: ChunkState, *, edits: bool) -> ChunkView:
+    """The chunk for those who may change it (``edits``), or for those who only read."""
     fields = {name: getattr(state.chunk, name) for name in _OF_CHUNK}
     return ChunkView(
         **fields,

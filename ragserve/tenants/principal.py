@@ -70,7 +70,8 @@ class Principal:
         return None if self.is_admin else tuple(each for grant in self.grants for each in grant.namespaces)
 
     def has(self, right: Right) -> bool:
-        """True if it has the right in some namespace, or in the server; admin includes all others."""
+        """True if it has the right in some namespace, or in the server; admin includes all others. What it
+        may do in a namespace, `may` says."""
         return any(right in grant.rights or "admin" in grant.rights for grant in self.grants)
 
     def covers(self, namespace: str) -> bool:

@@ -33,7 +33,11 @@ def tool(name: str) -> Any:
     return {"type": "function", "function": {"name": name, "parameters": PORTS, "strict": True}}
 
 
-def read_tide(port: Literal["Oban", "Wick"]) -> str:
+class Port(BaseModel):
+    port: Literal["Oban", "Wick"]
+
+
+def read_tide(port: str) -> str:
     """Tell when the tide is."""
     return f"At six in {port}."
 
@@ -68,7 +72,7 @@ def ports(calls: Any) -> list[str]:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "tide"}}])
 def test_openai_calls_a_tool_and_sends_its_result(chat: Any, choice: Any) -> None:
-    asked = {"model": MODEL, "max_tokens": 60, "parallel_tool_calls": False}
+    asked = {"model": MODEL, "max_tokens": 150, "parallel_tool_calls": False}
     tools = [tool("tide"), tool("ferry")]
     answer = chat.create(**asked, messages=MESSAGES, tools=tools, tool_choice=choice)
     called = answer.choices[0]
@@ -94,7 +98,7 @@ def test_openai_calls_a_tool_and_sends_its_result(chat: Any, choice: Any) -> Non
 
 
 def test_openai_parses_json_over_documents(chat: Any) -> None:
-    asked = {"model": MODEL, "messages": MESSAGES, "max_tokens": 60, "response_format": Fact}
+    asked = {"model": MODEL, "messages": MESSAGES, "max_tokens": 150, "response_format": Fact}
     message = chat.parse(**asked).choices[0].message
     assert message.parsed == Fact.model_validate_json(message.content)
     with chat.stream(**asked) as stream:
@@ -112,7 +116,7 @@ def test_json_and_tools_at_once(chat: Any) -> None:
         answer = chat.parse(
             model=MODEL,
             messages=MESSAGES,
-            max_tokens=60,
+            max_tokens=150,
             response_format=Fact,
             tools=[tool("tide")],
             parallel_tool_calls=False,
@@ -154,7 +158,7 @@ def test_langchain(url: str) -> None:
         return f"At six in {port}."
 
     model = ChatOpenAI(
-        base_url=url, api_key=SecretStr("unused"), model=MODEL, max_completion_tokens=60, temperature=0
+        base_url=url, api_key=SecretStr("unused"), model=MODEL, max_completion_tokens=150, temperature=0
     )
     chunks = list(model.stream(QUESTION))
     assert "".join(str(chunk.content) for chunk in chunks) == model.invoke(QUESTION).content
@@ -184,7 +188,7 @@ def test_llama_index(url: str) -> None:
         model=MODEL,
         api_base=url,
         api_key="unused",
-        max_tokens=60,
+        max_tokens=150,
         temperature=0.0,
         is_chat_model=True,
         is_function_calling_model=True,
@@ -195,7 +199,7 @@ def test_llama_index(url: str) -> None:
     whole = model.chat(history).message.content
     assert whole
     assert list(model.stream_chat(history))[-1].message.content == whole
-    tools = [FunctionTool.from_defaults(read_tide)]
+    tools = [FunctionTool.from_defaults(read_tide, fn_schema=Port)]
     response = model.chat_with_tools(tools, chat_history=history, tool_required=True)
     calls = model.get_tool_calls_from_response(response)
     assert {call.tool_name for call in calls} == {"read_tide"}
@@ -230,7 +234,7 @@ def test_openais_agents(url: str) -> None:
                 instructions="Answer from the documents.",
                 model=OpenAIChatCompletionsModel(MODEL, client),
                 model_settings=ModelSettings(
-                    tool_choice="required", max_tokens=60, temperature=0, parallel_tool_calls=False
+                    tool_choice="required", max_tokens=150, temperature=0, parallel_tool_calls=False
                 ),
                 tools=[tide],
             )
