@@ -353,7 +353,8 @@ class IngestSession:
                 path = Path(given).expanduser()
                 if not path.is_file():
                     raise InvalidRequest(f"--prechunked takes files, and {given!r} is none.")
-                files.append(Upload(path.name, stack.enter_context(path.open("rb"))))
+                stream = stack.enter_context(path.open("rb"))
+                files.append(Upload(path.name, stream, labels=options.labels))
             submit = self.ingestor.submit_chunks
             return submit(namespace, files, options.metadata, kind="stdin", warm=options.warm).job_id
 

@@ -86,14 +86,15 @@ def test_wrong_use_is_explained(notes: Path, quick: Cli, args: tuple[str, ...], 
 def test_chunks_are_imported(tmp_path: Path, quick: Cli) -> None:
     lines = ['{"document": "a", "text": "One.", "page": 2}', "{broken", '{"document": "b", "text": "Two."}']
     (tmp_path / "c.jsonl").write_text("\n".join(lines))
-    done = quick("ingest", "--prechunked", "c.jsonl", "-n", "cut")
+    done = quick("ingest", "--prechunked", "c.jsonl", "-n", "cut", "--label", "hr")
     assert done.returncode == 3
     assert "c.jsonl:2: not JSON" in done.stdout
     assert (
         quick("ingest", "--prechunked", "-", "--name", "d.jsonl", stdin=b'{"text": "Three."}').returncode == 0
     )
     with IndexStore(tmp_path / "ragserve-data") as store:
-        assert sorted(document.source for document in store.documents("cut")) == ["a", "b"]
+        written = {document.source: document.labels for document in store.documents("cut")}
+        assert written == {"a": ("hr",), "b": ("hr",)}
         assert [document.source for document in store.documents("default")] == ["d.jsonl"]
     for args, words in (
         (("no.jsonl",), "--prechunked takes files"),
