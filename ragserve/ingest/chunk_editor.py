@@ -10,6 +10,7 @@ from ragserve.errors import Conflict, InvalidRequest
 from ragserve.ingest.chunk_embedding import DocumentEmbedder, embed_chunks
 from ragserve.ingest.parsers.base import has_words, joined_notes, without_controls
 from ragserve.ingest.tokenizer import Counter, TokenizerSource
+from ragserve.retrieval.embedder import flag_of
 from ragserve_index import IndexStore
 from ragserve_index.chunk_changes import ChunkState, LostCorrection, NewText
 from ragserve_index.text_forms import storable
@@ -86,7 +87,7 @@ class ChunkEditor:
         if (info.embedder, info.dim) != (embedder.name, embedder.dim):
             raise Conflict(
                 f"Namespace {namespace!r} is embedded with {info.embedder!r}, not with {embedder.name!r}.",
-                hint=f"Use --embedder {info.embedder}.",
+                hint=f"Use {flag_of(info.embedder)}.",
                 code="embedder_mismatch",
                 param="embedder",
             )
