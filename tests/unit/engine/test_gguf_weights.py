@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -21,7 +22,6 @@ from ragserve.engine.gguf_weights import as_folder, gguf_of
 from ragserve.errors import InvalidRequest, StorageFull
 from tests.conftest import MODEL
 
-gguf = pytest.importorskip("gguf")
 LAYERS, WIDTH, INNER, HEADS, KV_HEADS = 2, 64, 96, 4, 2
 NAMES = {
     "self_attn.q_proj": "attn_q",
