@@ -7,34 +7,14 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
+from sglang_ext.versions.tree_contents import TreeContents
 
-class CheckpointTree(RadixCache):
+
+class CheckpointTree(TreeContents, RadixCache):
     """`RequestTree`: subclasses define what enters the tree."""
 
     _leaving: Any = None  # the request that is being released, and may yet be offered to the tree
     _left: Any = None  # the same afterwards, until its slots are freed
-
-    def enters(self, req: Any) -> bool:
-        """True for a running request whose KV the tree takes."""
-        raise NotImplementedError
-
-    def on_cached(self, req: Any, node: Any) -> None:
-        """The KV of a request's whole pages is in the tree; it ends in this node."""
-        raise NotImplementedError
-
-    def leaving(self, req: Any, tokens: int, *, inserts: bool) -> int | None:
-        """A request has ended, with KV of ``tokens`` in its row. Return how many of them the tree takes; None
-        for none. ``inserts``: False if SGLang lets it take none."""
-        raise NotImplementedError
-
-    def own_slots(self, req: Any, tokens: int) -> torch.Tensor | None:
-        """All slots that a request has which ends, if they are not those of its row behind what the tree
-        owns; None if they are."""
-        raise NotImplementedError
-
-    def on_left(self) -> None:
-        """A request has ended and its slots are free or in the tree."""
-        raise NotImplementedError
 
     def removed(self, node: Any) -> None:
         """Tell SGLang's listeners that a node's KV is gone."""
