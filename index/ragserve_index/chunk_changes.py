@@ -20,7 +20,7 @@ from ragserve_index.database import Connection, Database
 from ragserve_index.index.pool import IndexPool
 from ragserve_index.labelling import hidden_ids
 from ragserve_index.sentence_vectors import SentenceVectors
-from ragserve_index.types import Chunk, Document, NewChunk, NewDocument
+from ragserve_index.types import Chunk, Document, NewChunk
 from ragserve_index.viewers import EVERYTHING, Viewer
 
 _ALL = 2**31 - 1
@@ -297,16 +297,8 @@ def _changed(
         own = None if row.sentences is None else SentenceVectors.decode(row.sentences, ns.dim)
         cut[ordinal] = replace(chunk, sentences=own), np.frombuffer(row.vector, dtype="<f4")
     vectors = np.stack([each for _, each in cut]).astype("<f4")
-    new = NewDocument(
-        document.source,
-        document.title,
-        document.content_hash,
-        document.mime,
-        document.size_bytes,
-        document.metadata,
-    )
     metadata: Any = metadata_json(document.metadata, f"document {document.source!r}")
-    return Prepared(new, document.doc_id, (), metadata, [each for each, _ in cut], vectors)
+    return Prepared(document.unchanged, document.doc_id, (), metadata, [each for each, _ in cut], vectors)
 
 
 def _vector(text: NewText) -> bytes:

@@ -72,6 +72,13 @@ class Document:
     metadata: Mapping[str, Any]
     labels: tuple[str, ...] = ()
 
+    @property
+    def unchanged(self) -> NewDocument:
+        """The document to be written again as it is, with the labels that it then has."""
+        return NewDocument(
+            self.source, self.title, self.content_hash, self.mime, self.size_bytes, self.metadata
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

@@ -19,7 +19,7 @@ from ragserve.ingest.jobs.lease import JobRun, run_leased
 from ragserve.ingest.prune import every_document
 from ragserve.retrieval.embedder import flag_of
 from ragserve_index import IndexStore, JobStore
-from ragserve_index.types import Document, Job, JobItem, NewChunk, NewDocument
+from ragserve_index.types import Document, Job, JobItem, NewChunk
 
 KIND = "reembed"
 _BATCH_CHUNKS = 64  # in one transaction, or a single document
@@ -133,7 +133,7 @@ class _Reembedding:
         progress.embed_s += (wrote := time.perf_counter()) - started
         written = self._store.replace_documents(
             run.job.namespace,
-            [(_unchanged(d), *own) for (d, _), own in zip(batch, embedded, strict=True)],
+            [(d.unchanged, *own) for (d, _), own in zip(batch, embedded, strict=True)],
             as_read=[document for document, _ in batch],
         )
         progress.index_s += time.perf_counter() - wrote
@@ -157,14 +157,3 @@ class _Reembedding:
         for item in items:
             setattr(progress, item.state, getattr(progress, item.state) + 1)
         self._run.notify()
-
-
-def _unchanged(document: Document) -> NewDocument:
-    return NewDocument(
-        document.source,
-        document.title,
-        document.content_hash,
-        document.mime,
-        document.size_bytes,
-        document.metadata,
-    )
