@@ -7,17 +7,17 @@ import base64
 import hashlib
 import json
 import secrets
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 from joserfc import jwt
 from joserfc.jwk import ECKey, KeySet, OKPKey, RSAKey
+
+from tests.http_server import QuietHandler, served
 
 CLIENT, SECRET, AUDIENCE = "playground", "client-secret", "ragserve-api"
 Key = RSAKey | ECKey | OKPKey
@@ -119,7 +119,7 @@ def oidc_provider() -> Iterator[OidcProvider]:
     """Serve until the block ends."""
     provider = OidcProvider()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             self._send("GET", {})
 
@@ -136,18 +136,8 @@ def oidc_provider() -> Iterator[OidcProvider]:
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
 
-        def log_message(self, *_: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    provider.issuer = f"http://127.0.0.1:{server.server_port}"
-    provider.reset()
-    provider.rotate()
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
+    with served(Handler) as port:
+        provider.issuer = f"http://127.0.0.1:{port}"
+        provider.reset()
+        provider.rotate()
         yield provider
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import os
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from tests.http_server import QuietHandler, served
 
 _OWN = {
     "GIT_AUTHOR_NAME": "a",
@@ -77,7 +77,7 @@ def git_server(root: Path) -> Iterator[GitServer]:
     """Serve the repositories below a folder until the block ends."""
     server = GitServer()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             self._answer(b"")
 
@@ -129,16 +129,6 @@ def git_server(root: Path) -> Iterator[GitServer]:
             self.wfile.write(content)
             server.sent += len(content)
 
-        def log_message(self, *_: object) -> None:
-            return
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.url = f"git+http://127.0.0.1:{http.server_port}"
-    thread = threading.Thread(target=http.serve_forever, args=(0.05,))
-    thread.start()
-    try:
+    with served(Handler) as port:
+        server.url = f"git+http://127.0.0.1:{port}"
         yield server
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import http.client
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.http_server import QuietHandler, served
 
 Breaks = Callable[[str, str], str]
 _HOP = {"transfer-encoding", "connection", "content-length", "date", "server"}
@@ -70,7 +70,7 @@ def s3_server() -> Iterator[S3Server]:
     _, port = moto.get_host_and_port()
     s3 = S3Server()
 
-    class Proxy(BaseHTTPRequestHandler):
+    class Proxy(QuietHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
@@ -110,17 +110,9 @@ def s3_server() -> Iterator[S3Server]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
-    s3.endpoint = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
     try:
-        yield s3
+        with served(Proxy) as own:
+            s3.endpoint = f"http://127.0.0.1:{own}"
+            yield s3
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
         moto.stop()

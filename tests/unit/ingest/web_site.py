@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.http_server import QuietHandler, served
 
 
 @dataclass
@@ -36,7 +36,7 @@ def web_site() -> Iterator[WebSite]:
     """Serve a site until the block ends."""
     site = WebSite()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             site.asked.append(self.path)
             status, body = site.pages.get(self.path, (404, b""))
@@ -46,16 +46,5 @@ def web_site() -> Iterator[WebSite]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    site.port = server.server_port
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
+    with served(Handler) as site.port:
         yield site
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
