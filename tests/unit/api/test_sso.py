@@ -20,7 +20,6 @@ import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from joserfc.jwk import ECKey, RSAKey
 
-from ragserve.config import load
 from ragserve.sso.group_grants import group_grants
 from tests.unit.api.oidc_provider import AUDIENCE, CLIENT, SECRET, OidcProvider, oidc_provider
 from tests.unit.api.scripted_server import DOCUMENTS, Live, Tenants, eventually, serving
@@ -444,37 +443,3 @@ def test_two_users_are_two_and_the_audit_log_names_them(site: Site) -> None:
     assert [event["who"] for event in last] == ["ada", "gracefake line"]
     assert len({event["key"] for event in last}) == 2
     assert all(event["key"].startswith("sso_") for event in last)
-
-
-def test_without_an_issuer_there_is_no_sign_on(live: Live) -> None:
-    with live.client() as client:
-        assert client.get("/sso/session").json() == {"sign_in": False, "user": None}
-        assert client.get("/sso/login").status_code == 404
-        assert client.get("/sso/callback?state=x&code=y").status_code == 404
-        assert client.post("/sso/logout").status_code == 404
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"oidc_client_id": "x"}, "needs oidc_issuer"),
-        ({"oidc_issuer": "idp.example", "oidc_audience": "a"}, "no https address"),
-        ({"oidc_issuer": "http://idp.example", "oidc_audience": "a"}, "must be https"),
-        ({"oidc_issuer": "https://u:p@idp.example", "oidc_audience": "a"}, "without user"),
-        ({"oidc_issuer": "https://idp.example"}, "set oidc_client_id"),
-        ({"oidc_issuer": "https://idp.example", "oidc_client_id": "a"}, "needs oidc_public_url"),
-        ({"oidc_issuer": "https://idp.example", "oidc_audience": "a"}, "nobody could do anything"),
-        ({"oidc_groups": {"a": {"rights": ["read"]}}}, "name its namespaces"),
-        ({"oidc_groups": {"a": {"rights": ["reed"], "namespaces": ["*"]}}}, "a.rights.0"),
-        ({"oidc_groups": {"a": {"rights": ["admin"], "namespaces": ["x"]}}}, "covers the whole server"),
-        ({"oidc_groups": {"a": {"rights": ["admin"], "labels": ["no label"]}}}, "is no label"),
-        ({"oidc_groups": {"a": 1}}, "oidc_groups: a"),
-    ],
-)
-def test_wrong_settings_get_one_error(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
-    if list(settings) == ["oidc_groups"]:
-        settings = {"oidc_issuer": "https://idp.example", "oidc_audience": "a", **settings}
-    with pytest.raises(ValueError, match="oidc_") as wrong:
-        load(data_dir=tmp_path, **settings)
-    assert said in str(wrong.value)
-    assert wrong.value.error_count() == 1  # type: ignore[attr-defined]
