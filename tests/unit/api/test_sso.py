@@ -417,11 +417,3 @@ def test_two_users_are_two_and_the_audit_log_names_them(site: Site) -> None:
     assert [event["who"] for event in last] == ["ada", "gracefake line"]
     assert len({event["key"] for event in last}) == 2
     assert all(event["key"].startswith("sso_") for event in last)
-
-
-def test_without_an_issuer_there_is_no_sign_on(live: Live) -> None:
-    with live.client() as client:
-        assert client.get("/sso/session").json() == {"sign_in": False, "user": None}
-        assert client.get("/sso/login").status_code == 404
-        assert client.get("/sso/callback?state=x&code=y").status_code == 404
-        assert client.post("/sso/logout").status_code == 404

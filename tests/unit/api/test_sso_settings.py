@@ -1,4 +1,4 @@
-"""Settings of single sign-on that do not fit together."""
+"""A server without single sign-on, and settings of it that do not fit together."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from typing import Any
 import pytest
 
 from ragserve.config import load
+from tests.unit.api.scripted_server import Live
+
+
+def test_without_an_issuer_there_is_no_sign_on(live: Live) -> None:
+    with live.client() as client:
+        assert client.get("/sso/session").json() == {"sign_in": False, "user": None}
+        assert client.get("/sso/login").status_code == 404
+        assert client.get("/sso/callback?state=x&code=y").status_code == 404
+        assert client.post("/sso/logout").status_code == 404
 
 
 @pytest.mark.parametrize(
