@@ -58,8 +58,12 @@ def sign_on_conflict(settings: SignOnSettings) -> str | None:
     """What is wrong with these settings together, and what to change; None if nothing is."""
     from ragserve.sso.group_grants import group_grants
 
-    given = [name for name in SignOnSettings.model_fields if name in settings.model_fields_set]
-    given = [name for name in given if getattr(settings, name)]
+    fields = SignOnSettings.model_fields.items()  # a worker is given all settings, the defaults among them
+    given = [
+        name
+        for name, field in fields
+        if getattr(settings, name) != field.get_default(call_default_factory=True)
+    ]
     if settings.oidc_issuer is None:
         return f"{given[0]}: single sign-on needs oidc_issuer, the address of the provider" if given else None
     for name in ("oidc_issuer", "oidc_public_url"):

@@ -211,7 +211,7 @@ class Tenants:
         do they find what was computed for us."""
         strategy, options = chance.choice(SPECS[:-1])
         body = self._question(strategy, options) | {"k": 8}
-        self._empty()
+        self.empty()
         self.site.ask(namespace=THEIRS, **body)
         before = self.site.settled()
         asked = self.site.ask(namespaces=[MINE, ALSO_MINE], **body)

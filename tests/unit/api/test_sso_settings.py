@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ragserve.config import load
+from ragserve.config import Settings, load
 from tests.unit.api.scripted_server import Live
 
 
@@ -43,3 +43,8 @@ def test_wrong_settings_get_one_error(settings: dict[str, Any], said: str, tmp_p
         load(data_dir=tmp_path, **settings)
     assert said in str(wrong.value)
     assert wrong.value.error_count() == 1  # type: ignore[attr-defined]
+
+
+def test_settings_with_all_defaults_given_need_no_issuer() -> None:
+    given = load().model_dump()
+    assert Settings(**given) == load()
