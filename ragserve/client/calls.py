@@ -176,11 +176,13 @@ def ingest_urls(
     *,
     sitemap: bool | None = None,
     other_hosts: bool | None = None,
+    prune: bool | None = None,
     **fields: Unpack[IngestArguments],
 ) -> Call[JobView]:
     """``POST /rag/ingest`` of URLs, which the server fetches; with ``sitemap`` the pages that their sites'
-    sitemaps name, with ``other_hosts`` also those elsewhere. Returns the job, whose sources are the pages."""
-    body = {"urls": list(urls), "sitemap": sitemap, "other_hosts": other_hosts, **fields}
+    sitemaps name, with ``other_hosts`` also those elsewhere; with ``prune``, documents whose file vanished
+    from an S3 folder or a git repository are removed. Returns the job, whose sources are the pages."""
+    body = {"urls": list(urls), "sitemap": sitemap, "other_hosts": other_hosts, "prune": prune, **fields}
     return _post("/rag/ingest", _model(JobView), body)
 
 

@@ -74,7 +74,7 @@ def test_files_and_pages_are_ingested(live: Live, tmp_path: Path) -> None:
         for job in jobs:
             client.wait(job)
         for each in (client, waiting):
-            refused = client.wait(each.ingest_urls([url], namespace="files", sitemap=False))
+            refused = client.wait(each.ingest_urls([url], namespace="files", sitemap=False, prune=True))
             assert [(item.source, item.state) for item in refused.items] == [(url, "failed")]
             assert "RAGSERVE_URL_INGESTION" in str(refused.items[0].reason), (
                 "an address of the server's own machine"
