@@ -262,6 +262,22 @@ def test_a_right_in_one_namespace_is_none_in_another(site: Site) -> None:
     jobs.request_cancel(job_id)
 
 
+def test_a_reader_who_may_write_elsewhere_sees_no_disabled_chunk(site: Site) -> None:
+    where = {"params": {"namespace": "handbook-old"}}
+    old = site.live.services.store.find_source("handbook-old", "bell").doc_id
+    chunks, token = f"/rag/documents/{old}/chunks", site.provider.token
+    with (
+        site.bearer(token(groups=["operators"])) as operator,
+        site.bearer(token(groups=["archivists", "editors"])) as reader,
+    ):
+        for disabled, status, n in ((True, 404, 0), (False, 200, 1)):
+            version = operator.get(f"{chunks}/0", **where).json()["version"]
+            change = {"version": version, "disabled": disabled}
+            assert operator.patch(f"{chunks}/0", json=change, **where).status_code == 200
+            assert reader.get(f"{chunks}/0", **where).status_code == status
+            assert len(reader.get(chunks, **where).json()["chunks"]) == n
+
+
 def test_labels_of_groups_decide_what_is_seen(site: Site) -> None:
     store = site.live.services.store
     document = store.find_source("handbook", "soup")
