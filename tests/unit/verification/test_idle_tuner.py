@@ -88,7 +88,7 @@ class Tuned:
             for question in questions:
                 request = SimpleNamespace(namespace="notes")
                 query: Any = SimpleNamespace(question=question, private=False, request=request)
-                users.answered(query, None, time.time())
+                users.answered(query, None, time.time(), [query.request.namespace])
 
 
 async def steps(tuner: IdleTuner, most: int = 1000) -> list[dict[str, Any]]:

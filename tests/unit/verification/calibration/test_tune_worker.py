@@ -100,7 +100,7 @@ def test_users_questions_come_first_and_the_report_says_how_many(
                 for question in USERS:
                     request = SimpleNamespace(namespace="notes")
                     query: Any = SimpleNamespace(question=question, private=False, request=request)
-                    users.answered(query, None, time.time())
+                    users.answered(query, None, time.time(), [query.request.namespace])
 
         asyncio.run(log())
     result = tuned(settings, None)
