@@ -27,6 +27,7 @@ from ragserve.strategy_spec import candidates
 from ragserve.verification import course, idle_tuner
 from ragserve.verification.idle_tuner import IdleTuner
 from ragserve_index import IndexStore
+from ragserve_index.viewers import EVERYTHING
 from tests.conftest import MODEL
 from tests.unit.verification.idle_engine import FINGERPRINT, IdleEngine, entry, fill
 
@@ -88,7 +89,8 @@ class Tuned:
             for question in questions:
                 request = SimpleNamespace(namespace="notes")
                 query: Any = SimpleNamespace(question=question, private=False, request=request)
-                users.answered(query, None, time.time())
+                query.search = SimpleNamespace(viewer=EVERYTHING)
+                users.answered(query, None, time.time(), [query.request.namespace])
 
 
 async def steps(tuner: IdleTuner, most: int = 1000) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from ragserve.strategy_spec import parse
 from ragserve.verification.calibration import samkv
 from ragserve.verification.calibration.tune_worker import RESULT, TuneJob, _profile, _tune
 from ragserve_index import IndexStore
+from ragserve_index.viewers import EVERYTHING
 from tests.conftest import MODEL
 from tests.unit.verification.idle_engine import FINGERPRINT, IdleEngine, fill
 
@@ -100,7 +101,8 @@ def test_users_questions_come_first_and_the_report_says_how_many(
                 for question in USERS:
                     request = SimpleNamespace(namespace="notes")
                     query: Any = SimpleNamespace(question=question, private=False, request=request)
-                    users.answered(query, None, time.time())
+                    query.search = SimpleNamespace(viewer=EVERYTHING)
+                    users.answered(query, None, time.time(), [query.request.namespace])
 
         asyncio.run(log())
     result = tuned(settings, None)
