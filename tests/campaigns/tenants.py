@@ -232,6 +232,12 @@ class Tenants:
         assert name not in [source for source, _ in left.passages], left.passages
         self.site.put(ALSO_MINE, {name: MORE[name]})
 
+    def models(self, chance: random.Random) -> None:
+        """A namespace's name is no embedder's and no reranker's."""
+        name = f"ragserve/{chance.choice((MINE, THEIRS))}"
+        self._refused("POST", "/v1/embeddings", json={"model": name, "input": QUESTION})
+        self._refused("POST", "/v1/rerank", json={"model": name, "query": QUESTION, "documents": ["x"]})
+
     def chat(self, chance: random.Random) -> None:
         messages = [{"role": "user", "content": QUESTION}]
         body = {"model": f"ragserve/{MINE}", "messages": messages, "max_tokens": 8, **self._filter(chance)}
@@ -392,6 +398,8 @@ PROBES: dict[str, tuple[Callable[[Tenants, random.Random], None], ...]] = {
         *(Tenants.shared_kv, Tenants.session_kv, Tenants.removed_kv, Tenants.waiting, labelled_waiting),
     ),
     "POST /v1/chat/completions": (Tenants.chat,),
+    "POST /v1/embeddings": (Tenants.models,),
+    "POST /v1/rerank": (Tenants.models,),
 }
 
 

@@ -53,7 +53,7 @@ class Documents:
         self.missing, self.held = missing, 0
         self.leaving = False  # some that nobody reads any more are still kept
 
-    def hold(self, wanted: Any, namespace: str) -> Any:
+    def hold(self, wanted: Any) -> Any:
         if {each.key for each in wanted} & set(self.missing):
             return None
         self.held += len(wanted)

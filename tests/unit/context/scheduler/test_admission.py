@@ -28,7 +28,7 @@ def test_a_request_whose_documents_are_there_gets_its_slots() -> None:
     assert len(engine.req.prefix_indices) == engine.req.already_computed == TOTAL
     assert engine.context.located.sources, "locked until the slots are filled"
     assert engine.counted == [("device", 2)]
-    assert engine.retrieved == [("a", "b")]
+    assert engine.retrieved == [["a", "b"]]
 
 
 def test_what_sglang_declines_is_given_back() -> None:
@@ -203,7 +203,7 @@ def test_a_turn_of_a_session_gets_slots_for_what_is_new_only() -> None:
     assert (engine.req.last_node, engine.req.cache_protected_len) == ("node", HELD)
     assert engine.req.already_computed == TOTAL - HELD, "SGLang counts the rest as found in the cache"
     assert engine.counted == [("device", 1)], "the dialogue is no document"
-    assert engine.retrieved == [("b",)]
+    assert engine.retrieved == [["b"]]
 
 
 def test_a_dialogue_that_another_rank_has_less_of_is_missing() -> None:
