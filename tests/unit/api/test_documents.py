@@ -239,7 +239,7 @@ def test_documents_are_listed_page_by_page(client: httpx.Client, live: Live) -> 
 def test_a_page_of_chunks_reads_no_others(client: httpx.Client, live: Live, docs: str) -> None:
     (document, *_) = client.get("/rag/documents", params={"namespace": docs}).json()["documents"]
     path = f"/rag/documents/{document['doc_id']}/chunks"
-    with mock.patch.object(live.services.store.chunk_changes, "states", return_value=[]) as read:
+    with mock.patch.object(type(live.services.store.chunk_changes), "states", return_value=[]) as read:
         assert client.get(path, params={"namespace": docs, "limit": 5, "after": 9}).json()["next"] is None
     assert read.call_args.kwargs == {"after": 9, "limit": 6}
     beyond = client.get(path, params={"namespace": docs, "after": "9" * 50})

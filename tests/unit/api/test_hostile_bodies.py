@@ -231,7 +231,6 @@ def test_names_numbers_and_empty_texts_are_counted_too(client: httpx.Client, liv
         ("/v1/tokenize", tool(input=[1] * (longest // 32))),
         ("/v1/tokenize", hidden),
         ("/v1/chat/completions", hidden),
-        ("/v1/chat/completions", tool(**{f"k{i}": 1 for i in range(longest // 32)})),
         ("/v1/messages", {"messages": [{"role": "user", "content": [{}] * (longest // 32)}]}),
         ("/v1/completions", {"prompt": [""] * (longest // 32 + 1)}),
         ("/detokenize", {"tokens": [[]] * (2**16 + 1)}),
@@ -239,6 +238,8 @@ def test_names_numbers_and_empty_texts_are_counted_too(client: httpx.Client, liv
     ):
         response = client.post(path, json=body)
         assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large"), path
+    many = client.post("/v1/chat/completions", json=tool(**{f"k{i}": 1 for i in range(longest // 32)}))
+    assert (many.status_code, many.json()["error"]["code"]) == (400, "invalid_request")
     assert live.seen_upstream == []
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [image]}]}),

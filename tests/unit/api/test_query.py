@@ -60,6 +60,7 @@ def test_the_answer_has_the_documented_fields(client: httpx.Client, docs: str) -
         "rerank_score": None,
         "text": DOCUMENTS["skerryvore"],
         "basis": "marker",
+        "edited": False,
     }
     assert citation["doc_id"]
     assert citation["chunk_id"] > 0
