@@ -18,6 +18,7 @@ from ragserve.config import load
 from ragserve.errors import InvalidRequest
 from ragserve.fleet import replicas as module
 from ragserve.fleet.replicas import replicas
+from tests.conftest import REPO
 from tests.unit.api.scripted_server import eventually
 
 STAND_IN = """
@@ -142,7 +143,8 @@ with module.replicas(load(data_dir={str(tmp_path)!r}, replicas=1)):
     time.sleep(600)
 """
     python = os.path.realpath(f"/proc/{os.getpid()}/exe")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    # it is no environment's Python, which would find what is installed to be edited
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(REPO / "index")])}
     with subprocess.Popen([python, "-c", script], env=environment) as server:
         worker = psutil.Process(told(tmp_path, 0)["pid"])
         server.kill()
