@@ -97,7 +97,7 @@ def labelled_waiting(tenants: Tenants, chance: random.Random) -> None:
         tenants.empty()
         if case == "hidden cached":
             tenants.site.call("POST", "/rag/query", json=body)
-        answer = reader.read("POST", "/rag/query", json=body)
+        answer = reader.client.post("/rag/query", json=body).json()  # which shows the text that it was sent
         assert answer["usage"]["cached"] == 0, f"it found the hidden document's KV: {answer['usage']}"
         waits[case] = float(answer["timings"]["ttft_ms"])
     for case, wait in waits.items():
