@@ -112,6 +112,7 @@ def _write(file: Path, folder: Path) -> None:
         read = load_gguf_checkpoint(
             str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16
         )
+    # transformers raises NotImplementedError for architectures and quantisations that it cannot read
     except (ValueError, KeyError, NotImplementedError, ImportError, IndexError) as error:
         raise InvalidRequest(
             f"model: {file} cannot be dequantised: {error}", hint=_ADVICE, param="model"

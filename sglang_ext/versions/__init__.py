@@ -6,10 +6,10 @@ defines the same names:
 * ``row_of``, ``extend_span``, ``extend_end``, ``prefix_tokens``, ``protected_tokens``, ``protect``: its
   row of the request table, the tokens that a request extends, has as a prefix, and leaves to the tree.
 * ``show_prefix``, ``prefix_shown``, ``restore_prefix``: slots that SGLang takes for a request's prefix.
-* ``leave_tree``: unlocks what a request has of the tree.
+* ``leave_tree``: unlocks a request's node in the radix tree.
 * ``matched_slots``: slots that `match_prefix` has found.
 * ``keep_exact``: lets a cache of SGLang's own take no answer that has sparse decode steps.
-* ``resolve``, ``settings_of``: let SGLang make something of its ServerArgs, and what it has made.
+* ``resolve``, ``settings_of``: resolve SGLang's ServerArgs, and read the resolved settings.
 * ``drawn``: the tokens that `Sampler._sample_from_probs` has drawn.
 * ``paged_allocator``: of the CPU platform.
 * ``reserve_tokens``, ``tp_group``: slots that an admission keeps free, and the group of ranks.

@@ -244,7 +244,7 @@ class SparseDecodeBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         decode = forward_batch.forward_mode.is_decode()
-        # a model with a fused KV write; it shows at its first step, the engine's own warm-up
+        # a refusal by design of models with a fused KV write; they show at their first step, the warm-up
         if self.quantized and not save_kv_cache:
             raise NotImplementedError(
                 f"layer {layer.layer_id} writes its KV by itself, past a pool of few bits: serve this model "
@@ -325,7 +325,7 @@ class SparseDecodeBackend(AttentionBackend):
         """Run one layer of a decode step; inside the graph where there is one.
 
         q [batch, heads * head_dim]; k, v [batch, kv_heads, head_dim] of the newest tokens."""
-        # what a model passes beside q, k and v shows at its first step, the engine's own warm-up
+        # a refusal by design: what a model passes beside q, k and v shows at its first step, the warm-up
         if self._tables is None or kwargs:
             raise NotImplementedError(
                 f"layer {layer.layer_id} attends with {', '.join(sorted(kwargs)) or 'no tables'}, and sparse "

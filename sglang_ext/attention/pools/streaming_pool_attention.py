@@ -127,7 +127,7 @@ class StreamingPoolBackend(AttentionBackend):
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return q.new_empty(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
-        # what a model passes beside q, k and v shows at its first pass, the engine's own warm-up
+        # a refusal by design: what a model passes beside q, k and v shows at its first pass, the warm-up
         if kwargs or not save_kv_cache or k is None:
             raise NotImplementedError(
                 f"layer {layer.layer_id} attends with {', '.join(sorted(kwargs)) or 'KV of its own'}, and a "

@@ -124,7 +124,7 @@ def served_by(http_server: Any, run: Callable[..., None], stop: Callable[[], Non
 
 
 def leave_tree(tree: Any, req: Any) -> None:
-    """Unlock the request's node: the tree may evict what it has of the request."""
+    """Unlock the request's node, so that the tree may evict the request's cached prefix."""
     if req.last_node is not None:
         tree.dec_lock_ref(req.last_node)
     req.last_node = tree.root_node

@@ -174,7 +174,7 @@ def served_by(http_server: Any, run: Callable[..., None], stop: Callable[[], Non
 
 
 def leave_tree(tree: Any, req: Any) -> None:
-    """Unlock the request's node: the tree may evict what it has of the request."""
+    """Unlock the request's node, so that the tree may evict the request's cached prefix."""
     tree.unlock(req.lock)
     req.lock, req.last_node = None, tree.root_node
 
