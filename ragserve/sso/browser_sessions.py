@@ -3,7 +3,7 @@ data folder, so that they outlive a restart."""
 
 from __future__ import annotations
 
-import os
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.errors import Unavailable
-from ragserve.files import locked, sync_folder
+from ragserve.files import locked, write_text
 
 SECRET_FILE = "sso-secret"
 _SECRET_BYTES = 32
+_SECRET = re.compile(rb"[0-9a-f]{64}")
 _WAIT_S = 10.0
 _ALGORITHM = "HS256"  # a key of our own, for cookies alone: tokens of a provider never come here
 MOST_CHARS = 4000
@@ -58,20 +59,14 @@ def _secret(data_dir: Path) -> bytes:
     """Read the secret, or make it, readable for its owner only. Raises ``Unavailable``."""
     path = data_dir / SECRET_FILE
     data_dir.mkdir(parents=True, exist_ok=True)
-    with locked(data_dir / f"{SECRET_FILE}.lock", wait_s=_WAIT_S):
+    with locked(data_dir / f"{SECRET_FILE}.lock", wait_s=_WAIT_S) as alone:
+        if not alone:
+            raise Unavailable(f"Another process is making {path}.", hint="Try again.")
         try:
             found = path.read_bytes()
         except FileNotFoundError:
-            found = secrets.token_bytes(_SECRET_BYTES)
-            temporary = path.with_name(f"{SECRET_FILE}.tmp")
-            temporary.unlink(missing_ok=True)
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(found)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            sync_folder(data_dir)
-    if len(found) != _SECRET_BYTES:
+            found = secrets.token_hex(_SECRET_BYTES).encode()
+            write_text(path, found.decode(), durable=True, mode=0o600)
+    if not _SECRET.fullmatch(found):
         raise Unavailable(f"{path} is damaged.", hint="Remove it: everybody then signs in again.")
-    return found
+    return bytes.fromhex(found.decode())
