@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ragserve.api.examples import CHUNK, request
+from ragserve.api.views import PreviewedChunk
 
 CHUNKS = {"chunks": [CHUNK], "next": None}
 _TEXT = f"{CHUNK['text']} (Corrected.)"
@@ -38,10 +39,6 @@ NOTHING_LOST: dict[str, Any] = {"lost": []}
 PREVIEW_FORM: dict[str, Any] = {
     "small": request("Chunks of 128 tokens", file="lighthouse.md", chunk_tokens=128)
 }
-_PREVIEWED = (
-    *("ordinal", "text", "start", "end", "header_chars", "page", "first_page", "page_kind", "page_name"),
-    "n_tokens",
-)
 PREVIEW: dict[str, Any] = {
     "filename": "lighthouse.docx",
     "title": "Lighthouses",
@@ -52,5 +49,5 @@ PREVIEW: dict[str, Any] = {
     "n_tokens": 5210,
     "note": "left out: 1 hidden rows",
     "metadata": {},
-    "chunks": [{name: CHUNK[name] for name in _PREVIEWED}],
+    "chunks": [{name: CHUNK[name] for name in PreviewedChunk.model_fields}],
 }

@@ -16,7 +16,6 @@ from ragserve.api.openapi import documented
 from ragserve.api.services import Svc
 from ragserve.api.views import ChunkList, ChunkView, LostCorrections
 from ragserve.errors import NotFound
-from ragserve_index.chunk_changes import ChunkState
 
 router = APIRouter(tags=["documents"], route_class=JsonRoute)
 CHUNKS = "/rag/documents/{doc_id}/chunks"
@@ -24,10 +23,6 @@ CHUNK = "/rag/documents/{doc_id}/chunks/{ordinal}"
 LOST = "/rag/documents/{doc_id}/lost-corrections"
 MAX_CHARS = 100_000
 Ordinal = Annotated[int, Path(ge=0, lt=2**31, description="`ordinal` of the chunk, from 0.")]
-_OF_CHUNK = (
-    *("doc_id", "ordinal", "text", "start", "end", "header_chars", "page", "first_page", "page_kind"),
-    *("page_name", "n_tokens", "edited"),
-)
 
 
 class ChunksPage(Where):
@@ -71,7 +66,7 @@ async def chunks(
     following = page.after + page.limit
     shown = [each for each in found if each.chunk.ordinal < following]
     edits = caller.who.may("ingest", page.namespace)
-    views = [_view(each, edits=edits) for each in shown if edits or not each.disabled]
+    views = [ChunkView.of(each, edits=edits) for each in shown if edits or not each.disabled]
     return {"chunks": views, "next": following if len(found) > len(shown) else None}
 
 
@@ -90,7 +85,7 @@ async def chunk(
     edits = caller.who.may("ingest", where.namespace)
     if found.disabled and not edits:
         raise NotFound(f"Document {doc_id!r} has no chunk {ordinal}.", code="chunk_not_found")
-    return _view(found, edits=edits)
+    return ChunkView.of(found, edits=edits)
 
 
 @router.patch(
@@ -129,7 +124,7 @@ async def change(
     )
     caller.details.update(document=doc_id, chunk=ordinal)
     await svc.evict()
-    return _view(changed, edits=True)
+    return ChunkView.of(changed, edits=True)
 
 
 @router.get(
@@ -159,15 +154,3 @@ async def forget(doc_id: DocId, where: Annotated[Where, Query()], svc: Svc, call
     caller.require("ingest", where.namespace)
     await asyncio.to_thread(svc.store.chunk_changes.forget_lost, where.namespace, doc_id)
     return {"lost": []}
-
-
-def _view(state: ChunkState, *, edits: bool) -> ChunkView:
-    """The chunk for those who may change it (``edits``), or for those who only read."""
-    fields = {name: getattr(state.chunk, name) for name in _OF_CHUNK}
-    return ChunkView(
-        **fields,
-        chunk_id=state.chunk.chunk_id or None,
-        disabled=state.disabled,
-        original=state.original if edits else None,
-        version=state.version if edits else None,
-    )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,6 +23,9 @@ from ragserve.answering.results import (
     SearchResults,
 )
 from ragserve.setting_groups.answering import Retrieval
+
+if TYPE_CHECKING:
+    from ragserve_index.chunk_changes import ChunkState
 
 
 class RetrieveTimings(RetrievalTimings):
@@ -149,6 +152,17 @@ class ChunkView(BaseModel):
     version: str | None = Field(
         description="What a change of the chunk must name; for keys with the right `ingest`."
     )
+
+    @classmethod
+    def of(cls, state: ChunkState, *, edits: bool) -> ChunkView:
+        """The chunk for those who may change it (``edits``), or for those who only read."""
+        fields = {name: getattr(state.chunk, name) for name in cls.model_fields if hasattr(state.chunk, name)}
+        return cls(
+            **{**fields, "chunk_id": state.chunk.chunk_id or None},
+            disabled=state.disabled,
+            original=state.original if edits else None,
+            version=state.version if edits else None,
+        )
 
 
 class ChunkList(BaseModel):

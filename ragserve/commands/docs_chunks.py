@@ -169,23 +169,6 @@ def _excerpt(text: str) -> str:
 
 
 def _plain(state: ChunkState) -> dict[str, Any]:
-    names = (
-        "ordinal",
-        "text",
-        "start",
-        "end",
-        "header_chars",
-        "page",
-        "first_page",
-        "page_kind",
-        "page_name",
-    )
-    return {
-        "chunk_id": state.chunk.chunk_id or None,
-        **{name: getattr(state.chunk, name) for name in names},
-        "n_tokens": state.chunk.n_tokens,
-        "edited": state.chunk.edited,
-        "disabled": state.disabled,
-        "original": state.original,
-        "version": state.version,
-    }
+    from ragserve.api.views import ChunkView
+
+    return ChunkView.of(state, edits=True).model_dump(exclude={"doc_id"})

@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from ragserve.ingest.parsing.parse_process import ParsedFile
     from ragserve_index.types import Chunk
 
-_NAMES = (
-    *("ordinal", "text", "start", "end", "header_chars", "page", "first_page", "page_kind", "page_name"),
-    "n_tokens",
-)
-
 
 def show_preview(settings: Settings, inputs: Sequence[str], as_json: bool) -> None:
     """Print the chunks of files. Exits with 3 if one cannot be read, which is said with the reason."""
@@ -72,7 +67,9 @@ def _print(parsed: ParsedFile, chunks: Sequence[Chunk]) -> None:
 
 
 def _plain(parsed: ParsedFile, chunks: Sequence[Chunk]) -> dict[str, Any]:
+    from ragserve.api.views import PreviewedChunk
+
     plain = asdict(parsed)
     own = {name: plain[name] for name in ("filename", "mime", "size", "metadata", "note")}
-    shown_chunks = [{name: getattr(chunk, name) for name in _NAMES} for chunk in chunks]
+    shown_chunks = [PreviewedChunk.model_validate(chunk).model_dump() for chunk in chunks]
     return {**own, "title": chunks[0].title, "chunks": shown_chunks}
