@@ -90,7 +90,7 @@ async def rate(
             "rating": body.rating,
             "documents": body.documents
             if alone
-            else await asyncio.to_thread(_those_in, svc.store.seen_by(caller.who.viewer), name, body),
+            else await asyncio.to_thread(_those_in, svc.store, name, body),
         }
         svc.feedback.note(name, body.query, now, caller.who.viewer, asked=names, **record)
         rows.append(as_row({**record, "question": body.query, "time": said_at(now)}, name))

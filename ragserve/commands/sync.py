@@ -135,10 +135,7 @@ def rm(
     """Take a source off the list. Its documents stay: `ragserve docs rm` removes them."""
     from ragserve.ingest.sync_list import SyncList
 
-    gone = (
-        namespace,
-        source if source.startswith(("http://", "https://")) else _normal(source, exists=False),
-    )
+    gone = (namespace, _normal(source, exists=False))
 
     def change(sources: list[SyncSource]) -> list[SyncSource]:
         left = [each for each in sources if _key(each) not in (gone, (namespace, source))]
