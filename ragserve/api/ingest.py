@@ -220,8 +220,8 @@ def form_name(name: str) -> str:
 async def jobs(page: Annotated[JobsPage, Query()], svc: Svc, caller: Caller) -> dict[str, Any]:
     """List ingestions and warm-ups, of the server and of `ragserve ingest` alike. Where a namespace has
     documents that the API key does not see, the key's own alone."""
-    seen = await asyncio.to_thread(svc.seen_jobs, caller)
-    return {"jobs": await asyncio.to_thread(seen.listed, page.namespace, page.state, page.limit)}
+    listed = svc.seen_jobs(caller).listed
+    return {"jobs": await asyncio.to_thread(listed, page.namespace, page.state, page.limit)}
 
 
 @router.get(
@@ -232,7 +232,7 @@ async def jobs(page: Annotated[JobsPage, Query()], svc: Svc, caller: Caller) -> 
 )
 async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc, caller: Caller) -> dict[str, Any]:
     """Show the job's state and the outcome of each of its sources, with the reason."""
-    seen = await asyncio.to_thread(svc.seen_jobs, caller)
+    seen = svc.seen_jobs(caller)
     found = await asyncio.to_thread(seen.get, job_id)
     caller.namespace = found.namespace
     items = await asyncio.to_thread(seen.items, found, page.state)
@@ -255,7 +255,7 @@ async def job(job_id: JobId, page: Annotated[ItemsPage, Query()], svc: Svc, call
 )
 async def cancel(job_id: JobId, svc: Svc, caller: Caller) -> Job:
     """Stop a job. What is already indexed or warmed stays; a job that has ended is unchanged."""
-    found = await asyncio.to_thread(lambda: svc.seen_jobs(caller).get(job_id))
+    found = await asyncio.to_thread(svc.seen_jobs(caller).get, job_id)
     caller.require("ingest", found.namespace)
     await asyncio.to_thread(svc.ingestor.jobs.request_cancel, job_id)
     return await asyncio.to_thread(svc.ingestor.jobs.get, job_id)

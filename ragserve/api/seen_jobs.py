@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ragserve.ingest.jobs.submitter import Submitter, labels_of
@@ -22,7 +23,7 @@ class SeenJobs:
     def __init__(self, jobs: JobStore, store: IndexStore, who: Principal) -> None:
         """``store``: as the caller sees it."""
         self._jobs, self._store, self._who = jobs, store, who
-        self._there = frozenset(store.made_at())
+        self._hiding: dict[str, bool] = {}
 
     def get(self, job_id: str) -> Job:
         """Raises NotFound, alike for one of others and for one that never was."""
@@ -35,9 +36,13 @@ class SeenJobs:
         """Up to ``limit`` jobs (of a namespace, in a state), newest first."""
         if self._who.is_admin:
             return self._jobs.list(namespace, state, limit)
-        within = self._who.patterns
-        found = (job for job in self._jobs.list(namespace, state, _ALL, within=within) if self._sees(job))
-        return [job for _, job in zip(range(limit), found, strict=False)]
+        most = limit
+        while True:
+            jobs = self._jobs.list(namespace, state, most, within=self._who.patterns)
+            found = [job for job in jobs if self._sees(job)]
+            if len(found) >= limit or len(jobs) < most:
+                return found[:limit]
+            most *= 8  # each job is a query of its own
 
     def unfinished(self) -> list[Job]:
         """All that are queued or running."""
@@ -46,7 +51,7 @@ class SeenJobs:
     def items(self, job: Job, state: str | None) -> list[JobItem]:
         """A job's items (in a state), without those of documents that are hidden from the caller."""
         items = self._jobs.items(job.job_id, state)
-        if job.namespace not in self._there or not self._store.hides(job.namespace):
+        if not self._hides(job.namespace):
             return items
         hidden = self._store.hidden(job.namespace, [item.source for item in items])
         return [item for item in items if item.source not in hidden]
@@ -58,5 +63,14 @@ class SeenJobs:
             return False
         if Submitter.of(job).owner == self._who.owner:
             return True
-        hides = job.namespace in self._there and self._store.hides(job.namespace)
-        return self._who.viewer.holds(labels_of(job)) and not hides
+        return self._who.viewer.holds(labels_of(job)) and not self._hides(job.namespace)
+
+    def _hides(self, namespace: str) -> bool:
+        """Whether a namespace hides documents from the caller: never one that is gone."""
+        if namespace not in self._hiding:
+            self._hiding[namespace] = self._store.hides(namespace) and namespace in self._there
+        return self._hiding[namespace]
+
+    @cached_property
+    def _there(self) -> frozenset[str]:
+        return frozenset(self._store.made_at())
