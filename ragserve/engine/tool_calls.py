@@ -79,27 +79,27 @@ class ToolFormat:
         Raises ValueError where the parser has no such grammar."""
         from sglang.utils import convert_json_schema_to_str
 
-        calls = None
+        parser, calls = self._parser(tools), None
         if choice != "auto" or schema is not None:
-            calls = self._calls(tools, choice, parallel=parallel)
+            calls = self._calls(parser, tools, choice, parallel=parallel)
         if choice == "auto" and schema is not None:
             if calls is None:
                 raise ValueError(f"calls as {self.parser} writes them cannot stand beside a response_format")
             calls = {"type": "or", "elements": [_json(json.loads(schema)), calls]}
         if calls is not None:
             return {"structural_tag": json.dumps({"type": "structural_tag", "format": calls})}
-        found = self._parser(tools).get_structure_constraint(_choice(choice), parallel_tool_calls=parallel)
+        found = parser.get_structure_constraint(_choice(choice), parallel_tool_calls=parallel)
         if found is None:
             return {}
         kind, value = found
         whole = value.model_dump(by_alias=True) if hasattr(value, "model_dump") else value
         return {kind: convert_json_schema_to_str(whole)}
 
-    def _calls(self, tools: Tools, choice: str, *, parallel: bool) -> dict[str, Any] | None:
+    def _calls(self, parser: Any, tools: Tools, choice: str, *, parallel: bool) -> dict[str, Any] | None:
         """The format of a structural tag of calls and nothing else; None if the parser has none."""
-        detector = self._parser(tools).detector
+        detector = parser.detector
         asked = _choice("required" if choice == "auto" else choice)
-        native = detector.get_structural_tag(_tools(tools), asked, parallel_tool_calls=parallel)
+        native = detector.get_structural_tag(parser.tools, asked, parallel_tool_calls=parallel)
         if native is not None:
             calls = dict(native.model_dump()["format"])
             if "stop_after_first" in calls:
@@ -150,12 +150,14 @@ class ToolFormat:
         """Name a call: nine letters and digits, which the strictest templates take, or as the model does."""
         if self.parser == "kimi_k2":
             return f"functions.{name}:{number}"
-        return f"{name}:{number}" if self.parser == "kimi_k3" else uuid.uuid4().hex[:9]
+        return uuid.uuid4().hex[:9]
 
     def _parser(self, tools: Tools) -> Any:
+        from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-        return FunctionCallParser(_tools(tools), self.parser, tokenizer=self._tokenizer)
+        checked = [Tool.model_validate(tool) for tool in tools]
+        return FunctionCallParser(checked, self.parser, tokenizer=self._tokenizer)
 
 
 class CallReader:
@@ -294,12 +296,6 @@ def _detected(tokenizer: Any) -> str | None:
         return "qwen" if re.search(r"<tool_call>(\\n|\n)\{", template) else "hermes"
     older = {"<|python_tag|>": "llama3", "[TOOL_CALLS]": "mistral"}
     return found or next((parser for mark, parser in older.items() if mark in template), None)
-
-
-def _tools(tools: Tools) -> list[Any]:
-    from sglang.srt.entrypoints.openai.protocol import Tool
-
-    return [Tool.model_validate(tool) for tool in tools]
 
 
 def _choice(choice: str) -> Any:

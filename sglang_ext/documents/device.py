@@ -78,7 +78,8 @@ class DeviceDocuments:
             removed += bool(self._tiers.remove(key, namespace)) or key in on_device
         self.on_removed(keys)
         below = set() if self.sessions is None else self.sessions.keys()
-        holding = {exact_key(key) for key in self._known() | below if holds_of(exact_key(key), namespace)}
+        exact = map(exact_key, self._known() | below)
+        holding = {key for key in exact if holds_of(key, namespace)}
         self._drop({prefix_key(namespace), *keys, *holding})
         return removed
 

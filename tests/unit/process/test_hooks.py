@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,22 @@ def test_the_pinned_sglang_is_as_expected() -> None:
 
     assert __version__ in SGLANG_VERSIONS
     assert hooks.check() == []
+
+
+def test_the_folder_of_each_version_has_the_same_names() -> None:
+    names = []
+    for version in SGLANG_VERSIONS:
+        module = importlib.import_module(f"sglang_ext.versions.sglang_{version.replace('.', '_')}")
+        own = {name for name, value in vars(module).items() if _is_own(name, value, module.__name__)}
+        assert own >= {"RELIED_ON", "row_of", "served_by"}
+        names.append(own)
+    assert all(own == names[0] for own in names)
+
+
+def _is_own(name: str, value: Any, module: str) -> bool:
+    return not name.startswith("_") and (
+        (name.isupper() and name != "TYPE_CHECKING") or getattr(value, "__module__", None) == module
+    )
 
 
 def test_each_hook_says_what_would_make_it_needless() -> None:
