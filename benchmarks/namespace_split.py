@@ -64,15 +64,15 @@ def main() -> None:
 def _rows(
     collection: beir.Collection, passages: list[str], vectors: np.ndarray, asked: np.ndarray, lexical: str
 ) -> list[dict[str, Any]]:
-    splits = _splits(passages, vectors)
+    splits, every = _splits(passages, vectors), list(collection.documents)
     with tempfile.TemporaryDirectory() as folder, _lexical_by(lexical), IndexStore(Path(folder)) as store:
-        _fill(store, WHOLE, list(collection.documents), passages, vectors)
+        _fill(store, WHOLE, every, passages, vectors)
         names: dict[str, list[str]] = {}
         for split, parts in splits.items():
             names[split] = [f"{split.replace(' ', '-')}-{part}" for part in range(int(parts.max()) + 1)]
             for part, name in enumerate(names[split]):
                 chosen = np.flatnonzero(parts == part)
-                ids = [list(collection.documents)[i] for i in chosen]
+                ids = [every[i] for i in chosen]
                 _fill(store, name, ids, [passages[i] for i in chosen], vectors[chosen])
         store.save()  # brings the indexes of tantivy up to date
         rows = []

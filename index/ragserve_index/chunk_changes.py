@@ -23,8 +23,6 @@ from ragserve_index.sentence_vectors import SentenceVectors
 from ragserve_index.types import Chunk, Document, NewChunk
 from ragserve_index.viewers import EVERYTHING, Viewer
 
-_ALL = 2**31 - 1
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkState:
@@ -193,17 +191,16 @@ def _no_chunk(doc_id: str, ordinal: int) -> NotFound:
 def _states(
     connection: Connection, ns: registry.Namespace, document: Document, after: int, limit: int | None
 ) -> list[ChunkState]:
-    until = _ALL if limit is None else min(_ALL, after + limit)
     rows = corrections.read(connection, ns.id, [document.doc_id]).get(document.doc_id, [])
     live = {row.ordinal: row for row in rows if row.lost_at is None}
     found = []
-    for chunk in registry.document_chunks(connection, ns, document.doc_id, EVERYTHING, after, until - after):
+    for chunk in registry.document_chunks(connection, ns, document.doc_id, EVERYTHING, after, limit):
         row = live.get(chunk.ordinal)
         original = chunk.text if row is None else row.original
         version = corrections.version_of(original, chunk.text, False)
         found.append(ChunkState(chunk, False, None if original == chunk.text else original, version))
     for row in live.values():
-        if row.disabled and after <= row.ordinal < until:
+        if row.disabled and after <= row.ordinal and (limit is None or row.ordinal < after + limit):
             version = corrections.version_of(row.original, row.text, True)
             chunk = _hidden_chunk(document, row)
             found.append(ChunkState(chunk, True, row.original if row.edited else None, version))

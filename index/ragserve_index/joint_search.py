@@ -102,9 +102,13 @@ class JointSearcher(Searcher):
         cosines = dict(_best(cosines, depth))
         sights = [self._seen(connection, ns, among.viewer) for ns in spaces]
         if texts:
+            selections = [self._select(connection, ns, among) for ns in spaces]
             rankings = []
             for text in texts:
-                found = self._by_words_of_each(connection, spaces, text, depth, among)
+                found = [  # the best of each, by its own statistics
+                    [chunk for chunk, _ in self._by_words(connection, ns, text, depth, selection)]
+                    for ns, selection in zip(spaces, selections, strict=True)
+                ]
                 home |= {chunk: ns for ns, chunks in zip(spaces, found, strict=True) for chunk in chunks}
                 if any(sights):
                     scored = self._seen_bm25(connection, spaces, sights, text, found)
@@ -129,21 +133,6 @@ class JointSearcher(Searcher):
             raise lexical_index_damaged(self._database.name, "it has a chunk that is gone")
         hits = [Hit(rows[one.chunk_id], one.score, one.cosine, one.bm25) for one in ranked]
         return JointResult(hits, {ns.name: ns.version for ns in spaces})
-
-    def _by_words_of_each(
-        self,
-        connection: Connection,
-        spaces: Sequence[registry.Namespace],
-        text: str,
-        depth: int,
-        among: Among,
-    ) -> list[list[int]]:
-        """The best chunks of each namespace, by its own statistics."""
-        found: list[list[int]] = []
-        for ns in spaces:
-            selection = self._select(connection, ns, among)
-            found.append([chunk for chunk, _ in self._by_words(connection, ns, text, depth, selection)])
-        return found
 
     def _joint_bm25(
         self,

@@ -12,7 +12,7 @@ from ragserve_index.attached_documents import attached_to
 from ragserve_index.database import Connection
 from ragserve_index.types import Document
 from ragserve_index.viewers import MAX_LABELS, Viewer, checked_labels
-from ragserve_index.visible import label_sets, sees, to_json, visible
+from ragserve_index.visible import label_sets, sees, stored_labels, to_json, visible
 
 MAX_NAMED = 8 * MAX_LABELS  # to be removed at once
 Change = Callable[[frozenset[str]], Sequence[str]]
@@ -77,12 +77,8 @@ def hidden_ids(connection: Connection, namespace: str, doc_ids: Sequence[str], v
     ns = registry.find_namespace(connection, namespace)
     if ns is None or viewer.labels is None:
         return set()
-    rows = connection.execute(
-        "SELECT doc_id, labels FROM documents"
-        f" WHERE namespace_id = ? AND doc_id IN (SELECT value FROM {connection.dialect.texts} listed)",
-        (ns.id, json.dumps(list(doc_ids))),
-    )
-    return {doc_id for doc_id, labels in rows if not sees(viewer, labels)}
+    stored = stored_labels(connection, ns.id, doc_ids)
+    return {doc_id for doc_id, labels in stored.items() if not sees(viewer, labels)}
 
 
 def set_labels(
@@ -95,13 +91,12 @@ def set_labels(
     """Give documents of a viewer, and what came attached to them, other labels, those that ``change`` makes
     of the old ones, as version ``ns.version + 1`` if any differ. Returns the documents. Raises NotFound and
     changes nothing."""
-    found, differs = [], False
-    attached = [one for one in attached_to(connection, ns, doc_ids) if one not in doc_ids]
-    for doc_id in [*doc_ids, *attached]:
-        if doc_id in attached and not viewer.sees(labels_of(connection, ns, doc_id)):
-            continue
+    found, differs, named = [], False, set(doc_ids)
+    attached = attached_to(connection, ns, doc_ids)
+    stored = stored_labels(connection, ns.id, [*doc_ids, *attached])
+    for doc_id in [*doc_ids, *(one for one in attached if one not in named and sees(viewer, stored[one]))]:
         before = registry.get_document(connection, ns, doc_id, viewer)
-        kept = labels_of(connection, ns, doc_id)
+        kept = frozenset(json.loads(stored[doc_id]))
         labels = checked_labels(change(kept))
         if set(labels) != kept:
             differs = True
@@ -113,11 +108,3 @@ def set_labels(
     if differs:
         registry.commit_version(connection, ns)
     return found[: len(doc_ids)]
-
-
-def labels_of(connection: Connection, ns: registry.Namespace, doc_id: str) -> frozenset[str]:
-    """All labels of a document; none of one that does not exist."""
-    row = connection.execute(
-        "SELECT labels FROM documents WHERE namespace_id = ? AND doc_id = ?", (ns.id, doc_id)
-    ).fetchone()
-    return frozenset(json.loads(row[0])) if row else frozenset()

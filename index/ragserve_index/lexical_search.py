@@ -7,7 +7,7 @@ until they have it, for the rarest words."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -49,14 +49,9 @@ class WordCounts:
         return count
 
 
-def word_counts(
-    connection: Connection, ns: registry.Namespace, given: Sequence[str], counts: WordCounts
-) -> dict[str, int]:
-    """The number of chunks that each word is in; of a text of several words, the rarest."""
-    return {
-        text: min((counts.of(connection, ns, word) for word in distinct_words(text, MAX_WORDS)), default=0)
-        for text in given
-    }
+def word_counts(given: Sequence[str], count: Callable[[str], int]) -> dict[str, int]:
+    """The number of chunks that each word is in, by ``count``; of a text of several words, the rarest."""
+    return {text: min(map(count, distinct_words(text, MAX_WORDS)), default=0) for text in given}
 
 
 def search(

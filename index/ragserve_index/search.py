@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -160,9 +161,10 @@ class Searcher:
         """See :meth:`IndexStore.word_counts`."""
         with self._not_found_if_dropped(namespace), self._database.read() as connection:
             ns = registry.namespace(connection, namespace)
-            if (seen := self._seen(connection, ns, viewer)) is not None:
-                return self._seen_words.counts(connection, seen, words)
-            return lexical_search.word_counts(connection, ns, words, self._counts)
+            seen = self._seen(connection, ns, viewer)
+            if seen is None:
+                return lexical_search.word_counts(words, partial(self._counts.of, connection, ns))
+            return lexical_search.word_counts(words, partial(self._seen_words.of, connection, seen))
 
     @contextmanager
     def _not_found_if_dropped(self, namespace: str) -> Iterator[None]:

@@ -7,7 +7,7 @@ have a word, and by lengths in tokens, whose mean the registry has."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,13 +41,6 @@ class SeenWords:
                 self._counts.clear()
             self._counts[key] = found
         return found
-
-    def counts(self, connection: Connection, sight: SeenChunks, given: Sequence[str]) -> dict[str, int]:
-        """The number of chunks that have each word; of a text of several words, the rarest."""
-        return {
-            text: min((self.of(connection, sight, one) for one in distinct_words(text, MAX_WORDS)), default=0)
-            for text in given
-        }
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ Documents have few different sets of labels. `Viewer` decides about each set, an
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,16 @@ def label_sets(connection: Connection, ns_id: int) -> list[str]:
     return [row[0] for row in connection.execute(_LABEL_SETS, (ns_id,))]
 
 
+def stored_labels(connection: Connection, ns_id: int, doc_ids: Iterable[str]) -> dict[str, str]:
+    """The labels of those of the documents that exist, by doc_id, as they are stored."""
+    rows = connection.execute(
+        "SELECT doc_id, labels FROM documents"
+        f" WHERE namespace_id = ? AND doc_id IN (SELECT value FROM {connection.dialect.texts} listed)",
+        (ns_id, json.dumps(list(doc_ids))),
+    )
+    return dict(rows.fetchall())
+
+
 def visible(connection: Connection, ns_id: int, viewer: Viewer) -> Condition | None:
     """The condition that a document of the namespace is one of the viewer's; None if all are."""
     if viewer.labels is None:
@@ -45,12 +55,8 @@ def visible(connection: Connection, ns_id: int, viewer: Viewer) -> Condition | N
     return f"d.labels IN (SELECT value FROM {connection.dialect.texts} listed)", [json.dumps(seen)]
 
 
-def as_seen(
-    connection: Connection, ns_id: int, info: NamespaceInfo, condition: Condition | None
-) -> NamespaceInfo:
+def as_seen(connection: Connection, ns_id: int, info: NamespaceInfo, condition: Condition) -> NamespaceInfo:
     """The namespace with the numbers of the documents that meet a viewer's condition."""
-    if condition is None:
-        return info
     sql, parameters = condition
     counted = connection.execute(
         "SELECT count(*), CAST(coalesce(sum(d.n_chunks), 0) AS BIGINT),"
@@ -98,12 +104,7 @@ def labels_of_roots(
     if not roots:
         return {}
     ids = {doc_id: root for root in roots for doc_id in document_ids(namespace, root)}
-    rows = connection.execute(
-        "SELECT doc_id, labels FROM documents"
-        f" WHERE namespace_id = ? AND doc_id IN (SELECT value FROM {connection.dialect.texts} listed)",
-        (ns_id, json.dumps(list(ids))),
-    )
-    found = {ids[doc_id]: labels for doc_id, labels in rows}
+    found = {ids[doc_id]: labels for doc_id, labels in stored_labels(connection, ns_id, ids).items()}
     return {item.doc_id: found[item.document.root] for item in batch if item.document.root in found}
 
 

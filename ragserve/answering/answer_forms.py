@@ -96,12 +96,12 @@ class AnswerForms:
 
     async def _tool_format(self) -> ToolFormat:
         async with self._lock:
-            if not await asyncio.to_thread(lambda: self._prompts.offers_tools):
-                raise _no_tools(
-                    "This model's chat template takes no tools, so the model cannot call any.",
-                    "Leave tools out, or serve a model whose template takes them.",
-                )
             if self._format is None:
+                if not await asyncio.to_thread(lambda: self._prompts.offers_tools):
+                    raise _no_tools(
+                        "This model's chat template takes no tools, so the model cannot call any.",
+                        "Leave tools out, or serve a model whose template takes them.",
+                    )
                 self._format = await asyncio.to_thread(ToolFormat.of, self._prompts.tokenizer, self._parser)
         if self._format is None:
             raise _no_tools(

@@ -68,9 +68,8 @@ class HiddenText:
         """A message as OpenAI's API has it; the arguments of its calls are objects where they can be read."""
         sent: dict[str, Any] = {"role": message.role, "content": self.put(message.content)}
         if message.tool_calls:
-            sent["content"] = (
-                sent["content"] if message.content else ""
-            )  # templates ask whether there is some
+            if not message.content:  # templates ask whether there is some
+                sent["content"] = ""
             sent["tool_calls"] = [
                 {
                     "id": self.of(call.id),

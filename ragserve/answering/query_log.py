@@ -54,8 +54,8 @@ class QueryLog(NamespaceLog):
         (``time.time``)."""
         if not query.private:
             question = (search_question(query.question, searched_for) or "").strip()
+            asked = names_of(query.request.namespace)
             for name in namespaces if may_be_shared(query, searched_for) else ():
-                asked = names_of(query.request.namespace)
                 self.note(name, question, began, query.search.viewer, asked=asked)
 
 

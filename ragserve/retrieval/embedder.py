@@ -19,7 +19,7 @@ from ragserve.retrieval.multilingual_e5 import MODEL as MULTILINGUAL_MODEL
 from ragserve.retrieval.multilingual_e5 import NAME as MULTILINGUAL
 from ragserve.retrieval.multilingual_e5 import model_folder
 from ragserve.retrieval.namespace_words import folded
-from ragserve.retrieval.remote_embedder import FORM, PREFIX, RemoteEmbedder, address_of
+from ragserve.retrieval.remote_embedder import FORM, PREFIX, RemoteEmbedder, address_of, unit
 
 if TYPE_CHECKING:
     import numpy as np
@@ -152,7 +152,7 @@ class Embedder:
         if len(vectors) == len(texts):
             return vectors
         starts = np.cumsum([0, *(len(own) for own in windows[:-1])])
-        return _unit(np.add.reduceat(vectors, starts, axis=0))
+        return unit(np.add.reduceat(vectors, starts, axis=0))
 
     def encode_queries(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """Embed questions with the model's query prompt, if it has one; of a question longer than
@@ -215,16 +215,10 @@ class Embedder:
         import numpy as np
 
         vectors = encode(list(texts), prompt=prompt, batch_size=self._batch_size, show_progress_bar=False)
-        return _unit(np.ascontiguousarray(vectors, dtype=np.float32).reshape(len(texts), self.dim))
+        return unit(np.ascontiguousarray(vectors, dtype=np.float32).reshape(len(texts), self.dim))
 
 
 AnyEmbedder = Embedder | RemoteEmbedder
-
-
-def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    import numpy as np
-
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.float32(1e-12))
 
 
 def _load(name: str, device: str) -> Any:

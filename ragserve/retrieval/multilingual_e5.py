@@ -55,12 +55,7 @@ def model_folder() -> Iterator[str]:
     if cached.is_dir():
         yield str(cached)
         return
-    parent: Path | None = cached.parent
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        parent = None
-    with tempfile.TemporaryDirectory(prefix="ragserve-model-", dir=parent) as made:
+    with _workplace(cached.parent) as made:
         folder = Path(made) / "model"
         folder.mkdir()
         write_model(folder)
@@ -70,6 +65,15 @@ def model_folder() -> Iterator[str]:
             yield str(folder)
         else:
             yield str(cached)
+
+
+def _workplace(cache: Path) -> tempfile.TemporaryDirectory[str]:
+    prefix = "ragserve-model-"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix=prefix, dir=cache)
+    except OSError:  # it may be there and not ours to write
+        return tempfile.TemporaryDirectory(prefix=prefix)
 
 
 def write_model(folder: Path) -> None:

@@ -138,7 +138,7 @@ class RemoteEmbedder:
                 found = await self._embedded(self._client, prompted, self._patience)
         except Refused as error:
             raise self._remote.failed(f"refuses a question ({error})") from None
-        return _unit(found)
+        return unit(found)
 
     async def close(self) -> None:
         """Close the connections of ``questions``."""
@@ -148,7 +148,7 @@ class RemoteEmbedder:
     def _blocking(self, texts: Sequence[str], patience: Patience, should_stop: Callable[[], bool]) -> Vectors:
         if not texts:
             return np.empty((0, self.dim), dtype=np.float32)
-        return _unit(run_until(lambda: self._in_batches(texts, patience), should_stop))
+        return unit(run_until(lambda: self._in_batches(texts, patience), should_stop))
 
     async def _in_batches(self, texts: Sequence[str], patience: Patience) -> Vectors:
         room = asyncio.Semaphore(_AT_ONCE)
@@ -191,7 +191,7 @@ class RemoteEmbedder:
         (text,) = texts
         middle = text.rfind(" ", len(text) // 4, len(text) // 2) + 1 or len(text) // 2
         parts = [await self._embedded(client, [half], patience) for half in (text[:middle], text[middle:])]
-        return np.mean([_unit(part) for part in parts], axis=0, dtype=np.float32)
+        return np.mean([unit(part) for part in parts], axis=0, dtype=np.float32)
 
     async def _ask(self, client: httpx.AsyncClient, texts: Sequence[str], patience: Patience) -> Vectors:
         body = {"model": self._model, "input": list(texts)}
@@ -239,6 +239,7 @@ def _row(embedding: Any) -> Any:
     return embedding
 
 
-def _unit(vectors: Vectors) -> Vectors:
+def unit(vectors: Vectors) -> Vectors:
+    """Each vector at length 1."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     return np.asarray(vectors / np.maximum(norms, np.float32(1e-12)), dtype=np.float32)

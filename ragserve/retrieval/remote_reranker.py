@@ -73,7 +73,9 @@ class RemoteReranker:
         return await self.score_texts(question, passage_texts(chunks))
 
     async def score_texts(self, question: str, texts: Sequence[str]) -> list[float]:
-        """Return a score for each text."""
+        """Return a score for each text. Without texts nothing is asked."""
+        if not texts:
+            return []
         if self._client is None:
             self._client = self._remote.client()
         client, room, size = self._client, asyncio.Semaphore(_AT_ONCE), _TEXTS[self._form]

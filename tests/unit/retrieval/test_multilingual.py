@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,23 @@ def test_the_packages_weights_are_embedded_with_by_sentence_transformers(package
     (package / "e5-small-q4.bin").unlink()
     again = Embedder("multilingual-e5-small")  # from the cache
     np.testing.assert_array_equal(again.encode(["船港"]), model.encode(["船港"]))
+
+
+def test_where_the_cache_cannot_be_written_the_model_is_temporary(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (package / "e5-small-q4.bin").write_bytes(packed()[0])
+    cache = tmp_path / "cache" / "ragserve"
+    cache.mkdir(parents=True)
+    made = tempfile.mkdtemp
+
+    def refusing(suffix: str | None = None, prefix: str | None = None, dir: Any = None) -> str:
+        if dir == cache:
+            raise PermissionError(13, "Permission denied", str(cache))
+        return made(suffix, prefix, dir)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refusing)
+    assert Embedder("multilingual").dim == HIDDEN
 
 
 def test_spellings_of_the_multilingual_model_are_one_embedder() -> None:

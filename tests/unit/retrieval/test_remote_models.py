@@ -331,6 +331,21 @@ def test_a_slow_reranker_is_given_up(remote: Remote) -> None:
         scored(remote, remote.url, ["a"], timeout_s=0.2)
 
 
+def test_without_passages_no_reranker_is_asked_and_nothing_is_learned_of_it(remote: Remote) -> None:
+    remote.reply = lambda path, body: PlainTextResponse("no", 403)
+    reranker = RemoteReranker(remote.url, timeout_s=0.5)
+
+    async def score() -> None:
+        for _ in range(2):
+            with pytest.raises(ModelUnavailable):
+                await reranker.score_texts("the old lighthouse", ["a"])
+            assert await reranker.score_texts("the old lighthouse", []) == []
+        await reranker.close()
+
+    asyncio.run(score())
+    assert len(remote.seen) == 1, "it rests after a failure"
+
+
 def test_requests_name_a_remote_reranker_by_its_model() -> None:
     assert public_name("https://host/v1#org/ranker") == "org/ranker"
     assert public_name("https://host") == "remote"
