@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from ragserve.ingest.parsers.attached import MOST
 from ragserve.ingest.parsers.base import joined_notes
 from ragserve.ingest.parsing.parse_process import (
     INTERRUPTED,
@@ -26,7 +27,6 @@ from ragserve_index.attached_documents import ATTACHMENTS, PARENT
 
 Result = tuple[PlannedFile, ParsedFile | Unchanged | Failed]
 
-MOST = 500  # attachments of a file, those of attached messages included
 DEPTH = 3  # messages within messages
 _CHARACTERS = 64 << 20  # of all attachments of a file: they are held until they are written
 _TIMEOUTS = 10  # times the limit of a file for all of its attachments
@@ -38,7 +38,7 @@ class _Budget:
     """What is left for the attachments of one file."""
 
     deadline: float
-    files: int = MOST
+    files: int = MOST  # those of attached messages included
     characters: int = _CHARACTERS
 
     def spent(self) -> str:

@@ -50,7 +50,7 @@ class Previewer:
                 options["chunk_tokens"] = chunk_tokens
             ext = os.path.splitext(filename)[1].lower()
             with ParseProcess(**options) as parser:
-                result = parser.parse(ParseRequest(str(path), filename, ext, salt=""))
+                result = parser.parse(ParseRequest(str(path), filename, ext, salt="", attachments=False))
         finally:
             self._free.release()
         if isinstance(result, Failed | Unchanged):  # never unchanged: no hash is known
@@ -60,7 +60,7 @@ class Previewer:
 
 
 def previewed(parsed: ParsedFile, source: str) -> list[Chunk]:
-    """The chunks as they would be indexed, of chunk_id 0."""
+    """The chunks as they would be indexed, of chunk_id 0, with what the file itself says as metadata."""
     title = shown_title(parsed, source)
     return [
         Chunk(

@@ -15,6 +15,7 @@ from ragserve.ingest.sitemap import is_sitemap, sitemap_urls
 from ragserve.ingest.sources import is_url
 from ragserve_index import JobStore
 from ragserve_index.types import JobItem
+from sglang_ext.wire.joint_names import matches
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def _checked(settings: Settings, namespace: str, url: str) -> str:
 
 def _allowed(settings: Settings, namespace: str) -> Iterator[Address]:
     for pattern, addresses in settings.client_sources.items():
-        if namespace == pattern or (pattern.endswith("*") and namespace.startswith(pattern[:-1])):
+        if matches(namespace, pattern):
             yield from map(parse_address, addresses)
 
 

@@ -8,11 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragserve.errors import TooLarge
-from ragserve.ingest.parsers.base import not_text
-from ragserve.ingest.parsers.sniff import image_ext, never_text
-
-BEGINNING = 4096
-"""Bytes by which a file is known that is never text."""
+from ragserve.ingest.parsers.sniff import BEGINNING, refuse_never_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +75,11 @@ def write_blocks(
         for block in blocks:
             check()
             if not size:
-                refuse_never_text(block[:BEGINNING], name, limits)
+                refuse_never_text(block[:BEGINNING], name, ocr=limits.ocr)
             size += len(block)
             if size > limits.file_bytes:
                 raise too_large(size, limits)
             out.write(block)
-
-
-def refuse_never_text(head: bytes, name: str, limits: Limits) -> None:
-    """Raise ``UnsupportedDocument`` for a file that is never text."""
-    if (what := never_text(head, name)) and not (limits.ocr and image_ext(head)):
-        raise not_text(what)
 
 
 def too_large(size: int, limits: Limits) -> TooLarge:

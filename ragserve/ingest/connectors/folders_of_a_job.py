@@ -48,7 +48,9 @@ class JobFolders:
         self._opened: list[RemoteFolder] = []
         self._files: dict[str, tuple[RemoteFolder, RemoteFile]] = {}
         self._vanished: dict[str, Document] = {}
-        self.given = [given for given in run.job.spec.get("inputs", ()) if is_elsewhere(given)]
+        self._unchanged: set[str] = set()
+        given = filter(is_elsewhere, run.job.spec.get("inputs", ()))
+        self._addresses = list(dict.fromkeys(map(parse_address, given)))  # one may be given in two forms
 
     def close(self) -> None:
         """Close all folders."""
@@ -61,19 +63,19 @@ class JobFolders:
         ``is_current(document, version)`` tells whether a document was made of this version of its file.
         Unchanged files are counted, and become items only in a job that warms them. Raises
         ``Interrupted``."""
-        for given in self.given:
+        for address in self._addresses:
             if self._run.should_stop():
                 raise Interrupted
             try:
-                self._list(parse_address(given), jobs, is_current, record)
+                self._list(address, jobs, is_current, record)
             except Exception as error:  # as with sitemaps: this source's failure
                 if self._run.should_stop():
                     raise Interrupted from error
                 if not isinstance(error, RagserveError):
                     if isinstance(error, OSError):  # this machine's disk
                         raise
-                    log.exception("Listing %r failed", given)
-                self._settle(jobs, str(parse_address(given)), "failed", str(error), record)
+                    log.exception("Listing %s failed", address)
+                self._settle(jobs, str(address), "failed", str(error), record)
 
     def vanished(self) -> list[Document]:
         """Documents of the folders whose listing is complete, and names their files no more."""
@@ -129,7 +131,9 @@ class JobFolders:
     def _count(self, jobs: JobStore, changed: list[str], unchanged: list[str], record: Record) -> None:
         progress, job_id = self._run.progress, self._run.job.job_id
         known = {item.source for item in jobs.items(job_id)}
-        new = [source for source in unchanged if source not in known]
+        counted = known | self._unchanged  # folders may overlap
+        new = [source for source in unchanged if source not in counted]
+        self._unchanged.update(new)
         if self._run.job.spec.get("warm"):
             jobs.add_items(job_id, new)
             record([JobItem(source, "unchanged", None, 0, 0, 0, None) for source in new])

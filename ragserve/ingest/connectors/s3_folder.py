@@ -103,9 +103,8 @@ class S3Folder(RemoteFolder):
 
     def _single(self, key: str) -> dict[str, Any] | None:
         """The object of this key: the first of all that begin with it."""
-        with _explained(self._address):
-            page = self._client.list_objects_v2(Bucket=self._address.bucket, Prefix=key, MaxKeys=1)
-        return next((entry for entry in page.get("Contents", ()) if entry["Key"] == key), None)
+        first = next(self._entries(key, MaxKeys=1), None)
+        return first if first is not None and first["Key"] == key else None
 
 
 def _version(entry: dict[str, Any], size: int | None) -> str:

@@ -13,7 +13,6 @@ from ragserve.ingest.markdown_tables import markdown_table
 from ragserve.ingest.parsers.base import (
     Parsed,
     Raw,
-    joined_notes,
     left_out,
     one_line,
     unreadable,
@@ -48,15 +47,13 @@ class _OldWord:
 
     def parsed(self, tree: Node) -> Parsed:
         sections = tree.get("sections", ())
-        blocks = [*self._furniture(sections)]
+        blocks = list(self._furniture(sections))
         for section in sections:
             blocks += self._blocks(section.get("elements", ()))
         text = without_controls("\n\n".join(blocks))
         title = tree.get("metadata", {}).get("title") or ""
         title = title or next((block.lstrip("# ") for block in blocks if block.startswith("# ")), "")
-        note = joined_notes(
-            left_out({"numbers of list items": self._n_numbered, "comments": self._n_comments}),
-        )
+        note = left_out({"numbers of list items": self._n_numbered, "comments": self._n_comments})
         return Parsed(text, MIME, one_line(title), note=note)
 
     def _furniture(self, sections: Sequence[Node]) -> Iterator[str]:

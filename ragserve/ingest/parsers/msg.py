@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from ragserve.errors import UnsupportedDocument
 from ragserve.ingest.parsers import html, rtf
 from ragserve.ingest.parsers.attached import Attachments
 from ragserve.ingest.parsers.base import (
@@ -37,8 +36,6 @@ def parse(raw: Raw) -> Parsed:
         reading = _Outlook(raw)
         text = reading.message(message, 0)
         title = one_line(message.subject)
-    except UnsupportedDocument:
-        raise
     except (OSError, ValueError, KeyError, IndexError, AttributeError, AssertionError, TypeError) as error:
         raise unreadable(
             "corrupt", f"not readable as an Outlook message: {error} (save it as .eml)"

@@ -143,7 +143,7 @@ class _OpenDocument:
         else:
             self._left_out["hidden passages"] += 1
 
-    def _paragraph(self, node: Any, look: OdfLook, before: str = "") -> Iterator[str]:
+    def _paragraph(self, node: Any, look: OdfLook) -> Iterator[str]:
         own = self._styles.look("paragraph", node.get(f"{TEXT}style-name")).within(look)
         text = self._text(node, own)
         below, self._below = self._below, []
@@ -155,8 +155,8 @@ class _OpenDocument:
                     if self._styles.outline is not None
                     else ""
                 )
-                before = f"{'#' * min(level, 6)} {f'{number} ' if number else ''}"
-            yield before + one_line(text) if before.startswith("#") else before + text
+                text = f"{'#' * min(level, 6)} {f'{number} ' if number else ''}{one_line(text)}"
+            yield text
         yield from below
 
     def _text(self, node: Any, look: OdfLook) -> str:
@@ -180,7 +180,7 @@ class _OpenDocument:
         while stack:
             node, own = stack.pop()
             if isinstance(node, str):
-                add(" ".join(node.split()) if not node.strip() else _collapsed(node), own)
+                add(_collapsed(node), own)
                 continue
             inner = own
             tag = node.tag
@@ -416,6 +416,8 @@ class _OpenDocument:
 def _collapsed(text: str) -> str:
     """White space as ODF has it: runs are one blank; more are ``text:s``."""
     inner = " ".join(text.split())
+    if not inner:
+        return " "
     return f"{' ' if text[0].isspace() else ''}{inner}{' ' if text[-1].isspace() else ''}"
 
 

@@ -106,15 +106,13 @@ class Numbers:
 
     def next(self, style: Any | None, level: int, start: str | None = None) -> str:
         """What stands before an item of ``level``, from 1: ``2.1)``, ``-``; empty for nothing."""
+        if style is None:
+            return "-"
         level = max(1, min(level, _MOST_LEVELS))
-        forms = (
-            {as_int(node.get(f"{TEXT}level")): node for node in style if isinstance(node.tag, str)}
-            if (style is not None)
-            else {}
-        )
+        forms = {as_int(node.get(f"{TEXT}level")): node for node in style if isinstance(node.tag, str)}
         own = forms.get(level)
         if own is None:
-            return "-" if style is None else ""
+            return ""
         if own.tag.endswith("level-style-bullet"):
             return "-"
         first = as_int(start or own.get(f"{TEXT}start-value"), 1)

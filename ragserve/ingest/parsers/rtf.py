@@ -9,7 +9,6 @@ from ragserve.ingest.markdown_tables import markdown_table
 from ragserve.ingest.parsers.base import (
     Parsed,
     Raw,
-    joined_notes,
     left_out,
     one_line,
     unreadable,
@@ -60,7 +59,7 @@ def parse(raw: Raw) -> Parsed:
         }
     )
     shown = without_controls("\n\n".join(blocks))
-    return Parsed(shown, MIME, one_line(_MARKS.sub("", title)), note=joined_notes(note))
+    return Parsed(shown, MIME, one_line(_MARKS.sub("", title)), note=note)
 
 
 def _plain(source: str) -> str:
@@ -127,7 +126,7 @@ class _RichText:
                 cells.append(one_line(_shown(line)).removesuffix(","))
                 line = ""
             elif piece == ROW and in_row:
-                rows = [*(rows or []), cells] if rows is None else rows
+                rows = rows or []
                 rows.append(cells)
                 in_row, line = False, ""
             elif piece == "\n" and in_row:

@@ -58,6 +58,9 @@ _NEVER_TEXT: tuple[tuple[bytes, str], ...] = (
     (b"SQLite format 3\x00", "an SQLite database"),
     (b"\x93NUMPY", "a NumPy array"),
 )
+BEGINNING = 4096
+"""Bytes by which a file is known that is never text."""
+
 # media types, by extension, of files that are never text if they hold NUL bytes
 _NEVER_TEXT_TYPES = ("image/", "audio/", "video/", "font/", "application/octet-stream", "application/x-")
 _MAGIC: tuple[tuple[bytes, str], ...] = ((b"%!PS", "a PostScript file (convert it to PDF)"),)
@@ -93,7 +96,7 @@ _SHEBANGS = {"python": "python", "node": "javascript", "ruby": "ruby", "perl": "
 
 
 def never_text(head: bytes, filename: str) -> str | None:
-    """Name the kind of a file that is never text, such as an image or a program, by its first 4 KiB and its
+    """Name the kind of a file that is never text, such as an image or a program, by its `BEGINNING` and its
     name. Returns None for all others, archives of documents included."""
     for magic, what in _NEVER_TEXT:
         # a text may begin with words; no such file is without a NUL byte near its beginning
@@ -112,6 +115,13 @@ def never_text(head: bytes, filename: str) -> str | None:
     return None
 
 
+def refuse_never_text(head: bytes, filename: str, *, ocr: bool) -> None:
+    """Raise ``UnsupportedDocument`` for a file that is never text, by its first `BEGINNING` bytes and its
+    name; with ``ocr`` not for an image."""
+    if (what := never_text(head, filename)) and not (ocr and image_ext(head)):
+        raise not_text(what)
+
+
 def image_ext(head: bytes) -> str | None:
     """Extension of an image that OCR reads, by its first bytes; None for all other files."""
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
@@ -126,7 +136,7 @@ def detect(raw: Raw, *, ocr: bool = False) -> str:
 
     Nothing is decoded here: the text parsers find out whether bytes without a known signature are text.
     """
-    head = raw.data[:4096]
+    head = raw.data[:BEGINNING]
     if ocr and image_ext(head):
         return "ocr"
     if what := never_text(head, raw.filename):

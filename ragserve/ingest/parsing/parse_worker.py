@@ -161,18 +161,16 @@ def _hash(data: bytes, salt: str) -> str:
 def _read(path: str, max_bytes: int, filename: str | None, *, ocr: bool) -> bytes:
     """Read a regular file; one whose beginning and ``filename`` show that it is never text is refused first,
     except for images with ``ocr``. O_NONBLOCK keeps a named pipe from hanging the open."""
-    from ragserve.ingest.parsers.base import not_text
-    from ragserve.ingest.parsers.sniff import image_ext, never_text
+    from ragserve.ingest.parsers.sniff import BEGINNING, refuse_never_text
 
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
-        head = file.read(4096)
-        wanted = filename is None or (ocr and image_ext(head))
-        if not wanted and (what := never_text(head, filename or "")):
-            raise not_text(what)
+        head = file.read(BEGINNING)
+        if filename is not None:
+            refuse_never_text(head, filename, ocr=ocr)
         data = head + file.read(max_bytes + 1 - len(head))  # the file may grow while it is read
     size = max(status.st_size, len(data))
     if size > max_bytes:

@@ -112,6 +112,12 @@ def test_a_folder_is_ingested_and_only_what_changed_is_read_again(
     assert outcomes(report) == (4, 0, 0, 0), "other metadata makes other documents"
 
 
+def test_folders_that_overlap_count_each_file_once(ingestor: Ingestor, bucket: str) -> None:
+    given = [f"s3://{bucket}/docs/", f"S3://{bucket}/docs", f"s3://{bucket}/docs/deep"]
+    assert outcomes(ingest(ingestor, *given)) == (3, 0, 0, 0)
+    assert outcomes(ingest(ingestor, *given)) == (0, 3, 0, 0)
+
+
 def test_a_vanished_object_is_removed_if_it_came_from_this_folder(
     ingestor: Ingestor, store: IndexStore, s3: S3Server, bucket: str, tmp_path: Path
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import io
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,19 @@ def test_drawn_words_and_mixed_fractions_of_word_are_read() -> None:
         document.add_paragraph()._p.append(parse_xml(formula))
 
     assert parse_raw(Raw(make_docx(build), "a.docx", ".docx")).text == "DRAFT\n\n5 1/2\n\n2 1/2"
+
+
+def test_a_blank_between_two_looks_of_a_text_parts_words() -> None:
+    urn = "urn:oasis:names:tc:opendocument:xmlns"
+    spans = "<t:p><t:span>loud</t:span> <t:span>and</t:span>\n  <t:span>clear</t:span></t:p>"
+    content = (
+        f'<o:document-content xmlns:o="{urn}:office:1.0" xmlns:t="{urn}:text:1.0">'
+        f"<o:body><o:text>{spans}</o:text></o:body></o:document-content>"
+    )
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("content.xml", content)
+    assert parse_raw(Raw(packed.getvalue(), "a.odt", ".odt")).text == "loud and clear"
 
 
 def protected(algorithm: str) -> dict[str, str]:
