@@ -51,6 +51,8 @@ class LabelledStore:
     def hidden(self, namespace: str, names: Iterable[str]) -> set[str]:
         """Those of the ``names``, each a doc_id or a source, that are documents which the viewer does not
         see."""
+        if self._viewer.labels is None:
+            return set()
         ids = {name: (name, *batches.document_ids(namespace, name)) for name in names}
         with self.database.read() as connection:
             found = labelling.hidden_ids(
