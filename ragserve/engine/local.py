@@ -165,7 +165,7 @@ class LocalEngine(ControlledCache):
             arguments["pending"] = answer["pending"]
             await asyncio.sleep(wait)
             wait = min(2 * wait, _NEXT_LOOK_S)
-        return answer
+        return self._documents.counted(answer) if operation == "stat" else answer
 
     async def _ask(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import DumperControlReqInput

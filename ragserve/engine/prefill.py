@@ -63,6 +63,10 @@ class Documents:
         finally:
             self._later.end()
 
+    def counted(self, stat: dict[str, Any]) -> dict[str, Any]:
+        """Figures of the cache, with the number of analyses that wait for an idle moment."""
+        return stat | {"analyses": stat.get("analyses", {}) | {"waiting": len(self._later)}}
+
     async def close(self) -> None:
         """Compute nothing more that nobody waits for."""
         await self._later.close()
