@@ -65,7 +65,9 @@ class Documents:
 
     def counted(self, stat: dict[str, Any]) -> dict[str, Any]:
         """Figures of the cache, with the number of analyses that wait for an idle moment."""
-        return stat | {"analyses": stat.get("analyses", {}) | {"waiting": len(self._later)}}
+        if "analyses" not in stat:
+            return stat
+        return stat | {"analyses": stat["analyses"] | {"waiting": len(self._later)}}
 
     async def close(self) -> None:
         """Compute nothing more that nobody waits for."""

@@ -17,7 +17,7 @@ name = "/tmp/ragserve-test-launch"
 loky.register(name, "file")
 child = subprocess.Popen(["sleep", "600"])
 _end_children()
-print(child.wait(30))
+print(child.wait(240))
 loky.unregister(name, "file")
 """
 
