@@ -232,7 +232,7 @@ def test_a_worker_s_commands_see_whether_it_is_ready_and_drain_it(tmp_path: Path
         fields = {"rid": "r", "input_ids": [5, 6], "sampling_params": {}, "stream": True}
         with (
             httpx.Client(base_url=worker.url, headers={"Authorization": f"Bearer {KEY}"}) as client,
-            client.stream("POST", "/generate", json=fields, timeout=60) as answer,
+            client.stream("POST", "/generate", json=fields, timeout=240) as answer,
         ):
             stopping = started(container["lifecycle"]["preStop"])
             eventually(lambda: client.get("/worker").json()["draining"], "the drain")
