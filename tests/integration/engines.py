@@ -73,8 +73,9 @@ class Server:
     def is_answering(self) -> bool:
         """Whether a query is being answered, or its client has left and that is not noticed yet."""
         lines = self.client.get("/metrics").text.splitlines()
-        (said,) = [line for line in lines if line.startswith("ragserve_queries_in_flight")]
-        return float(said.rpartition(" ")[2]) > 0
+        found = [float(line.split()[-1]) for line in lines if line.startswith("ragserve_queries_in_flight")]
+        assert found, "it is among the metrics"
+        return sum(found) > 0
 
     def analysed(self) -> None:
         """Wait for what an idle server computes: the analyses of documents that questions did without. Until

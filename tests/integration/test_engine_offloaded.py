@@ -147,7 +147,8 @@ def test_requests_are_offloaded_by_themselves_when_others_wait_and_more_run_at_o
             got = list(pool.map(ask, prompts))
         assert got[0][0][-n_new:] == result(alone).ids
         at_once = max(sum(first <= at <= last for _, _, first, last in got) for _, _, at, _ in got)
-        client.delete("/rag/cache").raise_for_status()
+        if at_once <= 6:
+            client.delete("/rag/cache").raise_for_status()
     assert sum(said.offloaded_steps > 0 for _, said, _, _ in got) > 2
     verify(client)
 

@@ -361,10 +361,10 @@ def test_a_client_that_leaves_in_a_later_turn_leaves_nothing_behind(
 
 @pytest.mark.parametrize("stage", ["admission", "question", "recompute", "forward"])
 def test_a_stage_that_fails_in_a_later_turn_takes_nothing_with_it(stress_server: Server, stage: str) -> None:
-    stress_server.analysed()  # or an analysis might meet the fault
+    analysed(stress_server, "sessions-faults")
+    stress_server.analysed()  # or the analysis of another test's document might meet the fault
     talk = Talk(stress_server, "sessions-faults", **SENTENCES)
     talk.turn(0)
-    stress_server.analysed()
     control(stress_server, "fault", stage=stage)
     failed = stress_server.client.post("/rag/query", json=talk.body(1))
     assert failed.status_code == httpx.codes.BAD_GATEWAY, failed.text

@@ -29,8 +29,8 @@ class QuickEmbedder(WordEmbedder):
 
 class _SlowEmbedder(QuickEmbedder):
     """Takes its time, as a model does. Where there is a file `HELD` in the working directory, it gets small
-    batches and waits after the first ones, which are written meanwhile, until the file is gone: a test can end
-    the run before its last batch."""
+    batches and waits after the first ones, which are written meanwhile, until the file is gone: so a test can
+    end the run before its last batch."""
 
     def __init__(self) -> None:
         super().__init__()
