@@ -24,6 +24,7 @@ from ragserve.best_passages import NOT_COMPOSED
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile
+from ragserve.profiles.in_use import Recorded
 from ragserve.retrieval.embedder import public_embedder
 from ragserve.retrieval.remote_reranker import public_name
 from ragserve.strategy_spec import parse, without_passages
@@ -87,6 +88,9 @@ class Figures:
     margin: float | None = None
     different: float | None = None
     retriever: str = ""
+    unsupported: float | None = None
+    ttft_ms: float | None = None
+    full_ttft_ms: float | None = None
 
     @property
     def full_f1(self) -> float | None:
@@ -294,12 +298,12 @@ class Gate:
         own = [entries[label].sets.get(name) for label in self.verified(namespace)]
         return [each.margin for each in own if each is not None and each.margin is not None]
 
-    def different(self, label: str, namespace: str) -> tuple[float, int] | None:
-        """The share of answers that differed from full's when a strategy was verified in a namespace, and of
-        how many; None where that was not measured."""
+    def recorded(self, label: str, namespace: str) -> Recorded:
+        """How often answers differed from full's, and were unsupported, when a strategy was verified in a
+        namespace."""
         entry = self.entries(namespace).get(label)
         own = None if entry is None else entry.sets.get(set_of(namespace))
-        return None if own is None or own.different is None else (own.different / 100, own.n)
+        return Recorded() if own is None else Recorded.of(own.n, own.different, own.unsupported)
 
     def namespaces(self) -> list[str]:
         """The namespaces that have records of their own."""

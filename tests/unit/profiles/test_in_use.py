@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from ragserve.profiles.in_use import InUse, InUseRecord, clear, recorded_rate
+from ragserve.profiles.in_use import InUse, InUseRecord, Recorded, clear, recorded_rate
+
+TENTH = Recorded((0.1, 350))
 
 
 def after(*answers: bool, recorded: tuple[float, int] | None = (0.1, 350)) -> InUse:
     found = InUse("float32")
     for different in answers:
-        found = found.with_answer(different, recorded)
+        found = found.with_answer(different, recorded=Recorded(recorded))
     return found
 
 
@@ -36,14 +38,14 @@ def test_a_higher_rate_takes_a_strategy_out(rate: float, within: int) -> None:
     draw = random.Random(0)
     found = after(*[number % 10 == 0 for number in range(500)])
     for _ in range(within):
-        found = found.with_answer(draw.random() < rate, (0.1, 350))
+        found = found.with_answer(draw.random() < rate, recorded=TENTH)
     assert found.out
-    assert found.with_answer(False, (0.1, 350)).out, "until it is cleared"
+    assert found.with_answer(False, recorded=TENTH).out, "until it is cleared"
 
 
 def test_a_new_recorded_rate_begins_anew() -> None:
     found = after(*[True] * 5)
-    again = found.with_answer(False, (0.5, 350))
+    again = found.with_answer(False, recorded=Recorded((0.5, 350)))
     assert max(again.statistics) < 1.0 < max(found.statistics)
     assert recorded_rate(0.0, 10_000) == 0.02, "no single answer shows a change"
 
