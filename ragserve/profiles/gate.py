@@ -65,7 +65,8 @@ class Figures:
     By references (`ragserve.verification.question_probes`), in a namespace: ``score`` in percent over
     ``references`` probes, its difference from full in points, and the ``margin``, the smallest loss in points
     that is excluded at 95 %, below 0 where a gain is shown; ``different``: percent of the answers that differ
-    from full's; ``retriever``: what brought the passages. Earlier versions have none of these."""
+    from full's, ``unsupported`` of those that stand in no passage though full's do; ``retriever``: what
+    brought the passages. Earlier versions have none of these."""
 
     n: int
     f1: float | None
@@ -89,8 +90,6 @@ class Figures:
     different: float | None = None
     retriever: str = ""
     unsupported: float | None = None
-    ttft_ms: float | None = None
-    full_ttft_ms: float | None = None
 
     @property
     def full_f1(self) -> float | None:
