@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,15 @@ FILE_NAME = "ragserve-in-use.json"
 VERSION = 2
 ALARM = 20_000.0
 UNKNOWN = (0.1, 100)  # the rate recorded, and over how many answers, where it was not measured
-_LOWEST, _HIGHEST = 0.02, 0.9  # of rates: no single answer may show a change
-_UNSUPPORTED = 0.25  # weight of unsupported answers, most of which differ as well
+LOWEST, _HIGHEST = 0.02, 0.9  # of rates: no single answer may show a change
+UNSUPPORTED = 0.25  # weight of unsupported answers, most of which differ as well
 
 
 def recorded_rate(different: float, answers: int) -> float:
     """The rate to hold answers in use against: the share that differed of so many, and half its standard
     error, as it is an estimate."""
     share = (different * answers + 1) / (answers + 2)
-    return min(max(share + 0.5 * math.sqrt(share * (1 - share) / (answers + 2)), _LOWEST), _HIGHEST)
+    return min(max(share + 0.5 * math.sqrt(share * (1 - share) / (answers + 2)), LOWEST), _HIGHEST)
 
 
 def higher_rates(rate: float) -> tuple[float, ...]:
@@ -86,18 +86,24 @@ class InUse:
         own_rate, own = _moved(
             self.unsupported_rate, self.unsupported_statistics, recorded.unsupported, unsupported
         )
-        risen = (1 - _UNSUPPORTED) * math.fsum(found) / len(found) + _UNSUPPORTED * math.fsum(own) / len(own)
-        return InUse(
+        after = InUse(
             self.engine,
             rate,
             found,
             self.compared + 1,
             self.different + bool(different),
-            self.out or risen >= ALARM,
+            self.out,
             own_rate,
             own,
             self.unsupported + bool(unsupported),
         )
+        return replace(after, out=self.out or after.risen >= ALARM)
+
+    @property
+    def risen(self) -> float:
+        """The statistic of both kinds."""
+        each = [_mean(self.statistics), _mean(self.unsupported_statistics)]
+        return (1 - UNSUPPORTED) * each[0] + UNSUPPORTED * each[1]
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -114,6 +120,10 @@ class InUse:
 
     def _percent(self, count: int) -> float:
         return round(100 * count / self.compared, 2) if self.compared else 0.0
+
+
+def _mean(values: tuple[float, ...]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
 
 
 def _moved(
