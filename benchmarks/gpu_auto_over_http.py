@@ -46,8 +46,8 @@ RIVALS = (1, 3, 5, 10)
 POOL_TOKENS = 300_000
 WARM_S = 3600.0  # at most, until the documents' KV is stored
 NOTE = (
-    "F1 of whole answers, percent; vs before: points, with the standard error of the paired difference. ttft: "
-    "milliseconds from the request to the first piece of the answer, at the client, median and 90th "
+    "F1 of whole answers, percent; vs before: points, with the standard error of the paired difference. "
+    "ttft: milliseconds from the request to the first piece of the answer, at the client, median and 90th "
     "percentile. read: document tokens in the prompt, computed: of these anew, means."
 )
 Row = dict[str, Any]

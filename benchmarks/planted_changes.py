@@ -13,7 +13,7 @@ a change:
 * ``replaced``: OTHER's questions over OTHER's documents;
 * ``none``: more of CALM, from its beginning.
 
-Rows are kept in OUT_DIR: the same command goes on. Needs SGLang; runs on CPU, two short prompts a question."""
+Rows are kept in OUT_DIR: the same command goes on. Needs SGLang; CPU will do: two prompts a question."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import itertools
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,8 @@ from ragserve_index import IndexStore
 NAMESPACE = "planted"
 CHANGES = ("broken", "replaced", "none")
 NOTE = (
-    "different, unsupported: percent of the answers compared in this phase; recorded: as the record has them, "
-    "with half a standard error. left after: compared answers since the change until auto no longer takes the "
+    "different, unsupported: percent of the answers compared in this phase; recorded: as the record has them, with "
+    "half a standard error. left after: compared answers since the change until auto no longer takes the "
     "strategy; None: not within this phase."
 )
 
@@ -123,7 +123,9 @@ async def work(given: argparse.Namespace, engine: LocalEngine, settings: Setting
     planted.verify(replace(blank, margin=0.0, score=100.0))
     await planted.compared("base", iter(calm), given.base, planted.spec)
     base = planted.found("base")
-    shares = {name: 100 * getattr(base, name) / max(1, base.compared) for name in ("different", "unsupported")}
+    shares = {
+        name: 100 * getattr(base, name) / max(1, base.compared) for name in ("different", "unsupported")
+    }
     planted.verify(replace(blank, n=base.compared, margin=0.0, score=100.0, **shares))
     if base.compared >= given.base:
         rest = itertools.cycle(calm[given.base :] or calm)

@@ -246,9 +246,7 @@ class Comparison:
             if ids not in asked.exact:
                 asked.exact[ids] = await first_token(self._engine, request)
             own = timed = asked.exact[ids]
-        alone = await asyncio.to_thread(
-            unsupported, self._builder.words, asked.request, full.text, own.text
-        )
+        alone = await asyncio.to_thread(unsupported, self._builder.words, asked.request, full.text, own.text)
         use = context_use(spec.name, laid.prompt, timed.last, laid.prompt.documents_kept)
         reference = question.references
         return row | {

@@ -128,7 +128,9 @@ def test_a_strategy_that_differs_leaves_auto_in_its_namespace_and_says_so_withou
 def test_what_stands_in_no_passage_is_counted(store: IndexStore, tmp_path: Path) -> None:
     watched = Watched(store, tmp_path, IdleEngine(wrong=["concat"]))
     text = "The tower of d1 by the sea is all made of granitework."
-    prompt = watched.prompts.build("What is it made of?", [PromptDocument("", "", text)], max_prompt_tokens=4096)
+    prompt = watched.prompts.build(
+        "What is it made of?", [PromptDocument("", "", text)], max_prompt_tokens=4096
+    )
     full = replace(WHOLE, input_ids=prompt.input_ids, spans=prompt.spans)
     watched.watch.answered(CONCAT, replace(full, strategy="concat"), full, watched.version)
     watched.answered()  # its passages have neither answer
