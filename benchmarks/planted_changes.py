@@ -48,8 +48,8 @@ from ragserve_index import IndexStore
 NAMESPACE = "planted"
 CHANGES = ("broken", "replaced", "none")
 NOTE = (
-    "different, unsupported: percent of the answers compared in this phase; recorded: as the record has them, with "
-    "half a standard error. left after: compared answers since the change until auto no longer takes the "
+    "different, unsupported: percent of the answers compared in this phase; recorded: as the record has "
+    "them, with half a standard error. left after: compared answers since the change until auto no longer takes the "
     "strategy; None: not within this phase."
 )
 
