@@ -49,8 +49,8 @@ NAMESPACE = "planted"
 CHANGES = ("broken", "replaced", "none")
 NOTE = (
     "different, unsupported: percent of the answers compared in this phase; recorded: as the record has "
-    "them, with half a standard error. left after: compared answers since the change until auto no longer takes the "
-    "strategy; None: not within this phase."
+    "them, with half a standard error. left after: compared answers since the change until auto no longer "
+    "takes the strategy; None: not within this phase."
 )
 
 
