@@ -23,7 +23,7 @@ from ragserve.profiles.in_use import (
     LOWEST,
     UNSUPPORTED,
     InUse,
-    Recorded,
+    RecordedRates,
     higher_rates,
     recorded_rate,
 )
@@ -62,7 +62,7 @@ def risen(differ: Bools, alone: Bools, recorded: Floats, alone_recorded: Floats)
     return (1 - UNSUPPORTED) * both[0] + UNSUPPORTED * both[1]
 
 
-def checked(differ: Bools, alone: Bools, recorded: Recorded, found: Floats) -> None:
+def checked(differ: Bools, alone: Bools, recorded: RecordedRates, found: Floats) -> None:
     """Raise RuntimeError if the product says something else."""
     one = InUse("e")
     for number, each in enumerate(zip(differ[:300], alone[:300], strict=True)):
@@ -95,7 +95,7 @@ def row(rate: float, probes: int, runs: int, draw: np.random.Generator) -> dict[
         after = drawn(higher, alone, runs, AFTER, draw)
         differ, unsupported = (np.concatenate(each, 1) for each in zip(before, after, strict=True))
         found = risen(differ, unsupported, recorded, alone_recorded)
-        known = Recorded((float(shares[0]), probes), (float(alone_shares[0]), probes))
+        known = RecordedRates((float(shares[0]), probes), (float(alone_shares[0]), probes))
         checked(differ[0], unsupported[0], known, found[0])
         out = found >= ALARM
         soon = ~out[:, :BEFORE].any(1)  # the others had left before

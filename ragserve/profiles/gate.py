@@ -24,7 +24,7 @@ from ragserve.best_passages import NOT_COMPOSED
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile
-from ragserve.profiles.in_use import Recorded
+from ragserve.profiles.in_use import RecordedRates
 from ragserve.retrieval.embedder import public_embedder
 from ragserve.retrieval.remote_reranker import public_name
 from ragserve.strategy_spec import parse, without_passages
@@ -297,12 +297,12 @@ class Gate:
         own = [entries[label].sets.get(name) for label in self.verified(namespace)]
         return [each.margin for each in own if each is not None and each.margin is not None]
 
-    def recorded(self, label: str, namespace: str) -> Recorded:
+    def recorded(self, label: str, namespace: str) -> RecordedRates:
         """How often answers differed from full's, and were unsupported, when a strategy was verified in a
         namespace."""
         entry = self.entries(namespace).get(label)
         own = None if entry is None else entry.sets.get(set_of(namespace))
-        return Recorded() if own is None else Recorded.of(own.n, own.different, own.unsupported)
+        return RecordedRates() if own is None else RecordedRates.of(own.n, own.different, own.unsupported)
 
     def namespaces(self) -> list[str]:
         """The namespaces that have records of their own."""

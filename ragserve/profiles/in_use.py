@@ -49,7 +49,7 @@ def higher_rates(rate: float) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedRates:
     """The shares of answers that differed, and that were unsupported, when a strategy was verified, and of
     how many answers; None where that was not measured."""
 
@@ -57,7 +57,7 @@ class Recorded:
     unsupported: tuple[float, int] | None = None
 
     @classmethod
-    def of(cls, answers: int, different: float | None, unsupported: float | None) -> Recorded:
+    def of(cls, answers: int, different: float | None, unsupported: float | None) -> RecordedRates:
         """Of percentages."""
         shares = (None if each is None else (each / 100, answers) for each in (different, unsupported))
         return cls(*shares)
@@ -79,7 +79,7 @@ class InUse:
     unsupported: int = 0
 
     def with_answer(
-        self, different: bool, unsupported: bool = False, recorded: Recorded = Recorded()
+        self, different: bool, unsupported: bool = False, recorded: RecordedRates = RecordedRates()
     ) -> InUse:
         """Add an answer. What was taken out once stays out; another recorded rate begins anew."""
         rate, found = _moved(self.rate, self.statistics, recorded.different, different)
@@ -180,7 +180,7 @@ class InUseRecord:
         label: str,
         different: bool,
         unsupported: bool = False,
-        recorded: Recorded = Recorded(),
+        recorded: RecordedRates = RecordedRates(),
         *,
         existing: Container[str],
     ) -> InUse:

@@ -50,7 +50,7 @@ class Laid:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class FullAnswered:
     """A question that full has answered. ``led``: its answer with distributions, if it has them; ``exact``:
     answers of exact prefills by their prompts, of which some candidates have the same; ``alone`` as in
     `Comparison.ask`."""
@@ -203,7 +203,7 @@ class Comparison:
             ttft_ms=round(answer.ttft_ms, 3) if alone else None,
             prompt_tokens=len(whole.prompt.input_ids),
         )
-        asked = Asked(question, whole, request, led, answer, alone, {tuple(request.input_ids): answer})
+        asked = FullAnswered(question, whole, request, led, answer, alone, {tuple(request.input_ids): answer})
         for spec in left if usable else ():
             try:
                 row = await self._answered(spec, asked)
@@ -213,7 +213,7 @@ class Comparison:
             ttft = row.pop("ttft_ms")
             self._add(question.id, spec, part=part, ttft_ms=ttft if alone else None, error=None, **row)
 
-    async def _answered(self, spec: StrategySpec, asked: Asked) -> Row:
+    async def _answered(self, spec: StrategySpec, asked: FullAnswered) -> Row:
         """The row of one strategy."""
         question, whole, led, full = asked.question, asked.whole, asked.led, asked.full
         best, options = choice_of(spec.name, spec.options)

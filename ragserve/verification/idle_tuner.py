@@ -392,7 +392,7 @@ class IdleTuner:
         label = one.label
         answered = [row for row in run.rows if not row["error"]]
         projected = verdict(label, answered, margin=run.margin, ended=False)
-        count = projected and projected.needed
+        count = None if projected is None else projected.needed
         hours = 0.0 if count is None else run.pace * (count - figures.references) / 3600
         if count is not None and 3600 * hours > left:
             run.decided[label] = f"not finished: about {count} questions, {hours:.1f} hours here"

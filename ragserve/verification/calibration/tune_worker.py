@@ -195,9 +195,7 @@ async def _tune(
             comparison,
             () if job.questions else drawn(store, job.namespace),
             given(Path(job.questions)) if job.questions else asked(logged),
-            time_left=lambda: (
-                time.time() < (job.compare_until if any_verified else job.compare_longest)
-            ),
+            time_left=lambda: time.time() < (job.compare_until if any_verified else job.compare_longest),
             most=job.most,
             at_once=job.at_once,
             course=following,

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from ragserve.profiles.in_use import InUse, InUseRecord, Recorded, clear, recorded_rate
+from ragserve.profiles.in_use import InUse, InUseRecord, RecordedRates, clear, recorded_rate
 
-TENTH = Recorded((0.1, 350))
+TENTH = RecordedRates((0.1, 350))
 
 
 def after(*answers: bool, recorded: tuple[float, int] | None = (0.1, 350)) -> InUse:
     found = InUse("float32")
     for different in answers:
-        found = found.with_answer(different, recorded=Recorded(recorded))
+        found = found.with_answer(different, recorded=RecordedRates(recorded))
     return found
 
 
@@ -44,7 +44,7 @@ def test_a_higher_rate_takes_a_strategy_out(rate: float, within: int) -> None:
 
 
 def test_unsupported_answers_take_a_strategy_out_where_as_many_differ_as_ever() -> None:
-    recorded = Recorded((0.1, 350), (0.02, 350))
+    recorded = RecordedRates((0.1, 350), (0.02, 350))
     calm = changed = InUse("float32")
     for number in range(1000):
         differs = number % 10 == 0
@@ -67,7 +67,7 @@ def test_what_was_kept_before_unsupported_answers_were_counted_goes_on(tmp_path:
 
 def test_a_new_recorded_rate_begins_anew() -> None:
     found = after(*[True] * 5)
-    again = found.with_answer(False, recorded=Recorded((0.5, 350)))
+    again = found.with_answer(False, recorded=RecordedRates((0.5, 350)))
     assert max(again.statistics) < 1.0 < max(found.statistics)
     assert recorded_rate(0.0, 10_000) == 0.02, "no single answer shows a change"
 
