@@ -23,7 +23,7 @@ from typing import Any
 from ragserve.best_passages import NOT_COMPOSED
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
-from ragserve.profiles.file import ProfileFile
+from ragserve.profiles.file import ProfileFile, changed_at
 from ragserve.profiles.in_use import RecordedRates
 from ragserve.retrieval.embedder import public_embedder
 from ragserve.retrieval.remote_reranker import public_name
@@ -260,7 +260,7 @@ class Gate:
     def entries(self, namespace: str | None = None) -> Mapping[str, Entry]:
         """The records of this model that count in a namespace (None: in one without its own), by strategy. A
         file that cannot be read is logged and ignored."""
-        stamps = tuple(_stamp(place) for place in self._places)
+        stamps = tuple(changed_at(place) for place in self._places)
         if stamps != self._stamps:
             self._stamps = stamps
             self._records = [self._read(place) for place in self._places]  # without a file nothing
@@ -440,10 +440,3 @@ def retriever_of(settings: Settings) -> str:
     }
     known = [f"{name} {value}".strip() for name, value in parts.items() if value]
     return ", ".join([public_embedder(settings.embedder), *known])
-
-
-def _stamp(place: Path) -> int:
-    try:
-        return place.stat().st_mtime_ns
-    except OSError:
-        return 0

@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ragserve.errors import InvalidRequest
-from ragserve.profiles.file import ProfileFile
+from ragserve.profiles.file import ProfileFile, changed_at
 
 log = logging.getLogger(__name__)
 FILE_NAME = "ragserve-in-use.json"
@@ -154,7 +154,7 @@ class InUseRecord:
     def entries(self) -> Mapping[str, Mapping[str, InUse]]:
         """Estimates by namespace and strategy, of engines like this one. A file that cannot be read is logged
         and ignored."""
-        stamp = self._place.stat().st_mtime_ns if self._place.exists() else 0
+        stamp = changed_at(self._place)
         if stamp != self._stamp:
             try:
                 found = _FILE.load(self._place, self._fingerprint) or {}
