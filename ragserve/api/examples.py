@@ -341,11 +341,11 @@ INFO: dict[str, Any] = {
                 "score": 60.4,
                 "score_vs_full": 1.2,
                 "margin": 4.8,
-                "different": 14.2,
                 "kept": 25.1,
                 "recomputed": 25.1,
                 "retriever": "sentence-transformers/all-MiniLM-L6-v2, dense, k 20",
             }
+            | {"ttft_ms": 171.0, "full_ttft_ms": 638.0, "different": 14.2, "unsupported": 1.4}
         ],
         "in_use": [
             {
@@ -356,6 +356,7 @@ INFO: dict[str, Any] = {
                 "recorded": 10.3,
                 "taken_out": False,
             }
+            | {"unsupported": 1.75, "unsupported_recorded": 2.0}
         ],
         "waiting": 1,
         "idle_tuning": {"state": "waiting"},
