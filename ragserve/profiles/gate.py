@@ -64,7 +64,8 @@ class Figures:
     By references (`ragserve.verification.question_probes`), in a namespace: ``score`` in percent over
     ``references`` probes, its difference from full in points, and the ``margin``, the smallest loss in points
     that is excluded at 95 %, below 0 where a gain is shown; ``different``: percent of the answers that differ
-    from full's; ``retriever``: what brought the passages. Earlier versions have none of these."""
+    from full's; ``retriever``: what brought the passages; ``ttft_ms`` and ``full_ttft_ms``: medians to the
+    first token, the strategy's and full's. Earlier versions have none of these."""
 
     n: int
     f1: float | None
@@ -87,6 +88,8 @@ class Figures:
     margin: float | None = None
     different: float | None = None
     retriever: str = ""
+    ttft_ms: float | None = None
+    full_ttft_ms: float | None = None
 
     @property
     def full_f1(self) -> float | None:

@@ -16,7 +16,10 @@ from ragserve.verification.idle_tuner import IdleTuner
 from ragserve.verification.idle_worker import IdleWorker
 
 _SHOWN = 200  # strategies and namespaces in `/info`
-_FIGURES = ("score", "score_vs_full", "margin", "different", "kept", "recomputed", "retriever")
+_FIGURES = (
+    *("score", "score_vs_full", "margin", "different", "kept", "recomputed"),
+    *("ttft_ms", "full_ttft_ms", "retriever"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,10 @@
 // An answer: streamed text with citations, tokens by tier, a bar of stages, and what to do with it.
 
-import { query, send } from "/playground/api.js";
-import { bar, element, placeOf } from "/playground/dom.js";
-import { openSource } from "/playground/source.js";
+import { query, send } from "./api.js";
+import { bar, count, element, ms, once, placeOf, shown } from "./dom.js";
+import { openSource } from "./source.js";
 
 const MARKER = /\[(\d{1,3})\]/;
-const count = (value) => value.toLocaleString("en");
-const ms = (value) => `${value < 10 ? value.toFixed(1) : count(Math.round(value))} ms`;
 
 // The title of an answer that was asked for as ``strategy``: composed only if it was.
 const EXACT = ["prefix", "full", "passages"];
@@ -103,14 +101,11 @@ function offer(parent, body, answer, rates) {
   const said = element("span", undefined, row, { role: "status" });
   const button = (label, act) => {
     const made = element("button", label, undefined, { type: "button" });
-    made.addEventListener("click", async () => {
-      try {
-        said.textContent = await act();
-      } catch (error) {
-        said.textContent = error.message;
-      }
-    });
+    made.addEventListener("click", () => once(made, () => shown(said, async () => {
+      said.textContent = await act(made);
+    })));
     said.before(made);
+    return made;
   };
   button("Copy", async () => {
     await copy(answer.answer);
@@ -118,15 +113,15 @@ function offer(parent, body, answer, rates) {
   });
   if (!rates) return;
   const documents = [...new Set(answer.citations.map((one) => one.doc_id ?? one.source).filter(Boolean))];
-  const rate = (rating) => async () => {
+  const rate = (rating) => async (pressed) => {
     const names = answer.namespace.split("+");
     const where = names.length > 1 ? { namespaces: names } : { namespace: answer.namespace };
     const said = { rating, query: body.query, answer: answer.answer, documents, answer_id: answer.request_id };
     await send("POST", "/rag/feedback", { ...where, ...said });
+    for (const one of thumbs) one.ariaPressed = String(one === pressed); // the last rating counts
     return "Thank you.";
   };
-  button("Good answer", rate("up"));
-  button("Wrong answer", rate("down"));
+  const thumbs = [button("Good answer", rate("up")), button("Wrong answer", rate("down"))];
 }
 
 // The clipboard is for secure origins only: elsewhere the old way.
