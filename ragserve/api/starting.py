@@ -83,7 +83,10 @@ class StartingAnswers:
         error = Unavailable(
             f"Not ready: {self.reason}.", hint="Retry in a moment; see the server's log.", code="not_ready"
         )
-        kind, text = "application/json", json.dumps({"ready": False, "missing": [self.reason], **error.body()})
+        kind, text = (
+            "application/json",
+            json.dumps({"ready": False, "missing": [self.reason], **error.body()}),
+        )
         if browser:
             kind, text = "text/html; charset=utf-8", _PAGE.format(reason=escape(self.reason))
         body = text.encode()

@@ -78,6 +78,7 @@ export function setUp(namespace, changed) {
   }
 
   async function save() {
+    if (fields.disabled) return; // nothing is known of them
     const given = {};
     for (const [name, value] of new FormData(byId("settings"))) {
       if (value !== "") given[name] = ["k", "min_score"].includes(name) ? Number(value) : value;
