@@ -54,9 +54,8 @@ function fill(text, details, answer) {
   }
   text.append(characters.slice(at).join(""));
   const { context, timings, usage, evidence } = answer;
-  if (evidence && !evidence.likely) {
-    element("p", `The documents may not answer this: ${evidence.reason}.`, details, { className: "doubt" });
-  }
+  const doubt = evidence && !evidence.likely ? `The documents may not answer this: ${evidence.reason}.` : "";
+  if (doubt) element("p", doubt, details, { className: "doubt" });
   for (const { original, replacement, read } of answer.searched_for?.corrections ?? []) {
     element("p", `${read ? "Read" : "Searched for"} “${original}” as “${replacement}”.`, details, { className: "notes" });
   }
@@ -82,7 +81,7 @@ function fill(text, details, answer) {
     details,
   );
   for (const note of [context.choice, ...context.notes]) {
-    if (note) element("p", note, details, { className: "notes" });
+    if (note && note !== doubt) element("p", note, details, { className: "notes" });
   }
 }
 

@@ -45,9 +45,22 @@ export function setUp(namespace, limits, ingested) {
     try {
       await follow(await (await call("/rag/ingest", { method: "POST", body: form })).json(), shown);
     } catch (error) {
-      fail(shown.line, error.message);
+      const lost = error.status === 0 && await unreadable(chosen);
+      fail(shown.line, lost ? `${lost.name} cannot be read: it was changed or removed. Choose it again.` : error.message);
     }
   }
+}
+
+// The first file that the browser cannot read any more; undefined if it can read all.
+async function unreadable(files) {
+  for (const file of files) {
+    try {
+      await file.slice(0, 1).arrayBuffer();
+    } catch {
+      return file;
+    }
+  }
+  return undefined;
 }
 
 // Follows the jobs that an earlier visit, or somebody else, has begun.

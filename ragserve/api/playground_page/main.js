@@ -38,8 +38,7 @@ async function open() {
   byId("account").hidden = !user && !hasKey();
   byId("user").textContent = hasKey() ? "Opened with an API key." : `Signed in as ${user}.`;
   byId("sign-out").textContent = hasKey() ? "Forget the key" : "Sign out";
-  byId("about").textContent = `ragserve ${info.versions.ragserve}, ${info.model}`;
-  byId("k").placeholder = info.defaults.k;
+  byId("about").textContent = `ragserve ${info.versions.ragserve}, ${info.model.replace(/^\/.*\//, "")}`;
   byId("k").max = byId("set-k").max = info.limits.max_k;
   byId("not-found").hidden = !info.limits.query_log_bytes;
   byId("strategies").replaceChildren(...["auto", ...info.strategies].map((value) => element("option", undefined, undefined, { value })));

@@ -26,10 +26,9 @@ function said(namespace, own, tuning) {
   const idle = tuning.namespace === namespace
     ? `The idle server is verifying: ${count(tuning.compared)} questions compared, at most ${count(Math.ceil(tuning.seconds_left / 60))} minutes left.`
     : "";
-  const command = `ragserve tune --namespace ${namespace}`;
   if (own.length) return `Measured on questions about these documents; composed answers (auto) use what is verified. ${idle}`;
-  const itself = tuning.state === "off" ? "" : ", and so does an idle server by itself";
-  return `Nothing is measured on these documents yet. ${idle || `${command} measures${itself}.`}`;
+  const itself = tuning.state === "off" ? "" : ", or wait: an idle server does it by itself";
+  return `Nothing is measured on these documents yet. ${idle || `Run ragserve tune --namespace ${namespace}${itself}.`}`;
 }
 
 // Full prefill, which all are measured against: what they say of it.
