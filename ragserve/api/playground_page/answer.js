@@ -148,13 +148,14 @@ export function stages(timings) {
   const parts = [
     ["rewrite", of("rewrite")], ["embed", of("embed")], ["search", of("search")],
     ["rerank", of("rerank")], ["prompt", of("prompt")],
+    ["documents", of("documents")],
     ["queue", rest(of("queue"), "load")], ["load", of("load")], ["compose", of("compose")],
     ["recompute", of("recompute")], ["prefill", rest(of("prefill"), "compose", "recompute")],
   ];
   const known = parts.reduce((sum, [, value]) => sum + value, 0);
   const first = timings.ttft_ms ?? timings.total_ms;
   return [...parts, ["other", Math.max(0, first - known)], ["decode", Math.max(0, timings.total_ms - first)]]
-    .map(([name, value], place) => [name, value, `c${place % 10}`]);
+    .map(([name, value], place) => [name, value, `c${place}`]);
 }
 
 // A sentence about the same question answered exactly and composed.
