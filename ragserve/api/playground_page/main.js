@@ -67,7 +67,10 @@ async function askKey(why) {
   byId("key").focus();
 }
 
-whenLocked(() => askKey(hasKey() ? "This key is wrong, or no longer counts." : info && "Your sign-in has ended."));
+whenLocked(() => {
+  if (hasKey()) askKey("This key is wrong, or no longer counts.");
+  else if (byId("login").hidden) askKey(info && "Your sign-in has ended."); // else other requests were refused, too
+});
 
 // Lists the namespaces again. The choice stays where there is one that is still there.
 async function list(chosen) {

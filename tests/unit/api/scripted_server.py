@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
 import threading
 import time
 import zlib
@@ -245,9 +246,11 @@ def serving(
     *,
     serve_metrics: bool = True,
     load: Callable[[Settings], Any] | None = None,
+    listener: socket.socket | None = None,
     **options: Any,
 ) -> Iterator[Live]:
-    """The app with a scripted engine, until the block ends. ``load``: what loads another embedder."""
+    """The app with a scripted engine, until the block ends. ``load``: what loads another embedder;
+    ``listener``: a bound socket, for those who must know the address before."""
     settings = Settings(data_dir=data_dir, model=str(model), **{"verify_share": 0, **options})
     engine, embedder = ScriptedEngine(model), WordEmbedder()
     seen: list[dict[str, Any]] = []
@@ -258,17 +261,19 @@ def serving(
         serve_metrics=serve_metrics,
         embedder=load or (lambda _: embedder),
     )
-    with running(app) as url:
+    with running(app, listener) as url:
         yield Live(url, app, engine, embedder, settings, seen)
 
 
 @contextmanager
-def running(app: Any) -> Iterator[str]:
-    """Serve the app by uvicorn in a thread, on a free port, until the block ends: its address."""
+def running(app: Any, listener: socket.socket | None = None) -> Iterator[str]:
+    """Serve the app by uvicorn in a thread, on ``listener`` or a free port, until the block ends: its
+    address."""
     server = uvicorn.Server(
         uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=5)
     )
-    thread = threading.Thread(target=server.run, daemon=True)
+    sockets = None if listener is None else [listener]
+    thread = threading.Thread(target=server.run, args=(sockets,), daemon=True)
     thread.start()
     try:
         eventually(lambda: server.started or not thread.is_alive(), "start-up")

@@ -212,8 +212,14 @@ def test_stages_add_up_to_the_total(page: Page, locked: Live) -> None:
         (
             composed,
             {
-                **{"documents": 2, "queue": 1, "load": 3, "compose": 10, "recompute": 20},
-                **{"prefill": 10, "other": 5, "decode": 40},
+                "documents": 2,
+                "queue": 1,
+                "load": 3,
+                "compose": 10,
+                "recompute": 20,
+                "prefill": 10,
+                "other": 5,
+                "decode": 40,
             },
         ),
     ]

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ragserve.engine.ports import hold_port, port_of
 from ragserve.profiles import gate
 from tests.unit.api.browser import Page, browsing
+from tests.unit.api.oidc_provider import CLIENT, SECRET, oidc_provider
 from tests.unit.api.scripted_server import DOCUMENTS, Live, Tenants, eventually, serving
 
 pytestmark = pytest.mark.browser
@@ -263,3 +265,48 @@ def test_a_key_that_no_longer_counts_is_asked_for_again(page: Page, live: Live) 
     assert page.evaluate("document.activeElement.id") == "key"
     page.until("document.getElementById('question').value === 'Who built it?'")
     page.complaints.clear()
+
+
+def test_somebody_signs_in_and_out(page: Page, tmp_path: Path, model_path: Path) -> None:
+    page.evaluate("sessionStorage.clear()")
+    with oidc_provider() as provider, hold_port() as listener:
+        url = f"http://127.0.0.1:{port_of(listener)}"
+        settings = {
+            "oidc_issuer": provider.issuer,
+            "oidc_client_id": CLIENT,
+            "oidc_client_secret": SECRET,
+            "oidc_public_url": url,
+            "oidc_groups": {
+                "staff": {"namespaces": ["docs"], "rights": ["read", "ingest"], "labels": ["board"]}
+            },
+        }
+        with serving(tmp_path, model_path, listener=listener, **settings) as live:
+            live.index("docs", DOCUMENTS)
+            live.index("payroll", DOCUMENTS)
+            bell = live.services.store.documents("docs")[0]
+            live.services.store.set_labels("docs", [bell.doc_id], only=["board"])
+            page.open(f"{url}/playground")
+            page.until("!document.getElementById('sign-in').hidden")
+            page.evaluate("document.querySelector('#sign-in a').click()")
+            page.until("document.getElementById('user')?.textContent === 'Signed in as ada.'")
+            page.until("!main.hidden")
+            assert page.evaluate("location.href") == f"{url}/playground", "no code stays in the address"
+            options = "[...document.getElementById('namespace').options].map((one) => one.value)"
+            assert page.evaluate(options) == ["docs", ""]
+            unfold(page, "listing")
+            page.until("document.querySelectorAll('#documents li').length === 3")
+            assert "for board" in text_of(page, "#documents")
+            page.evaluate("document.querySelector('#documents li button[aria-label^=Delete]').focus()")
+            for _ in range(2):
+                page.press("Enter", 13)
+            page.until("document.getElementById('listed').className === 'error'")
+            assert live.services.store.namespace("docs").n_documents == 3
+            page.complaints.clear()  # the browser's own line about the answer with status 403
+            ask(page, "Who built the lighthouse of Skerryvore?")
+            page.until("document.querySelector('.sources button')")
+            page.evaluate("document.getElementById('sign-out').click()")
+            page.until(f"location.href.startsWith('{provider.issuer}/bye')")
+            page.open(f"{url}/playground")
+            page.until("!document.getElementById('sign-in').hidden")
+            assert page.evaluate("main.hidden")
+            page.complaints.clear()
