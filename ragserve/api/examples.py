@@ -341,7 +341,6 @@ INFO: dict[str, Any] = {
                 "score": 60.4,
                 "score_vs_full": 1.2,
                 "margin": 4.8,
-                "different": 14.2,
                 "kept": 25.1,
                 "recomputed": 25.1,
                 "ttft_ms": 171.0,
