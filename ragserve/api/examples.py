@@ -343,6 +343,8 @@ INFO: dict[str, Any] = {
                 "margin": 4.8,
                 "kept": 25.1,
                 "recomputed": 25.1,
+                "ttft_ms": 171.0,
+                "full_ttft_ms": 642.0,
                 "retriever": "sentence-transformers/all-MiniLM-L6-v2, dense, k 20",
             }
             | {"ttft_ms": 171.0, "full_ttft_ms": 638.0, "different": 14.2, "unsupported": 1.4}
