@@ -7,6 +7,8 @@ import gc
 import os
 import signal
 import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import certifi
@@ -75,6 +77,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("browser"):
                 item.add_marker(pytest.mark.skip(reason="needs Chromium"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _say_version(record_testsuite_property: Callable[[str, object], None]) -> None:
+    """Say in the results (``--junitxml``) of which SGLang they are, for `tests/canary.py`."""
+    record_testsuite_property("sglang", version("sglang"))
 
 
 @pytest.fixture(scope="session")

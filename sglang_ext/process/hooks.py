@@ -50,11 +50,10 @@ _SRT = "sglang.srt"
 _RUNNER = f"{_SRT}.model_executor.model_runner.ModelRunner"
 _GRAPHS = f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _RESULTS = f"{_SRT}.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-_GRAMMAR = "a custom grammar backend that SGLang still wraps for models that reason first"
 _POOL = "a registered KV pool that says its own cell size, on CUDA as on other platforms"
 _STOPS = "stop strings held back by SGLang itself, incomplete characters and all outputs included"
 
-HOOKS = (
+SHARED = (
     Hook(
         f"{_SRT}.managers.schedule_batch.Req.__init__",
         ("self", "rid", "origin_input_text", "origin_input_ids", "sampling_params"),
@@ -156,16 +155,8 @@ HOOKS = (
         until="a batch that brings its output, as the callbacks around a forward pass might return",
     ),
     Hook(
-        *(grammar_masks.NEW, grammar_masks.SIZES, grammar_masks.around_mask_memory, "around"),
-        until=_GRAMMAR,
-    ),
-    Hook(
-        *(grammar_masks.FILL, ("self", "vocab_mask", "idx"), grammar_masks.after_fill, "after"),
-        until=_GRAMMAR,
-    ),
-    Hook(
-        *(grammar_masks.MASK, grammar_masks.MASKED, grammar_masks.around_mask, "around", ("grammar",)),
-        until=_GRAMMAR,
+        *(grammar_masks.FILL, ("self", "vocab_mask", "idx"), grammar_masks.after_fill, "after", ("grammar",)),
+        until="grammars that allow no token end their own request only",
     ),
     Hook(
         f"{_GRAPHS}.capture_one_shape",
@@ -203,13 +194,6 @@ HOOKS = (
         until=_POOL,
     ),
     Hook(pool_hooks.ROWS, ("self", "token_capacity"), pool_hooks.after_rows, "after", until=_POOL),
-    Hook(
-        f"{_SRT}.layers.logprob_processor.get_token_ids_logprobs",
-        ("logprobs", "token_ids_logprobs", "no_copy_to_cpu"),
-        hook_functions.after_token_ids,
-        "after",
-        until="a batch in which not all requests ask for token ids' logprobs does not end the scheduler",
-    ),
     *(
         Hook(
             *(entry, ("self", "recv_req"), hook_functions.around_weights, "around"),
@@ -218,6 +202,9 @@ HOOKS = (
         for entry in weight_updates.ENTRIES
     ),
 )
+"""Hooks that all versions need."""
+HOOKS = (*SHARED, *(Hook(*each, until="the newest version that is served") for each in versions.OWN_HOOKS))
+"""Those of the installed version."""
 
 
 def check() -> list[str]:

@@ -61,10 +61,13 @@ def analysed(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     """The answer by passages that are all analysed: until then another rule chooses what to recompute, and
     each server analyses them when it happens to be idle."""
     deadline = time.monotonic() + 120
-    while any("not fully analysed" in note for note in (answer := asked(server, body))["context"]["notes"]):
-        assert time.monotonic() < deadline, answer["context"]["notes"]
+    while True:
+        answer = asked(server, body)
+        notes = answer["context"]["notes"]
+        if not any("not fully analysed" in note for note in notes):
+            return answer
+        assert time.monotonic() < deadline, notes
         time.sleep(3)
-    return answer
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

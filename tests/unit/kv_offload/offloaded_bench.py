@@ -18,7 +18,9 @@ from sglang_ext.kv_offload.host.host_pages import HostPages
 from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
 from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
 from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.versions import protected_tokens
 from sglang_ext.wire.protocol import OffloadCounts
+from tests.unit import request_shapes
 
 LAYERS, HEADS, DIM, LIMIT = 2, 2, 64, 4
 POOL, PROMPT, TAIL = 60, 20, 3  # pages
@@ -110,10 +112,10 @@ class Bench:
         self.row_before = self.table[1].clone()
         if cached:
             self.tree.cached, self.tree.locks = slots[: cached * self.page], 1
-        self.req: Any = SimpleNamespace(
+        self.req: Any = request_shapes.request(
+            row=1,
+            protected=cached * self.page,
             rid="r",
-            req_pool_idx=1,
-            cache_protected_len=cached * self.page,
             last_node="node" if cached else "root",
             finished=lambda: False,
             to_finish=None,
@@ -159,7 +161,7 @@ class Bench:
     def ended(self, row: OffloadedRow) -> None:
         """Free the request as the tree does, and find everything free."""
         self.rows.release(row)
-        protected, tokens = self.req.cache_protected_len, (PROMPT + TAIL) * self.page
+        protected, tokens = protected_tokens(self.req), (PROMPT + TAIL) * self.page
         slots = self.table[1, protected:tokens].long()
         if row.moved:
             held, tail = self.req.ragserve_resident_blocks
@@ -178,7 +180,7 @@ class Bench:
         somewhere.
         """
         held, end = self.req.ragserve_resident_blocks
-        assert (len(held), end) == (end - self.req.cache_protected_len, PROMPT * self.page)
+        assert (len(held), end) == (end - protected_tokens(self.req), PROMPT * self.page)
         named = self.table[1, : (PROMPT + TAIL) * self.page] // self.page
         assert not {*named.tolist()} & {*self.allocator.pages}, "the request table names no free page"
         own = {*(held // self.page).tolist(), *(self.row_before[end:] // self.page).tolist()} - {0}
