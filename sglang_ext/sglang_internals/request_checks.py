@@ -62,8 +62,8 @@ REFUSED = frozenset(
         *("encoder_urls", "external_trace_header", "http_worker_ipc", "images_config", "lora_id"),
         *("mm_data_mooncake", "mm_hashes", "multi_item_delimiter_indices", "need_wait_for_mm_inputs"),
         *("num_items_assigned", "positional_embed_overrides", "return_indexer_topk", "return_routed_experts"),
-        *("return_sampling_mask", "routed_dp_rank", "routed_experts_start_len", "session_id"),
-        "session_params",
+        *("return_sampling_mask", "routed_dp_rank", "routed_experts_start_len", "sampling_logprobs_mode"),
+        *("session_id", "session_params"),
     }
 )
 """The others of 0.5.17, which a test compares with SGLang's: for a cluster's own traffic, for sessions and

@@ -3,6 +3,9 @@ of the radix cache about one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,3 +108,33 @@ def adder(**fields: Any) -> Any:
 def reserved(adder: Any) -> int:
     """Slots that `versions.reserve_tokens` has taken from an adder."""
     return int(adder.rem_total_token_offset if versions.IS_0_5_17 else adder.memory_budget.total_offset)
+
+
+def cpu_group() -> dict[str, Any]:
+    """The argument of SGLang's objects that older ones take the ranks' group by."""
+    return {"tp_cpu_group": None} if versions.IS_0_5_17 else {}
+
+
+@contextmanager
+def group(group: Any) -> Iterator[None]:
+    """In the block, newer objects of SGLang find this group of ranks."""
+    if versions.IS_0_5_17:
+        yield
+        return
+    from sglang.srt.runtime_context import get_parallel
+
+    with get_parallel().override(tp_group=group):
+        yield
+
+
+def publish(model: Path) -> None:
+    """Let newer objects of SGLang find the settings, and no group of ranks, of a process for this model."""
+    if versions.IS_0_5_17:
+        return
+    from sglang.srt import runtime_context
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(model_path=str(model), device="cpu")
+    ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+    runtime_context.publish(args, role="scheduler", ranks=ranks)
+    runtime_context.get_parallel().override_permanently(tp_group=None)

@@ -51,6 +51,7 @@ def over_rows(tree: Any, slots: torch.Tensor, freed: list[int]) -> None:
     tree.token_to_kv_pool_allocator = SimpleNamespace(
         page_size=tree.page_size,
         free=lambda freed_slots: freed.extend(freed_slots.tolist()),
+        free_segment=lambda part, *, start_pos: freed.extend(part.tolist()),
         free_segments=lambda segments: freed.extend(slot for part, _ in segments for slot in part.tolist()),
     )
 

@@ -13,7 +13,7 @@ from sglang_ext.kv_offload.host_admission import HostAdmission
 from sglang_ext.kv_offload.host_prefix import HostPrefix
 from sglang_ext.kv_offload.host_prefixes import HostPrefixes
 from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
-from sglang_ext.versions import protected_tokens
+from sglang_ext.versions import leave_tree, protected_tokens
 from tests.unit.kv_offload.offloaded_bench import POOL, PROMPT, TAIL, Bench, drawn
 from tests.unit.request_shapes import forget_prefix, prefix_of
 
@@ -47,7 +47,7 @@ def retracted(bench: Bench, row: OffloadedRow) -> HostPrefix:
         held, tail = req.ragserve_resident_blocks
         slots = torch.cat((held, bench.table[1, tail : (PROMPT + TAIL) * bench.page].long()))
     bench.allocator.free(slots)
-    bench.tree.dec_lock_ref(req.last_node)
+    leave_tree(bench.tree, req)
     bench.tree.evict(None)
     assert sorted(bench.allocator.pages) == list(range(1, POOL))
     bench.spoil_free_pages()

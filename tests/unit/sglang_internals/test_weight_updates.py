@@ -9,6 +9,7 @@ import pytest
 
 from sglang_ext.process import hooks
 from sglang_ext.state import current
+from tests.unit import request_shapes
 
 
 def requests() -> dict[str, Any]:
@@ -52,14 +53,10 @@ def sent(monkeypatch: pytest.MonkeyPatch, name: str, req: Any, *, composes: bool
     runtime = SimpleNamespace(composition=object() if composes else None)
     monkeypatch.setattr(current, "runtime", runtime)
     worker = Worker()
-    updater = SchedulerWeightUpdaterManager(
-        tp_worker=worker,
-        draft_worker=None,
-        tp_cpu_group=None,
-        memory_saver_adapter=None,
-        flush_cache=lambda **_: True,
-        is_fully_idle=lambda: True,
-    )
+    given: dict[str, Any] = {"tp_worker": worker, "draft_worker": None, "memory_saver_adapter": None}
+    given |= {"flush_cache": lambda **_: True, "is_fully_idle": lambda: True}
+    with request_shapes.group(SimpleNamespace(cpu_group=None)):
+        updater = SchedulerWeightUpdaterManager(**given | request_shapes.cpu_group())
     original = getattr(SchedulerWeightUpdaterManager, name)
     for hook in hooks.HOOKS:
         if hook.target.endswith(f"SchedulerWeightUpdaterManager.{name}"):
