@@ -38,6 +38,7 @@ from sglang_ext.cpu.torchvision import prepare
 prepare()
 
 from sglang_ext.process import hooks  # noqa: E402  (SGLang imports torchvision)
+from sglang_ext.sglang_internals import weight_updates  # noqa: E402
 
 REPO = Path(__file__).resolve().parents[1]
 ROOMS = ("ragserve", "sglang_ext", "index/ragserve_index", "kernels/ragserve_kernels")
@@ -77,7 +78,7 @@ def main() -> int:
             "",
             "Made by `scripts/canary`.",
             "",
-            f"{_hooked(module)} functions are hooked, {len(hooks.HOOKS)} of the installed version. "
+            f"{len(hooked(module))} functions are hooked, {len(hooks.HOOKS)} of the installed version. "
             f"What differs: `sglang_ext/versions/{module}`.",
             "",
             *section("Gone or moved", gone),
@@ -108,13 +109,15 @@ def relied_on(module: str) -> dict[str, tuple[str, ...]]:
 
 def functions(module: str) -> dict[str, tuple[str, ...]]:
     """All functions that are hooked, overridden or called with a folder of `sglang_ext.versions`."""
-    own = importlib.import_module(f"sglang_ext.versions.{module}").OWN_HOOKS
-    hooked = {hook.target: hook.parameters for hook in hooks.SHARED}
-    return hooked | {target: parameters for target, parameters, *_ in own} | relied_on(module)
+    return hooked(module) | relied_on(module)
 
 
-def _hooked(module: str) -> int:
-    return len(hooks.SHARED) + len(importlib.import_module(f"sglang_ext.versions.{module}").OWN_HOOKS)
+def hooked(module: str) -> dict[str, tuple[str, ...]]:
+    """The hooked functions, and their parameters."""
+    version = importlib.import_module(f"sglang_ext.versions.{module}")
+    own = {target: parameters for target, parameters, *_ in version.OWN_HOOKS}
+    own |= {f"{weight_updates.UPDATER}.{name}": ("self", "recv_req") for name in version.WEIGHT_ENTRIES}
+    return {hook.target: hook.parameters for hook in hooks.SHARED} | own
 
 
 def smoke(version: str, there: Sources, folder: Path) -> Path:

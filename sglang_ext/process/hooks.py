@@ -35,7 +35,7 @@ class Hook:
 
     ``stages``: those of `sglang_ext.stages.stages` that it runs. Empty for a hook within another's stage,
     and for one that runs at the start only, whose error must end the process.
-    ``until``: what SGLang would have to offer for the hook to be needless.
+    ``until``: what SGLang would have to offer for the hook to be needless, and its issue or pull request.
     """
 
     target: str
@@ -46,12 +46,17 @@ class Hook:
     until: str = ""
 
 
+def _weights(entry: str) -> Hook:
+    until = "a setting that refuses changes of the weights"
+    return Hook(entry, ("self", "recv_req"), hook_functions.around_weights, "around", until=until)
+
+
 _SRT = "sglang.srt"
 _RUNNER = f"{_SRT}.model_executor.model_runner.ModelRunner"
 _GRAPHS = f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _RESULTS = f"{_SRT}.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-_POOL = "a registered KV pool that says its own cell size, on CUDA as on other platforms"
-_STOPS = "stop strings held back by SGLang itself, incomplete characters and all outputs included"
+_POOL = "a registered KV pool that says its own cell size, on CUDA as on platforms of plugins (sglang#21388)"
+_STOPS = "stop strings held back in all outputs, incomplete characters included (streams: sglang#11462)"
 
 SHARED = (
     Hook(
@@ -89,7 +94,7 @@ SHARED = (
     Hook(stop_strings.TAIL, ("self", "new_accepted_len"), stop_strings.around_tail, "around", until=_STOPS),
     Hook(
         *(cancelled_pass.PULL, ("self",), cancelled_pass.around_pull, "around"),
-        until="a way to see within a step that a request was aborted",
+        until="aborts that are seen within a step (between steps of a prefill: sglang#11139)",
     ),
     Hook(
         *(background_prefill.NEXT_CHUNK, ("self", "req"), background_prefill.around_next_chunk, "around"),
@@ -144,7 +149,7 @@ SHARED = (
         hook_functions.around_draw,
         "around",
         ("seeded draw",),
-        until="seeds by request without deterministic inference",
+        until="seeds by request without deterministic inference (sglang#1335)",
     ),
     Hook(
         f"{_RUNNER}._forward_raw",
@@ -182,7 +187,7 @@ SHARED = (
     ),
     Hook(
         *(grammar_cache.BACKEND, ("self",), grammar_cache.after_backend, "after"),
-        until="a bound on compiled grammars",
+        until="a bound on compiled grammars (sglang#22196)",
     ),
     Hook(
         *(grammar_cache.COMPILER, ("self", "tokenizer"), grammar_cache.around_compiler, "around"),
@@ -194,16 +199,14 @@ SHARED = (
         until=_POOL,
     ),
     Hook(pool_hooks.ROWS, ("self", "token_capacity"), pool_hooks.after_rows, "after", until=_POOL),
-    *(
-        Hook(
-            *(entry, ("self", "recv_req"), hook_functions.around_weights, "around"),
-            until="a setting that refuses changes of the weights",
-        )
-        for entry in weight_updates.ENTRIES
-    ),
+    *map(_weights, weight_updates.ENTRIES),
 )
 """Hooks that all versions need."""
-HOOKS = (*SHARED, *(Hook(*each, until="the newest version that is served") for each in versions.OWN_HOOKS))
+HOOKS = (
+    *SHARED,
+    *(_weights(f"{weight_updates.UPDATER}.{name}") for name in versions.WEIGHT_ENTRIES),
+    *(Hook(*each, until="the newest version that is served") for each in versions.OWN_HOOKS),
+)
 """Those of the installed version."""
 
 

@@ -45,8 +45,10 @@ def put(req: Any, row: int) -> None:
     """Give the request a row of the request table."""
     if versions.IS_0_5_17:
         req.req_pool_idx = row
-    else:
-        req.kv.req_pool_idx = row
+        return
+    from sglang.srt.managers.schedule_batch import ReqKvInfo
+
+    req.kv = ReqKvInfo(req_pool_idx=row)
 
 
 def prefix_of(req: Any) -> torch.Tensor:
@@ -108,11 +110,6 @@ def adder(**fields: Any) -> Any:
 def reserved(adder: Any) -> int:
     """Slots that `versions.reserve_tokens` has taken from an adder."""
     return int(adder.rem_total_token_offset if versions.IS_0_5_17 else adder.memory_budget.total_offset)
-
-
-def cpu_group() -> dict[str, Any]:
-    """The argument of SGLang's objects that older ones take the ranks' group by."""
-    return {"tp_cpu_group": None} if versions.IS_0_5_17 else {}
 
 
 @contextmanager

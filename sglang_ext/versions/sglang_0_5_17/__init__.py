@@ -22,6 +22,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     f"{_TREE}.reset": ("self",),
     f"{_TREE}._delete_leaf": ("self", "node"),
 }
+WEIGHT_ENTRIES: tuple[str, ...] = ()
 
 
 def resolve(server_args: Any) -> None:
