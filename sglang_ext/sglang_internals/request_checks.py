@@ -70,7 +70,8 @@ REFUSED = frozenset(
     }
 )
 """The others of the versions that are served, which a test compares with SGLang's: for a cluster's own
-traffic, for sessions and for models of other kinds. SGLang checks none of them. ``mm_hashes`` names entries of a cache of all clients.
+traffic, for sessions and for models of other kinds. SGLang checks none of them. ``mm_hashes`` names
+entries of a cache of all clients.
 """
 
 MEDIA = ("image_data", "video_data", "audio_data")
