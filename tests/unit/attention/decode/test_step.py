@@ -16,6 +16,7 @@ from sglang_ext.attention.decode.step_planner import IDLE, Selects, Step, StepPl
 from sglang_ext.attention.decode.tables import StepTables, TableShape
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.protocol import DecodeOptions
+from tests.unit import request_shapes
 
 SHAPE = TableShape(
     layers=2, heads=4, kv_heads=2, pages=20, capacity=9, page_size=16, head_dim=64, dtype=torch.float32
@@ -237,11 +238,11 @@ def batch(
 
 def request(runtime: Any, rid: str, options: str | None = None) -> Any:
     params = SimpleNamespace(custom_params={"ragserve_decode": options} if options else None)
-    req = SimpleNamespace(
+    req = request_shapes.request(
+        row=1,
         rid=rid,
         sampling_params=params,
         extra_key=None,
-        req_pool_idx=1,
         customized_info=None,
         output_ids_through_stop=[7, 8, 9],
     )
