@@ -33,6 +33,11 @@ class AttentionConfig(RequestOptions):
     inject_tokens: decode_fields.InjectTokens = None
     bound: decode_fields.Bound = "round"
     ranking: decode_fields.Ranking = "minmax"
+    lines_by: Literal["segments", "prompt_end"] = Field(
+        default="segments",
+        description="vertical_slash, for measuring: prompt_end chooses lines once for all new tokens of a "
+        "pass, by the last `observe` queries (MInference).",
+    )
 
     @model_validator(mode="after")
     def _tables_hold_the_default(self) -> AttentionConfig:
