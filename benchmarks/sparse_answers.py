@@ -57,10 +57,11 @@ def engines_of(given: argparse.Namespace) -> list[SparseEngine]:
 
 
 def interleaved(given: argparse.Namespace, builder: PromptBuilder) -> list[SparseTask]:
-    """The sets' tasks, so that any beginning of the list holds about the same share of every set."""
+    """Every ``of``-th task of each set, from the shard's on, so that any beginning of the list holds about the same share of every set."""
+    shard, of = given.shard
     placed = []
     for name in given.sets:
-        tasks = tasks_of(name, given.data, builder.count, given.limit, given.half)
+        tasks = tasks_of(name, given.data, builder.count, given.limit, given.half)[shard::of]
         placed += [(number / len(tasks), name, task) for number, task in enumerate(tasks)]
     return [task for _, _, task in sorted(placed, key=lambda each: each[:2])]
 
@@ -93,7 +94,6 @@ def settings_of(given: argparse.Namespace, engine: SparseEngine, folder: Path) -
 def work(given: argparse.Namespace) -> None:
     """Ask every ``of``-th question of an engine in this process."""
     engine = next(each for each in engines_of(given) if each.name == given.engine)
-    shard, of = given.shard
     finished = {key for key, row in rows.read(given.out).items() if not row.get("error")}
     named = file_name(engine.name)
     if engine.attention:
@@ -104,11 +104,11 @@ def work(given: argparse.Namespace) -> None:
         builder = PromptBuilder.load(running.info.tokenizer, settings.system_prompt)
         about = {"engine": asdict(running.info), "environment": environment()}
         write_json(given.out / f"engine-{named}.json", about)
-        with rows.appending(given.out / f"rows-{named}-{shard}.jsonl") as write:
+        with rows.appending(given.out / f"rows-{named}-{given.shard[0]}.jsonl") as write:
             await ask_all(
                 running,
                 builder,
-                interleaved(given, builder)[shard::of],
+                interleaved(given, builder),
                 engine.asked,
                 in_flight=given.in_flight,
                 finished=finished,

@@ -31,12 +31,13 @@ from ragserve.verification.rows import Row
 
 REFERENCE = f"{PLAIN}/{DENSE}"
 NOTE = (
-    "score: F1 or, for lines and kv, answers that contain the value, percent. difference: paired, points from "
-    "dense attention with KV of 16 bits in pages of 64 on the same questions; interval: half the width at 95 "
-    "%. holds: at most a point lost, and at 95 % less than five, on 100 questions or more; open: fewer "
-    "questions, or dense answers less than 20 percent. read: share of the context's pages that decode steps "
-    "read; blocks: share of dense prefill's blocks. same: percent of the answers with dense's text; begins as "
-    "dense: percent of dense's words up to the first other one; as dense: F1 with dense's answer, percent."
+    "score: F1 or, for lines and kv, answers that contain the value, percent. difference: paired, "
+    "points from dense attention with KV of 16 bits in pages of 64 on the same questions; interval: "
+    "half the width at 95 %. holds: at most a point lost, and at 95 % less than five, on 100 questions "
+    "or more; open: fewer questions, or dense answers less than 20 percent. read: share of the "
+    "context's pages that decode steps read; blocks: share of dense prefill's blocks. same: percent of "
+    "the answers with dense's text; begins as dense: percent of dense's words up to the first other "
+    "one; as dense: F1 with dense's answer, percent."
 )
 
 
