@@ -57,7 +57,8 @@ def engines_of(given: argparse.Namespace) -> list[SparseEngine]:
 
 
 def interleaved(given: argparse.Namespace, builder: PromptBuilder) -> list[SparseTask]:
-    """Every ``of``-th task of each set, from the shard's on, so that any beginning of the list holds about the same share of every set."""
+    """The shard's tasks of each set, mixed: any beginning of the list holds about the same share of every
+    set."""
     shard, of = given.shard
     placed = []
     for name in given.sets:
