@@ -4,7 +4,7 @@
 # SETS_DIR has longeval, kv_retrieval, qmsum, mtrag_un; LONG_SETS_DIR the sets of `benchmarks.long_contexts` (NAME_60, NAME_250). OUT is
 # the same for all parts of a model: the same command goes on where it stopped. Estimates for an H200 and the 1.5B, 100 questions a set:
 #   heads      4 min  gates of the streaming heads, OUT/heads.json; the 0.5B 2 min. Before `streaming`
-#   decode     9 min  budgets, rivals, lag, thresholds, pages of 16 and flat ones, at 8k; `decode-30k` 10 min, twice for 100 questions
+#   decode     9 min  budgets, rivals, lag, thresholds, pages of 16 and flat ones, dense layers, at 8k; `decode-30k` 10 min, twice for 100 questions
 #   streaming  8 min  25, 50, 75 % of the heads, wrong ones, a window alone
 #   prefill    9 min  blocks, lines and lines by the prompt's end at 8k; `prefill-30k` 10 min, twice
 #   bits       6 min  KV of 8 and 4 bits, dense and under budgets; offloaded beside resident
@@ -28,7 +28,7 @@ ask() { # sets, patterns, engines at once, further options
   python3 -m benchmarks.sparse_answers "$out" --model "$model" --data "$data" --sets "$names" --only "$only" --engines "$engines" \
     --limit 100 --half second --seconds "$seconds" --pool 200000 --in-flight 8 --set '{"mem_fraction_static": 0.9}' "$@"
 }
-decode="$plain/dense;$plain/budget*;$plain/threshold*;$plain/concat*;pages of 16/*;pages of 64, flat/*"
+decode="$plain/dense;$plain/budget*;$plain/threshold*;$plain/concat*;pages of 16*/*;pages of 64, flat/*;2 first*/*"
 prefill="$plain/dense;$plain/blocks*;$plain/lines*;lines by the prompt's end/*"
 case $part in
   heads) python3 -m ragserve.cli calibrate --part heads --model "$model" --out "$out/heads.json" --steps 150 --tokens 4096 ;;
@@ -38,7 +38,7 @@ case $part in
   prefill) ask "$short" "$prefill" 4 --shards "$plain=3" ;;
   prefill-30k) ask "$deep" "$prefill" 4 --shards "$plain=3" --in-flight 2 ;;
   bits) ask "$short" "$plain/dense;KV of */*;offloaded/*" 4 ;;
-  long) ask qmsum@12000,mtrag_un@8000 "$plain/dense;$plain/budget*;pages of 16/*;KV of */*" 4 --shards "$plain=2" ;;
+  long) ask qmsum@12000,mtrag_un@8000 "$plain/dense;$plain/budget*;pages of 16*/*;KV of */*" 4 --shards "$plain=2" ;;
   dialogues)
     RAGSERVE_SYSTEM_PROMPT="Answer the question from the documents. Write the answer alone, in as few words as possible." \
       python3 -m benchmarks.gpu_multiturn "$out/dialogues" "$sets" --model "$model" --seconds "$seconds" --refresh-turns 1,3 \

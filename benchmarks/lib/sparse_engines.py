@@ -22,6 +22,8 @@ STREAMING = (25, 50, 75)  # percent of the heads
 WRONG = "50 % wrong heads"
 WINDOW = "window alone"  # every head streams: sinks and a sliding window, in prefill and decoding
 MINFERENCE = "lines by the prompt's end"
+PAGES_OF_16 = {"decode_page_size": 16, "decode_logical_page": 16}
+FIRST = {"dense_layers": [0, 1]}  # as Quest has them
 EVERYTHING = {"mode": "progressive", "threshold": 1.0, "dense_below": 0}
 
 
@@ -58,7 +60,6 @@ def sparse_engines(budgets: Sequence[int], thresholds: Sequence[float]) -> dict[
         *(budget(tokens, ", chosen once (SnapKV)", observe="prompt") for tokens in budgets),
         *(budget(tokens, ", sinks and window (StreamingLLM)", observe="recent") for tokens in budgets),
         budget(middle, ", every step", reuse=1),
-        budget(middle, ", lag 2", lag=2),
         budget(middle, ", exact scores", scores="exact"),
         *(SparseSetting(f"threshold {value:g}", {**EVERYTHING, "threshold": value}) for value in thresholds),
         *_prefills("block_sparse", "blocks"),
@@ -67,10 +68,13 @@ def sparse_engines(budgets: Sequence[int], thresholds: Sequence[float]) -> dict[
         SparseSetting(f"{COMPOSED}, {over.label}", over.decode, strategy=composed),
     ]
     each_step = {"observe": "last", "reuse": 1}
-    quest = [dense, *ours, *(budget(t, ", each step by its query (Quest)", **each_step) for t in budgets)]
+    quest = [budget(tokens, ", each step by its query (Quest)", **each_step) for tokens in budgets]
     found = [
         SparseEngine(PLAIN, tuple(plain)),
-        SparseEngine("pages of 16", tuple(quest), {"decode_page_size": 16, "decode_logical_page": 16}),
+        SparseEngine("pages of 16", (dense, *ours), PAGES_OF_16),
+        SparseEngine("pages of 16, 2 first layers dense", (dense, *quest), PAGES_OF_16, FIRST),
+        SparseEngine("2 first layers dense", (dense, *ours), attention=FIRST),
+        SparseEngine("2 first and last layer dense", (dense, *ours), attention={"dense_layers": [0, 1, -1]}),
         SparseEngine("pages of 64, flat", (dense, *ours), {"decode_logical_page": 64}),
         SparseEngine("KV of 8 bits", (dense, *ours), {"kv_bits": 8}),
         SparseEngine("KV of 4 bits", (dense, *ours), {"kv_bits": 4}),

@@ -33,6 +33,11 @@ class AttentionConfig(RequestOptions):
     inject_tokens: decode_fields.InjectTokens = None
     bound: decode_fields.Bound = "round"
     ranking: decode_fields.Ranking = "minmax"
+    dense_layers: tuple[int, ...] = Field(
+        default=(),
+        description="hierarchical, for measuring: layers, negative ones from the last, whose decode steps "
+        "attend to everything.",
+    )
     lines_by: Literal["segments", "prompt_end"] = Field(
         default="segments",
         description="vertical_slash, for measuring: prompt_end chooses lines once for all new tokens of a "

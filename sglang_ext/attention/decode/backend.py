@@ -77,6 +77,7 @@ class SparseDecodeBackend(AttentionBackend):
             dtype=pool.dtype,
             lags=config.offload_bytes > 0,
             pool_pages=statistics.tables.k_center.shape[1] - statistics.tables.more,
+            dense_layers=config.dense_layers,
         )
         self.progressive = ProgressiveAttention(config, statistics, host)
         # int32 [requests, pages]: see `StepTables.set_lengths`

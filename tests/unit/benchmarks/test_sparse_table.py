@@ -20,7 +20,13 @@ BUDGETS = [512, 1024, 2048]
 
 
 def answered(strategy: str, number: int, answer: str, **more: Any) -> dict[str, Any]:
-    row = {"set": "lines@4000", "id": str(number), "strategy": strategy, "answer": answer, "error": None}
+    row: dict[str, Any] = {
+        "set": "lines@4000",
+        "id": str(number),
+        "strategy": strategy,
+        "answer": answer,
+        "error": None,
+    }
     row |= {"score": float(answer == "7 is it"), "read": 1.0, "blocks": 1.0, "prompt_tokens": 4000}
     return row | more
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from ragserve.answering.prompt import PromptBuilder
-from ragserve.config import Settings
+from ragserve.config import Settings, load
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.eval.data import GivenPassage, Question
 from ragserve.eval.sparse_answers import DENSE, SparseSetting, SparseTask, ask_all, figures
 from ragserve.eval.sparse_calibration import find_and_record
-from ragserve.profiles.sparse_attention import FILE_NAME, load
+from ragserve.profiles import sparse_attention
+from ragserve.profiles.sparse_attention import FILE_NAME
 from ragserve.strategy_spec import parse
 from ragserve.verification.rows import Row, key
 from sglang_ext.wire.protocol import DecodeReport, PrefillReport
@@ -72,7 +73,7 @@ def tasks(count: int, *ids: str) -> list[SparseTask]:
 
 
 def asked(
-    engine: Reader, wanted: Sequence[SparseTask], settings: Sequence[SparseSetting], finished: Any = ()
+    engine: Any, wanted: Sequence[SparseTask], settings: Sequence[SparseSetting], finished: Any = ()
 ) -> list[Row]:
     rows: list[Row] = []
     asyncio.run(ask_all(engine, BUILDER, wanted, settings, in_flight=3, finished=finished, write=rows.append))
@@ -131,15 +132,15 @@ def test_settings_that_a_server_can_have(setting: SparseSetting, server: dict[st
     assert setting.server == server
 
 
-def recorded(folder: Path, engine: Reader, count: int = 120) -> Settings:
-    settings = Settings(data_dir=folder, model=str(MODEL))
+def recorded(folder: Path, engine: Any, count: int = 120) -> Settings:
+    settings = load(data_dir=folder, model=str(MODEL))
     asyncio.run(find_and_record(settings, engine, tasks(count), in_flight=8, report=lambda line: None))
     return settings
 
 
 def test_the_cheapest_settings_that_hold_are_tried_together_and_recorded(tmp_path: Path) -> None:
     settings = recorded(tmp_path, Reader(enough=1024))
-    record = load(settings, "f")
+    record = sparse_attention.load(settings, "f")
     assert record is not None
     assert (tmp_path / FILE_NAME).exists()
     best = record.best()
@@ -152,13 +153,14 @@ def test_the_cheapest_settings_that_hold_are_tried_together_and_recorded(tmp_pat
     }
     small = next(entry for entry in record.entries if entry.settings.get("decode_budget") == 512)
     assert small.shortfalls()[0].startswith("capitals: 50 points below dense")
-    assert load(settings, "another model") is None
+    assert sparse_attention.load(settings, "another model") is None
 
 
 def test_a_record_without_a_question_is_refused(tmp_path: Path) -> None:
-    settings = Settings(data_dir=tmp_path, model=str(MODEL))
+    settings = load(data_dir=tmp_path, model=str(MODEL))
+    engine: Any = Reader()
     with pytest.raises(InvalidRequest, match="it broke"):
         asyncio.run(
-            find_and_record(settings, Reader(), tasks(0, "broken"), in_flight=1, report=lambda line: None)
+            find_and_record(settings, engine, tasks(0, "broken"), in_flight=1, report=lambda line: None)
         )
     assert not (tmp_path / FILE_NAME).exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from ragserve.config import Settings
+from ragserve.config import Settings, load
 from ragserve.engine.server_args import resolve_sparse_attention
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.sparse_attention import (
@@ -28,12 +28,12 @@ FINGERPRINT = model_fingerprint(str(MODEL))
 
 
 def record(*entries: SparseEntry, **more: object) -> SparseRecord:
-    settings = Settings(model=str(MODEL), **more)  # type: ignore[arg-type]
+    settings = load(model=str(MODEL), **more)
     return SparseRecord(under(settings), entries, "float32", "ragserve-tiny", "a CPU", "2026-11-29")
 
 
 def auto(folder: Path, **more: object) -> tuple[Settings, str]:
-    given = Settings(model=str(MODEL), data_dir=folder, sparse_attention="auto", **more)  # type: ignore[arg-type]
+    given = load(model=str(MODEL), data_dir=folder, sparse_attention="auto", **more)
     return resolve_sparse_attention(given)
 
 
@@ -115,4 +115,4 @@ def test_a_foreign_file_is_an_error_that_says_what_to_do(tmp_path: Path) -> None
 @pytest.mark.parametrize("more", [{"kv_bits": 8}, {"kv_offload_bytes": 1}, {"decode_heads": "heads.json"}])
 def test_auto_goes_with_no_setting_that_its_record_does_not_know(more: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="--sparse-attention on"):
-        Settings(sparse_attention="auto", **more)  # type: ignore[arg-type]
+        load(sparse_attention="auto", **more)

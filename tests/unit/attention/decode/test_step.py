@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,13 @@ def row(mode: str, *, sparse: bool = True, tokens: int = 300, **options: Any) ->
 
 def tables() -> StepTables:
     return StepTables(6, SHAPE, torch.device("cpu"), PATTERN)
+
+
+def test_dense_layers_read_everything_whatever_the_budget() -> None:
+    shape = replace(SHAPE, layers=4, dense_layers=(0, -1))
+    step = StepTables(1, shape, torch.device("cpu"), None)
+    step.set_rows((row("hierarchical", budget=64),))
+    assert step.kinds[:, 0].tolist() == [[FULL] * 2, [SELECTED] * 2, [SELECTED] * 2, [FULL] * 2]
 
 
 def test_kinds_budgets_and_ranks_by_row() -> None:

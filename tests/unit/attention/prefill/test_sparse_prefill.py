@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_each_request_of_a_batch_attends_to_its_own_choice_in_every_layer(
     pattern = torch.tensor([[False, True], [True, False], [False, False]])
     config = AttentionConfig(sink_tokens=64, local_tokens=64, lines_by=lines_by)
     pass_ = SparsePrefill(rows, slots, PAGE, config, pattern)
-    by_end = {"segment": 2**20, "newest": True} if lines_by == "prompt_end" else {}
+    by_end: dict[str, Any] = {"segment": 2**20, "newest": True} if lines_by == "prompt_end" else {}
     pages = (slots[:, ::PAGE] // PAGE).int()
     prefix, new = zip(*ROWS, strict=True)
     whole = PrefillBatch.of(pages, PAGE, prefix, new, block_q=BLOCK_Q, block_k=BLOCK_K)
