@@ -386,8 +386,7 @@ class DecodeRuntime:
 
     def _account(self, step: Step) -> None:
         share = self.backend.streaming_share
-        shape = self.backend.shape
-        dense = len(shape.dense_layers) / shape.layers
+        dense = self.backend.dense_share
         for row in step.rows:
             if not row.sparse:
                 self._account_dense(row.state, row.tokens)

@@ -33,8 +33,8 @@ class AttentionConfig(RequestOptions):
     inject_tokens: decode_fields.InjectTokens = None
     bound: decode_fields.Bound = "round"
     ranking: decode_fields.Ranking = "minmax"
-    dense_layers: tuple[int, ...] = Field(
-        default=(),
+    dense_layers: list[int] = Field(
+        default_factory=list,
         description="hierarchical, for measuring: layers, negative ones from the last, whose decode steps "
         "attend to everything.",
     )

@@ -172,8 +172,9 @@ class StepTables:
             stream = self._pattern[:, None, :] & (self._streaming > 0)[None, :, None]
             self.kinds.masked_fill_(stream, STREAMING)
             self.by_rank.masked_fill_(stream, 0)
-        if self._shape.dense_layers:
-            self.kinds[list(self._shape.dense_layers)] = FULL
+        for i, row in enumerate(rows if self._shape.dense_layers else ()):
+            if row.hierarchical:
+                self.kinds[list(self._shape.dense_layers), i] = FULL
         self._active_rows = ()
 
     def set_active(self, step: Step) -> None:
