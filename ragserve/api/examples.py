@@ -341,13 +341,14 @@ INFO: dict[str, Any] = {
                 "score": 60.4,
                 "score_vs_full": 1.2,
                 "margin": 4.8,
+                "different": 14.2,
+                "unsupported": 1.4,
                 "kept": 25.1,
                 "recomputed": 25.1,
                 "ttft_ms": 171.0,
                 "full_ttft_ms": 642.0,
                 "retriever": "sentence-transformers/all-MiniLM-L6-v2, dense, k 20",
             }
-            | {"ttft_ms": 171.0, "full_ttft_ms": 638.0, "different": 14.2, "unsupported": 1.4}
         ],
         "in_use": [
             {
@@ -356,9 +357,10 @@ INFO: dict[str, Any] = {
                 "compared": 57,
                 "different": 8.8,
                 "recorded": 10.3,
+                "unsupported": 1.75,
+                "unsupported_recorded": 2.0,
                 "taken_out": False,
             }
-            | {"unsupported": 1.75, "unsupported_recorded": 2.0}
         ],
         "waiting": 1,
         "idle_tuning": {"state": "waiting"},

@@ -170,6 +170,7 @@ class EngineInfo:
     samkv: str = ""  # digest of the samkv profile (`ragserve.profiles.samkv`); empty without one
     samkv_defaults: Mapping[str, Any] = field(default_factory=dict)  # options of samkv that the profile gives
     prefix: str = ""  # digest of what documents are prefilled behind (`kv_prefix`); empty without one
+    sparse_choice: str = ""  # what sparse_attention=auto has chosen, and why; empty if it is not auto
     start_s: float | None = None  # seconds from the start to readiness; None for an engine elsewhere
     warm_up_s: float | None = None  # of these, the requests that compile and load kernels
 

@@ -135,6 +135,20 @@ def server_args(settings: Settings, *, nccl_port: int | None = None) -> Any:
         raise InvalidRequest(f"SGLang refuses these settings: {error}") from error
 
 
+def resolve_sparse_attention(settings: Settings) -> tuple[Settings, str]:
+    """Settings with what `sparse_attention` auto stands for with their model, and why, in words; empty where
+    it is not auto. Raises InvalidRequest for a file that is no record of sparse attention."""
+    if settings.sparse_attention != "auto":
+        return settings, ""
+    from ragserve.profiles.sparse_attention import chosen
+    from sglang_ext.documents.fingerprint import model_fingerprint
+
+    found, why = chosen(settings, model_fingerprint(settings.model, options=settings.engine_args))
+    level = logging.INFO if found["sparse_attention"] == "on" else logging.WARNING
+    log.log(level, "sparse_attention=auto: %s", why)
+    return settings.model_copy(update=dict(found)), why
+
+
 def _check_heads(heads: Path, *, own_pool: bool) -> None:
     """Raise InvalidRequest for a pattern file with which no engine would start, whatever its model."""
     from sglang_ext.attention.pools.streaming_heads import read_pattern
