@@ -1,5 +1,5 @@
-"""Several tasks over the same passages, in batches, greedily, in plain transformers: a passage's KV is computed
-once, and every task's text goes behind it.
+"""Several tasks over the same passages, in batches, greedily, in plain transformers: a passage's KV is
+computed once, and every task's text goes behind it.
 
 bfloat16, any causal model with a chat template, on a GPU or a CPU. Rows are padded on the left, and between a
 passage and a task's text, where the mask hides it; positions count what is not hidden."""
@@ -21,8 +21,8 @@ _LOOK = 4  # steps between two looks whether all rows have ended
 
 @dataclass
 class Read:
-    """What was read of a batch of B rows of at most L tokens: the model's ``cache``, and ``mask`` [B, L]: 1 at a
-    token."""
+    """What was read of a batch of B rows of at most L tokens: the model's ``cache``, and ``mask`` [B, L]: 1 at
+    a token."""
 
     cache: Any
     mask: torch.Tensor

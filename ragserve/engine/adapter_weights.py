@@ -9,7 +9,14 @@ from pathlib import Path
 
 _PREFIX = "base_model.model."
 _WEIGHTS = "adapter_model.safetensors"
-_OTHER_FORMS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
+_OTHER_FORMS = (
+    "use_dora",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "fan_in_fan_out",
+)
 
 
 def merge_adapter(model: Path, adapter: Path) -> None:

