@@ -3,7 +3,8 @@
     python -m benchmarks.written_questions.shared PASSAGES ROWS.jsonl.gz DATA [--out FILE]
 
 DATA holds a folder for each set; the example corpus with its questions is one, too. Compared are the
-questions, with and without their answers, and all passages of the rows. Exits with 1 if anything is shared."""
+questions, with and without their answers, and all passages of the rows. Exits with 1 if anything is
+shared."""
 
 from __future__ import annotations
 
