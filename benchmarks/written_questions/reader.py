@@ -21,7 +21,7 @@ _LOOK = 4  # steps between two looks whether all rows have ended
 
 @dataclass
 class Read:
-    """What was read of B rows of at most L tokens: the model's ``cache``, and ``mask`` [B, L], 1 at a token."""
+    """What was read of B rows of at most L tokens: the model's ``cache``, and ``mask`` [B, L], 1: token."""
 
     cache: Any
     mask: torch.Tensor

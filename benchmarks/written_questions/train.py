@@ -6,10 +6,10 @@
 MODEL: the folder that `python -m ragserve.engine.packaged_model` names. ROWS: of `rows expand --laid-out`.
 The loss is the cross entropy of the answers' tokens, over prompts that ragserve's builder lays out; in a
 share of the samples each document is prefilled apart, behind the documents' prefix, as `ragserve adapt`
-emulates the engine. A share of samples is plain passages, on which the adapted model is kept near the base (KL). The
-gradient is finite before every step. Each minute the held-out answers' loss is noted, whole and composed, and
-the best adapter is kept: OUT/adapter, in peft's form, bfloat16, at most 8 MB at rank 12. OUT/checkpoints lets
-the same command go on where it was cut; OUT/train.json has the course and the digests."""
+emulates the engine. A share of samples is plain passages, on which the adapted model is kept near the base
+(KL). The gradient is finite before every step. Each minute the held-out answers' loss is noted, whole and
+composed, and the best adapter is kept: OUT/adapter, in peft's form, bfloat16, at most 8 MB at rank 12.
+OUT/checkpoints lets the same command go on where it was cut; OUT/train.json has the course and the digests."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ragserve.answering.messages import Message
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.config import load
 from ragserve.files import write_json
@@ -62,8 +63,6 @@ class Samples:
 
     def sequence(self, row: dict[str, Any], *, composed: bool) -> TrainingSequence:
         from ragserve.adapt.packing import TrainingSequence
-
-        from ragserve.answering.messages import Message
 
         turns = [
             message
