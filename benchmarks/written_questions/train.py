@@ -9,7 +9,7 @@ share of the samples each document is prefilled apart, behind the documents' pre
 emulates the engine. A share of samples is plain passages, on which the adapted model is kept near the base
 (KL). The gradient is finite before every step. Each minute the held-out answers' loss is noted, whole and
 composed, and the best adapter is kept: OUT/adapter, in peft's form, bfloat16, at most 8 MB at rank 12.
-OUT/checkpoints lets the same command go on where it was cut; OUT/train.json has the course and the digests."""
+OUT/checkpoints lets the same command go on where it was cut; OUT/train.json has course and digests."""
 
 from __future__ import annotations
 
