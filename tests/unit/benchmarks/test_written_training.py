@@ -15,6 +15,7 @@ from benchmarks.written_questions import train
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.adapter_weights import merge_adapter
 from tests.conftest import MODEL
+from tests.unit.engine.tiny_gguf import tiny_llama
 
 pytest.importorskip("peft")
 pytest.importorskip("ragserve.adapt.low_rank")
@@ -51,12 +52,16 @@ def test_a_row_is_laid_out_as_the_product_lays_it_out() -> None:
 
 
 def test_an_adapter_is_trained_resumed_and_merged(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    model = tiny_llama()
+    model.config.max_position_embeddings = 8192
+    model.save_pretrained(base)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(MODEL) / name, base)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row(n)) + "\n" for n in range(20)))
-    given = argparse.Namespace(
-        model=Path(MODEL), rows=rows, out=tmp_path / "out", seconds=1e9, rank=2, rate=5e-3, composed=0.5, samples=4,
-        text=0.1, steps=3, limit=None,
-    )  # fmt: skip
+    options = {"seconds": 1e9, "rank": 2, "rate": 5e-3, "composed": 0.5, "samples": 4, "text": 0.1}
+    given = argparse.Namespace(model=base, rows=rows, out=tmp_path / "out", steps=3, limit=None, **options)
     given.out.mkdir()
     first = train.train(given)
     given.steps = 5
@@ -66,6 +71,6 @@ def test_an_adapter_is_trained_resumed_and_merged(tmp_path: Path) -> None:
     start, end = about["course"][0], about["course"][-1]
     assert all(math.isfinite(end[name]) and end[name] < start[name] for name in ("whole", "composed"))
     merged = tmp_path / "merged"
-    shutil.copytree(MODEL, merged)
+    shutil.copytree(base, merged)
     merge_adapter(merged, given.out / "adapter")
-    assert (merged / "model.safetensors").read_bytes() != (Path(MODEL) / "model.safetensors").read_bytes()
+    assert (merged / "model.safetensors").read_bytes() != (base / "model.safetensors").read_bytes()
