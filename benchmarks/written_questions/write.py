@@ -39,8 +39,9 @@ from ragserve.verification.metrics import contains_answer, normalise, token_f1
 SYSTEM = "You are given documents. Do exactly what you are asked to do with them, and nothing else."
 WRITE = (
     "Write one short question that the document answers, and the answer. The answer is one to five words "
-    "that stand in the document. The question must be clear to somebody who does not see the document: it "
-    "names the person, place or thing that it is about. Write two lines:\nQ: the question\nA: the answer"
+    "that stand in the document. The question is about what the document says, not about the document, and "
+    "must be clear to somebody who does not see it: it names {name}, or another person, place or thing. "
+    "Write two lines:\nQ: the question\nA: the answer"
 )
 ANSWER = "Answer in as few words as possible, without a sentence around it."
 WRITTEN, ANSWERED = 40, 12  # most tokens
@@ -54,8 +55,7 @@ _STARTS = (  # how a question may begin, and what the passage must have for it
     ("Where", r"\b(?:in|at|from) [A-Z]"),
     ("Which", r""),
     ("What", r""),
-    ("What is the name of", r"[A-Z]"),
-    ("", r""),
+    ("What is the name of the", r"[A-Z]"),
 )
 _POINTS = re.compile(r"\b(?:document|passage|text|article|paragraph|mentioned|described|above|following)s?\b")
 _NAME = re.compile(r"(?<!^)\b(?:[A-Z]|\d)")
@@ -103,9 +103,9 @@ def objection(passage: Passage, question: str, answer: str) -> str | None:
 
 
 def is_same(said: str, answer: str) -> bool:
-    """Whether an answer is the one expected."""
+    """Whether what is said is the answer, or has it in a sentence."""
     line = said.strip().partition("\n")[0]
-    return token_f1(line, [answer]) >= SAME
+    return contains_answer(line, [answer]) or token_f1(line, [answer]) >= SAME
 
 
 class Writer:
@@ -115,7 +115,6 @@ class Writer:
     def __init__(self, reader: Reader, asked: frozenset[str], questions: int) -> None:
         self._reader, self._asked, self._n = reader, asked, questions
         self.counts: Counter[str] = Counter()
-        self._task = {start: reader.task(WRITE, f"Q: {start}") for start, _ in _STARTS}
 
     def pairs(self, passages: Sequence[Passage]) -> list[Pair]:
         """The pairs kept of a batch of passages."""
@@ -126,7 +125,11 @@ class Writer:
         begins = [starts(each, self._n) for each in passages]
         for number in range(self._n):
             own = [each[number] for each in begins]
-            written = reader.write(read, [self._task[start] for start in own], WRITTEN)
+            tasks = [
+                reader.task(WRITE.format(name=passage.name), f"Q: {start}")
+                for passage, start in zip(passages, own, strict=True)
+            ]
+            written = reader.write(read, tasks, WRITTEN)
             found = [
                 self._possible(passage, start, text, seen)
                 for passage, start, text in zip(passages, own, written, strict=True)
@@ -166,7 +169,7 @@ class Writer:
                 self.counts["another answer comes"] += 1
         kept = []
         for pair, said in zip(held, self.without(held), strict=True):
-            if is_same(said, pair.answer) or contains_answer(said, [pair.answer]):
+            if is_same(said, pair.answer):
                 self.counts["answer comes without the passage"] += 1
             else:
                 kept.append(pair)

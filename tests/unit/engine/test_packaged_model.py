@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import shutil
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from ragserve.commands.doctor_checks import examine
 from ragserve.commands.options import settings_from, with_settings
 from ragserve.config import Settings
-from ragserve.engine import packaged_model
+from ragserve.engine import gguf_weights, packaged_model
 from ragserve.engine.adapter_weights import merge_adapter
 from ragserve.engine.packaged_model import ADAPTER, PackagedFile, is_packaged, model_folder, place
 from ragserve.errors import StorageFull, Unavailable
@@ -117,6 +118,7 @@ def test_the_adapter_is_merged_and_has_a_folder_of_its_own(
 ) -> None:
     [plain], _ = made
     use(monkeypatch, plain.parents[2], Path("nowhere"))  # the GGUF file is there
+    monkeypatch.setattr(gguf_weights, "as_folder", lambda _, new: shutil.copytree(plain, new / "model"))
     merged = model_folder(file=packaged[0], adapter=adapter)
     assert merged.parent == plain.parent
     assert merged != plain
