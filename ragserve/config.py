@@ -81,7 +81,8 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, SignOnSett
     )
     model: str = Field(
         DEFAULT_MODEL,
-        description="Generation model: a Hugging Face path or id. Its tokenizer also sizes the chunks.",
+        description="Generation model: a Hugging Face path or id, a GGUF file, or smollm2, which is fetched. "
+        "Its tokenizer also sizes the chunks.",
     )
     tokenizer: str | None = Field(None, description="Tokenizer path or id, if it differs from the model's.")
     embedder: str = Field(
