@@ -113,7 +113,7 @@ class _Run:
         stored = str(self._config.get("dtype") or self._config.get("torch_dtype") or "float32")
         model.round_adapter(stored)
         model.save_adapter(job.work / "adapter", str(job.model))
-        model.merge(stored)
+        model.merge(job.model, job.work / "merged")
         after = self._measured("after", mix, held_out, wanted)
         record = self._record(course, before, after, len(train), digest_of_rows(rows))
         if failed := guards.failures(before, after):
@@ -125,7 +125,7 @@ class _Run:
                 code="guards_failed",
             )
         self._progress("writing", job.out.name)
-        write_model(job.out, job.model, record, model.save_weights, job.work / "adapter")
+        write_model(job.out, job.model, record, job.work)
         return record
 
     def _identified(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ rate rises again."""
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Mapping
@@ -61,7 +62,9 @@ class Checkpoints:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         _write(place / "adapter.safetensors", adapter)
-        torch.save(optimiser, place / "optimiser.pt")
+        buffer = io.BytesIO()
+        torch.save(optimiser, buffer)
+        (place / "optimiser.pt").write_bytes(buffer.getbuffer())
         write_json(self._folder / _LATEST, asdict(course) | {"folder": place.name}, durable=True)
         for other in self._folder.glob("checkpoint-*"):
             if other != place:
@@ -69,6 +72,7 @@ class Checkpoints:
 
     def save_best(self, adapter: Mapping[str, torch.Tensor], step: int) -> None:
         """Keep the adapter of the best held-out KL so far."""
+        self._folder.mkdir(parents=True, exist_ok=True)
         temporary = self._folder / f"best-{step}.part"
         _write(temporary, adapter)
         temporary.replace(self._folder / "best.safetensors")
@@ -82,6 +86,7 @@ class Checkpoints:
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    from safetensors.torch import save_file
+    """By Python, whose errors name a full disk."""
+    from safetensors.torch import save
 
-    save_file({name: each.detach().cpu().contiguous() for name, each in tensors.items()}, path)
+    path.write_bytes(save({name: each.detach().cpu().contiguous() for name, each in tensors.items()}))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ragserve.adapt import greedy
-from ragserve.adapt.packing import TrainingSequence
+from ragserve.adapt.packing import TrainingSequence, in_packs
 from ragserve.errors import InvalidRequest
 from ragserve.verification.metrics import is_refusal, token_f1
 
@@ -22,9 +22,11 @@ LOST_F1 = 1.0  # points of F1 of whole prompts
 LOST_REFUSALS = 2.0  # points
 PERPLEXITY = 1.01  # times the base's
 LEAST = 10  # questions with a reference
+_ROUNDING = 1e-6
 _REFERENCE_TOKENS = 24
 _TEXTS = 64  # held-out passages in the perplexity
 _TEXT_TOKENS = 512  # of each
+_ROWS = 512  # tokens whose logits are in memory at once
 
 
 @dataclass(slots=True)
@@ -113,19 +115,19 @@ def failures(before: Measured, after: Measured) -> list[str]:
     """A sentence for each guard that fails."""
     found = []
     lost = statistics.fmean(before.whole) - statistics.fmean(after.whole)
-    if not lost <= LOST_F1:
+    if not lost <= LOST_F1 + _ROUNDING:
         found.append(
             f"whole prompts lose {lost:.1f} points of F1 (n {len(after.whole)}; allowed {LOST_F1:g})"
         )
     ratio = after.perplexity / before.perplexity
-    if not ratio <= PERPLEXITY:
+    if not ratio <= PERPLEXITY + _ROUNDING:
         found.append(
             f"perplexity on {after.tokens:,} tokens of text rises by {100 * (ratio - 1):.1f} % "
             f"(allowed {100 * (PERPLEXITY - 1):.0f} %)"
         )
     if before.refused:
         fewer = 100 * (statistics.fmean(before.refused) - statistics.fmean(after.refused))
-        if not fewer <= LOST_REFUSALS:
+        if not fewer <= LOST_REFUSALS + _ROUNDING:
             found.append(
                 f"questions without an answer are refused less often by {fewer:.1f} points "
                 f"(n {len(after.refused)}; allowed {LOST_REFUSALS:g})"
@@ -149,18 +151,17 @@ def _loss(model: AdaptedModel, texts: Sequence[str]) -> tuple[float, int]:
     """Mean negative log-likelihood a token, and the tokens."""
     import torch
 
+    ids = [model.tokenizer(text, add_special_tokens=False).input_ids[:_TEXT_TOKENS] for text in texts]
+    sequences = [TrainingSequence(each, rows=range(len(each) - 1)) for each in ids if len(each) > 1]
     total, count = 0.0, 0
     with torch.inference_mode():
-        for text in texts:
-            ids = model.tokenizer(text, add_special_tokens=False).input_ids[:_TEXT_TOKENS]
-            if len(ids) < 2:
-                continue
-            hidden, *_ = model.run(model.pack([TrainingSequence(ids)]))
-            wanted = torch.tensor(ids[1:], device=model.device)
-            total += float(
-                torch.nn.functional.cross_entropy(
-                    model.logits(hidden[: len(ids) - 1]), wanted, reduction="sum"
-                )
-            )
-            count += len(wanted)
+        for part in in_packs(sequences, model.room):
+            pack = model.pack(part)
+            hidden, *_ = model.run(pack)
+            for at in range(0, len(pack.targets), _ROWS):
+                rows = pack.targets[at : at + _ROWS]
+                wanted = torch.tensor([pack.ids[row + 1] for row in rows], device=model.device)
+                logits = model.logits(hidden[rows])
+                total += float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum"))
+                count += len(rows)
     return total / count, count

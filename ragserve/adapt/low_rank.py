@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ragserve.adapt.composed_attention import PackedAttention, flex_differs, packed_attention
 from ragserve.adapt.packing import PackedSequences, TrainingSequence, packed
 from ragserve.engine.cpu_precision import cpu_dtype
-from ragserve.errors import InvalidRequest, Unavailable
+from ragserve.errors import InvalidRequest, StorageFull, Unavailable
 
 if TYPE_CHECKING:
     import torch
@@ -172,11 +172,10 @@ class AdaptedModel:
         """Round the adapter to a dtype, so that what is merged is what is saved."""
         import torch
 
-        kind = getattr(torch, dtype)
+        self._saved = getattr(torch, dtype)
         with torch.no_grad():
             for value in self.parameters().values():
-                value.copy_(value.to(kind))
-        self._saved = kind
+                value.copy_(value.to(self._saved))
 
     def save_adapter(self, folder: Path, base: str) -> None:
         """Write the adapter, as peft loads it onto ``base``, in the dtype that it was rounded to."""
@@ -186,17 +185,37 @@ class AdaptedModel:
         state = {name: each.to(self._saved) for name, each in get_peft_model_state_dict(self.adapter).items()}
         self.adapter.save_pretrained(folder, state_dict=state)
 
-    def merge(self, dtype: str) -> None:
-        """Add the adapter to the weights, rounded to a dtype; the model is a plain one afterwards."""
+    def merge(self, base: Path, out: Path) -> None:
+        """Write ``base`` with the adapter's changes added, in float32 and rounded once, to the folder ``out``;
+        the model is that one afterwards."""
         import torch
+        from transformers import AutoModelForCausalLM
 
+        changes = {
+            name: module.get_delta_weight("default").float().cpu()
+            for name, module in _low_rank_layers(self.causal)
+        }
         computed = self.causal.dtype
-        self.causal.gradient_checkpointing_disable()
-        self.causal = self.adapter.merge_and_unload()
         self.adapter = None
-        self.causal.to(getattr(torch, dtype)).to(computed)
-        self._saved = getattr(torch, dtype)
+        self.causal = None  # frees the GPU before the merged model comes
+        merged: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto", local_files_only=True)
+        with torch.no_grad():
+            for name, change in changes.items():
+                weight = merged.get_submodule(name).weight
+                weight.copy_(weight.float() + change)
+        try:
+            merged.save_pretrained(out)
+        except Exception as error:
+            if "No space left" not in str(error):
+                raise
+            raise StorageFull(
+                f"The disk of {out} is full.", hint="Free some space and run the same command again."
+            ) from error
+        merged.set_attn_implementation("sdpa")
+        self.causal = merged.to(self.device, computed).eval().requires_grad_(False)
 
-    def save_weights(self, folder: Path) -> None:
-        """Write the merged weights in their dtype."""
-        self.causal.to(self._saved).save_pretrained(folder)
+
+def _low_rank_layers(causal: Any) -> Iterator[tuple[str, Any]]:
+    for name, module in causal.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            yield name, module

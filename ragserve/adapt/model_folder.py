@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ragserve.files import write_json
 RECORD = "ragserve-adapt.json"
 _LEFT_OUT = (*WEIGHTS, "*.index.json", "ragserve-*.json", "README*", ".*")
 """Files of the base that say nothing of the adapted model: weights, what ragserve has found about it."""
-_ROOM = 1.1  # times the base's weights, which OUT needs
+_ROOM = 1.1  # times the base's weights, which OUT and the work folder need together
 
 
 def check_out(out: Path, base: Path) -> None:
@@ -35,21 +35,16 @@ def check_out(out: Path, base: Path) -> None:
         )
 
 
-def write_model(
-    out: Path,
-    base: Path,
-    record: dict[str, Any],
-    write_weights: Callable[[Path], None],
-    adapter: Path,
-) -> None:
-    """Write OUT: it is there whole or not at all. ``write_weights`` fills a folder; that of the ``adapter`` is
-    copied."""
+def write_model(out: Path, base: Path, record: dict[str, Any], work: Path) -> None:
+    """Write OUT, which is there whole or not at all, of the folders ``merged`` and ``adapter`` in ``work``."""
     with _becoming(out) as folder:
-        write_weights(folder)
         for path in base.iterdir():
             if path.is_file() and not any(path.match(each) for each in _LEFT_OUT):
                 shutil.copyfile(path, folder / path.name)
-        shutil.copytree(adapter, folder / "adapter", ignore=shutil.ignore_patterns("README*"))
+        for path in (work / "merged").iterdir():
+            if any(path.match(each) for each in WEIGHTS) or path.match("*.index.json"):
+                shutil.move(path, folder / path.name)
+        shutil.copytree(work / "adapter", folder / "adapter", ignore=shutil.ignore_patterns("README*"))
         write_json(folder / RECORD, record, durable=True)
 
 

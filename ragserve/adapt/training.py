@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OnProgress = Callable[[str, str], None]
 """Called with the phase and its counts."""
-_WARM_UP = 20  # steps
+_WARM_UP = 10  # steps
 _LEAST_RATE = 0.1  # share of the learning rate at the end
 _CLIP = 1.0
 _BAD = 5  # steps in a row without a finite gradient that end a training
