@@ -63,7 +63,9 @@ def adapt(
     with locked(job.work / "lock") as alone:
         if not alone:
             raise Conflict(
-                f"Another run uses {job.work}.", hint="Wait for it, or give another --work.", code="work_in_use"
+                f"Another run uses {job.work}.",
+                hint="Wait for it, or give another --work.",
+                code="work_in_use",
             )
         record = _Run(settings, job, config, on_progress).adapted(on_step)
     shutil.rmtree(job.work, ignore_errors=True)
@@ -120,8 +122,8 @@ class _Run:
             write_json(job.work / "refused.json", record)
             raise RagserveError(
                 f"Nothing is written, as the adapted model is worse: {'; '.join(failed)}.",
-                hint=f"What was measured is in {job.work / 'refused.json'}. Try more or other questions, or a "
-                "smaller --rate.",
+                hint=f"What was measured is in {job.work / 'refused.json'}. Try more or other questions, or "
+                "a smaller --rate.",
                 code="guards_failed",
             )
         self._progress("writing", job.out.name)
@@ -198,7 +200,12 @@ class _Run:
         )
 
     def _record(
-        self, course: TrainingCourse, before: guards.Measured, after: guards.Measured, questions: int, digest: str
+        self,
+        course: TrainingCourse,
+        before: guards.Measured,
+        after: guards.Measured,
+        questions: int,
+        digest: str,
     ) -> dict[str, Any]:
         import torch
 
@@ -220,7 +227,11 @@ class _Run:
             "after": after.row(),
             "recovered": guards.recovered(before, after),
             "attention": "masks" if self._model.no_flex else "FlexAttention",
-            "machine": {"gpu": gpu, "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+            "machine": {
+                "gpu": gpu,
+                "cpu": platform.processor() or platform.machine(),
+                "cores": os.cpu_count(),
+            },
             "versions": {name: version(name) for name in packages},
             "date": time.strftime("%Y-%m-%d"),
         }

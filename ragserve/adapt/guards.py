@@ -58,9 +58,7 @@ class Measured:
         }
 
 
-def references(
-    model: AdaptedModel, mix: SampleMix, rows: Sequence[TrainingRow]
-) -> list[tuple[str, ...]]:
+def references(model: AdaptedModel, mix: SampleMix, rows: Sequence[TrainingRow]) -> list[tuple[str, ...]]:
     """What a right answer says, by row: the row's answer, or else the base's over the passages that answer,
     alone; empty where neither is known. Raises InvalidRequest for fewer than `LEAST`."""
     asked = [n for n, row in enumerate(rows) if row.answer is None and row.gold]
@@ -71,8 +69,8 @@ def references(
         found[n] = (text,) if text and not is_refusal(text, [" "]) else ()
     if sum(map(bool, found)) < LEAST:
         raise InvalidRequest(
-            f"Only {sum(map(bool, found))} held-out questions have an answer that is known; {LEAST} are needed "
-            "to see that the model stays as good.",
+            f"Only {sum(map(bool, found))} held-out questions have an answer that is known; {LEAST} are "
+            "needed to see that the model stays as good.",
             hint="Give rows with an `answer`, or with `gold` passages, or more of them.",
         )
     return found

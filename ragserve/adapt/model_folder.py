@@ -36,7 +36,7 @@ def check_out(out: Path, base: Path) -> None:
 
 
 def write_model(out: Path, base: Path, record: dict[str, Any], work: Path) -> None:
-    """Write OUT, which is there whole or not at all, of the folders ``merged`` and ``adapter`` in ``work``."""
+    """Write OUT of the folders ``merged`` and ``adapter`` in ``work``; it is there whole or not at all."""
     with _becoming(out) as folder:
         for path in base.iterdir():
             if path.is_file() and not any(path.match(each) for each in _LEFT_OUT):

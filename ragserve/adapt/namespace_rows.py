@@ -1,5 +1,5 @@
-"""Makes rows of a namespace: questions of users and about its chunks, as `ragserve tune` makes them, each over
-the passages that a search finds."""
+"""Makes rows of a namespace: questions of users and about its chunks, as `ragserve tune` makes them, each
+over the passages that a search finds."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def make_rows(
     most: int,
     on_progress: Callable[[str, str], None],
 ) -> list[TrainingRow]:
-    """Make at most ``most`` rows, one a chunk. Raises NotFound for an unknown namespace, and InvalidRequest for
-    one without passages."""
+    """Make at most ``most`` rows, one a chunk. Raises NotFound for an unknown namespace, and InvalidRequest
+    for one without passages."""
     return asyncio.run(_make(settings, namespace, model, builder, most, on_progress))
 
 
@@ -104,10 +104,10 @@ class _Rows:
             question = await self._probes.of_user(about)
         if question is None:
             return None
-        found = passages(
-            (await self._search.search(self._namespace, question.text, self._options)).passages
-        )
-        shown = [TrainingPassage(title=each.title or "", text=each.text) for each in found if each.text.strip()]
+        found = passages((await self._search.search(self._namespace, question.text, self._options)).passages)
+        shown = [
+            TrainingPassage(title=each.title or "", text=each.text) for each in found if each.text.strip()
+        ]
         if chunk is not None and all(each.text != chunk.text for each in shown):
             place = random.Random(chunk.chunk_id).randrange(len(shown) + 1)
             shown.insert(place, TrainingPassage(title=chunk.title or "", text=chunk.text))

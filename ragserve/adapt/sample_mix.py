@@ -1,8 +1,8 @@
 """What a training step reads: composed prompts of one to k passages, with and without the passage that
 answers, and whole prompts and plain text, which are to stay as they are.
 
-Sample ``number`` is the same in every run of the same rows and seed, so that a run that resumes takes the same
-steps."""
+Sample ``number`` is the same in every run of the same rows and seed, so that a run that resumes takes the
+same steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,12 @@ class SampleMix:
         )
 
     def sequence(
-        self, question: str, passages: Sequence[TrainingPassage], *, short: bool = True, composed: bool = False
+        self,
+        question: str,
+        passages: Sequence[TrainingPassage],
+        *,
+        short: bool = True,
+        composed: bool = False,
     ) -> TrainingSequence:
         """Lay a question out over passages, as many as fit. ``short``: with the system text that asks for few
         words."""

@@ -1,7 +1,7 @@
 """Trains the adapter: AdamW with warm-up and cosine, whose gradient is finite before every step.
 
-Time or steps end a training. Each block of steps first lets the base answer the block's prompts greedily, over
-the whole prompt; the answers' tokens are what is compared."""
+Time or steps end a training. Each block of steps first lets the base answer the block's prompts greedily,
+over the whole prompt; the answers' tokens are what is compared."""
 
 from __future__ import annotations
 

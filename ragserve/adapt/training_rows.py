@@ -90,7 +90,9 @@ def digest_of_rows(rows: Sequence[TrainingRow]) -> str:
     return found.hexdigest()[:16]
 
 
-def divided(rows: Sequence[TrainingRow], held_out: int, seed: int) -> tuple[list[TrainingRow], list[TrainingRow]]:
+def divided(
+    rows: Sequence[TrainingRow], held_out: int, seed: int
+) -> tuple[list[TrainingRow], list[TrainingRow]]:
     """Divide rows into those to train with and at most ``held_out`` others, a fifth at most, whose gold
     passages no question of the first is about. Raises InvalidRequest for fewer rows than `LEAST`."""
     if len(rows) < LEAST:

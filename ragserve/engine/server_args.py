@@ -13,8 +13,8 @@ from typing import Any
 from ragserve import logs, tracing
 from ragserve.config import Settings
 from ragserve.engine import shared_store
-from ragserve.engine.document_prefix import prefix_text
 from ragserve.engine.cpu_precision import cpu_dtype
+from ragserve.engine.document_prefix import prefix_text
 from ragserve.errors import InvalidRequest
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.option_checks import RequestOptions

@@ -29,7 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def job(model: Path, tmp_path: Path) -> Adaptation:
     data = write(tmp_path / "rows.jsonl", rows(60, passages=3))
-    return Adaptation(model, tmp_path / "out", tmp_path / "work", OPTIONS, data=data, held_out=10, rank=4, room=512)
+    return Adaptation(
+        model, tmp_path / "out", tmp_path / "work", OPTIONS, data=data, held_out=10, rank=4, room=512
+    )
 
 
 def settings(tmp_path: Path) -> Settings:
@@ -83,7 +85,9 @@ def test_a_guard_that_fails_writes_nothing(
 
 def test_each_guard_is_about_what_it_says() -> None:
     before = Measured([80.0] * 20, [40.0] * 20, [True] * 50, 2.0, 1000)
-    assert guards.failures(before, Measured([79.0] * 20, [70.0] * 20, [True] * 49 + [False], 2.009, 1000)) == []
+    assert (
+        guards.failures(before, Measured([79.0] * 20, [70.0] * 20, [True] * 49 + [False], 2.009, 1000)) == []
+    )
     [one] = guards.failures(before, Measured([78.9] * 20, [70.0] * 20, [True] * 50, 2.0, 1000))
     assert one == "whole prompts lose 1.1 points of F1 (n 20; allowed 1)"
     [one] = guards.failures(before, Measured([80.0] * 20, [70.0] * 20, [True] * 50, 2.0101, 1000))
@@ -150,7 +154,10 @@ def test_an_out_that_exists_or_has_no_room(
     [
         ('{"question": "Who?", "passages": []}', "line 61: passages"),
         ('{"question": " ", "passages": [{"text": "a"}]}', "line 61: question"),
-        ('{"question": "Who?", "passages": [{"text": "a"}], "gold": [1]}', "names a passage that is not among"),
+        (
+            '{"question": "Who?", "passages": [{"text": "a"}], "gold": [1]}',
+            "names a passage that is not among",
+        ),
         ("[]", "line 61"),
         ("{", "line 61: not JSON"),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -55,7 +53,10 @@ def composed_logits(model: AdaptedModel, one: TrainingSequence) -> torch.Tensor:
     for document in one.documents:
         _, own = extended(model, list(document), before, prefix)
         own = [(turned(model, k[:, :, before:], place - before), v[:, :, before:]) for k, v in own]
-        past = [tuple(torch.cat(pair, 2) for pair in zip(*layers, strict=True)) for layers in zip(past, own, strict=True)]
+        past = [
+            tuple(torch.cat(pair, 2) for pair in zip(*layers, strict=True))
+            for layers in zip(past, own, strict=True)
+        ]
         place += len(document)
     logits, _ = extended(model, [*one.question, *one.answer[:-1]], place, past)
     return logits[len(one.question) - 1 :]

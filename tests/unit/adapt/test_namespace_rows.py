@@ -24,7 +24,7 @@ from tests.unit.adapt.tiny_models import TOKENIZER, load, make_model, tokens
 
 TEXTS = {
     "Norway": "Norway is a country in the north of Europe with many fjords. The capital of Norway is Oslo.",
-    "Sweden": "Sweden is a country in the north of Europe with many forests. The capital of Sweden is Stockholm.",
+    "Sweden": "Sweden is a country in the north of Europe with lakes. The capital of Sweden is Stockholm.",
     "Kolstad": "The Kolstad observatory stands on a hill above the town of Kolstad. It is led by Mari Lund.",
 }
 

@@ -46,7 +46,9 @@ def make(folder: Path, work: Path, options: TrainingOptions = OPTIONS, **more: A
     builder = PromptBuilder(model.tokenizer)
     given = rows(12)
     mix = SampleMix(given[:9], builder, k=3, room=400, seed=0)
-    prompts = [mix.sequence(row.question, mix.context(row, n), composed=True) for n, row in enumerate(given[9:])]
+    prompts = [
+        mix.sequence(row.question, mix.context(row, n), composed=True) for n, row in enumerate(given[9:])
+    ]
     model.add_adapter(4, 0)
     return Training(model, mix, prompts, Checkpoints(work), options, **more)
 

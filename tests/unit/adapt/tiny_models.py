@@ -51,12 +51,19 @@ def tokens(count: int, seed: int) -> list[int]:
 def rows(count: int, passages: int = 4) -> list[TrainingRow]:
     """Questions about made-up stations, each with the passage that answers among others."""
     names = [f"station {number}" for number in range(count)]
-    texts = [f"The {name} is led by Ada {chr(65 + n % 26)}. It has {n + 3} rooms." for n, name in enumerate(names)]
+    texts = [
+        f"The {name} is led by Ada {chr(65 + n % 26)}. It has {n + 3} rooms." for n, name in enumerate(names)
+    ]
     found = []
     for n, name in enumerate(names):
-        shown = [TrainingPassage(title=names[(n + i) % count], text=texts[(n + i) % count]) for i in range(passages)]
+        shown = [
+            TrainingPassage(title=names[(n + i) % count], text=texts[(n + i) % count])
+            for i in range(passages)
+        ]
         found.append(
-            TrainingRow(question=f"How many rooms has {name}?", answer=str(n + 3), passages=tuple(shown), gold=(0,))
+            TrainingRow(
+                question=f"How many rooms has {name}?", answer=str(n + 3), passages=tuple(shown), gold=(0,)
+            )
         )
     return found
 
