@@ -6,9 +6,9 @@ prompts?
 
 FOLDER has the answers of `benchmarks.document_prefixes` and `benchmarks.recompute_rules` by base and adapted
 model, as `gpu_adapt.sh evaluate` writes them. The table has a row a set and one of all: F1 of the base's
-whole prompts, composed ones with nothing recomputed of both, the share of the loss that is recovered, the adapted
-model's whole prompts, composed ones with 2 % recomputed, and the best quarter of the passages composed
-against the same quarter prefilled. The rivals are the base itself and exact prefill.
+whole prompts, composed ones with nothing recomputed of both, the share of the loss that is recovered, the
+adapted model's whole prompts, composed ones with 2 % recomputed, and the best quarter of the passages
+composed against the same quarter prefilled. The rivals are the base itself and exact prefill.
 
 `pack` copies a run's work folder with its adapter in 16 bits and without the optimiser's state, for another
 machine."""

@@ -186,8 +186,8 @@ class AdaptedModel:
         self.adapter.save_pretrained(folder, state_dict=state)
 
     def merge(self, base: Path, out: Path) -> None:
-        """Write ``base`` with the adapter's changes, added in float32 and rounded once, to the folder ``out``.
-        The model is that one afterwards. Raises StorageFull."""
+        """Write ``base`` with the adapter's changes, added in float32 and rounded once, to the folder
+        ``out``. The model is that one afterwards. Raises StorageFull."""
         import torch
         from transformers import AutoModelForCausalLM
 

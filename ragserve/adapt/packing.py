@@ -42,9 +42,9 @@ class PackedSequences:
     """Sequences one after another. The lists up to ``behind`` have an entry a token.
 
     ``positions``: where Q and K are computed; ``shifts``: from there to where question and answer see K.
-    Tokens of one of ``segments`` see each other, and those ``behind`` the prefix see that, too. ``samples``: each
-    token's sequence. ``asked``: tokens that see all of their sequence instead. ``targets``: compared tokens.
-    ``bounds``: first token of each sequence and the one behind its last. All seeing is causal."""
+    Tokens of one of ``segments`` see each other, and those ``behind`` the prefix see that, too. ``samples``:
+    each token's sequence. ``asked``: tokens that see all of their sequence instead. ``targets``: compared
+    tokens. ``bounds``: first token of each sequence and the one behind its last. All seeing is causal."""
 
     prefix: int = 0
     ids: list[int] = field(default_factory=list)
