@@ -48,13 +48,15 @@ class BatchedEngine:
             longest = max((request.sampling.max_new_tokens for request, _ in live), default=0)
             try:
                 found = await asyncio.to_thread(greedy.answers, self._model, prompts, longest)
-            except BaseException as error:
+            except asyncio.CancelledError:
+                for _, answer in live:
+                    answer.cancel()
+                raise
+            except Exception as error:  # noqa: BLE001 - whoever asked raises it
                 for _, answer in live:
                     if not answer.done():
-                        answer.set_exception(
-                            error if isinstance(error, Exception) else asyncio.CancelledError()
-                        )
-                raise
+                        answer.set_exception(error)
+                continue
             for (request, answer), ids in zip(live, found, strict=True):
                 if not answer.done():
                     answer.set_result(ids[: request.sampling.max_new_tokens])

@@ -132,9 +132,9 @@ def _flex_attention(device: str) -> Callable[..., torch.Tensor]:
     return found
 
 
-def flex_differs(model: Any, device: torch.device) -> str:
-    """Why FlexAttention is not to be used with a model's heads on ``device``; empty if it gives what masks
-    give, in values and gradients."""
+def flex_differs(model: Any, device: torch.device, tokens: int) -> str:
+    """Why FlexAttention is not to be used with a model's heads for packs of so many tokens, 1,024 at least;
+    empty if it gives what masks give, in values and gradients."""
     import torch
 
     if device.type != "cuda":
@@ -148,14 +148,14 @@ def flex_differs(model: Any, device: torch.device) -> str:
     sequences = [TrainingSequence([3] * 20, documents, [4] * 30, [5] * 9, composed=True)] * 2
     draw = torch.Generator(device).manual_seed(0)
     given = [
-        torch.randn(1, count, 1024, size, generator=draw, device=device, dtype=torch.bfloat16)
+        torch.randn(1, count, tokens, size, generator=draw, device=device, dtype=torch.bfloat16)
         for count in (heads, kv_heads, kv_heads)
     ]
     found = []
     try:
         for flex in (True, False):
             pack = packed(sequences, [6] * 100)
-            pack.pad(1024)
+            pack.pad(tokens)
             inputs = [each.clone().requires_grad_() for each in given]
             out = PackedAttention(pack, model.model.rotary_emb, device, flex=flex)(*inputs, size**-0.5)
             out.float().square().sum().backward()

@@ -111,9 +111,14 @@ class AdaptedModel:
         ends = {*ends, tokenizer.eos_token_id} - {None}
         room = room or (8192 if device.type == "cuda" else 2048)
         room += -room % 128
-        return cls(
-            causal, tokenizer, device, frozenset(ends), list(prefix), room, flex_differs(causal, device)
-        )
+        found = cls(causal, tokenizer, device, frozenset(ends), list(prefix), room, "")
+        found.no_flex = flex_differs(causal, device, max(1024, found.padded))
+        return found
+
+    @property
+    def padded(self) -> int:
+        """Tokens of a pack for FlexAttention, which is compiled for each number of them."""
+        return self.room + len(self.prefix) + -len(self.prefix) % 128
 
     def add_adapter(self, rank: int, seed: int) -> None:
         """Add an adapter that changes nothing yet, in float32, and save activations at layers' ends only."""
@@ -148,7 +153,7 @@ class AdaptedModel:
         """Pack sequences as the model computes them."""
         found = packed(sequences, self.prefix)
         if not self.no_flex:
-            found.pad(self.room + len(self.prefix) + -len(self.prefix) % 128)
+            found.pad(self.padded)
         return found
 
     def run(self, pack: PackedSequences, *, keep: bool = False) -> tuple[torch.Tensor, PackedAttention, Any]:
