@@ -157,7 +157,8 @@ def flex_differs(model: Any, device: torch.device, tokens: int) -> str:
             pack = packed(sequences, [6] * 100)
             pack.pad(tokens)
             inputs = [each.clone().requires_grad_() for each in given]
-            out = PackedAttention(pack, model.model.rotary_emb, device, flex=flex)(*inputs, size**-0.5)
+            q, k, v = inputs
+            out = PackedAttention(pack, model.model.rotary_emb, device, flex=flex)(q, k, v, size**-0.5)
             out.float().square().sum().backward()
             found.append([out.detach(), *(each.grad for each in inputs if each.grad is not None)])
     except Exception as error:  # noqa: BLE001 - whatever the compiler says

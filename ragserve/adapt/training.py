@@ -80,7 +80,8 @@ class Training:
         if not self.course.history:
             self._evaluate()
         mark = self._clock()
-        bad, block = 0, []
+        bad = 0
+        block: list[TrainingSequence] = []
         while not self.course.stopped and self._share < 1:
             first = self.course.step * self._options.batch
             if not block:
