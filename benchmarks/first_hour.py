@@ -15,11 +15,12 @@ import json
 import lzma
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,8 +141,10 @@ def page(model: Path, articles: Sequence[dict[str, Any]], questions: Sequence[st
             "|---|---|---|---|---|---|---|---|",
             *(f"| {row(each)} |" for each in asked[:-1]),
             "",
-            f"Right, by the words that an answer must contain: {right[0]} exact and {right[1]} composed of "
-            f"{len(questions)}. A model of this size makes mistakes with the right passages before it.",
+            f"On average {mean(asked, _exact):,.0f} ms exact, {mean(asked, _composed):,.0f} composed, and "
+            f"{mean(asked, _first):,.0f} at first. Right, by the words that an answer must contain: "
+            f"{right[0]} exact and {right[1]} composed of {len(questions)}. A model of this size makes "
+            "mistakes with the right passages before it.",
             "",
             "## What is not there",
             "",
@@ -160,6 +163,15 @@ def _exact(each: Asked) -> Answer:
 
 def _composed(each: Asked) -> Answer:
     return each.composed
+
+
+def _first(each: Asked) -> Answer:
+    return each.first
+
+
+def mean(asked: Sequence[Asked], answer: Callable[[Asked], Answer]) -> float:
+    """Milliseconds to the first token, without the last question, which has no answer."""
+    return statistics.mean(answer(each).timings.ttft_ms or 0 for each in asked[:-1])
 
 
 def first(path: Path, n: int) -> Iterator[dict[str, Any]]:
