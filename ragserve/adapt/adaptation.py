@@ -67,12 +67,12 @@ def adapt(
                 hint="Wait for it, or give another --work.",
                 code="work_in_use",
             )
-        record = _Run(settings, job, config, on_progress).adapted(on_step)
+        record = _AdaptRun(settings, job, config, on_progress).adapted(on_step)
     shutil.rmtree(job.work, ignore_errors=True)
     return record
 
 
-class _Run:
+class _AdaptRun:
     """A run with its model in memory."""
 
     def __init__(

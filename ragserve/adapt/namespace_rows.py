@@ -68,7 +68,7 @@ async def _make(
         retriever = Retriever(store, embedder)
         stack.push_async_callback(retriever.close)
         search = PassageSearch(retriever)
-        maker = _Rows(
+        maker = _RowMaker(
             Probes(BatchedEngine(model), search, builder, namespace, model.room), search, settings, namespace
         )
         while len(rows) < most:
@@ -88,7 +88,7 @@ async def _make(
     return rows[:most]
 
 
-class _Rows:
+class _RowMaker:
     """Makes rows with one search and prober."""
 
     def __init__(self, probes: Probes, search: PassageSearch, settings: Settings, namespace: str) -> None:

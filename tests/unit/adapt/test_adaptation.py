@@ -35,7 +35,7 @@ def job(model: Path, tmp_path: Path) -> Adaptation:
 
 
 def settings(tmp_path: Path) -> Settings:
-    return Settings(data_dir=tmp_path / "data", top_k=2, kv_prefix="fixed")
+    return Settings(data_dir=tmp_path / "data", top_k=2, kv_prefix="none")
 
 
 def changed(job: Adaptation, **fields: Any) -> Adaptation:
