@@ -211,7 +211,18 @@ def _copies(request: GenerateRequest) -> bool:
         return False
 
 
-class Engine(Protocol):
+class AnswerSource(Protocol):
+    """Generates answers, whatever else it does."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Stream an answer. Closing the iterator, or cancelling its reader, aborts the request.
+
+        Raises ``EngineError``, ``InvalidRequest``, ``TooManyRequests`` or ``Unavailable``.
+        """
+        ...
+
+
+class Engine(AnswerSource, Protocol):
     """Generates answers. All coroutines run on the server's event loop."""
 
     async def start(self) -> EngineInfo:
@@ -225,13 +236,6 @@ class Engine(Protocol):
 
     async def ready(self) -> bool:
         """Return True if a request sent now would be served."""
-        ...
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Stream an answer. Closing the iterator, or cancelling its reader, aborts the request.
-
-        Raises ``EngineError``, ``InvalidRequest``, ``TooManyRequests`` or ``Unavailable``.
-        """
         ...
 
     async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
