@@ -78,6 +78,7 @@ class Training:
         self._held_out = self._answered(self._prompts)
         self._resume()
         if not self.course.history:
+            self._progress("held-out KL", "")
             self._evaluate()
         mark = self._clock()
         bad = 0
