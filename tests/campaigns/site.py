@@ -32,6 +32,11 @@ class Asked:
     kept: int
     answer: dict[str, Any]
 
+    @property
+    def exact(self) -> bool:
+        """Whether it was answered without documents' KV: samkv over few tokens is, by prefix."""
+        return self.answer["context"]["strategy"] in ("full", "prefix")
+
 
 class Site:
     """A server and its client. ``down`` and ``up`` need a server of our own (``folder`` given)."""

@@ -263,9 +263,11 @@ def serving(
     *,
     serve_metrics: bool = True,
     load: Callable[[Settings], Any] | None = None,
+    listener: socket.socket | None = None,
     **options: Any,
 ) -> Iterator[Live]:
-    """The app with a scripted engine, until the block ends. ``load``: what loads another embedder."""
+    """The app with a scripted engine, until the block ends. ``load``: what loads another embedder;
+    ``listener``: a bound socket, for those who must know the address before."""
     settings = Settings(data_dir=data_dir, model=str(model), **{"verify_share": 0, **options})
     engine, embedder = ScriptedEngine(model), WordEmbedder()
     seen: list[dict[str, Any]] = []
@@ -276,13 +278,14 @@ def serving(
         serve_metrics=serve_metrics,
         embedder=load or (lambda _: embedder),
     )
-    with running(app) as url:
+    with running(app, listener) as url:
         yield Live(url, app, engine, embedder, settings, seen)
 
 
 @contextmanager
-def running(app: Any) -> Iterator[str]:
-    """Serve the app by uvicorn in a thread, on a free port, until the block ends: its address."""
+def running(app: Any, listener: socket.socket | None = None) -> Iterator[str]:
+    """Serve the app by uvicorn in a thread, on ``listener`` or a free port, until the block ends: its
+    address."""
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -293,7 +296,8 @@ def running(app: Any) -> Iterator[str]:
             timeout_keep_alive=KEEP_ALIVE_S,  # longer than clients keep theirs
         )
     )
-    thread = threading.Thread(target=server.run, daemon=True)
+    sockets = None if listener is None else [listener]
+    thread = threading.Thread(target=server.run, args=(sockets,), daemon=True)
     thread.start()
     try:
         eventually(lambda: server.started or not thread.is_alive(), "start-up")

@@ -39,6 +39,15 @@ def test_every_request_is_answered_with_the_reason() -> None:
         assert httpx.get(f"{url}/health").json()["missing"] == ["the engine warms up"]
 
 
+def test_a_browser_is_shown_a_page_that_looks_again() -> None:
+    with answering() as (answers, _, url):
+        answers.reason = "the engine loads <its> model"
+        page = httpx.get(f"{url}/playground", headers={"Accept": "text/html,application/xhtml+xml"})
+        assert (page.status_code, page.headers["content-type"]) == (503, "text/html; charset=utf-8")
+        assert "the engine loads &lt;its&gt; model" in page.text
+        assert 'http-equiv="refresh"' in page.text
+
+
 def test_who_connects_after_the_start_is_answered_by_the_server() -> None:
     with answering() as (answers, listener, _):
         answers.stop()

@@ -31,6 +31,7 @@ from sglang_ext.process.launch import Launcher
 sglang = ModuleType("sglang.srt.entrypoints")  # a start of its own takes seconds
 sglang.http_server = SimpleNamespace(
     uvicorn=uvicorn,
+    _freeze_gc_after_server_warmup=None,  # later versions have it
     launch_server=lambda args, **targets: sglang.http_server.uvicorn.run("app", timeout_keep_alive=5),
 )
 for name in ("sglang", "sglang.srt", sglang.__name__):
