@@ -81,7 +81,8 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, SignOnSett
     )
     model: str = Field(
         DEFAULT_MODEL,
-        description="Generation model: a Hugging Face path or id. Its tokenizer also sizes the chunks.",
+        description="Generation model: a Hugging Face path or id, a GGUF file, or smollm2, which is fetched. "
+        "Its tokenizer also sizes the chunks.",
     )
     tokenizer: str | None = Field(None, description="Tokenizer path or id, if it differs from the model's.")
     embedder: str = Field(
@@ -153,10 +154,11 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, SignOnSett
     engine_timeout_s: float = Field(600, gt=0, description="Seconds after which a generation is aborted.")
 
     # sparse decoding
-    sparse_attention: Literal["off", "on"] = Field(
+    sparse_attention: Literal["off", "on", "auto"] = Field(
         "off",
         description="on: wrap SGLang's attention backend, so that decode steps may attend to selected KV "
-        "pages only, and prefill to selected blocks.",
+        "pages only, and prefill to selected blocks. auto: with the budget that calibrate --part sparse "
+        "recorded for the model; off without one.",
     )
     decode_mode: decode_fields.Mode = DECODE.mode
     decode_budget: decode_fields.Budget = DECODE.budget

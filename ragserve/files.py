@@ -27,6 +27,11 @@ def bundled(path: str) -> Path:
     return installed if installed.exists() else _PACKAGE.parent / path
 
 
+def user_cache() -> Path:
+    """The folder of what is made once for a user and can be made again: ~/.cache/ragserve, there or not."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ragserve"
+
+
 def write_text(path: Path, text: str, *, durable: bool = False, mode: int = 0o666) -> None:
     """Write UTF-8 text atomically: readers see the old file or the new one. Parent folders are made.
 

@@ -29,6 +29,7 @@ from ragserve.commands.outside_checks import Finding, Status
 from ragserve.config import Settings
 from ragserve.engine.cpu_precision import cpu_dtype
 from ragserve.engine.gguf_weights import gguf_of
+from ragserve.engine.packaged_model import is_packaged, place
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.files import bundled
 from ragserve.ingest.foreign_cuts import advice_of, foreign_cuts
@@ -189,6 +190,11 @@ def _model(settings: Settings) -> Finding:
     folder = Path(settings.model)
     if "://" in settings.model or "model_path" in settings.engine_args:
         return "skip", f"{settings.model} is read by SGLang alone"
+    if is_packaged(settings.model):
+        folder = place()
+        if not folder.is_dir():
+            advice = "It is fetched when the server starts: about 100 MB, 370 MB on disk."
+            return "warn", f"{settings.model} is not on this machine", advice
     if (file := gguf_of(settings.model)) is not None:
         return "ok", f"{file}: GGUF, dequantised to bfloat16 once, into {settings.data_dir / 'models'}"
     if folder.is_file():

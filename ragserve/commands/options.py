@@ -115,10 +115,15 @@ def settings_from(**flags: Any) -> Settings:
 
 
 def _with_folder(settings: Settings) -> Settings:
-    """Let a model that comes as a GGUF file be the folder that its weights are dequantised to."""
+    """Let a model that is fetched by name, or that comes as a GGUF file, be the folder that is made of it."""
     from ragserve.engine.gguf_weights import as_folder, gguf_of
+    from ragserve.engine.packaged_model import is_packaged, model_folder
 
-    file = None if settings.engine_elsewhere else gguf_of(settings.model)
+    if settings.engine_elsewhere:
+        return settings
+    if is_packaged(settings.model):
+        return settings.model_copy(update={"model": str(model_folder(say))})
+    file = gguf_of(settings.model)
     if file is None:
         return settings
     return settings.model_copy(update={"model": str(as_folder(file, settings.data_dir / "models", say))})

@@ -66,7 +66,8 @@ class Figures:
     ``references`` probes, its difference from full in points, and the ``margin``, the smallest loss in points
     that is excluded at 95 %, below 0 where a gain is shown; ``different``: percent of the answers that differ
     from full's, ``unsupported`` of those that stand in no passage though full's do; ``retriever``: what
-    brought the passages. Earlier versions have none of these."""
+    brought the passages; ``ttft_ms`` and ``full_ttft_ms``: medians to the first token, the strategy's and
+    full's. Earlier versions have none of these."""
 
     n: int
     f1: float | None
@@ -90,6 +91,8 @@ class Figures:
     different: float | None = None
     retriever: str = ""
     unsupported: float | None = None
+    ttft_ms: float | None = None
+    full_ttft_ms: float | None = None
 
     @property
     def full_f1(self) -> float | None:

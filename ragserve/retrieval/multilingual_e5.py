@@ -7,7 +7,6 @@ overruns."""
 from __future__ import annotations
 
 import json
-import os
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.errors import InvalidRequest
+from ragserve.files import user_cache
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,7 +51,7 @@ _LAYER = {
 def model_folder() -> Iterator[str]:
     """The model's folder, for the block: under ~/.cache/ragserve, where the first call writes it, or
     temporary where that cannot be written. Raises InvalidRequest as `write_model`."""
-    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ragserve" / _CACHED
+    cached = user_cache() / _CACHED
     if cached.is_dir():
         yield str(cached)
         return

@@ -18,7 +18,7 @@ from ragserve.verification.idle_worker import IdleWorker
 _SHOWN = 200  # strategies and namespaces in `/info`
 _FIGURES = (
     *("score", "score_vs_full", "margin", "different", "unsupported"),
-    *("kept", "recomputed", "retriever"),
+    *("kept", "recomputed", "ttft_ms", "full_ttft_ms", "retriever"),
 )
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 from ragserve.answering.follow_ups import passages
 from ragserve.answering.prompt import Message, PromptBuilder, PromptDocument
 from ragserve.answering.results import RetrievedPassage
-from ragserve.engine.base import Engine, GenerateRequest, Sampling
+from ragserve.engine.base import AnswerSource, GenerateRequest, Sampling
 from ragserve.retrieval.passage_search import FoundPassages
 from ragserve.retrieval.search_options import SearchOptions
 from ragserve.verification.engine_run import first_token
@@ -81,7 +81,7 @@ class Probes:
     """Makes probes with one engine and search."""
 
     def __init__(
-        self, engine: Engine, search: Search, builder: PromptBuilder, namespace: str, room: int
+        self, engine: AnswerSource, search: Search, builder: PromptBuilder, namespace: str, room: int
     ) -> None:
         """``room``: tokens of the longest prompt."""
         self._engine, self._search, self._builder = engine, search, builder

@@ -39,7 +39,8 @@ class Verdict:
     """``undecided``: the means are good, and too few questions show it; ``passed over``: it was compared on
     the first part of the probes only, and another was picked. ``figures`` of the probes that decide, for what
     was passed over of those that it has. ``needed``: about how many would verify it, if the others go like
-    these; None if unknown. ``score``: mean and 95 % interval over all its probes, percent."""
+    these; None if unknown. ``score``: mean and 95 % interval over all its probes, percent. ``ttft_ms`` and
+    ``full_ms``: medians to the first token, the strategy's and full's."""
 
     label: str
     decision: Literal["verified", "refused", "undecided", "passed over"]
@@ -48,6 +49,7 @@ class Verdict:
     ttft_ms: float | None
     needed: int | None = None
     score: tuple[float, float, float] | None = None
+    full_ms: float | None = None
 
     @property
     def line(self) -> str:
@@ -84,6 +86,7 @@ def verdict(
         return None
     ttft = [row["ttft_ms"] for row in every if not row["error"] and row["ttft_ms"] is not None]
     about: dict[str, Any] = {"ttft_ms": percentile(ttft, 50) if ttft else None, "score": _score(every)}
+    about["full_ms"] = full_ms(rows)
     if not own:
         figures = figures_of(every)
         return Verdict(label, "passed over", figures.loss, figures, **about)
@@ -120,7 +123,14 @@ def record_verdicts(
     Raises InvalidRequest for a foreign file."""
     entries = {
         one.label: gate.Entry(
-            {queries.set_name: replace(one.figures, retriever=queries.retriever)},
+            {
+                queries.set_name: replace(
+                    one.figures,
+                    retriever=queries.retriever,
+                    ttft_ms=one.ttft_ms,
+                    full_ttft_ms=one.full_ms,
+                )
+            },
             **measured_on(settings.model),
             dtype=info.dtype,
             versions=environment()["versions"],

@@ -73,9 +73,10 @@ class TuneJob:
 def run(job: TuneJob) -> int:
     """Run on an engine of its own and return the exit status: 0, or `RESTART`."""
     from ragserve.engine.offline import run_once
+    from ragserve.engine.server_args import resolve_sparse_attention
     from ragserve.strategy_spec import parse
 
-    settings = Settings(**job.settings)
+    settings, _ = resolve_sparse_attention(Settings(**job.settings))
     specs = [spec for label in job.strategies for spec in parse(label)]
 
     def report(phase: str, done: int = 0) -> None:

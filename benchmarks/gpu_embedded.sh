@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# The embedded model's adapter, on one H200: questions, training, answers. Steps of at most eight minutes, each of which goes on where it was cut.
+#   benchmarks/gpu_embedded.sh write PASSAGES WRITER OUT           4 min: pairs and rows of a model that writes (WRITER: the 1.5B)
+#   benchmarks/gpu_embedded.sh train PASSAGES BASE OUT SECONDS     OUT/adapter, at most 8 MB (BASE: SmolLM2-135M-Instruct)
+#   benchmarks/gpu_embedded.sh answer BASE OUT SETS_DIR SECONDS    answers of the base and of the adapted model, through the engine
+# It needs, beside this checkout: PASSAGES (`benchmarks.written_questions.passages`, 7 MB); WRITER and BASE as folders (`benchmarks.real_models pack`
+# and `unpack`); SETS_DIR with squad10, qed10, 2wikimqa, musique and the synthetic sets; an embedder's folder (RAGSERVE_EMBEDDER); peft and accelerate.
+# What is to come back: OUT/rows.jsonl.gz, OUT/rows.json, OUT/adapter, OUT/train.json, OUT/answers-*.
+# RAGSERVE_ATTENTION names the engine's attention backend (triton or flashinfer where FA3's library is not there).
+set -euo pipefail
+step=$1
+shift
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD:$PWD/index:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True FLASHINFER_DISABLE_VERSION_CHECK=1
+written=benchmarks.written_questions
+case $step in
+  write)
+    passages=$1 writer=$2 out=$3
+    # Several processes share the GPU, because each waits for the launches of small kernels most of the time.
+    python3 -m $written.write "$passages" "$out" "$writer" --workers "${PROCESSES:-6}" --seconds "${WRITE_S:-170}"
+    python3 -m $written.join "$passages" "$out" "$writer" --workers "${PROCESSES:-6}" --seconds "${JOIN_S:-40}"
+    python3 -m $written.rows make "$passages" "$out" "$out/rows.jsonl.gz"
+    ;;
+  train)
+    passages=$1 base=$2 out=$3 seconds=$4
+    [ -f "$out/rows.jsonl" ] || python3 -m $written.rows expand "$passages" "$out/rows.jsonl.gz" "$out/rows.jsonl" --laid-out
+    python3 -m $written.train "$base" "$out/rows.jsonl" "$out" --seconds "$seconds"
+    ;;
+  answer)
+    base=$1 out=$2 sets=$3 seconds=$4
+    real=squad10,qed10,2wikimqa,musique
+    python3 -m $written.without_gold "$sets" "$out/none" squad10 qed10
+    python3 - "$base" "$out/adapter" "$out/merged" <<'PY'
+import shutil, sys
+from pathlib import Path
+from ragserve.engine.adapter_weights import merge_adapter
+base, adapter, merged = map(Path, sys.argv[1:])
+shutil.rmtree(merged, ignore_errors=True)
+shutil.copytree(base, merged)
+merge_adapter(merged, adapter)
+PY
+    ask() { # name, model, sets' folder, sets, strategies, further options
+      local name=$1 model=$2 folder=$3 only=$4 strategies=$5
+      shift 5
+      python3 -m benchmarks.gpu_eval "$out/answers-$name" "$folder" --model "$model" --benchmark short-answers --only "$only" \
+        --strategies "$strategies" --seconds "$seconds" --engines 1 "$@" >"$out/answers-$name.log" 2>&1 &
+    }
+    question=concat:recompute=question,share=0.05
+    ask real "$out/merged" "$sets" $real "full,concat,$question"
+    ask synthetic "$out/merged" "$sets" onehop,crossdoc "full,concat,$question" --limit 400
+    ask none "$out/merged" "$out/none" squad10_none,qed10_none full
+    ask base "$base" "$sets" $real full
+    ask base-none "$base" "$out/none" squad10_none,qed10_none full
+    wait
+    tail -qn 2 "$out"/answers-*.log
+    ;;
+  *) echo "steps: write, train, answer" >&2; exit 2 ;;
+esac

@@ -1,0 +1,297 @@
+"""Rows to train on, of the pairs that are kept: forms, passages beside, dialogues, comparisons.
+
+    python -m benchmarks.written_questions.rows make PASSAGES PAIRS ROWS.jsonl.gz [--limit N]
+    python -m benchmarks.written_questions.rows expand PASSAGES ROWS.jsonl.gz OUT.jsonl [--laid-out]
+
+`make` writes a line a question, with its passages by id: {question, answer, passages, gold, kind, system, k,
+history}. ``passages`` are the nearest to the question by the embedder (RAGSERVE_EMBEDDER), best first, the
+gold ones among them; none but these has the answer. ``answer`` is null where the gold passages are left out.
+Beside ROWS come ROWS.json, with counts and digest. All draws are seeded: the same pairs give the same bytes.
+
+`expand` writes {question, answer, passages: [{title, text}], gold} with all passages, as `ragserve adapt`
+reads them; with ``--laid-out`` what the model is to read and to say: ``k`` passages in an order of their own,
+the ``system`` text, ``history``, and ``target``, with citations where the system text asks for them."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import random
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.model_recipe.question_forms import as_typed
+from benchmarks.written_questions.join import read_pairs
+from benchmarks.written_questions.passages import SEED, Passage, read_passages, write_lines
+from benchmarks.written_questions.write import Pair
+from ragserve.answering.chat_template import DEFAULT_SYSTEM
+from ragserve.files import write_json
+from ragserve.verification.metrics import contains_answer
+from ragserve.verification.question_probes import SHORT
+
+NEAREST = 10
+REFUSAL = "The documents do not say."
+SYSTEMS = {"short": (SHORT, 0.5), "cited": (DEFAULT_SYSTEM, 0.5)}
+"""System texts that ragserve sends, by name, and their shares. The second asks for citations."""
+_UNANSWERABLE = 0.12  # share of the questions, asked once more without their passages
+_FOLLOW_UP = 0.12  # of questions about a passage with two
+_ONE = 0.15  # with the gold passages alone
+_COMPARED = {  # verbs of a question "When was X ...?", and how two of them are compared
+    "born": ("Who was born first", "Who is older"),
+    "founded": ("Which was founded first", "Which is older"),
+    "established": ("Which was established first",),
+    "built": ("Which was built first", "Which was built earlier"),
+    "released": ("Which was released first", "Which came out first"),
+    "published": ("Which was published first",),
+    "opened": ("Which was opened first",),
+}
+_WHEN = re.compile(rf"^(?:When|In which year|In what year) was (?:the )?(.+?) ({'|'.join(_COMPARED)})\?$")
+_YEAR = re.compile(r"\b(1\d{3}|20\d\d)\b")
+_OFTEN = 2  # comparisons of one pair
+
+
+class Asked(NamedTuple):
+    """A question before its forms. ``history``: a turn before it, question and answer."""
+
+    question: str
+    answer: str
+    gold: tuple[str, ...]
+    kind: str
+    history: tuple[tuple[str, str], ...] = ()
+
+
+def every(
+    pairs: Sequence[Pair], joined: Iterable[Mapping[str, Any]], by_id: Mapping[str, Passage]
+) -> list[Asked]:
+    """All questions: of one passage, follow-ups, joined and compared ones."""
+    found = [Asked(each.question, each.answer, (each.passage,), "one passage") for each in pairs]
+    found += follow_ups(pairs, by_id)
+    found += [Asked(e["question"], e["answer"], tuple(e["passages"]), "joined") for e in joined]
+    return [*found, *comparisons(pairs)]
+
+
+def follow_ups(pairs: Sequence[Pair], by_id: Mapping[str, Passage]) -> Iterator[Asked]:
+    """Second turns about a passage, with a pronoun for its subject where the question names it."""
+    about: dict[str, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        about[pair.passage].append(pair)
+    for number, some in about.items():
+        draw = random.Random(f"{SEED} follow-up {number}")
+        if len(some) < 2 or draw.random() > _FOLLOW_UP * len(some):
+            continue
+        first, second = draw.sample(some, 2)
+        question = with_pronoun(second.question, by_id[number])
+        if question != second.question and contains_answer(first.question, [by_id[number].name]):
+            yield Asked(question, second.answer, (number,), "follow-up", ((first.question, first.answer),))
+
+
+def with_pronoun(question: str, passage: Passage) -> str:
+    """The question with it, he or she for the passage's subject."""
+    text = f" {passage.text.lower()} "
+    he, she = (sum(text.count(f" {word} ") for word in some) for some in (("he", "his"), ("she", "her")))
+    person = max(he, she) > 1
+    subject = ("he" if he > she else "she") if person else "it"
+    own = ("his" if he > she else "her") if person else "its"
+    name = rf"(?:\b[Tt]he )?\b{re.escape(passage.name)}"
+    question = re.sub(rf"{name}['’]s\b", own, question)
+    return re.sub(rf"{name}\b(?!\w)", subject, question)
+
+
+def comparisons(pairs: Sequence[Pair]) -> Iterator[Asked]:
+    """Two questions for years of the same kind, as one for the earlier one."""
+    kinds: dict[str, list[tuple[str, int, Pair]]] = defaultdict(list)
+    for pair in pairs:
+        match, year = _WHEN.match(pair.question), _YEAR.search(pair.answer)
+        if match and year:
+            kinds[match[2]].append((match[1], int(year[1]), pair))
+    for verb, some in sorted(kinds.items()):
+        draw = random.Random(f"{SEED} {verb}")
+        for _ in range(_OFTEN):
+            draw.shuffle(some)
+            for (one, early, first), (two, late, second) in zip(some[::2], some[1::2], strict=False):
+                if early == late or first.passage == second.passage:
+                    continue
+                question = f"{draw.choice(_COMPARED[verb])}, {one} or {two}?"
+                gold = (first.passage, second.passage)
+                yield Asked(question, one if early < late else two, gold, "compared")
+
+
+def nearest(
+    asked: Sequence[Asked], passages: Sequence[Passage], vectors: np.ndarray, questions: np.ndarray
+) -> Iterator[list[int]]:
+    """The numbers of the `NEAREST` passages for each question, and of its gold ones, which have no other with
+    the answer beside them."""
+    place = {each.id: number for number, each in enumerate(passages)}
+    for start in range(0, len(asked), 1024):
+        scores = questions[start : start + 1024] @ vectors.T
+        found = np.argsort(-scores, axis=1, kind="stable")[:, : 3 * NEAREST]
+        for one, row in zip(asked[start : start + 1024], found, strict=True):
+            gold = [place[each] for each in one.gold]
+            free = [
+                int(number)
+                for number in row
+                if number in gold or not contains_answer(passages[number].text, [one.answer])
+            ]
+            shown = free[:NEAREST]
+            missing = [number for number in gold if number not in shown]
+            yield [*shown[: NEAREST - len(missing)], *missing]
+
+
+def rows(
+    asked: Sequence[Asked], near: Iterable[list[int]], passages: Sequence[Passage]
+) -> Iterator[dict[str, Any]]:
+    """The rows, each with a form, a system text and a number of passages drawn for it."""
+    for one, found in zip(asked, near, strict=True):
+        draw = random.Random(f"{SEED} {one.question} {one.gold}")
+        ids = [passages[number].id for number in found]
+        row = {
+            "question": as_typed(one.question, draw),
+            "answer": one.answer,
+            "passages": ids,
+            "gold": [ids.index(each) for each in one.gold],
+            "kind": one.kind,
+            "system": draw.choices(list(SYSTEMS), [share for _, share in SYSTEMS.values()])[0],
+            "k": len(one.gold) if draw.random() < _ONE else draw.randint(len(one.gold) + 1, NEAREST),
+        }
+        if one.history:
+            row["history"] = [list(turn) for turn in one.history]
+        yield row
+        without = [each for each in ids if each not in one.gold]
+        if draw.random() < _UNANSWERABLE and one.kind != "compared" and without:
+            kind, k = "no answer", draw.randint(1, len(without))
+            form = as_typed(one.question, draw)
+            yield row | {
+                "question": form,
+                "answer": None,
+                "passages": without,
+                "gold": [],
+                "kind": kind,
+                "k": k,
+            }
+
+
+def laid_out(row: Mapping[str, Any], by_id: Mapping[str, Passage]) -> dict[str, Any]:
+    """What a model is to read, and to say."""
+    draw = random.Random(f"{SEED} {row['question']} {row['passages']}")
+    gold = [row["passages"][number] for number in row["gold"]]
+    others = [each for each in row["passages"] if each not in gold]
+    shown = [*gold, *others[: max(0, row["k"] - len(gold))]]
+    draw.shuffle(shown)
+    places = [shown.index(each) for each in gold]
+    cited = "".join(f"[{place + 1}]" for place in places) if row["system"] == "cited" else ""
+    return {
+        "question": row["question"],
+        "answer": row["answer"],
+        "passages": [_shown(by_id[each]) for each in shown],
+        "gold": places,
+        "kind": row["kind"],
+        "system": SYSTEMS[row["system"]][0],
+        "history": row.get("history", []),
+        "target": REFUSAL if row["answer"] is None else f"{row['answer']} {cited}".strip(),
+    }
+
+
+def whole(row: Mapping[str, Any], by_id: Mapping[str, Passage]) -> dict[str, Any]:
+    """The row with all its passages, as `ragserve adapt` reads it; a follow-up stands behind its turn."""
+    before = "".join(f"{question} {answer}\n" for question, answer in row.get("history", []))
+    passages = [_shown(by_id[each]) for each in row["passages"]]
+    return {
+        "question": before + row["question"],
+        "answer": row["answer"],
+        "passages": passages,
+        "gold": row["gold"],
+    }
+
+
+def _shown(passage: Passage) -> dict[str, str]:
+    return {"title": passage.title, "text": passage.text}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def make(folder: Path, pairs_folder: Path, out: Path, limit: int | None) -> dict[str, Any]:
+    """Write the rows, and return what ROWS.json says of them."""
+    from ragserve.config import load
+    from ragserve.ingest.chunk_embedding import embedding_text
+    from ragserve.retrieval.embedder import Embedder
+
+    passages = read_passages(folder / "passages.jsonl.gz")[:limit]
+    by_id = {each.id: each for each in passages}
+    pairs = [each for each in read_pairs(pairs_folder) if each.passage in by_id]
+    lines = [
+        line
+        for path in sorted(pairs_folder.glob("joined-*.jsonl"))
+        for line in path.read_text("utf-8").splitlines()
+    ]
+    joined = {row["question"]: row for row in map(json.loads, lines) if by_id.keys() >= set(row["passages"])}
+    asked = every(pairs, joined.values(), by_id)
+    random.Random(SEED).shuffle(asked)
+    embedder = Embedder.of(load())
+    vectors = embedder.encode([embedding_text(each.title, each.text) for each in passages])
+    questions = embedder.encode_queries([each.question for each in asked])
+    made = list(rows(asked, nearest(asked, passages, vectors, questions), passages))
+    digest = write_lines(out, (json.dumps(row, ensure_ascii=False) for row in made))
+    about = {
+        "rows": len(made),
+        "sha256": digest,
+        "passages sha256": hashlib.sha256((folder / "passages.jsonl.gz").read_bytes()).hexdigest(),
+        "embedder": embedder.name,
+        "seed": SEED,
+        "kinds": dict(Counter(row["kind"] for row in made).most_common()),
+        "written": _summed(pairs_folder.glob("pairs-*.json")),
+        "joined": _summed(pairs_folder.glob("joined-*.json")),
+    }
+    write_json(out.with_name(out.name.removesuffix(".jsonl.gz") + ".json"), about)
+    return about
+
+
+def _summed(paths: Iterable[Path]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for path in paths:
+        found.update(json.loads(path.read_text(encoding="utf-8"))["counts"])
+    return dict(found.most_common())
+
+
+def expand(folder: Path, path: Path, out: Path, *, is_laid_out: bool) -> None:
+    """Write the rows with the passages' texts."""
+    by_id = {each.id: each for each in read_passages(folder / "passages.jsonl.gz")}
+    form = laid_out if is_laid_out else whole
+    with out.open("w", encoding="utf-8") as file:
+        for row in read_rows(path):
+            file.write(json.dumps(form(row, by_id), ensure_ascii=False) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    first = verbs.add_parser("make")
+    first.add_argument("passages", type=Path)
+    first.add_argument("pairs", type=Path)
+    first.add_argument("rows", type=Path)
+    first.add_argument("--limit", type=int, help="use the first N passages only")
+    second = verbs.add_parser("expand")
+    second.add_argument("passages", type=Path)
+    second.add_argument("rows", type=Path)
+    second.add_argument("out", type=Path)
+    second.add_argument("--laid-out", action="store_true")
+    given = parser.parse_args()
+    if given.verb == "make":
+        print(json.dumps(make(given.passages, given.pairs, given.rows, given.limit), indent=1))
+    else:
+        expand(given.passages, given.rows, given.out, is_laid_out=given.laid_out)
+
+
+if __name__ == "__main__":
+    main()

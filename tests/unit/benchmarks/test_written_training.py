@@ -1,0 +1,76 @@
+"""Training on written questions: what is laid out, and an adapter that lowers the loss and can be merged."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.written_questions import train
+from ragserve.answering.prompt import PromptBuilder
+from ragserve.engine.adapter_weights import merge_adapter
+from tests.conftest import MODEL
+from tests.unit.engine.tiny_gguf import tiny_llama
+
+pytest.importorskip("peft")
+pytest.importorskip("ragserve.adapt.low_rank")
+
+
+def row(number: int, **other: Any) -> dict[str, Any]:
+    passages = [
+        {"title": f"Hill {n}", "text": f"Hill {n} is {n + 7} metres high."} for n in (number, number + 50)
+    ]
+    about = {
+        "question": f"How high is hill {number}?",
+        "answer": f"{number + 7} metres",
+        "passages": passages,
+    }
+    said = {"target": f"{number + 7} metres [1]", "gold": [0], "system": "Answer.", "history": []}
+    return about | said | other
+
+
+def test_a_row_is_laid_out_as_the_product_lays_it_out() -> None:
+    builder = PromptBuilder.load(str(MODEL))
+    samples = train.Samples([row(1)], builder, 500)
+    turn = ["Where is it?", "Here."]
+    found = samples.sequence(row(1, history=[turn]), composed=True)
+    ids = [*found.head, *(token for each in found.documents for token in each), *found.question]
+    text = builder.tokenizer.decode(ids)
+    assert all(part in text for part in ("Answer.", "Hill 51 is 58 metres", *turn, "How high is hill 1?"))
+    assert text.index("Hill 51") < text.index("Where is it?") < text.index("How high")
+    assert builder.tokenizer.decode(found.answer[:-1]) == "8 metres [1]"
+    assert found.answer[-1] == builder.tokenizer.eos_token_id
+    assert samples.sample(3, 0.5, 0.2) == samples.sample(3, 0.5, 0.2)
+    plain = samples.sample(3, 0.5, 1.0)
+    assert not plain.answer
+    assert plain.rows
+
+
+def test_an_adapter_is_trained_resumed_and_merged(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    model = tiny_llama()
+    model.config.max_position_embeddings = 8192
+    model.save_pretrained(base)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(MODEL) / name, base)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row(n)) + "\n" for n in range(20)))
+    options = {"seconds": 1e9, "rank": 2, "rate": 5e-3, "composed": 0.5, "samples": 4, "text": 0.1}
+    given = argparse.Namespace(model=base, rows=rows, out=tmp_path / "out", steps=3, limit=None, **options)
+    given.out.mkdir()
+    first = train.train(given)
+    given.steps = 5
+    about = train.train(given)
+    assert (about["steps"], about["skipped"], about["held out"]) == (5, 0, 4)
+    assert about["course"][: len(first["course"])] == first["course"], "it went on"
+    start, end = about["course"][0], about["course"][-1]
+    assert all(math.isfinite(end[name]) and end[name] < start[name] for name in ("whole", "composed"))
+    merged = tmp_path / "merged"
+    shutil.copytree(base, merged)
+    merge_adapter(merged, given.out / "adapter")
+    assert (merged / "model.safetensors").read_bytes() != (base / "model.safetensors").read_bytes()
