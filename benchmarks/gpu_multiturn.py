@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu_multiturn OUT_DIR SETS_DIR [--engines 5] [--dialogues 20] [--seconds 270]
         [--units SET:TURNS:PLACE,...] [--strategies LIST] [--refresh-turns 3] [--decode-budget 512]
+        [--model FOLDER]
 
 Does what `ragserve eval --mode multiturn` does, on machines that have SGLang and this checkout on the path
 but not the rest of the product. A unit is a set, the turns of its dialogues and where their questions stand
@@ -102,7 +103,7 @@ def work(given: argparse.Namespace) -> None:
     rows = given.out / f"rows-{number}.jsonl"
 
     async def lead(engine: Any) -> None:
-        builder = PromptBuilder.load(engine.info.tokenizer)
+        builder = PromptBuilder.load(engine.info.tokenizer, settings.system_prompt)
         for at, (unit, place) in enumerate(own):
             if (unit.label, place) in ended:
                 continue
@@ -130,6 +131,7 @@ def work(given: argparse.Namespace) -> None:
         graphs = {"cuda_graph_max_bs_decode": 4, "disable_prefill_cuda_graph": True}
     with tempfile.TemporaryDirectory() as folder:
         settings = load(
+            model=given.model,
             max_total_tokens=POOL_TOKENS,
             kv_disk_bytes=0,
             data_dir=Path(folder),
@@ -171,6 +173,7 @@ def main() -> int:
     parser.add_argument("--strategies", default=STRATEGIES)
     parser.add_argument("--refresh-turns", type=listed(int), default=[3])
     parser.add_argument("--decode-budget", type=int, default=512)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -187,7 +190,7 @@ def main() -> int:
         if errors:
             print(f"{label}: {len(errors)} dialogues ended early: {sorted(errors)[0]}", flush=True)
     machine = "GPU" if torch.cuda.is_available() else "CPU"
-    workload: dict[str, Any] = {"model": Path(DEFAULT_MODEL).name}
+    workload: dict[str, Any] = {"model": Path(given.model).name}
     workload |= {"dialogues": len(found), f"engines on one {machine}": given.engines}
     workload |= {"max_new_tokens": 24, "decode budget": given.decode_budget}
     report.write("dialogues", workload, rows, out=given.out / "multiturn.json", note=NOTE, shown=("set",))

@@ -1,7 +1,8 @@
 """Measure how long a server takes to become fast by itself: one with nothing verified, nothing measured and
-no record beside the model, into whose data folder documents are ingested, and which nobody tunes.
+no record beside the model, into whose data folder documents are ingested, and which nobody tunes. With
+``--tune``, before it starts `ragserve tune` runs for so many minutes, and the server asks nothing by itself.
 
-    .venv/bin/python -m benchmarks.idle_server --out benchmarks/results
+    .venv/bin/python -m benchmarks.idle_server --out benchmarks/results [--tune 10]
 
 The embedded model is copied without its record. While the server is idle, `/info` is read, which does not
 disturb it. Questions are asked by `auto` when the documents are in, and other ones when `auto` may take a
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import shutil
 import statistics
 import subprocess
@@ -141,6 +143,21 @@ def measure(
     )
 
 
+def tune(report: GrowingReport, data_dir: Path, model: Path, top_k: int, minutes: float) -> None:
+    """Run `ragserve tune`, and add a row with its last lines."""
+    command = [sys.executable, "-m", "ragserve.cli", "tune", "--namespace", NAMESPACE]
+    command += ["--minutes", str(minutes), "--top-k", str(top_k)]
+    command += ["--data-dir", str(data_dir), "--model", str(model)]
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    print(ran.stdout, flush=True)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+    spent = {"after s": round(time.monotonic() - began), "cpu s": round(cpu_s)}
+    said = next(line for line in ran.stdout.splitlines() if line.startswith(f"{NAMESPACE}: of "))
+    report.add({"state": "tuned", **spent, "compared": None, "choice": said})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder for idle-server.json")
@@ -148,8 +165,9 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=40, help="files of the corpus")
     parser.add_argument("--chunk-tokens", type=int, default=256, help="tokens of a passage at most")
     parser.add_argument("--minutes", type=float, default=60, help="most to wait")
+    parser.add_argument("--tune", type=float, help="minutes of ragserve tune; the server does nothing then")
     options = parser.parse_args()
-    out = options.out and options.out / "idle-server.json"
+    out = options.out and options.out / ("tuned-server.json" if options.tune else "idle-server.json")
     report = GrowingReport("idle-server", out, note=NOTE)
     with tempfile.TemporaryDirectory(prefix="ragserve-idle-") as folder:
         model, data_dir = without_record(Path(folder)), Path(folder) / "data"
@@ -158,16 +176,24 @@ def main() -> None:
         ingest = [sys.executable, "-m", "ragserve.cli", "ingest", *map(str, files)]
         ingest += ["--namespace", NAMESPACE, "--data-dir", str(data_dir), "--model", str(model)]
         ingest += ["--chunk-tokens", str(options.chunk_tokens)]
+        report.workload |= {"model": "ragserve-tiny without its record", "files": len(files)}
+        report.workload |= {"k": options.top_k, "chunk tokens": options.chunk_tokens}
+        if options.tune:
+            report.workload["tune minutes"] = options.tune
+            subprocess.run(ingest, check=True)
+            tune(report, data_dir, model, options.top_k, options.tune)
+        elif (data_dir / GATE_FILE).exists() or (data_dir / COSTS_FILE).exists():
+            raise RuntimeError("the server knows something already")
+        idle = not options.tune
         with (
-            running_server(data_dir=data_dir, idle_tuning=True, verify_share=0.01, **own) as server,
+            running_server(data_dir=data_dir, idle_tuning=idle, verify_share=0.01, **own) as server,
             server.client() as client,
         ):
-            if (data_dir / GATE_FILE).exists() or (data_dir / COSTS_FILE).exists():
-                raise RuntimeError("the server knows something already")
-            report.workload |= {"model": "ragserve-tiny without its record", "files": len(files)}
-            report.workload |= {"k": options.top_k, "chunk tokens": options.chunk_tokens}
             watched = Watched(server, client, report)
-            measure(watched, data_dir, ingest, questions(files), 60 * options.minutes)
+            if idle:
+                measure(watched, data_dir, ingest, questions(files), 60 * options.minutes)
+            else:
+                watched.add("serving", **watched.asked(list(islice(questions(files), AFTER))))
     report.show()
 
 

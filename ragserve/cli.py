@@ -24,6 +24,7 @@ COMMANDS = (
     "cache",
     "doctor",
     "tune",
+    "adapt",
     "evaluate",
     "calibrate",
     "calibrate_decode",

@@ -154,10 +154,11 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, SignOnSett
     engine_timeout_s: float = Field(600, gt=0, description="Seconds after which a generation is aborted.")
 
     # sparse decoding
-    sparse_attention: Literal["off", "on"] = Field(
+    sparse_attention: Literal["off", "on", "auto"] = Field(
         "off",
         description="on: wrap SGLang's attention backend, so that decode steps may attend to selected KV "
-        "pages only, and prefill to selected blocks.",
+        "pages only, and prefill to selected blocks. auto: with the budget that calibrate --part sparse "
+        "recorded for the model; off without one.",
     )
     decode_mode: decode_fields.Mode = DECODE.mode
     decode_budget: decode_fields.Budget = DECODE.budget

@@ -78,6 +78,9 @@ class Metrics:
         self.use_compared = in_use("compared", "Answered requests that were compared with full prefill.")
         self.use_different = in_use("different_percent", "Of these, those that differ from full prefill's.")
         self.use_recorded = in_use("recorded_percent", "Those that differed when the strategy was verified.")
+        self.use_unsupported = in_use(
+            "unsupported_percent", "Of those compared, those in no passage though full prefill's are."
+        )
         self.use_taken_out = in_use("taken_out", "1: strategy auto does not take it in this namespace.")
         self.tuning_compared = own(
             "ragserve_tuning_compared",
@@ -93,8 +96,8 @@ class Metrics:
         """Remove the series of a namespace that was removed."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of files that processes share, where these gauges are not
-            in_use = (self.use_compared, self.use_different, self.use_recorded, self.use_taken_out)
-            for gauge in (*in_use, self.tuning_compared):
+            rates = (self.use_different, self.use_recorded, self.use_unsupported)
+            for gauge in (self.use_compared, *rates, self.use_taken_out, self.tuning_compared):
                 gauge.remove_by_labels({"namespace": namespace})
 
 

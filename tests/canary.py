@@ -1,6 +1,6 @@
 """Say what another SGLang changes for ragserve.
 
-    scripts/canary VERSION [--smoke] [--out FILE]
+    scripts/canary VERSION [--smoke] [--results FILE ...] [--out FILE]
 
 Downloads SGLang's wheel without its dependencies and compares its sources with the installed version: the
 functions that ragserve hooks (`sglang_ext.process.hooks`), overrides or calls (`sglang_ext.versions`, the
@@ -8,7 +8,8 @@ version's own folder or the newest), every name that ragserve imports from SGLan
 modules has changed, and the requirements. The output lists what to port and what to read.
 
 ``--smoke`` also runs engine tests on that version, in a folder of its own in front of this environment, which
-is `.venv/sglang-VERSION` if `scripts/install` has made it. Needs several minutes.
+is `.venv/sglang-VERSION` if `scripts/install` has made it. Needs several minutes. ``--results`` adds what
+other tests have done there: files of ``pytest --junitxml``, the newest last.
 
 Exits with 1 if something that ragserve needs is gone or has other parameters, or if a test fails."""
 
@@ -25,8 +26,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import xml.etree.ElementTree as ET
 import zipfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -35,6 +38,7 @@ from sglang_ext.cpu.torchvision import prepare
 prepare()
 
 from sglang_ext.process import hooks  # noqa: E402  (SGLang imports torchvision)
+from sglang_ext.sglang_internals import weight_updates  # noqa: E402
 
 REPO = Path(__file__).resolve().parents[1]
 ROOMS = ("ragserve", "sglang_ext", "index/ragserve_index", "kernels/ragserve_kernels")
@@ -47,6 +51,7 @@ SMOKE = (
     "tests/integration/test_document_kv.py",
 )
 _SMOKE_S = 3000
+_OUTCOMES = ("passed", "failed", "skipped")
 
 
 def main() -> int:
@@ -56,22 +61,29 @@ def main() -> int:
     parser.add_argument("version")
     parser.add_argument("--out", type=Path, help="write the list there, too")
     parser.add_argument("--smoke", action="store_true", help="also run engine tests on it")
+    parser.add_argument("--results", type=Path, nargs="+", default=[], help="of other tests, run on it")
     options = parser.parse_args()
     here = Sources(Path(str(importlib.util.find_spec("sglang").submodule_search_locations[0])).parent)  # type: ignore[union-attr, index]
     with tempfile.TemporaryDirectory() as folder:
         there = Sources(downloaded(options.version, Path(folder)))
         module = module_for(options.version)
-        gone = [*missing_functions(there, relied_on(module)), *missing_names(there, module)]
-        failed = smoke(options.version, there, Path(folder)) if options.smoke else None
+        gone = [*missing_functions(there, functions(module)), *missing_names(there, module)]
+        results = list(options.results)
+        if options.smoke:
+            results.append(smoke(options.version, there, Path(folder)))
+        tests = outcomes(results, options.version)
+        failed = [f"`{name}`: {why}" for name, (_, _, why) in tests.items() if why]
         lines = [
             f"# SGLang {options.version} beside {importlib.metadata.version('sglang')}",
             "",
             "Made by `scripts/canary`.",
             "",
-            f"{len(hooks.HOOKS)} functions are hooked. What differs: `sglang_ext/versions/{module}`.",
+            f"{len(hooked(module))} functions are hooked, {len(hooks.HOOKS)} of the installed version. "
+            f"What differs: `sglang_ext/versions/{module}`.",
             "",
             *section("Gone or moved", gone),
-            *([] if failed is None else section(f"Failing of the tests {', '.join(SMOKE)}", failed)),
+            *([*table(tests), *section("Failing tests", failed)] if tests else []),
+            *hook_table(),
             *section("Changed modules that ragserve hooks or imports from", changed(here, there)),
             *section("Requirements", requirements(there)),
         ]
@@ -95,8 +107,23 @@ def relied_on(module: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def smoke(version: str, there: Sources, folder: Path) -> list[str]:
-    """Run the smoke tests on a version; one line for each that fails, with what it says."""
+def functions(module: str) -> dict[str, tuple[str, ...]]:
+    """All functions that are hooked, overridden or called with a folder of `sglang_ext.versions`."""
+    return hooked(module) | relied_on(module)
+
+
+def hooked(module: str) -> dict[str, tuple[str, ...]]:
+    """The hooked functions, and their parameters."""
+    version = importlib.import_module(f"sglang_ext.versions.{module}")
+    own = {target: parameters for target, parameters, *_ in version.OWN_HOOKS}
+    own |= {f"{weight_updates.UPDATER}.{name}": ("self", "recv_req") for name in version.WEIGHT_ENTRIES}
+    return {hook.target: hook.parameters for hook in hooks.SHARED} | own
+
+
+def smoke(version: str, there: Sources, folder: Path) -> Path:
+    """Run the smoke tests on a version; return the file of their results.
+
+    Exits with what pytest says if they do not run."""
     prepared = Path(sys.prefix) / f"sglang-{version}"
     if not prepared.is_dir():
         pins = [f"sglang=={version}", *followed(there)]
@@ -105,7 +132,8 @@ def smoke(version: str, there: Sources, folder: Path) -> list[str]:
         subprocess.run([*command, *pins], check=True)
     ours = [REPO, *(REPO / room for room in ("index", "kernels"))]
     path = os.pathsep.join(map(str, [prepared, *ours]))
-    command = [sys.executable, "-m", "pytest", "--quiet", "--tb=line", *SMOKE]
+    results = folder / "results.xml"
+    command = [sys.executable, "-m", "pytest", "--quiet", "--tb=short", f"--junitxml={results}", *SMOKE]
     done = subprocess.run(
         command,
         env=os.environ | {"PYTHONPATH": path},
@@ -116,10 +144,48 @@ def smoke(version: str, there: Sources, folder: Path) -> list[str]:
         check=False,
     )
     print(done.stdout, file=sys.stderr)
-    failed = re.findall(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)
-    if done.returncode and not failed:
-        failed = [f"the tests do not run: {(done.stdout + done.stderr).strip().splitlines()[-1]}"]
-    return failed
+    if done.returncode > 1 or not results.is_file():  # neither passed nor failed
+        sys.exit(f"the tests do not run: {(done.stdout + done.stderr).strip().splitlines()[-1]}")
+    return results
+
+
+Outcome = tuple[str, str, str]
+"""A test's file, "passed", "failed" or "skipped", and why it failed."""
+
+
+def outcomes(results: Iterable[Path], version: str) -> dict[str, Outcome]:
+    """The outcome of each test, by its name, of files of ``pytest --junitxml``; later ones replace earlier.
+
+    Exits if a file is of another version."""
+    found: dict[str, Outcome] = {}
+    for path in results:
+        root = ET.parse(path).getroot()
+        ran_on = {each.get("value") for each in root.iter("property") if each.get("name") == "sglang"}
+        if ran_on != {version}:
+            sys.exit(f"{path} has results of {' and '.join(map(str, ran_on)) or 'an unknown version'}")
+        for case in root.iter("testcase"):
+            file = (case.get("classname") or "").replace(".", "/") + ".py"
+            bad = next((each for each in case if each.tag in ("failure", "error")), None)
+            skipped = case.find("skipped") is not None
+            outcome = "failed" if bad is not None else "skipped" if skipped else "passed"
+            why = "" if bad is None else (bad.get("message") or bad.tag).splitlines()[0][:200]
+            found[f"{file}::{case.get('name')}"] = (file, outcome, why)
+    return found
+
+
+def table(tests: dict[str, Outcome]) -> list[str]:
+    """Tests that passed, failed and were skipped, by file."""
+    counts = Counter((file, outcome) for file, outcome, _ in tests.values())
+    rows = []
+    for file in sorted({file for file, _ in counts}):
+        rows.append(f"| `{file}` | " + " | ".join(str(counts[file, each]) for each in _OUTCOMES) + " |")
+    return ["## Tests on it", "", f"| file | {' | '.join(_OUTCOMES)} |", "|---|---|---|---|", *rows, ""]
+
+
+def hook_table() -> list[str]:
+    """What would make each hook needless."""
+    rows = [f"| `{hook.target.removeprefix('sglang.srt.')}` | {hook.until} |" for hook in hooks.SHARED]
+    return ["## Hooks", "", "| function of `sglang.srt` | needless with |", "|---|---|", *rows, ""]
 
 
 def followed(there: Sources) -> list[str]:
@@ -200,9 +266,9 @@ def bound(node: ast.AST, name: str) -> ast.AST | None:
     return None
 
 
-def missing_functions(there: Sources, relied_on: dict[str, tuple[str, ...]]) -> Iterator[str]:
-    """Functions of `hooks`, and of ``relied_on``, that are gone or whose leading parameters are others."""
-    for target, expected in ({hook.target: hook.parameters for hook in hooks.HOOKS} | relied_on).items():
+def missing_functions(there: Sources, expected_of: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    """Functions that are gone or whose leading parameters are others than ``expected_of`` says."""
+    for target, expected in expected_of.items():
         node = there.find(target)
         if node is None:
             yield f"`{target}` is gone"
@@ -243,8 +309,8 @@ def missing_names(there: Sources, module: str) -> Iterator[str]:
 def changed(here: Sources, there: Sources) -> list[str]:
     """The modules that ragserve hooks or imports from, by the number of changed lines."""
     used = [module_for(importlib.metadata.version("sglang")), module_for(_version(there))]
-    names = [name for module in used for name in (*relied_on(module), *imported(module))]
-    modules = {module_of(here, name) for name in [*(hook.target for hook in hooks.HOOKS), *names]}
+    names = [name for module in used for name in (*functions(module), *imported(module))]
+    modules = {module_of(here, name) for name in names}
     counted = []
     for module in sorted(filter(None, modules)):
         old, new = (lines_of(each.path(module)) for each in (here, there))

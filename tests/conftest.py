@@ -7,11 +7,13 @@ import gc
 import os
 import signal
 import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import certifi
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis.internal import entropy
 
 from sglang_ext.sglang_internals.imports import collect_again
@@ -21,9 +23,10 @@ from tests.unit.api.browser import PROGRAM
 EXHAUSTIVE = os.environ.get("RAGSERVE_EXHAUSTIVE") == "1"
 """True under ``scripts/test --exhaustive``: every kill point, long histories, more random examples."""
 
-# No deadline: on two busy cores any example is slow once. Only exhaustive runs draw new examples each time.
-settings.register_profile("suite", deadline=None, max_examples=15, derandomize=True)
-settings.register_profile("long", deadline=None, max_examples=250, print_blob=True)
+# No limits of time: on two busy cores any example is slow once. Only exhaustive runs draw new examples.
+_ALIKE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("suite", **_ALIKE, max_examples=15, derandomize=True)
+settings.register_profile("long", **_ALIKE, max_examples=250, print_blob=True)
 settings.load_profile("long" if EXHAUSTIVE else "suite")
 # Hypothesis would save and restore numpy's global generator around every example: 0.3 ms, and nobody uses it.
 entropy.NP_RANDOM = object()
@@ -75,6 +78,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("browser"):
                 item.add_marker(pytest.mark.skip(reason="needs Chromium"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _say_version(record_testsuite_property: Callable[[str, object], None]) -> None:
+    """Say in the results (``--junitxml``) of which SGLang they are, for `tests/canary.py`."""
+    record_testsuite_property("sglang", version("sglang"))
 
 
 @pytest.fixture(scope="session")

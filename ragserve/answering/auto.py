@@ -205,8 +205,10 @@ class Chooser:
         if len(names) > 1:
             bases = [f"{name}: {basis}" for name, basis in zip(names, bases, strict=True)]
         basis = "; ".join(bases)
+        kept = f"all {len(documents) - 1}"  # beside the system text
         if chosen is not None:
-            basis = f"the best {chosen.kept} of {len(chosen.order)} passages; {basis}"
+            kept = f"the best {chosen.kept} of {len(chosen.order)}"
+        basis = f"{kept} passages; {basis}"
         return StrategyChoice(spec, f"expected {facts}; {basis}", chosen)
 
 

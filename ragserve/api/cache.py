@@ -45,7 +45,7 @@ class WarmRequest(RequestModel):
 )
 async def stat(svc: Svc) -> dict[str, Any]:
     """Bytes, budgets and documents per tier (device, host, disk) and namespace; hits, misses, evictions and
-    faults."""
+    faults; analyses, and how many of them are `waiting` for an idle moment."""
     return await svc.document_cache().control("stat")
 
 

@@ -63,11 +63,7 @@ QUERY_REQUESTS: dict[str, Any] = {
     "filtered": request("Ask part of a namespace", query=QUESTION, namespace="docs", k=3, filter=_FILTER),
     "several": request("Ask several namespaces", query=QUESTION, namespaces=["handbook", "docs-*"]),
     "streamed": request("Stream the answer", query=QUESTION, stream=True, max_new_tokens=64),
-    "dialogue": request(
-        "Ask on",
-        query="And when was it lit?",
-        history=_HISTORY,
-    ),
+    "dialogue": request("Ask on", query="And when was it lit?", history=_HISTORY),
     "given": request("Bring the context along", query=QUESTION, documents=[_TITLED]),
     "session begun": request("Begin a session", query=QUESTION, namespace="docs", session="new"),
     "session": request("Go on with it", query="And when was it lit?", namespace="docs", session=ID),
@@ -151,10 +147,7 @@ def _sse(*events: tuple[str, Any]) -> str:
 
 _RESULTS = {**_SEARCHED, "evidence": _EVIDENCE, "results": [_FOUND]}
 QUERY_SSE = _sse(
-    (
-        "search_results",
-        {**_RESULTS, "documents_kept": 1, "session": ID, "timings": _SEARCH_TIMINGS},
-    ),
+    ("search_results", {**_RESULTS, "documents_kept": 1, "session": ID, "timings": _SEARCH_TIMINGS}),
     ("message", {"text": "Alan"}),
     ("message", {"text": " Stevenson [1]."}),
     ("citation", ANSWER["citations"][0]),
@@ -342,8 +335,11 @@ INFO: dict[str, Any] = {
                 "score_vs_full": 1.2,
                 "margin": 4.8,
                 "different": 14.2,
+                "unsupported": 1.4,
                 "kept": 25.1,
                 "recomputed": 25.1,
+                "ttft_ms": 171.0,
+                "full_ttft_ms": 642.0,
                 "retriever": "sentence-transformers/all-MiniLM-L6-v2, dense, k 20",
             }
         ],
@@ -354,6 +350,8 @@ INFO: dict[str, Any] = {
                 "compared": 57,
                 "different": 8.8,
                 "recorded": 10.3,
+                "unsupported": 1.75,
+                "unsupported_recorded": 2.0,
                 "taken_out": False,
             }
         ],
@@ -398,8 +396,7 @@ CHAT_ANSWER: dict[str, Any] = {
     **_HEAD,
     "object": "chat.completion",
     "choices": _choices(
-        "stop",
-        message={"role": "assistant", "content": REPLY, "refusal": None, "annotations": _ANNOTATIONS},
+        "stop", message={"role": "assistant", "content": REPLY, "refusal": None, "annotations": _ANNOTATIONS}
     ),
     "usage": {
         "prompt_tokens": 804,

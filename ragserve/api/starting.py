@@ -12,12 +12,17 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from html import escape
 
 from ragserve.errors import Unavailable
 
 BACKLOG = 2048  # as uvicorn's
 _CLIENT_S = 1.0  # for a client to send its request and leave; others wait meanwhile
 _REQUEST_BYTES = 2**16  # of a request that are read before it is answered
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2"><title>ragserve starts</title>
+<p>ragserve starts: {reason}. This page looks again every two seconds.</p></html>
+"""
 
 
 class StartingAnswers:
@@ -68,19 +73,26 @@ class StartingAnswers:
                 if not (part := read()):
                     return
                 request += part
-            connection.sendall(self._response())
+            connection.sendall(self._response(browser=b"text/html" in request))
             connection.shutdown(socket.SHUT_WR)
             while read():  # closing with unread bytes would take the answer back
                 pass
 
-    def _response(self) -> bytes:
+    def _response(self, *, browser: bool) -> bytes:
+        """The answer; for a browser a page that looks again by itself."""
         error = Unavailable(
             f"Not ready: {self.reason}.", hint="Retry in a moment; see the server's log.", code="not_ready"
         )
-        body = json.dumps({"ready": False, "missing": [self.reason], **error.body()}).encode()
+        kind, text = (
+            "application/json",
+            json.dumps({"ready": False, "missing": [self.reason], **error.body()}),
+        )
+        if browser:
+            kind, text = "text/html; charset=utf-8", _PAGE.format(reason=escape(self.reason))
+        body = text.encode()
         head = (
             "HTTP/1.1 503 Service Unavailable",
-            "Content-Type: application/json",
+            f"Content-Type: {kind}",
             f"Content-Length: {len(body)}",
             *("Retry-After: 1", "Connection: close", "", ""),
         )

@@ -306,8 +306,9 @@ class Info(BaseModel):
     warming: dict[str, int] = Field(description="Warm-ups that are queued or running, and their documents.")
     verification: dict[str, Any] = Field(
         description="Strategies `measured` on namespaces' own questions (scores and shares in percent, "
-        "margins in points), what answers in use showed of them (`in_use`: percent that differ from full "
-        "prefill's, now and when it was recorded), answers `waiting` to be compared, and `idle_tuning`."
+        "margins in points, medians to the first token beside full prefill's), what answers in use showed of "
+        "them (`in_use`: percent that differ from full prefill's, and that stand in no passage though those "
+        "do, now and when it was recorded), answers `waiting` to be compared, and `idle_tuning`."
     )
 
 

@@ -16,7 +16,7 @@ from ragserve.engine.ports import LOOPBACK, hold_port, port_of
 from ragserve.engine.running_server import kill_session, spawn
 from ragserve.errors import Unavailable
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
 _OPTIONS = (
     *("--disable-retries", "--disable-circuit-breaker", "--disable-health-check"),
     *("--disable-load-monitoring", "--worker-startup-check-interval", "1", "--log-level", "warn"),
@@ -37,9 +37,8 @@ def running_router(
     come up."""
     command = [sys.executable, "-m", "smg", "launch", "--host", LOOPBACK, "--port", str(port)]
     command += ["--api-key", key, "--policy", policy, *_OPTIONS, "--worker-urls", *urls]
-    with hold_port() as metrics:  # which it must have, and nobody reads
+    with hold_port() as metrics, log.open("ab") as output:  # which it must have, and nobody reads
         command += ["--prometheus-host", LOOPBACK, "--prometheus-port", str(port_of(metrics))]
-    with log.open("ab") as output:
         process = spawn(command, output, {})
         try:
             _wait(process, f"http://{LOOPBACK}:{port}/workers", key, len(urls), log)

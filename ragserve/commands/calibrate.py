@@ -1,5 +1,6 @@
 """`ragserve calibrate`: find a model's samkv profile, fit the cost model that strategy ``auto`` chooses by,
-find the lengths from which sparse prefill and decoding are faster, and which heads may stream."""
+find the lengths from which sparse prefill and decoding are faster, what they cost in answers, and which
+heads may stream."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import typer
 
 from ragserve.commands.calibrate_decode import calibrate_decode
 from ragserve.commands.calibrate_heads import calibrate_heads
+from ragserve.commands.calibrate_sparse import calibrate_sparse
 from ragserve.commands.options import DECODE_SETTINGS, ENGINE_SETTINGS, say, with_settings
 from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
@@ -41,6 +43,7 @@ class Part(StrEnum):
     prefill = "prefill"
     decode = "decode"
     heads = "heads"
+    sparse = "sparse"
 
 
 def register(app: typer.Typer) -> None:
@@ -54,7 +57,8 @@ def calibrate(
         typer.Option(
             help="samkv: find the model's profile anew. costs: fit the cost model. all: find the profile if "
             "there is none, then fit the costs. prefill, decode: find the length from which sparse prefill "
-            "or decoding is faster than dense. heads: learn which KV heads may stream."
+            "or decoding is faster than dense. heads: learn which KV heads may stream. sparse: ask the "
+            "questions of --data densely and sparsely; --sparse-attention auto takes what loses no answers."
         ),
     ] = Part.all,
     strategies: Annotated[
@@ -84,13 +88,19 @@ def calibrate(
             "they keep more than the built-in ones on others of its documents. Default: the built-in ones.",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="decode: requests that decode at once.")] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="decode, sparse: requests that decode at once.")] = 4,
     tokens: Annotated[
         int | None,
         typer.Option(
             min=8,
             help="decode: tokens that a request generates (96). heads: tokens of the longest text (1,536).",
         ),
+    ] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option(help="sparse: files of question sets, .jsonl[.gz]; repeatable.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="sparse: questions of each set, spread evenly over it.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="heads: pattern file to write, for --decode-heads.")
@@ -111,6 +121,9 @@ def calibrate(
     if part == Part.decode:
         _at_least("max_tokens", max_tokens, 1024, part)
         calibrate_decode(settings, batch=batch, max_tokens=max_tokens, tokens=tokens or 96)
+        return
+    if part == Part.sparse:
+        calibrate_sparse(settings, data or [], limit, batch)
         return
     if part == Part.heads:
         if out is None:

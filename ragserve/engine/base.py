@@ -170,6 +170,7 @@ class EngineInfo:
     samkv: str = ""  # digest of the samkv profile (`ragserve.profiles.samkv`); empty without one
     samkv_defaults: Mapping[str, Any] = field(default_factory=dict)  # options of samkv that the profile gives
     prefix: str = ""  # digest of what documents are prefilled behind (`kv_prefix`); empty without one
+    sparse_choice: str = ""  # what sparse_attention=auto has chosen, and why; empty if it is not auto
     start_s: float | None = None  # seconds from the start to readiness; None for an engine elsewhere
     warm_up_s: float | None = None  # of these, the requests that compile and load kernels
 
@@ -210,7 +211,18 @@ def _copies(request: GenerateRequest) -> bool:
         return False
 
 
-class Engine(Protocol):
+class AnswerSource(Protocol):
+    """Generates answers, whatever else it does."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Stream an answer. Closing the iterator, or cancelling its reader, aborts the request.
+
+        Raises ``EngineError``, ``InvalidRequest``, ``TooManyRequests`` or ``Unavailable``.
+        """
+        ...
+
+
+class Engine(AnswerSource, Protocol):
     """Generates answers. All coroutines run on the server's event loop."""
 
     async def start(self) -> EngineInfo:
@@ -224,13 +236,6 @@ class Engine(Protocol):
 
     async def ready(self) -> bool:
         """Return True if a request sent now would be served."""
-        ...
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Stream an answer. Closing the iterator, or cancelling its reader, aborts the request.
-
-        Raises ``EngineError``, ``InvalidRequest``, ``TooManyRequests`` or ``Unavailable``.
-        """
         ...
 
     async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:

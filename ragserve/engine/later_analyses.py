@@ -29,8 +29,13 @@ class LaterAnalyses:
         self._analyse = analyse
         self._wanted: OrderedDict[tuple[str, tuple[int, ...]], bool] = OrderedDict()  # and whether it lasts
         self._requests = 0
+        self._analysing = False
         self._last = 0.0  # when a request has ended
         self._task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        """Documents that wait, and the one that is being analysed."""
+        return len(self._wanted) + self._analysing
 
     def begin(self) -> None:
         """A request is being answered."""
@@ -77,7 +82,10 @@ class LaterAnalyses:
                 unregistered=() if lasting else (0,),
                 system=False,
             )
+            self._analysing = True
             try:
                 await self._analyse(request, [whole])
             except RagserveError as error:
                 log.debug("a document was not analysed: %s", error)
+            finally:
+                self._analysing = False

@@ -21,7 +21,7 @@ from ragserve.engine.crash import CrashHandler
 from ragserve.engine.document_cache import ControlledCache
 from ragserve.engine.ports import KEEP_ALIVE_S, hold_port, port_of
 from ragserve.engine.prefill import Documents
-from ragserve.engine.server_args import server_args
+from ragserve.engine.server_args import resolve_sparse_attention, server_args
 from ragserve.engine.stream import DocumentsMissing, StreamReader, timed_out
 from ragserve.engine.warm_up import NAMESPACE, warm_up
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
@@ -40,11 +40,18 @@ class LocalEngine(ControlledCache):
     """A `CachingEngine` over SGLang's TokenizerManager."""
 
     def __init__(
-        self, settings: Settings, *, on_stop: Callable[[], None] | None = None, launched: float | None = None
+        self,
+        settings: Settings,
+        *,
+        on_stop: Callable[[], None] | None = None,
+        launched: float | None = None,
+        sparse_choice: str = "",
     ) -> None:
-        """``launched``: when SGLang was started, on `time.monotonic`; now by default."""
+        """``launched``: when SGLang was started, on `time.monotonic`; now by default. ``sparse_choice``: see
+        `EngineInfo`."""
         self._settings = settings
         self._launched = time.monotonic() if launched is None else launched
+        self._sparse_choice = sparse_choice
         self._started = False
         self._on_stop = on_stop
         self._info: EngineInfo | None = None
@@ -94,6 +101,7 @@ class LocalEngine(ControlledCache):
             only_exact=cache["unsupported"],
             sparse_decode=decode is not None,
             sparse_prefill=decode is not None and decode["kv_bits"] == 16,
+            sparse_choice=self._sparse_choice,
             **_offloading(decode),
             dtype=_dtype(manager.model_config.dtype, args.kv_cache_dtype),
             page_bits=cache["page_bits"],
@@ -165,7 +173,7 @@ class LocalEngine(ControlledCache):
             arguments["pending"] = answer["pending"]
             await asyncio.sleep(wait)
             wait = min(2 * wait, _NEXT_LOOK_S)
-        return answer
+        return self._documents.counted(answer) if operation == "stat" else answer
 
     async def _ask(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import DumperControlReqInput
@@ -386,6 +394,7 @@ def serve(
     ``on_launch`` is called once the settings are known to be right for SGLang. Blocks until stopped. Raises
     EngineError if the engine died."""
     launched = time.monotonic()
+    settings, sparse_choice = resolve_sparse_attention(settings)
     host, port = listener.getsockname()[:2]
     settings_here = settings.model_copy(update={"host": host, "port": port})
     from sglang_ext.process.launch import Launcher
@@ -393,7 +402,9 @@ def serve(
     engines: list[LocalEngine] = []
 
     def build(sglang_app: Any) -> Any:
-        engines.append(LocalEngine(settings, on_stop=launcher.stop, launched=launched))
+        engines.append(
+            LocalEngine(settings, on_stop=launcher.stop, launched=launched, sparse_choice=sparse_choice)
+        )
         return make_app(engines[-1], sglang_app)
 
     launcher = Launcher(build, listener, KEEP_ALIVE_S)

@@ -63,6 +63,12 @@ class Documents:
         finally:
             self._later.end()
 
+    def counted(self, stat: dict[str, Any]) -> dict[str, Any]:
+        """Figures of the cache, with the number of analyses that wait for an idle moment."""
+        if "analyses" not in stat:
+            return stat
+        return stat | {"analyses": stat["analyses"] | {"waiting": len(self._later)}}
+
     async def close(self) -> None:
         """Compute nothing more that nobody waits for."""
         await self._later.close()

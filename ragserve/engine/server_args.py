@@ -14,6 +14,7 @@ from ragserve import logs, tracing
 from ragserve.config import Settings
 from ragserve.engine import shared_store
 from ragserve.engine.cpu_precision import cpu_dtype
+from ragserve.engine.document_prefix import prefix_text
 from ragserve.errors import InvalidRequest
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.option_checks import RequestOptions
@@ -36,7 +37,6 @@ _KERNEL_CACHES = {  # variables and folders in kernel_cache_dir
     "SGLANG_DG_CACHE_DIR": "deep-gemm",
     "SGLANG_CACHE_DIR": "sglang",
 }
-_PREFIX_CHARS = 2**15  # of a text that documents are prefilled behind; 1,024 tokens of it are used
 _CPU_POOL_BYTES = 2**30  # default KV pool without a GPU; memory is touched only as it fills
 
 
@@ -135,6 +135,20 @@ def server_args(settings: Settings, *, nccl_port: int | None = None) -> Any:
         raise InvalidRequest(f"SGLang refuses these settings: {error}") from error
 
 
+def resolve_sparse_attention(settings: Settings) -> tuple[Settings, str]:
+    """Settings with what `sparse_attention` auto stands for with their model, and why, in words; empty where
+    it is not auto. Raises InvalidRequest for a file that is no record of sparse attention."""
+    if settings.sparse_attention != "auto":
+        return settings, ""
+    from ragserve.profiles.sparse_attention import chosen
+    from sglang_ext.documents.fingerprint import model_fingerprint
+
+    found, why = chosen(settings, model_fingerprint(settings.model, options=settings.engine_args))
+    level = logging.INFO if found["sparse_attention"] == "on" else logging.WARNING
+    log.log(level, "sparse_attention=auto: %s", why)
+    return settings.model_copy(update=dict(found)), why
+
+
 def _check_heads(heads: Path, *, own_pool: bool) -> None:
     """Raise InvalidRequest for a pattern file with which no engine would start, whatever its model."""
     from sglang_ext.attention.pools.streaming_heads import read_pattern
@@ -183,7 +197,7 @@ def _kv_config(settings: Settings) -> dict[str, Any]:
         "host_bytes": settings.kv_host_bytes,
         "disk_bytes": settings.kv_disk_bytes,
         "page_bits": settings.kv_page_bits,
-        "prefix": _document_prefix(settings),
+        "prefix": prefix_text(settings),
         "sessions": settings.session_on_host,
         "analysis": settings.kv_analysis,
         "analysis_bytes": settings.kv_analysis_bytes,
@@ -200,28 +214,6 @@ def _kv_config(settings: Settings) -> dict[str, Any]:
     if settings.shared_store:
         config["remote"] = shared_store.config(settings, folder)
     return config
-
-
-def _document_prefix(settings: Settings) -> str:
-    """Read the text of `kv_prefix`; empty for none. Raises InvalidRequest for a file that cannot be read."""
-    if settings.kv_prefix in ("fixed", "none"):
-        return "" if settings.kv_prefix == "none" else settings.kv_prefix
-    try:
-        with Path(settings.kv_prefix).open(encoding="utf-8") as file:
-            text = file.read(_PREFIX_CHARS).strip()
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(
-            f"kv_prefix: {settings.kv_prefix} cannot be read: {error}",
-            hint="Give fixed, none, or the path of a text file in UTF-8.",
-            param="kv_prefix",
-        ) from None
-    if not text:
-        raise InvalidRequest(
-            f"kv_prefix: {settings.kv_prefix} has no text.",
-            hint="Give none to prefill documents alone.",
-            param="kv_prefix",
-        )
-    return text
 
 
 def _attention_config(settings: Settings) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ragserve.errors import InvalidRequest
 from ragserve.profiles.decode import FILE_NAME as DECODE_FILE
 from ragserve.profiles.prefill_crossover import FILE_NAME as PREFILL_FILE
 from ragserve.profiles.samkv import FILE_NAME as SAMKV_FILE
+from ragserve.profiles.sparse_attention import FILE_NAME as SPARSE_FILE
 
 log = logging.getLogger(__name__)
 START_S = 900.0  # large models take minutes to load
@@ -179,7 +180,7 @@ def _gpus() -> int:
 def _share_profiles(data_dir: Path, folder: Path) -> None:
     """Let a worker read the profiles that were measured for the server's data folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (SAMKV_FILE, DECODE_FILE, PREFILL_FILE):
+    for name in (SAMKV_FILE, DECODE_FILE, PREFILL_FILE, SPARSE_FILE):
         link = folder / name
         if not link.is_symlink() and not link.exists():
             link.symlink_to(Path(os.path.relpath(data_dir / name, folder)))

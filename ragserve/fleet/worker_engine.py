@@ -92,7 +92,8 @@ class WorkerEngine(ControlledCache, RemoteEngine):
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """See `CachingEngine`."""
         body = {"operation": operation, "arguments": arguments}
-        return await self._call("POST", "/worker/control", body)
+        answer = await self._call("POST", "/worker/control", body)
+        return self._documents.counted(answer) if operation == "stat" else answer
 
     async def _outputs(
         self, fields: dict[str, Any], url: str = "/generate", headers: Mapping[str, str] | None = None

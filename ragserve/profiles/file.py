@@ -17,6 +17,14 @@ _LOCK_WAIT_S = 10.0
 T = TypeVar("T")
 
 
+def changed_at(place: Path) -> int:
+    """When a file was last written, in nanoseconds; 0 if it cannot be read."""
+    try:
+        return place.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
 class ProfileFile(Generic[T]):
     """A kind of profile file, whose entries are profiles of type ``kind``, checked by pydantic."""
 

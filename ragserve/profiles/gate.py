@@ -23,7 +23,8 @@ from typing import Any
 from ragserve.best_passages import NOT_COMPOSED
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
-from ragserve.profiles.file import ProfileFile
+from ragserve.profiles.file import ProfileFile, changed_at
+from ragserve.profiles.in_use import RecordedRates
 from ragserve.retrieval.embedder import public_embedder
 from ragserve.retrieval.remote_reranker import public_name
 from ragserve.strategy_spec import parse, without_passages
@@ -64,7 +65,9 @@ class Figures:
     By references (`ragserve.verification.question_probes`), in a namespace: ``score`` in percent over
     ``references`` probes, its difference from full in points, and the ``margin``, the smallest loss in points
     that is excluded at 95 %, below 0 where a gain is shown; ``different``: percent of the answers that differ
-    from full's; ``retriever``: what brought the passages. Earlier versions have none of these."""
+    from full's, ``unsupported`` of those that stand in no passage though full's do; ``retriever``: what
+    brought the passages; ``ttft_ms`` and ``full_ttft_ms``: medians to the first token, the strategy's and
+    full's. Earlier versions have none of these."""
 
     n: int
     f1: float | None
@@ -87,6 +90,9 @@ class Figures:
     margin: float | None = None
     different: float | None = None
     retriever: str = ""
+    unsupported: float | None = None
+    ttft_ms: float | None = None
+    full_ttft_ms: float | None = None
 
     @property
     def full_f1(self) -> float | None:
@@ -257,7 +263,7 @@ class Gate:
     def entries(self, namespace: str | None = None) -> Mapping[str, Entry]:
         """The records of this model that count in a namespace (None: in one without its own), by strategy. A
         file that cannot be read is logged and ignored."""
-        stamps = tuple(_stamp(place) for place in self._places)
+        stamps = tuple(changed_at(place) for place in self._places)
         if stamps != self._stamps:
             self._stamps = stamps
             self._records = [self._read(place) for place in self._places]  # without a file nothing
@@ -294,12 +300,12 @@ class Gate:
         own = [entries[label].sets.get(name) for label in self.verified(namespace)]
         return [each.margin for each in own if each is not None and each.margin is not None]
 
-    def different(self, label: str, namespace: str) -> tuple[float, int] | None:
-        """The share of answers that differed from full's when a strategy was verified in a namespace, and of
-        how many; None where that was not measured."""
+    def recorded(self, label: str, namespace: str) -> RecordedRates:
+        """How often answers differed from full's, and were unsupported, when a strategy was verified in a
+        namespace."""
         entry = self.entries(namespace).get(label)
         own = None if entry is None else entry.sets.get(set_of(namespace))
-        return None if own is None or own.different is None else (own.different / 100, own.n)
+        return RecordedRates() if own is None else RecordedRates.of(own.n, own.different, own.unsupported)
 
     def namespaces(self) -> list[str]:
         """The namespaces that have records of their own."""
@@ -437,10 +443,3 @@ def retriever_of(settings: Settings) -> str:
     }
     known = [f"{name} {value}".strip() for name, value in parts.items() if value]
     return ", ".join([public_embedder(settings.embedder), *known])
-
-
-def _stamp(place: Path) -> int:
-    try:
-        return place.stat().st_mtime_ns
-    except OSError:
-        return 0

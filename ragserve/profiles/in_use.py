@@ -1,44 +1,46 @@
 """What answered requests showed of a strategy in a namespace: how often its answers differ from those of full
-prefill, kept in the data folder.
+prefill, and how often they stand in no passage although full prefill's do, kept in the data folder.
 
-When a strategy was verified its rate of different answers was recorded. In use a strategy is taken out of
-``auto`` where that rate has risen: where the answers since some moment, whichever, are so much likelier under
-a higher rate that without a change it takes `ALARM` answers on average until they look so.
+When a strategy was verified both rates were recorded. In use a strategy is taken out of ``auto`` where one
+has risen: where the answers since some moment, whichever, are so much likelier under a higher rate that
+without a change it takes `ALARM` answers on average until they look so.
 
 The statistic is that of Shiryaev and Roberts (Pollak, Optimal detection of a change in distribution, 1985),
 
     R = (1 + R before) * likelihood of the answer at the higher rate / likelihood at the recorded one,
 
-for a mixture of higher rates. R less the number of answers is a martingale while the rate is the recorded
-one, so the mean number of answers until R reaches `ALARM` is no less than that, whenever one looks."""
+for a mixture of higher rates of both kinds. R less the number of answers is a martingale while the rates are
+the recorded ones, whatever one kind says of the other, so the mean number of answers until R reaches `ALARM`
+is no less than that, whenever one looks."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from ragserve.errors import InvalidRequest
-from ragserve.profiles.file import ProfileFile
+from ragserve.profiles.file import ProfileFile, changed_at
 
 log = logging.getLogger(__name__)
 FILE_NAME = "ragserve-in-use.json"
 VERSION = 2
 ALARM = 20_000.0
 UNKNOWN = (0.1, 100)  # the rate recorded, and over how many answers, where it was not measured
-_LOWEST, _HIGHEST = 0.02, 0.9  # of rates: no single answer may show a change
+LOWEST, _HIGHEST = 0.02, 0.9  # of rates: no single answer may show a change
+UNSUPPORTED = 0.25  # weight of unsupported answers, most of which differ as well
 
 
 def recorded_rate(different: float, answers: int) -> float:
     """The rate to hold answers in use against: the share that differed of so many, and half its standard
     error, as it is an estimate."""
     share = (different * answers + 1) / (answers + 2)
-    return min(max(share + 0.5 * math.sqrt(share * (1 - share) / (answers + 2)), _LOWEST), _HIGHEST)
+    return min(max(share + 0.5 * math.sqrt(share * (1 - share) / (answers + 2)), LOWEST), _HIGHEST)
 
 
 def higher_rates(rate: float) -> tuple[float, ...]:
@@ -47,9 +49,24 @@ def higher_rates(rate: float) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedRates:
+    """The shares of answers that differed, and that were unsupported, when a strategy was verified, and of
+    how many answers; None where that was not measured."""
+
+    different: tuple[float, int] | None = None
+    unsupported: tuple[float, int] | None = None
+
+    @classmethod
+    def of(cls, answers: int, different: float | None, unsupported: float | None) -> RecordedRates:
+        """Of percentages."""
+        shares = (None if each is None else (each / 100, answers) for each in (different, unsupported))
+        return cls(*shares)
+
+
+@dataclass(frozen=True, slots=True)
 class InUse:
-    """``rate``: `recorded_rate`; ``statistics``: R for each of its `higher_rates`. ``engine``: precision,
-    samkv profile and prefix of the engine. ``out``: taken out of ``auto``."""
+    """``rate``: `recorded_rate`; ``statistics``: R for each of its `higher_rates`; both again of unsupported
+    answers. ``engine``: precision, samkv profile and prefix of the engine. ``out``: taken out of ``auto``."""
 
     engine: str
     rate: float = 0.0
@@ -57,27 +74,70 @@ class InUse:
     compared: int = 0
     different: int = 0
     out: bool = False
+    unsupported_rate: float = 0.0
+    unsupported_statistics: tuple[float, ...] = ()
+    unsupported: int = 0
 
-    def with_answer(self, different: bool, recorded: tuple[float, int] | None = None) -> InUse:
-        """Add an answer. ``recorded``: the share that differed when it was verified, and of how many answers.
-        What was taken out once stays out; another recorded rate begins anew."""
-        rate = recorded_rate(*(recorded or UNKNOWN))
-        rates = higher_rates(rate)
-        before = self.statistics if rate == self.rate else (0.0,) * len(rates)
-        found = tuple(
-            (1 + r) * (higher / rate if different else (1 - higher) / (1 - rate))
-            for r, higher in zip(before, rates, strict=True)
+    def with_answer(
+        self, different: bool, unsupported: bool = False, recorded: RecordedRates = RecordedRates()
+    ) -> InUse:
+        """Add an answer. What was taken out once stays out; another recorded rate begins anew."""
+        rate, found = _moved(self.rate, self.statistics, recorded.different, different)
+        own_rate, own = _moved(
+            self.unsupported_rate, self.unsupported_statistics, recorded.unsupported, unsupported
         )
-        out = self.out or math.fsum(found) / len(found) >= ALARM
-        return InUse(self.engine, rate, found, self.compared + 1, self.different + bool(different), out)
+        after = InUse(
+            self.engine,
+            rate,
+            found,
+            self.compared + 1,
+            self.different + bool(different),
+            self.out,
+            own_rate,
+            own,
+            self.unsupported + bool(unsupported),
+        )
+        return replace(after, out=self.out or after.risen >= ALARM)
+
+    @property
+    def risen(self) -> float:
+        """The statistic of both kinds."""
+        each = [_mean(self.statistics), _mean(self.unsupported_statistics)]
+        return (1 - UNSUPPORTED) * each[0] + UNSUPPORTED * each[1]
 
     @property
     def figures(self) -> dict[str, Any]:
-        """How many were compared, and of them and when it was verified the percent that differ, as `/info`
-        shows them."""
-        shown = round(100 * self.different / self.compared, 2) if self.compared else 0.0
-        recorded = round(100 * self.rate, 2)
-        return {"compared": self.compared, "different": shown, "recorded": recorded, "taken_out": self.out}
+        """How many were compared, and of them and when it was verified the percent that differ and that are
+        unsupported, as `/info` shows them."""
+        return {
+            "compared": self.compared,
+            "different": self._percent(self.different),
+            "recorded": round(100 * self.rate, 2),
+            "unsupported": self._percent(self.unsupported),
+            "unsupported_recorded": round(100 * self.unsupported_rate, 2),
+            "taken_out": self.out,
+        }
+
+    def _percent(self, count: int) -> float:
+        return round(100 * count / self.compared, 2) if self.compared else 0.0
+
+
+def _mean(values: tuple[float, ...]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _moved(
+    rate_before: float, before: tuple[float, ...], recorded: tuple[float, int] | None, happened: bool
+) -> tuple[float, tuple[float, ...]]:
+    """The rate to hold against, and R for each higher one after an answer."""
+    rate = recorded_rate(*(recorded or UNKNOWN))
+    rates = higher_rates(rate)
+    known = before if rate == rate_before else (0.0,) * len(rates)
+    found = tuple(
+        (1 + r) * (higher / rate if happened else (1 - higher) / (1 - rate))
+        for r, higher in zip(known, rates, strict=True)
+    )
+    return rate, found
 
 
 class InUseRecord:
@@ -94,7 +154,7 @@ class InUseRecord:
     def entries(self) -> Mapping[str, Mapping[str, InUse]]:
         """Estimates by namespace and strategy, of engines like this one. A file that cannot be read is logged
         and ignored."""
-        stamp = self._place.stat().st_mtime_ns if self._place.exists() else 0
+        stamp = changed_at(self._place)
         if stamp != self._stamp:
             try:
                 found = _FILE.load(self._place, self._fingerprint) or {}
@@ -119,7 +179,8 @@ class InUseRecord:
         namespace: str,
         label: str,
         different: bool,
-        recorded: tuple[float, int] | None = None,
+        unsupported: bool = False,
+        recorded: RecordedRates = RecordedRates(),
         *,
         existing: Container[str],
     ) -> InUse:
@@ -132,7 +193,8 @@ class InUseRecord:
             spaces = {name: own for name, own in known.items() if name in existing}
             own = spaces.pop(namespace, {})
             before = _ENTRY.validate_python(own[label]) if label in own else new
-            new = (before if before.engine == self._engine else new).with_answer(different, recorded)
+            earlier = before if before.engine == self._engine else new
+            new = earlier.with_answer(different, unsupported, recorded)
             own[label] = _ENTRY.dump_python(new, mode="json")
             return spaces | {namespace: own}  # the latest is the last
 

@@ -22,9 +22,14 @@ def conflict(settings: Any) -> str | None:
         return f"{' and '.join(engines)} exclude each other: each says where the engine is"
     if settings.router_url is not None and settings.workers is None:
         return "router_url: a router is between the server and workers elsewhere: name them with --workers"
-    if settings.kv_bits != 16 and settings.sparse_attention == "off":
+    if settings.kv_bits != 16 and settings.sparse_attention != "on":
         return (
             f"kv_bits={settings.kv_bits}: only sparse decoding's backend reads such a pool: set "
+            "--sparse-attention on"
+        )
+    if settings.sparse_attention == "auto" and settings.decode_heads is not None:
+        return (
+            "sparse_attention='auto': its record is of heads that do not stream: omit decode_heads, or set "
             "--sparse-attention on"
         )
     if settings.decode_heads_pool == "own" and (problem := _unlike_own_pool(settings)):
@@ -34,7 +39,7 @@ def conflict(settings: Any) -> str | None:
             f"kv_page_bits={settings.kv_page_bits}: aibrix lays pages out by the model's shape and dtype: "
             "omit kv_page_bits, or set another --kv-storage"
         )
-    if settings.kv_offload_bytes and (settings.sparse_attention == "off" or settings.kv_bits != 16):
+    if settings.kv_offload_bytes and (settings.sparse_attention != "on" or settings.kv_bits != 16):
         return (
             f"kv_offload_bytes={settings.kv_offload_bytes}: offloaded requests need 16 bits and chosen "
             "pages: set --sparse-attention on, and omit kv_bits"
@@ -44,7 +49,7 @@ def conflict(settings: Any) -> str | None:
             f"kv_offload_tokens={settings.kv_offload_tokens}: offloaded requests need host memory, for what "
             "no document holds: set --kv-offload-bytes"
         )
-    if settings.prefill_mode != "dense" and (settings.sparse_attention == "off" or settings.kv_bits != 16):
+    if settings.prefill_mode != "dense" and (settings.sparse_attention != "on" or settings.kv_bits != 16):
         return (
             f"prefill_mode={settings.prefill_mode!r}: sparse prefill needs our attention backend and keys of "
             "16 bits: set --sparse-attention on, and omit kv_bits"
@@ -83,7 +88,7 @@ def _can_be_sent(key: str) -> bool:
 
 def _unlike_own_pool(settings: Any) -> str | None:
     """Return what does not go with a pool of their own for streaming heads, and what to change."""
-    if settings.sparse_attention == "off" or settings.decode_heads is None:
+    if settings.sparse_attention != "on" or settings.decode_heads is None:
         return (
             "only our attention backend reads such a pool, and a pattern file names the heads: set "
             "--sparse-attention on and --decode-heads"

@@ -1,9 +1,9 @@
 """Check in use what the gate has verified: compare a share of the answers that strategies gave in place of
 full prefill with those of full prefill, while the server is idle.
 
-Both are asked again as `ragserve tune` asks: greedily, for a short answer. So their rate of different answers
-may be held against the one that was recorded when the strategy was verified. What came of it is
-`ragserve.profiles.in_use`."""
+Both are asked again as `ragserve tune` asks: greedily, for a short answer. So the rates of different answers
+and of those that stand in no passage may be held against the ones that were recorded when the strategy was
+verified. What came of it is `ragserve.profiles.in_use`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from ragserve.strategy_spec import StrategySpec
 from ragserve.verification import MAX_TOKENS
 from ragserve.verification.engine_run import first_token
 from ragserve.verification.question_probes import SHORT, differ
+from ragserve.verification.unsupported import unsupported
 from ragserve_index import IndexStore
 from sglang_ext.wire.joint_names import is_joint
 from sglang_ext.wire.protocol import EXACT_STRATEGIES, Span, pieces_of
@@ -70,6 +71,7 @@ class AnswerWatch:
         self._record = record
         self._limiter = limiter
         self._system = prompts.system_ids(SHORT)
+        self._words = prompts.words
         self._share = share
         self._draw = draw
         self._waiting: deque[WaitingAnswer] = deque()
@@ -127,17 +129,17 @@ class AnswerWatch:
         try:
             async with asyncio.timeout(_LIMIT_S):
                 versions = await self._versions()
-                different = await self._compared(answer, versions.get(namespace))
+                shown = await self._compared(answer, versions.get(namespace))
         except asyncio.CancelledError:
             self._waiting.appendleft(answer)
             raise
         except (RagserveError, TimeoutError) as error:
             log.info("An answer of strategy %s could not be compared: %r", answer.label, error)
             return
-        if different is not None:
-            known = self._gate.different(answer.label, namespace)
+        if shown is not None:
+            known = self._gate.recorded(answer.label, namespace)
             add = asyncio.to_thread(
-                self._record.add, namespace, answer.label, different, known, existing=versions
+                self._record.add, namespace, answer.label, *shown, known, existing=versions
             )
             try:
                 found = await asyncio.shield(add)  # counted once
@@ -150,9 +152,9 @@ class AnswerWatch:
     async def _versions(self) -> dict[str, int]:
         return {one.name: one.version for one in await asyncio.to_thread(self._store.namespaces)}
 
-    async def _compared(self, answer: WaitingAnswer, version: int | None) -> bool | None:
-        """Whether the answers differ; None if the documents have left the cache, or their texts may have been
-        removed.
+    async def _compared(self, answer: WaitingAnswer, version: int | None) -> tuple[bool, bool] | None:
+        """Whether the answers differ, and whether only full's stands in a passage; None if the documents have
+        left the cache, or their texts may have been removed.
 
         ``version``: the namespace's, None for one that does not exist."""
         request = answer.request
@@ -167,7 +169,10 @@ class AnswerWatch:
                     return None
             full = await first_token(self._engine, answer.full)
             own = await first_token(self._engine, request)
-        return None if own.last.fallback else differ(own.text, full.text)
+        if own.last.fallback:
+            return None
+        alone = await asyncio.to_thread(unsupported, self._words, answer.full, full.text, own.text)
+        return differ(own.text, full.text), alone
 
 
 def _show(namespace: str, label: str, found: InUse) -> None:
@@ -175,6 +180,7 @@ def _show(namespace: str, label: str, found: InUse) -> None:
     recorded.use_compared.labels(namespace, label).set(found.compared)
     recorded.use_different.labels(namespace, label).set(found.figures["different"])
     recorded.use_recorded.labels(namespace, label).set(found.figures["recorded"])
+    recorded.use_unsupported.labels(namespace, label).set(found.figures["unsupported"])
     recorded.use_taken_out.labels(namespace, label).set(found.out)
 
 
@@ -183,7 +189,8 @@ def _report(namespace: str, label: str, found: InUse) -> None:
     log.log(
         logging.WARNING if found.out else logging.INFO,
         "Strategy %s in namespace %s: %g %% of %d answers in use differ from full prefill's, %g %% when it "
-        "was verified%s",
+        "was verified; %g %% stand in no passage although full's do, %g %% then%s",
         *(label, namespace, figures["different"], figures["compared"], figures["recorded"]),
+        *(figures["unsupported"], figures["unsupported_recorded"]),
         f": out of auto there until ragserve tune --namespace {namespace} has run" if found.out else "",
     )

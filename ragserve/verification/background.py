@@ -16,7 +16,10 @@ from ragserve.verification.idle_tuner import IdleTuner
 from ragserve.verification.idle_worker import IdleWorker
 
 _SHOWN = 200  # strategies and namespaces in `/info`
-_FIGURES = ("score", "score_vs_full", "margin", "different", "kept", "recomputed", "retriever")
+_FIGURES = (
+    *("score", "score_vs_full", "margin", "different", "unsupported"),
+    *("kept", "recomputed", "ttft_ms", "full_ttft_ms", "retriever"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,8 @@ class BackgroundVerification:
         }
 
     def _measured(self, visible: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
-        """What was measured on namespaces' own questions: the map of quality, as far as it is decided."""
+        """What was measured on namespaces' own questions: the map of quality over time, as far as it is
+        decided."""
         for namespace in filter(visible, self.gate.namespaces()):
             verified = self.gate.verified(namespace)
             for label, entry in self.gate.entries(namespace).items():

@@ -31,6 +31,7 @@ from ragserve.verification.question_probes import SHORT, Probes, Search, differ,
 from ragserve.verification.questions import DrawnQuestion, Kind
 from ragserve.verification.rows import Key, Row
 from ragserve.verification.tuned_queries import TunedQueries
+from ragserve.verification.unsupported import unsupported
 from ragserve_index.types import Chunk
 
 ALONE = 10  # usable questions that are asked one at a time, for times of an idle engine
@@ -46,6 +47,21 @@ class Laid:
     prompt: Prompt
     shown: list[RetrievedPassage]
     sentences: list[SentenceScores]
+
+
+@dataclass(frozen=True, slots=True)
+class FullAnswered:
+    """A question that full has answered. ``led``: its answer with distributions, if it has them; ``exact``:
+    answers of exact prefills by their prompts, of which some candidates have the same; ``alone`` as in
+    `Comparison.ask`."""
+
+    question: DrawnQuestion
+    whole: Laid
+    request: GenerateRequest
+    led: ReferenceAnswer | None
+    full: TimedAnswer
+    alone: bool
+    exact: dict[tuple[int, ...], TimedAnswer]
 
 
 class Comparison:
@@ -153,7 +169,8 @@ class Comparison:
 
     async def ask(self, question: DrawnQuestion, *, alone: bool = True) -> None:
         """Ask a question under `full` and all strategies that have no row of it yet. Failures become rows.
-        ``alone``: nothing else is asked meanwhile, and times to the first token are kept."""
+        ``alone``: nothing else is asked meanwhile, and times to the first token are kept. Otherwise exact
+        prefills begin with what is in the prefix cache: most candidates read what `full` has read."""
         if self._settled(question.id):
             return
         left = [spec for spec in self._specs(question.id) if self._open(question.id, spec)]
@@ -166,7 +183,7 @@ class Comparison:
                 question = await self.probes.of_user(question) or question
             found, sentences = await self._found(question.text)
             whole = self._laid_out(question.text, found, sentences)
-            request = self._request(whole.prompt, FULL)
+            request = self._request(whole.prompt, FULL, shared=not alone)
             led: ReferenceAnswer | None = None
             if any(self._may_be_close(spec) for spec in left):
                 led = await answer_of(self._engine, request)
@@ -186,24 +203,19 @@ class Comparison:
             ttft_ms=round(answer.ttft_ms, 3) if alone else None,
             prompt_tokens=len(whole.prompt.input_ids),
         )
+        asked = FullAnswered(question, whole, request, led, answer, alone, {tuple(request.input_ids): answer})
         for spec in left if usable else ():
             try:
-                row = await self._answered(question, spec, whole, led, answer)
+                row = await self._answered(spec, asked)
             except RagserveError as error:
                 self._fail(question, spec, error)
                 continue
             ttft = row.pop("ttft_ms")
             self._add(question.id, spec, part=part, ttft_ms=ttft if alone else None, error=None, **row)
 
-    async def _answered(
-        self,
-        question: DrawnQuestion,
-        spec: StrategySpec,
-        whole: Laid,
-        led: ReferenceAnswer | None,
-        full: TimedAnswer,
-    ) -> Row:
-        """The row of one strategy. ``led``: the answer of full with its distributions, if it has them."""
+    async def _answered(self, spec: StrategySpec, asked: FullAnswered) -> Row:
+        """The row of one strategy."""
+        question, whole, led, full = asked.question, asked.whole, asked.led, asked.full
         best, options = choice_of(spec.name, spec.options)
         laid, row = whole, Row()
         if best is not None:
@@ -212,7 +224,7 @@ class Comparison:
             sentences = [whole.sentences[number] for number in numbers] if whole.sentences else []
             laid = self._laid_out(question.text, [whole.shown[number] for number in numbers], sentences)
         composed = spec.name not in NOT_COMPOSED
-        request = self._request(laid.prompt, spec, options)
+        request = self._request(laid.prompt, spec, options, shared=not asked.alone)
         if composed:
             scores = retrieval_scores(self._builder, laid.prompt, laid.shown, laid.sentences)
             request = replace(request, scores=scores)
@@ -227,8 +239,14 @@ class Comparison:
                 "answer_tokens": len(close.kl),
             }
             own = full if close.same_answer else await first_token(self._engine, request)
-        else:
+        elif composed:
             own = timed = await first_token(self._engine, request)
+        else:
+            ids = tuple(request.input_ids)
+            if ids not in asked.exact:
+                asked.exact[ids] = await first_token(self._engine, request)
+            own = timed = asked.exact[ids]
+        alone = await asyncio.to_thread(unsupported, self._builder.words, asked.request, full.text, own.text)
         use = context_use(spec.name, laid.prompt, timed.last, laid.prompt.documents_kept)
         reference = question.references
         return row | {
@@ -236,6 +254,7 @@ class Comparison:
             "score": scored(own.text, reference) if reference else None,
             "full_score": scored(full.text, reference) if reference else None,
             "different": differ(own.text, full.text),
+            "unsupported": alone,
             "ttft_ms": round(timed.ttft_ms, 3),
             "document_tokens": whole.prompt.tokens_kept,
             "kept": use.tokens_kept,
@@ -268,10 +287,16 @@ class Comparison:
         return Laid(prompt, found[: prompt.documents_kept], sentences[: prompt.documents_kept])
 
     def _request(
-        self, prompt: Prompt, spec: StrategySpec, options: Mapping[str, Any] | None = None
+        self,
+        prompt: Prompt,
+        spec: StrategySpec,
+        options: Mapping[str, Any] | None = None,
+        *,
+        shared: bool = False,
     ) -> GenerateRequest:
+        """``shared``: exact prefills may find their beginning in the prefix cache."""
         sampling = Sampling(max_new_tokens=self._queries.max_new_tokens, stop=prompt.stop)
-        name = FULL.name if spec.name in NOT_COMPOSED else spec.name  # with nothing cached
+        name = ("prefix" if shared else FULL.name) if spec.name in NOT_COMPOSED else spec.name
         spans = prompt.spans
         return GenerateRequest(
             "tune", prompt.input_ids, self._queries.namespace, name, sampling, spans, options or {}

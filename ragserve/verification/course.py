@@ -18,7 +18,8 @@ from ragserve.strategy_spec import FULL, parse
 
 Part = Literal["pick", "verify"]
 Rows = Sequence[Mapping[str, Any]]
-PICK = 40  # probes of the first part
+PICK = 40  # probes of the first part, at most
+_CLEAR, _SINCE = 16, 8  # probes after which it may end sooner, as the same was picked so many before
 PICKED = 3  # candidates that are verified at a time
 _FEWEST = 8  # probes, before a candidate is left out
 _GAIN = 0.95  # of full's time to the first token: sooner
@@ -83,17 +84,26 @@ def course(
     ``margin``: points that a strategy may lose. ``open_`` tells of a candidate whether its verdict is still
     open, ``verified`` whether it is that: what is no sooner and no better than such a one can change nothing,
     and is asked no more. ``pick_time``: there is time left for the first part, which ends after `PICK`
-    probes, or when questions of the second have been asked."""
+    probes, sooner where these no longer change what is picked, or when questions of the second have been
+    asked."""
     first = [row for row in rows if row.get("part") == "pick"]
     begun = any(row.get("part") == "verify" for row in rows)
-    probes = sum(r["strategy"] == FULL.label and r.get("score") is not None for r in first)
-    picking = len(labels) > PICKED and not begun and probes < PICK
-    if picking and (probes < _FEWEST or pick_time()):
+    probes = [r["id"] for r in first if r["strategy"] == FULL.label and r.get("score") is not None]
+    picking = len(labels) > PICKED and not begun and len(probes) < PICK
+    if picking and (len(probes) < _FEWEST or (pick_time() and not _is_clear(labels, first, probes))):
         return Course("pick", survivors(labels, first, margin))
     chosen = picks([label for label in labels if open_(label)], first) if len(labels) > PICKED else labels
     done = [found for label in labels if verified(label) and (found := standing(label, first)) is not None]
     left = [label for label in chosen if open_(label) and not _idle(standing(label, first), done)]
     return Course("verify", left)
+
+
+def _is_clear(labels: Sequence[str], rows: Rows, probes: Sequence[str]) -> bool:
+    """Whether the last of the probes have not changed what is picked."""
+    if len(probes) < _CLEAR:
+        return False
+    late = {*probes[-_SINCE:]}
+    return set(picks(labels, rows)) == set(picks(labels, [row for row in rows if row["id"] not in late]))
 
 
 def _idle(found: Standing | None, done: Sequence[Standing]) -> bool:

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from ragserve.engine.base import Engine, GenerateChunk, GenerateRequest, Sampling
+from ragserve.engine.base import AnswerSource, Engine, GenerateChunk, GenerateRequest, Sampling
 from ragserve.errors import EngineError
 from sglang_ext.wire.protocol import ContextReport, DecodeReport
 
@@ -60,7 +60,7 @@ class TimedAnswer:
 
 
 async def first_token(
-    engine: Engine,
+    engine: AnswerSource,
     request: GenerateRequest,
     *,
     clock: Callable[[], float] = time.perf_counter,

@@ -44,9 +44,9 @@ from ragserve.verification.tuned_queries import TunedQueries
 from ragserve.verification.verdicts import (
     FOLDER,
     Verdict,
-    needed,
     record_verdicts,
     state_name,
+    verdict,
     verdicts,
 )
 from ragserve_index import IndexStore
@@ -390,7 +390,9 @@ class IdleTuner:
         if figures.references < _PROJECTED or figures.references % _PROJECTED:
             return True
         label = one.label
-        count = needed([r for r in run.rows if r["strategy"] == label and r["part"] == "verify"], run.margin)
+        answered = [row for row in run.rows if not row["error"]]
+        projected = verdict(label, answered, margin=run.margin, ended=False)
+        count = None if projected is None else projected.needed
         hours = 0.0 if count is None else run.pace * (count - figures.references) / 3600
         if count is not None and 3600 * hours > left:
             run.decided[label] = f"not finished: about {count} questions, {hours:.1f} hours here"

@@ -17,7 +17,7 @@ from typing import Protocol
 from ragserve.answering.follow_ups import passages
 from ragserve.answering.prompt import Message, PromptBuilder, PromptDocument
 from ragserve.answering.results import RetrievedPassage
-from ragserve.engine.base import Engine, GenerateRequest, Sampling
+from ragserve.engine.base import AnswerSource, GenerateRequest, Sampling
 from ragserve.retrieval.passage_search import FoundPassages
 from ragserve.retrieval.search_options import SearchOptions
 from ragserve.verification.engine_run import first_token
@@ -81,7 +81,7 @@ class Probes:
     """Makes probes with one engine and search."""
 
     def __init__(
-        self, engine: Engine, search: Search, builder: PromptBuilder, namespace: str, room: int
+        self, engine: AnswerSource, search: Search, builder: PromptBuilder, namespace: str, room: int
     ) -> None:
         """``room``: tokens of the longest prompt."""
         self._engine, self._search, self._builder = engine, search, builder
@@ -173,11 +173,11 @@ class Probes:
     async def _stands(self, question: str, texts: Sequence[TitledText]) -> str | None:
         """The model's answer over the texts alone, without the sentence around it; None unless it is short
         and stands in one of them."""
-        answer = without_sentence(await self._said(question, texts), question)
-        words = normalise(answer).split()
-        if not words or len(words) > _MOST_WORDS or is_refusal(answer, [" "]):
+        said = await self._said(question, texts)
+        if is_refusal(said, [" "]):
             return None
-        return answer if any(contains_answer(f"{t.title} {t.text}", [answer]) for t in texts) else None
+        answer = standing(said, question, [f"{each.title} {each.text}" for each in texts])
+        return answer if answer and len(normalise(answer).split()) <= _MOST_WORDS else None
 
     @staticmethod
     def _gives(answer: str, references: Sequence[str]) -> bool:
@@ -215,6 +215,28 @@ def without_sentence(answer: str, question: str) -> str:
     while words and normalise(words[-1]) in known:
         words.pop()
     return " ".join(words).rstrip(".,;:") or answer.strip()
+
+
+def standing(answer: str, question: str, texts: Sequence[str]) -> str | None:
+    """What of an answer stands in one of the texts, without the sentence around it: all of it, or the longest
+    run of its words that does, where most of what it adds to the question is in that run ("Ada Marsh" of "Ada
+    Marsh was then the officer"). None if there is no such."""
+    whole = without_sentence(answer, question)
+    known, words = {*normalise(question).split(), *_FILLERS, ""}, whole.split()
+    new = [normalise(word) not in known for word in words]
+    read = [f" {normalise(text)} " for text in texts]
+
+    def stands(begin: int, end: int) -> bool:
+        run = normalise(" ".join(words[begin:end]))
+        return bool(run) and any(f" {run} " in text for text in read)
+
+    for length in range(len(words), 0, -1):
+        for begin in range(len(words) - length + 1):
+            end = begin + length
+            tells = new[begin] and new[end - 1] and 2 * sum(new[begin:end]) > sum(new)
+            if (tells or length == len(words)) and stands(begin, end):
+                return " ".join(words[begin:end]).strip(".,;:")
+    return None
 
 
 def scored(answer: str, references: Sequence[str]) -> float:

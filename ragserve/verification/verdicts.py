@@ -39,7 +39,8 @@ class Verdict:
     """``undecided``: the means are good, and too few questions show it; ``passed over``: it was compared on
     the first part of the probes only, and another was picked. ``figures`` of the probes that decide, for what
     was passed over of those that it has. ``needed``: about how many would verify it, if the others go like
-    these; None if unknown. ``score``: mean and 95 % interval over all its probes, percent."""
+    these; None if unknown. ``score``: mean and 95 % interval over all its probes, percent. ``ttft_ms`` and
+    ``full_ms``: medians to the first token, the strategy's and full's."""
 
     label: str
     decision: Literal["verified", "refused", "undecided", "passed over"]
@@ -48,6 +49,7 @@ class Verdict:
     ttft_ms: float | None
     needed: int | None = None
     score: tuple[float, float, float] | None = None
+    full_ms: float | None = None
 
     @property
     def line(self) -> str:
@@ -84,10 +86,12 @@ def verdict(
         return None
     ttft = [row["ttft_ms"] for row in every if not row["error"] and row["ttft_ms"] is not None]
     about: dict[str, Any] = {"ttft_ms": percentile(ttft, 50) if ttft else None, "score": _score(every)}
+    about["full_ms"] = full_ms(rows)
     if not own:
         figures = figures_of(every)
         return Verdict(label, "passed over", figures.loss, figures, **about)
-    figures = figures_of(own)
+    earlier = losses_of([row for row in every if row.get("part") == "pick"])
+    figures = figures_of(own, earlier)
     why = figures.shortfall(margin)
     if why is None:
         return Verdict(label, "verified", figures.basis(margin), figures, **about)
@@ -97,7 +101,7 @@ def verdict(
     refused = bad and figures.n >= _ENOUGH and ended
     if refused or (len(losses) >= _FEWEST and loses_at_all_times(losses, margin / 100)):
         return Verdict(label, "refused", why, figures, **about)
-    count = None if bad or not project else needed(own, margin)
+    count = None if bad or not project else needed(own, margin, earlier)
     return Verdict(label, "undecided", why, figures, needed=count, **about)
 
 
@@ -119,7 +123,14 @@ def record_verdicts(
     Raises InvalidRequest for a foreign file."""
     entries = {
         one.label: gate.Entry(
-            {queries.set_name: replace(one.figures, retriever=queries.retriever)},
+            {
+                queries.set_name: replace(
+                    one.figures,
+                    retriever=queries.retriever,
+                    ttft_ms=one.ttft_ms,
+                    full_ttft_ms=one.full_ms,
+                )
+            },
             **measured_on(settings.model),
             dtype=info.dtype,
             versions=environment()["versions"],
@@ -134,8 +145,9 @@ def record_verdicts(
         in_use.clear(settings.data_dir / in_use.FILE_NAME, info.fingerprint, queries.namespace, list(entries))
 
 
-def figures_of(rows: Rows) -> Figures:
-    """Figures without labels: of closeness to full, and by references."""
+def figures_of(rows: Rows, earlier: Sequence[float] = ()) -> Figures:
+    """Figures without labels: of closeness to full, and by references. ``earlier`` losses as in
+    `margin_at_all_times`."""
     answered = [row for row in rows if not row["error"]]
     kls = [row["kl"] for row in answered if row.get("kl") is not None]
     tokens = sum(row["document_tokens"] for row in answered)
@@ -152,8 +164,9 @@ def figures_of(rows: Rows) -> Figures:
         score=_mean(scores),
         score_vs_full=_mean([-loss for loss in losses]),
         references=len(losses),
-        margin=round(100 * margin_at_all_times(losses), 2),
-        different=_mean([float(row["different"]) for row in answered if row.get("different") is not None]),
+        margin=round(100 * margin_at_all_times(losses, earlier), 2),
+        different=_share(answered, "different"),
+        unsupported=_share(answered, "unsupported"),
         **answer_figures(answered, growing=True),
     )
 
@@ -163,11 +176,12 @@ def losses_of(rows: Rows) -> list[float]:
     return [row["full_score"] - row["score"] for row in rows if row.get("score") is not None]
 
 
-def needed(rows: Rows, margin: float = MARGIN) -> int | None:
+def needed(rows: Rows, margin: float = MARGIN, earlier: Sequence[float] = ()) -> int | None:
     """About how many questions like these a verification takes; None for more than twenty times as many."""
     for factor in _FACTORS:
         count = math.ceil(factor * len(rows))
-        if figures_of([rows[number % len(rows)] for number in range(count)]).shortfall(margin) is None:
+        repeated = [rows[number % len(rows)] for number in range(count)]
+        if figures_of(repeated, earlier).shortfall(margin) is None:
             return count
     return None
 
@@ -192,6 +206,10 @@ def _score(rows: Rows) -> tuple[float, float, float] | None:
 
 def _mean(shares: Sequence[float]) -> float | None:
     return round(100 * math.fsum(shares) / len(shares), 2) if shares else None
+
+
+def _share(rows: Rows, name: str) -> float | None:
+    return _mean([float(row[name]) for row in rows if row.get(name) is not None])
 
 
 def _percent(rows: Rows, name: str, tokens: int) -> float | None:

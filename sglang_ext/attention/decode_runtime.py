@@ -386,6 +386,7 @@ class DecodeRuntime:
 
     def _account(self, step: Step) -> None:
         share = self.backend.streaming_share
+        dense = self.backend.dense_share
         for row in step.rows:
             if not row.sparse:
                 self._account_dense(row.state, row.tokens)
@@ -400,7 +401,7 @@ class DecodeRuntime:
                 account.read(streaming * self._streaming_pages(row.tokens, total))
             if row.hierarchical:
                 budget = min(state.options.budget // self._page, total) + state.selection.widened
-                account.read((1 - streaming) * budget)
+                account.read((1 - streaming) * ((1 - dense) * budget + dense * total))
         if step.variant is Variant.PROGRESSIVE:
             use = self.backend.progressive_use(len(step.rows))
             event = None

@@ -33,6 +33,13 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return pool_class() or MHATokenToKVPool
 
+    def get_mla_kv_pool_cls(self) -> Any:
+        """What 0.5.17 makes a pool of compressed KV of. It also gives the size of an index, which only models
+        with sparse attention of their own have, and they do not run on a CPU."""
+        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+        return lambda *args, index_head_dim, **kwargs: MLATokenToKVPool(*args, **kwargs)
+
     def get_kv_pool_cls(self, *, kind: str) -> Any:
         return self.get_mha_kv_pool_cls() if kind == "mha" else None
 

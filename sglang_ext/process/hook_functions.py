@@ -192,16 +192,6 @@ def around_weights(original: Callable[..., Any], updater: Any, recv_req: Any) ->
     return weight_updates.guarded(original, updater, recv_req, composes=current.composition is not None)
 
 
-def after_token_ids(result: Any, logprobs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give requests without ``token_ids_logprob`` an empty tensor, as SGLang expects of every row. It makes a
-    list itself, and such a request beside one with ids would end the scheduler.
-    """
-    values, ids = result
-    if not any(hasattr(value, "tolist") for value in values):
-        return None
-    return [value if hasattr(value, "tolist") else logprobs.new_empty(0) for value in values], ids
-
-
 def around_capture(
     original: Callable[..., Any],
     runner: Any,

@@ -35,7 +35,7 @@ class Hook:
 
     ``stages``: those of `sglang_ext.stages.stages` that it runs. Empty for a hook within another's stage,
     and for one that runs at the start only, whose error must end the process.
-    ``until``: what SGLang would have to offer for the hook to be needless.
+    ``until``: what SGLang would have to offer for the hook to be needless, and its issue or pull request.
     """
 
     target: str
@@ -46,15 +46,19 @@ class Hook:
     until: str = ""
 
 
+def _weights(entry: str) -> Hook:
+    until = "a setting that refuses changes of the weights"
+    return Hook(entry, ("self", "recv_req"), hook_functions.around_weights, "around", until=until)
+
+
 _SRT = "sglang.srt"
 _RUNNER = f"{_SRT}.model_executor.model_runner.ModelRunner"
 _GRAPHS = f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _RESULTS = f"{_SRT}.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-_GRAMMAR = "a custom grammar backend that SGLang still wraps for models that reason first"
-_POOL = "a registered KV pool that says its own cell size, on CUDA as on other platforms"
-_STOPS = "stop strings held back by SGLang itself, incomplete characters and all outputs included"
+_POOL = "a registered KV pool that says its own cell size, on CUDA as on platforms of plugins (sglang#21388)"
+_STOPS = "stop strings held back in all outputs, incomplete characters included (streams: sglang#11462)"
 
-HOOKS = (
+SHARED = (
     Hook(
         f"{_SRT}.managers.schedule_batch.Req.__init__",
         ("self", "rid", "origin_input_text", "origin_input_ids", "sampling_params"),
@@ -90,7 +94,7 @@ HOOKS = (
     Hook(stop_strings.TAIL, ("self", "new_accepted_len"), stop_strings.around_tail, "around", until=_STOPS),
     Hook(
         *(cancelled_pass.PULL, ("self",), cancelled_pass.around_pull, "around"),
-        until="a way to see within a step that a request was aborted",
+        until="aborts that are seen within a step (between steps of a prefill: sglang#11139)",
     ),
     Hook(
         *(background_prefill.NEXT_CHUNK, ("self", "req"), background_prefill.around_next_chunk, "around"),
@@ -145,7 +149,7 @@ HOOKS = (
         hook_functions.around_draw,
         "around",
         ("seeded draw",),
-        until="seeds by request without deterministic inference",
+        until="seeds by request without deterministic inference (sglang#1335)",
     ),
     Hook(
         f"{_RUNNER}._forward_raw",
@@ -156,16 +160,8 @@ HOOKS = (
         until="a batch that brings its output, as the callbacks around a forward pass might return",
     ),
     Hook(
-        *(grammar_masks.NEW, grammar_masks.SIZES, grammar_masks.around_mask_memory, "around"),
-        until=_GRAMMAR,
-    ),
-    Hook(
-        *(grammar_masks.FILL, ("self", "vocab_mask", "idx"), grammar_masks.after_fill, "after"),
-        until=_GRAMMAR,
-    ),
-    Hook(
-        *(grammar_masks.MASK, grammar_masks.MASKED, grammar_masks.around_mask, "around", ("grammar",)),
-        until=_GRAMMAR,
+        *(grammar_masks.FILL, ("self", "vocab_mask", "idx"), grammar_masks.after_fill, "after", ("grammar",)),
+        until="grammars that allow no token end their own request only",
     ),
     Hook(
         f"{_GRAPHS}.capture_one_shape",
@@ -191,7 +187,7 @@ HOOKS = (
     ),
     Hook(
         *(grammar_cache.BACKEND, ("self",), grammar_cache.after_backend, "after"),
-        until="a bound on compiled grammars",
+        until="a bound on compiled grammars (sglang#22196)",
     ),
     Hook(
         *(grammar_cache.COMPILER, ("self", "tokenizer"), grammar_cache.around_compiler, "around"),
@@ -203,21 +199,15 @@ HOOKS = (
         until=_POOL,
     ),
     Hook(pool_hooks.ROWS, ("self", "token_capacity"), pool_hooks.after_rows, "after", until=_POOL),
-    Hook(
-        f"{_SRT}.layers.logprob_processor.get_token_ids_logprobs",
-        ("logprobs", "token_ids_logprobs", "no_copy_to_cpu"),
-        hook_functions.after_token_ids,
-        "after",
-        until="a batch in which not all requests ask for token ids' logprobs does not end the scheduler",
-    ),
-    *(
-        Hook(
-            *(entry, ("self", "recv_req"), hook_functions.around_weights, "around"),
-            until="a setting that refuses changes of the weights",
-        )
-        for entry in weight_updates.ENTRIES
-    ),
+    *map(_weights, weight_updates.ENTRIES),
 )
+"""Hooks that all versions need."""
+HOOKS = (
+    *SHARED,
+    *(_weights(f"{weight_updates.UPDATER}.{name}") for name in versions.WEIGHT_ENTRIES),
+    *(Hook(*each, until="the newest version that is served") for each in versions.OWN_HOOKS),
+)
+"""Those of the installed version."""
 
 
 def check() -> list[str]:

@@ -57,17 +57,21 @@ set them. All others must be empty.
 
 REFUSED = frozenset(
     {
-        *("bootstrap_host", "bootstrap_pair_key", "bootstrap_port", "bootstrap_room", "custom_labels"),
-        *("decode_tp_size", "disagg_prefill_dp_rank", "embed_override_token_id", "embed_overrides"),
+        *("bootstrap_host", "bootstrap_pair_key", "bootstrap_port", "bootstrap_room", "cache_salt"),
+        *("custom_labels", "data_parallel_rank", "decision_layout", "decode_tp_size"),
+        *("disagg_prefill_dp_rank", "embed_override_token_id", "embed_overrides"),
         *("encoder_urls", "external_trace_header", "http_worker_ipc", "images_config", "lora_id"),
+        *("kv_hints", "mm_content_hashes", "mm_processor_kwargs", "return_flat_raw_output_top_logprobs"),
+        *("token_indices_to_pool", "video_config", "watermark"),
         *("mm_data_mooncake", "mm_hashes", "multi_item_delimiter_indices", "need_wait_for_mm_inputs"),
         *("num_items_assigned", "positional_embed_overrides", "return_indexer_topk", "return_routed_experts"),
-        *("return_sampling_mask", "routed_dp_rank", "routed_experts_start_len", "session_id"),
-        "session_params",
+        *("return_sampling_mask", "routed_dp_rank", "routed_experts_start_len", "sampling_logprobs_mode"),
+        *("session_id", "session_params"),
     }
 )
-"""The others of 0.5.17, which a test compares with SGLang's: for a cluster's own traffic, for sessions and
-for models of other kinds. SGLang checks none of them. ``mm_hashes`` names entries of a cache of all clients.
+"""The others of the versions that are served, which a test compares with SGLang's: for a cluster's own
+traffic, for sessions and for models of other kinds. SGLang checks none of them. ``mm_hashes`` names
+entries of a cache of all clients.
 """
 
 MEDIA = ("image_data", "video_data", "audio_data")
@@ -122,6 +126,7 @@ def install(manager: Any, *, every_grammar: bool = False) -> None:
     create = _method(manager, "_create_tokenized_object", _CREATE)
 
     def generate_checked(obj: Any, request: Any = None) -> Any:
+        join_salt(obj)
         check_request(obj, manager.context_len)
         if request is not None and request.url.path in _NATIVE:
             for params in _each(obj.sampling_params):
@@ -150,6 +155,14 @@ def _method(manager: Any, name: str, expected: tuple[str, ...]) -> Callable[...,
     if found != expected:
         raise RuntimeError(f"SGLang's TokenizerManager.{name} has parameters {found}, expected {expected}")
     return method
+
+
+def join_salt(obj: Any) -> None:
+    """Put a request's ``cache_salt`` before its ``extra_key``, as 0.5.17's routes do. 0.5.23 has a field for
+    it, which would reach the tree beside the key that `confine` sees."""
+    salt, key = getattr(obj, "cache_salt", None), getattr(obj, "extra_key", None)
+    if isinstance(salt, str) and isinstance(key, str | None):
+        obj.extra_key, obj.cache_salt = salt + (key or "") or None, None
 
 
 def check_request(obj: Any, context_length: int) -> None:

@@ -97,7 +97,7 @@ def _serve_ollama(ollama: Any, manager: Any) -> None:
 
 class _WithLists:
     """``manager`` for ``/api/chat``: its tokenizer's templates give lists of ids, as they did before
-    transformers 5, not what SGLang sends on as the prompt and then refuses."""
+    transformers 5, not what SGLang 0.5.17 sends on as the prompt and then refuses."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -110,7 +110,7 @@ class _WithLists:
         from jinja2 import TemplateError
 
         try:
-            return self._manager.tokenizer.apply_chat_template(messages, **options, return_dict=False)
+            return self._manager.tokenizer.apply_chat_template(messages, **options | {"return_dict": False})
         except TemplateError as error:  # raise_exception of a template, which refuses the messages
             raise ValueError(str(error)) from error
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 ENTRIES = tuple(  # joining the trainer's group is refused as well, before the trainer waits for this server
-    f"{_UPDATER}.{name}"
+    f"{UPDATER}.{name}"
     for name in (
         "update_weights_from_disk",
         "update_weights_from_distributed",

@@ -52,7 +52,7 @@ STAGES = {  # name: work
     "stop strings": "looks for the beginning of a stop string in the newest tokens",
     "seed": "counts the tokens of answers with a seed",
     "seeded draw": "draws the tokens of answers with a seed",
-    "grammar": "masks the logits of requests with a grammar, on a CPU",
+    "grammar": "ends requests whose grammar allows no token",
     "graph": "names the CUDA graph of a decode step",
     "extended": "ends the stages of an extend",
     "document": "analyses a document at its ingestion",

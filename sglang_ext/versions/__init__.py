@@ -16,6 +16,8 @@ defines the same names:
 * ``LAYER_ARGUMENTS``, ``run_layer``: the decoder layers that can be run one by one.
 * ``served_by``: lets another app be served in front of SGLang's.
 * ``RELIED_ON``: methods that the module overrides or calls, with their leading parameters.
+* ``WEIGHT_ENTRIES``: methods of `SchedulerWeightUpdaterManager` by which weights change in this version only.
+* ``OWN_HOOKS``: hooks of this version only: target, leading parameters, function and kind.
 """
 
 from __future__ import annotations

@@ -33,6 +33,16 @@ class AttentionConfig(RequestOptions):
     inject_tokens: decode_fields.InjectTokens = None
     bound: decode_fields.Bound = "round"
     ranking: decode_fields.Ranking = "minmax"
+    dense_layers: list[int] = Field(
+        default_factory=list,
+        description="hierarchical, for measuring: layers, negative ones from the last, whose decode steps "
+        "attend to everything.",
+    )
+    lines_by: Literal["segments", "prompt_end"] = Field(
+        default="segments",
+        description="vertical_slash, for measuring: prompt_end chooses lines once for all new tokens of a "
+        "pass, by the last `observe` queries (MInference).",
+    )
 
     @model_validator(mode="after")
     def _tables_hold_the_default(self) -> AttentionConfig:

@@ -29,7 +29,7 @@ import psutil
 
 from tests.campaigns.operations import SPECS
 from tests.campaigns.progress import Progress
-from tests.campaigns.site import Site
+from tests.campaigns.site import Site, looks
 from tests.campaigns.tenants import COMMON
 
 TARGET = None
@@ -261,16 +261,27 @@ def slope_of(lives: list[list[tuple[float, float]]]) -> tuple[float | None, floa
 def assert_nothing_left(site: Site) -> None:
     """No request runs, no slot is locked, no page pinned, and every tier can be emptied."""
     site.warmed()
+    _nobody_is_answered(site)
+    site.analysed()
     site.settled()
-    text = site.client.get("/metrics").text
-    for gauge in ("ragserve_queries_in_flight", "sglang:num_running_reqs", "sglang:num_queue_reqs"):
-        values = [float(line.split()[-1]) for line in text.splitlines() if line.startswith(gauge)]
-        assert values, f"{gauge} is not among the metrics"
-        assert sum(values) == 0, f"{gauge} is {sum(values)} although nobody asks"
     site.call("DELETE", "/rag/cache")
     figures = site.settled()
     left = figures["device"]["tokens"], figures["host"]["pages"], figures["disk"]["documents"]
     assert left == (0, 0, 0), f"{left} device tokens, host pages, files are left of an empty cache"
+
+
+def _nobody_is_answered(site: Site) -> None:
+    """Wait until the server has noticed that the last clients have left."""
+    for last in looks():
+        text = site.client.get("/metrics").text
+        running = 0.0
+        for gauge in ("ragserve_queries_in_flight", "sglang:num_running_reqs", "sglang:num_queue_reqs"):
+            values = [float(line.split()[-1]) for line in text.splitlines() if line.startswith(gauge)]
+            assert values, f"{gauge} is not among the metrics"
+            running += sum(values)
+        if not running:
+            return
+        assert not last, f"{running:.0f} requests run although nobody asks"
 
 
 def run(progress: Progress, site: Site | None = None, **options: Any) -> None:

@@ -17,7 +17,7 @@ import httpx
 from ragserve.engine.running_server import RunningServer, running_server
 from ragserve.errors import Unavailable
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 _LEAVES_S = 60.0
 _WARMED_S = 600.0
 ENDED = ("done", "failed", "cancelled")
@@ -31,6 +31,11 @@ class Asked:
     passages: list[tuple[str, str]]
     kept: int
     answer: dict[str, Any]
+
+    @property
+    def exact(self) -> bool:
+        """Whether it was answered without documents' KV: samkv over few tokens is, by prefix."""
+        return self.answer["context"]["strategy"] in ("full", "prefix")
 
 
 class Site:
@@ -104,7 +109,7 @@ class Site:
 
     def finished(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """Wait for a job."""
-        for last in _looks():
+        for last in looks():
             now = dict(self.call("GET", f"/rag/jobs/{job['job_id']}"))
             if now["state"] in ENDED:
                 return now
@@ -162,16 +167,24 @@ class Site:
 
     def warmed(self) -> None:
         """Wait until no warm-up is left: they wait while queries are answered, and then fill the cache."""
-        for last in _looks(_WARMED_S):
+        for last in looks(_WARMED_S):
             left = self.call("GET", "/info")["warming"]
             if not left["jobs"]:
                 return
             assert not last, f"warm-ups do not end: {left}"
 
+    def analysed(self) -> None:
+        """Wait for the analyses that an idle server computes, which fill the cache, too."""
+        for last in looks(_WARMED_S):
+            waiting = self.call("GET", "/rag/cache")["analyses"]["waiting"]
+            if not waiting:
+                return
+            assert not last, f"{waiting} documents wait for their analysis"
+
     def settled(self) -> dict[str, Any]:
         """Wait until no request holds a slot or a page, check the accounts of all tiers and every page on
         disk, and return the cache's figures."""
-        for last in _looks():
+        for last in looks():
             figures = dict(self.call("GET", "/rag/cache"))
             held = figures["device"]["locked_tokens"], figures["host"]["pinned_documents"]
             if held == (0, 0):
@@ -182,7 +195,7 @@ class Site:
         return figures
 
 
-def _looks(seconds: float = WAIT_S) -> Iterator[bool]:
+def looks(seconds: float = WAIT_S) -> Iterator[bool]:
     """Wait before all but the first of several looks at something, longer each time: a look costs as much as
     a small query. True for the last one."""
     deadline, wait = time.monotonic() + seconds, 0.005

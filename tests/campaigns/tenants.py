@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import random
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 
+from tests.campaigns import waiting
 from tests.campaigns.labels import Reader, labelled_reads, labelled_search, labelled_waiting
 from tests.campaigns.operations import SPECS
 from tests.campaigns.progress import Progress
@@ -28,6 +27,7 @@ from tests.campaigns.site import Site
 
 TARGET = 2_000
 MINE, THEIRS, ALSO_MINE = "tenant-mine", "tenant-theirs", "tenant-mine-too"
+OTHERS = "tenant-others"
 SECRET = "quillmark"
 STATIONS = {
     f"station {i}": (
@@ -38,11 +38,9 @@ STATIONS = {
 }
 COMMON = dict(list(STATIONS.items())[:6])
 MORE = dict(list(STATIONS.items())[6:])
+DIFFERENT = {name: text.replace("station", "lighthouse of Ylva") for name, text in COMMON.items()}
 HIDDEN = {"safe": f"The word that opens the safe of the station is {SECRET}. Nobody else knows the word."}
 QUESTION = "Which word opens the safe of the station?"
-SIGMAS = 5.0  # of the mean difference of two waiting times, from which on it is no chance
-PAIRS, MANY_PAIRS = 12, 100  # of waiting times, before they are judged, and before their noise is
-SEEN = 0.5  # largest share of what one's own cached prompt saves that may be too small to be seen
 _MISSING = (httpx.codes.NOT_FOUND, httpx.codes.BAD_REQUEST)
 
 
@@ -54,8 +52,9 @@ class Tenants:
         admits keys."""
         self.site, self.waits = site, waits
         self.reader: Reader | None = None
-        for space, texts in ((MINE, COMMON), (THEIRS, COMMON | HIDDEN), (ALSO_MINE, MORE)):
-            site.put(space, texts)
+        texts = {MINE: COMMON, THEIRS: COMMON | HIDDEN, ALSO_MINE: MORE, OTHERS: DIFFERENT}
+        for space, own in texts.items():
+            site.put(space, own)
         self.mine, self.theirs = site.documents(MINE), site.documents(THEIRS)
 
     def id_of(self, chance: random.Random) -> str:
@@ -217,7 +216,7 @@ class Tenants:
         asked = self.site.ask(namespaces=[MINE, ALSO_MINE], **body)
         after = self.site.settled()
         assert asked.answer["usage"]["cached"] == 0, f"{strategy} took their prefix: {asked.answer['usage']}"
-        if strategy in ("full", "prefix"):
+        if asked.exact:
             again = self.site.ask(namespace=MINE, **body).answer["usage"]["cached"]
             assert again == 0, f"{strategy} took the prefix of several: {again}"
             return
@@ -284,7 +283,7 @@ class Tenants:
         asked = self.site.ask(namespace=MINE, **body)
         after = self.site.settled()
         assert asked.answer["usage"]["cached"] == 0, f"{strategy} took their prefix: {asked.answer['usage']}"
-        if strategy not in ("full", "prefix"):
+        if not asked.exact:
             misses = after["misses"] - before["misses"]
             assert misses > asked.kept, f"{strategy} {options} found {asked.kept + 1 - misses} of theirs"
 
@@ -322,14 +321,15 @@ class Tenants:
         self.theirs = self.site.documents(THEIRS)
 
     def waiting(self, chance: random.Random) -> None:
-        """The time to the first token does not tell whether they have asked the same before."""
+        """The time to the first token does not tell whether they have asked the same before. In both cases
+        somebody has just asked something: a server that did nothing since its cache was emptied is slower."""
         body = self._question(chance.choice(("prefix", "concat")), {})
         cases, waits = ["theirs", "nobody"], dict[str, float]()
         chance.shuffle(cases)
         for case in cases:
             self.empty()
-            if case == "theirs":
-                self.site.ask(namespace=THEIRS, **body)
+            before = {} if case == "theirs" else {"query": "Whose ships are built of stone?"}
+            self.site.ask(namespace=THEIRS if case == "theirs" else OTHERS, **body | before)
             waits[case] = self._ttft(body)
         waits["own"] = self._ttft(body)
         for case, wait in waits.items():
@@ -343,33 +343,6 @@ class Tenants:
         common = {"op": "range", "field": "source", "gte": "station", "lt": "stationz"}
         body = {"query": "Who was the keeper?", "strategy": strategy, "strategy_options": options | force}
         return {**body, "k": 5, "max_new_tokens": 1, "filter": common}
-
-    def judged(self) -> dict[str, Any]:
-        """Mean waiting times, and their difference in standard errors; our own cached prompt shows that the
-        difference would be seen."""
-        theirs, nobody, own = (self.waits.get(name, []) for name in ("theirs", "nobody", "own"))
-        if len(own) < PAIRS:
-            return {}
-        saved, (difference, error) = paired(own, nobody)[0], paired(theirs, nobody)
-        hidden = {}
-        if len(cold := self.waits.get("hidden cold", [])) >= PAIRS:
-            gap, noise = paired(self.waits["hidden cached"], cold)
-            hidden = {"sigmas, a hidden document's text cached": round(gap / noise, 2)}
-        return {
-            **hidden,
-            "pairs": len(own),
-            "ttft ms, theirs cached": round(sum(theirs) / len(theirs), 2),
-            "ttft ms, nobody's": round(sum(nobody) / len(nobody), 2),
-            "ttft ms, ours cached": round(sum(own) / len(own), 2),
-            "sigmas, theirs against nobody's": round(difference / error, 2),
-            "a leak is seen from, of ours": round(SIGMAS * error / saved, 3) if saved > 0 else None,
-        }
-
-
-def paired(a: list[float], b: list[float]) -> tuple[float, float]:
-    """Mean of the paired differences b - a, and its standard error."""
-    differences = [y - x for x, y in zip(a, b, strict=True)]
-    return statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
 
 
 PROBES: dict[str, tuple[Callable[[Tenants, random.Random], None], ...]] = {
@@ -441,10 +414,6 @@ def run(progress: Progress, site: Site | None = None) -> None:
                 probe = probes[place]
             with progress.operation(probe.__name__):
                 probe(tenants, chance)
-        figures = tenants.judged()
-        progress.data["figures"] = figures
-        if any(abs(value) > SIGMAS for name, value in figures.items() if name.startswith("sigmas")):
-            progress.violation(f"the waiting time tells what others have cached: {figures}")
-        seen = figures.get("a leak is seen from, of ours")
-        if figures.get("pairs", 0) >= MANY_PAIRS and (seen is None or seen > SEEN):
-            progress.violation(f"waiting times are too noisy to tell anything: {figures}")
+        progress.data["figures"] = figures = waiting.judged(tenants.waits)
+        if wrong := waiting.fault(figures):
+            progress.violation(wrong)

@@ -70,6 +70,21 @@ class Server:
             assert time.monotonic() < deadline, job
             time.sleep(0.05)
 
+    def is_answering(self) -> bool:
+        """Whether a query is being answered, or its client has left and that is not noticed yet."""
+        lines = self.client.get("/metrics").text.splitlines()
+        found = [float(line.split()[-1]) for line in lines if line.startswith("ragserve_queries_in_flight")]
+        assert found, "it is among the metrics"
+        return sum(found) > 0
+
+    def analysed(self) -> None:
+        """Wait for what an idle server computes: the analyses of documents that questions did without. Until
+        then figures grow, and rule `sentences` chooses other tokens from one moment to the next."""
+        deadline = time.monotonic() + 240
+        while waiting := self.client.get("/rag/cache").json()["analyses"]["waiting"]:
+            assert time.monotonic() < deadline, f"{waiting} documents wait for their analysis"
+            time.sleep(0.1)
+
 
 @contextlib.contextmanager
 def default(folder: Path) -> Iterator[Server]:
@@ -192,7 +207,7 @@ def parallel(folder: Path) -> Iterator[Server]:
 @contextlib.contextmanager
 def stress(folder: Path) -> Iterator[Server]:
     """The small model, forced retraction, strict memory checks, prefill chunks of 128, a small pool in pages
-    of 16, and a disk whose delay a test sets. Sparse decoding is on for requests that ask for it, so each
+    of 16, and a disk that a test may hold. Sparse decoding is on for requests that ask for it, so each
     check of the pages covers their statistics, too."""
     storage = folder / "storage"
     storage.mkdir()

@@ -35,15 +35,22 @@ def held(client: httpx.Client) -> dict[str, Any]:
     return dict(answer[0]["decode"]["offloaded"])
 
 
-def watched(client: Any, asks: list[Callable[[], Any]]) -> tuple[list[Any], list[dict[str, Any]]]:
-    """Ask, and look at what offloaded requests hold until all have been answered."""
-    seen = []
+def watched(
+    client: Any, asks: list[Callable[[], Any]], enough: Callable[[dict[str, Any]], bool]
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """Ask, and look at what offloaded requests hold until all have been answered; again until a look has seen
+    ``enough``: answers may pass between two looks."""
+    seen: list[dict[str, Any]] = []
+    deadline = time.monotonic() + 240
     with ThreadPoolExecutor(len(asks)) as pool:
-        asked = [pool.submit(ask) for ask in asks]
-        while not all(each.done() for each in asked):
-            seen.append(held(client))
-            time.sleep(0.01)
-    return [each.result() for each in asked], seen
+        while True:
+            asked = [pool.submit(ask) for ask in asks]
+            while not all(each.done() for each in asked):
+                seen.append(held(client))
+                time.sleep(0.01)
+            if any(map(enough, seen)):
+                return [each.result() for each in asked], seen
+            assert time.monotonic() < deadline, seen
 
 
 def idle(client: httpx.Client) -> dict[str, Any]:

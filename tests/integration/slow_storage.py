@@ -1,5 +1,5 @@
-"""A storage backend for SGLang's `dynamic` option with a delay, so that tests can watch requests wait for the
-disk.
+"""A storage backend for SGLang's `dynamic` option that can be held, so that tests can watch requests wait for
+the disk.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 
 class SlowStorage(HiCacheStorage):
-    """Keeps a file for each value in ``extra["folder"]``. A read first sleeps for the seconds that the file
-    ``delay`` in that folder contains, if there is one.
+    """Keeps a file for each value in ``extra["folder"]``. A read waits while there is a file ``held`` in that
+    folder.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
@@ -24,9 +24,8 @@ class SlowStorage(HiCacheStorage):
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        delay = self._folder / "delay"
-        if delay.exists():
-            time.sleep(float(delay.read_text()))
+        while (self._folder / "held").exists():
+            time.sleep(0.01)
         return [self.get(key) for key in keys]
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:

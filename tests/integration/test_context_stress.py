@@ -8,7 +8,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,14 @@ CROWD, QUEUE = (8, 8) if EXHAUSTIVE else (3, 5)  # prompts of the mixed traffic,
 
 
 @contextmanager
-def slow(storage: Path | None, seconds: float) -> Iterator[None]:
+def slow(storage: Path | None) -> Iterator[None]:
+    """The disk answers after the block."""
     assert storage is not None
-    (storage / "delay").write_text(str(seconds))
+    (storage / "held").touch()
     try:
         yield
     finally:
-        (storage / "delay").unlink()
+        (storage / "held").unlink()
 
 
 def settled(client: httpx.Client) -> None:
@@ -128,7 +129,7 @@ def test_a_client_that_leaves_at_a_stage_leaves_nothing_behind(
         for after in MOMENTS:
             assert client.post("/rag/cache/evict", json={"tiers": tiers}).status_code == 200
             with (
-                slow(stress_server.storage, 0.5 if stage == "load" else 0.0),
+                slow(stress_server.storage) if stage == "load" else nullcontext(),
                 suppress(httpx.TimeoutException),
             ):
                 answer = generate(client, ids, plan_of(spans, **options), timeout=after, **sampling)
@@ -191,20 +192,22 @@ def test_a_request_retracted_whose_documents_are_gone_meanwhile_says_so(
                 assert (await http.delete("/rag/cache")).status_code == 200
                 return await asyncio.gather(*asking)
 
-        for _ in range(10):  # all may have been answered before the documents are deleted
+        deadline = time.monotonic() + 240
+        lost: list[httpx.Response] = []
+        while not lost:  # all may have been answered before the documents are deleted
+            assert time.monotonic() < deadline, "every third step takes all but one back"
             want = [result(composed(client, ids, spans, n_new=120)).ids for ids, spans in prompts]
             answers = asyncio.run(crowd())
             lost = [answer for answer in answers if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE]
-            if lost:
-                break
-        assert lost, "every third step takes all but one back"
         assert all("its documents were evicted meanwhile" in answer.text for answer in lost)
         whole = [
             (answer.json()["output_ids"], ids)
             for answer, ids in zip(answers, want, strict=True)
-            if answer.status_code == 200
+            if answer.is_success
         ]
-        assert len(whole) + len(lost) == len(answers)
+        # those that came after the deletion
+        missed = [answer for answer in answers if answer not in lost and missing_of(answer.json())]
+        assert len(whole) + len(lost) + len(missed) == len(answers)
         assert [got for got, _ in whole] == [ids for _, ids in whole]
         settled(client)
 
@@ -228,12 +231,15 @@ def test_sparse_requests_retracted_choose_from_right_statistics_afterwards(stres
     with stress_server.running.client() as client:
         alone = [result(generate(client, ids, n_new=40)).ids for ids in prompts]
         assert client.delete("/rag/cache").status_code == 200
-        answers = asyncio.run(_decoded_while_checked(stress_server.url, prompts, modes))
+        said: list[DecodeReport] = []
+        deadline = time.monotonic() + 240
+        while not said or min(report.steps for report in said) == 39:
+            assert time.monotonic() < deadline, "a step that was retracted comes again as a prefill"
+            answers = asyncio.run(_decoded_while_checked(stress_server.url, prompts, modes))
+            said = [DecodeReport.from_json(answers[i]["meta_info"][DECODE_FIELD][-1]) for i in (1, 4, 5)]
         for mode, answer, ids in zip(modes, answers, alone, strict=True):
             assert mode["mode"] == "hierarchical" or answer["output_ids"] == ids, mode
-        said = [DecodeReport.from_json(answers[i]["meta_info"][DECODE_FIELD][-1]) for i in (1, 4, 5)]
         assert all(report.sparse_steps and report.pages < report.pages_held for report in said)
-        assert min(report.steps for report in said) < 39, "a step that was retracted comes again as a prefill"
         settled(client)
         reference = SparseReference(stress_server.model, 16, 4)
         reference.decode = DecodeOptions(mode="hierarchical", budget=64, reuse=3, dense_below=0)

@@ -21,7 +21,8 @@ TEXT = "The observatory of {} was founded in 1902 by Ada Brandt. It has a telesc
 
 @pytest.fixture(scope="module")
 def server(quick_server: Server) -> Server:
-    """None of these answers need be right."""
+    """None of these answers need be right. Nothing that others have asked for is computed meanwhile."""
+    quick_server.analysed()
     return quick_server
 
 
@@ -38,7 +39,6 @@ def held(server: Any, namespace: str) -> tuple[int, int]:
     """Number of a namespace's documents on host and on disk, the system text included."""
     stat = server.client.get("/rag/cache").json()
     spaces = [stat[tier]["namespaces"].get(namespace, {"documents": 0}) for tier in ("host", "disk")]
-    assert stat["disk"]["waiting_documents"] == 0
     return spaces[0]["documents"], spaces[1]["documents"]
 
 
@@ -198,7 +198,10 @@ def test_what_another_process_ingests_is_warmed_in_the_background(server: Any, t
     assert (done["files"]["indexed"], done["warm_job"]) == (1, None), "it does not wait for the server"
     eventually(server, space, (2, 2))
     assert ask(server, space)["context"]["tokens_kept"] > 0
-    assert server.client.get("/info").json()["warming"]["documents_left"] == 0
+    deadline = time.monotonic() + 240
+    while left := server.client.get("/info").json()["warming"]["documents_left"]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def test_candidates_are_reranked_by_their_stored_keys(server: Any) -> None:

@@ -4,6 +4,7 @@ one is right, and nothing is lost.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,7 @@ class Bench:
     def __init__(self, client: httpx.Client, builder: PromptBuilder) -> None:
         self.client = client
         self.ids, self.spans = prompt(builder, rows("crossdoc")[3], 3)
+        self._numbers = itertools.count()
 
     def composed(self, strategy: str = "concat", **options: Any) -> dict[str, Any]:
         return composed(self.client, self.ids, self.spans, strategy, SPACE, **options)
@@ -39,11 +41,11 @@ class Bench:
 
     def plain(self, **fields: Any) -> dict[str, Any]:
         """A prompt that nobody has sent before."""
-        return generate(self.client, self.ids, extra_key=f"faults:{time.monotonic_ns()}", **fields)
+        return generate(self.client, self.ids, extra_key=f"faults:{next(self._numbers)}", **fields)
 
     def document(self) -> dict[str, Any]:
         """Prefill a document that is in no tier."""
-        fresh = [*self.ids[:100], 10 + time.monotonic_ns() % 5000]
+        fresh = [*self.ids[:100], 10 + next(self._numbers)]
         return generate(self.client, fresh, ContextPlan("document", SPACE), n_new=1)
 
     def sampling(self, **fields: Any) -> dict[str, Any]:

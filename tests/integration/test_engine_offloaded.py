@@ -140,11 +140,15 @@ def test_requests_are_offloaded_by_themselves_when_others_wait_and_more_run_at_o
                     last = json.loads(line.removeprefix("data: "))
         return last["output_ids"], report(last), times[0], times[-1]
 
-    with ThreadPoolExecutor(many) as pool:
-        got = list(pool.map(ask, prompts))
-    assert got[0][0][-n_new:] == result(alone).ids
-    held = max(sum(first <= at <= last for _, _, first, last in got) for _, _, at, _ in got)
-    assert held > 6, "more than fit with their prompts"
+    at_once, deadline = 0, time.monotonic() + 240
+    while at_once <= 6:  # more than fit with their prompts; on a busy machine some may ask late
+        assert time.monotonic() < deadline, at_once
+        with ThreadPoolExecutor(many) as pool:
+            got = list(pool.map(ask, prompts))
+        assert got[0][0][-n_new:] == result(alone).ids
+        at_once = max(sum(first <= at <= last for _, _, first, last in got) for _, _, at, _ in got)
+        if at_once <= 6:
+            client.delete("/rag/cache").raise_for_status()
     assert sum(said.offloaded_steps > 0 for _, said, _, _ in got) > 2
     verify(client)
 
@@ -169,7 +173,9 @@ def test_a_composed_context_is_offloaded_from_the_start(parallel_server: Server,
     verify(client)
     client.post("/dumper/ragserve", json={"op": "evict", "tiers": ["device"]})
     resident = generate(client, ids, n_new, plan, **LAGGING)
-    (offloaded,), seen = watched(client, [lambda: generate(client, ids, n_new, plan, **OFFLOADED)])
+    (offloaded,), seen = watched(
+        client, [lambda: generate(client, ids, n_new, plan, **OFFLOADED)], lambda now: now["in_documents"] > 0
+    )
     assert_same(result(offloaded), result(resident))
     assert max(now["in_documents"] for now in seen) == 700 // PARALLEL_PAGE
     assert max(now["used"] for now in seen) == 0
@@ -268,7 +274,7 @@ def test_a_context_larger_than_the_pool_is_composed_on_the_host(stress_server: S
         for each in beside:
             each.result()
     verify(client)
-    assert held(client)["used"] == 0
+    assert idle(client)["used"] == 0
 
 
 def test_a_context_that_fails_or_is_left_on_its_way_to_the_host_leaves_nothing(stress_server: Server) -> None:
@@ -319,19 +325,22 @@ def test_retraction_eviction_and_leavers_lose_no_slot_and_no_page(stress_server:
             }
             client.post("/generate", json={"input_ids": ids, "sampling_params": sampling}, timeout=1)
 
-    with ThreadPoolExecutor(crowd + 3) as pool:
-        answers = [pool.submit(generate, client, *job, **decode) for job in jobs]
-        left = [pool.submit(leave, some_ids(350, 90 + i)) for i in range(2)]
-        while not all(each.done() for each in (*answers, *left)):
-            client.post("/dumper/ragserve", json={"op": "evict", "tiers": ["device"]})
-            verify(client)
-            time.sleep(0.2)
-        got = [each.result() for each in answers]
-    assert [len(answer["output_ids"]) for answer in got] == [n_new for _, n_new in jobs]
-    assert sum(report(answer).offloaded_steps for answer in got) > 0
+    resumed, deadline = 0, time.monotonic() + 240
+    while not resumed:  # one that is retracted before its first decode step is prefilled anew
+        assert time.monotonic() < deadline
+        with ThreadPoolExecutor(crowd + 3) as pool:
+            answers = [pool.submit(generate, client, *job, **decode) for job in jobs]
+            left = [pool.submit(leave, some_ids(350, 90 + i)) for i in range(2)]
+            while not all(each.done() for each in (*answers, *left)):
+                client.post("/dumper/ragserve", json={"op": "evict", "tiers": ["device"]})
+                verify(client)
+                time.sleep(0.2)
+            got = [each.result() for each in answers]
+        assert [len(answer["output_ids"]) for answer in got] == [n_new for _, n_new in jobs]
+        assert sum(report(answer).offloaded_steps for answer in got) > 0
+        resumed = sum(report(answer).resumed for answer in got)
     now = idle(client)
     assert (now["used"], now["requests"], now["copying"], now["retracted"]) == (0, 0, 0, 0)
-    assert sum(report(answer).resumed for answer in got) > 0
     verify(client)
     metrics = client.get("/metrics").text
     counters = ('offloaded_pages_total{kind="hit"', 'offloaded_pages_total{kind="miss"', "loaded_bytes_total")

@@ -100,7 +100,11 @@ def test_a_composed_context_is_offloaded_from_the_start(parallel_server: Server)
         if where == "in_documents":  # the device has the values, which codes of the host do not stand for
             evicted = client.post("/dumper/ragserve", json={"op": "evict", "tiers": ["device"]})
             assert evicted.status_code == 200, evicted.text
-        (offloaded,), seen = watched(client, [lambda: generate(client, ids, n_new, plan, **OFFLOADED)])
+        (offloaded,), seen = watched(
+            client,
+            [lambda: generate(client, ids, n_new, plan, **OFFLOADED)],
+            lambda now, where=where: now[where] == 480 // PARALLEL_PAGE,  # type: ignore[misc]
+        )
         most = {name: max(now[name] for now in seen) for name in ("used", "in_documents")}
         assert most == {"used": 0, "in_documents": 0} | {where: 480 // PARALLEL_PAGE}
         assert_same(result(offloaded), result(generate(client, ids, n_new, plan, **RESIDENT)))

@@ -22,8 +22,6 @@ if not is_installed():
 
 def test_requests_reach_their_workers_by_the_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_engine, "PROBE_S", 0.1)
-    with hold_port() as held:
-        port = port_of(held)
     log = tmp_path / "router.log"
 
     async def work(engine: FleetEngine, first: subprocess.Popen[bytes]) -> None:
@@ -54,7 +52,8 @@ def test_requests_reach_their_workers_by_the_ring(tmp_path: Path, monkeypatch: p
             for number in range(1, 5):
                 await answered(engine, number)
 
-    with workers(tmp_path, 2) as made:
+    with hold_port() as held, workers(tmp_path, 2) as made:
+        port = port_of(held)
         urls = [each.url for each in made]
         with running_router(urls, log, KEY, port=port) as first:
             settings = load(

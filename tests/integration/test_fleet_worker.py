@@ -58,13 +58,10 @@ def asked(server: Server, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def analysed(server: Server, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer by passages that are all analysed: until then another rule chooses what to recompute, and
-    each server analyses them when it happens to be idle."""
-    deadline = time.monotonic() + 120
-    while any("not fully analysed" in note for note in (answer := asked(server, body))["context"]["notes"]):
-        assert time.monotonic() < deadline, answer["context"]["notes"]
-        time.sleep(3)
-    return answer
+    """The answer by passages that are all analysed: until then another rule chooses what to recompute."""
+    asked(server, body)
+    server.analysed()
+    return asked(server, body)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -124,8 +121,23 @@ def test_documents_are_warmed_found_and_deleted_on_the_worker(front: Server, wor
     assert listed().keys() == others.keys()
 
 
+def found_in_the_store(worker: RunningServer, elsewhere: WarmedElsewhere) -> None:
+    """Wait until the worker knows what the store has. A question waits half a second for that, and then has
+    the documents computed."""
+    keys = [path.stem for path in elsewhere.shared.glob(f"*/*/{elsewhere.namespace}/*.pages")]
+    assert len(keys) == len(elsewhere.texts) + 1, "the system text, too"
+    where = {"keys": keys, "namespace": elsewhere.namespace, "tokens": [1] * len(keys)}
+    deadline = time.monotonic() + 240
+    with worker.client() as client:
+        while True:
+            found = client.post("/worker/control", json={"operation": "where", "arguments": where}).json()
+            if found["below"] == ["remote"] * len(keys):
+                return
+            assert time.monotonic() < deadline, found
+
+
 def test_documents_that_another_engine_has_warmed_come_from_the_store(
-    quick_server: Server, front: Server, warmed_elsewhere: WarmedElsewhere
+    quick_server: Server, front: Server, worker: RunningServer, warmed_elsewhere: WarmedElsewhere
 ) -> None:
     space = warmed_elsewhere.namespace
     body = {
@@ -136,6 +148,7 @@ def test_documents_that_another_engine_has_warmed_come_from_the_store(
         "strategy_options": {"force": True},
         "max_new_tokens": 8,
     }
+    found_in_the_store(worker, warmed_elsewhere)
     files = [("files", (name, text)) for name, text in warmed_elsewhere.texts.items()]
     for server, name in ((quick_server, "fleet-elsewhere"), (front, space)):
         server.finished(server.client.post("/rag/ingest", files=files, data={"namespace": name}))
@@ -175,10 +188,12 @@ def test_operators_see_the_workers_and_nobody_calls_them_without_the_key(
     for path in ("/worker", "/worker/control", "/generate"):
         assert httpx.post(worker.url + path, json={}).status_code == 401
     with worker.client() as client:
-        assert client.post("/worker/drain", json={}).json() == {"draining": True, "in_flight": 0}
         deadline = time.monotonic() + 240
+        while (drained := client.post("/worker/drain", json={}).json()) != {"draining": True, "in_flight": 0}:
+            assert time.monotonic() < deadline, drained  # what has been answered ends a moment later
         while front.client.get("/ready").is_success:  # until the next probe
             assert time.monotonic() < deadline
+            time.sleep(0.05)
         refused = front.client.post("/rag/query", json={"query": "Who?", "documents": [{"text": "Nobody."}]})
         assert refused.status_code == 503
         assert refused.headers["Retry-After"] == "1"

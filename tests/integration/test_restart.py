@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +97,13 @@ def _assert_talks_go_on(engine: Engine, talks: dict[str, Talk], wanted: dict[str
 def _cut_streams(engine: Engine) -> tuple[list[str], list[str], list[threading.Thread]]:
     """Kill the scheduler while it writes an answer of SGLang's and one of ours; their lines as they come.
 
-    The thread that reads our answer kills it, between two words of both: a moment later one may be whole.
+    What a client has read says little of how far the answers are. So the scheduler is stopped first, until
+    all that it has written is read, and goes on where one of them is whole.
     """
     url, scheduler = engine.server.url, engine.scheduler()
     ours: list[str] = []
     theirs: list[str] = []
     killed = threading.Event()
-
-    def kill_between_words() -> None:
-        if ours[-1] == "event: message" and '"finish_reason":null' in theirs[-1] and not killed.is_set():
-            scheduler.send_signal(signal.SIGKILL)
-            killed.set()
 
     def read_theirs() -> None:
         plain = {"input_ids": [5, 6], "stream": True}
@@ -118,17 +113,40 @@ def _cut_streams(engine: Engine) -> tuple[list[str], list[str], list[threading.T
 
     def read_ours() -> None:
         query = {"query": "?", "documents": [], "stream": True, "max_new_tokens": 60}
-        while not killed.is_set():  # an answer may be whole before a word of the other one comes
-            _read(url, "/rag/query", query, ours, kill_between_words)
+        while not killed.is_set():
+            _read(url, "/rag/query", query, ours)
 
     readers = [threading.Thread(target=read, daemon=True) for read in (read_theirs, read_ours)]
-    readers[0].start()
+    for reader in readers:
+        reader.start()
     deadline = time.monotonic() + 240
-    while not theirs:
-        assert time.monotonic() < deadline, "no stream began"
+    while True:
+        assert time.monotonic() < deadline, "there was no word of both"
+        if _are_between_words(ours, theirs):
+            scheduler.suspend()
+            _wait_until_read(ours, theirs)
+            if _are_between_words(ours, theirs):
+                break
+            scheduler.resume()
         time.sleep(0.005)
-    readers[1].start()
+    killed.set()
+    scheduler.send_signal(signal.SIGKILL)
     return ours, theirs, readers
+
+
+def _are_between_words(ours: list[str], theirs: list[str]) -> bool:
+    """Both answers have begun, and none is whole."""
+    event = next((line for line in reversed(ours) if line.startswith("event: ")), "")
+    return event == "event: message" and bool(theirs) and '"finish_reason":null' in theirs[-1]
+
+
+def _wait_until_read(*answers: list[str], quiet_s: float = 2.0) -> None:
+    """Wait until no line has come for a while."""
+    lines, since = -1, time.monotonic()
+    while time.monotonic() - since < quiet_s:
+        if lines != (lines := sum(map(len, answers))):
+            since = time.monotonic()
+        time.sleep(0.05)
 
 
 def _assert_cut_with_a_reason(ours: list[str], theirs: list[str], log: str) -> None:
@@ -143,9 +161,7 @@ def _assert_cut_with_a_reason(ours: list[str], theirs: list[str], log: str) -> N
     assert "Traceback" not in said
 
 
-def _read(
-    url: str, path: str, body: dict[str, Any], lines: list[str], seen: Callable[[], None] = lambda: None
-) -> None:
+def _read(url: str, path: str, body: dict[str, Any], lines: list[str]) -> None:
     with (
         contextlib.suppress(httpx.HTTPError),
         httpx.Client(base_url=url, timeout=240) as client,
@@ -154,7 +170,6 @@ def _read(
         for line in response.iter_lines():
             if line:
                 lines.append(line)
-                seen()
 
 
 def _write_until_it_dies(url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from ragserve.adapt.low_rank import AdaptedModel
+from ragserve.adapt.packing import TrainingSequence
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.retrieval.embedder import Embedder
@@ -77,6 +80,30 @@ def test_the_engine_is_led_as_a_plain_decoding_of_the_same_tokens(
     assert list(close.kl) == pytest.approx(kls, abs=1e-4)
     assert list(close.agrees) == (want_full.argmax(-1) == want.argmax(-1)).tolist()
     assert max(kls) > 1e-3, "these contexts differ"
+
+
+def test_a_model_is_trained_over_what_the_engine_composes(
+    server: Server, case: Any, reference: Reference
+) -> None:
+    """`ragserve adapt` computes the engine's distributions along an answer, over whole and composed prompts,
+    with nothing recomputed."""
+
+    async def work(engine: ServedEngine) -> Any:
+        answer = await answer_of(engine, request(case, "full"))
+        return answer, (await forced_along(engine, request(case, "concat"), answer))[1].last
+
+    answer, led = on(server, work)
+    ids, spans = case
+    head, *documents = (ids[start:end] for start, end in spans)
+    whole = TrainingSequence(head, documents, ids[spans[-1][1] :], answer.ids)
+    model = AdaptedModel(
+        reference.model, None, torch.device("cpu"), frozenset(), reference.prefix, 2048, "a CPU"
+    )
+    pack = model.pack([whole, replace(whole, composed=True)])
+    with torch.no_grad():
+        computed = model.logits(model.run(pack)[0][pack.targets]).log_softmax(-1).double()
+    for own, engine_has in zip(computed.chunk(2), (answer, led), strict=True):
+        assert (own - distributions(engine_has.distributions)).abs().max() < TOLERANCE
 
 
 def test_an_answer_that_is_given_changes_nothing_in_what_is_selected(server: Server, case: Any) -> None:

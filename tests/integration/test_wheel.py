@@ -150,7 +150,7 @@ def test_a_wheel_serves_without_checkout_and_network(
         pytest.skip("this machine does not let us make a network namespace")
     script = shutil.copy(REPO / "tests" / "integration" / "offline_main.py", tmp_path)
     command = ["unshare", "-rn", environment / "bin" / "python", script, tmp_path, other_model]
-    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-4000:]
     out = json.loads(done.stdout)
     assert (out["ingested"], out["status"]) == ("done", 200)

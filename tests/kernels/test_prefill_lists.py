@@ -93,6 +93,20 @@ def test_lines_of_an_earlier_turn_come_first_and_others_where_they_do_not_hold_a
         choose_lines(case.q, case.k, plan, alpha=0.6, given=(None,))
 
 
+def test_the_newest_queries_alone_choose_where_that_is_asked(device: torch.device) -> None:
+    """One segment as long as the prompt, in one pass: MInference's estimate."""
+    case = make(device, [(0, 200)])
+    case.q *= 4
+    plan = LinePlan.of(case.batch, 4, observe=8, segment=1024, newest=True)
+    assert [group.positions.tolist() for group in plan.groups] == [[list(range(192, 200))]]
+    chosen = choose_lines(case.q, case.k, plan, alpha=0.6)
+    other = case.q.clone()
+    other[:-8] = torch.randn_like(other[:-8])
+    assert torch.equal(choose_lines(other, case.k, plan, alpha=0.6).mask, chosen.mask)
+    few = LinePlan.of(make(device, [(0, 3)]).batch, 4, observe=8, segment=1024, newest=True)
+    assert few.groups[0].weight.sum() == 3, "no more queries than there are"
+
+
 @pytest.mark.parametrize("width", [1, 8, 13])
 def test_lines_are_packed_into_bits(width: int) -> None:
     lines = Lines(torch.rand(3, width) < 0.5, torch.rand(3, width) < 0.5)

@@ -19,11 +19,17 @@ from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
 from tests.unit.api.scripted_server import DOCUMENTS, Live, serving
 from tests.unit.ingest.lent_parsers import lent_parsers
+from tests.unit.request_shapes import publish
 
 if TYPE_CHECKING:
     from tests.unit.index.postgres_server import PostgresServer
 
 MAX_BYTES = 64 * 2**20
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _published() -> None:
+    publish(Path(DEFAULT_MODEL))
 
 
 @pytest.fixture(scope="session")

@@ -224,7 +224,7 @@ def test_a_worker_s_commands_see_whether_it_is_ready_and_drain_it(tmp_path: Path
         return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
     def ready() -> bool:
-        return started(container["readinessProbe"]).wait(60) == 0
+        return started(container["readinessProbe"]).wait(240) == 0
 
     with workers(tmp_path, 1) as (worker,):
         assert ready()
@@ -232,7 +232,7 @@ def test_a_worker_s_commands_see_whether_it_is_ready_and_drain_it(tmp_path: Path
         fields = {"rid": "r", "input_ids": [5, 6], "sampling_params": {}, "stream": True}
         with (
             httpx.Client(base_url=worker.url, headers={"Authorization": f"Bearer {KEY}"}) as client,
-            client.stream("POST", "/generate", json=fields, timeout=60) as answer,
+            client.stream("POST", "/generate", json=fields, timeout=240) as answer,
         ):
             stopping = started(container["lifecycle"]["preStop"])
             eventually(lambda: client.get("/worker").json()["draining"], "the drain")
@@ -240,7 +240,7 @@ def test_a_worker_s_commands_see_whether_it_is_ready_and_drain_it(tmp_path: Path
             assert stopping.poll() is None, "a request is running"
             worker.ledger.before_first.set()
             assert answer.read().endswith(b"data: [DONE]\n\n")
-        assert stopping.wait(60) == 0
+        assert stopping.wait(240) == 0
         assert not ready()
 
 

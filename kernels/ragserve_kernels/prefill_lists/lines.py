@@ -120,8 +120,19 @@ class LinePlan:
     groups: tuple[_SegmentGroup, ...]
 
     @classmethod
-    def of(cls, batch: PrefillBatch, heads: int, *, observe: int = 64, segment: int = SEGMENT) -> LinePlan:
+    def of(
+        cls,
+        batch: PrefillBatch,
+        heads: int,
+        *,
+        observe: int = 64,
+        segment: int = SEGMENT,
+        newest: bool = False,
+    ) -> LinePlan:
         """Return the plan of a batch for so many query heads; see :func:`choose_lines`.
+
+        ``newest``: a segment samples its last queries instead of some at even distances. With a segment as
+        long as the prompt, in one pass, that is MInference's estimate.
 
         Raises:
             ValueError: sizes that do not fit.
@@ -138,7 +149,7 @@ class LinePlan:
             at_once = max(1, _CELLS // (heads * observe * max(1, blocks)))
             if span:
                 groups += [
-                    _group(batch, request, span.start, numbers, segment, observe)
+                    _group(batch, request, span.start, numbers, segment, observe, newest=newest)
                     for numbers in _segments(batch, request, segment, at_once)
                 ]
         return cls(batch, observe, segment, tuple(groups))
@@ -349,7 +360,7 @@ def _segments(batch: PrefillBatch, request: int, segment: int, at_once: int) -> 
 
 
 def _sampled(
-    batch: PrefillBatch, request: int, numbers: range, segment: int, observe: int
+    batch: PrefillBatch, request: int, numbers: range, segment: int, observe: int, *, newest: bool
 ) -> tuple[list[list[int]], list[list[float]]]:
     """Return the sampled positions of each segment, and 1 for those, 0 for repetitions that fill the row."""
     begin, end = batch.prefix[request], batch.prefix[request] + batch.new[request]
@@ -357,6 +368,8 @@ def _sampled(
     for number in numbers:
         places = [number * segment + (i + 1) * segment // observe - 1 for i in range(observe)]
         last = min(end, (number + 1) * segment) - 1
+        if newest:
+            places = list(range(max(begin, number * segment, last + 1 - observe), last))
         own = sorted({place for place in places if begin <= place < end} | {last})[-observe:]
         positions.append(own + [last] * (observe - len(own)))
         weights.append([1.0] * len(own) + [0.0] * (observe - len(own)))
@@ -371,12 +384,19 @@ def _query_blocks(batch: PrefillBatch, request: int, number: int, segment: int) 
 
 
 def _group(
-    batch: PrefillBatch, request: int, first: int, numbers: range, segment: int, observe: int
+    batch: PrefillBatch,
+    request: int,
+    first: int,
+    numbers: range,
+    segment: int,
+    observe: int,
+    *,
+    newest: bool,
 ) -> _SegmentGroup:
     """``first``: the request's first query block in the batch."""
     device, ratio = batch.places.device, batch.block_q // batch.block_k
     width = -(-(batch.prefix[request] + batch.new[request]) // batch.block_k)
-    sampled, weight = _sampled(batch, request, numbers, segment, observe)
+    sampled, weight = _sampled(batch, request, numbers, segment, observe, newest=newest)
     of_segment = [_query_blocks(batch, request, number, segment) for number in numbers]
     own = [i for i, blocks in enumerate(of_segment) for _ in blocks]
     step = torch.arange(width)

@@ -1,12 +1,10 @@
 // An answer: streamed text with citations, tokens by tier, a bar of stages, and what to do with it.
 
-import { query, send } from "/playground/api.js";
-import { bar, element, placeOf } from "/playground/dom.js";
-import { openSource } from "/playground/source.js";
+import { query, send } from "./api.js";
+import { bar, count, element, ms, once, placeOf, shown } from "./dom.js";
+import { openSource } from "./source.js";
 
 const MARKER = /\[(\d{1,3})\]/;
-const count = (value) => value.toLocaleString("en");
-const ms = (value) => `${value < 10 ? value.toFixed(1) : count(Math.round(value))} ms`;
 
 // The title of an answer that was asked for as ``strategy``: composed only if it was.
 const EXACT = ["prefix", "full", "passages"];
@@ -56,9 +54,8 @@ function fill(text, details, answer) {
   }
   text.append(characters.slice(at).join(""));
   const { context, timings, usage, evidence } = answer;
-  if (evidence && !evidence.likely) {
-    element("p", `The documents may not answer this: ${evidence.reason}.`, details, { className: "doubt" });
-  }
+  const doubt = evidence && !evidence.likely ? `The documents may not answer this: ${evidence.reason}.` : "";
+  if (doubt) element("p", doubt, details, { className: "doubt" });
   for (const { original, replacement, read } of answer.searched_for?.corrections ?? []) {
     element("p", `${read ? "Read" : "Searched for"} “${original}” as “${replacement}”.`, details, { className: "notes" });
   }
@@ -84,7 +81,7 @@ function fill(text, details, answer) {
     details,
   );
   for (const note of [context.choice, ...context.notes]) {
-    if (note) element("p", note, details, { className: "notes" });
+    if (note && note !== doubt) element("p", note, details, { className: "notes" });
   }
 }
 
@@ -103,14 +100,11 @@ function offer(parent, body, answer, rates) {
   const said = element("span", undefined, row, { role: "status" });
   const button = (label, act) => {
     const made = element("button", label, undefined, { type: "button" });
-    made.addEventListener("click", async () => {
-      try {
-        said.textContent = await act();
-      } catch (error) {
-        said.textContent = error.message;
-      }
-    });
+    made.addEventListener("click", () => once(made, () => shown(said, async () => {
+      said.textContent = await act(made);
+    })));
     said.before(made);
+    return made;
   };
   button("Copy", async () => {
     await copy(answer.answer);
@@ -118,15 +112,15 @@ function offer(parent, body, answer, rates) {
   });
   if (!rates) return;
   const documents = [...new Set(answer.citations.map((one) => one.doc_id ?? one.source).filter(Boolean))];
-  const rate = (rating) => async () => {
+  const rate = (rating) => async (pressed) => {
     const names = answer.namespace.split("+");
     const where = names.length > 1 ? { namespaces: names } : { namespace: answer.namespace };
     const said = { rating, query: body.query, answer: answer.answer, documents, answer_id: answer.request_id };
     await send("POST", "/rag/feedback", { ...where, ...said });
+    for (const one of thumbs) one.ariaPressed = String(one === pressed); // the last rating counts
     return "Thank you.";
   };
-  button("Good answer", rate("up"));
-  button("Wrong answer", rate("down"));
+  const thumbs = [button("Good answer", rate("up")), button("Wrong answer", rate("down"))];
 }
 
 // The clipboard is for secure origins only: elsewhere the old way.
@@ -154,13 +148,14 @@ export function stages(timings) {
   const parts = [
     ["rewrite", of("rewrite")], ["embed", of("embed")], ["search", of("search")],
     ["rerank", of("rerank")], ["prompt", of("prompt")],
+    ["documents", of("documents")],
     ["queue", rest(of("queue"), "load")], ["load", of("load")], ["compose", of("compose")],
     ["recompute", of("recompute")], ["prefill", rest(of("prefill"), "compose", "recompute")],
   ];
   const known = parts.reduce((sum, [, value]) => sum + value, 0);
   const first = timings.ttft_ms ?? timings.total_ms;
   return [...parts, ["other", Math.max(0, first - known)], ["decode", Math.max(0, timings.total_ms - first)]]
-    .map(([name, value], place) => [name, value, `c${place % 10}`]);
+    .map(([name, value], place) => [name, value, `c${place}`]);
 }
 
 // A sentence about the same question answered exactly and composed.

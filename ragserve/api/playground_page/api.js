@@ -1,8 +1,11 @@
 // Calls the server that this page comes from, with the API key if it has one.
 
 const STORED = "ragserve-key"; // as /docs keeps it
+const GONE = "The server cannot be reached. It may have ended: see where it was started.";
 let key = sessionStorage.getItem(STORED) || "";
+let locked = () => {};
 
+// ``status`` is 0 where no answer came.
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
@@ -18,12 +21,26 @@ export function dropKey() {
   sessionStorage.removeItem(STORED);
 }
 
+// Has ``act`` run whenever the server refuses a request for want of a key or a session.
+export const whenLocked = (act) => { locked = act; };
+
+// ``path`` is below whatever path a proxy serves the page at.
 export async function call(path, options = {}) {
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-  const response = await fetch(path, { ...options, headers });
+  const response = await answered(() => fetch(`.${path}`, { ...options, headers }));
   if (response.ok) return response;
   const body = await response.json().catch(() => ({}));
+  if (response.status === 401) locked();
   throw new ApiError(response.status, message(body, `The server answered ${response.status}.`));
+}
+
+// Awaits what the network does, and says in words that it failed.
+async function answered(act, otherwise = GONE) {
+  try {
+    return await act();
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new ApiError(0, otherwise);
+  }
 }
 
 export const get = async (path) => (await call(path)).json();
@@ -45,10 +62,12 @@ export async function* query(body, signal) {
     body: JSON.stringify({ ...body, stream: true }),
     signal,
   });
+  const ENDED = "The connection ended before the answer did.";
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const read = () => answered(() => reader.read(), ENDED);
   let waiting = "";
   let ended = false;
-  for (let part = await reader.read(); !part.done; part = await reader.read()) {
+  for (let part = await read(); !part.done; part = await read()) {
     const blocks = (waiting + part.value).split(/\r?\n\r?\n/);
     waiting = blocks.pop();
     for (const block of blocks) {
@@ -62,5 +81,5 @@ export async function* query(body, signal) {
       yield [event, data];
     }
   }
-  if (!ended) throw new ApiError(200, "The connection ended before the answer did.");
+  if (!ended) throw new ApiError(0, ENDED);
 }

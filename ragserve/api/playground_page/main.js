@@ -1,72 +1,100 @@
 // The page: key, namespaces, dialogues.
 
-import { ask, comparison, isExact } from "/playground/answer.js";
-import { ApiError, dropKey, get, hasKey, keepKey, send as post, tryKey } from "/playground/api.js";
-import { setUp as setUpChunks } from "/playground/chunks.js";
-import { byId, element } from "/playground/dom.js";
-import { setUp } from "/playground/ingest.js";
-import { setUp as setUpNamespace } from "/playground/namespace.js";
+import { ask, comparison, isExact } from "./answer.js";
+import { dropKey, get, hasKey, keepKey, send as post, tryKey, whenLocked } from "./api.js";
+import { setUp as setUpChunks } from "./chunks.js";
+import { byId, counted, element, once, shown } from "./dom.js";
+import { followUnfinished, setUp } from "./ingest.js";
+import { setUp as setUpNamespace } from "./namespace.js";
 
 const NEW = ""; // the option for a namespace that does not exist yet; no namespace has an empty name
 // Composed first: its KV never enters the exact prefix cache, while an exact answer would leave the prompt there.
 const ORDER = { both: ["auto", "prefix"], prefix: ["prefix"], auto: ["auto"] };
 const NOTHING_COMPOSED = "Answered exactly: no composed strategy is verified, measured and faster here.";
+const MOST = 12; // messages of the dialogue that go with a question
+const RETRY_MS = 2000;
 let running = null;
 let history = []; // the dialogue's messages, oldest first
-let rates = false; // whether the server keeps ratings
+let info = null; // the server's; null until it lets us in
 
 const also = () => byId("also").value.split(/[\s,+]+/).filter(Boolean);
 const where = () => also().length ? { namespaces: [...new Set([namespace(), ...also()])] } : { namespace: namespace() };
 const namespace = () => byId("namespace").value || byId("new-namespace").value.trim() || "default";
+const message = (role, content) => ({ role, content });
 
-// Who is signed in, where the server has single sign-on.
-async function account() {
-  const { sign_in: offered, user } = await fetch("/sso/session").then((answer) => answer.json()).catch(() => ({}));
-  byId("account").hidden = !user || hasKey();
-  byId("user").textContent = user ? `Signed in as ${user}.` : "";
-  return offered && !user;
+// Whether the server has single sign-on, and who is signed in.
+async function session() {
+  return fetch("./sso/session").then((answer) => answer.json()).catch(() => ({}));
 }
 
 async function open() {
-  const offered = await account();
-  byId("sign-in").hidden = true;
   try {
-    const info = await get("/info");
-    byId("about").textContent = `ragserve ${info.versions.ragserve}, ${info.model}`;
-    byId("k").placeholder = info.defaults.k;
-    rates = info.limits.feedback_bytes > 0;
-    byId("not-found").hidden = !info.limits.query_log_bytes;
+    info = await get("/info");
     await list();
   } catch (error) {
-    const locked = error instanceof ApiError && error.status === 401;
-    byId("login").hidden = !locked;
-    byId("sign-in").hidden = !locked || !offered;
-    byId("main").hidden = true;
-    byId("refused").textContent = locked && hasKey() ? "This key is wrong." : "";
-    if (!locked) byId("about").textContent = error.message;
-    if (locked) dropKey();
-    return;
+    return refused(error);
   }
+  const { user } = await session();
+  byId("account").hidden = !user && !hasKey();
+  byId("user").textContent = hasKey() ? "Opened with an API key." : `Signed in as ${user}.`;
+  byId("sign-out").textContent = hasKey() ? "Forget the key" : "Sign out";
+  byId("about").textContent = `ragserve ${info.versions.ragserve}, ${info.model.replace(/^\/.*\//, "")}`;
+  byId("k").max = byId("set-k").max = info.limits.max_k;
+  byId("not-found").hidden = !info.limits.query_log_bytes;
+  byId("strategies").replaceChildren(...["auto", ...info.strategies].map((value) => element("option", undefined, undefined, { value })));
   keepKey();
-  byId("login").hidden = true;
+  for (const one of ["login", "sign-in"]) byId(one).hidden = true;
   byId("main").hidden = false;
+  followUnfinished().catch(() => {}); // a key may lack the right
 }
 
+function refused(error) {
+  if (error.status === 401) return; // the key is asked for
+  byId("about").textContent = error.message;
+  if (error.status === 403) askKey(error.message);
+  if (error.status !== 0 && error.status !== 503) return;
+  byId("about").append(" Trying again.");
+  setTimeout(open, RETRY_MS);
+}
+
+async function askKey(why) {
+  dropKey();
+  const { sign_in: offered } = await session();
+  byId("sign-in").hidden = !offered;
+  byId("account").hidden = true;
+  byId("login").hidden = false;
+  byId("refused").textContent = why;
+  byId("key").focus();
+}
+
+whenLocked(() => {
+  if (hasKey()) askKey("This key is wrong, or no longer counts.");
+  else if (byId("login").hidden) askKey(info && "Your sign-in has ended."); // else other requests were refused, too
+});
+
+// Lists the namespaces again. The choice stays where there is one that is still there.
 async function list(chosen) {
   const { namespaces } = await get("/rag/namespaces");
-  const options = namespaces.map((one) => {
-    const size = one.n_documents === 1 ? "1 document" : `${one.n_documents.toLocaleString("en")} documents`;
-    return element("option", `${one.name} (${size})`, undefined, { value: one.name });
-  });
+  const field = byId("namespace");
+  const before = field.options.length ? field.value : undefined;
+  const names = [...namespaces.map((one) => one.name), NEW];
+  const wanted = chosen ?? before;
+  const options = namespaces.map((one) => (
+    element("option", `${one.name} (${counted(one.n_documents, "document")})`, undefined, { value: one.name })
+  ));
   options.push(element("option", "New namespace", undefined, { value: NEW }));
-  byId("namespace").replaceChildren(...options);
-  byId("namespace").value = chosen ?? namespaces[0]?.name ?? NEW;
-  showName();
+  field.replaceChildren(...options);
+  field.value = names.includes(wanted) ? wanted : names[0];
+  if (field.value !== before) moved();
 }
 
-function showName() {
+// Another namespace is chosen.
+function moved() {
   const needed = byId("namespace").value === NEW;
   for (const part of document.querySelectorAll(".new")) part.hidden = !needed;
+  if (!needed) byId("new-namespace").value = "";
+  begin();
+  refresh(true);
 }
 
 function begin() {
@@ -94,45 +122,56 @@ async function send(event) {
   const answers = {};
   for (const strategy of ORDER[mode]) {
     if (stop.signal.aborted) break;
-    const answer = answers[strategy] = await ask(place, { ...body, strategy }, stop.signal, rates);
-    if (answer && strategy === "auto" && isExact(answer)) {
+    const answer = answers[strategy] = await ask(place, { ...body, strategy }, stop.signal, info.limits.feedback_bytes > 0);
+    if (!answer) break;
+    if (strategy === "auto" && isExact(answer)) {
       compared.textContent = NOTHING_COMPOSED;
       break; // asked exactly, it would be the same answer
     }
   }
   if (running !== stop) return; // another question has begun
+  running = null;
   byId("stop").hidden = true;
   if (answers.prefix && answers.auto) compared.textContent = comparison(answers.prefix, answers.auto);
   const answer = answers.prefix ?? answers.auto;
-  if (answer) history = [...history, message("user", asked), message("assistant", answer.answer)].slice(-MOST);
+  if (answer) history = [...history, message("user", asked), message("assistant", answer.answer)].slice(-most());
+  else byId("question").value ||= asked; // to be sent again
 }
 
-const MOST = 12; // messages of the dialogue that go with a question
-const message = (role, content) => ({ role, content });
+const most = () => Math.min(MOST, info.limits.max_history_messages) || Infinity;
 
 byId("login").addEventListener("submit", (event) => {
   event.preventDefault();
+  byId("refused").textContent = "";
   tryKey(byId("key").value);
   open();
 });
-byId("sign-out").addEventListener("click", async () => {
-  location.href = (await post("POST", "/sso/logout")).go_to;
-});
-byId("namespace").addEventListener("change", () => {
-  showName();
-  begin();
-});
+byId("sign-out").addEventListener("click", () => once(byId("sign-out"), () => shown(byId("about"), async () => {
+  const signedOut = hasKey() ? null : await post("POST", "/sso/logout");
+  dropKey();
+  location.href = signedOut?.go_to ?? location.href;
+})));
+byId("namespace").addEventListener("change", moved);
 byId("also").addEventListener("change", begin);
-byId("anew").addEventListener("click", begin);
+byId("anew").addEventListener("click", () => {
+  begin();
+  byId("question").focus();
+});
 byId("ask").addEventListener("submit", send);
-byId("stop").addEventListener("click", () => running?.abort());
+byId("stop").addEventListener("click", () => {
+  running?.abort();
+  byId("question").focus();
+});
 byId("question").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     byId("ask").requestSubmit();
   }
 });
-setUp(namespace, list);
-setUpNamespace(namespace, list);
+setUp(namespace, () => info.limits, async (name) => {
+  await list(namespace() === name ? name : undefined);
+  refresh(false);
+});
+const refresh = setUpNamespace(namespace, list);
 setUpChunks();
 open();

@@ -1,62 +1,84 @@
-// A namespace's documents, settings, and the questions that it did not answer.
+// A namespace's documents, settings, measured strategies, and the questions that it did not answer.
 
-import { get, send } from "/playground/api.js";
-import { openChunks } from "/playground/chunks.js";
-import { byId, element } from "/playground/dom.js";
+import { get, send } from "./api.js";
+import { openChunks } from "./chunks.js";
+import { byId, count, counted, element, once, shown } from "./dom.js";
+import { show as showMeasured } from "./measured.js";
 
 const PAGE = 50;
+const TYPING_MS = 300;
 const path = (...parts) => `/rag/${parts.map(encodeURIComponent).join("/")}`;
 const when = (seconds) => new Date(seconds * 1000).toLocaleString();
 
+// Returns what fills the open parts again; with ``moved`` for another namespace.
 export function setUp(namespace, changed) {
   let after = null;
-  const listing = byId("listing");
+  let listing = 0; // of the list that is shown: what comes for an earlier one is dropped
 
   async function more() {
-    const asked = new URLSearchParams({ namespace: namespace(), limit: PAGE, ...(after === null ? {} : { after }) });
+    const own = listing;
+    const prefix = byId("begins").value;
+    const asked = new URLSearchParams({ namespace: namespace(), limit: PAGE, ...(prefix && { source_prefix: prefix }), ...(after !== null && { after }) });
     const { documents, next } = await get(`/rag/documents?${asked}`);
+    if (own !== listing) return;
     for (const one of documents) byId("documents").append(entry(one));
     after = next;
     byId("more").hidden = next === null;
-    if (!byId("documents").children.length) byId("listed").textContent = "No documents.";
-  }
-
-  function entry(one) {
-    const line = element("li");
-    const size = `${one.n_chunks.toLocaleString("en")} passages, ${one.n_tokens.toLocaleString("en")} tokens`;
-    element("span", `${one.title || one.source}`, line, { title: one.source });
-    element("small", `indexed ${when(one.updated_at)}, ${size}`, line);
-    const passages = element("button", "Passages", line, { type: "button", ariaLabel: `Passages of ${one.title || one.source}` });
-    passages.addEventListener("click", () => openChunks(namespace(), one));
-    const remove = element("button", "Delete", line, { type: "button", ariaLabel: `Delete ${one.title || one.source}` });
-    remove.addEventListener("click", () => shown(async () => {
-      if (remove.dataset.sure !== "yes") { // a second press means it
-        remove.dataset.sure = "yes";
-        remove.textContent = "Delete for good?";
-        return;
-      }
-      const where = new URLSearchParams({ namespace: namespace() });
-      await send("DELETE", `${path("documents", one.doc_id)}?${where}`);
-      line.remove();
-      byId("listed").textContent = `Deleted ${one.title || one.source}.`;
-      await changed(namespace());
-    }));
-    return line;
+    if (!byId("documents").children.length) byId("listed").textContent = prefix ? "No source begins so." : "No documents.";
   }
 
   async function list() {
+    listing += 1;
     after = null;
     byId("documents").replaceChildren();
-    byId("listed").textContent = "";
+    byId("more").hidden = true;
     await more();
   }
 
+  function entry(one) {
+    const name = one.title || one.source;
+    const line = element("li");
+    element("bdi", name, line);
+    const facts = [one.source === name ? "" : one.source, `indexed ${when(one.updated_at)}`, counted(one.n_chunks, "passage"),
+      counted(one.n_tokens, "token"), one.labels.length ? `for ${one.labels.join(", ")}` : ""];
+    element("small", facts.filter(Boolean).join(", "), line);
+    const passages = element("button", "Passages", line, { type: "button", ariaLabel: `Passages of ${name}` });
+    passages.addEventListener("click", () => openChunks(namespace(), one));
+    const remove = element("button", "Delete", line, { type: "button", ariaLabel: `Delete ${name}` });
+    const sure = (yes) => {
+      remove.textContent = yes ? "Delete for good?" : "Delete";
+      remove.ariaLabel = `${remove.textContent} ${name}`;
+      remove.dataset.sure = yes ? "yes" : "";
+    };
+    remove.addEventListener("blur", () => sure(false));
+    remove.addEventListener("click", (event) => once(remove, () => shown(byId("listed"), async () => {
+      if (!remove.dataset.sure) return sure(true);
+      if (event.detail > 1) return undefined; // a double click is one press
+      const where = new URLSearchParams({ namespace: namespace() });
+      await send("DELETE", `${path("documents", one.doc_id)}?${where}`);
+      const next = (line.nextElementSibling ?? line.previousElementSibling)?.querySelector("button");
+      line.remove();
+      byId("listed").textContent = `Deleted ${name}.`;
+      (next ?? byId("listing").querySelector("summary")).focus();
+      return changed();
+    })));
+    return line;
+  }
+
+  const fields = byId("settings").querySelector("fieldset");
+
   async function settings() {
-    const own = await get(path("namespaces", namespace(), "settings"));
-    for (const field of byId("settings").elements) if (field.name) field.value = own[field.name] ?? "";
+    byId("settings").reset();
+    fields.disabled = true; // until they are this namespace's
+    const name = namespace();
+    const own = await get(path("namespaces", name, "settings"));
+    if (name !== namespace()) return;
+    for (const field of fields.elements) if (field.name) field.value = own[field.name] ?? "";
+    fields.disabled = false;
   }
 
   async function save() {
+    if (fields.disabled) return; // nothing is known of them
     const given = {};
     for (const [name, value] of new FormData(byId("settings"))) {
       if (value !== "") given[name] = ["k", "min_score"].includes(name) ? Number(value) : value;
@@ -66,36 +88,48 @@ export function setUp(namespace, changed) {
   }
 
   async function questions() {
-    const found = await get(`/rag/unanswered?${new URLSearchParams({ namespace: namespace() })}`);
+    const name = namespace();
+    const found = await get(`/rag/unanswered?${new URLSearchParams({ namespace: name })}`);
+    if (name !== namespace()) return;
     byId("questions").replaceChildren(...found.questions.map((one) => {
-      const line = element("li", one.question);
-      element("small", `asked ${one.asked} times, last ${new Date(one.time).toLocaleString()}: ${one.why}`, line);
+      const line = element("li");
+      element("bdi", one.question, line);
+      element("small", `asked ${counted(one.asked, "time")}, last ${new Date(one.time).toLocaleString()}: ${one.why}`, line);
       return line;
     }));
-    if (!found.questions.length) element("li", "Nothing.", byId("questions"));
+    byId("unanswered").textContent = found.questions.length ? "" : "Nothing.";
   }
 
-  // Runs what a control asks for, and says why it failed.
-  async function shown(act, said = byId("listed")) {
-    said.className = "";
-    try {
-      await act();
-    } catch (error) {
-      said.textContent = error.message;
-      said.className = "error";
-    }
+  async function measured() {
+    const name = namespace();
+    const { verification } = await get("/info");
+    if (name === namespace()) showMeasured(name, verification);
   }
 
-  const parts = [[listing, list, byId("listed")], [byId("own"), settings, byId("saved")], [byId("not-found"), questions, byId("listed")]];
-  const refresh = () => parts.forEach(([part, fill, said]) => part.open && shown(fill, said));
-  for (const [part, fill, said] of parts) part.addEventListener("toggle", () => part.open && shown(fill, said));
-  byId("more").addEventListener("click", () => shown(more));
-  byId("namespace").addEventListener("change", () => {
-    byId("saved").textContent = "";
-    refresh();
+  // Part, what fills it, where it says what happened.
+  const parts = [
+    [byId("listing"), list, byId("listed")],
+    [byId("own"), settings, byId("saved")],
+    [byId("measured"), measured, byId("measured-said")],
+    [byId("not-found"), questions, byId("unanswered")],
+  ];
+  const fill = ([, act, said]) => {
+    said.textContent = "";
+    return shown(said, act);
+  };
+  for (const part of parts) part[0].addEventListener("toggle", () => part[0].open && fill(part));
+  byId("more").addEventListener("click", () => once(byId("more"), () => shown(byId("listed"), more)));
+  let typing;
+  byId("begins").addEventListener("input", () => {
+    clearTimeout(typing);
+    typing = setTimeout(() => fill(parts[0]), TYPING_MS);
   });
   byId("settings").addEventListener("submit", (event) => {
     event.preventDefault();
-    shown(save, byId("saved"));
+    once(byId("save"), () => shown(byId("saved"), save));
   });
+  return (moved) => {
+    if (moved) byId("begins").value = "";
+    for (const part of parts) if (part[0].open && (moved || part[0] !== byId("own"))) fill(part); // no typed setting is lost
+  };
 }

@@ -1,11 +1,14 @@
 // Shows a citation at its place in the text of its document.
 
-import { get } from "/playground/api.js";
-import { byId, element, placeOf } from "/playground/dom.js";
+import { get } from "./api.js";
+import { byId, element, placeOf } from "./dom.js";
+
+let opened = 0; // what comes for an earlier citation is dropped
 
 byId("close").addEventListener("click", () => byId("source").close());
 
 export async function openSource(namespace, citation) {
+  const own = opened += 1;
   const text = byId("source-text");
   byId("source-title").textContent = citation.title || citation.source || "Document";
   const place = placeOf(citation);
@@ -18,7 +21,9 @@ export async function openSource(namespace, citation) {
   let chunks = [];
   try {
     if (citation.doc_id !== null) chunks = await chunksOf(namespace, citation.doc_id);
+    if (own !== opened) return;
   } catch (error) {
+    if (own !== opened) return;
     element("p", `The document cannot be shown: ${error.message}`, text, { className: "error", role: "alert" });
   }
   chunks = chunks.filter((chunk) => !chunk.disabled);

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 RESTART = 75  # exit status: a new samkv profile was found, which only a new engine reads
 PROGRESS, RESULT, FAILURE = "progress.json", "result.json", "failure.json"
 _COMPARING = 0.75  # share of the time for comparisons; the rest is for costs
+_LONGEST = 0.9  # the same while nothing is verified: there would be nothing to measure
 _PICKING = 0.3  # of that, for the first part of the probes
 _PROFILE = 1 / 3  # share of the time for samkv's profile, at most
 
@@ -58,15 +59,24 @@ class TuneJob:
     @property
     def compare_until(self) -> float:
         """When the comparisons end, in favour of the costs."""
-        return self.began + _COMPARING * (self.until - self.began)
+        return self._at(_COMPARING)
+
+    @property
+    def compare_longest(self) -> float:
+        """When they end where nothing is verified."""
+        return self._at(_LONGEST)
+
+    def _at(self, share: float) -> float:
+        return self.began + share * (self.until - self.began)
 
 
 def run(job: TuneJob) -> int:
     """Run on an engine of its own and return the exit status: 0, or `RESTART`."""
     from ragserve.engine.offline import run_once
+    from ragserve.engine.server_args import resolve_sparse_attention
     from ragserve.strategy_spec import parse
 
-    settings = Settings(**job.settings)
+    settings, _ = resolve_sparse_attention(Settings(**job.settings))
     specs = [spec for label in job.strategies for spec in parse(label)]
 
     def report(phase: str, done: int = 0) -> None:
@@ -162,13 +172,17 @@ async def _tune(
         logged = LoggedQuestions(settings.data_dir, store, job.namespace, job.most)
         picking = job.compare_until - (1 - _PICKING) * (job.compare_until - time.time())
 
+        any_verified = False
+
         def following() -> Course:
+            nonlocal any_verified
             known = comparison.rows
             decided = {
                 label: one.decision
                 for label in labels
                 if (one := verdict(label, known, margin=margin, project=False, ended=False)) is not None
             }
+            any_verified = "verified" in decided.values()
             return course(
                 labels,
                 known,
@@ -182,7 +196,7 @@ async def _tune(
             comparison,
             () if job.questions else drawn(store, job.namespace),
             given(Path(job.questions)) if job.questions else asked(logged),
-            time_left=lambda: time.time() < job.compare_until,
+            time_left=lambda: time.time() < (job.compare_until if any_verified else job.compare_longest),
             most=job.most,
             at_once=job.at_once,
             course=following,

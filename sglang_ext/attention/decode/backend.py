@@ -65,6 +65,7 @@ class SparseDecodeBackend(AttentionBackend):
             self._pattern = pattern.to(self._device)
         # of this rank's heads
         self.streaming_share = 0.0 if self._pattern is None else float(self._pattern.float().mean())
+        self.dense_share = len(config.dense_layers) / pool.layer_num
         pages = -(-self._table.shape[1] // page)
         self.shape = TableShape(
             layers=pool.layer_num,
@@ -77,6 +78,7 @@ class SparseDecodeBackend(AttentionBackend):
             dtype=pool.dtype,
             lags=config.offload_bytes > 0,
             pool_pages=statistics.tables.k_center.shape[1] - statistics.tables.more,
+            dense_layers=tuple(config.dense_layers),
         )
         self.progressive = ProgressiveAttention(config, statistics, host)
         # int32 [requests, pages]: see `StepTables.set_lengths`

@@ -171,6 +171,8 @@ class StepPlanner:
                 "offloaded or lagging decoding: this server keeps no KV of requests on the host: start it "
                 "with kv_offload_bytes"
             )
+        if self._config.dense_layers and (options.streaming or options.lag_steps):
+            raise PlanError("dense_layers are for measuring budgets: omit streaming, offloaded and lag")
         if options.offloaded and options.streaming and options.lag_steps:
             raise PlanError(
                 "offloaded decoding with streaming heads, whose pages are not on the device: ask for "

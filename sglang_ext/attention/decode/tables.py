@@ -20,7 +20,7 @@ class TableShape:
 
     ``pages``: of the longest request. ``capacity``: pages of the largest budget, and one that may join
     them. ``lags``: rows may choose pages for later steps than the next. ``pool_pages``: of the pool;
-    statistics of host page p are those of page ``pool_pages + p``."""
+    statistics of host page p are those of page ``pool_pages + p``. ``dense_layers``: read everything."""
 
     layers: int
     heads: int
@@ -32,6 +32,7 @@ class TableShape:
     dtype: torch.dtype
     lags: bool = False
     pool_pages: int = 0
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,9 @@ class StepTables:
             stream = self._pattern[:, None, :] & (self._streaming > 0)[None, :, None]
             self.kinds.masked_fill_(stream, STREAMING)
             self.by_rank.masked_fill_(stream, 0)
+        for i, row in enumerate(rows if self._shape.dense_layers else ()):
+            if row.hierarchical:
+                self.kinds[list(self._shape.dense_layers), i] = FULL
         self._active_rows = ()
 
     def set_active(self, step: Step) -> None:

@@ -23,6 +23,7 @@ from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.prefill_options import PrefillOptions
 
 BLOCK_Q, BLOCK_K = 128, 64
+_WHOLE = 2**20  # positions of a segment that holds any prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +76,7 @@ class SparsePrefill:
         self._sink = -(-config.sink_tokens // BLOCK_K)
         self._local = -(-config.local_tokens // BLOCK_K)
         self._pattern = pattern
+        self._lines_by_end = config.lines_by == "prompt_end"
         self._sparse: list[_SparseRow] = []
         start = 0
         for i, (row, span) in enumerate(zip(rows, self._batch.spans(), strict=True)):
@@ -175,7 +177,14 @@ class SparsePrefill:
         row, layer = self._sparse[i], self._layer
         first, options = row.blocks.start, row.options
         if first not in self._plans:
-            self._plans[first] = LinePlan.of(row.batch, q.shape[1], observe=options.observe)
+            by_end = self._lines_by_end
+            self._plans[first] = LinePlan.of(
+                row.batch,
+                q.shape[1],
+                observe=options.observe,
+                segment=_WHOLE if by_end else SEGMENT,
+                newest=by_end,
+            )
         given = None
         if row.given is not None:
             given = Lines.unpacked(row.given[layer], -(-row.tokens // BLOCK_K))

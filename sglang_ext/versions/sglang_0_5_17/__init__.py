@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from sglang_ext.versions.sglang_0_5_17.own_hooks import OWN_HOOKS as OWN_HOOKS
+
 if TYPE_CHECKING:
     import torch
 
@@ -20,6 +22,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     f"{_TREE}.reset": ("self",),
     f"{_TREE}._delete_leaf": ("self", "node"),
 }
+WEIGHT_ENTRIES: tuple[str, ...] = ()
 
 
 def resolve(server_args: Any) -> None:

@@ -29,6 +29,8 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     f"{_BASE}.on_release": ("self", "req", "checkpointed"),
     f"{_BASE}.unlock": ("self", "lock"),
 }
+WEIGHT_ENTRIES = ("begin_weight_update",)
+OWN_HOOKS: tuple[tuple[str, tuple[str, ...], Callable[..., Any], str], ...] = ()
 
 
 def resolve(server_args: Any) -> None:

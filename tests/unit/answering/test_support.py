@@ -106,6 +106,6 @@ def test_other_scripts_are_attributed() -> None:
 
 def test_long_contexts_take_no_seconds() -> None:
     passages = [(title, f"{text} " * 50) for title, text in LIGHTS * 16]
-    started = time.process_time()
+    started = time.thread_time()
     found("Alan Stevenson built Skerryvore. " * 40, passages=passages)
-    assert time.process_time() - started < 30
+    assert time.thread_time() - started < 30

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,19 @@ class Page:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
         self.send("Emulation.setDeviceMetricsOverride", **size)
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def violations(self) -> list[Any]:
+        """What axe-core finds wrong for people with disabilities: impact, rule, elements."""
+        axe = find_spec("axe_playwright_python")  # whose import would need Playwright
+        if axe is None or axe.submodule_search_locations is None:
+            pytest.skip("needs axe-core")
+        script = Path(axe.submodule_search_locations[0], "axe.min.js").read_text(encoding="utf-8")
+        self.evaluate(f"window.axe || (() => {{ {script}\n }})(), 0")
+        found = self.evaluate(
+            "axe.run().then((found) => found.violations.map("
+            "(one) => [one.impact, one.id, one.nodes.map((node) => node.html)]))"
+        )
+        return list(found)
 
     def screenshot(self, path: Path) -> None:
         taken = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)

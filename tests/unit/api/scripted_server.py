@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
 import threading
 import time
 import zlib
@@ -29,6 +30,7 @@ from starlette.websockets import WebSocket
 from ragserve.api.app import create_app
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
+from ragserve.engine.ports import KEEP_ALIVE_S
 from ragserve.errors import RagserveError
 from ragserve.tenants.key_file import KeyFile
 from ragserve_index.types import NewChunk, NewDocument
@@ -187,6 +189,22 @@ def asgi_client(app: Any, secret: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost", headers=headers)
 
 
+@contextmanager
+def raw_request(live: Live, path: str, body: dict[str, object]) -> Iterator[socket.socket]:
+    """A request on a socket of its own, closed when the block ends."""
+    data = json.dumps(body).encode()
+    lines = (
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(data)}",
+    )
+    head = "\r\n".join((*lines, "", ""))
+    with socket.create_connection(("127.0.0.1", int(live.url.rsplit(":", 1)[1])), timeout=240) as connection:
+        connection.sendall(head.encode() + data)
+        yield connection
+
+
 def eventually(condition: Callable[[], bool], what: str) -> None:
     """Wait for something that another thread does; fails after far longer than it takes."""
     deadline = time.monotonic() + 240
@@ -245,9 +263,11 @@ def serving(
     *,
     serve_metrics: bool = True,
     load: Callable[[Settings], Any] | None = None,
+    listener: socket.socket | None = None,
     **options: Any,
 ) -> Iterator[Live]:
-    """The app with a scripted engine, until the block ends. ``load``: what loads another embedder."""
+    """The app with a scripted engine, until the block ends. ``load``: what loads another embedder;
+    ``listener``: a bound socket, for those who must know the address before."""
     settings = Settings(data_dir=data_dir, model=str(model), **{"verify_share": 0, **options})
     engine, embedder = ScriptedEngine(model), WordEmbedder()
     seen: list[dict[str, Any]] = []
@@ -258,17 +278,26 @@ def serving(
         serve_metrics=serve_metrics,
         embedder=load or (lambda _: embedder),
     )
-    with running(app) as url:
+    with running(app, listener) as url:
         yield Live(url, app, engine, embedder, settings, seen)
 
 
 @contextmanager
-def running(app: Any) -> Iterator[str]:
-    """Serve the app by uvicorn in a thread, on a free port, until the block ends: its address."""
+def running(app: Any, listener: socket.socket | None = None) -> Iterator[str]:
+    """Serve the app by uvicorn in a thread, on ``listener`` or a free port, until the block ends: its
+    address."""
     server = uvicorn.Server(
-        uvicorn.Config(app, port=0, log_level="error", lifespan="on", timeout_graceful_shutdown=5)
+        uvicorn.Config(
+            app,
+            port=0,
+            log_level="error",
+            lifespan="on",
+            timeout_graceful_shutdown=5,
+            timeout_keep_alive=KEEP_ALIVE_S,  # longer than clients keep theirs
+        )
     )
-    thread = threading.Thread(target=server.run, daemon=True)
+    sockets = None if listener is None else [listener]
+    thread = threading.Thread(target=server.run, args=(sockets,), daemon=True)
     thread.start()
     try:
         eventually(lambda: server.started or not thread.is_alive(), "start-up")

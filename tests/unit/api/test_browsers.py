@@ -164,10 +164,10 @@ def test_bodies_for_sglang_are_limited(client: httpx.Client, live: Live) -> None
 def test_an_upload_that_stalls_is_given_up(opened: Live, path: str) -> None:
     """The broken body is answered alike by routes of ours and of SGLang's app."""
     address = ("127.0.0.1", int(opened.url.rpartition(":")[2]))
+    began = time.monotonic()
     with socket.create_connection(address, timeout=240) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(f'{head}Content-Length: 1000\r\n\r\n{{"query": '.encode())
-        began = time.monotonic()
         answer = b""
         while b'"request_timeout"' not in answer and (piece := connection.recv(65536)):
             answer += piece  # head and body may come one after the other

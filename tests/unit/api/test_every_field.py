@@ -23,7 +23,7 @@ from tests.hostile import CLOSED, Hostile, Target
 from tests.unit.api.scripted_server import DOCUMENTS, Live, Tenants, serving
 
 SPACE = "docs"
-WAIT_S = 20.0  # for /health, beside four clients: what stops the server stops it for longer
+WAIT_S = 60.0  # for /health, beside four clients: what stops the server stops it for longer
 ERROR_CHARS = 8_192
 OF_A_FIELD = 4  # values that are drawn, unless the tests are exhaustive
 NAMES = sorted(

@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import socket
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from ragserve.api.sse import EventStream, Pump
 from ragserve.metrics import metrics
-from tests.unit.api.scripted_server import Live, eventually
+from tests.unit.api.scripted_server import Live, eventually, raw_request
 
 BODY = {"query": "Who built the lighthouse?", "namespace": "docs"}
 CHAT = {"model": "ragserve/docs", "messages": [{"role": "user", "content": "Who built the lighthouse?"}]}
-
-
-@contextlib.contextmanager
-def raw_request(live: Live, path: str, body: dict[str, object]) -> Iterator[socket.socket]:
-    """A request on a socket of its own, closed when the block ends."""
-    data = json.dumps(body).encode()
-    lines = (
-        f"POST {path} HTTP/1.1",
-        "Host: localhost",
-        "Content-Type: application/json",
-        f"Content-Length: {len(data)}",
-    )
-    head = "\r\n".join((*lines, "", ""))
-    with socket.create_connection(("127.0.0.1", int(live.url.rsplit(":", 1)[1])), timeout=240) as connection:
-        connection.sendall(head.encode() + data)
-        yield connection
 
 
 def is_idle(live: Live) -> bool:

@@ -40,7 +40,7 @@ def test_a_caller_is_told_of_its_own_namespaces_only() -> None:
     found = SimpleNamespace(figures={"compared": 3})
     entries = {"acme": {"epic:first=8": found}, "beta": {"epic:first=8": found}}
     state = {"state": "verifying", "namespace": "beta", "compared": 2}
-    figures = replace(GOOD, score=60.0, margin=4.0, references=350)
+    figures = replace(GOOD, score=60.0, margin=4.0, references=350, ttft_ms=60.0, full_ttft_ms=640.0)
     gate = SimpleNamespace(
         namespaces=lambda: ["acme", "beta"],
         verified=lambda namespace: ["epic:first=8"],
@@ -59,5 +59,6 @@ def test_a_caller_is_told_of_its_own_namespaces_only() -> None:
     assert [each["namespace"] for each in told["in_use"]] == ["acme"]
     (measured,) = told["measured"]
     assert (measured["namespace"], measured["verified"], measured["margin"]) == ("acme", True, 4.0)
+    assert (measured["ttft_ms"], measured["full_ttft_ms"]) == (60.0, 640.0)
     assert told["idle_tuning"] == {"state": "verifying"}
     assert background.info()["idle_tuning"] == state

@@ -25,8 +25,10 @@ from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.engine.base import EngineInfo, GenerateRequest
 from ragserve.engine.document_cache import Whereabouts
 from ragserve.errors import EngineError, InvalidRequest, NotFound, StorageFull, Unavailable
+from ragserve.ingest.jobs import lease
 from ragserve.ingest.jobs.runner import JobRunner
 from ragserve_index import IndexStore, JobStore, NewChunk, NewDocument
+from tests.unit.api.scripted_server import eventually
 
 PAGE = 1000
 
@@ -245,6 +247,14 @@ def test_a_job_is_interrupted_resumed_and_cancelled(
     warmer: Warmer, store: IndexStore, engine: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warm, "_GROUP_TOKENS", 1)
+    leases: list[lease.Lease] = []
+
+    class Noted(lease.Lease):
+        def __enter__(self) -> lease.Lease:
+            leases.append(self)
+            return super().__enter__()
+
+    monkeypatch.setattr(lease, "Lease", Noted)
     job, stop = submit_warm(store, "n"), threading.Event()
     first = warmer.run(
         job.job_id, stop=stop, on_progress=lambda progress: stop.set() if progress.warmed else None
@@ -258,14 +268,11 @@ def test_a_job_is_interrupted_resumed_and_cancelled(
     other = submit_warm(store, "n")
     runner = JobRunner(warmer, KIND)
     runner.start()
-    deadline = time.monotonic() + 240
-    while engine.groups < 14 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: engine.groups == 14, "the next group")
     warmer.jobs.request_cancel(other.job_id)
-    time.sleep(1.2)  # the lease looks once a second
+    eventually(lambda: leases[-1].cancelled, "the lease's look, once a second")
     engine.hold.set()
-    while not warmer.jobs.get(other.job_id).finished and time.monotonic() < deadline:
-        time.sleep(0.01)
+    eventually(lambda: warmer.jobs.get(other.job_id).finished, "the end")
     runner.stop()
     assert warmer.jobs.get(other.job_id).state == "cancelled"
     assert len(engine.computed) < 26

@@ -6,14 +6,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ragserve import cli
 from ragserve.config import load
+from ragserve.ingest import pipeline
 from ragserve.retrieval.embedder import Embedder, embedder_name
 from tests.unit.api.word_embedder import WordEmbedder
+
+HELD = "hold-the-embedder"
+_SMALL = 16  # chunks
 
 
 class QuickEmbedder(WordEmbedder):
@@ -23,10 +28,19 @@ class QuickEmbedder(WordEmbedder):
 
 
 class _SlowEmbedder(QuickEmbedder):
-    """Takes its time, as a model does, so that a test can end the run before its last batch."""
+    """Takes its time, as a model does. Where there is a file `HELD` in the working directory, it gets small
+    batches and waits after the first ones, which are written meanwhile, until the file is gone: so a test can
+    end the run before its last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if Path(HELD).exists():
+            pipeline._START_CHUNKS = pipeline._BATCH_CHUNKS = _SMALL
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         time.sleep(0.3)
+        while len(self.calls) > 3 and Path(HELD).exists():
+            time.sleep(0.01)
         return super().encode(texts)
 
 

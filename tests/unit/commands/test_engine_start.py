@@ -61,6 +61,7 @@ def test_parts_of_a_calibration_say_what_is_too_short_for_them(tmp_path: Path) -
     heads = ("--part", "heads", "--out", str(tmp_path / "heads.json"))
     assert "--tokens 8 is too short for --part heads" in error_of("calibrate", *heads, "--tokens", "8")
     assert "--out" in error_of("calibrate", "--part", "heads")
+    assert "--data" in error_of("calibrate", "--part", "sparse")
     said = error_of("calibrate", "--part", "decode", "--max-tokens", "100")
     assert "--max-tokens 100 is too short for --part decode" in said
 

@@ -27,7 +27,7 @@ from ragserve.ingest.prune import every_document
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
 from tests.conftest import EXHAUSTIVE, REPO
-from tests.unit.commands.quick_main import QuickEmbedder
+from tests.unit.commands.quick_main import HELD, QuickEmbedder
 
 COMMAND = (sys.executable, "-m", "ragserve.cli")
 QUICK = (sys.executable, "-m", "tests.unit.commands.quick_main")  # as `quick`
@@ -218,7 +218,10 @@ def test_a_run_killed_at_any_moment_loses_and_doubles_nothing(
     many(folder, notes)
     data_dir = tmp_path / "ragserve-data"
     dice = random.Random(7)
+    held = tmp_path / HELD
     for documents in moments:
+        if documents == 1:
+            held.touch()
         process = start("ingest", "docs", "--json", cwd=tmp_path, command=QUICK)
         if documents:
             wait_for_documents(data_dir, documents, process)
@@ -227,6 +230,7 @@ def test_a_run_killed_at_any_moment_loses_and_doubles_nothing(
             time.sleep(dice.uniform(0.2, 1.5))
         process.kill()
         process.communicate()
+        held.unlink(missing_ok=True)
         if (data_dir / "ragserve.sqlite3").exists():
             for source, chunks in contents(data_dir).items():
                 assert (
@@ -246,9 +250,11 @@ def test_a_run_killed_at_any_moment_loses_and_doubles_nothing(
 
 def test_ctrl_c_stops_cleanly_and_resume_finishes(folder: Path, tmp_path: Path, quick: Cli) -> None:
     many(folder, 150)
+    (tmp_path / HELD).touch()
     process = start("ingest", "docs", "--json", cwd=tmp_path, command=QUICK)
     wait_for_documents(tmp_path / "ragserve-data", 1, process)
     process.send_signal(signal.SIGINT)
+    (tmp_path / HELD).unlink()
     out, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
     report = json.loads(out)

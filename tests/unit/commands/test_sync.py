@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from ragserve.engine.ports import hold_port, port_of
 from ragserve.files import locked
 from ragserve.ingest.jobs.lease import worker_name
 from ragserve_index import IndexStore, JobStore
@@ -188,9 +188,11 @@ def test_a_schedule_syncs_again_shows_metrics_and_survives_a_kill(
     address = f"{repository.address}#main:docs"
     stored = [{"namespace": "work", "source": address, "prune": True}]
     (tmp_path / "ragserve-data" / "sync.json").write_text(json.dumps(stored))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with hold_port() as held:
+        _syncs_again(repository, tmp_path, address, port_of(held))
+
+
+def _syncs_again(repository: Repository, tmp_path: Path, address: str, port: int) -> None:
     command = [*QUICK, "sync", "run", "--every", "1s", "--json"]
 
     def started(*more: str) -> subprocess.Popen[bytes]:
@@ -204,11 +206,11 @@ def test_a_schedule_syncs_again_shows_metrics_and_survives_a_kill(
     while "indexed" not in found:
         found = files(json.loads(first.stdout.readline()))
     assert found == {"indexed": 1, "unchanged": 2}
-    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=240).read().decode()
     stamp = re.search(r'ragserve_synced_timestamp_seconds{namespace="work",source="(.*)"} (.*)\n', text)
     assert stamp is not None
     assert stamp[1] == address
-    assert abs(float(stamp[2]) - time.time()) < 60
+    assert abs(float(stamp[2]) - time.time()) < 600
     assert 'ragserve_syncs_total{outcome="done"}' in text
     first.kill()
     first.wait()
@@ -217,5 +219,5 @@ def test_a_schedule_syncs_again_shows_metrics_and_survives_a_kill(
     assert second.stdout is not None
     assert files(json.loads(second.stdout.readline())) == {"unchanged": 3}
     second.send_signal(signal.SIGTERM)
-    assert second.wait(30) == 143
+    assert second.wait(240) == 143
     second.stdout.close()

@@ -39,7 +39,7 @@ class Layer:
             )
         )
 
-    def __call__(
+    def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, batch: Any, residual: Any
     ) -> tuple[torch.Tensor, None]:
         from sglang.srt.model_executor.forward_context import get_attn_backend
@@ -47,6 +47,8 @@ class Layer:
         q, k, v = (hidden @ projection for projection in self._projections)
         k, v = (part.view(-1, KV_HEADS, DIM) for part in (k + positions[:, None] / 100, v))
         return hidden + get_attn_backend().forward(q, k, v, self.self_attn.attn, batch) @ self._out, None
+
+    __call__ = forward
 
 
 class Decoder:

@@ -124,7 +124,7 @@ class Sample:
         store.pin(self.key)
         try:
             ticket = store.load(self.key, blocks)
-            assert ticket.wait(30)
+            assert ticket.wait(240)
             if ticket.ok:
                 self.assert_pages(store, blocks)
             return ticket.ok

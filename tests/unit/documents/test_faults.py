@@ -125,7 +125,7 @@ def test_damage_after_the_record_was_read_is_a_miss(tmp_path: Path) -> None:
                 path.unlink()
             store.pin(document.key)
             ticket = store.load(document.key)
-            assert ticket.wait(30)
+            assert ticket.wait(240)
             assert not ticket.ok
             assert ticket.reason == {"flip": "crc", "truncate": "unreadable", "delete": "missing"}[damage]
             store.unpin(document.key)

@@ -102,7 +102,7 @@ def test_single_blocks_come_from_their_own_slots(tmp_path: Path, monkeypatch: py
         for other in others:
             other.put(store)
         store.pin(document.key)
-        assert store.load(document.key, [0, 3, 4, 9]).wait(30)
+        assert store.load(document.key, [0, 3, 4, 9]).wait(240)
         for other in others[::2]:
             store.remove(other.key)
         saved(store, document)

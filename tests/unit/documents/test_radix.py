@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit import request_shapes
+
 KEY = "d" * 32
 
 
@@ -40,6 +42,23 @@ def insert(
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     tree.insert(InsertParams(key=RadixKey(ids, extra_key=key, limit=limit), value=slots[:limit]))
+
+
+def over_rows(tree: Any, slots: torch.Tensor, freed: list[int]) -> None:
+    """Give the tree a request table of one row with these slots. ``freed``: gets what is freed."""
+    table = slots[None].clone()
+    tree.req_to_token_pool = SimpleNamespace(req_to_token=table, write=table.__setitem__)
+    tree.token_to_kv_pool_allocator = SimpleNamespace(
+        page_size=tree.page_size,
+        free=lambda freed_slots: freed.extend(freed_slots.tolist()),
+        free_segment=lambda part, *, start_pos: freed.extend(part.tolist()),
+        free_segments=lambda segments: freed.extend(slot for part, _ in segments for slot in part.tolist()),
+    )
+
+
+def told_tokens(node: Any) -> int:
+    """Tokens from the tree's root to a node."""
+    return 0 if node.parent is None else len(node.key) + told_tokens(node.parent)
 
 
 def found(tree: Any, ids: array[int], key: str = KEY) -> list[int] | None:
@@ -112,11 +131,7 @@ def test_a_document_as_long_as_the_context_is_not_padded() -> None:
 def test_only_ordinary_requests_enter_the_tree(tree: Any, kind: str) -> None:
     """Slots of a composed or private request are freed, each once, and nothing finds them afterwards."""
     slots, freed = torch.randperm(8), []
-    tree.req_to_token_pool = SimpleNamespace(req_to_token=slots[None])
-    tree.token_to_kv_pool_allocator = SimpleNamespace(
-        free=lambda freed_slots: freed.extend(freed_slots.tolist()),
-        free_segments=lambda segments: freed.extend(slot for part, _ in segments for slot in part.tolist()),
-    )
+    over_rows(tree, slots, freed)
     cached: list[Any] = []
     evicted: list[Any] = []
     tree.observer = SimpleNamespace(
@@ -129,29 +144,28 @@ def test_only_ordinary_requests_enter_the_tree(tree: Any, kind: str) -> None:
         on_cached=lambda req, node: cached.append((req, node)),
         on_evicted=evicted.append,
     )
-    request = SimpleNamespace(
+    request = request_shapes.request(
+        row=0,
+        end=8,
         origin_input_ids=array("q", range(100, 106)),
         output_ids=array("q", [7, 8]),
         extra_key=None,
-        req_pool_idx=0,
-        extend_range=SimpleNamespace(end=8),
-        cache_protected_len=0,
-        last_node=None,
         session=None,
         ragserve_private=kind == "private",
     )
     if kind != "ordinary":
-        tree.cache_unfinished_req(request)
-        assert request.prefix_indices.tolist() == slots.tolist()
+        request_shapes.end_chunk(tree, request, 8)
         assert tree.total_size() == 0
-    tree.cache_finished_req(request, kv_len_to_handle=8)
+        assert tree.req_to_token_pool.req_to_token[0].tolist() == slots.tolist()
+    request_shapes.release(tree, request, 8)
     assert tree.total_size() == (8 if kind == "ordinary" else 0)
     assert sorted(freed) == ([] if kind == "ordinary" else list(range(8)))
     tree.reset()
     if kind == "ordinary":
         ((told, node),) = cached
         assert told is request
-        assert (len(node.key), node.parent.parent, evicted) == (8, None, [node])
+        assert told_tokens(node) == 8
+        assert node in evicted
     else:
         assert cached == evicted == []
 
@@ -160,10 +174,7 @@ def test_only_ordinary_requests_enter_the_tree(tree: Any, kind: str) -> None:
 def test_a_turn_of_a_session_goes_on_from_the_slots_of_the_one_before(tree: Any, ends: str) -> None:
     """What the tree has is not freed, what a turn adds enters it if it ends well, and no slot is lost."""
     slots, freed = torch.randperm(24), []
-    tree.req_to_token_pool = SimpleNamespace(req_to_token=slots[None])
-    tree.token_to_kv_pool_allocator = SimpleNamespace(
-        free_segments=lambda segments: freed.extend(slot for part, _ in segments for slot in part.tolist())
-    )
+    over_rows(tree, slots, freed)
     tree.observer = SimpleNamespace(
         is_composed=lambda req: True,
         in_session=lambda req: True,
@@ -176,24 +187,24 @@ def test_a_turn_of_a_session_goes_on_from_the_slots_of_the_one_before(tree: Any,
     key, ids = "session:n:s:composed", array("q", range(100, 124))
 
     def request(end: int, **fields: Any) -> Any:
-        return SimpleNamespace(
+        return request_shapes.request(
+            row=0,
             origin_input_ids=ids[: end - 2],
             output_ids=ids[end - 2 : end],
             extra_key=key,
-            req_pool_idx=0,
             session=None,
             **fields,
         )
 
-    first = request(12, cache_protected_len=0, last_node=None, ragserve_private=False)
-    tree.cache_finished_req(first, kv_len_to_handle=12)
+    first = request(12, ragserve_private=False)
+    request_shapes.release(tree, first, 12)
     assert tree.total_size() == 12
     assert found(tree, ids[:12], key) == slots[:12].tolist()
     assert tree.peek(ids, key) == 12
     node = tree.document(ids[:12], key)[1]
-    tree.inc_lock_ref(node)  # as SGLang does for a request's `last_node`
-    then = request(24, cache_protected_len=12, last_node=node, ragserve_private=ends == "aborted")
-    tree.cache_finished_req(then, is_insert=ends != "retracted", kv_len_to_handle=24)
+    then = request(24, protected=12, ragserve_private=ends == "aborted")
+    request_shapes.lock(tree, then, node)
+    request_shapes.release(tree, then, 24, inserts=ends != "retracted")
     assert node.lock_ref == 0
     if ends == "well":
         assert found(tree, ids, key) == slots.tolist()
@@ -209,11 +220,7 @@ def test_what_a_sparse_step_has_computed_does_not_enter_the_tree(exact: int, cac
     """It is freed in whole pages, each slot once. What entered the tree as a prompt stays."""
     tree = tree_of(4)
     slots, freed = torch.arange(24), []
-    tree.req_to_token_pool = SimpleNamespace(req_to_token=slots[None])
-    tree.token_to_kv_pool_allocator = SimpleNamespace(
-        free=lambda freed_slots: freed.extend(freed_slots.tolist()),
-        free_segments=lambda segments: freed.extend(slot for part, _ in segments for slot in part.tolist()),
-    )
+    over_rows(tree, slots, freed)
     told: list[str] = []
     tree.observer = SimpleNamespace(
         is_composed=lambda req: False,
@@ -224,16 +231,10 @@ def test_what_a_sparse_step_has_computed_does_not_enter_the_tree(exact: int, cac
         on_cached=lambda req, node: None,
     )
     ids = array("q", range(100, 124))
-    request = SimpleNamespace(
-        origin_input_ids=ids[:8],
-        output_ids=ids[8:],
-        extra_key=KEY,
-        req_pool_idx=0,
-        cache_protected_len=0,
-        last_node=None,
-        session=None,
+    request = request_shapes.request(
+        row=0, origin_input_ids=ids[:8], output_ids=ids[8:], extra_key=KEY, session=None
     )
-    tree.cache_finished_req(request, kv_len_to_handle=24)
+    request_shapes.release(tree, request, 24)
     assert told == ["exact", "released"], "a request that is released knows nothing of its steps any more"
     assert tree.total_size() == cached
     assert found(tree, ids[:cached]) == slots[:cached].tolist()

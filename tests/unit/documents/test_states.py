@@ -119,7 +119,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule()
     def finish_loads(self) -> None:
         for number, ticket in self.tickets:
-            assert ticket.wait(60)
+            assert ticket.wait(240)
             assert ticket.ok == (not ticket.reason)
             if number in self.sure:
                 # unknown, removed: asked for before it was put, or put again since

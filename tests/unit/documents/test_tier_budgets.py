@@ -56,7 +56,7 @@ def test_a_load_without_room_fails_and_evicts_nothing(tmp_path: Path) -> None:
         store.pin(small.key)
         ticket = store.load(large.key)
         assert (ticket.done(), ticket.ok, ticket.reason) == (True, False, "no_room")
-        assert store.load(large.key, [0, 1]).wait(30)
+        assert store.load(large.key, [0, 1]).wait(240)
         large.assert_pages(store, [0, 1])
         assert store.load("unknown").reason == "unknown"
         store.check_integrity()

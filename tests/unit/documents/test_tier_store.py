@@ -116,7 +116,7 @@ def test_single_blocks_are_promoted_and_nothing_else_is_read(tmp_path: Path) -> 
         flushed(store)
         store.drop_host()
         ticket = store.load(document.key, [7, 2, 3, 2])
-        assert ticket.wait(30)
+        assert ticket.wait(240)
         assert ticket.ok
         assert ticket.bytes_ == 3 * PAGE == store.stat()["moved_bytes"]["from_disk"]
         assert isinstance(store._tiers.disk, FileTier)
@@ -127,7 +127,7 @@ def test_single_blocks_are_promoted_and_nothing_else_is_read(tmp_path: Path) -> 
         assert again.done()
         assert (again.ok, again.bytes_) == (True, 0)
         rest = store.load(document.key)
-        assert rest.wait(30)
+        assert rest.wait(240)
         assert rest.bytes_ == 7 * PAGE
         document.assert_pages(store)
         with pytest.raises(IndexError):
@@ -142,7 +142,7 @@ def test_two_tickets_may_wait_for_the_same_blocks(tmp_path: Path) -> None:
         flushed(store)
         store.drop_host()
         tickets = [store.load(document.key, blocks) for blocks in ([0, 1, 2], [1, 2, 3], None)]
-        assert all(ticket.wait(30) and ticket.ok for ticket in tickets)
+        assert all(ticket.wait(240) and ticket.ok for ticket in tickets)
         assert sum(ticket.bytes_ for ticket in tickets) == 10 * PAGE
         document.assert_pages(store)
 

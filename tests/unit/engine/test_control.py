@@ -91,11 +91,11 @@ def test_a_caller_that_leaves_takes_its_reply_along(monkeypatch: pytest.MonkeyPa
 
     async def run() -> None:
         callers = [asyncio.create_task(engine.control(name)) for name in ("a", "b", "c")]
-        await asyncio.sleep(0.01)
+        while not sent:
+            await asyncio.sleep(0)
         callers[0].cancel()
         for _ in callers:
             await reply()
-            await asyncio.sleep(0.01)
         assert [(await caller)["op"] for caller in callers[1:]] == ["b", "c"]
         with pytest.raises(asyncio.CancelledError):
             await callers[0]

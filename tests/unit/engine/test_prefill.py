@@ -193,14 +193,15 @@ def test_what_a_question_did_without_is_analysed_when_nothing_is_asked(
         await asyncio.sleep(0.1)
         assert engine.analysed == [False] * 4, "not while a request is being answered"
         await busy.aclose()
-        for _ in range(200):
-            if len(engine.messages) == 3:
-                break
-            await asyncio.sleep(0.01)
+        assert engine.documents.counted({"analyses": {}}) == {"analyses": {"waiting": 2}}
+        async with asyncio.timeout(240):
+            while len(engine.messages) < 3:
+                await asyncio.sleep(0.01)
         assert engine.prefilled[1:] == [[[3, 3]], [[2]]], "the newest first, and none that takes long"
         assert engine.analysed[4:] == [True, True]
         plans = (each[0]["sampling_params"]["custom_params"][PLAN_FIELD] for each in engine.messages[1:])
         assert [json.loads(plan)["options"]["lasting"] for plan in plans] == [False, True]
+        assert engine.documents.counted({"analyses": {}}) == {"analyses": {"waiting": 0}}
         await answer(engine, asked)
         await engine.documents.close()
         await asyncio.sleep(0.1)
@@ -232,6 +233,12 @@ def test_a_request_tells_the_engine_which_of_its_documents_were_computed_for_it(
     asyncio.run(work())
 
 
+async def started() -> None:
+    """Let all tasks go on until they wait for the engine."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
 def test_queries_share_prefills_but_wait_for_no_analysis() -> None:
     async def work() -> None:
         engine = Engine()
@@ -241,7 +248,7 @@ def test_queries_share_prefills_but_wait_for_no_analysis() -> None:
         )
         queries = [asyncio.create_task(answer(engine, request(*each))) for each in ([[1], [2]], [[2], [3]])]
         elsewhere = asyncio.create_task(answer(engine, request([2], namespace="other")))
-        await asyncio.sleep(0.01)
+        await started()
         queries[0].cancel()
         engine.hold.set()
         assert (await queries[1]).text == (await elsewhere).text == "composed"
@@ -265,9 +272,9 @@ def test_texts_that_came_with_the_query_are_not_kept_on_disk() -> None:
         assert [plan.lasting for plan in plans] == [True, False, True]
         engine.hold.clear()
         passing = asyncio.create_task(answer(engine, replace(request([4]), unregistered=(0,))))
-        await asyncio.sleep(0.01)
+        await started()
         lasting = asyncio.create_task(answer(engine, request([4])))
-        await asyncio.sleep(0.01)
+        await started()
         engine.hold.set()
         await asyncio.gather(passing, lasting)
         assert engine.prefilled[1:] == [[[4]], [[4]]], (
@@ -283,7 +290,7 @@ def test_an_error_reaches_all_who_wait_and_the_next_one_tries_again() -> None:
         engine.hold.clear()
         engine.fails = EngineError("no memory")
         queries = [asyncio.create_task(answer(engine, request([1], [2]))) for _ in range(2)]
-        await asyncio.sleep(0.01)
+        await started()
         engine.hold.set()
         for query in queries:
             with pytest.raises(EngineError, match="no memory"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from ragserve.engine.remote import RemoteEngine
 from ragserve.errors import EngineError
 
 CHUNKS = 300  # more than a pump holds
-TIMEOUT_S = 0.3
+TIMEOUT_S = 100.0
 
 
 def output(number: int) -> dict[str, Any]:
@@ -37,7 +38,7 @@ class Manager:
     async def generate_request(self, fields: Any, request: Any) -> AsyncIterator[dict[str, Any]]:
         for number in range(1, CHUNKS + 1):
             yield output(number)
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     def abort_request(self, rid: str) -> None:
         self.aborted.append(rid)
@@ -55,7 +56,7 @@ async def remote(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RemoteEngine]
     async def pieces() -> AsyncIterator[bytes]:
         for number in range(1, CHUNKS + 1):
             yield f"data: {json.dumps(output(number))}\n\n".encode()
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     async with streaming(pieces(), TIMEOUT_S) as engine:
         yield engine
@@ -87,7 +88,13 @@ def test_a_full_queue_at_the_time_out_ends_the_stream(make: Any, monkeypatch: py
     async def run() -> None:
         async with make(monkeypatch) as engine:
             pump: Pump[Any] = Pump(engine.generate(GenerateRequest("query", [1], "n")))
-            await asyncio.sleep(3 * TIMEOUT_S)
+            while not pump._queue.full():
+                await asyncio.sleep(0.01)
+            for _ in range(100):  # what has been sent arrives
+                await asyncio.sleep(0.001)
+            loop = asyncio.get_running_loop()
+            monkeypatch.setattr(loop, "time", lambda: time.monotonic() + 1.2 * TIMEOUT_S)
+            await asyncio.sleep(0.01)
             for _ in range(CHUNKS):
                 assert await pump.next() is not None
             with pytest.raises(EngineError, match="No answer within"):

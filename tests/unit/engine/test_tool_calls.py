@@ -139,9 +139,9 @@ def hostile(parser: str) -> Iterator[str]:
 @pytest.mark.parametrize("parser", sorted(PARSERS - ALIASES.keys()))
 def test_no_text_takes_a_parser_long(parser: str) -> None:
     for text in hostile(parser):
-        began = time.process_time()
+        began = time.thread_time()
         read(parser, text, 1024)
-        assert time.process_time() - began < 1.0, (text[:80], text[-40:])
+        assert time.thread_time() - began < 1.0, (text[:80], text[-40:])
 
 
 @pytest.mark.parametrize("parser", sorted(PARSERS))

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from ragserve.config import Settings, load
 from ragserve.engine.base import Engine, EngineInfo, GenerateRequest
-from ragserve.engine.ports import hold_port, port_of
+from ragserve.engine.ports import KEEP_ALIVE_S, hold_port, port_of
 from ragserve.errors import EngineError
 from ragserve.files import write_json
 from ragserve.fleet.fleet_engine import FleetEngine
@@ -292,7 +292,13 @@ class KillableServer:
         held = hold_port(port=self._port)
         self._port = port_of(held)
         held.listen()
-        config = uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app,
+            log_level="error",
+            lifespan="on",
+            timeout_graceful_shutdown=1,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
         server = self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=server.run, kwargs={"sockets": [held]}, daemon=True)
         self._thread.start()

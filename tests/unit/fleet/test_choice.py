@@ -23,7 +23,7 @@ def test_requests_that_come_before_a_first_token_follow_the_one_that_has_their_d
         for each in two:
             each.ledger.before_first.clear()
         answer = asyncio.create_task(text_of(engine, request(*range(1, 9), strategy="prefix")))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(240):
             while not sum(each["in_flight"] for each in engine.workers()):
                 await asyncio.sleep(0.01)
         busy, idle = sorted(engine.workers(), key=lambda each: -each["in_flight"])

@@ -87,7 +87,7 @@ def test_leaving_early_aborts(worker: FakeWorker) -> None:
         chunks = engine.generate(request("prefix"))
         await anext(chunks)
         await chunks.aclose()  # type: ignore[attr-defined]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(240):
             while not worker.ledger.aborted:
                 await asyncio.sleep(0.01)
 
@@ -104,7 +104,7 @@ def test_a_reader_that_only_hangs_up_ends_its_request(worker: FakeWorker) -> Non
         async with engine._request("POST", "/generate", fields) as response:
             await response.content.readline()
             response.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(240):
             while "hangs-up" not in worker.ledger.left:
                 await asyncio.sleep(0.01)
 
@@ -168,7 +168,11 @@ def test_what_the_engine_raises_arrives(
         worker.ledger.refusal = None
 
 
-def test_requests_that_follow_each_other_share_a_connection(worker: FakeWorker) -> None:
+def test_requests_that_follow_each_other_share_a_connection(
+    worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragserve.engine.remote._IDLE_S", 60.0)
+
     async def work(engine: WorkerEngine) -> None:
         for _ in range(3):
             await answered(engine, request("prefix"))

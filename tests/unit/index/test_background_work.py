@@ -12,7 +12,7 @@ def test_a_namespace_has_one_piece_of_work_at_a_time() -> None:
     background, done, go_on = BackgroundWork("test"), list[str](), Event()
 
     def first() -> None:
-        go_on.wait(30)
+        go_on.wait(240)
         done.append("first")
         raise ValueError("work may fail")
 

@@ -265,13 +265,13 @@ def test_a_filter_ends_when_documents_make_it_long(
         {"op": "not", "filter": {"op": "eq", "field": f"f{name}", "value": "none"}} for name in range(8)
     ]})  # fmt: skip
     assert len(store.documents("n", filter=node)) == 100
-    monkeypatch.setattr("ragserve_index.filters.MAX_S", 0.01)
+    monkeypatch.setattr("ragserve_index.filters.MAX_S", 0.001)
     question = vectors_of("question")
     for search in (
         lambda: store.documents("n", filter=node),
         lambda: store.search("n", question, 3, filter=node),
     ):
-        with pytest.raises(InvalidRequest, match=r"longer than 0\.01 s"):
+        with pytest.raises(InvalidRequest, match=r"longer than 0\.001 s"):
             search()
     monkeypatch.undo()
     assert len(store.search("n", question, 3, filter=node).hits[0]) == 3, (

@@ -257,6 +257,7 @@ job = store.claim("worker", 2)
 store.update_items(job.job_id, [JobItem("a", "indexed", None, 1, 0, 0, None)])
 print(job.job_id, flush=True)
 while store.heartbeat(job.job_id, "worker", 2):
+    print("alive", flush=True)
     time.sleep(0.05)
 """
 
@@ -274,7 +275,9 @@ def test_a_killed_workers_job_goes_on_elsewhere(tmp_path: Path) -> None:
         with process:
             assert process.stdout is not None
             assert process.stdout.readline().strip() == job.job_id
-            time.sleep(2.2)  # longer than the lease: only heartbeats keep it
+            end = time.monotonic() + 2.2  # longer than the lease: only heartbeats keep it
+            while time.monotonic() < end:
+                assert process.stdout.readline() == "alive\n"
             assert job_store.claim("other", 60) is None
             process.send_signal(signal.SIGKILL)
         deadline = time.monotonic() + 240

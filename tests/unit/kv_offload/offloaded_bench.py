@@ -18,7 +18,9 @@ from sglang_ext.kv_offload.host.host_pages import HostPages
 from sglang_ext.kv_offload.offloaded_rows import OffloadedRows
 from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
 from sglang_ext.ranks.ranks import Ranks
+from sglang_ext.versions import leave_tree, protected_tokens
 from sglang_ext.wire.protocol import OffloadCounts
+from tests.unit import request_shapes
 
 LAYERS, HEADS, DIM, LIMIT = 2, 2, 64, 4
 POOL, PROMPT, TAIL = 60, 20, 3  # pages
@@ -65,8 +67,19 @@ class Tree:
         self.cached: torch.Tensor | None = None
         self.locks = 0
 
+    def inc_lock_ref(self, node: str) -> None:
+        self.locks += node != self.root_node
+
     def dec_lock_ref(self, node: str) -> None:
         self.locks -= node != self.root_node
+
+    def lock(self, node: str) -> str:
+        self.inc_lock_ref(node)
+        return node
+
+    def unlock(self, lock: str | None) -> None:
+        if lock is not None:
+            self.dec_lock_ref(lock)
 
     def evictable_size(self) -> int:
         return 0 if self.cached is None or self.locks else len(self.cached)
@@ -109,15 +122,15 @@ class Bench:
         self.original = KVLayers([each.clone() for each in k], [each.clone() for each in v])
         self.row_before = self.table[1].clone()
         if cached:
-            self.tree.cached, self.tree.locks = slots[: cached * self.page], 1
-        self.req: Any = SimpleNamespace(
+            self.tree.cached = slots[: cached * self.page]
+        self.req: Any = request_shapes.request(
+            row=1,
+            protected=cached * self.page,
             rid="r",
-            req_pool_idx=1,
-            cache_protected_len=cached * self.page,
-            last_node="node" if cached else "root",
             finished=lambda: False,
             to_finish=None,
         )
+        request_shapes.lock(self.tree, self.req, "node" if cached else "root")
         shape = KvShape(LAYERS, HEADS, DIM, torch.float32, self.page)
         self.pages = HostPages(shape, host * shape.page_bytes, pin=False, numbers=host + more)
         statistics = PageStats.zeros(self.kv, self.page, 4, self.pages.numbers)
@@ -159,7 +172,7 @@ class Bench:
     def ended(self, row: OffloadedRow) -> None:
         """Free the request as the tree does, and find everything free."""
         self.rows.release(row)
-        protected, tokens = self.req.cache_protected_len, (PROMPT + TAIL) * self.page
+        protected, tokens = protected_tokens(self.req), (PROMPT + TAIL) * self.page
         slots = self.table[1, protected:tokens].long()
         if row.moved:
             held, tail = self.req.ragserve_resident_blocks
@@ -167,7 +180,7 @@ class Bench:
             slots = torch.cat((held, self.table[1, tail:tokens].long()))
             assert len(slots) == tokens - protected, "SGLang counts as many"
         self.allocator.free(slots)
-        self.tree.dec_lock_ref(self.req.last_node)
+        leave_tree(self.tree, self.req)
         self.tree.evict(None)
         assert sorted(self.allocator.pages) == list(range(1, POOL))
         assert self.pages.used == 0
@@ -178,7 +191,7 @@ class Bench:
         somewhere.
         """
         held, end = self.req.ragserve_resident_blocks
-        assert (len(held), end) == (end - self.req.cache_protected_len, PROMPT * self.page)
+        assert (len(held), end) == (end - protected_tokens(self.req), PROMPT * self.page)
         named = self.table[1, : (PROMPT + TAIL) * self.page] // self.page
         assert not {*named.tolist()} & {*self.allocator.pages}, "the request table names no free page"
         own = {*(held // self.page).tolist(), *(self.row_before[end:] // self.page).tolist()} - {0}

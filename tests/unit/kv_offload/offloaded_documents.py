@@ -33,6 +33,7 @@ from sglang_ext.wire.protocol import ContextPlan, OffloadCounts, Span
 from tests.unit.documents.document_samples import FINGERPRINT, Sample
 from tests.unit.kv_offload.offloaded_bench import DIM, HEADS, LAYERS, LIMIT, PROMPT, TAIL, Bench
 from tests.unit.kv_offload.test_host_admission import Adder
+from tests.unit.request_shapes import prefix_of
 
 SHAPE = KvShape(LAYERS, HEADS, DIM, torch.float32)
 ROTATION = Rotation(torch.linspace(1, 0.1, 20), 40, neox=True)  # of some of the dimensions
@@ -118,7 +119,6 @@ def reserved(bench: Bench, composed: Composed, store: TierStore) -> HostPrefix |
         shared=bench.shared,
         find=lambda: located(bench, composed, documents),
     )
-    bench.req.prefix_indices = torch.empty(0, dtype=torch.int64)
     bench.req.output_ids = []
     bench.req.full_untruncated_fill_ids = [0] * (tokens + 20)
     bench.req.sampling_params = SimpleNamespace(max_new_tokens=20)
@@ -133,8 +133,9 @@ def entered(bench: Bench, composed: Composed, prefix: HostPrefix) -> OffloadedRo
     end = PROMPT * bench.page
     more = bench.allocator.alloc((TAIL - 1) * bench.page)
     assert more is not None
-    last = bench.req.prefix_indices[-1] // bench.page * bench.page + torch.arange(BEHIND, bench.page)
-    slots = torch.cat((bench.req.prefix_indices, last, more))
+    prefix_slots = prefix_of(bench.req)
+    last = prefix_slots[-1] // bench.page * bench.page + torch.arange(BEHIND, bench.page)
+    slots = torch.cat((prefix_slots, last, more))
     bench.table[1, : len(slots)] = slots.int()
     old = bench.row_before[: len(slots)].long()
     for original, kv, own in zip(

@@ -13,7 +13,9 @@ from sglang_ext.kv_offload.host_admission import HostAdmission
 from sglang_ext.kv_offload.host_prefix import HostPrefix
 from sglang_ext.kv_offload.host_prefixes import HostPrefixes
 from sglang_ext.kv_offload.resident.offloaded_row import OffloadedRow
+from sglang_ext.versions import leave_tree, protected_tokens
 from tests.unit.kv_offload.offloaded_bench import POOL, PROMPT, TAIL, Bench, drawn
+from tests.unit.request_shapes import forget_prefix, prefix_of
 
 TOKENS = (PROMPT + TAIL) * 16 - 6  # whose KV is kept: the next one is what `Bench.attend` ends with
 
@@ -39,21 +41,21 @@ def retracted(bench: Bench, row: OffloadedRow) -> HostPrefix:
     req = bench.req
     prefix = HostPrefixes(bench.rows).retract(row, TOKENS)
     assert prefix is not None
-    protected = req.cache_protected_len
+    protected = protected_tokens(req)
     slots = bench.table[1, protected : (PROMPT + TAIL) * bench.page].long()
     if row.moved:
         held, tail = req.ragserve_resident_blocks
         slots = torch.cat((held, bench.table[1, tail : (PROMPT + TAIL) * bench.page].long()))
     bench.allocator.free(slots)
-    bench.tree.dec_lock_ref(req.last_node)
+    leave_tree(bench.tree, req)
     bench.tree.evict(None)
     assert sorted(bench.allocator.pages) == list(range(1, POOL))
     bench.spoil_free_pages()
     bench.table[1] = 0
     assert bench.pages.used == PROMPT + TAIL
     bench.rows.check()
-    req.last_node, req.cache_protected_len, req.ragserve_resident_blocks = "root", 0, None
-    req.prefix_indices = torch.empty(0, dtype=torch.int64)
+    forget_prefix(req)
+    req.ragserve_resident_blocks = None
     req.output_ids = [0] * 9
     req.full_untruncated_fill_ids = [0] * (TOKENS + 1)
     req.sampling_params = SimpleNamespace(max_new_tokens=20)
@@ -71,11 +73,12 @@ def test_it_reads_what_it_would_have_read_and_nothing_is_lost(moved: bool) -> No
     prefix = retracted(bench, row)
     _, back = admitted(bench, prefix, Adder())
     assert back is not None
-    assert len(bench.req.prefix_indices) == TOKENS
-    given = bench.req.prefix_indices[bench.req.cache_protected_len :] // bench.page
+    shown = prefix_of(bench.req)
+    assert len(shown) == TOKENS
+    given = shown[protected_tokens(bench.req) :] // bench.page
     assert len(torch.unique(given)) == back.blocks.count + TAIL, "resident_blocks and what follows the prompt"
-    last = bench.req.prefix_indices[-1] // bench.page * bench.page  # whose rest the extend writes
-    slots = torch.cat((bench.req.prefix_indices, last + torch.arange(10, 16)))
+    last = shown[-1] // bench.page * bench.page  # whose rest the extend writes
+    slots = torch.cat((shown, last + torch.arange(10, 16)))
     bench.table[1, : len(slots)] = slots.int()
     HostPrefixes(bench.rows).enter(back, 1, prefix.tail)
     assert bench.pages.used == PROMPT
@@ -105,7 +108,7 @@ def test_without_room_it_waits_and_its_host_pages_wait_with_it(outcome: str) -> 
         expected = AddReqResult.NO_TOKEN if outcome == "full" else AddReqResult.OTHER
         assert admitted(bench, prefix, adder) == (expected, None)
     assert bench.allocator.available_size() == free
-    assert len(bench.req.prefix_indices) == bench.req.cache_protected_len == 0
+    assert len(prefix_of(bench.req)) == protected_tokens(bench.req) == 0
     assert bench.req.ragserve_resident_blocks is None
     assert list(bench.rows.waiting.values()) == [prefix]
     bench.rows.check()

@@ -11,6 +11,7 @@ from sglang_ext.attention.factory import host_pages
 from sglang_ext.documents.pages.types import IntegrityError, KvShape
 from sglang_ext.kv_offload.host.host_pages import HostPages
 from sglang_ext.wire.attention_config import AttentionConfig
+from tests.unit import request_shapes
 
 SHAPE = KvShape(layers=2, kv_heads=2, head_dim=64, dtype=torch.float32, block=16)
 
@@ -81,10 +82,12 @@ def test_settings_say_how_many_pages_there_are() -> None:
     runner = SimpleNamespace(token_to_kv_pool=pool, page_size=16, device="cpu", tp_group=group)
     assert host_pages(runner, AttentionConfig()) is None
     budget = 2 * 3 * SHAPE.page_bytes  # of both ranks
-    pages = host_pages(runner, AttentionConfig(offload_bytes=budget, offloaded_tokens=8 * 16 + 5))
+    with request_shapes.group(group):
+        pages = host_pages(runner, AttentionConfig(offload_bytes=budget, offloaded_tokens=8 * 16 + 5))
     assert pages is not None
     assert (pages.capacity, pages.numbers) == (3, 8)
-    pages = host_pages(runner, AttentionConfig(offload_bytes=budget, offloaded_tokens=16))
+    with request_shapes.group(group):
+        pages = host_pages(runner, AttentionConfig(offload_bytes=budget, offloaded_tokens=16))
     assert pages is not None
     assert pages.numbers == 3
     with pytest.raises(ValueError, match="kv_offload_bytes is 9: a page of 16 tokens takes"):

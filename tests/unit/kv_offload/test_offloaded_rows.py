@@ -16,6 +16,7 @@ from sglang_ext.documents.pages.types import IntegrityError
 from sglang_ext.kv_offload import offloaded_rows
 from sglang_ext.kv_offload.resident.resident_blocks import RECENT
 from sglang_ext.kv_offload.resident.shared_blocks import SharedTable
+from sglang_ext.versions import protected_tokens
 from sglang_ext.wire.protocol import OffloadCounts
 from tests.unit.kv_offload.offloaded_bench import HEADS, LAYERS, LIMIT, PROMPT, Bench, drawn
 
@@ -97,7 +98,7 @@ def test_a_request_that_ends_at_any_stage_gives_everything_back(stage: str, cach
         if stage in ("reserved", "loaded", "moving"):
             bench.rows.before_schedule(lambda row: False)
             assert bench.allocator.available_size() == free - 2 * LIMIT * bench.page
-            assert bench.req.cache_protected_len == (cached - 2 * LIMIT) * bench.page, (
+            assert protected_tokens(bench.req) == (cached - 2 * LIMIT) * bench.page, (
                 "SGLang counts the resident_blocks"
             )
         if stage in ("loaded", "moving"):

@@ -27,9 +27,9 @@ class Voters:
     def rank(self, number: int) -> Any:
         def min_votes(votes: Sequence[int]) -> list[int]:
             self._votes[number] = votes
-            self._all.wait(30)
+            self._all.wait(240)
             lowest = [min(each) for each in zip(*self._votes.values(), strict=True)]
-            self._all.wait(30)
+            self._all.wait(240)
             return lowest
 
         return SimpleNamespace(min_votes=min_votes)

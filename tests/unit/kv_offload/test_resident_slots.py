@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from sglang_ext.kv_offload.resident.resident_blocks import RECENT, ResidentTable
 from sglang_ext.kv_offload.resident.working_set import resized
 from sglang_ext.wire.protocol import OffloadCounts
+from tests.unit import request_shapes
 from tests.unit.kv_offload.offloaded_bench import LIMIT, PROMPT, Bench, drawn
 
 
@@ -111,7 +111,7 @@ def test_what_keeps_requests_from_being_offloaded_is_told() -> None:
     rows.begin_step(0.0)
     row = bench.copied()
     assert rows.due_tokens == 2 * LIMIT * bench.page, "nobody else is to get this room"
-    other: Any = SimpleNamespace(rid="s", req_pool_idx=2)
+    other: Any = request_shapes.request(row=2, rid="s")
     assert rows.begin(other, PROMPT * bench.page + 1, LIMIT, 2, OffloadCounts()) is None
     rows.bounds.share = 0.6
     rows.begin_step(0.1)

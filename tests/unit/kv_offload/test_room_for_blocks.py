@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from sglang_ext import versions
 from sglang_ext.attention.decode.decode_state import DecodeState
 from sglang_ext.attention.decode.step_planner import StepPlanner
 from sglang_ext.attention.decode_runtime import DecodeRuntime
@@ -15,6 +16,7 @@ from sglang_ext.process import hook_functions
 from sglang_ext.state import current
 from sglang_ext.wire.attention_config import AttentionConfig
 from sglang_ext.wire.protocol import DecodeOptions
+from tests.unit import request_shapes
 from tests.unit.kv_offload.offloaded_bench import LIMIT, Bench
 
 PAGE = 16
@@ -57,24 +59,25 @@ def test_admission_counts_it_for_one_request_at_a_time(monkeypatch: pytest.Monke
     told: list[int] = []
 
     def add(adder: Any, req: Any) -> str:
-        told.append(adder.rem_total_token_offset)
-        adder.rem_total_token_offset += 100  # of what it admits
+        told.append(request_shapes.reserved(adder))
+        versions.reserve_tokens(adder, 100)  # of what it admits
         if fails:
             raise ValueError("no")
         return "added"
 
     monkeypatch.setattr(current, "attention", runtime())
-    adder: Any = SimpleNamespace(running_batch=None, can_run_list=[], rem_total_token_offset=7)
+    adder: Any = request_shapes.adder(running_batch=None, can_run_list=[])
     req = request(offloaded=True)
     for running, due in (([], 0), ([request()], 8 * PAGE)):
-        adder.running_batch, adder.rem_total_token_offset = SimpleNamespace(reqs=running), 7
+        adder.running_batch = SimpleNamespace(reqs=running)
+        versions.reserve_tokens(adder, 7 - request_shapes.reserved(adder))
         if fails:
             with pytest.raises(ValueError, match="no"):
                 hook_functions.around_admission(add, adder, req)
         else:
             assert hook_functions.around_admission(add, adder, req) == "added"
         assert told.pop() == 7 + due, "nothing runs that would make room" if not running else ""
-        assert adder.rem_total_token_offset == 107
+        assert request_shapes.reserved(adder) == 107
 
 
 def test_resident_blocks_wait_for_the_chunks_of_a_prompt_that_is_admitted() -> None:
@@ -85,7 +88,7 @@ def test_resident_blocks_wait_for_the_chunks_of_a_prompt_that_is_admitted() -> N
     statistics: Any = SimpleNamespace(page_size=PAGE, bytes=0)
     planner, backend = StepPlanner(config, PAGE, 8192), SimpleNamespace()
     decoding = DecodeRuntime(config, planner, statistics, cast(Any, backend), bench.rows)
-    chunked = SimpleNamespace(full_untruncated_fill_ids=[0] * 240, extend_range=None)
+    chunked = request_shapes.request(full_untruncated_fill_ids=[0] * 240)
     scheduler = SimpleNamespace(chunked_req=chunked, is_mixed_chunk=False, max_running_requests=4)
     scheduler.waiting_queue, scheduler.grammar_manager = [], SimpleNamespace(grammar_queue=[])
     batch = SimpleNamespace(reqs=[], batch_is_full=False)
@@ -93,7 +96,7 @@ def test_resident_blocks_wait_for_the_chunks_of_a_prompt_that_is_admitted() -> N
     assert taken is not None
 
     for end in range(0, 240, 48):
-        chunked.extend_range = SimpleNamespace(end=end)
+        request_shapes.extend(chunked, 0, end)
         rest = (240 - end) // PAGE
         decoding.before_schedule(scheduler, batch)
         assert (row.blocks.slots is None) == (rest >= 10), (

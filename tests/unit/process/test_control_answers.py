@@ -122,14 +122,14 @@ def ended(runtime: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 class SlowDisk:
-    """Holds back calls of a method of the disk tier until ``go``, or for ten seconds."""
+    """Holds back calls of a method of the disk tier until ``go``, or for four minutes."""
 
     def __init__(self, patch: pytest.MonkeyPatch, method: str) -> None:
         self.go = threading.Event()
         original = getattr(FileTier, method)
 
         def slowly(tier: FileTier, *args: Any) -> Any:
-            self.go.wait(10)
+            self.go.wait(240)
             return original(tier, *args)
 
         patch.setattr(FileTier, method, slowly)

@@ -196,16 +196,26 @@ def test_every_operation_answers(make: Any) -> None:
 
 @pytest.mark.parametrize(("exact", "kept"), [(8, True), (7, False), (0, False)])
 def test_sglangs_own_cache_takes_no_answer_with_sparse_steps(exact: int, kept: bool) -> None:
-    from sglang_ext.versions import keep_exact
+    from sglang_ext.versions import IS_0_5_17, keep_exact
 
     told: list[tuple[bool, int]] = []
 
     class Cache:
+        """SGLang's of two versions."""
+
         def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
             told.append((is_insert, kv_len_to_handle))
 
+        def checkpoint(self, req: Any, *, up_to: int) -> None:
+            told.append((True, up_to))
+
     cache = Cache()
     keep_exact(cache, lambda req, tokens: min(exact, tokens))
-    cache.cache_finished_req(object(), kv_len_to_handle=8)
-    cache.cache_finished_req(object(), is_insert=False, kv_len_to_handle=8)
-    assert told == [(kept, 8), (False, 8)]
+    if IS_0_5_17:
+        cache.cache_finished_req(object(), kv_len_to_handle=8)
+        cache.cache_finished_req(object(), is_insert=False, kv_len_to_handle=8)
+        assert told == [(kept, 8), (False, 8)]
+        return
+    cache.checkpoint(SimpleNamespace(finished=lambda: True), up_to=8)
+    cache.checkpoint(SimpleNamespace(finished=lambda: False), up_to=4)  # a chunk of a prompt
+    assert told == [*[(True, 8)] * kept, (True, 4)]

@@ -30,7 +30,13 @@ def test_a_grammar_that_allows_nothing_ends_its_request(
 ) -> None:
     from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
     from transformers import AutoTokenizer
-    from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo, allocate_token_bitmask
+    from xgrammar import (
+        GrammarCompiler,
+        GrammarMatcher,
+        TokenizerInfo,
+        allocate_token_bitmask,
+        apply_token_bitmask_inplace,
+    )
 
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     size = len(tokenizer)
@@ -43,11 +49,11 @@ def test_a_grammar_that_allows_nothing_ends_its_request(
     grammars = [grammar(ENDLESS[name]), grammar('{"type": "integer"}')]
     reqs = [*map(request, grammars), request(None), request(SimpleNamespace(grammar=grammars[0]))]
     mask = allocate_token_bitmask(len(reqs), size)
+    monkeypatch.setattr(current, "sampled", reqs)
     for row, one in enumerate(grammars):
         grammar_masks.after_fill(one.matcher.fill_next_token_bitmask(mask, row), one, mask, row)
     logits = torch.zeros(len(reqs), size)
-    monkeypatch.setattr(current, "sampled", reqs)
-    grammar_masks.around_mask(None, grammars[0], logits, mask)  # type: ignore[arg-type]
+    apply_token_bitmask_inplace(logits, mask)
     probabilities = torch.softmax(logits, dim=-1)
     assert torch.isfinite(probabilities).all()
     assert (probabilities[1] == 0).any()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.process import hook_functions, hooks
+from sglang_ext.process import hooks
 from sglang_ext.stages import stages
 from sglang_ext.stages.stages import FAULTS_VARIABLE, RanksDivided
 from sglang_ext.state import current
@@ -122,16 +122,18 @@ def test_a_batch_that_was_retracted_is_not_extended(monkeypatch: pytest.MonkeyPa
 
 
 def test_requests_with_and_without_token_ids_may_share_a_step() -> None:
-    """SGLang makes a list for a row without ids, and then calls a tensor's method on every row."""
+    """0.5.17 makes a list for a row without ids, and then calls a tensor's method on every row."""
     from sglang.srt.layers.logprob_processor import get_token_ids_logprobs
 
     logprobs = torch.arange(6.0).reshape(2, 3)
-    plain = get_token_ids_logprobs(logprobs, [[2, 0], None], no_copy_to_cpu=True)
-    filled = hook_functions.after_token_ids(plain, logprobs, [[2, 0], None], no_copy_to_cpu=True)
-    values, ids = filled or plain
+    found = get_token_ids_logprobs(logprobs, [[2, 0], None], no_copy_to_cpu=True)
+    for hook in hooks.HOOKS:
+        if hook.target.endswith("get_token_ids_logprobs"):
+            assert hook.function(([[], []], [[], []]), logprobs) is None
+            found = hook.function(found, logprobs, [[2, 0], None], no_copy_to_cpu=True) or found
+    values, ids = found
     assert [value.tolist() for value in values] == [[2.0, 0.0], []]
     assert ids == [[2, 0], []]
-    assert hook_functions.after_token_ids(([[], []], [[], []]), logprobs) is None
 
 
 def batch_of(*, extends: bool) -> Any:

@@ -17,7 +17,7 @@ name = "/tmp/ragserve-test-launch"
 loky.register(name, "file")
 child = subprocess.Popen(["sleep", "600"])
 _end_children()
-print(child.wait(30))
+print(child.wait(240))
 loky.unregister(name, "file")
 """
 
@@ -31,6 +31,7 @@ from sglang_ext.process.launch import Launcher
 sglang = ModuleType("sglang.srt.entrypoints")  # a start of its own takes seconds
 sglang.http_server = SimpleNamespace(
     uvicorn=uvicorn,
+    _freeze_gc_after_server_warmup=None,  # later versions have it
     launch_server=lambda args, **targets: sglang.http_server.uvicorn.run("app", timeout_keep_alive=5),
 )
 for name in ("sglang", "sglang.srt", sglang.__name__):

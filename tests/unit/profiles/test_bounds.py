@@ -105,6 +105,19 @@ def test_a_loss_of_the_limit_is_seldom_verified_whenever_one_looks() -> None:
     assert sum(ever) <= 0.05 * 200
 
 
+def test_earlier_losses_size_the_bets_and_prove_nothing() -> None:
+    assert margin_at_all_times([0.0] * 70, [0.0] * 40) > 0.05 > margin_at_all_times([0.0] * 71, [0.0] * 40)
+    assert margin_at_all_times([], [0.0] * 1000) == 1.0
+    draw = np.random.default_rng(3)
+    changed = draw.random((200, 600)) < 0.2
+    losses = np.where(changed, np.where(draw.random((200, 600)) < 0.625, 1.0, -1.0), 0.0)
+    earlier = [0.0] * 40  # better than the truth, as what was picked looks
+    ever = [
+        any(margin_at_all_times(one[:n], earlier) <= 0.05 for n in (80, 150, 250, 400, 600)) for one in losses
+    ]
+    assert sum(ever) <= 0.05 * 200
+
+
 def test_kl_is_looked_at_a_few_times() -> None:
     kls = [0.0, 0.002] * 160
     assert kl_bound_of_looks(kls[:159]) is None

@@ -15,6 +15,7 @@ from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.engine.base import EngineInfo
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.gate import EXACT, FILE_NAME, Entry, Figures, Gate, measured, record, set_of
+from ragserve.profiles.in_use import RecordedRates
 from sglang_ext.documents.fingerprint import model_fingerprint
 from tests.campaigns.troubles import few_descriptors
 
@@ -234,8 +235,8 @@ def test_the_margin_is_the_servers_and_the_record_says_what_was_reached(tmp_path
     assert gate(2.0).verified("a") == ["concat"]
     assert gate().basis(label, "a") == "verified by 350 questions at a margin of 4.2 points"
     assert "with labels" in gate().basis("concat", "a")
-    assert gate().different(label, "a") == (0.12, 150)
-    assert gate().different("concat", "a") is None
+    assert gate().recorded(label, "a") == RecordedRates((0.12, 150), None)
+    assert gate().recorded("concat", "a") == RecordedRates(), "of no namespace"
     better = dataclasses.replace(REFERRED, margin=-1.5)
     assert better.basis() == "verified by 350 questions: at least 1.5 points better"
     assert "an earlier record" in UNLABELLED.basis(), "it counts, and says so"

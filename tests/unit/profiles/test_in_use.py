@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from ragserve.profiles.in_use import InUse, InUseRecord, clear, recorded_rate
+from ragserve.profiles.in_use import InUse, InUseRecord, RecordedRates, clear, recorded_rate
+
+TENTH = RecordedRates((0.1, 350))
 
 
 def after(*answers: bool, recorded: tuple[float, int] | None = (0.1, 350)) -> InUse:
     found = InUse("float32")
     for different in answers:
-        found = found.with_answer(different, recorded)
+        found = found.with_answer(different, recorded=RecordedRates(recorded))
     return found
 
 
@@ -36,14 +38,36 @@ def test_a_higher_rate_takes_a_strategy_out(rate: float, within: int) -> None:
     draw = random.Random(0)
     found = after(*[number % 10 == 0 for number in range(500)])
     for _ in range(within):
-        found = found.with_answer(draw.random() < rate, (0.1, 350))
+        found = found.with_answer(draw.random() < rate, recorded=TENTH)
     assert found.out
-    assert found.with_answer(False, (0.1, 350)).out, "until it is cleared"
+    assert found.with_answer(False, recorded=TENTH).out, "until it is cleared"
+
+
+def test_unsupported_answers_take_a_strategy_out_where_as_many_differ_as_ever() -> None:
+    recorded = RecordedRates((0.1, 350), (0.02, 350))
+    calm = changed = InUse("float32")
+    for number in range(1000):
+        differs = number % 10 == 0
+        calm = calm.with_answer(differs, number % 50 == 0, recorded)
+        changed = changed.with_answer(differs, differs and number > 500, recorded)
+    assert not calm.out
+    assert calm.figures["unsupported"] == 2.0
+    assert changed.out
+    assert (changed.figures["different"], changed.figures["unsupported"]) == (10.0, 4.9)
+    assert calm.figures["unsupported_recorded"] < changed.figures["unsupported"]
+
+
+def test_what_was_kept_before_unsupported_answers_were_counted_goes_on(tmp_path: Path) -> None:
+    place = tmp_path / "in-use.json"
+    own = {"engine": "float32", "rate": 0.11, "statistics": [5.0, 5.0, 5.0], "compared": 9, "different": 1}
+    place.write_text(json.dumps({"version": 2, "models": {"abc": {"a": {"concat": own}}}}))
+    found = record(place).add("a", "concat", True, True, existing={"a"})
+    assert (found.compared, found.different, found.unsupported) == (10, 2, 1)
 
 
 def test_a_new_recorded_rate_begins_anew() -> None:
     found = after(*[True] * 5)
-    again = found.with_answer(False, (0.5, 350))
+    again = found.with_answer(False, recorded=RecordedRates((0.5, 350)))
     assert max(again.statistics) < 1.0 < max(found.statistics)
     assert recorded_rate(0.0, 10_000) == 0.02, "no single answer shows a change"
 

@@ -191,7 +191,7 @@ def test_a_large_namespace_is_read_by_a_thread(store: IndexStore, monkeypatch: p
     asked, read_all = threading.Event(), NamespaceWords._read_all
 
     def after_the_question(*args: Any) -> None:
-        assert asked.wait(60)
+        assert asked.wait(240)
         read_all(*args)
 
     monkeypatch.setattr(NamespaceWords, "_read_all", after_the_question)

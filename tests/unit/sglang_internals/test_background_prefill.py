@@ -12,31 +12,28 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 
 from ragserve.engine.base import GenerateChunk, GenerateRequest
 from ragserve.engine.prefill import Documents
+from sglang_ext import versions
 from sglang_ext.sglang_internals import background_prefill
 from sglang_ext.sglang_internals.background_prefill import OwnChunk, check_mark
 from sglang_ext.wire.protocol import BACKGROUND_FIELD
+from tests.unit import request_shapes
 
 PAGE = 16
 
 
 def adder(room: int | None) -> Any:
     """SGLang's budget of a step, as far as it is read."""
-    return SimpleNamespace(
+    return request_shapes.adder(
         rem_chunk_tokens=room,
         page_size=PAGE,
-        rem_total_token_offset=0,
         ceil_paged_tokens=lambda tokens: -(-tokens // PAGE) * PAGE,
     )
 
 
 def request(tokens: int, custom: Any = None, *, composed: object = None) -> Any:
     params = SimpleNamespace(custom_params=custom, max_new_tokens=8)
-    made = SimpleNamespace(
-        sampling_params=params,
-        ragserve=composed,
-        full_untruncated_fill_ids=range(tokens),
-        prefix_indices=range(0),
-        extend_range=range(0),
+    made = request_shapes.request(
+        sampling_params=params, ragserve=composed, full_untruncated_fill_ids=range(tokens)
     )
     background_prefill.on_request(made)
     return made
@@ -44,9 +41,9 @@ def request(tokens: int, custom: Any = None, *, composed: object = None) -> Any:
 
 def extend(budget: Any, req: Any) -> Any:
     """As SGLang's `add_chunked_req`: all tokens that are left, and the request if there are more."""
-    start = req.extend_range.stop
+    start = versions.extend_end(req)
     stop = min(start + budget.rem_chunk_tokens, len(req.full_untruncated_fill_ids))
-    req.extend_range = SimpleNamespace(stop=stop, end=stop)
+    request_shapes.extend(req, 0, stop)
     budget.rem_chunk_tokens -= budget.ceil_paged_tokens(stop - start)
     return req if stop < len(req.full_untruncated_fill_ids) else None
 
@@ -62,15 +59,15 @@ def admit(budget: Any, req: Any, align: int | None = None) -> Any:
 def test_a_marked_request_takes_a_chunk_of_the_step_and_its_slots_stay_free() -> None:
     budget, own = adder(1024), request(1000, {BACKGROUND_FIELD: 250})
     assert admit(budget, own) is own
-    assert (own.extend_range.stop, budget.rem_chunk_tokens) == (240, 784), "whole pages"
+    assert (versions.extend_end(own), budget.rem_chunk_tokens) == (240, 784), "whole pages"
     budget = adder(1024)
     assert next_chunk(budget, own) is own
-    assert (own.extend_range.stop, budget.rem_chunk_tokens) == (480, 784)
-    assert budget.rem_total_token_offset >= 1000 - 480 + 8
-    own.extend_range.stop = 900
+    assert (versions.extend_end(own), budget.rem_chunk_tokens) == (480, 784)
+    assert request_shapes.reserved(budget) >= 1000 - 480 + 8
+    request_shapes.extend(own, 0, 900)
     budget = adder(1024)
     assert next_chunk(budget, own) is None
-    assert budget.rem_total_token_offset == 0
+    assert request_shapes.reserved(budget) == 0
 
 
 def test_a_request_that_fits_comes_beside_the_chunk_and_a_longer_one_waits() -> None:

@@ -52,6 +52,9 @@ class Manager:
     async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
         raise AssertionError
 
+    def config_value(self, name: str) -> Any:
+        return getattr(self.server_args, name)
+
     def create_abort_task(self, request: Any) -> None: ...
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from sglang_ext import versions
 from sglang_ext.process import hooks
 from sglang_ext.state import current
 
@@ -14,7 +15,10 @@ from sglang_ext.state import current
 def requests() -> dict[str, Any]:
     from sglang.srt.managers import io_struct
 
-    return {
+    newer = {}
+    if "begin_weight_update" in versions.WEIGHT_ENTRIES:
+        newer["begin_weight_update"] = io_struct.BeginWeightUpdateReqInput()
+    return newer | {
         "update_weights_from_disk": io_struct.UpdateWeightFromDiskReqInput(model_path="other"),
         "update_weights_from_distributed": io_struct.UpdateWeightsFromDistributedReqInput(
             names=["a"], dtypes=["float32"], shapes=[[1]]
@@ -28,43 +32,17 @@ def requests() -> dict[str, Any]:
     }
 
 
-class Worker:
-    """SGLang's worker and model runner; remembers what was done to the weights."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-        self.model_runner = self
-
-    def __getattr__(self, name: str) -> Any:
-        def change(*args: Any, **kwargs: Any) -> Any:
-            self.done.append(name)
-            return (True, "done") if name != "check_weights" else None
-
-        return change
-
-
 def sent(monkeypatch: pytest.MonkeyPatch, name: str, req: Any, *, composes: bool) -> tuple[Any, list[str]]:
-    """The scheduler's answer, as its hooks leave it, and what was done to the weights."""
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    """The scheduler's answer, as its hook leaves it, and what SGLang was let do."""
+    monkeypatch.setattr(current, "runtime", SimpleNamespace(composition=object() if composes else None))
+    done: list[str] = []
 
-    monkeypatch.setattr("torch.distributed.barrier", lambda group: None)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda group: 1)
-    runtime = SimpleNamespace(composition=object() if composes else None)
-    monkeypatch.setattr(current, "runtime", runtime)
-    worker = Worker()
-    updater = SchedulerWeightUpdaterManager(
-        tp_worker=worker,
-        draft_worker=None,
-        tp_cpu_group=None,
-        memory_saver_adapter=None,
-        flush_cache=lambda **_: True,
-        is_fully_idle=lambda: True,
-    )
-    original = getattr(SchedulerWeightUpdaterManager, name)
-    for hook in hooks.HOOKS:
-        if hook.target.endswith(f"SchedulerWeightUpdaterManager.{name}"):
-            return hook.function(original, updater, req), worker.done
-    return original(updater, req), worker.done
+    def change(updater: Any, req: Any) -> Any:
+        done.append(name)
+        return SimpleNamespace(success=True)
+
+    (hook,) = (each for each in hooks.HOOKS if each.target.endswith(f"SchedulerWeightUpdaterManager.{name}"))
+    return hook.function(change, None, req), done
 
 
 @pytest.mark.parametrize("name", requests())
@@ -98,6 +76,7 @@ def test_every_entry_of_sglang_that_changes_weights_is_hooked() -> None:
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
     hooked = {hook.target.rpartition(".")[2] for hook in hooks.HOOKS}
-    updates = {name for name in vars(SchedulerWeightUpdaterManager) if name.startswith("update_weights")}
+    begin = ("update_weights", "begin_")
+    updates = {name for name in vars(SchedulerWeightUpdaterManager) if name.startswith(begin)}
     assert len(updates) >= 4
     assert updates <= hooked

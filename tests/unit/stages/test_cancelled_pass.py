@@ -16,6 +16,7 @@ from sglang_ext.sglang_internals import background_prefill
 from sglang_ext.stages import cancelled_pass
 from sglang_ext.stages.cancelled_pass import Cancelled, watched
 from sglang_ext.wire.protocol import BACKGROUND_FIELD
+from tests.unit import request_shapes
 from tests.unit.context.composed_cases import SLOTS, Case, assert_same_pools, composer_of
 from tests.unit.context.small_model import LAYERS, runner_of
 
@@ -98,8 +99,9 @@ def test_a_batch_that_is_cancelled_ends_its_requests_and_lets_documents_go() -> 
         reqs = [composed(f"verify-{row}") for row in range(2)]
         for row, req in enumerate(reqs):
             case.contexts[row].filled = False
-            req.ragserve, req.req_pool_idx, req.to_finish = case.contexts[row], row, None
-            req.extend_range, req.finished = SimpleNamespace(end=len(case.rows[row])), lambda: False
+            req.ragserve, req.to_finish, req.finished = case.contexts[row], None, lambda: False
+            request_shapes.put(req, row)
+            request_shapes.extend(req, 0, len(case.rows[row]))
         Receiver([], coming).turn()
         mode = SimpleNamespace(name="EXTEND")
         batch = SimpleNamespace(reqs=reqs, forward_mode=mode, req_pool_indices=torch.arange(2))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext import versions
 from sglang_ext.documents.radix import TreeObserver
 from sglang_ext.process import hooks
 from sglang_ext.stages import stages
@@ -33,7 +34,7 @@ COUNTS = {"around_next_chunk"}  # tokens of a step, in plain numbers
 REFUSES = {"around_weights"}  # holds nothing and serves no request
 READS = {"around_pull", "around_output", "around_tail"}  # hands on a list, an output, a number
 # called by SGLang's forward pass, a stage
-WITHIN_FORWARD = {"after_token_ids", "around_mask_memory", "after_fill"}
+WITHIN_FORWARD = {function.__name__ for _, _, function, _ in versions.OWN_HOOKS}
 
 
 def calls(name: str) -> list[str]:

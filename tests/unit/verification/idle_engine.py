@@ -137,7 +137,7 @@ def fill(
 
 async def until(condition: Any, what: str) -> None:
     """Wait for work in the background; fails after far longer than it takes."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not condition():
             await asyncio.sleep(0.01)
     assert condition(), what

@@ -12,7 +12,7 @@ import pytest
 
 from ragserve.answering.auto import Chooser
 from ragserve.answering.in_flight import QueryLimiter
-from ragserve.answering.prompt import Prompt, PromptBuilder, Segment
+from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument, Segment
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate, record
@@ -123,6 +123,21 @@ def test_a_strategy_that_differs_leaves_auto_in_its_namespace_and_says_so_withou
     assert str(SECRET) not in caplog.text
     shown = metrics().use_taken_out.labels("notes", "concat")
     assert shown._value.get() == 1
+
+
+def test_what_stands_in_no_passage_is_counted(store: IndexStore, tmp_path: Path) -> None:
+    watched = Watched(store, tmp_path, IdleEngine(wrong=["concat"]))
+    text = "The tower of d1 by the sea is all made of granitework."
+    prompt = watched.prompts.build(
+        "What is it made of?", [PromptDocument("", "", text)], max_prompt_tokens=4096
+    )
+    full = replace(WHOLE, input_ids=prompt.input_ids, spans=prompt.spans)
+    watched.watch.answered(CONCAT, replace(full, strategy="concat"), full, watched.version)
+    watched.answered()  # its passages have neither answer
+    watched.work()
+    found = watched.record.entries()["notes"]["concat"]
+    assert (found.compared, found.different, found.unsupported) == (2, 2, 1)
+    assert metrics().use_unsupported.labels("notes", "concat")._value.get() == 50
 
 
 def test_a_share_of_the_answers_of_verified_strategies_is_drawn(store: IndexStore, tmp_path: Path) -> None:

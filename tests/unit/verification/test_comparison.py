@@ -188,6 +188,18 @@ def test_fewer_passages_are_a_strategy(builder: PromptBuilder) -> None:
     assert (fewer["score"], "answer_kl" in fewer) == (1.0, False)
 
 
+def test_exact_candidates_with_one_prompt_are_asked_once(builder: PromptBuilder) -> None:
+    speaker = Speaker(builder, writes=True)
+    strategies = "passages:by=score,count=1,passages:count=1,passages:count=2"
+    rows, _ = compared(builder, speaker, CHUNKS[3:4], strategies)
+    full, *fewer = rows
+    assert [row["documents"] for row in fewer] == [1, 1, 2]
+    assert {row["answer"] for row in rows} == {"Ida3 Marsh"}
+    assert fewer[2]["ttft_ms"] == full["ttft_ms"], "all passages are what full has read"
+    whole = [tuple(each.input_ids) for each in speaker.asked if each.spans]
+    assert len([ids for ids in whole if ids in (whole[-1], whole[-2])]) == 2
+
+
 def test_a_model_that_cannot_write_gets_sentences_with_a_gap(builder: PromptBuilder) -> None:
     rows, _ = compared(builder, Speaker(builder, writes=False), CHUNKS[: TRIED + 2], "concat")
     fulls = [row for row in rows if row["strategy"] == "full"]
@@ -234,6 +246,7 @@ def test_labels_are_references_and_users_questions_get_theirs_from_the_best_pass
     user = replace(given, kind="asked", references=())
     rows, _ = compared(builder, Speaker(builder, writes=True), [], "epic", questions=(user,))
     assert rows[0]["score"] is None, "two passages alone say two things"
+    assert rows[1]["unsupported"], "what epic says is in no passage"
     assert (rows[1]["score"], rows[1]["different"]) == (None, True), "but the answers differ in any case"
 
 
@@ -333,5 +346,8 @@ def test_several_questions_are_asked_at_once_after_a_few_alone(builder: PromptBu
     assert set(busy.at_once[: 4 * ALONE]) == {1}
     assert max(busy.at_once) == 4
     assert len(rows) == 80
+    exact = [each.strategy for each in busy.asked if len(each.spans) == 3 and each.strategy != "concat"]
+    assert exact.count("full") == ALONE, "with nothing cached where times are kept"
+    assert set(exact) == {"full", "prefix"}
     timed = [row for row in rows if row["ttft_ms"] is not None]
     assert len(timed) == 2 * ALONE, "only those that were asked alone have times"

@@ -31,12 +31,21 @@ def following(known: list[dict[str, Any]], shut: frozenset[str] = frozenset(), *
 
 def test_candidates_are_compared_first_and_then_the_picked_ones_on_other_probes() -> None:
     assert following([]) == Course("pick", LABELS)
-    assert following(rows(PICK - 1, {})).part == "pick"
+    assert following(rows(15, {})).part == "pick"
     assert following(rows(PICK, {})) == Course("verify", ["passages:count=1", "concat"])
     both = [*rows(10, {}), *rows(3, {}, part="verify")]
     assert following(both).part == "verify", "what has begun goes on"
     assert following(rows(8, {}), pick_time=lambda: False).part == "verify"
     assert following(rows(7, {}), pick_time=lambda: False).part == "pick", "too few to pick by"
+
+
+def test_the_first_part_ends_when_probes_no_longer_change_what_is_picked() -> None:
+    assert following(rows(16, {})) == following(rows(PICK, {}))
+    late = rows(8, {"passages:count=1": 1.0})
+    changed = [*rows(30, {}), *({**row, "id": f"late {row['id']}"} for row in late)]
+    assert following(changed).part == "pick", "the soonest is no longer as good as the others"
+    more = rows(PICK - 38, {})
+    assert following([*changed, *({**row, "id": f"more {row['id']}"} for row in more)]).part == "verify"
 
 
 def test_few_candidates_need_no_picking() -> None:

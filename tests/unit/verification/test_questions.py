@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ragserve.errors import InvalidRequest
-from ragserve.verification.question_probes import without_sentence
+from ragserve.verification.question_probes import standing, without_sentence
 from ragserve.verification.questions import cloze, drawn, given, written
 
 LONG = "one two three four five six seven eight nine ten eleven twelve"
@@ -117,3 +117,19 @@ def test_given_questions_are_lines_or_json_lines(tmp_path: Path) -> None:
 )
 def test_the_sentence_around_an_answer_is_no_part_of_it(answer: str, question: str, kept: str) -> None:
     assert without_sentence(answer, question) == kept
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("Ada Marsh", "Ada Marsh"),
+        ("The officer is Ada Marsh.", "Ada Marsh"),
+        ("Ada Marsh was then the officer.", "Ada Marsh"),  # "then" is no part of it
+        ("Ada Marsh, whom the fleet had sent from Kolstad", None),  # most of it stands nowhere
+        ("John Doe", None),
+        ("", None),
+    ],
+)
+def test_a_reference_is_what_of_an_answer_stands_in_the_text(answer: str, reference: str | None) -> None:
+    texts = ["The officer of the harbour, Ada Marsh, signs the books."]
+    assert standing(answer, "Who is the officer of the harbour?", texts) == reference

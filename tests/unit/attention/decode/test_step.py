@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,8 @@ from sglang_ext.attention.decode.prompt_queries import PromptQueries
 from sglang_ext.attention.decode.step_planner import IDLE, Selects, Step, StepPlanner, Variant
 from sglang_ext.attention.decode.tables import StepTables, TableShape
 from sglang_ext.wire.attention_config import AttentionConfig
-from sglang_ext.wire.protocol import DecodeOptions
+from sglang_ext.wire.protocol import DecodeOptions, PlanError
+from tests.unit import request_shapes
 
 SHAPE = TableShape(
     layers=2, heads=4, kv_heads=2, pages=20, capacity=9, page_size=16, head_dim=64, dtype=torch.float32
@@ -29,6 +32,14 @@ def row(mode: str, *, sparse: bool = True, tokens: int = 300, **options: Any) ->
 
 def tables() -> StepTables:
     return StepTables(6, SHAPE, torch.device("cpu"), PATTERN)
+
+
+def test_dense_layers_read_everything_whatever_the_budget() -> None:
+    shape = replace(SHAPE, layers=4, dense_layers=(0, -1))
+    step = StepTables(2, shape, torch.device("cpu"), None)
+    step.set_rows((row("hierarchical", budget=64), row("progressive")))
+    assert step.kinds[:, 0].tolist() == [[FULL] * 2, [SELECTED] * 2, [SELECTED] * 2, [FULL] * 2]
+    assert (step.kinds[:, 1] == SELECTED).all(), "ranked heads read what their threshold asks for"
 
 
 def test_kinds_budgets_and_ranks_by_row() -> None:
@@ -166,6 +177,7 @@ class Backend:
     """The part of a backend that the runtime uses; ``steps`` are those it was given, without idle ones."""
 
     graph_size = rank = 0
+    dense_share = 0.0
     prefill = None
 
     def __init__(self, streaming_share: float = 0.0) -> None:
@@ -237,11 +249,11 @@ def batch(
 
 def request(runtime: Any, rid: str, options: str | None = None) -> Any:
     params = SimpleNamespace(custom_params={"ragserve_decode": options} if options else None)
-    req = SimpleNamespace(
+    req = request_shapes.request(
+        row=1,
         rid=rid,
         sampling_params=params,
         extra_key=None,
-        req_pool_idx=1,
         customized_info=None,
         output_ids_through_stop=[7, 8, 9],
     )
@@ -277,6 +289,20 @@ def test_what_was_read_is_accounted_and_reported() -> None:
     )
     assert dense.customized_info is None
     assert statistics.ended == [(1, 160)] * 3
+
+
+def test_dense_layers_count_as_read_whole_and_go_with_budgets_only() -> None:
+    options = DecodeOptions(mode="hierarchical", budget=64, dense_below=0)
+    runtime, backend, _ = runtime_of(AttentionConfig(options=options, dense_layers=[0]))
+    backend.dense_share = 0.5
+    req = request(runtime, "a")
+    runtime.before_forward(batch([req], [160]))
+    runtime.after_forward()
+    runtime.on_finished(req, 160)
+    assert json.loads(req.customized_info["ragserve_decode"][-1])["pages"] == (4 + 10) / 2
+    config = AttentionConfig(options=options, dense_layers=[0], offload_bytes=1)
+    with pytest.raises(PlanError, match="dense_layers are for measuring budgets"):
+        StepPlanner(config, 16, 8192).check(options.updated({"lag": 2}))
 
 
 def test_an_extend_writes_from_its_prefix_and_leaves_chosen_pages_alone() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any, Literal
 
+import pytest
 import torch
 
 from ragserve_kernels.prefill_lists import LinePlan, Lines, choose_blocks, choose_lines
@@ -17,7 +19,10 @@ PAGE, HEADS, KV_HEADS, DIM, LAYERS = 16, 4, 2, 64, 3
 ROWS = ((300, 140), (1100, 1000), (0, 700))  # tokens that were there, and new ones
 
 
-def test_each_request_of_a_batch_attends_to_its_own_choice_in_every_layer() -> None:
+@pytest.mark.parametrize("lines_by", ["segments", "prompt_end"])
+def test_each_request_of_a_batch_attends_to_its_own_choice_in_every_layer(
+    lines_by: Literal["segments", "prompt_end"],
+) -> None:
     torch.manual_seed(7)
     table = torch.stack([torch.randperm(2112 // PAGE) for _ in ROWS]) * PAGE
     table += torch.arange(len(ROWS))[:, None] * 2112
@@ -32,7 +37,9 @@ def test_each_request_of_a_batch_attends_to_its_own_choice_in_every_layer() -> N
         for i, row in enumerate(ROWS)
     ]
     pattern = torch.tensor([[False, True], [True, False], [False, False]])
-    pass_ = SparsePrefill(rows, slots, PAGE, AttentionConfig(sink_tokens=64, local_tokens=64), pattern)
+    config = AttentionConfig(sink_tokens=64, local_tokens=64, lines_by=lines_by)
+    pass_ = SparsePrefill(rows, slots, PAGE, config, pattern)
+    by_end: dict[str, Any] = {"segment": 2**20, "newest": True} if lines_by == "prompt_end" else {}
     pages = (slots[:, ::PAGE] // PAGE).int()
     prefix, new = zip(*ROWS, strict=True)
     whole = PrefillBatch.of(pages, PAGE, prefix, new, block_q=BLOCK_Q, block_k=BLOCK_K)
@@ -53,7 +60,7 @@ def test_each_request_of_a_batch_attends_to_its_own_choice_in_every_layer() -> N
             if i == 1:
                 chosen = choose_blocks(own, k, alone, alpha=0.8, sink=1, local=1, streaming=pattern[layer])
             else:
-                plan = LinePlan.of(alone, HEADS, observe=16)
+                plan = LinePlan.of(alone, HEADS, observe=16, **by_end)
                 choice = choose_lines(own, k, plan, alpha=0.955, share=0.3, given=(Lines(*ends[layer]),))
                 chosen, taken = choice.mask, taken + choice.counts[0]
                 assert choice.last[0] is not None

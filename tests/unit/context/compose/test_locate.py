@@ -123,7 +123,7 @@ def test_a_load_waits_for_pages_that_other_requests_hold(tmp_path: Path) -> None
         on_disk(store, documents)
         for other in documents[:2]:
             store.pin(other.key)
-            assert store.load(other.key).wait(30)
+            assert store.load(other.key).wait(240)
         context, locator = context_of(documents[2:], [range(20)]), locator_of(store)
         assert not locator.lacks_room
         for _ in range(50):

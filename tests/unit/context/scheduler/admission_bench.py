@@ -14,6 +14,7 @@ from sglang_ext.context.scheduler.admission import Admission
 from sglang_ext.context.selection.strategies import ModelShape, partial_selection
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.wire.protocol import ContextPlan, Span
+from tests.unit import request_shapes
 
 TOTAL = 12  # tokens of the context: system text and one document
 QUESTION, ANSWER, PAGE = 3, 10, 4
@@ -93,12 +94,11 @@ class Engine:
         partial = partial_selection(plan, ModelShape(2))
         self.context = ComposedContext(plan, array("q", range(TOTAL + QUESTION)), ("a", "b"), partial)
         self.context.decided = partial.settle()
-        self.req: Any = SimpleNamespace(
+        self.req: Any = request_shapes.request(
             ragserve=self.context,
             rid="r",
             origin_input_ids=array("q", [0] * (TOTAL + QUESTION)),
             output_ids=[],
-            prefix_indices=torch.empty(0, dtype=torch.int64),
             sampling_params=SimpleNamespace(max_new_tokens=ANSWER),
             to_finish=None,
             init_next_round_input=lambda tree: None,

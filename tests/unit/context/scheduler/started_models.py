@@ -1,7 +1,8 @@
-"""Starts small random models in one process, as a scheduler does, and prints what each can compose, as JSON.
+"""Starts small random models, each in a process of its own as a scheduler does, and prints what each can
+compose, or why it does not start, as JSON.
 
-Run as ``python -m tests.unit.context.scheduler.started_models FOLDER``: SGLang's process-wide state must not
-meet other tests.
+Run as ``python -m tests.unit.context.scheduler.started_models FOLDER [NAME ...]``. The processes are forked,
+with what is imported.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any
 
 from sglang_ext.sglang_internals.imports import without_collection
 
+log = logging.getLogger(__name__)
 COMMON: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -55,14 +59,47 @@ def fail(model: Any) -> None:
 
 
 Change = Callable[[Any], None]
+Model = tuple[Any, dict[str, Any], Change | None]
+"""Configuration, engine arguments and change of the loaded model."""
+_LATENT = {  # the form of the MLA models that SGLang can run on a CPU
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 4,
+    "moe_intermediate_size": 32,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+AS_PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek": {"moe_layer_freq": 1},
+    "qwen3.5": {"full_attention_interval": 4},
+    "qwen3-next": {"full_attention_interval": 4},
+}
+"""What published checkpoints say, SGLang reads, and transformers does not write."""
 
 
-def models() -> dict[str, tuple[Any, dict[str, Any], Change | None]]:
-    """Configuration, engine arguments and change of the loaded model, by name."""
+def models() -> dict[str, Model]:
+    """By name."""
     import transformers as hf
 
     llama = hf.LlamaConfig(**COMMON)
     scaled = {"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5}
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    latent = {name: value for name, value in COMMON.items() if name != "head_dim"} | _LATENT
     return {
         "llama": (llama, {}, None),
         "llama in bfloat16": (llama, {"dtype": "bfloat16"}, None),
@@ -72,6 +109,10 @@ def models() -> dict[str, tuple[Any, dict[str, Any], Change | None]]:
         "llama with a layer without positions": (llama, {}, skip_rotation),
         "llama with a layer that fails": (llama, {}, fail),
         "granite": (hf.GraniteConfig(**COMMON, **scaled), {}, None),
+        "gpt-oss": (hf.GptOssConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2), {}, None),
+        "deepseek": (hf.DeepseekV2Config(**latent), {}, None),
+        "qwen3.5": (hf.Qwen3_5TextConfig(**COMMON), {}, None),
+        "qwen3-next": (hf.Qwen3NextConfig(**COMMON, **experts, num_experts=4), {}, None),
     }
 
 
@@ -178,24 +219,36 @@ def tried(worker: Any) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    import logging
-
     from ragserve.engine.compat import prepare
 
     prepare()
     import torch
-    from sglang.srt.distributed import parallel_state
-    from transformers import AutoModelForCausalLM
+    import transformers
+    from sglang.srt.managers import tp_worker  # noqa: F401 - for all
 
     found = {}
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    only = sys.argv[2:]
     for name, (config, arguments, change) in models().items():
-        torch.manual_seed(0)
-        place = folder / name.replace(" ", "-")
-        AutoModelForCausalLM.from_config(config).save_pretrained(place)
-        found[name] = tried(started(place, arguments, change))
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()
+        if only and name not in only:
+            continue
+        result = folder / "result.json"
+        if not (pid := os.fork()):
+            torch.manual_seed(0)
+            place = folder / name.replace(" ", "-")
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(place)
+            path = place / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | AS_PUBLISHED.get(name, {})))
+            try:
+                outcome = tried(started(place, arguments, change))
+            except Exception as error:
+                log.warning("%s does not start", name, exc_info=True)
+                outcome = {"does not start": f"{type(error).__name__}: {error}"}
+            result.write_text(json.dumps(outcome))
+            sys.stderr.flush()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0, f"{name} has ended its process"
+        found[name] = json.loads(result.read_text())
     print(json.dumps(found))
 
 

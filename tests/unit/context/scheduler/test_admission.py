@@ -10,6 +10,7 @@ import pytest
 
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.stages import stages
+from sglang_ext.versions import protected_tokens
 from sglang_ext.wire.protocol import MISSING_PREFIX, SessionPart, session_key
 from tests.unit.context.scheduler.admission_bench import (
     ANSWER,
@@ -19,13 +20,14 @@ from tests.unit.context.scheduler.admission_bench import (
     TOTAL,
     Engine,
 )
+from tests.unit.request_shapes import prefix_of
 
 
 def test_a_request_whose_documents_are_there_gets_its_slots() -> None:
     engine = Engine()
     assert engine.admit() == "added"
     assert engine.free == 100 - TOTAL
-    assert len(engine.req.prefix_indices) == engine.req.already_computed == TOTAL
+    assert len(prefix_of(engine.req)) == engine.req.already_computed == TOTAL
     assert engine.context.located.sources, "locked until the slots are filled"
     assert engine.counted == [("device", 2)]
     assert engine.retrieved == [["a", "b"]]
@@ -36,7 +38,7 @@ def test_what_sglang_declines_is_given_back() -> None:
     assert engine.admit(accepted=False) == "added"
     assert engine.free == 100
     assert not engine.context.located.sources
-    assert not len(engine.req.prefix_indices)
+    assert not len(prefix_of(engine.req))
 
 
 def test_a_request_waits_for_its_load_without_locks() -> None:
@@ -199,8 +201,8 @@ def test_a_turn_of_a_session_gets_slots_for_what_is_new_only() -> None:
     engine = Engine(session=SESSION, recompute="all")
     assert engine.admit() == f"{50 - (TOTAL - HELD)} left", "the dialogue so far is not computed again"
     assert engine.free == 100 - (TOTAL - HELD)
-    assert engine.req.prefix_indices.tolist() == [*range(HELD), *range(TOTAL - HELD)]
-    assert (engine.req.last_node, engine.req.cache_protected_len) == ("node", HELD)
+    assert prefix_of(engine.req).tolist() == [*range(HELD), *range(TOTAL - HELD)]
+    assert (engine.req.last_node, protected_tokens(engine.req)) == ("node", HELD)
     assert engine.req.already_computed == TOTAL - HELD, "SGLang counts the rest as found in the cache"
     assert engine.counted == [("device", 1)], "the dialogue is no document"
     assert engine.retrieved == [["b"]]
@@ -216,12 +218,12 @@ def test_a_dialogue_that_another_rank_has_less_of_is_missing() -> None:
 
 def test_a_declined_turn_leaves_no_lock_and_no_slots() -> None:
     engine = Engine(session=SESSION)
-    engine.req.last_node, engine.req.cache_protected_len = "root", 0
+    engine.req.last_node = "root"
     assert engine.admit(accepted=False) == "added"
     assert engine.free == 100
     assert not engine.context.located.sources
-    assert not len(engine.req.prefix_indices)
-    assert (engine.req.last_node, engine.req.cache_protected_len) == ("root", 0)
+    assert not len(prefix_of(engine.req))
+    assert (engine.req.last_node, protected_tokens(engine.req)) == ("root", 0)
 
 
 def test_a_dialogue_in_the_way_of_its_own_turn_ends_it_with_the_reason() -> None:

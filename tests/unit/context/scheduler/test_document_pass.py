@@ -16,6 +16,8 @@ from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.scheduler import document_pass
 from sglang_ext.context.scheduler.document_pass import DocumentPass
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
+from sglang_ext.versions import row_of
+from tests.unit import request_shapes
 from tests.unit.context.small_model import KV_HEADS, LAYERS, ROTATION, VOCABULARY, runner_of
 
 LENGTHS = (63, 40, 111)
@@ -38,10 +40,10 @@ def analyser(runner: Any) -> Analyser:
 
 def request(number: int, n: int) -> Any:
     ids = torch.randint(0, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-    return SimpleNamespace(
+    return request_shapes.request(
+        row=number,
+        end=n,
         ragserve=DocumentRequest(f"{number}", "n", array("q", ids), analyse=True),
-        req_pool_idx=number,
-        extend_range=SimpleNamespace(start=0, end=n),
         grammar=None,
         output_ids=[],
         sampling_params=SimpleNamespace(max_new_tokens=1, custom_params=None),
@@ -89,7 +91,7 @@ def test_the_slots_hold_each_documents_own_kv(
     pool = runner.token_to_kv_pool
     for req in todo.reqs:
         ids = torch.tensor(req.ragserve.ids)
-        slots = table[req.req_pool_idx, : len(ids)].long()
+        slots = table[row_of(req), : len(ids)].long()
 
         def compare(layer: int, states: Any, slots: torch.Tensor = slots) -> None:
             state: LayerState = states[0]
@@ -160,8 +162,8 @@ def test_a_question_waits_for_documents_but_not_for_ever() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda todo: setattr(todo.reqs[1].extend_range, "start", 16),
-        lambda todo: setattr(todo.reqs[2].extend_range, "end", 100),
+        lambda todo: request_shapes.extend(todo.reqs[1], 16, LENGTHS[1]),
+        lambda todo: request_shapes.extend(todo.reqs[2], 0, 100),
         lambda todo: setattr(todo.reqs[0].ragserve, "first", True),
         lambda todo: setattr(todo.reqs[0], "ragserve", None),
         lambda todo: setattr(todo.reqs[0], "grammar", object()),
@@ -201,7 +203,7 @@ def check(runner: Any, table: torch.Tensor, reqs: Any) -> None:
     pool = runner.token_to_kv_pool
     for req in reqs:
         ids, n = torch.tensor([*PREFIX, *req.ragserve.ids]), len(PREFIX)
-        slots = table[req.req_pool_idx, : len(req.ragserve.ids)].long()
+        slots = table[row_of(req), : len(req.ragserve.ids)].long()
 
         def compare(layer: int, states: Any, slots: torch.Tensor = slots, n: int = n) -> None:
             k, v = states[0].k[n:] - n / 100, states[0].v[n:]
@@ -250,7 +252,7 @@ def test_chunks_and_what_follows_cached_pages_are_prefilled_behind_the_prefix(
     for start, end in ((0, 30), (30, 64), (64, 128)):  # the last of them with padding
         for req in todo.reqs:
             n = len(req.ragserve.ids)
-            req.extend_range.start, req.extend_range.end = min(start, n), min(end, n + 15)
+            request_shapes.extend(req, min(start, n), min(end, n + 15))
         assert work.takes(todo)
         replace(work, todo)
     check(runner, table, todo.reqs)

@@ -24,7 +24,8 @@ if not (folder / "profile").exists():
     (folder / "profile").touch()
     sys.exit({RESTART})
 (folder / "progress.json").write_text(json.dumps({{"phase": "comparing", "done": 7}}))
-time.sleep(1.5)
+while not pathlib.Path(__file__).with_name("seen").exists():
+    time.sleep(0.01)
 (folder / "result.json").write_text(json.dumps({{"job": job}}))
 """
 
@@ -32,6 +33,12 @@ time.sleep(1.5)
 def run(tmp_path: Path, script: str, seen: list[tuple[str, int]], **settings: Any) -> dict[str, Any]:
     worker = tmp_path / "worker.py"
     worker.write_text(script)
+
+    def see(phase: str, done: int) -> None:
+        seen.append((phase, done))
+        if done == 7:
+            worker.with_name("seen").touch()
+
     return tune(
         Settings(data_dir=tmp_path / "data", api_key="secret", **settings),
         "notes",
@@ -40,7 +47,7 @@ def run(tmp_path: Path, script: str, seen: list[tuple[str, int]], **settings: An
         most=9,
         at_once=1,
         questions=None,
-        on_progress=lambda phase, done: seen.append((phase, done)),
+        on_progress=see,
         command=(sys.executable, str(worker)),
     )
 

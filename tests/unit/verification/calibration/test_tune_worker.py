@@ -47,8 +47,16 @@ class Vectors:
         return np.tile(np.asarray([1.0, 0.0, 0.0, 0.0], dtype=np.float32), (len(texts), 1))
 
 
-def tuned(settings: Settings, questions: Path | None, most: int = 6, engine: Any = None) -> dict[str, Any]:
-    """Tune in this process with a scripted engine, and return the result."""
+def tuned(
+    settings: Settings,
+    questions: Path | None,
+    most: int = 6,
+    engine: Any = None,
+    *,
+    spent: float = 0.0,
+) -> dict[str, Any]:
+    """Tune in this process with a scripted engine, a share of the time being ``spent``, and return the
+    result."""
     folder = settings.data_dir / "job"
     folder.mkdir(exist_ok=True)
     now = time.time()
@@ -57,8 +65,8 @@ def tuned(settings: Settings, questions: Path | None, most: int = 6, engine: Any
         ["concat"],
         str(folder),
         str(settings.data_dir / "tune"),
-        now,
-        now + 1000,
+        now - 1e6 * spent,
+        now + 1e6 * (1 - spent),
         most,
         at_once=1,
         questions=None if questions is None else str(questions),
@@ -117,6 +125,19 @@ def test_users_questions_come_first_and_the_report_says_how_many(
     given.write_text("Where is it?\n")
     assert tuned(settings, given)["questions"] == {"given": 1}, "a file's questions are asked alone"
     assert set(Vectors.asked) == {"Where is it?"}
+
+
+def test_comparisons_have_the_time_of_costs_while_there_is_nothing_to_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2)
+    with IndexStore(tmp_path) as store:
+        fill(store, "notes", 3)
+    assert sum(tuned(settings, None, spent=0.95)["questions"].values()) == 0
+    later = tuned(settings, None, spent=0.8)
+    assert (sum(later["questions"].values()), later["finished"]) == (3, True)
+    assert later["costs"] == "no costs were measured: nothing is verified"
 
 
 def test_samkvs_profile_has_a_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

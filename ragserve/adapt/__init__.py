@@ -1,0 +1,1 @@
+"""Trains a model to read documents that were prefilled apart: `ragserve adapt`."""

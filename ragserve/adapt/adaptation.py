@@ -1,0 +1,237 @@
+"""One run of `ragserve adapt`, from the questions to the adapted model. What a run has found is kept in its
+work folder, so that it goes on there after any end."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragserve.adapt import guards
+from ragserve.adapt.checkpoints import Checkpoints, TrainingCourse
+from ragserve.adapt.low_rank import AdaptedModel, check_model, digest_of
+from ragserve.adapt.model_folder import check_out, write_model
+from ragserve.adapt.sample_mix import SampleMix
+from ragserve.adapt.training import OnProgress, Training, TrainingOptions
+from ragserve.adapt.training_rows import TrainingRow, digest_of_rows, divided, read_rows, write_rows
+from ragserve.errors import Conflict, InvalidRequest, RagserveError
+from ragserve.files import locked, write_json
+
+if TYPE_CHECKING:
+    from ragserve.config import Settings
+
+_ROWS, _RUN, _BEFORE = "rows.jsonl", "run.json", "before.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptation:
+    """``model`` and ``out`` are folders. Questions come from the file ``data``, else from ``namespace``, at
+    most ``questions`` of them. ``room``: tokens of a pack; 0 for what suits the machine."""
+
+    model: Path
+    out: Path
+    work: Path
+    training: TrainingOptions
+    namespace: str = ""
+    data: Path | None = None
+    questions: int = 4000
+    held_out: int = 100
+    rank: int = 16
+    seed: int = 0
+    room: int = 0
+
+
+def adapt(
+    settings: Settings,
+    job: Adaptation,
+    on_progress: OnProgress = lambda phase, counts: None,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> dict[str, Any]:
+    """Adapt a model and return the record that OUT has, too. ``on_step``: called with the steps taken, after
+    each. Raises RagserveError, and writes no OUT, where the held-out KL never falls or a guard fails."""
+    config = check_model(job.model)
+    check_out(job.out, job.model)
+    job.work.mkdir(parents=True, exist_ok=True)
+    with locked(job.work / "lock") as alone:
+        if not alone:
+            raise Conflict(
+                f"Another run uses {job.work}.",
+                hint="Wait for it, or give another --work.",
+                code="work_in_use",
+            )
+        record = _AdaptRun(settings, job, config, on_progress).adapted(on_step)
+    shutil.rmtree(job.work, ignore_errors=True)
+    return record
+
+
+class _AdaptRun:
+    """A run with its model in memory."""
+
+    def __init__(
+        self, settings: Settings, job: Adaptation, config: dict[str, Any], on_progress: OnProgress
+    ) -> None:
+        from ragserve.answering.prompt import PromptBuilder
+        from ragserve.engine.document_prefix import prefix_ids
+
+        on_progress("loading the model", job.model.name)
+        self._settings, self._job, self._config, self._progress = settings, job, config, on_progress
+        self._builder = PromptBuilder.load(str(job.model), settings.system_prompt)
+        if not getattr(self._builder.tokenizer, "chat_template", None):
+            raise InvalidRequest(
+                f"{job.model} has no chat template.",
+                hint="Give an instruction-tuned model: others do not answer.",
+            )
+        self._identity = self._identified()
+        prefix = prefix_ids(settings, self._builder.tokenizer)
+        self._model = AdaptedModel.load(job.model, prefix, self._builder.tokenizer, room=job.room)
+        if self._model.no_flex and self._model.device.type == "cuda":
+            on_progress("attention", f"masks instead of FlexAttention: {self._model.no_flex}")
+        text = files("sglang_ext.analysis").joinpath("unrelated_contexts.txt").read_text(encoding="utf-8")
+        self._general = [part.strip() for part in text.split("\n====\n")]
+
+    def adapted(self, on_step: Callable[[int], None]) -> dict[str, Any]:
+        """Train, measure and write."""
+        job, model, rows = self._job, self._model, self._rows()
+        train, held_out = divided(rows, job.held_out, job.seed)
+        longest = int(self._config.get("max_position_embeddings", model.room))
+        room = min(model.room, longest) - job.training.answer_tokens
+        mix = SampleMix(train, self._builder, k=self._settings.top_k, room=room, seed=job.seed)
+        before, wanted = self._before(mix, held_out)
+        model.add_adapter(job.rank, job.seed)
+        prompts = [
+            mix.sequence(row.question, mix.context(row, n), composed=True) for n, row in enumerate(held_out)
+        ]
+        checkpoints = Checkpoints(job.work)
+        training = Training(model, mix, prompts, checkpoints, job.training, self._progress, on_step=on_step)
+        course = training.run()
+        stored = str(self._config.get("dtype") or self._config.get("torch_dtype") or "float32")
+        model.round_adapter(stored)
+        model.save_adapter(job.work / "adapter", str(job.model))
+        model.merge(job.model, job.work / "merged")
+        after = self._measured("after", mix, held_out, wanted)
+        record = self._record(course, before, after, len(train), digest_of_rows(rows))
+        if failed := guards.failures(before, after):
+            write_json(job.work / "refused.json", record)
+            raise RagserveError(
+                f"Nothing is written, as the adapted model is worse: {'; '.join(failed)}.",
+                hint=f"What was measured is in {job.work / 'refused.json'}. Try more or other questions, or "
+                "a smaller --rate.",
+                code="guards_failed",
+            )
+        self._progress("writing", job.out.name)
+        write_model(job.out, job.model, record, job.work)
+        return record
+
+    def _identified(self) -> dict[str, Any]:
+        """What tells runs apart. Raises Conflict where the work folder has another one's."""
+        job = self._job
+        run: dict[str, Any] = {
+            "base": job.model.name,
+            "base_digest": digest_of(job.model),
+            "data": job.data.name if job.data else None,
+            "data_digest": digest_of_rows(read_rows(job.data)) if job.data else None,
+            "namespace": job.namespace or None,
+            "kv_prefix": self._settings.kv_prefix,
+            "top_k": self._settings.top_k,
+            "rank": job.rank,
+            "seed": job.seed,
+            "batch": job.training.batch,
+            "rate": job.training.rate,
+            "answer_tokens": job.training.answer_tokens,
+            "held_out": job.held_out,
+        }
+        place = job.work / _RUN
+        if place.exists() and (there := json.loads(place.read_text(encoding="utf-8"))) != run:
+            names = sorted(name for name in run.keys() | there.keys() if run.get(name) != there.get(name))
+            raise Conflict(
+                f"{job.work} has another run, which differs in {', '.join(names)}.",
+                hint="Remove it to begin anew, or give another --work.",
+                code="another_run",
+            )
+        write_json(place, run)
+        return run
+
+    def _rows(self) -> list[TrainingRow]:
+        """The questions: of the file, or made of the namespace, once a run."""
+        job, place = self._job, self._job.work / _ROWS
+        if job.data is not None:
+            return read_rows(job.data)
+        if not place.exists():
+            from ragserve.adapt.namespace_rows import make_rows
+
+            made = make_rows(
+                self._settings, job.namespace, self._model, self._builder, job.questions, self._progress
+            )
+            write_rows(place, made)
+        return read_rows(place)
+
+    def _before(
+        self, mix: SampleMix, rows: list[TrainingRow]
+    ) -> tuple[guards.Measured, list[tuple[str, ...]]]:
+        """The base's figures and the references, measured once a run."""
+        place = self._job.work / _BEFORE
+        if not place.exists():
+            self._progress("before", "references")
+            wanted = guards.references(self._model, mix, rows)
+            before = self._measured("before", mix, rows, wanted)
+            write_json(place, {"before": asdict(before), "wanted": wanted})
+        there = json.loads(place.read_text(encoding="utf-8"))
+        return guards.Measured(**there["before"]), [tuple(each) for each in there["wanted"]]
+
+    def _measured(
+        self, phase: str, mix: SampleMix, rows: list[TrainingRow], wanted: list[tuple[str, ...]]
+    ) -> guards.Measured:
+        return guards.measure(
+            self._model,
+            mix,
+            rows,
+            wanted,
+            self._general,
+            tokens=self._job.training.answer_tokens,
+            on_progress=lambda what: self._progress(phase, what),
+        )
+
+    def _record(
+        self,
+        course: TrainingCourse,
+        before: guards.Measured,
+        after: guards.Measured,
+        questions: int,
+        digest: str,
+    ) -> dict[str, Any]:
+        import torch
+
+        best = next(each for each in course.history if each["step"] == course.best_step)
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        packages = ("torch", "transformers", "peft", "ragserve")
+        return {
+            **self._identity,
+            "data_digest": digest,
+            "questions": questions,
+            "steps": course.step,
+            "best_step": course.best_step,
+            "skipped_steps": course.skipped,
+            "stopped": course.stopped or None,
+            "training_seconds": round(course.seconds),
+            "kl_before": course.history[0],
+            "kl_after": best,
+            "before": before.row(),
+            "after": after.row(),
+            "recovered": guards.recovered(before, after),
+            "attention": "masks" if self._model.no_flex else "FlexAttention",
+            "machine": {
+                "gpu": gpu,
+                "cpu": platform.processor() or platform.machine(),
+                "cores": os.cpu_count(),
+            },
+            "versions": {name: version(name) for name in packages},
+            "date": time.strftime("%Y-%m-%d"),
+        }

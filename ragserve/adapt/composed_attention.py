@@ -1,0 +1,198 @@
+"""Attention over packed sequences, as `packing` describes it, for models of transformers.
+
+Two passes. All tokens see their own segment and, where they are documents, the prefix; then the tokens of
+questions and answers see their whole sequence, over keys that are turned to their places. FlexAttention on a
+GPU, which never makes the masks as tensors; on a CPU, and wherever FlexAttention cannot be compiled, masks
+that are added to the scores. A very negative number is added, not minus infinity, and each token sees at
+least itself, so that no row is empty: empty rows make NaN of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+from ragserve.adapt.packing import PackedSequences
+
+if TYPE_CHECKING:
+    import torch
+
+NAME = "ragserve_packed"  # of the attention, for transformers
+ROWS = 512  # FlexAttention is compiled for multiples of so many asked tokens, so that there are few shapes
+
+
+class PackedAttention:
+    """The attention of one pack, on one device."""
+
+    def __init__(self, packed: PackedSequences, rotary: Any, device: torch.device, *, flex: bool) -> None:
+        """``rotary``: the model's rotary embedding, called with values and positions."""
+        import torch
+
+        self.ids = torch.tensor([packed.ids], device=device)
+        self.positions = torch.tensor([packed.positions], device=device)
+        self._segments = torch.tensor(packed.segments, device=device)
+        self._samples = torch.tensor(packed.samples, device=device)
+        self._behind = torch.tensor(packed.behind, device=device)
+        self._in_prefix = torch.arange(len(packed.ids), device=device) < packed.prefix
+        self._asked = torch.tensor(packed.asked, dtype=torch.int64, device=device)
+        self._flex = flex
+        self._masks: dict[bool, torch.Tensor] = {}
+        shifts = torch.tensor([packed.shifts], device=device)
+        self._cos, self._sin = rotary(torch.zeros(1, device=device), shifts)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        """q [1, heads, tokens, head_dim], k and v [1, kv_heads, tokens, head_dim]; returns [1, tokens, heads,
+        head_dim]."""
+        attend = self._by_flex if self._flex else self._by_masks
+        out = attend(q, k, v, scaling, asked=False)
+        if len(self._asked):
+            own = attend(q[:, :, self._rows], self.turned(k), v, scaling, asked=True)
+            out = out.index_copy(2, self._asked, own[:, :, : len(self._asked)].to(out.dtype))
+        return out.transpose(1, 2).contiguous()
+
+    def turned(self, k: torch.Tensor) -> torch.Tensor:
+        """Keys at their places in the prompts."""
+        import torch
+
+        x, half = k.float(), k.shape[-1] // 2
+        turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+        return (x * self._cos[:, None] + turned * self._sin[:, None]).to(k.dtype)
+
+    @cached_property
+    def _rows(self) -> torch.Tensor:
+        """The asked tokens; for FlexAttention a multiple of `ROWS`, the last one repeated."""
+        import torch
+
+        more = -len(self._asked) % ROWS if self._flex else 0
+        return torch.cat((self._asked, self._asked[-1:].expand(more)))
+
+    def _sees(self, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        own = self._segments[row] == self._segments[key]
+        return (key <= row) & (own | (self._behind[row] & self._in_prefix[key]))
+
+    def _asked_sees(self, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= row) & (self._samples[row] == self._samples[key])
+
+    def _by_masks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, *, asked: bool
+    ) -> torch.Tensor:
+        from torch.nn.functional import scaled_dot_product_attention
+
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        return scaled_dot_product_attention(q, k, v, self._mask(asked).to(q.dtype), scale=scaling)
+
+    def _mask(self, asked: bool) -> torch.Tensor:
+        """Additive, [rows, tokens]."""
+        import torch
+
+        if asked in self._masks:
+            return self._masks[asked]
+
+        keys = torch.arange(len(self._segments), device=self._segments.device)
+        rows = self._rows if asked else keys
+        seen = (self._asked_sees if asked else self._sees)(rows[:, None], keys[None])
+        mask = torch.zeros(seen.shape, dtype=torch.bfloat16, device=seen.device)
+        return self._masks.setdefault(asked, mask.masked_fill(~seen, torch.finfo(torch.bfloat16).min / 2))
+
+    def _by_flex(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, *, asked: bool
+    ) -> torch.Tensor:
+        blocks = self._blocks[asked]
+        return _flex_attention(q.device.type)(q, k, v, block_mask=blocks, scale=scaling, enable_gqa=True)
+
+    @cached_property
+    def _blocks(self) -> tuple[Any, Any]:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        tokens, device = len(self._segments), str(self._segments.device)
+
+        def sees(b: Any, h: Any, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return self._sees(row, key)
+
+        first = create_block_mask(sees, None, None, tokens, tokens, device=device)
+        if not len(self._asked):
+            return first, None
+        rows = self._rows
+
+        def asked_sees(b: Any, h: Any, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return self._asked_sees(rows[row], key)
+
+        return first, create_block_mask(asked_sees, None, None, len(rows), tokens, device=device)
+
+
+@cache
+def _flex_attention(device: str) -> Callable[..., torch.Tensor]:
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
+    found: Callable[..., torch.Tensor] = compiled
+    return found
+
+
+def flex_differs(model: Any, device: torch.device, tokens: int) -> str:
+    """Why FlexAttention is not to be used with a model's heads for packs of so many tokens, 1,024 at least;
+    empty if it gives what masks give, in values and gradients."""
+    import torch
+
+    if device.type != "cuda":
+        return "it needs a GPU"
+    from ragserve.adapt.packing import TrainingSequence, packed
+
+    config = model.config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    documents = ([1] * 150, [2] * 201)
+    sequences = [TrainingSequence([3] * 20, documents, [4] * 30, [5] * 9, composed=True)] * 2
+    draw = torch.Generator(device).manual_seed(0)
+    given = [
+        torch.randn(1, count, tokens, size, generator=draw, device=device, dtype=torch.bfloat16)
+        for count in (heads, kv_heads, kv_heads)
+    ]
+    found = []
+    try:
+        for flex in (True, False):
+            pack = packed(sequences, [6] * 100)
+            pack.pad(tokens)
+            inputs = [each.clone().requires_grad_() for each in given]
+            q, k, v = inputs
+            out = PackedAttention(pack, model.model.rotary_emb, device, flex=flex)(q, k, v, size**-0.5)
+            out.float().square().sum().backward()
+            found.append([out.detach(), *(each.grad for each in inputs if each.grad is not None)])
+    except Exception as error:  # noqa: BLE001 - whatever the compiler says
+        return f"it failed here: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    for one, other in zip(*found, strict=True):
+        difference = float((one.float() - other.float()).norm() / other.float().norm())
+        if not difference < 0.02:
+            return f"it differs from masks by {difference:.3f}"
+    return ""
+
+
+@contextmanager
+def packed_attention(model: Any) -> Iterator[None]:
+    """Let a model of transformers attend by the `PackedAttention` that its forward is given as ``packed``."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attend)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float,
+    *,
+    packed: PackedAttention,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    return packed(query, key, value, scaling), None

@@ -1,0 +1,226 @@
+"""A model of transformers with a low-rank adapter (LoRA, by peft), and what it may be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ragserve.adapt.composed_attention import PackedAttention, flex_differs, packed_attention
+from ragserve.adapt.packing import PackedSequences, TrainingSequence, packed
+from ragserve.engine.cpu_precision import cpu_dtype
+from ragserve.errors import InvalidRequest, StorageFull, Unavailable
+
+if TYPE_CHECKING:
+    import torch
+
+FAMILIES = ("llama", "qwen2", "qwen3")  # model_type of config.json
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+def check_model(folder: Path) -> dict[str, Any]:
+    """Read config.json of a model that can be adapted. Raises InvalidRequest for any other, and Unavailable
+    without the packages for training."""
+    if find_spec("peft") is None:
+        raise Unavailable(
+            "Training needs peft.", hint="Install it: pip install 'ragserve[train]'.", code="extra_missing"
+        )
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kind = config["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidRequest(
+            f"{folder} is no model folder: config.json cannot be read ({type(error).__name__}).",
+            hint="Give a folder with config.json, the weights and the tokenizer.",
+        ) from None
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaled = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in FAMILIES or scaled != "default":
+        found = f"rope of type {scaled}" if kind in FAMILIES else f"type {kind}"
+        raise InvalidRequest(
+            f"{folder} has {found}; only models of the types {', '.join(FAMILIES)} with plain rotary "
+            "positions can be adapted.",
+            hint="Qwen2.5, Qwen3, Llama 2 and SmolLM2 are such models.",
+        )
+    if config.get("quantization_config"):
+        raise InvalidRequest(
+            f"{folder} has quantised weights.", hint="Adapt the unquantised model, then quantise the result."
+        )
+    if config.get("use_sliding_window"):
+        raise InvalidRequest(f"{folder} attends in a sliding window.", hint="Give a model without one.")
+    if not any(path for each in WEIGHTS[:2] for path in folder.glob(each)):
+        raise InvalidRequest(f"{folder} has no weights.", hint="Download the complete model again.")
+    return dict(config)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of a folder's weights."""
+    return sum(path.stat().st_size for each in WEIGHTS[:2] for path in folder.glob(each))
+
+
+def digest_of(folder: Path) -> str:
+    """SHA-256 of a model's configuration, tokenizer and weights, 16 hex digits."""
+    found = hashlib.sha256()
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json")
+    paths = [path for path in map(folder.joinpath, names) if path.exists()]
+    for path in [*paths, *sorted(path for each in WEIGHTS[:2] for path in folder.glob(each))]:
+        with path.open("rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()[:16]
+
+
+@dataclass(eq=False)
+class AdaptedModel:
+    """A causal model, its tokenizer, and the adapter once `add_adapter` has been called.
+
+    ``ends``: tokens that end an answer. ``prefix``: token ids that documents are prefilled behind. ``room``:
+    tokens of a pack, to which FlexAttention's are padded. ``no_flex``: why masks are used; empty for
+    FlexAttention."""
+
+    causal: Any
+    tokenizer: Any
+    device: torch.device
+    ends: frozenset[int]
+    prefix: list[int]
+    room: int
+    no_flex: str
+    adapter: Any = None
+    _saved: Any = None
+
+    @classmethod
+    def load(cls, folder: Path, prefix: Sequence[int], tokenizer: Any, *, room: int = 0) -> AdaptedModel:
+        """Load a folder onto the GPU, if there is one, with frozen weights of 16 bits where the machine
+        computes with them. ``room``: 0 for what suits the machine."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "bfloat16" if device.type == "cuda" else cpu_dtype()[0]
+        causal: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, name), attn_implementation="sdpa", local_files_only=True
+        )
+        causal.to(device).eval().requires_grad_(False)
+        ends = causal.generation_config.eos_token_id
+        ends = {*ends} if isinstance(ends, list) else {ends}
+        ends = {*ends, tokenizer.eos_token_id} - {None}
+        room = room or (8192 if device.type == "cuda" else 2048)
+        room += -room % 128
+        found = cls(causal, tokenizer, device, frozenset(ends), list(prefix), room, "")
+        found.no_flex = flex_differs(causal, device, max(1024, found.padded))
+        return found
+
+    @property
+    def padded(self) -> int:
+        """Tokens of a pack for FlexAttention, which is compiled for each number of them."""
+        return self.room + len(self.prefix) + -len(self.prefix) % 128
+
+    def add_adapter(self, rank: int, seed: int) -> None:
+        """Add an adapter that changes nothing yet, in float32, and save activations at layers' ends only."""
+        import torch
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(seed)
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+        self.adapter = get_peft_model(self.causal, config)
+        self.causal.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The adapter's weights by name."""
+        return {name: value for name, value in self.causal.named_parameters() if value.requires_grad}
+
+    def base(self) -> AbstractContextManager[Any]:
+        """While it lasts, the model is the one without its adapter."""
+        found: AbstractContextManager[Any] = self.adapter.disable_adapter() if self.adapter else nullcontext()
+        return found
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Around a forward and its backward pass, in which layers are computed again rather than saved."""
+        self.causal.train()
+        try:
+            with packed_attention(self.causal):
+                yield
+        finally:
+            self.causal.eval()
+
+    def pack(self, sequences: Sequence[TrainingSequence]) -> PackedSequences:
+        """Pack sequences as the model computes them."""
+        found = packed(sequences, self.prefix)
+        if not self.no_flex:
+            found.pad(self.padded)
+        return found
+
+    def run(self, pack: PackedSequences, *, keep: bool = False) -> tuple[torch.Tensor, PackedAttention, Any]:
+        """Run a pack: hidden states [tokens, hidden], its attention, and all layers' cache with ``keep``."""
+        attention = PackedAttention(pack, self.causal.model.rotary_emb, self.device, flex=not self.no_flex)
+        with packed_attention(self.causal):
+            output = self.causal.model(
+                input_ids=attention.ids,
+                position_ids=attention.positions,
+                use_cache=keep,
+                packed=attention,
+            )
+        return output.last_hidden_state[0], attention, output.past_key_values
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [..., vocabulary]."""
+        found: torch.Tensor = self.causal.lm_head(hidden).float()
+        return found
+
+    def round_adapter(self, dtype: str) -> None:
+        """Round the adapter to a dtype, so that what is merged is what is saved."""
+        import torch
+
+        self._saved = getattr(torch, dtype)
+        with torch.no_grad():
+            for value in self.parameters().values():
+                value.copy_(value.to(self._saved))
+
+    def save_adapter(self, folder: Path, base: str) -> None:
+        """Write the adapter, as peft loads it onto ``base``, in the dtype that it was rounded to."""
+        from peft import get_peft_model_state_dict
+
+        self.adapter.peft_config["default"].base_model_name_or_path = base
+        state = {name: each.to(self._saved) for name, each in get_peft_model_state_dict(self.adapter).items()}
+        self.adapter.save_pretrained(folder, state_dict=state)
+
+    def merge(self, base: Path, out: Path) -> None:
+        """Write ``base`` with the adapter's changes, added in float32 and rounded once, to the folder
+        ``out``. The model is that one afterwards. Raises StorageFull."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        changes = {
+            name: module.get_delta_weight("default").float().cpu()
+            for name, module in _low_rank_layers(self.causal)
+        }
+        computed = self.causal.dtype
+        self.adapter = None
+        self.causal = None  # frees the GPU before the merged model comes
+        merged: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto", local_files_only=True)
+        with torch.no_grad():
+            for name, change in changes.items():
+                weight = merged.get_submodule(name).weight
+                weight.copy_(weight.float() + change)
+        try:
+            merged.save_pretrained(out)
+        except Exception as error:
+            if "No space left" not in str(error):
+                raise
+            raise StorageFull(
+                f"The disk of {out} is full.", hint="Free some space and run the same command again."
+            ) from error
+        merged.set_attn_implementation("sdpa")
+        self.causal = merged.to(self.device, computed).eval().requires_grad_(False)
+
+
+def _low_rank_layers(causal: Any) -> Iterator[tuple[str, Any]]:
+    for name, module in causal.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            yield name, module

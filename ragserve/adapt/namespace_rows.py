@@ -1,0 +1,122 @@
+"""Makes rows of a namespace: questions of users and about its chunks, as `ragserve tune` makes them, each
+over the passages that a search finds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from ragserve.adapt.batched_engine import BatchedEngine
+from ragserve.adapt.training_rows import TrainingPassage, TrainingRow
+from ragserve.answering.follow_ups import passages
+from ragserve.errors import InvalidRequest
+from ragserve.retrieval.search_options import SearchOptions
+from ragserve.verification.metrics import contains_answer
+from ragserve.verification.questions import DrawnQuestion, asked, drawn
+from ragserve_index.types import Chunk
+
+if TYPE_CHECKING:
+    from ragserve.adapt.low_rank import AdaptedModel
+    from ragserve.answering.prompt import PromptBuilder
+    from ragserve.config import Settings
+    from ragserve.retrieval.passage_search import PassageSearch
+    from ragserve.verification.question_probes import Probes
+
+_AT_ONCE = 64  # questions that are made together
+_TWO_OF = 4  # one chunk of so many is asked about together with the nearest other
+
+
+def make_rows(
+    settings: Settings,
+    namespace: str,
+    model: AdaptedModel,
+    builder: PromptBuilder,
+    most: int,
+    on_progress: Callable[[str, str], None],
+) -> list[TrainingRow]:
+    """Make at most ``most`` rows, one a chunk. Raises NotFound for an unknown namespace, and InvalidRequest
+    for one without passages."""
+    return asyncio.run(_make(settings, namespace, model, builder, most, on_progress))
+
+
+async def _make(
+    settings: Settings,
+    namespace: str,
+    model: AdaptedModel,
+    builder: PromptBuilder,
+    most: int,
+    on_progress: Callable[[str, str], None],
+) -> list[TrainingRow]:
+    from ragserve.answering.query_log import LoggedQuestions
+    from ragserve.retrieval.document_store import open_store
+    from ragserve.retrieval.embedder import Embedder
+    from ragserve.retrieval.passage_search import PassageSearch
+    from ragserve.retrieval.retriever import Retriever
+    from ragserve.verification.question_probes import Probes
+
+    rows: list[TrainingRow] = []
+    tried = 0
+    async with AsyncExitStack() as stack:
+        store = stack.enter_context(open_store(settings))
+        logged = LoggedQuestions(settings.data_dir, store, namespace, most)
+        source: Iterator[DrawnQuestion | Chunk] = chain(asked(logged), drawn(store, namespace))
+        embedder = await asyncio.to_thread(Embedder.of, settings)
+        retriever = Retriever(store, embedder)
+        stack.push_async_callback(retriever.close)
+        search = PassageSearch(retriever)
+        maker = _RowMaker(
+            Probes(BatchedEngine(model), search, builder, namespace, model.room), search, settings, namespace
+        )
+        while len(rows) < most:
+            batch = [each for _ in range(_AT_ONCE) if (each := next(source, None)) is not None]
+            if not batch:
+                break
+            found = await asyncio.gather(
+                *(maker.row(each, two=(tried + n) % _TWO_OF == 0) for n, each in enumerate(batch))
+            )
+            tried += len(batch)
+            rows += [row for row in found if row is not None]
+            on_progress("questions", f"{len(rows):,} of {tried:,} that were tried")
+    if not tried:
+        raise InvalidRequest(
+            f"Namespace {namespace!r} has no passages to ask about.", hint="Ingest documents first."
+        )
+    return rows[:most]
+
+
+class _RowMaker:
+    """Makes rows with one search and prober."""
+
+    def __init__(self, probes: Probes, search: PassageSearch, settings: Settings, namespace: str) -> None:
+        self._probes, self._search, self._namespace = probes, search, namespace
+        self._options = SearchOptions(settings.top_k, retrieval=settings.retrieval)
+
+    async def row(self, about: DrawnQuestion | Chunk, *, two: bool) -> TrainingRow | None:
+        """The row of a user's question or of one about a chunk; None where none can be used."""
+        chunk = about if isinstance(about, Chunk) else None
+        if isinstance(about, Chunk):
+            question = await self._probes.about(about, two=two)
+        else:
+            question = await self._probes.of_user(about)
+        if question is None:
+            return None
+        found = passages((await self._search.search(self._namespace, question.text, self._options)).passages)
+        shown = [
+            TrainingPassage(title=each.title or "", text=each.text) for each in found if each.text.strip()
+        ]
+        if chunk is not None and all(each.text != chunk.text for each in shown):
+            place = random.Random(chunk.chunk_id).randrange(len(shown) + 1)
+            shown.insert(place, TrainingPassage(title=chunk.title or "", text=chunk.text))
+        gold = [
+            place
+            for place, each in enumerate(shown)
+            if (chunk is not None and each.text == chunk.text)
+            or contains_answer(f"{each.title} {each.text}", question.references)
+        ]
+        return TrainingRow(
+            question=question.text, answer=question.references[0], passages=tuple(shown), gold=tuple(gold)
+        )

@@ -1,0 +1,119 @@
+"""Packed sequences: several prompts with their answers in one row, and which tokens see which.
+
+A composed prompt is laid out as the engine composes it with nothing recomputed. The text that documents are
+prefilled behind (`kv_prefix`, P tokens) stands once, at the beginning, at positions 0 to P - 1. The system
+text sees itself. Each document sees that prefix and itself, at positions from P on, as if it came alone.
+Question and answer see the system text, all documents and themselves; the documents' keys are turned to their
+places in the prompt for them, by ``shifts``. Any other sequence is causal, from position 0 on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+NOBODY = -1  # sample of the prefix and of padding
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSequence:
+    """A prompt and its answer, as token ids. ``composed``: the documents do not see each other. ``rows``:
+    places whose next token is compared; empty for those that predict the answer. The answer's last token is
+    predicted only."""
+
+    head: Sequence[int]
+    documents: Sequence[Sequence[int]] = ()
+    question: Sequence[int] = ()
+    answer: Sequence[int] = ()
+    composed: bool = False
+    rows: Sequence[int] = ()
+
+    def __len__(self) -> int:
+        prompt = len(self.head) + sum(map(len, self.documents)) + len(self.question)
+        return prompt + max(0, len(self.answer) - 1)
+
+    @property
+    def targets(self) -> Sequence[int]:
+        """The compared places."""
+        return self.rows or range(len(self) - len(self.answer), len(self))
+
+
+@dataclass(slots=True)
+class PackedSequences:
+    """Sequences one after another. The lists up to ``behind`` have an entry a token.
+
+    ``positions``: where Q and K are computed; ``shifts``: from there to where question and answer see K.
+    Tokens of one of ``segments`` see each other, and those ``behind`` the prefix see that, too. ``samples``:
+    each token's sequence. ``asked``: tokens that see all of their sequence instead. ``targets``: compared
+    tokens. ``bounds``: first token of each sequence and the one behind its last. All seeing is causal."""
+
+    prefix: int = 0
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    shifts: list[int] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    behind: list[bool] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    bounds: list[tuple[int, int]] = field(default_factory=list)
+
+    def _add(
+        self, ids: Sequence[int], position: int, *, sample: int, shift: int = 0, behind: bool = False
+    ) -> None:
+        segment = self.segments[-1] + 1 if self.segments else 0
+        self.ids += ids
+        self.positions += range(position, position + len(ids))
+        self.shifts += [shift] * len(ids)
+        self.segments += [segment] * len(ids)
+        self.samples += [sample] * len(ids)
+        self.behind += [behind] * len(ids)
+
+    def _add_sequence(self, one: TrainingSequence) -> None:
+        sample, start = len(self.bounds), len(self.ids)
+        tail = [*one.question, *one.answer[:-1]]
+        if one.composed:
+            self._add(one.head, 0, sample=sample)
+            place = len(one.head)
+            for document in one.documents:
+                shift = place - self.prefix
+                self._add(document, self.prefix, sample=sample, shift=shift, behind=True)
+                place += len(document)
+            self.asked += range(len(self.ids), len(self.ids) + len(tail))
+            self._add(tail, place, sample=sample)
+        else:
+            text = [*one.head, *(token for document in one.documents for token in document), *tail]
+            self._add(text, 0, sample=sample)
+        self.bounds.append((start, len(self.ids)))
+        self.targets += [start + row for row in one.targets]
+
+    def pad(self, multiple: int) -> None:
+        """Add tokens that nobody else sees until the length is a multiple."""
+        if missing := -len(self.ids) % multiple:
+            self._add([0] * missing, 0, sample=NOBODY)
+
+
+def packed(sequences: Sequence[TrainingSequence], prefix: Sequence[int]) -> PackedSequences:
+    """Pack sequences. ``prefix``: token ids that composed ones' documents are behind; left out without one
+    of these."""
+    composed = any(each.composed for each in sequences)
+    found = PackedSequences(len(prefix) if composed else 0)
+    if composed and prefix:
+        found._add(prefix, 0, sample=NOBODY)
+    elif composed:
+        found._add([], 0, sample=NOBODY)
+    for each in sequences:
+        found._add_sequence(each)
+    return found
+
+
+def in_packs(sequences: Sequence[TrainingSequence], room: int) -> list[list[TrainingSequence]]:
+    """Divide sequences into packs of at most ``room`` tokens, in order; a longer one is alone."""
+    packs: list[list[TrainingSequence]] = []
+    used = 0
+    for each in sequences:
+        if not packs or used + len(each) > room:
+            packs.append([])
+            used = 0
+        packs[-1].append(each)
+        used += len(each)
+    return packs

@@ -1,0 +1,108 @@
+"""What a training step reads: composed prompts of one to k passages, with and without the passage that
+answers, and whole prompts and plain text, which are to stay as they are.
+
+Sample ``number`` is the same in every run of the same rows and seed, so that a run that resumes takes the
+same steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ragserve.adapt.packing import TrainingSequence
+from ragserve.adapt.training_rows import TrainingPassage, TrainingRow
+from ragserve.answering.prompt import PromptBuilder, PromptDocument
+from ragserve.verification.question_probes import SHORT
+
+if TYPE_CHECKING:
+    from ragserve.answering.prompt import Prompt
+
+_TEXT = 0.06  # share of plain passages, all tokens of which are compared
+_WHOLE = 0.2  # of whole prompts
+_ONE = 0.2  # of the others: one passage
+_UNANSWERABLE = 0.12  # without the passages that answer
+_SHORT_ANSWERS = 0.6  # with the system text that asks for few words; the others with the server's
+_TEXT_ROWS = 32  # compared tokens of a plain passage
+
+
+class SampleMix:
+    """Makes samples of rows for one prompt builder."""
+
+    def __init__(
+        self, rows: Sequence[TrainingRow], builder: PromptBuilder, *, k: int, room: int, seed: int
+    ) -> None:
+        """``k``: most passages; ``room``: most tokens of a prompt."""
+        self._rows, self._builder = rows, builder
+        self._k, self._room, self._seed = k, room, seed
+
+    def sample(self, number: int) -> TrainingSequence:
+        """Sample ``number``, without an answer yet. Each pass over the rows is in another order."""
+        turn, place = divmod(number, len(self._rows))
+        order = list(range(len(self._rows)))
+        random.Random(f"{self._seed} order {turn}").shuffle(order)
+        draw = random.Random(f"{self._seed} sample {number}")
+        row = self._rows[order[place]]
+        kind = draw.random()
+        if kind < _TEXT:
+            return self._text(draw.choice(row.passages), draw)
+        short = draw.random() < _SHORT_ANSWERS
+        return self.sequence(
+            row.question, self._context(row, draw), short=short, composed=kind >= _TEXT + _WHOLE
+        )
+
+    def sequence(
+        self,
+        question: str,
+        passages: Sequence[TrainingPassage],
+        *,
+        short: bool = True,
+        composed: bool = False,
+    ) -> TrainingSequence:
+        """Lay a question out over passages, as many as fit. ``short``: with the system text that asks for few
+        words."""
+        documents = [PromptDocument("", each.title, each.text) for each in passages]
+        prompt = self._builder.build(
+            question, documents, max_prompt_tokens=self._room, system=SHORT if short else None, cut=True
+        )
+        head, *shown, tail = _parts(prompt)
+        return TrainingSequence(head, shown, tail, composed=composed)
+
+    def context(self, row: TrainingRow, number: int, *, without_gold: bool = False) -> list[TrainingPassage]:
+        """The passages of held-out row ``number``: at most k, in an order of its own; ``without_gold``: none
+        that answers."""
+        draw = random.Random(f"{self._seed} held out {number}")
+        others = [each for place, each in enumerate(row.passages) if place not in row.gold]
+        gold = [] if without_gold else [row.passages[place] for place in row.gold]
+        return _shuffled(gold, others, self._k, draw)
+
+    def _context(self, row: TrainingRow, draw: random.Random) -> list[TrainingPassage]:
+        gold = [row.passages[place] for place in row.gold]
+        others = [each for place, each in enumerate(row.passages) if place not in row.gold]
+        if len(others) < self._k // 2:  # a row that brings few: those of other rows
+            more = [draw.choice(draw.choice(self._rows).passages) for _ in range(self._k)]
+            known = {each.text for each in row.passages}
+            others += [each for each in dict.fromkeys(more) if each.text not in known]
+        if draw.random() < _UNANSWERABLE and others:
+            gold = []
+        one = draw.random() < _ONE
+        count = max(1, len(gold)) if one else draw.randint(min(2, self._k), self._k)
+        return _shuffled(gold, others, count, draw)
+
+    def _text(self, passage: TrainingPassage, draw: random.Random) -> TrainingSequence:
+        ids = self._builder.plain_ids(f"{passage.title}\n\n{passage.text}".strip())[: self._room]
+        rows = range(len(ids))
+        return TrainingSequence(ids, rows=sorted(draw.sample(rows, min(_TEXT_ROWS, len(ids)))))
+
+
+def _shuffled(
+    gold: list[TrainingPassage], others: list[TrainingPassage], count: int, draw: random.Random
+) -> list[TrainingPassage]:
+    """All of ``gold`` and the first of ``others``, ``count`` together where gold is fewer, in any order."""
+    found = [*gold, *others[: max(0, count - len(gold))]]
+    draw.shuffle(found)
+    return found
+
+
+def _parts(prompt: Prompt) -> list[list[int]]:
+    return [prompt.input_ids[each.start : each.end] for each in prompt.segments]

@@ -1,0 +1,181 @@
+"""A run from questions to a model folder, its guards, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ragserve.adapt import adaptation, guards, model_folder
+from ragserve.adapt.adaptation import Adaptation, adapt
+from ragserve.adapt.guards import Measured
+from ragserve.adapt.training import TrainingOptions
+from ragserve.config import Settings
+from ragserve.errors import RagserveError
+from tests.unit.adapt.tiny_models import make_model, rows, write
+
+OPTIONS = TrainingOptions(seconds=1e9, steps=2, batch=2, every=1, rate=5e-3, answer_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def job(model: Path, tmp_path: Path) -> Adaptation:
+    data = write(tmp_path / "rows.jsonl", rows(60, passages=3))
+    return Adaptation(
+        model, tmp_path / "out", tmp_path / "work", OPTIONS, data=data, held_out=10, rank=4, room=512
+    )
+
+
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path / "data", top_k=2, kv_prefix="none")
+
+
+def changed(job: Adaptation, **fields: Any) -> Adaptation:
+    names = job.__dataclass_fields__
+    return Adaptation(**{name: getattr(job, name) for name in names} | fields)
+
+
+def test_the_folder_is_a_model_with_its_adapter_and_record(
+    job: Adaptation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random weights say nothing: what the guards measure is not asked here."""
+    monkeypatch.setattr(guards, "failures", lambda before, after: [])
+    record = adapt(settings(tmp_path), job)
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    merged = AutoModelForCausalLM.from_pretrained(job.out)
+    base = AutoModelForCausalLM.from_pretrained(job.model)
+    assert AutoTokenizer.from_pretrained(job.out).chat_template
+    ids = torch.arange(20, 60)[None]
+    with torch.no_grad():
+        own, before = merged(ids).logits, base(ids).logits
+        adapted = PeftModel.from_pretrained(base, job.out / "adapter")(ids).logits
+    torch.testing.assert_close(own, adapted, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(own, before, atol=1e-3)
+    there = json.loads((job.out / "ragserve-adapt.json").read_text())
+    assert there == record
+    assert there["questions"] == 50
+    assert there["after"]["questions"] == 10
+    assert there["kl_after"]["composed"] < there["kl_before"]["composed"]
+    assert not (job.out / "ragserve-gate.json").exists(), "what was verified of the base is not of this model"
+    assert not job.work.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "rows.jsonl"}
+
+
+def test_a_guard_that_fails_writes_nothing(
+    job: Adaptation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "PERPLEXITY", 0.5)
+    with pytest.raises(RagserveError, match=r"Nothing is written.*perplexity on [\d,]+ tokens"):
+        adapt(settings(tmp_path), job)
+    assert not job.out.exists()
+    assert (job.work / "refused.json").exists()
+    with pytest.raises(RagserveError, match="differs in rank"):
+        adapt(settings(tmp_path), changed(job, rank=2))
+
+
+def test_each_guard_is_about_what_it_says() -> None:
+    before = Measured([80.0] * 20, [40.0] * 20, [True] * 50, 2.0, 1000)
+    assert (
+        guards.failures(before, Measured([79.0] * 20, [70.0] * 20, [True] * 49 + [False], 2.009, 1000)) == []
+    )
+    [one] = guards.failures(before, Measured([78.9] * 20, [70.0] * 20, [True] * 50, 2.0, 1000))
+    assert one == "whole prompts lose 1.1 points of F1 (n 20; allowed 1)"
+    [one] = guards.failures(before, Measured([80.0] * 20, [70.0] * 20, [True] * 50, 2.0101, 1000))
+    assert one.startswith("perplexity on 1,000 tokens of text rises by 1.0 %")
+    [one] = guards.failures(before, Measured([80.0] * 20, [70.0] * 20, [True] * 48 + [False] * 2, 2.0, 1000))
+    assert one == "questions without an answer are refused less often by 4.0 points (n 50; allowed 2)"
+    broken = Measured([float("nan")] * 20, [70.0] * 20, [False] * 50, float("nan"), 1000)
+    assert len(guards.failures(before, broken)) == 3
+    assert guards.recovered(before, Measured([80.0] * 20, [70.0] * 20)) == 0.75
+    assert guards.recovered(Measured([80.0], [79.5]), Measured([80.0], [80.0])) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "mistral"}, "type mistral; only models of the types llama, qwen2, qwen3"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope of type yarn"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
+        ({"use_sliding_window": True}, "sliding window"),
+        (None, "no model folder"),
+    ],
+)
+def test_models_that_cannot_be_adapted(
+    job: Adaptation, model: Path, tmp_path: Path, config: dict[str, Any] | None, words: str
+) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(model / "model.safetensors")
+    if config is not None:
+        known = json.loads((model / "config.json").read_text())
+        known = {name: value for name, value in known.items() if not name.startswith("rope")}
+        (folder / "config.json").write_text(json.dumps(known | config))
+    with pytest.raises(RagserveError, match=words):
+        adapt(settings(tmp_path), changed(job, model=folder))
+    assert not job.work.exists()
+
+
+def test_a_model_without_a_chat_template(job: Adaptation, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path)
+    about = json.loads((model / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").unlink()
+    del about["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    with pytest.raises(RagserveError, match="no chat template"):
+        adapt(settings(tmp_path), changed(job, model=folder))
+
+
+def test_an_out_that_exists_or_has_no_room(
+    job: Adaptation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_folder.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(RagserveError, match="has 0 MiB left and the adapted model takes"):
+        adapt(settings(tmp_path), job)
+    job.out.mkdir()
+    with pytest.raises(RagserveError, match="exists already"):
+        adapt(settings(tmp_path), job)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"question": "Who?", "passages": []}', "line 61: passages"),
+        ('{"question": " ", "passages": [{"text": "a"}]}', "line 61: question"),
+        (
+            '{"question": "Who?", "passages": [{"text": "a"}], "gold": [1]}',
+            "names a passage that is not among",
+        ),
+        ("[]", "line 61"),
+        ("{", "line 61: not JSON"),
+    ],
+)
+def test_bad_rows_are_named(job: Adaptation, tmp_path: Path, line: str, words: str) -> None:
+    assert job.data is not None
+    job.data.write_text(job.data.read_text() + line + "\n")
+    with pytest.raises(RagserveError, match=words):
+        adapt(settings(tmp_path), job)
+
+
+def test_too_few_questions(job: Adaptation, tmp_path: Path) -> None:
+    data = write(tmp_path / "few.jsonl", rows(49))
+    with pytest.raises(RagserveError, match="There are 49 questions; at least 50"):
+        adapt(settings(tmp_path), changed(job, data=data))
+
+
+def test_two_runs_at_once_are_one_too_many(job: Adaptation, tmp_path: Path) -> None:
+    job.work.mkdir()
+    with adaptation.locked(job.work / "lock"), pytest.raises(RagserveError, match="Another run uses"):
+        adapt(settings(tmp_path), job)

@@ -1,0 +1,118 @@
+"""Packed sequences are computed as the engine composes them: against passes one after another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from ragserve.adapt import greedy
+from ragserve.adapt.composed_attention import PackedAttention
+from ragserve.adapt.low_rank import AdaptedModel
+from ragserve.adapt.packing import TrainingSequence, packed
+from tests.unit.adapt.tiny_models import load, make_model, tokens
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AdaptedModel:
+    return load(make_model(tmp_path_factory.mktemp(request.param), request.param))
+
+
+def sequence(sizes: tuple[int, ...], *, composed: bool, seed: int = 0) -> TrainingSequence:
+    """Head, documents, question and answer of these sizes."""
+    head, *documents, question, answer = (tokens(size, 100 * seed + n) for n, size in enumerate(sizes))
+    return TrainingSequence(head, documents, question, answer, composed=composed)
+
+
+def extended(model: AdaptedModel, ids: list[int], start: int, past: list | None = None) -> tuple:
+    """Logits of ``ids`` from position ``start`` on behind ``past``, and K and V of all."""
+    cache = DynamicCache()
+    for layer, (k, v) in enumerate(past or []):
+        cache.update(k, v, layer)
+    places = torch.arange(start, start + len(ids))[None]
+    with torch.no_grad():
+        out = model.causal(torch.tensor([ids]), position_ids=places, past_key_values=cache, use_cache=True)
+    return out.logits[0], [(layer.keys, layer.values) for layer in out.past_key_values.layers]
+
+
+def turned(model: AdaptedModel, k: torch.Tensor, by: int) -> torch.Tensor:
+    cos, sin = model.causal.model.rotary_emb(k, torch.tensor([[by]]))
+    half = k.shape[-1] // 2
+    return k * cos + torch.cat((-k[..., half:], k[..., :half]), -1) * sin
+
+
+def composed_logits(model: AdaptedModel, one: TrainingSequence) -> torch.Tensor:
+    """What the engine does with nothing recomputed: each document behind the prefix, which is dropped, its
+    keys turned to its place; then question and answer behind them all."""
+    before = len(model.prefix)
+    _, prefix = extended(model, model.prefix, 0) if before else (None, [])
+    _, past = extended(model, list(one.head), 0)
+    place = len(one.head)
+    for document in one.documents:
+        _, own = extended(model, list(document), before, prefix)
+        own = [(turned(model, k[:, :, before:], place - before), v[:, :, before:]) for k, v in own]
+        past = [
+            tuple(torch.cat(pair, 2) for pair in zip(*layers, strict=True))
+            for layers in zip(past, own, strict=True)
+        ]
+        place += len(document)
+    logits, _ = extended(model, [*one.question, *one.answer[:-1]], place, past)
+    return logits[len(one.question) - 1 :]
+
+
+def target_logits(model: AdaptedModel, sequences: list[TrainingSequence]) -> list[torch.Tensor]:
+    pack = model.pack(sequences)
+    with torch.no_grad():
+        hidden, *_ = model.run(pack)
+        found = model.logits(hidden[pack.targets])
+    return list(found.split([len(each.targets) for each in sequences]))
+
+
+SIZES = [(9, 17, 1, 31, 6, 3), (1, 40, 5, 1), (13, 7, 2)]
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 24])
+def test_composed_prompts_are_computed_as_documents_that_were_prefilled_apart(
+    model: AdaptedModel, prefix: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "prefix", tokens(prefix, 7))
+    sequences = [sequence(sizes, composed=True, seed=n) for n, sizes in enumerate(SIZES)]
+    for one, found in zip(sequences, target_logits(model, sequences), strict=True):
+        torch.testing.assert_close(found, composed_logits(model, one), atol=2e-4, rtol=2e-4)
+
+
+def test_whole_prompts_in_a_pack_are_computed_as_they_are_alone(model: AdaptedModel) -> None:
+    """Beside composed ones, and neither sees the other."""
+    whole = [sequence(sizes, composed=False, seed=n) for n, sizes in enumerate(SIZES)]
+    beside = [whole[0], sequence(SIZES[1], composed=True, seed=5), whole[1], whole[2]]
+    found = target_logits(model, beside)
+    for one, logits in zip(whole, (found[0], *found[2:]), strict=True):
+        ids = [*one.head, *(t for d in one.documents for t in d), *one.question, *one.answer[:-1]]
+        expected, _ = extended(model, ids, 0)
+        torch.testing.assert_close(logits, expected[-len(one.answer) :], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_attention_sees_what_masks_see(model: AdaptedModel) -> None:
+    sequences = [sequence(sizes, composed=n != 1, seed=n) for n, sizes in enumerate(SIZES)]
+    found = []
+    for flex in (True, False):
+        pack = packed(sequences, model.prefix)
+        pack.pad(256)
+        draw = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, heads, len(pack.ids), 8, generator=draw) for heads in (4, 2, 2))
+        attention = PackedAttention(pack, model.causal.model.rotary_emb, torch.device("cpu"), flex=flex)
+        found.append(attention(q, k, v, 8**-0.5))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+def test_greedy_answers_continue_each_prompt_as_it_would_alone(model: AdaptedModel) -> None:
+    prompts = [sequence((*sizes[:-1], 0), composed=n != 1, seed=n) for n, sizes in enumerate(SIZES)]
+    for one, found in zip(prompts, greedy.answers(model, prompts, 4), strict=True):
+        for at, token in enumerate(found):
+            known = TrainingSequence(one.head, one.documents, one.question, [*found[:at], 0], one.composed)
+            [logits] = target_logits(model, [known])
+            best = logits[-1]
+            assert best[token] >= best.max() - 1e-3

@@ -1,0 +1,152 @@
+"""Training: it lowers held-out KL, survives a kill, and never takes a step with a broken gradient."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ragserve.adapt import distillation, training
+from ragserve.adapt.checkpoints import Checkpoints
+from ragserve.adapt.low_rank import AdaptedModel
+from ragserve.adapt.sample_mix import SampleMix
+from ragserve.adapt.training import Training, TrainingOptions
+from ragserve.answering.prompt import PromptBuilder
+from ragserve.errors import RagserveError
+from tests.unit.adapt.tiny_models import load, make_model, rows
+
+REPO = Path(__file__).resolve().parents[3]
+OPTIONS = TrainingOptions(seconds=1e9, steps=8, batch=4, every=2, rate=3e-2, answer_tokens=3)
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+from tests.unit.adapt.test_training import make, OPTIONS
+def on_step(step):
+    if step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+make(Path(sys.argv[1]), Path(sys.argv[2]), on_step=on_step).run()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def make(folder: Path, work: Path, options: TrainingOptions = OPTIONS, **more: Any) -> Training:
+    """A training of the tiny model with its checkpoints in ``work``."""
+    model = load(folder)
+    builder = PromptBuilder(model.tokenizer)
+    given = rows(12)
+    mix = SampleMix(given[:9], builder, k=3, room=400, seed=0)
+    prompts = [
+        mix.sequence(row.question, mix.context(row, n), composed=True) for n, row in enumerate(given[9:])
+    ]
+    model.add_adapter(4, 0)
+    return Training(model, mix, prompts, Checkpoints(work), options, **more)
+
+
+def adapter(run: Training) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in run._model.parameters().items()}
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Training, Path]:
+    """A training that ran to its end, and its folder."""
+    work = tmp_path_factory.mktemp("whole")
+    run = make(folder, work)
+    run.run()
+    return run, work
+
+
+def test_held_out_kl_falls_and_the_best_adapter_is_kept(whole: tuple[Training, Path]) -> None:
+    run, work = whole
+    course = run.course
+    kl = {each["step"]: each["composed"] + each["whole"] for each in course.history}
+    assert list(kl) == [0, 2, 4, 6, 8]
+    assert course.best_step == min(kl, key=lambda step: kl[step]) > 0
+    composed = {each["step"]: each["composed"] for each in course.history}
+    assert composed[course.best_step] < 0.8 * composed[0]
+    assert course.history[0]["whole"] < 1e-3, "an adapter changes nothing before it is trained"
+    best = load_file(work / "best.safetensors")
+    for name, value in adapter(run).items():
+        assert torch.equal(value, best[name])
+
+
+def test_a_run_that_was_killed_takes_the_same_steps(
+    whole: tuple[Training, Path], folder: Path, tmp_path: Path
+) -> None:
+    """A process of its own, whose imports take most of the time, is killed after step 5; steps from the
+    checkpoint at 4 on are taken again."""
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(tmp_path)]
+    done = subprocess.run(command, cwd=REPO, timeout=800, check=False)
+    assert done.returncode == -signal.SIGKILL
+    taken: list[int] = []
+    again = make(folder, tmp_path, on_step=taken.append)
+    again.run()
+    assert taken == [5, 6, 7, 8]
+    for each, other in zip(again.course.history, whole[0].course.history, strict=True):
+        assert each == pytest.approx(other, rel=1e-3)
+    for name, value in adapter(whole[0]).items():
+        torch.testing.assert_close(adapter(again)[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_checkpoint_without_its_optimiser_goes_on_with_a_new_one(folder: Path, tmp_path: Path) -> None:
+    make(folder, tmp_path, TrainingOptions(**{**vars_of(OPTIONS), "steps": 2})).run()
+    [optimiser] = tmp_path.glob("checkpoint-2/optimiser.pt")
+    optimiser.unlink()
+    run = make(folder, tmp_path)
+    run.run()
+    assert [each["step"] for each in run.course.history] == [0, 2, 4, 6, 8]
+
+
+def vars_of(options: TrainingOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in options.__dataclass_fields__}
+
+
+def test_a_step_without_a_finite_gradient_is_skipped(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+
+    def broken(model: AdaptedModel, sequences: Any) -> torch.Tensor:
+        found = distillation.divergence(model, sequences)
+        return found * float("nan") if torch.is_grad_enabled() and next(calls) == 1 else found
+
+    monkeypatch.setattr(training, "divergence", broken)
+    run = make(folder, tmp_path)
+    course = run.run()
+    assert course.skipped == 1
+    assert all(torch.isfinite(value).all() for value in adapter(run).values())
+
+
+def test_a_training_that_stays_broken_ends(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(model: AdaptedModel, sequences: Any) -> torch.Tensor:
+        found = distillation.divergence(model, sequences)
+        return found * float("inf") if torch.is_grad_enabled() else found
+
+    monkeypatch.setattr(training, "divergence", broken)
+    run = make(folder, tmp_path, TrainingOptions(**{**vars_of(OPTIONS), "steps": 60}))
+    with pytest.raises(RagserveError, match="had no finite gradient"):
+        run.run()
+    assert run.course.step == 5
+
+
+def test_samples_are_the_same_for_a_seed(folder: Path) -> None:
+    builder = PromptBuilder(load(folder).tokenizer)
+    one, same, other = (SampleMix(rows(12), builder, k=3, room=400, seed=seed) for seed in (0, 0, 1))
+    drawn = [[mix.sample(number) for number in range(40)] for mix in (one, same, other)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    composed = [each for each in drawn[0] if each.composed]
+    assert {len(each.documents) for each in composed} == {1, 2, 3}
+    assert any(each.rows for each in drawn[0]), "plain text"
+    assert any(each.documents and not each.composed for each in drawn[0]), "whole prompts"
