@@ -2,7 +2,7 @@
 questions, before and after.
 
     python -m benchmarks.gpu_auto_over_http OUT_DIR SQUAD.json.gz ARTICLES.jsonl.xz --model FOLDER [--k 24]
-        [--questions 300] [--passages 500] [--words 720] [--minutes 20] [--seconds 540] [--only PASS,...]
+        [--questions 300] [--passages 450] [--words 800] [--minutes 20] [--seconds 540] [--only PASS,...]
 
 Passages of about 1,000 tokens (``--words``): the paragraphs of SQuAD's articles joined in their order, and
 beginnings of other articles. Questions are SQuAD's, spread over it; nothing but the report sees their
@@ -255,8 +255,8 @@ def main() -> int:
     parser.add_argument("--model", required=True)
     parser.add_argument("--k", type=int, default=24)
     parser.add_argument("--questions", type=int, default=300)
-    parser.add_argument("--passages", type=int, default=500)
-    parser.add_argument("--words", type=int, default=720, help="of a passage: about 1,000 tokens")
+    parser.add_argument("--passages", type=int, default=450)
+    parser.add_argument("--words", type=int, default=800, help="of a passage: about 1,000 tokens")
     parser.add_argument("--minutes", type=float, default=20, help="of tune, over all runs")
     parser.add_argument("--seconds", type=float, default=540, help="of this run, engine starts included")
     parser.add_argument("--only", help="passes, separated by commas; default: all")

@@ -57,6 +57,8 @@ _STARTS = (  # how a question may begin, and what the passage must have for it
     ("What", r""),
     ("What is the name of the", r"[A-Z]"),
 )
+_KINDS = (("In which year", r"\b\d{3,4}\b"), ("When", r"\d"), ("How many", r"\d|^[a-z]+(?:-[a-z]+)?$"))
+"""What the answer to a question that begins so must have."""
 _POINTS = re.compile(r"\b(?:document|passage|text|article|paragraph|mentioned|described|above|following)s?\b")
 _NAME = re.compile(r"(?<!^)\b(?:[A-Z]|\d)")
 _SORTED = 8  # batches whose passages are sorted by length together
@@ -99,6 +101,8 @@ def objection(passage: Passage, question: str, answer: str) -> str | None:
         return "answer is in the question"
     if _POINTS.search(question.lower()) or not _NAME.search(question):
         return "question is not clear alone"
+    if not all(re.search(needed, answer) for start, needed in _KINDS if question.startswith(start)):
+        return "answer is of another kind"
     return None
 
 

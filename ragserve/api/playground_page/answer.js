@@ -24,7 +24,7 @@ export async function ask(parent, body, signal, rates) {
       if (event === "final_answer") answer = data;
     }
     title.textContent = titleOf(answer);
-    fill(text, details, answer);
+    fill(text, details, answer, body.query);
     offer(details, body, answer, rates);
   } catch (error) {
     answer = null;
@@ -37,7 +37,7 @@ export async function ask(parent, body, signal, rates) {
   return answer;
 }
 
-function fill(text, details, answer) {
+function fill(text, details, answer, asked) {
   text.replaceChildren();
   const characters = Array.from(answer.answer); // places count code points, not UTF-16 units
   const cited = new Map(answer.citations.map((citation) => [citation.index, citation]));
@@ -59,7 +59,7 @@ function fill(text, details, answer) {
   for (const { original, replacement, read } of answer.searched_for?.corrections ?? []) {
     element("p", `${read ? "Read" : "Searched for"} “${original}” as “${replacement}”.`, details, { className: "notes" });
   }
-  if (answer.searched_for?.follow_up) {
+  if (answer.searched_for?.follow_up && answer.searched_for.question !== asked) {
     element("p", `Searched for “${answer.searched_for.question}”.`, details, { className: "notes" });
   }
   element("h4", "Sources", details);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 _GRAMMAR = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammar"
 
@@ -40,7 +40,9 @@ def around_mask(original: Callable[..., Any], grammar: Any, logits: Any, vocab_m
         original(grammar, logits, vocab_mask)
 
 
-OWN_HOOKS: tuple[tuple[str, tuple[str, ...], Callable[..., Any], str], ...] = (
+OWN_HOOKS: tuple[
+    tuple[str, tuple[str, ...], Callable[..., Any], Literal["before", "after", "around"]], ...
+] = (
     (
         "sglang.srt.layers.logprob_processor.get_token_ids_logprobs",
         ("logprobs", "token_ids_logprobs", "no_copy_to_cpu"),

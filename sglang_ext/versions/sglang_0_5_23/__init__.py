@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,9 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     f"{_BASE}.unlock": ("self", "lock"),
 }
 WEIGHT_ENTRIES = ("begin_weight_update",)
-OWN_HOOKS: tuple[tuple[str, tuple[str, ...], Callable[..., Any], str], ...] = ()
+OWN_HOOKS: tuple[
+    tuple[str, tuple[str, ...], Callable[..., Any], Literal["before", "after", "around"]], ...
+] = ()
 
 
 def resolve(server_args: Any) -> None:

@@ -79,6 +79,8 @@ def test_what_is_written_is_parsed(written: str, pair: tuple[str, str] | None) -
         ("When was the Mill Bridge built?", "1910", "not in the passage"),
         ("Who built the bridge of Ada Holm?", "Ada Holm", "in the question"),
         ("When was it built?", "1909", "not clear"),
+        ("In which year was the Mill Bridge built?", "steel", "another kind"),
+        ("How many people built the Mill Bridge?", "Ada Holm", "another kind"),
         ("What does the passage say of Arlen?", "steel", "not clear"),
     ],
 )

@@ -24,7 +24,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         capture_output=True,
         text=True,
         cwd=REPO,
-        timeout=300,
+        timeout=840,  # for busy machines
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

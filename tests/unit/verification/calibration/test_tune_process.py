@@ -23,7 +23,8 @@ folder = pathlib.Path(job["folder"])
 if not (folder / "profile").exists():
     (folder / "profile").touch()
     sys.exit({RESTART})
-(folder / "progress.json").write_text(json.dumps({{"phase": "comparing", "done": 7}}))
+(folder / "new").write_text(json.dumps({{"phase": "comparing", "done": 7}}))
+(folder / "new").rename(folder / "progress.json")
 while not pathlib.Path(__file__).with_name("seen").exists():
     time.sleep(0.01)
 (folder / "result.json").write_text(json.dumps({{"job": job}}))
