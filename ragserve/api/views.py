@@ -308,7 +308,8 @@ class Info(BaseModel):
         description="Strategies `measured` on namespaces' own questions (scores and shares in percent, "
         "margins in points, medians to the first token beside full prefill's), what answers in use showed of "
         "them (`in_use`: percent that differ from full prefill's, and that stand in no passage though those "
-        "do, now and when it was recorded), answers `waiting` to be compared, and `idle_tuning`."
+        "do, and what these are held against, null where it was not measured), answers `waiting` to be "
+        "compared, and `idle_tuning`."
     )
 
 

@@ -107,19 +107,23 @@ class InUse:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """How many were compared, and of them and when it was verified the percent that differ and that are
-        unsupported, as `/info` shows them."""
+        """How many were compared, and of them the percent that differ and that are unsupported, as `/info`
+        shows them; and the rates against which these are held, None where they were not measured."""
         return {
             "compared": self.compared,
             "different": self._percent(self.different),
-            "recorded": round(100 * self.rate, 2),
+            "recorded": _known(self.rate),
             "unsupported": self._percent(self.unsupported),
-            "unsupported_recorded": round(100 * self.unsupported_rate, 2),
+            "unsupported_recorded": _known(self.unsupported_rate),
             "taken_out": self.out,
         }
 
     def _percent(self, count: int) -> float:
         return round(100 * count / self.compared, 2) if self.compared else 0.0
+
+
+def _known(rate: float) -> float | None:
+    return None if rate == recorded_rate(*UNKNOWN) else round(100 * rate, 2)
 
 
 def _mean(values: tuple[float, ...]) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -171,15 +172,16 @@ class AnswerWatch:
             own = await first_token(self._engine, request)
         if own.last.fallback:
             return None
-        alone = await asyncio.to_thread(unsupported, self._words, answer.full, full.text, own.text)
-        return differ(own.text, full.text), alone
+        lost = await asyncio.to_thread(unsupported, self._words, answer.full, full.text, own.text)
+        return differ(own.text, full.text), lost
 
 
 def _show(namespace: str, label: str, found: InUse) -> None:
     recorded = metrics()
     recorded.use_compared.labels(namespace, label).set(found.compared)
     recorded.use_different.labels(namespace, label).set(found.figures["different"])
-    recorded.use_recorded.labels(namespace, label).set(found.figures["recorded"])
+    known = found.figures["recorded"]
+    recorded.use_recorded.labels(namespace, label).set(math.nan if known is None else known)
     recorded.use_unsupported.labels(namespace, label).set(found.figures["unsupported"])
     recorded.use_taken_out.labels(namespace, label).set(found.out)
 
@@ -188,9 +190,9 @@ def _report(namespace: str, label: str, found: InUse) -> None:
     figures = found.figures
     log.log(
         logging.WARNING if found.out else logging.INFO,
-        "Strategy %s in namespace %s: %g %% of %d answers in use differ from full prefill's, %g %% when it "
-        "was verified; %g %% stand in no passage although full's do, %g %% then%s",
-        *(label, namespace, figures["different"], figures["compared"], figures["recorded"]),
+        "Strategy %s in namespace %s: of %d answers in use %g %% differ from full prefill's (when it was "
+        "verified %s %%), and %g %% stand in no passage although full's do (%s %%)%s",
+        *(label, namespace, figures["compared"], figures["different"], figures["recorded"]),
         *(figures["unsupported"], figures["unsupported_recorded"]),
         f": out of auto there until ragserve tune --namespace {namespace} has run" if found.out else "",
     )

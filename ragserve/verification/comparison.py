@@ -148,7 +148,7 @@ class Comparison:
             try:
                 found = await self.probes.about(chunk, two=number % _TWO == _TWO - 1)
             except RagserveError as error:
-                self._fail(DrawnQuestion(id_, "written", ""), FULL, error)
+                self._fail(DrawnQuestion(id_, "written", ""), FULL, self._course.part, error)
                 return
             question = found or DrawnQuestion(id_, "cloze", "")
         await self.ask(question, alone=alone)
@@ -191,7 +191,7 @@ class Comparison:
             else:
                 answer = await first_token(self._engine, request)
         except RagserveError as error:
-            self._fail(question, FULL, error)
+            self._fail(question, FULL, part, error)
             return
         usable = bool(question.references or normalise(answer.text))
         self._full(
@@ -208,7 +208,7 @@ class Comparison:
             try:
                 row = await self._answered(spec, asked)
             except RagserveError as error:
-                self._fail(question, spec, error)
+                self._fail(question, spec, part, error)
                 continue
             ttft = row.pop("ttft_ms")
             self._add(question.id, spec, part=part, ttft_ms=ttft if alone else None, error=None, **row)
@@ -246,7 +246,7 @@ class Comparison:
             if ids not in asked.exact:
                 asked.exact[ids] = await first_token(self._engine, request)
             own = timed = asked.exact[ids]
-        alone = await asyncio.to_thread(unsupported, self._builder.words, asked.request, full.text, own.text)
+        lost = await asyncio.to_thread(unsupported, self._builder.words, asked.request, full.text, own.text)
         use = context_use(spec.name, laid.prompt, timed.last, laid.prompt.documents_kept)
         reference = question.references
         return row | {
@@ -254,7 +254,7 @@ class Comparison:
             "score": scored(own.text, reference) if reference else None,
             "full_score": scored(full.text, reference) if reference else None,
             "different": differ(own.text, full.text),
-            "unsupported": alone,
+            "unsupported": lost,
             "ttft_ms": round(timed.ttft_ms, 3),
             "document_tokens": whole.prompt.tokens_kept,
             "kept": use.tokens_kept,
@@ -316,12 +316,12 @@ class Comparison:
         before = self._rows.get(self._key(question.id, FULL.label)) or {}
         self._add(question.id, FULL, **about, part=before.get("part", part), **({"error": None} | figures))
 
-    def _fail(self, question: DrawnQuestion, spec: StrategySpec, error: RagserveError) -> None:
+    def _fail(self, question: DrawnQuestion, spec: StrategySpec, part: Part, error: RagserveError) -> None:
         failure = f"{error.code}: {error.message}"
         if spec is FULL:
-            self._full(question, self._course.part, usable=False, error=failure)
+            self._full(question, part, usable=False, error=failure)
         else:
-            self._add(question.id, spec, part=self._course.part, error=failure)
+            self._add(question.id, spec, part=part, error=failure)
 
     def _add(self, id_: str, spec: StrategySpec, **figures: Any) -> None:
         row = {"set": self._queries.set_name, "id": id_, "strategy": spec.label, **figures}

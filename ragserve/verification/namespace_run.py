@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ragserve.answering.query_log import LoggedQuestions
 from ragserve.verification import MOST_QUESTIONS, rows
-from ragserve.verification.comparison import ALONE, Comparison
+from ragserve.verification.comparison import Comparison
 from ragserve.verification.questions import DrawnQuestion, asked
 from ragserve.verification.tuned_queries import TunedQueries
 from ragserve_index.types import Chunk
@@ -45,12 +45,11 @@ class NamespaceRun:
         return question if question or self.chunks is None else next(self.chunks, None)
 
     async def ask(self, drawn: DrawnQuestion | Chunk) -> None:
-        """Ask a user's question, or one about a chunk; the first ones for their times, as `compare_all`."""
-        timed = self.comparison.compared < ALONE
+        """Ask a user's question, or one about a chunk."""
         if isinstance(drawn, DrawnQuestion):
-            await self.comparison.ask(drawn, alone=timed)
+            await self.comparison.ask(drawn)
         else:
-            await self.comparison.about(drawn, alone=timed)
+            await self.comparison.about(drawn)
 
     @property
     def rows(self) -> list[rows.Row]:
