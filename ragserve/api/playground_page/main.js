@@ -59,12 +59,12 @@ function refused(error) {
 
 async function askKey(why) {
   dropKey();
-  const { sign_in: offered } = await session();
-  byId("sign-in").hidden = !offered;
   byId("account").hidden = true;
-  byId("login").hidden = false;
+  byId("login").hidden = false; // before anything is awaited: other requests may be refused meanwhile
   byId("refused").textContent = why;
   byId("key").focus();
+  const { sign_in: offered } = await session();
+  byId("sign-in").hidden = !offered || byId("login").hidden;
 }
 
 whenLocked(() => {
