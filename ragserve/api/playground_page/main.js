@@ -69,7 +69,8 @@ async function askKey(why) {
 
 whenLocked(() => {
   if (hasKey()) askKey("This key is wrong, or no longer counts.");
-  else if (byId("login").hidden) askKey(info && "Your sign-in has ended."); // else other requests were refused, too
+  else if (byId("login").hidden) askKey(info && "Your sign-in has ended.");
+  else byId("key").focus(); // it was asked for when an earlier request was refused
 });
 
 // Lists the namespaces again. The choice stays where there is one that is still there.
