@@ -59,17 +59,18 @@ function refused(error) {
 
 async function askKey(why) {
   dropKey();
-  const { sign_in: offered } = await session();
-  byId("sign-in").hidden = !offered;
   byId("account").hidden = true;
-  byId("login").hidden = false;
+  byId("login").hidden = false; // before anything is awaited: other requests may be refused meanwhile
   byId("refused").textContent = why;
   byId("key").focus();
+  const { sign_in: offered } = await session();
+  byId("sign-in").hidden = !offered || byId("login").hidden;
 }
 
 whenLocked(() => {
   if (hasKey()) askKey("This key is wrong, or no longer counts.");
-  else if (byId("login").hidden) askKey(info && "Your sign-in has ended."); // else other requests were refused, too
+  else if (byId("login").hidden) askKey(info && "Your sign-in has ended.");
+  else byId("key").focus(); // it was asked for when an earlier request was refused
 });
 
 // Lists the namespaces again. The choice stays where there is one that is still there.

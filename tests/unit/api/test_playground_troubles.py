@@ -262,7 +262,7 @@ def test_a_key_that_no_longer_counts_is_asked_for_again(page: Page, live: Live) 
         eventually(lambda: client.get("/info").status_code == 401, "it is revoked")
     ask(page, "Who built it?")
     page.until("document.getElementById('refused').textContent.includes('no longer counts')")
-    assert page.evaluate("document.activeElement.id") == "key"
+    page.until("document.activeElement.id === 'key'")
     page.until("document.getElementById('question').value === 'Who built it?'")
     page.complaints.clear()
 
