@@ -108,7 +108,7 @@ def table(folder: Path) -> list[dict[str, Any]]:
     made = []
     for (name, set_name), own in sorted(found.items(), key=lambda each: (each[0][0] != REFERENCE, each[0])):
         dense = found.get((REFERENCE, set_name), [])
-        if figures(own, dense):
+        if any(each.n for each in figures(own, dense).values()):
             made.append(row_of(model, name, set_name, own, dense))
     return made
 
@@ -127,7 +127,7 @@ def record(folder: Path, about: dict[str, Any]) -> SparseRecord:
     ran = about["environment"]
     return SparseRecord(
         under(Settings()),
-        recorded(asked, rows, named),
+        recorded(asked, rows, named, among=max(1, sum(bool(each.server) for each in asked))),
         about["engine"]["dtype"],
         Path(about["engine"]["model"]).name,
         ran["gpu"] or ran["cpu"],

@@ -31,6 +31,7 @@ from ragserve.config import DEFAULT_MODEL, load
 from ragserve.engine.base import Sampling
 from ragserve.engine.local import LocalEngine
 from ragserve.engine.offline import run_once
+from ragserve.engine.server_args import resolve_sparse_attention
 from ragserve.errors import RagserveError
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.strategy_spec import parse
@@ -150,13 +151,14 @@ def _measured(trace: Trace, share: float, folder: Path) -> list[dict[str, Any]]:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     kv_bytes = trace.tokens * model_shapes.kv_bytes_per_token("embedded")
     longest = max(len(query.ids) for query in trace.queries)
-    settings = load(
-        data_dir=folder / "data",
+    given = load(
         log_level="warning",
         max_total_tokens=max(int(trace.tokens * share), 2 * longest + NEW_TOKENS),
         kv_host_bytes=int(kv_bytes * HOST_SHARE),
         kv_disk_bytes=int(kv_bytes * DISK_SHARE),
     )
+    settings, _ = resolve_sparse_attention(given)  # its record is in the data folder
+    settings = settings.model_copy(update={"data_dir": folder / "data"})
 
     async def work(engine: LocalEngine) -> list[dict[str, Any]]:
         longest = max(256, *(query.spans[-1].end for query in trace.queries))

@@ -138,6 +138,7 @@ def calibrate(
     from ragserve.best_passages import NOT_COMPOSED
     from ragserve.commands.serve_checks import check_engine
     from ragserve.engine.offline import run_once
+    from ragserve.engine.server_args import resolve_sparse_attention
     from ragserve.profiles.samkv import FILE_NAME
     from ragserve.strategy_spec import check_read_whole, parse
     from ragserve.verification.calibration.prefill_times import check_longest
@@ -152,6 +153,7 @@ def calibrate(
     if part == Part.prefill and max_tokens is not None:
         check_longest(max_tokens)
     check_engine(settings)
+    settings, _ = resolve_sparse_attention(settings)  # its record is in the data folder
     passages = _passages(settings, namespace) if namespace else []
 
     async def work(engine: LocalEngine) -> None:

@@ -28,6 +28,7 @@ def calibrate_sparse(settings: Settings, data: Sequence[Path], limit: int | None
         )
     from ragserve.commands.serve_checks import check_engine
     from ragserve.engine.offline import run_once
+    from ragserve.engine.server_args import resolve_sparse_attention
     from ragserve.eval.sparse_calibration import BUDGETS, find_and_record, tasks_of
     from ragserve.profiles.sparse_attention import FILE_NAME
 
@@ -56,6 +57,6 @@ def calibrate_sparse(settings: Settings, data: Sequence[Path], limit: int | None
                 f"at 95 % at most {each.loss_bound:.1f}; {each.read:.0%} of {each.prompt_tokens} tokens read"
             )
         typer.echo(f"{entry.label}: {'; '.join(entry.shortfalls()) or 'holds'}")
-    best = found.best()
-    typer.echo(f"--sparse-attention auto: {'dense' if best is None else best.label}")
+    _, why = resolve_sparse_attention(settings.model_copy(update={"sparse_attention": "auto"}))
+    typer.echo(f"--sparse-attention auto: {why}")
     typer.echo(f"written: {settings.data_dir / FILE_NAME}")

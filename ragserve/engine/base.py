@@ -170,6 +170,7 @@ class EngineInfo:
     samkv: str = ""  # digest of the samkv profile (`ragserve.profiles.samkv`); empty without one
     samkv_defaults: Mapping[str, Any] = field(default_factory=dict)  # options of samkv that the profile gives
     prefix: str = ""  # digest of what documents are prefilled behind (`kv_prefix`); empty without one
+    sparse: str = ""  # modes and budgets of decoding and prefill by default; empty if both are dense
     sparse_choice: str = ""  # what sparse_attention=auto has chosen, and why; empty if it is not auto
     start_s: float | None = None  # seconds from the start to readiness; None for an engine elsewhere
     warm_up_s: float | None = None  # of these, the requests that compile and load kernels
@@ -177,7 +178,7 @@ class EngineInfo:
     @property
     def gate_identity(self) -> dict[str, str]:
         """What the gate's records are compared with (`ragserve.profiles.gate.Gate.of`)."""
-        names = ("model", "fingerprint", "dtype", "samkv", "prefix")
+        names = ("model", "fingerprint", "dtype", "samkv", "prefix", "sparse")
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -21,7 +21,7 @@ from ragserve.engine.crash import CrashHandler
 from ragserve.engine.document_cache import ControlledCache
 from ragserve.engine.ports import KEEP_ALIVE_S, hold_port, port_of
 from ragserve.engine.prefill import Documents
-from ragserve.engine.server_args import resolve_sparse_attention, server_args
+from ragserve.engine.server_args import resolve_sparse_attention, server_args, sparse_defaults
 from ragserve.engine.stream import DocumentsMissing, StreamReader, timed_out
 from ragserve.engine.warm_up import NAMESPACE, warm_up
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
@@ -101,6 +101,7 @@ class LocalEngine(ControlledCache):
             only_exact=cache["unsupported"],
             sparse_decode=decode is not None,
             sparse_prefill=decode is not None and decode["kv_bits"] == 16,
+            sparse=sparse_defaults(self._settings),
             sparse_choice=self._sparse_choice,
             **_offloading(decode),
             dtype=_dtype(manager.model_config.dtype, args.kv_cache_dtype),

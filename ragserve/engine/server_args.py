@@ -137,16 +137,73 @@ def server_args(settings: Settings, *, nccl_port: int | None = None) -> Any:
 
 def resolve_sparse_attention(settings: Settings) -> tuple[Settings, str]:
     """Settings with what `sparse_attention` auto stands for with their model, and why, in words; empty where
-    it is not auto. Raises InvalidRequest for a file that is no record of sparse attention."""
+    it is not auto. They hold in another data folder, too: the lengths that were calibrated are among them."""
     if settings.sparse_attention != "auto":
         return settings, ""
     from ragserve.profiles.sparse_attention import chosen
     from sglang_ext.documents.fingerprint import model_fingerprint
 
-    found, why = chosen(settings, model_fingerprint(settings.model, options=settings.engine_args))
+    def prefill_off(there: Settings) -> str | None:
+        below, why = _prefill_from(there)
+        return why if below is None else None
+
+    fingerprint = model_fingerprint(settings.model, options=settings.engine_args)
+    found, why = chosen(settings, fingerprint, expected_dtype(settings), prefill_off)
     level = logging.INFO if found["sparse_attention"] == "on" else logging.WARNING
     log.log(level, "sparse_attention=auto: %s", why)
-    return settings.model_copy(update=dict(found)), why
+    settings = settings.model_copy(update=dict(found))
+    if settings.sparse_attention == "on":
+        lengths = {
+            "decode_dense_below": _dense_below(settings),
+            "prefill_dense_below": _prefill_from(settings)[0],
+        }
+        settings = settings.model_copy(update=lengths)
+    return settings, why
+
+
+def sparse_defaults(settings: Settings) -> str:
+    """`EngineInfo.sparse` of an engine with these settings, in which auto is resolved."""
+    if settings.sparse_attention != "on":
+        return ""
+    parts = []
+    if settings.decode_mode != "dense":
+        progressive = settings.decode_mode == "progressive"
+        most = settings.decode_threshold if progressive else settings.decode_budget
+        parts.append(f"{settings.decode_mode} {most:g}")
+    if settings.prefill_mode != "dense" and _prefill_from(settings)[0] is not None:
+        parts.append(f"{settings.prefill_mode} {settings.prefill_alpha:g}")
+    return ", ".join(parts)
+
+
+def expected_dtype(settings: Settings) -> str:
+    """`EngineInfo.dtype` of the engine that the settings are to start; "unknown" where its model does not
+    say."""
+    given = settings.engine_args.get("dtype")
+    weights = str(given or settings.dtype)
+    if weights == "auto":
+        import torch
+
+        automatic = given is None and not torch.cuda.is_available()
+        weights = cpu_dtype()[0] if automatic else _model_dtype(settings)
+    weights = {"half": "float16", "float": "float32"}.get(weights, weights)
+    kv = settings.engine_args.get("kv_cache_dtype") or "auto"
+    return weights if kv in ("auto", weights) else f"{weights}, KV {kv}"
+
+
+def _model_dtype(settings: Settings) -> str:
+    """What SGLang computes in by default: the weights' type, or a half of float32."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(settings.model, revision=settings.engine_args.get("revision"))
+    except (OSError, ValueError):
+        log.debug("transformers cannot read the model's configuration", exc_info=True)
+        return "unknown"
+    text = config.get_text_config()
+    name = str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
+    if name != "float32":
+        return name
+    return "bfloat16" if text.model_type.startswith("gemma") else "float16"
 
 
 def _check_heads(heads: Path, *, own_pool: bool) -> None:
@@ -275,10 +332,18 @@ def _dense_below(settings: Settings) -> int:
 
 
 def _prefill_dense_below(settings: Settings) -> int | None:
-    """Resolve `dense_below` of prefill: the setting, else the calibration for this model with the same
-    options, else None."""
+    """Resolve `dense_below` of prefill, and say why sparse prefill is off where it is wanted."""
+    found, why = _prefill_from(settings)
+    if found is None and settings.prefill_mode != "dense":
+        log.warning("sparse prefill is off: %s, or give --prefill-dense-below to have it all the same", why)
+    return found
+
+
+def _prefill_from(settings: Settings) -> tuple[int | None, str]:
+    """`dense_below` of prefill: the setting, else the calibration for this model with the same options, else
+    None; and why that is None."""
     if settings.prefill_dense_below is not None:
-        return settings.prefill_dense_below
+        return settings.prefill_dense_below, ""
     from ragserve.profiles.prefill_crossover import FILE_NAME, PREFILL, options_of
     from sglang_ext.documents.fingerprint import model_fingerprint
 
@@ -286,16 +351,15 @@ def _prefill_dense_below(settings: Settings) -> int | None:
         settings.data_dir / FILE_NAME, model_fingerprint(settings.model, options=settings.engine_args)
     )
     if found is None:
-        why = "it is not known from which length on it is faster; run ragserve calibrate --part prefill"
-    elif options_of(settings) != found.options:
-        why = f"it was calibrated with {found.options}; run ragserve calibrate --part prefill again"
-    elif found.dense_below is None:
-        why = f"it was slower at the longest prompt measured, {found.points[-1].tokens} tokens"
-    else:
-        return found.dense_below
-    if settings.prefill_mode != "dense":
-        log.warning("sparse prefill is off: %s, or give --prefill-dense-below to have it all the same", why)
-    return None
+        return (
+            None,
+            "it is not known from which length on it is faster; run ragserve calibrate --part prefill",
+        )
+    if options_of(settings) != found.options:
+        return None, f"it was calibrated with {found.options}; run ragserve calibrate --part prefill again"
+    if found.dense_below is None:
+        return None, f"it was slower at the longest prompt measured, {found.points[-1].tokens} tokens"
+    return found.dense_below, ""
 
 
 def _default_cpu_tokens(settings: Settings, itemsize: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ragserve.config import SECRETS, Settings
 from ragserve.engine.running_server import kill_session, spawn
+from ragserve.engine.server_args import resolve_sparse_attention
 from ragserve.errors import EngineError
 from ragserve.eval.data import Half, load, set_name
 from ragserve.eval.engine import Tier
@@ -143,7 +144,8 @@ def _work(plan: Plan, folder: Path, tick: Callable[[], None]) -> None:
 def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     # Documents serve one question each, so they need no disk; every engine needs its own folder.
     own = {"kv_disk_bytes": 0, "data_dir": folder / f"data-{index}"}
-    settings = plan.settings.model_copy(update=own)
+    settings, _ = resolve_sparse_attention(plan.settings)  # its record is in the data folder
+    settings = settings.model_copy(update=own)
     job = {
         "folder": str(folder),
         "index": index,

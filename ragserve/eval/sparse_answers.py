@@ -168,38 +168,51 @@ def _measured(task: SparseTask, prompt: Prompt, answer: TimedAnswer) -> Row:
 
 
 def recorded(
-    settings: Sequence[SparseSetting], rows: Sequence[Row], named: Callable[[SparseSetting], str]
+    settings: Sequence[SparseSetting],
+    rows: Sequence[Row],
+    named: Callable[[SparseSetting], str],
+    *,
+    among: int,
 ) -> tuple[SparseEntry, ...]:
-    """An entry of the record for each setting that a server can have by its settings and that was asked."""
+    """An entry of the record for each setting that a server can have by its settings and that was asked.
+    ``among``: candidates that one is chosen of by these rows."""
     by_name: dict[str, list[Row]] = {}
     for row in rows:
         by_name.setdefault(row["strategy"], []).append(row)
     dense = by_name.get(named(SparseSetting(DENSE)), [])
-    found = [(setting.server, figures(by_name.get(named(setting), []), dense)) for setting in settings]
+    found = [
+        (setting.server, figures(by_name.get(named(setting), []), dense, among=among)) for setting in settings
+    ]
     return tuple(SparseEntry(server, sets) for server, sets in found if server and sets)
 
 
-def figures(rows: Sequence[Row], dense: Sequence[Row]) -> dict[str, SparseFigures]:
-    """Compare the rows of a setting with those of dense attention, by set; questions that failed or were
-    asked in one way only are left out."""
+def figures(rows: Sequence[Row], dense: Sequence[Row], *, among: int = 1) -> dict[str, SparseFigures]:
+    """Compare the rows of a setting with those of dense attention, by set. Questions that were asked in one
+    way only, or failed with dense attention, are left out; those that failed under the setting alone are
+    counted. ``among``: see `upper_bound`."""
     reference = {(row["set"], row["id"]): row for row in dense if not row["error"]}
     pairs: dict[str, list[tuple[Row, Row]]] = {}
     for row in rows:
         other = reference.get((row["set"], row["id"]))
-        if other is not None and not row["error"]:
+        if other is not None:
             pairs.setdefault(row["set"], []).append((row, other))
-    return {name: _figures(own) for name, own in sorted(pairs.items())}
+    return {name: _figures(own, among) for name, own in sorted(pairs.items())}
 
 
-def _figures(pairs: Sequence[tuple[Row, Row]]) -> SparseFigures:
+def _figures(pairs: Sequence[tuple[Row, Row]], among: int) -> SparseFigures:
+    failed = sum(bool(row["error"]) for row, _ in pairs)
+    pairs = [(row, other) for row, other in pairs if not row["error"]]
+    if not pairs:
+        return SparseFigures(0, 0.0, 0.0, 100.0, 0, 1.0, failed)
     losses = [other["score"] - row["score"] for row, other in pairs]
     return SparseFigures(
         n=len(pairs),
         dense=_percent(other["score"] for _, other in pairs),
         score=_percent(row["score"] for row, _ in pairs),
-        loss_bound=round(100 * upper_bound(losses, 1.0), 2),
+        loss_bound=round(100 * upper_bound(losses, 1.0, among=among), 2),
         prompt_tokens=round(statistics.fmean(row["prompt_tokens"] for row, _ in pairs)),
         read=round(statistics.fmean(min(row["read"], row["blocks"]) for row, _ in pairs), 4),
+        failed=failed,
     )
 
 

@@ -79,6 +79,7 @@ def write(
         "dtype": served["engine"].get("dtype", ""),
         "samkv profile": served["engine"].get("samkv", ""),
         "prefix": served["engine"].get("prefix", ""),
+        **({"sparse attention": sparse} if (sparse := served["engine"].get("sparse")) else {}),
         "max_new_tokens": plan.max_new_tokens,
         "limit": plan.limit,
         "engines": plan.workers,

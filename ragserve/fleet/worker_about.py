@@ -26,6 +26,7 @@ _COMPARED = {
     "strategies": "strategies",
     "sparse_decode": "sparse decoding",
     "sparse_prefill": "sparse prefill",
+    "sparse": "sparse attention",
     "device": "device",
 }
 

@@ -21,14 +21,16 @@ _FIRST_LOOK = 160  # answers, at the bound of KL; then at twice as many, and so 
 _STEPS = 24  # of bisection
 
 
-def upper_bound(values: Sequence[float], worst: float) -> float:
-    """The one-sided 95 % upper confidence bound of a loss's mean.
+def upper_bound(values: Sequence[float], worst: float, *, among: int = 1) -> float:
+    """The one-sided 95 % upper confidence bound of a loss's mean; of each of so many means (``among``), if
+    they are to hold together: each has its part of the 5 % (Bonferroni).
 
     It is Student's t over the values and one more, ``worst``. Most losses are 0 and a few are large; a sample
     without a large one has no spread, and t alone would be certain of a mean of 0. With one more question
     that is lost, none lost of n gives 2.65 / n, near the exact bound of rare events, 3 / n. ``worst`` is the
     largest loss there can be or, where there is no limit, the largest of ``values``."""
-    return _mean_and_error([*values, worst], 1) if values else math.inf
+    confidence = 1 - (1 - CONFIDENCE) / among
+    return _mean_and_error([*values, worst], 1, confidence) if values else math.inf
 
 
 def upper_bound_at_all_times(losses: Sequence[float]) -> float:

@@ -25,6 +25,7 @@ from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile, changed_at
 from ragserve.profiles.in_use import RecordedRates
+from ragserve.profiles.precision import as_precise
 from ragserve.retrieval.embedder import public_embedder
 from ragserve.retrieval.remote_reranker import public_name
 from ragserve.strategy_spec import parse, without_passages
@@ -46,8 +47,8 @@ MAX_REGRET = 2.0
 MAX_KL = 0.02  # nats at the first token, mean over a set: instead of both in records of version 1
 MAX_FALLBACKS = 0.01  # share of answers given by another strategy
 EXACT = "prefix"  # in place of a strategy: exact prefill
+_MEASURED_WITH = ("dtype", "samkv", "prefix", "sparse")
 _NAMESPACE = "namespace "  # begins the name of a namespace's own questions among the sets
-_MANTISSA_BITS = {"float32": 23, "float16": 10, "bfloat16": 7}
 
 
 def set_of(namespace: str) -> str:
@@ -191,6 +192,7 @@ class Entry:
     versions: Mapping[str, str] = field(default_factory=dict)
     samkv: str = ""  # digest of the profile that completed samkv's options (`EngineInfo.samkv`)
     prefix: str = ""  # digest of what documents were prefilled behind (`EngineInfo.prefix`)
+    sparse: str = ""  # attention of the engine that was measured (`EngineInfo.sparse`)
 
     def shortfalls(self, margin: float = MARGIN) -> list[str]:
         """A line for each set on which the strategy falls short. Inconclusive sets count only if there are no
@@ -217,11 +219,6 @@ class Entry:
         name = set_of(namespace)
         return replace(self, sets={name: self.sets[name]} if name in self.sets else {})
 
-    def applies_to(self, dtype: str) -> bool:
-        """Return whether an engine of this precision (see `EngineInfo.dtype`) is as precise as the one
-        measured, or more."""
-        return self.dtype == dtype or _MANTISSA_BITS.get(self.dtype, 99) <= _MANTISSA_BITS.get(dtype, 0)
-
 
 class Gate:
     """Reads the record files, and again when they change; earlier ``places`` win. The other arguments
@@ -236,6 +233,7 @@ class Gate:
         dtype: str,
         samkv: str = "",
         prefix: str = "",
+        sparse: str = "",
         retriever: str = "",
         margin: float = MARGIN,
     ) -> None:
@@ -249,6 +247,7 @@ class Gate:
         self._dtype = dtype
         self._samkv = samkv
         self._prefix = prefix
+        self._sparse = sparse
         self._stamps: tuple[int, ...] = ()
         self._records: list[dict[str, Entry]] = []  # by place
 
@@ -328,8 +327,8 @@ class Gate:
 
     def _lets(self, label: str, entry: Entry) -> bool:
         same = self._same_defaults(label, entry) and entry.prefix == self._prefix
-        same = same and self._same_retriever(entry)
-        return same and entry.applies_to(self._dtype) and entry.verifies(self.margin)
+        same = same and self._same_retriever(entry) and entry.sparse == self._sparse
+        return same and as_precise(entry.dtype, self._dtype) and entry.verifies(self.margin)
 
     def _same_retriever(self, entry: Entry) -> bool:
         return all(each.retriever in ("", self._retriever) for each in entry.sets.values())
@@ -351,6 +350,8 @@ class Gate:
             reason = f"was measured for {self._model} with another samkv profile than the engine has now"
         elif entry.prefix != self._prefix:
             reason = f"was measured for {self._model} with another kv_prefix than the engine has now"
+        elif entry.sparse != self._sparse:
+            reason = f"was measured for {self._model} with other sparse attention than the engine has now"
         elif not self._same_retriever(entry):
             reason = f"was measured for {self._model} with another retriever than the server has now"
         elif entry.verifies(self.margin):
@@ -401,6 +402,7 @@ def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
         environment["versions"],
         workload.get("samkv profile", ""),
         workload.get("prefix", ""),
+        workload.get("sparse attention", ""),
     )
     return {label: Entry(sets, *where) for label, sets in groups.items()}
 
@@ -414,7 +416,7 @@ def record(place: Path, fingerprint: str, entries: Mapping[str, Entry], *, keep_
         new = _FILE.dump(dict(entries))
         for label, entry in new.items():
             before = known.get(label)
-            if before and all(before.get(name, "") == entry[name] for name in ("dtype", "samkv", "prefix")):
+            if before and all(before.get(name, "") == entry[name] for name in _MEASURED_WITH):
                 kept = {n: own for n, own in before["sets"].items() if keep_sets or n.startswith(_NAMESPACE)}
                 entry["sets"] = kept | entry["sets"]
         return known | new

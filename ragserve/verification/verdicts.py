@@ -107,10 +107,11 @@ def verdict(
 
 def state_name(info: EngineInfo, queries: TunedQueries, questions: str | None) -> str:
     """Name the folder of rows that may stand in one table: one model, precision, prefix of documents and way
-    to ask. Rows that depend on samkv's profile say on which."""
+    to ask, and sparse attention if there is any. Rows that depend on samkv's profile say on which."""
     digest = "" if questions is None else hashlib.sha256(Path(questions).read_bytes()).hexdigest()
     asked = [_FORM, queries.retriever, queries.max_new_tokens]
-    text = json.dumps([info.fingerprint, info.dtype, info.prefix, *asked, digest])
+    sparse = [info.sparse] if info.sparse else []
+    text = json.dumps([info.fingerprint, info.dtype, info.prefix, *asked, digest, *sparse])
     return f"{queries.namespace}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -136,6 +137,7 @@ def record_verdicts(
             versions=environment()["versions"],
             samkv=info.samkv,
             prefix=info.prefix,
+            sparse=info.sparse,
         )
         for one in verdicts
         if one.decision in ("verified", "refused")

@@ -11,7 +11,11 @@ import typer
 from typer.testing import CliRunner
 
 from ragserve.commands import calibrate, calibrate_decode, evaluate, ingest, tune
+from ragserve.config import Settings, load
 from ragserve.errors import RagserveError
+from ragserve.profiles.sparse_attention import FILE_NAME as SPARSE_FILE
+from ragserve.profiles.sparse_attention import SPARSE, SparseEntry, SparseFigures, SparseRecord, under
+from sglang_ext.documents.fingerprint import model_fingerprint
 from tests.conftest import MODEL
 from tests.integration.prompts import QUESTIONS
 from tests.unit.index.index_samples import make
@@ -70,3 +74,25 @@ def test_parts_of_a_calibration_say_what_is_too_short_for_them(tmp_path: Path) -
 def test_a_data_folder_that_cannot_be_used(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "is a file" in error_of(command, "--data-dir", str(tmp_path / "file"))
+
+
+def test_a_calibration_measures_what_auto_stands_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = SparseFigures(n=200, dense=60, score=60, loss_bound=2, prompt_tokens=8000, read=0.2)
+    entry = SparseEntry({"decode_mode": "hierarchical", "decode_budget": 512}, {"lines": figures})
+    found = SparseRecord(under(load()), (entry,), "float32", "m", "h", "d")
+    SPARSE.save(tmp_path / SPARSE_FILE, model_fingerprint(str(MODEL)), found)
+    started: list[Settings] = []
+    monkeypatch.setattr(
+        "ragserve.engine.offline.run_once", lambda settings, *_, **__: started.append(settings)
+    )
+    app = typer.Typer()
+    calibrate.register(app)
+    app.command("other")(lambda: None)
+    flags = ["--model", str(MODEL), "--data-dir", str(tmp_path), "--dtype", "float32"]
+    done = CliRunner().invoke(
+        app, ["calibrate", "--part", "costs", *flags, "--sparse-attention", "auto"], catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.output
+    (settings,) = started
+    assert settings.data_dir != tmp_path
+    assert (settings.sparse_attention, settings.decode_budget) == ("on", 512)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,21 @@ def test_one_that_ends_again_is_named_and_what_is_known_is_kept(
 def test_nothing_known_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match="No question has been answered"):
         known(plan(tmp_path, monkeypatch, "-1"), tmp_path)
+
+
+def test_engines_have_what_auto_stands_for_with_the_data_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = Settings(sparse_attention="on", decode_budget=512)
+    asked: list[Settings] = []
+
+    def resolve(settings: Settings) -> tuple[Settings, str]:
+        asked.append(settings)
+        return resolved, ""
+
+    monkeypatch.setattr(parallel, "resolve_sparse_attention", resolve)
+    given = replace(plan(tmp_path, monkeypatch, "99"), settings=Settings(sparse_attention="auto"))
+    run(given, tmp_path / "work")
+    assert {each.data_dir for each in asked} == {given.settings.data_dir}
+    job = json.loads((tmp_path / "work" / "job-0.json").read_text())
+    assert (job["settings"]["sparse_attention"], job["settings"]["decode_budget"]) == ("on", 512)

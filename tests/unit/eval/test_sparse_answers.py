@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from ragserve.answering.prompt import PromptBuilder
-from ragserve.config import Settings, load
+from ragserve.config import load
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.eval.data import GivenPassage, Question
 from ragserve.eval.sparse_answers import DENSE, SparseSetting, SparseTask, ask_all, figures
 from ragserve.eval.sparse_calibration import find_and_record
-from ragserve.profiles import sparse_attention
-from ragserve.profiles.sparse_attention import FILE_NAME
+from ragserve.profiles.sparse_attention import FILE_NAME, SPARSE
 from ragserve.strategy_spec import parse
 from ragserve.verification.rows import Row, key
 from sglang_ext.wire.protocol import DecodeReport, PrefillReport
@@ -115,7 +114,25 @@ def test_figures_are_paired_and_leave_failures_out() -> None:
     (few,) = figures([row for row in rows if row["strategy"] == "few"], dense).values()
     assert (few.n, few.dense, few.score, few.read) == (10, 100.0, 50.0, 0.0625)
     assert 50 < few.loss_bound < 100
+    assert few.failed == 0, "dense attention does not answer it either"
     assert figures([], dense) == {}
+
+
+def test_questions_that_fail_under_a_setting_alone_speak_against_it() -> None:
+    dense = asked(Reader(), tasks(4), [SparseSetting(DENSE)])
+    failed = [row | {"strategy": "few", "error": "it broke"} for row in dense]
+    (some,) = figures([*failed[:1], *dense[1:]], dense).values()
+    assert (some.n, some.failed) == (3, 1)
+    (none,) = figures(failed, dense).values()
+    assert (none.n, none.failed) == (0, 4)
+    assert str(none.shortfall()).startswith("4 questions failed")
+
+
+def test_bounds_of_candidates_hold_together() -> None:
+    dense = asked(Reader(), tasks(100), [SparseSetting(DENSE)])
+    (alone,) = figures(dense, dense).values()
+    (chosen,) = figures(dense, dense, among=7).values()
+    assert (alone.loss_bound, chosen.loss_bound) == pytest.approx((2.63, 3.47), abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -132,15 +149,14 @@ def test_settings_that_a_server_can_have(setting: SparseSetting, server: dict[st
     assert setting.server == server
 
 
-def recorded(folder: Path, engine: Any, count: int = 120) -> Settings:
+def recorded(folder: Path, engine: Any, count: int = 120) -> None:
     settings = load(data_dir=folder, model=str(MODEL))
     asyncio.run(find_and_record(settings, engine, tasks(count), in_flight=8, report=lambda line: None))
-    return settings
 
 
 def test_the_cheapest_settings_that_hold_are_tried_together_and_recorded(tmp_path: Path) -> None:
-    settings = recorded(tmp_path, Reader(enough=1024))
-    record = sparse_attention.load(settings, "f")
+    recorded(tmp_path, Reader(enough=1024))
+    record = SPARSE.load(tmp_path / FILE_NAME, "f")
     assert record is not None
     assert (tmp_path / FILE_NAME).exists()
     best = record.best()
@@ -153,7 +169,7 @@ def test_the_cheapest_settings_that_hold_are_tried_together_and_recorded(tmp_pat
     }
     small = next(entry for entry in record.entries if entry.settings.get("decode_budget") == 512)
     assert small.shortfalls()[0].startswith("capitals: 50 points below dense")
-    assert sparse_attention.load(settings, "another model") is None
+    assert SPARSE.load(tmp_path / FILE_NAME, "another model") is None
 
 
 def test_a_record_without_a_question_is_refused(tmp_path: Path) -> None:

@@ -437,3 +437,14 @@ def test_a_record_that_could_not_be_read_once_counts_again(tmp_path: Path) -> No
     with few_descriptors(0):
         assert gate.verified() == []
     assert gate.verified() == ["concat"]
+
+
+def test_a_record_is_of_the_attention_that_answered(tmp_path: Path) -> None:
+    def gate(sparse: str) -> Gate:
+        return Gate([tmp_path / FILE_NAME], "f", model="tiny", dtype="float32", sparse=sparse)
+
+    budget = dataclasses.replace(entry(GOOD), sparse="hierarchical 512")
+    record(tmp_path / FILE_NAME, "f", {"concat": entry(GOOD), "cacheblend": budget})
+    assert (gate("").verified(), gate(budget.sparse).verified()) == (["concat"], ["cacheblend"])
+    with pytest.raises(InvalidRequest, match="other sparse attention"):
+        gate(budget.sparse).check("concat")

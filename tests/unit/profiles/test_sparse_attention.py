@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from ragserve.config import Settings, load
-from ragserve.engine.server_args import resolve_sparse_attention
-from ragserve.errors import InvalidRequest
+from ragserve.engine.cpu_precision import cpu_dtype
+from ragserve.engine.server_args import expected_dtype, resolve_sparse_attention, sparse_defaults
+from ragserve.profiles.prefill_crossover import FILE_NAME as PREFILL_FILE
+from ragserve.profiles.prefill_crossover import PREFILL, PrefillPoint, PrefillProfile, options_of
 from ragserve.profiles.sparse_attention import (
     FILE_NAME,
     SPARSE,
@@ -24,6 +28,7 @@ from tests.conftest import MODEL
 
 FINE = SparseFigures(n=200, dense=60.0, score=59.5, loss_bound=2.0, prompt_tokens=8000, read=0.25)
 BUDGET = {"decode_mode": "hierarchical", "decode_budget": 2048}
+LINES = {"prefill_mode": "vertical_slash", "prefill_alpha": 0.9}
 FINGERPRINT = model_fingerprint(str(MODEL))
 
 
@@ -33,7 +38,8 @@ def record(*entries: SparseEntry, **more: object) -> SparseRecord:
 
 
 def auto(folder: Path, **more: object) -> tuple[Settings, str]:
-    given = load(model=str(MODEL), data_dir=folder, sparse_attention="auto", **more)
+    fixed: dict[str, Any] = {"model": str(MODEL), "data_dir": folder, "dtype": "float32"}
+    given = load(**{**fixed, "sparse_attention": "auto", **more})
     return resolve_sparse_attention(given)
 
 
@@ -44,6 +50,8 @@ def auto(folder: Path, **more: object) -> tuple[Settings, str]:
         (replace(FINE, score=58.5), "1.5 points below dense"),
         (replace(FINE, loss_bound=6.0), "at 95 % at most 6"),
         (replace(FINE, n=99), "fewer than 100"),
+        (replace(FINE, failed=3), "3 questions failed"),
+        (replace(FINE, failed=3, read=0.9), "3 questions failed"),
         (replace(FINE, score=70.0), None),
         (replace(FINE, dense=15.0, score=1.0), "no set"),
         (replace(FINE, read=0.9), "no set"),
@@ -85,14 +93,13 @@ def test_auto_takes_what_holds_and_nothing_else(tmp_path: Path) -> None:
         2048,
     )
     assert settings.prefill_mode == "dense"
-    assert "lines (200)" in why
+    assert "lines (200, at 95 % at most 2)" in why
     assert resolve_sparse_attention(settings) == (settings, "")
 
 
 def test_a_budget_recorded_for_prefill_alone_leaves_decoding_dense(tmp_path: Path) -> None:
-    lines = SparseEntry({"prefill_mode": "vertical_slash", "prefill_alpha": 0.9}, {"lines": FINE})
-    SPARSE.save(tmp_path / FILE_NAME, FINGERPRINT, record(lines))
-    settings, _ = auto(tmp_path)
+    SPARSE.save(tmp_path / FILE_NAME, FINGERPRINT, record(SparseEntry(LINES, {"lines": FINE})))
+    settings, _ = auto(tmp_path, prefill_dense_below=0)
     assert (settings.decode_mode, settings.prefill_mode) == ("dense", "vertical_slash")
 
 
@@ -106,13 +113,138 @@ def test_what_fell_short_or_was_measured_otherwise_is_not_taken(tmp_path: Path) 
     assert "decode_page_size" in why
 
 
-def test_a_foreign_file_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_text("[]")
-    with pytest.raises(InvalidRequest, match="record of sparse attention"):
-        auto(tmp_path)
+def test_prefill_that_would_be_off_is_left_out(tmp_path: Path) -> None:
+    alone, budget, both = ({"lines": FINE}, {"lines": replace(FINE, read=0.5)}, {"lines": FINE})
+    entries = [SparseEntry(LINES, alone), SparseEntry(BUDGET, budget), SparseEntry(BUDGET | LINES, both)]
+    SPARSE.save(tmp_path / FILE_NAME, FINGERPRINT, record(*entries))
+    settings, why = auto(tmp_path)
+    assert (settings.decode_mode, settings.prefill_mode) == ("hierarchical", "dense")
+    assert "not decode_mode=hierarchical decode_budget=2048 prefill_mode=vertical_slash" in why
+    assert "run ragserve calibrate --part prefill" in why
+    SPARSE.save(tmp_path / FILE_NAME, FINGERPRINT, record(entries[0]))
+    settings, why = auto(tmp_path)
+    assert settings.sparse_attention == "off"
+    assert "sparse prefill would be off" in why
+
+    options = options_of(load(sparse_attention="on", **LINES))
+    known = PrefillProfile(3000, options, (PrefillPoint(4096, 10, 5, 0.5),), "m", "h", "d")
+    PREFILL.save(tmp_path / PREFILL_FILE, FINGERPRINT, known)
+    settings, _ = auto(tmp_path)
+    assert (settings.prefill_mode, settings.prefill_dense_below) == ("vertical_slash", 3000)
+
+
+@pytest.mark.parametrize(
+    ("measured", "more", "serves"),
+    [
+        ("float32", {"dtype": "float32"}, True),
+        ("float32", {"dtype": "bfloat16"}, False),
+        ("bfloat16", {"dtype": "float32"}, True),
+        ("bfloat16", {"dtype": "bfloat16"}, True),
+        ("bfloat16", {"dtype": "bfloat16", "engine_args": {"kv_cache_dtype": "fp8_e5m2"}}, False),
+        ("bfloat16, KV fp8_e5m2", {"engine_args": {"kv_cache_dtype": "fp8_e5m2", "dtype": "half"}}, False),
+        ("float16, KV fp8_e5m2", {"engine_args": {"kv_cache_dtype": "fp8_e5m2", "dtype": "half"}}, True),
+    ],
+)
+def test_a_record_is_for_its_precision_and_finer_ones(
+    tmp_path: Path, measured: str, more: dict[str, Any], serves: bool
+) -> None:
+    found = replace(record(SparseEntry(BUDGET, {"lines": FINE})), dtype=measured)
+    SPARSE.save(tmp_path / FILE_NAME, FINGERPRINT, found)
+    settings, why = auto(tmp_path, **more)
+    assert settings.sparse_attention == ("on" if serves else "off")
+    assert serves or f"measured in {measured}" in why
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"engine_args": {"trust_remote_code": True}},
+        {"decode_budget": "2048"},
+        {"decode_budget": 0},
+        {"decode_mode": "fast"},
+        {"prefill_alpha": 2.0},
+    ],
+)
+def test_a_record_sets_nothing_but_sparse_attention(
+    tmp_path: Path, wrong: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / FILE_NAME
+    SPARSE.save(place, FINGERPRINT, record(SparseEntry(BUDGET, {"lines": FINE})))
+    text = json.loads(place.read_text())
+    text["models"][FINGERPRINT]["entries"][0]["settings"] |= wrong
+    place.write_text(json.dumps(text))
+    settings, why = auto(tmp_path)
+    assert (settings.sparse_attention, settings.engine_args) == ("off", {})
+    assert next(iter(wrong)) in caplog.text
+    assert "of the data folder is no record" in why
+    assert str(tmp_path) not in why
+
+
+def test_settings_that_conflict_with_the_servers_are_not_taken(tmp_path: Path) -> None:
+    found = record(SparseEntry(LINES, {"lines": FINE}), kv_bits=8, sparse_attention="on")
+    SPARSE.save(tmp_path / FILE_NAME, FINGERPRINT, found)
+    given = load(model=str(MODEL), data_dir=tmp_path, dtype="float32")
+    update = {"kv_bits": 8, "sparse_attention": "auto", "prefill_dense_below": 0}
+    settings, why = resolve_sparse_attention(given.model_copy(update=update))
+    assert settings.sparse_attention == "off"
+    assert "omit kv_bits" in why
+
+
+@pytest.mark.parametrize("first", ["page size", "version", "foreign", "folder"])
+def test_the_models_folder_is_asked_after_what_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    monkeypatch.setattr("sglang_ext.documents.fingerprint.model_fingerprint", lambda *_, **__: FINGERPRINT)
+    data, model = tmp_path / "data", tmp_path / "model"
+    here, entry = data / FILE_NAME, SparseEntry(BUDGET, {"lines": FINE})
+    SPARSE.save(here, FINGERPRINT, record(entry, decode_page_size=16))
+    if first == "version":
+        here.write_text(json.dumps({"version": 99, "models": {}}))
+    elif first == "foreign":
+        here.write_text("[]")
+    elif first == "folder":
+        here.unlink()
+        here.mkdir()
+    settings, why = auto(data, model=str(model))
+    assert settings.sparse_attention == "off"
+    assert (why.startswith("dense: "), "ragserve calibrate --part sparse" in why) == (True, True)
+    SPARSE.save(model / FILE_NAME, FINGERPRINT, record(entry))
+    assert auto(data, model=str(model))[0].sparse_attention == "on"
 
 
 @pytest.mark.parametrize("more", [{"kv_bits": 8}, {"kv_offload_bytes": 1}, {"decode_heads": "heads.json"}])
 def test_auto_goes_with_no_setting_that_its_record_does_not_know(more: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="--sparse-attention on"):
         load(sparse_attention="auto", **more)
+
+
+def test_what_an_engine_will_compute_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def expected(model: object = MODEL, **more: Any) -> str:
+        return expected_dtype(load(model=str(model), **more))
+
+    assert expected(dtype="float16") == "float16"
+    assert expected(engine_args={"dtype": "bfloat16", "kv_cache_dtype": "auto"}) == "bfloat16"
+    assert expected() == cpu_dtype()[0]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name, dtype in (("a", "bfloat16"), ("b", "float32")):
+        (tmp_path / name).mkdir()
+        config = {"model_type": "llama", "dtype": dtype}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    assert (expected(tmp_path / "a"), expected(tmp_path / "b")) == ("bfloat16", "float16")
+    assert expected(tmp_path / "none") == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"sparse_attention": "off"}, ""),
+        ({"decode_mode": "dense"}, ""),
+        ({**BUDGET}, "hierarchical 2048"),
+        ({"decode_mode": "progressive"}, f"progressive {load().decode_threshold:g}"),
+        ({"decode_mode": "dense", **LINES}, ""),
+        ({**BUDGET, **LINES, "prefill_dense_below": 0}, "hierarchical 2048, vertical_slash 0.9"),
+    ],
+)
+def test_verdicts_name_the_attention_that_answers(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    settings = load(**{"model": str(MODEL), "data_dir": tmp_path, "sparse_attention": "on", **given})
+    assert sparse_defaults(settings) == said

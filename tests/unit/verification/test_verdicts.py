@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ragserve.commands.tune import more
-from ragserve.verification.verdicts import figures_of, needed, verdict
+from ragserve.engine.base import EngineInfo
+from ragserve.retrieval.search_options import SearchOptions
+from ragserve.verification.tuned_queries import TunedQueries
+from ragserve.verification.verdicts import figures_of, needed, state_name, verdict
 
 
 def row(score: float = 1.0, full: float = 1.0, *, strategy: str = "concat", **changed: Any) -> dict[str, Any]:
@@ -124,3 +128,12 @@ def test_the_command_says_what_more_time_would_bring() -> None:
     assert "--max-questions 700" in said
     assert "All questions" in str(more(result(9, True, ("undecided", 140)), 10, 400))
     assert "again" in str(more(result(0, False), 10, 400))
+
+
+def test_rows_of_dense_engines_keep_their_place_and_sparse_ones_have_theirs() -> None:
+    info = EngineInfo("local", "m", "m", "0", "cpu", "", 8192, 8192, (), "f", dtype="float32", prefix="p")
+    queries = TunedQueries("notes", SearchOptions(2), max_new_tokens=8)
+    sparse = [replace(info, sparse=each) for each in ("hierarchical 512", "hierarchical 1024")]
+    names = [state_name(each, queries, None) for each in (info, *sparse)]
+    assert names[0] == "notes-c126b53e4e63"
+    assert len(set(names)) == 3
