@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import hashlib
 import json
 import random
 import re
@@ -139,9 +138,9 @@ def nearest(
                 for number in row
                 if number in gold or not contains_answer(passages[number].text, [one.answer])
             ]
-            shown = free[:NEAREST]
-            missing = [number for number in gold if number not in shown]
-            yield [*shown[: NEAREST - len(missing)], *missing]
+            others = [number for number in free if number not in gold][: NEAREST - len(gold)]
+            missing = [number for number in gold if number not in free]
+            yield [number for number in free if number in gold or number in others] + missing
 
 
 def rows(
@@ -244,7 +243,7 @@ def make(folder: Path, pairs_folder: Path, out: Path, limit: int | None) -> dict
     about = {
         "rows": len(made),
         "sha256": digest,
-        "passages sha256": hashlib.sha256((folder / "passages.jsonl.gz").read_bytes()).hexdigest(),
+        "passages sha256": json.loads((folder / "passages.json").read_text(encoding="utf-8"))["sha256"],
         "embedder": embedder.name,
         "seed": SEED,
         "kinds": dict(Counter(row["kind"] for row in made).most_common()),

@@ -6,7 +6,7 @@
 PASSAGES: the folder that `benchmarks.written_questions.passages` has made. MODEL: an instruction-tuned
 model's folder. Each of the workers, processes on one device, reads every so-manieth passage and writes
 OUT/pairs-N.jsonl, lines {passage, question, answer}, and OUT/pairs-N.json, what was dropped and why; the same
-command goes on where it stopped. A pair is kept where
+command goes on where it stopped, and one with other options is refused. A pair is kept where
 
 * the answer stands in the passage, and not in the question;
 * the question names something, and no "passage" or "text", and no evaluation set has it;
@@ -26,9 +26,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.model_recipe.overlap import words
 from benchmarks.written_questions.passages import SEED, Passage, read_passages
@@ -204,12 +204,34 @@ def batches(passages: Sequence[Passage], size: int) -> list[list[Passage]]:
     return found
 
 
+def options_of(given: argparse.Namespace) -> dict[str, Any]:
+    """What decides which passage is in which batch, and what is written about it."""
+    about = json.loads((given.passages / "passages.json").read_text(encoding="utf-8"))
+    names = ("workers", "questions", "batch", "limit")
+    return {name: getattr(given, name) for name in names} | {
+        "model": given.model.name,
+        "passages": about["sha256"],
+    }
+
+
+def begun(state: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a process has done before. Exits where that was with other options."""
+    if not state.exists():
+        return {"batches": 0, "counts": {}}
+    done: dict[str, Any] = json.loads(state.read_text(encoding="utf-8"))
+    known = done.get("options", {})
+    if other := sorted(name for name in options if known.get(name) != options[name]):
+        sys.exit(f"{state} has been begun with another {', '.join(other)}; give another OUT.")
+    return done
+
+
 def work(given: argparse.Namespace, number: int) -> None:
     """What one of the processes does."""
     ends = time.monotonic() + given.seconds
     passages = read_passages(given.passages / "passages.jsonl.gz")[: given.limit][number :: given.workers]
     path, state = given.out / f"pairs-{number}.jsonl", given.out / f"pairs-{number}.json"
-    done = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {"batches": 0, "counts": {}}
+    options = options_of(given)
+    done = begun(state, options)
     started = time.monotonic()
     writer = Writer(
         Reader(given.model, given.device, SYSTEM), asked_questions(given.passages), given.questions
@@ -224,7 +246,7 @@ def work(given: argparse.Namespace, number: int) -> None:
         pairs = writer.pairs(batch)
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(each._asdict(), ensure_ascii=False) + "\n" for each in pairs)
-        figures = {"batches": place + 1, "counts": dict(writer.counts)}
+        figures = {"options": options, "batches": place + 1, "counts": dict(writer.counts)}
         write_json(state, figures | {"seconds": round(spent + time.monotonic() - started, 1)})
         print(f"{number}: batch {place + 1}, {writer.counts['kept']} pairs", flush=True)
 

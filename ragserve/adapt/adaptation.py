@@ -3,12 +3,15 @@ work folder, so that it goes on there after any end."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import math
 import os
 import platform
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from importlib.resources import files
@@ -18,17 +21,19 @@ from typing import TYPE_CHECKING, Any
 from ragserve.adapt import guards
 from ragserve.adapt.checkpoints import Checkpoints, TrainingCourse
 from ragserve.adapt.low_rank import AdaptedModel, check_model, digest_of
-from ragserve.adapt.model_folder import check_out, write_model
+from ragserve.adapt.model_folder import check_out, check_room, remove_unfinished, write_model
 from ragserve.adapt.sample_mix import SampleMix
 from ragserve.adapt.training import OnProgress, Training, TrainingOptions
 from ragserve.adapt.training_rows import TrainingRow, digest_of_rows, divided, read_rows, write_rows
-from ragserve.errors import Conflict, InvalidRequest, RagserveError
+from ragserve.adapt.work_folder import LOCK, RUN, check_work, remove_work
+from ragserve.errors import Conflict, InvalidRequest, RagserveError, StorageFull
 from ragserve.files import locked, write_json
 
 if TYPE_CHECKING:
     from ragserve.config import Settings
 
-_ROWS, _RUN, _BEFORE = "rows.jsonl", "run.json", "before.json"
+_ROWS, _BEFORE = "rows.jsonl", "before.json"
+_LEAST_ROOM = 512  # tokens of a pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +63,60 @@ def adapt(
     """Adapt a model and return the record that OUT has, too. ``on_step``: called with the steps taken, after
     each. Raises RagserveError, and writes no OUT, where the held-out KL never falls or a guard fails."""
     config = check_model(job.model)
-    check_out(job.out, job.model)
+    _check_numbers(job, config)
+    check_out(job.out)
+    check_work(job.work, job.out, job.model, *([job.data] if job.data else []))
     job.work.mkdir(parents=True, exist_ok=True)
-    with locked(job.work / "lock") as alone:
+    with locked(job.work / LOCK) as alone, _explained():
         if not alone:
             raise Conflict(
                 f"Another run uses {job.work}.",
                 hint="Wait for it, or give another --work.",
                 code="work_in_use",
             )
+        remove_unfinished(job.work)
+        check_room(job.out, job.model)
         record = _AdaptRun(settings, job, config, on_progress).adapted(on_step)
-    shutil.rmtree(job.work, ignore_errors=True)
+        remove_work(job.work)
     return record
+
+
+def _check_numbers(job: Adaptation, config: dict[str, Any]) -> None:
+    """Raise InvalidRequest for numbers that no training can be made of."""
+    if not 0 < job.training.rate < math.inf:
+        raise InvalidRequest(f"--rate is {job.training.rate:g}.", hint="Give one above 0, like 2e-4.")
+    if job.room and job.room < _LEAST_ROOM:
+        raise InvalidRequest(f"--pack-tokens is {job.room}.", hint=f"Give 0, or at least {_LEAST_ROOM}.")
+    longest = int(config.get("max_position_embeddings", _LEAST_ROOM))
+    if longest < _LEAST_ROOM:
+        raise InvalidRequest(
+            f"{job.model} reads {longest} tokens; {_LEAST_ROOM} are needed.", hint="Give another model."
+        )
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise RagserveError for memory or a disk that is full."""
+    import torch
+
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        full = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not full and "can't allocate memory" not in str(error):
+            raise
+        raise RagserveError(
+            "The memory of this machine is full.",
+            hint="Give a smaller --pack-tokens, with another --work: a run keeps its own.",
+            code="out_of_memory",
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise StorageFull(
+            f"{error.filename or 'A file'}: {error.strerror}.",
+            hint="Free some space and run the same command again.",
+        ) from error
 
 
 class _AdaptRun:
@@ -89,8 +136,8 @@ class _AdaptRun:
                 f"{job.model} has no chat template.",
                 hint="Give an instruction-tuned model: others do not answer.",
             )
-        self._identity = self._identified()
         prefix = prefix_ids(settings, self._builder.tokenizer)
+        self._identity = self._identified(prefix)
         self._model = AdaptedModel.load(job.model, prefix, self._builder.tokenizer, room=job.room)
         if self._model.no_flex and self._model.device.type == "cuda":
             on_progress("attention", f"masks instead of FlexAttention: {self._model.no_flex}")
@@ -130,17 +177,25 @@ class _AdaptRun:
         write_model(job.out, job.model, record, job.work)
         return record
 
-    def _identified(self) -> dict[str, Any]:
-        """What tells runs apart. Raises Conflict where the work folder has another one's."""
-        job = self._job
+    def _identified(self, prefix: Sequence[int]) -> dict[str, Any]:
+        """What tells runs apart. Raises Conflict where the work folder has another one's. The system text may
+        be private, so that its digest stands for it."""
+        job, settings = self._job, self._settings
+        is_made = bool(job.namespace)
         run: dict[str, Any] = {
             "base": job.model.name,
             "base_digest": digest_of(job.model),
             "data": job.data.name if job.data else None,
             "data_digest": digest_of_rows(read_rows(job.data)) if job.data else None,
             "namespace": job.namespace or None,
-            "kv_prefix": self._settings.kv_prefix,
-            "top_k": self._settings.top_k,
+            "most_questions": job.questions if is_made else None,
+            "retrieval": settings.retrieval if is_made else None,
+            "embedder": settings.embedder if is_made else None,
+            "system_prompt_digest": _digest(settings.system_prompt or ""),
+            "kv_prefix": settings.kv_prefix,
+            "kv_prefix_digest": _digest(json.dumps([*prefix])),
+            "pack_tokens": job.room,
+            "top_k": settings.top_k,
             "rank": job.rank,
             "seed": job.seed,
             "batch": job.training.batch,
@@ -148,7 +203,7 @@ class _AdaptRun:
             "answer_tokens": job.training.answer_tokens,
             "held_out": job.held_out,
         }
-        place = job.work / _RUN
+        place = job.work / RUN
         if place.exists() and (there := json.loads(place.read_text(encoding="utf-8"))) != run:
             names = sorted(name for name in run.keys() | there.keys() if run.get(name) != there.get(name))
             raise Conflict(
@@ -235,3 +290,7 @@ class _AdaptRun:
             "versions": {name: version(name) for name in packages},
             "date": time.strftime("%Y-%m-%d"),
         }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragserve.files import write_json
+from ragserve.files import sync_folder, write_json
 
 if TYPE_CHECKING:
     import torch
 
 _LATEST = "latest.json"
+CHECKPOINT = re.compile(r"checkpoint-\d+")  # names of folders
+BEST = re.compile(r"best-\d+\.(?:safetensors|part)")  # of files
 
 
 @dataclass(slots=True)
@@ -55,38 +59,57 @@ class Checkpoints:
         return TrainingCourse(**state), load_file(place / "adapter.safetensors"), known
 
     def save(self, course: TrainingCourse, adapter: Mapping[str, torch.Tensor], optimiser: Any) -> None:
-        """Write a checkpoint; the one before it is there until this one is whole."""
+        """Write a checkpoint; the one before it, and its best adapter, are there until this one is whole."""
         import torch
 
         place = self._folder / f"checkpoint-{course.step}"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
-        _write(place / "adapter.safetensors", adapter)
+        write_tensors(place / "adapter.safetensors", adapter)
         buffer = io.BytesIO()
         torch.save(optimiser, buffer)
-        (place / "optimiser.pt").write_bytes(buffer.getbuffer())
+        _write(place / "optimiser.pt", buffer.getbuffer())
+        sync_folder(place)
         write_json(self._folder / _LATEST, asdict(course) | {"folder": place.name}, durable=True)
-        for other in self._folder.glob("checkpoint-*"):
-            if other != place:
-                shutil.rmtree(other, ignore_errors=True)
+        for path in self._folder.iterdir():
+            if path != place and CHECKPOINT.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+            elif path != self._best(course.best_step) and BEST.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
     def save_best(self, adapter: Mapping[str, torch.Tensor], step: int) -> None:
-        """Keep the adapter of the best held-out KL so far."""
+        """Keep the adapter of the best held-out KL so far, that of ``step``; the one before it stays until a
+        checkpoint names this one as its ``best_step``."""
         self._folder.mkdir(parents=True, exist_ok=True)
         temporary = self._folder / f"best-{step}.part"
-        _write(temporary, adapter)
-        temporary.replace(self._folder / "best.safetensors")
+        write_tensors(temporary, adapter)
+        temporary.replace(self._best(step))
 
-    def best(self) -> dict[str, torch.Tensor]:
-        """The adapter of the best held-out KL."""
+    def best(self, step: int) -> dict[str, torch.Tensor]:
+        """The adapter that `save_best` kept of a step."""
         from safetensors.torch import load_file
 
-        found: dict[str, torch.Tensor] = load_file(self._folder / "best.safetensors")
+        found: dict[str, torch.Tensor] = load_file(self._best(step))
         return found
 
+    def _best(self, step: int) -> Path:
+        return self._folder / f"best-{step}.safetensors"
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """By Python, whose errors name a full disk."""
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write safetensors to disk, by Python, whose errors name a full one."""
     from safetensors.torch import save
 
-    path.write_bytes(save({name: each.detach().cpu().contiguous() for name, each in tensors.items()}))
+    plain = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
+    _write(path, save(plain, {"format": "pt"}))
+
+
+def _write(path: Path, data: bytes | memoryview) -> None:
+    try:
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)  # a write that fails does not name its file
+        raise

@@ -2,9 +2,9 @@
 
 Two passes. All tokens see their own segment and, where they are documents, the prefix; then the tokens of
 questions and answers see their whole sequence, over keys that are turned to their places. FlexAttention on a
-GPU, which never makes the masks as tensors; on a CPU, and wherever FlexAttention cannot be compiled, masks
-that are added to the scores. A very negative number is added, not minus infinity, and each token sees at
-least itself, so that no row is empty: empty rows make NaN of gradients."""
+GPU, which makes no tensors of the masks in attention; on a CPU, and wherever FlexAttention cannot be
+compiled, masks that are added to the scores. A very negative number is added, not minus infinity, and each
+token sees at least itself, so that no row is empty: empty rows make NaN of gradients."""
 
 from __future__ import annotations
 

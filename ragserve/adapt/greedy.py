@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ragserve.adapt.packing import TrainingSequence, in_packs
@@ -13,17 +13,24 @@ if TYPE_CHECKING:
     from ragserve.adapt.low_rank import AdaptedModel
 
 _MOST = 64  # prompts at once
-_CACHED = 2**17  # tokens whose KV a batch of a GPU has
-_CACHED_CPU = 2**14
+_CACHED = 2**32  # bytes of KV that a batch of a GPU has
+_CACHED_CPU = 2**30
 
 
-def answers(model: AdaptedModel, prompts: Sequence[TrainingSequence], tokens: int) -> list[list[int]]:
-    """At most ``tokens`` ids for each prompt, the one that ends the answer included."""
+def answers(
+    model: AdaptedModel,
+    prompts: Sequence[TrainingSequence],
+    tokens: int,
+    on_batch: Callable[[], None] = lambda: None,
+) -> list[list[int]]:
+    """At most ``tokens`` ids for each prompt, the one that ends the answer included. ``on_batch``: called
+    before each batch; what it raises ends the call."""
     import torch
 
     found: list[list[int]] = [[] for _ in prompts]
     with torch.inference_mode():
-        for numbers in _batches(model, [len(each) for each in prompts]):
+        for numbers in _batches(model, [len(each) + tokens for each in prompts]):
+            on_batch()
             batch = [prompts[number] for number in numbers]
             logits, cache, lengths = _prefilled(model, batch)
             for number, ids in zip(numbers, _decoded(model, logits, cache, lengths, tokens), strict=True):
@@ -37,8 +44,8 @@ def text_of(model: AdaptedModel, ids: Sequence[int]) -> str:
 
 
 def _batches(model: AdaptedModel, lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Numbers of prompts of about the same length."""
-    room = _CACHED if model.device.type == "cuda" else _CACHED_CPU
+    """Numbers of prompts of about the same length. ``lengths``: in tokens, with the answers'."""
+    room = (_CACHED if model.device.type == "cuda" else _CACHED_CPU) // model.kv_bytes
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda each: lengths[each]):
         if batch and (len(batch) == _MOST or (len(batch) + 1) * lengths[number] > room):

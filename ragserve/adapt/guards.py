@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragserve.adapt import greedy
 from ragserve.adapt.packing import TrainingSequence, in_packs
+from ragserve.adapt.training_rows import LEAST_HELD_OUT
 from ragserve.errors import InvalidRequest
 from ragserve.verification.metrics import is_refusal, token_f1
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 LOST_F1 = 1.0  # points of F1 of whole prompts
 LOST_REFUSALS = 2.0  # points
 PERPLEXITY = 1.01  # times the base's
-LEAST = 10  # questions with a reference
 _ROUNDING = 1e-6
 _REFERENCE_TOKENS = 24
 _TEXTS = 64  # held-out passages in the perplexity
@@ -60,17 +60,17 @@ class Measured:
 
 def references(model: AdaptedModel, mix: SampleMix, rows: Sequence[TrainingRow]) -> list[tuple[str, ...]]:
     """What a right answer says, by row: the row's answer, or else the base's over the passages that answer,
-    alone; empty where neither is known. Raises InvalidRequest for fewer than `LEAST`."""
+    alone; empty where neither is known. Raises InvalidRequest for fewer than `LEAST_HELD_OUT`."""
     asked = [n for n, row in enumerate(rows) if row.answer is None and row.gold]
     prompts = [mix.sequence(rows[n].question, [rows[n].passages[at] for at in rows[n].gold]) for n in asked]
     found: list[tuple[str, ...]] = [() if row.answer is None else (row.answer,) for row in rows]
     for n, ids in zip(asked, greedy.answers(model, prompts, _REFERENCE_TOKENS), strict=True):
         text = greedy.text_of(model, ids)
         found[n] = (text,) if text and not is_refusal(text, [" "]) else ()
-    if sum(map(bool, found)) < LEAST:
+    if sum(map(bool, found)) < LEAST_HELD_OUT:
         raise InvalidRequest(
-            f"Only {sum(map(bool, found))} held-out questions have an answer that is known; {LEAST} are "
-            "needed to see that the model stays as good.",
+            f"Only {sum(map(bool, found))} of {len(rows)} held-out questions have an answer that is known; "
+            f"{LEAST_HELD_OUT} are needed to see that the model stays as good.",
             hint="Give rows with an `answer`, or with `gold` passages, or more of them.",
         )
     return found

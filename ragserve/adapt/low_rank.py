@@ -6,11 +6,12 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ragserve.adapt.checkpoints import write_tensors
 from ragserve.adapt.composed_attention import PackedAttention, flex_differs, packed_attention
 from ragserve.adapt.packing import PackedSequences, TrainingSequence, packed
 from ragserve.engine.cpu_precision import cpu_dtype
@@ -102,9 +103,20 @@ class AdaptedModel:
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         name = "bfloat16" if device.type == "cuda" else cpu_dtype()[0]
-        causal: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, name), attn_implementation="sdpa", local_files_only=True
-        )
+        try:
+            causal: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=getattr(torch, name), attn_implementation="sdpa", local_files_only=True
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # each form of weights has errors of its own
+            if "can't allocate memory" in str(error):
+                raise
+            why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+            raise InvalidRequest(
+                f"The weights of {folder} cannot be read: {why.rstrip('.')}.",
+                hint="Download the complete model again.",
+            ) from error
         causal.to(device).eval().requires_grad_(False)
         ends = causal.generation_config.eos_token_id
         ends = {*ends} if isinstance(ends, list) else {ends}
@@ -119,6 +131,14 @@ class AdaptedModel:
     def padded(self) -> int:
         """Tokens of a pack for FlexAttention, which is compiled for each number of them."""
         return self.room + len(self.prefix) + -len(self.prefix) % 128
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        config = self.causal.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * config.num_hidden_layers * heads * size * self.causal.dtype.itemsize)
 
     def add_adapter(self, rank: int, seed: int) -> None:
         """Add an adapter that changes nothing yet, in float32, and save activations at layers' ends only."""
@@ -186,9 +206,13 @@ class AdaptedModel:
         """Write the adapter, as peft loads it onto ``base``, in the dtype that it was rounded to."""
         from peft import get_peft_model_state_dict
 
-        self.adapter.peft_config["default"].base_model_name_or_path = base
+        config = replace(
+            self.adapter.peft_config["default"], base_model_name_or_path=base, inference_mode=True
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(folder)
         state = {name: each.to(self._saved) for name, each in get_peft_model_state_dict(self.adapter).items()}
-        self.adapter.save_pretrained(folder, state_dict=state)
+        write_tensors(folder / "adapter_model.safetensors", state)  # whose errors name a full disk
 
     def merge(self, base: Path, out: Path) -> None:
         """Write ``base`` with the adapter's changes, added in float32 and rounded once, to the folder

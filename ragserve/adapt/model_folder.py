@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,17 +17,22 @@ from ragserve.files import write_json
 RECORD = "ragserve-adapt.json"
 _LEFT_OUT = (*WEIGHTS, "*.index.json", "ragserve-*.json", "README*", ".*")
 """Files of the base that say nothing of the adapted model: weights, what ragserve has found about it."""
+_WRITING = "writing.json"  # in the work folder: the folder beside OUT that becomes OUT
 _ROOM = 1.1  # times the base's weights, which OUT and the work folder need together
 
 
-def check_out(out: Path, base: Path) -> None:
-    """Raise Conflict if OUT exists, InvalidRequest if it cannot, and StorageFull where the disk has no room
-    for it."""
+def check_out(out: Path) -> None:
+    """Raise Conflict if OUT exists, and InvalidRequest if it cannot."""
     if out.exists():
         raise Conflict(f"{out} exists already.", hint="Give another OUT, or remove it.", code="out_exists")
     parent = out.resolve().parent
     if not parent.is_dir():
         raise InvalidRequest(f"{parent} is no folder.", hint="Make it first, or give another OUT.")
+
+
+def check_room(out: Path, base: Path) -> None:
+    """Raise StorageFull where the disk has no room for OUT."""
+    parent = out.resolve().parent
     wanted, free = int(_ROOM * weight_bytes(base)), shutil.disk_usage(parent).free
     if free < wanted:
         raise StorageFull(
@@ -37,7 +43,7 @@ def check_out(out: Path, base: Path) -> None:
 
 def write_model(out: Path, base: Path, record: dict[str, Any], work: Path) -> None:
     """Write OUT of the folders ``merged`` and ``adapter`` in ``work``; it is there whole or not at all."""
-    with _becoming(out) as folder:
+    with _becoming(out, work) as folder:
         for path in base.iterdir():
             if path.is_file() and not any(path.match(each) for each in _LEFT_OUT):
                 shutil.copyfile(path, folder / path.name)
@@ -49,14 +55,25 @@ def write_model(out: Path, base: Path, record: dict[str, Any], work: Path) -> No
 
 
 @contextmanager
-def _becoming(out: Path) -> Iterator[Path]:
-    """A folder beside OUT that becomes OUT once the block has ended well, and vanishes otherwise."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.resolve().parent))
+def _becoming(out: Path, work: Path) -> Iterator[Path]:
+    """A folder beside OUT that becomes OUT once the block has ended well, and vanishes otherwise. Its name is
+    in the work folder before it is there."""
+    folder = out.resolve().parent / f".{out.name}.{secrets.token_hex(8)}"
+    write_json(work / _WRITING, {"folder": str(folder)}, durable=True)
     try:
+        folder.mkdir(mode=0o700)
         yield folder
         folder.chmod(0o755)
         if out.exists():
             raise Conflict(f"{out} has come to be meanwhile.", hint="Remove it and run the command again.")
         folder.rename(out)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_unfinished(work)
+
+
+def remove_unfinished(work: Path) -> None:
+    """Remove what a run that was killed while it wrote has left beside OUT. Call it with the lock held."""
+    place = work / _WRITING
+    if place.exists():
+        shutil.rmtree(json.loads(place.read_text(encoding="utf-8"))["folder"], ignore_errors=True)
+        place.unlink(missing_ok=True)

@@ -44,6 +44,10 @@ class TrainingOptions:
     answer_tokens: int = 32
 
 
+class _TimeIsUp(Exception):
+    """The time to train has passed."""
+
+
 class Training:
     """One training of a model that has its adapter."""
 
@@ -69,6 +73,7 @@ class Training:
         self._weights = list(model.parameters().values())
         self._optimiser = torch.optim.AdamW(self._weights, options.rate, (0.9, 0.99), weight_decay=0.0)
         self._warm_from = 0
+        self._mark = clock()
         self.course = TrainingCourse()
 
     def run(self) -> TrainingCourse:
@@ -80,30 +85,32 @@ class Training:
         if not self.course.history:
             self._progress("held-out KL", "")
             self._evaluate()
-        mark = self._clock()
+        self._mark = self._clock()
         bad = 0
         block: list[TrainingSequence] = []
         while not self.course.stopped and self._share < 1:
             first = self.course.step * self._options.batch
             if not block:
                 left = self._options.every - self.course.step % self._options.every
-                block = self._answered(
-                    [self._mix.sample(first + i) for i in range(left * self._options.batch)]
-                )
+                drawn = [self._mix.sample(first + i) for i in range(left * self._options.batch)]
+                try:
+                    block = self._answered(drawn, self._in_time)
+                except _TimeIsUp:  # no step has been taken since the last checkpoint's
+                    self._count()
+                    self._save()
+                    break
             samples, block = block[: self._options.batch], block[self._options.batch :]
             if self._step(samples):
                 bad = 0
             else:
                 bad, self.course.skipped = bad + 1, self.course.skipped + 1
             self.course.step += 1
-            now = self._clock()
-            self.course.seconds, mark = self.course.seconds + now - mark, now
+            self._count()
             if bad == _BAD:
                 self.course.stopped = f"{_BAD} steps in a row had no finite gradient"
             if self.course.step % self._options.every == 0 or self.course.stopped or self._share >= 1:
                 self._evaluate()
-                now = self._clock()
-                self.course.seconds, mark = self.course.seconds + now - mark, now
+                self._count()
                 self._save()
             self._say()
             self._on_step(self.course.step)
@@ -112,8 +119,18 @@ class Training:
             raise RagserveError(
                 f"Held-out KL never fell in {self.course.step} steps, so nothing is written: {why}."
             )
-        self._load(self._checkpoints.best())
+        self._load(self._checkpoints.best(self.course.best_step))
         return self.course
+
+    def _count(self) -> None:
+        """Count the time since the last call."""
+        now = self._clock()
+        self.course.seconds, self._mark = self.course.seconds + now - self._mark, now
+
+    def _in_time(self) -> None:
+        """Raise _TimeIsUp once it is."""
+        if self.course.seconds + self._clock() - self._mark >= self._options.seconds:
+            raise _TimeIsUp
 
     @property
     def _share(self) -> float:
@@ -167,12 +184,15 @@ class Training:
         total = kl["composed"] + kl["whole"]
         return total if math.isfinite(total) else math.inf
 
-    def _answered(self, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
-        """Sequences with the base's greedy answers over the whole prompt; plain texts as they are."""
+    def _answered(
+        self, sequences: Sequence[TrainingSequence], on_batch: Callable[[], None] = lambda: None
+    ) -> list[TrainingSequence]:
+        """Sequences with the base's greedy answers over the whole prompt; plain texts as they are.
+        ``on_batch``: called before each batch of answers."""
         asked = [n for n, each in enumerate(sequences) if not each.rows]
         prompts = [replace(sequences[n], composed=False) for n in asked]
         with self._model.base():
-            found = greedy.answers(self._model, prompts, self._options.answer_tokens)
+            found = greedy.answers(self._model, prompts, self._options.answer_tokens, on_batch)
         made = list(sequences)
         for n, answer in zip(asked, found, strict=True):
             made[n] = replace(sequences[n], answer=answer)

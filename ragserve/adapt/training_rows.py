@@ -21,6 +21,7 @@ from ragserve.files import write_text
 from ragserve.json_lines import json_lines
 
 LEAST = 50  # questions of a run
+LEAST_HELD_OUT = 10  # of these
 _HINT = (
     'A line is {"question": "...", "answer": "...", "passages": [{"title": "...", "text": "..."}], '
     '"gold": [0]}; see docs/adapt.md.'
@@ -55,8 +56,13 @@ class TrainingRow(BaseModel):
         return self
 
     @property
+    def gold_texts(self) -> set[str]:
+        """The passages that answer."""
+        return {self.passages[number].text for number in self.gold}
+
+    @property
     def subject(self) -> str:
-        """Equal for questions about the same passages."""
+        """Equal for questions about all the same passages."""
         about = [self.passages[number].text for number in sorted(self.gold)] or [self.question]
         return hashlib.sha256("\0".join(about).encode()).hexdigest()
 
@@ -93,8 +99,9 @@ def digest_of_rows(rows: Sequence[TrainingRow]) -> str:
 def divided(
     rows: Sequence[TrainingRow], held_out: int, seed: int
 ) -> tuple[list[TrainingRow], list[TrainingRow]]:
-    """Divide rows into those to train with and at most ``held_out`` others, a fifth at most, whose gold
-    passages no question of the first is about. Raises InvalidRequest for fewer rows than `LEAST`."""
+    """Divide rows into those to train with and at most ``held_out`` others, a fifth at most, none of whose
+    gold passages a question of the first is about: other rows about one of them are left out. Raises
+    InvalidRequest for fewer rows than `LEAST`, and where too few are held out or left."""
     if len(rows) < LEAST:
         raise InvalidRequest(
             f"There are {len(rows)} questions; at least {LEAST} are needed.",
@@ -110,7 +117,16 @@ def divided(
         if count + sizes[subject] <= wanted:
             chosen.add(subject)
             count += sizes[subject]
-    return [row for row in rows if row.subject not in chosen], [row for row in rows if row.subject in chosen]
+    held = [row for row in rows if row.subject in chosen]
+    taken = {text for row in held for text in row.gold_texts}
+    train = [row for row in rows if row.subject not in chosen and not taken & row.gold_texts]
+    if len(held) < LEAST_HELD_OUT or len(train) < LEAST - LEAST_HELD_OUT:
+        raise InvalidRequest(
+            f"Only {len(held)} of {len(rows)} questions can be held out, with {len(train)} about other "
+            f"passages to train with; {LEAST_HELD_OUT} and {LEAST - LEAST_HELD_OUT} are needed.",
+            hint="Too many are about the same gold passages: give questions about others, too.",
+        )
+    return train, held
 
 
 def _reasons(error: ValidationError) -> str:

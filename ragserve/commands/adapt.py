@@ -48,7 +48,7 @@ def adapt(
         int, typer.Option(min=10, help="Questions to measure with, at most a fifth of all.")
     ] = 100,
     rank: Annotated[int, typer.Option(min=1, max=256, help="Rank of the adapter.")] = 16,
-    rate: Annotated[float, typer.Option(min=0.0, help="Learning rate.")] = 2e-4,
+    rate: Annotated[float, typer.Option(min=0.0, help="Learning rate, above 0.")] = 2e-4,
     batch: Annotated[int, typer.Option(min=1, max=512, help="Questions of a step.")] = 16,
     every: Annotated[
         int, typer.Option(min=1, help="Steps between checkpoints, each with a measure of held-out KL.")
@@ -58,12 +58,17 @@ def adapt(
     ] = 32,
     pack_tokens: Annotated[
         int,
-        typer.Option(min=0, help="Tokens that are computed at once. 0: 8,192 on a GPU, 2,048 without one."),
+        typer.Option(
+            min=0, help="Tokens that are computed at once, 512 or more. 0: 8,192 on a GPU, 2,048 without one."
+        ),
     ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of all that is drawn.")] = 0,
     work: Annotated[
         Path | None,
-        typer.Option(help="Folder of checkpoints; the same command goes on from there. Default: OUT.work."),
+        typer.Option(
+            help="Folder for the run's own files, empty or not there; the same command goes on from there, "
+            "but until all questions are made it begins anew with them. Default: OUT.work."
+        ),
     ] = None,
 ) -> None:
     """Train a model so that it answers from documents that were prefilled apart as from whole prompts.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +19,7 @@ from ragserve.adapt.guards import Measured
 from ragserve.adapt.training import TrainingOptions
 from ragserve.config import Settings
 from ragserve.errors import RagserveError
-from tests.unit.adapt.tiny_models import make_model, rows, write
+from tests.unit.adapt.tiny_models import load, make_model, rows, write
 
 OPTIONS = TrainingOptions(seconds=1e9, steps=2, batch=2, every=1, rate=5e-3, answer_tokens=3)
 
@@ -179,3 +182,122 @@ def test_two_runs_at_once_are_one_too_many(job: Adaptation, tmp_path: Path) -> N
     job.work.mkdir()
     with adaptation.locked(job.work / "lock"), pytest.raises(RagserveError, match="Another run uses"):
         adapt(settings(tmp_path), job)
+
+
+def test_a_folder_with_other_files_is_refused_and_stays(job: Adaptation, tmp_path: Path) -> None:
+    job.work.mkdir()
+    (job.work / "thesis.txt").write_text("years")
+    with pytest.raises(RagserveError, match="not empty, and no run"):
+        adapt(settings(tmp_path), job)
+    assert [path.name for path in job.work.iterdir()] == ["thesis.txt"]
+    with pytest.raises(RagserveError, match="is in it"):
+        adapt(settings(tmp_path), changed(job, work=tmp_path))
+    assert job.data is not None
+    assert job.data.exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"room": 384}, "--pack-tokens is 384. Give 0, or at least 512"),
+        ({"training": TrainingOptions(60.0, rate=0.0)}, "--rate is 0"),
+        ({"training": TrainingOptions(60.0, rate=float("nan"))}, "--rate is nan"),
+    ],
+)
+def test_numbers_that_no_training_can_be_made_of(
+    job: Adaptation, tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RagserveError, match=words):
+        adapt(settings(tmp_path), changed(job, **fields))
+    assert not job.work.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "memory of this machine is full.*--pack-tokens"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "memory of this machine is full"),
+        (OSError(errno.ENOSPC, "No space left on device", "work/best-2.part"), "best-2.part: No space left"),
+    ],
+)
+def test_full_memory_and_disks_are_said(
+    job: Adaptation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def full(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(adaptation.guards, "references", full)
+    with pytest.raises(RagserveError, match=words):
+        adapt(settings(tmp_path), job)
+
+
+def test_weights_that_are_damaged(job: Adaptation, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cut"
+    shutil.copytree(model, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(RagserveError, match=r"weights of .* cannot be read: .*Download") as caught:
+        adapt(settings(tmp_path), changed(job, model=folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_names_the_adapter(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    loaded = load(model)
+    loaded.add_adapter(2, 0)
+    loaded.round_adapter("float32")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*adapter_model.safetensors'"):
+        loaded.save_adapter(tmp_path / "adapter", "base")
+
+
+def test_a_run_is_told_from_others_by_all_that_its_rows_and_prompts_come_of(
+    job: Adaptation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StopHere(Exception):
+        pass
+
+    def stop(*args: Any, **more: Any) -> None:
+        raise StopHere
+
+    monkeypatch.setattr(adaptation.AdaptedModel, "load", stop)
+    prefix = tmp_path / "prefix.txt"
+    prefix.write_text("one")
+    given = settings(tmp_path).model_copy(update={"kv_prefix": str(prefix), "system_prompt": "Say it."})
+    job = changed(job, data=None, namespace="papers")
+    with pytest.raises(StopHere):
+        adapt(given, job)
+    assert "Say it." not in (job.work / "run.json").read_text()
+    for fields, name in (
+        ({"system_prompt": "You are a judge."}, "system_prompt_digest"),
+        ({"retrieval": "other"}, "retrieval"),
+        ({"embedder": "other"}, "embedder"),
+    ):
+        with pytest.raises(RagserveError, match=f"differs in {name}"):
+            adapt(given.model_copy(update=fields), job)
+    for more, name in (({"room": 1024}, "pack_tokens"), ({"questions": 60}, "most_questions")):
+        with pytest.raises(RagserveError, match=f"differs in {name}"):
+            adapt(given, changed(job, **more))
+    prefix.write_text("another")
+    with pytest.raises(RagserveError, match="differs in kv_prefix_digest"):
+        adapt(given, job)
+
+
+def test_what_a_killed_run_left_beside_out_is_removed(
+    job: Adaptation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_folder, "remove_unfinished", lambda work: None)  # killed before it
+    job.work.mkdir()
+    with pytest.raises(FileNotFoundError):
+        model_folder.write_model(job.out, job.model, {}, job.work)
+    monkeypatch.undo()
+    [left] = [path for path in tmp_path.iterdir() if path.name.startswith(".out.")]
+    assert (left / "config.json").exists()
+    (tmp_path / ".out.backup").mkdir()
+    (job.work / "run.json").write_text("{}")
+    with pytest.raises(RagserveError, match="another run"):
+        adapt(settings(tmp_path), job)
+    assert not left.exists()
+    assert (tmp_path / ".out.backup").exists()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ragserve.adapt import distillation, training
-from ragserve.adapt.checkpoints import Checkpoints
+from ragserve.adapt import distillation, greedy, training
+from ragserve.adapt.checkpoints import Checkpoints, TrainingCourse
 from ragserve.adapt.low_rank import AdaptedModel
 from ragserve.adapt.sample_mix import SampleMix
 from ragserve.adapt.training import Training, TrainingOptions
@@ -75,7 +77,7 @@ def test_held_out_kl_falls_and_the_best_adapter_is_kept(whole: tuple[Training, P
     composed = {each["step"]: each["composed"] for each in course.history}
     assert composed[course.best_step] < 0.8 * composed[0]
     assert course.history[0]["whole"] < 1e-3, "an adapter changes nothing before it is trained"
-    best = load_file(work / "best.safetensors")
+    best = load_file(work / f"best-{course.best_step}.safetensors")
     for name, value in adapter(run).items():
         assert torch.equal(value, best[name])
 
@@ -96,6 +98,56 @@ def test_a_run_that_was_killed_takes_the_same_steps(
         assert each == pytest.approx(other, rel=1e-3)
     for name, value in adapter(whole[0]).items():
         torch.testing.assert_close(adapter(again)[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_best_adapter_stays_until_a_checkpoint_names_another(folder: Path, tmp_path: Path) -> None:
+    run = make(folder, tmp_path)
+    checkpoints, course = Checkpoints(tmp_path), TrainingCourse(step=2, best_step=2)
+    checkpoints.save_best({"a": torch.ones(1)}, 2)
+    checkpoints.save(course, run._model.parameters(), {})
+    checkpoints.save_best({"a": torch.zeros(1)}, 4)  # killed before the checkpoint that names it
+    known = checkpoints.load()
+    assert known is not None
+    assert checkpoints.best(known[0].best_step)["a"] == 1
+    (tmp_path / "best-of.txt").write_text("")
+    checkpoints.save(replace(course, step=4, best_step=4), run._model.parameters(), {})
+    assert {path.name for path in tmp_path.glob("best*")} == {"best-4.safetensors", "best-of.txt"}
+
+
+def test_tensors_are_on_disk_before_latest_names_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.partition(".")[0])
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    Checkpoints(tmp_path).save(TrainingCourse(step=2), {"a": torch.ones(1)}, {})
+    assert order[:4] == ["adapter", "optimiser", "checkpoint-2", "latest"]
+
+
+def test_time_may_end_among_the_answers_of_a_block(folder: Path, tmp_path: Path) -> None:
+    """20 steps' prompts are answered before the first one is taken."""
+    times = itertools.count(step=10.0)
+    options = TrainingOptions(**{**vars_of(OPTIONS), "seconds": 15.0, "steps": None, "every": 40})
+    run = make(folder, tmp_path, options, clock=lambda: next(times))
+    with pytest.raises(RagserveError, match=r"never fell in 0 steps.*more time"):
+        run.run()
+    known = Checkpoints(tmp_path).load()
+    assert known is not None
+    assert known[0].seconds >= 15
+
+
+def test_batches_of_answers_are_bound_by_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(folder)
+    assert model.kv_bytes == 2 * 2 * 2 * 8 * 4
+    monkeypatch.setattr(greedy, "_CACHED_CPU", 100 * model.kv_bytes)
+    monkeypatch.setattr(greedy, "_CACHED", 100 * model.kv_bytes)
+    assert [len(each) for each in greedy._batches(model, [20] * 12)] == [5, 5, 2]
+    assert [len(each) for each in greedy._batches(model, [400] * 2)] == [1, 1]
 
 
 def test_a_checkpoint_without_its_optimiser_goes_on_with_a_new_one(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from benchmarks.written_questions.passages import Excluded, Passage
 from benchmarks.written_questions.reader import Reader
 from benchmarks.written_questions.rows import Asked
 from benchmarks.written_questions.write import Pair
+from ragserve.files import write_json
 from ragserve.verification.metrics import is_refusal
 from tests.conftest import MODEL
 
@@ -198,7 +200,7 @@ def test_a_joined_question_needs_both_passages() -> None:
     assert {name: n for name, n in joiner.counts.items() if n} == counts
 
 
-def test_follow_ups_and_comparisons_are_made_of_pairs() -> None:
+def test_follow_ups_and_comparisons_are_made_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     by_id = {each.id: each for each in (BRIDGE, TOWER)}
     assert rows.with_pronoun("Who built the Mill Bridge?", BRIDGE) == "Who built it?"
     assert rows.with_pronoun("What is the Salt Tower's height?", TOWER) == "What is its height?"
@@ -207,16 +209,52 @@ def test_follow_ups_and_comparisons_are_made_of_pairs() -> None:
         Pair(TOWER.id, "When was the Salt Tower built?", "in 1850"),
         Pair(TOWER.id, "Who lived in the Salt Tower?", "Ada Holm"),
     ]
-    for each in rows.comparisons(pairs):
+    compared = list(rows.comparisons(pairs))
+    assert compared
+    for each in compared:
         assert each.answer == "Salt Tower"
         assert {*each.gold} == set(by_id)
         assert "Mill Bridge" in each.question
+    monkeypatch.setattr(rows, "_FOLLOW_UP", 1.0)
+    [second] = rows.follow_ups(pairs, by_id)
+    asked = {pair.question: pair.answer for pair in pairs[1:]}
+    [(first, said)] = second.history
+    assert asked.pop(first) == said
+    assert asked == {second.question.replace(" it", " the Salt Tower"): second.answer}
+    assert second.gold == (TOWER.id,)
+
+
+def test_gold_passages_stay_among_the_nearest() -> None:
+    """The tenth is one; the other has to take a place that is not its."""
+    some = [Passage(f"x:{n}", f"Hill {n}", f"Hill {n} stands here.") for n in range(40)]
+    asked = [Asked("Which is older?", "Arlen", ("x:9", "x:39"), "joined")]
+    scores = np.linspace(1, 0, len(some), dtype=np.float32)[None]
+    [found] = rows.nearest(asked, some, np.eye(len(some), dtype=np.float32), scores)
+    assert found == [*range(8), 9, 39]
+    assert next(rows.rows(asked, [found], some))["gold"] == [8, 9]
+
+
+def test_pairs_that_were_begun_with_other_options_are_not_gone_on_with(tmp_path: Path) -> None:
+    write_json(tmp_path / "passages.json", {"sha256": "ab"})
+    given = argparse.Namespace(
+        passages=tmp_path, model=Path("models/a"), workers=2, questions=5, batch=8, limit=None
+    )
+    state, options = tmp_path / "pairs-0.json", write.options_of(given)
+    assert write.begun(state, options) == {"batches": 0, "counts": {}}
+    write_json(state, {"options": options, "batches": 3, "counts": {}})
+    assert write.begun(state, write.options_of(given))["batches"] == 3
+    given.workers = 3
+    with pytest.raises(SystemExit, match="another workers"):
+        write.begun(state, write.options_of(given))
+    write_json(tmp_path / "passages.json", {"sha256": "cd"})
+    with pytest.raises(SystemExit, match="another passages, workers"):
+        write.begun(state, write.options_of(given))
 
 
 def test_rows_have_forms_and_no_false_passages() -> None:
     other = Passage("wiki:9:0", "Arch", "Another bridge was finished in 1909 as well.")
     some = [BRIDGE, TOWER, other, *(Passage(f"x:{n}", f"Hill {n}", "A hill stands here.") for n in range(20))]
-    asked = [Asked("When was the Mill Bridge built?", "1909", (BRIDGE.id,), "one passage")] * 400
+    asked = [Asked(f"When was bridge {n} built?", "1909", (BRIDGE.id,), "one passage") for n in range(400)]
     vectors = np.eye(len(some), dtype=np.float32)
     questions = np.tile(np.linspace(1, 0, len(some), dtype=np.float32), (len(asked), 1))
     questions[::2, 0] = -1  # not found by the search
@@ -227,6 +265,7 @@ def test_rows_have_forms_and_no_false_passages() -> None:
     answered = [row for row in made if row["answer"]]
     refused = [row for row in made if not row["answer"]]
     assert len(answered) == 400
+    assert refused
     assert all(row["passages"][row["gold"][0]] == BRIDGE.id for row in answered)
     assert all(BRIDGE.id not in row["passages"] and not row["gold"] for row in refused)
     by_id = {each.id: each for each in some}

@@ -18,7 +18,6 @@ from tests.conftest import MODEL
 from tests.unit.engine.tiny_gguf import tiny_llama
 
 pytest.importorskip("peft")
-pytest.importorskip("ragserve.adapt.low_rank")
 
 
 def row(number: int, **other: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ragserve.commands.options import settings_from, with_settings
 from ragserve.config import Settings
 from ragserve.engine import gguf_weights, packaged_model
 from ragserve.engine.adapter_weights import merge_adapter
-from ragserve.engine.packaged_model import ADAPTER, PackagedFile, is_packaged, model_folder, place
+from ragserve.engine.packaged_model import PackagedFile, is_packaged, model_folder, place
 from ragserve.errors import StorageFull, Unavailable
 from tests.unit.engine.tiny_gguf import tiny_llama, write_gguf
 
@@ -207,8 +207,3 @@ def test_a_folder_of_that_name_goes_first(tmp_path: Path, monkeypatch: pytest.Mo
     assert is_packaged("smollm2")
     (tmp_path / "smollm2").mkdir()
     assert not is_packaged("smollm2")
-
-
-def test_the_adapter_that_comes_along_is_small() -> None:
-    size = sum(path.stat().st_size for path in ADAPTER.iterdir()) if ADAPTER.is_dir() else 0
-    assert size <= 8 * 10**6
