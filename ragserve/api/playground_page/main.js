@@ -100,6 +100,8 @@ function moved() {
 
 function begin() {
   running?.abort();
+  running = null; // its answer belongs to no dialogue any more
+  byId("stop").hidden = true;
   history = [];
   byId("dialogue").replaceChildren();
   byId("anew").hidden = true;
@@ -130,16 +132,19 @@ async function send(event) {
       break; // asked exactly, it would be the same answer
     }
   }
-  if (running !== stop) return; // another question has begun
+  if (running !== stop) return; // another question or dialogue has begun
   running = null;
   byId("stop").hidden = true;
   if (answers.prefix && answers.auto) compared.textContent = comparison(answers.prefix, answers.auto);
   const answer = answers.prefix ?? answers.auto;
-  if (answer) history = [...history, message("user", asked), message("assistant", answer.answer)].slice(-most());
+  if (answer) history = latest([...history, message("user", asked), message("assistant", answer.answer)]);
   else byId("question").value ||= asked; // to be sent again
 }
 
-const most = () => Math.min(MOST, info.limits.max_history_messages) || Infinity;
+function latest(messages) {
+  const most = Math.min(MOST, info.limits.max_history_messages);
+  return most ? messages.slice(-most) : [];
+}
 
 byId("login").addEventListener("submit", (event) => {
   event.preventDefault();

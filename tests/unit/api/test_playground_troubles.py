@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ragserve.engine.base import GenerateRequest
 from ragserve.engine.ports import hold_port, port_of
 from ragserve.profiles import gate
 from tests.unit.api.browser import Page, browsing
@@ -33,6 +34,7 @@ FIGURES = gate.Figures(
     full_ttft_ms=642.0,
 )
 WORSE = replace(FIGURES, score=40.0, score_vs_full=-19.2, margin=25.0, ttft_ms=60.0)
+IDLE = "document.getElementById('stop').hidden"  # nothing is being answered
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +245,56 @@ def test_a_server_that_is_gone_is_told_and_the_question_kept(
     page.complaints.clear()
 
 
+@pytest.mark.parametrize(("mode", "then"), [("prefix", "many"), ("both", "docs"), ("both", "many")])
+def test_what_a_left_dialogue_was_answered_reaches_no_other(
+    page: Page, live: Live, mode: str, then: str
+) -> None:
+    """``then``: the namespace of the next question; for the same one the user begins a new dialogue."""
+    enter(page, live, "docs")
+    page.evaluate("""(real => { window.fetch = (url, all) => real(url, all?.body?.replace
+        ? {...all, body: all.body.replace('"auto"', '"epic","strategy_options":{"force":true}')}
+        : all); })(window.fetch)""")  # nothing is measured here: auto would be exact
+    page.evaluate(f"document.querySelector('[name=mode][value={mode}]').click()")
+    wanted = ["epic", "prefix"] if mode == "both" else ["prefix"]
+    engine = live.engine
+    engine.requests.clear()
+
+    def hold(request: GenerateRequest) -> None:
+        if request.strategy == "prefix":
+            engine.hold.clear()
+
+    engine.reply = hold
+    ask(page, "Who built the lighthouse of Skerryvore?")
+    page.until(f"document.querySelectorAll('article .text').length === {len(wanted)}")
+    page.until("[...document.querySelectorAll('article .text')].at(-1).textContent")
+    assert [request.strategy for request in engine.requests] == wanted
+    if then == "docs":
+        page.evaluate("anew.click()")
+    else:
+        choose(page, then)
+    eventually(lambda: not engine.running, "the answer is stopped")
+    engine.reset()
+    assert page.evaluate(f"{IDLE} && anew.hidden && question.value === ''")
+    ask(page, "And when was it lit?")
+    page.until(f"document.querySelector('.turn') && {IDLE} && !anew.hidden")
+    said = [live.services.answerer._prompts.words(request.input_ids) for request in engine.requests]
+    assert said
+    assert not [prompt for prompt in said if "Who built" in prompt]
+
+
+def test_a_server_that_takes_no_earlier_messages_is_sent_none(
+    page: Page, tmp_path: Path, model_path: Path
+) -> None:
+    with serving(tmp_path, model_path, max_history_messages=0) as live:
+        live.index("docs", DOCUMENTS)
+        enter(page, live, "docs")
+        for number in (1, 2):
+            ask(page, f"Who built lighthouse {number}?")
+            page.until(f"document.querySelectorAll('.turn').length === {number} && {IDLE}")
+            assert page.evaluate("document.querySelector('.turn [role=alert]')?.textContent") is None
+    assert page.complaints == []
+
+
 def test_a_key_that_no_longer_counts_is_asked_for_again(page: Page, live: Live) -> None:
     keys = Tenants(live).keys
     keys.create("others", ["many"], ["read"])
@@ -257,13 +309,23 @@ def test_a_key_that_no_longer_counts_is_asked_for_again(page: Page, live: Live) 
     page.until("!main.hidden")
     options = "[...document.getElementById('namespace').options].map((one) => one.value)"
     assert page.evaluate(options) == ["docs", ""], "it learns of no other namespace"
+    # The last request of the page by itself is answered: none is refused before the question's.
+    page.until("performance.getEntriesByType('resource').some((one) => one.name.includes('state=running'))")
     keys.revoke("reader")
     with live.client(headers={"Authorization": f"Bearer {secret}"}) as client:
         eventually(lambda: client.get("/info").status_code == 401, "it is revoked")
+    # A second request is refused, too, before the server has said whether it has single sign-on.
+    page.evaluate("""(real => { window.asked = 0; window.fetch = (...all) => {
+        if (!String(all[0]).endsWith('/session')) return real(...all);
+        asked += 1;
+        return new Promise((go) => { window.go = go; }).then(() => real(...all));
+    }; })(window.fetch)""")
     ask(page, "Who built it?")
+    page.until("document.getElementById('question').value === 'Who built it?'")
+    page.evaluate("import('/playground/api.js').then((api) => api.get('/info')).catch(() => go())")
+    assert page.evaluate("asked") == 1, "the key is asked for once"
     page.until("document.getElementById('refused').textContent.includes('no longer counts')")
     page.until("document.activeElement.id === 'key'")
-    page.until("document.getElementById('question').value === 'Who built it?'")
     page.complaints.clear()
 
 
