@@ -25,6 +25,13 @@ _PAGE = """<!doctype html>
 """
 
 
+def _is_browser(request: bytes) -> bool:
+    """Whether it gets a page and accepts HTML: only the head says so."""
+    first, *fields = request.partition(b"\r\n\r\n")[0].lower().split(b"\r\n")
+    accepted = [field for field in fields if field.startswith(b"accept:")]
+    return first.startswith(b"get ") and any(b"text/html" in field for field in accepted)
+
+
 class StartingAnswers:
     """Answers every request on ``listener``, a bound socket, as `/ready` does, from ``start`` to ``stop``."""
 
@@ -73,7 +80,7 @@ class StartingAnswers:
                 if not (part := read()):
                     return
                 request += part
-            connection.sendall(self._response(browser=b"text/html" in request))
+            connection.sendall(self._response(browser=_is_browser(request)))
             connection.shutdown(socket.SHUT_WR)
             while read():  # closing with unread bytes would take the answer back
                 pass

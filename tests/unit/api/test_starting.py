@@ -48,6 +48,23 @@ def test_a_browser_is_shown_a_page_that_looks_again() -> None:
         assert 'http-equiv="refresh"' in page.text
 
 
+def test_only_what_a_browser_gets_is_a_page() -> None:
+    html = {"Accept": "text/html"}
+    with answering() as (_, _, url):
+        others: list[tuple[str, str, dict[str, str], str]] = [
+            ("POST", "/rag/ingest", {}, "From: a\r\nAccept: text/html\r\n"),
+            ("POST", "/rag/ingest", html, ""),
+            ("GET", "/rag/documents?type=text/html", {}, ""),
+            ("GET", "/ready", {"Content-Type": "text/html"}, ""),
+            ("GET", "/ready", {}, "\r\nAccept: text/html\r\n"),
+        ]
+        for method, path, headers, body in others:
+            answer = httpx.request(method, url + path, headers=headers, content=body.encode())
+            assert answer.headers["content-type"] == "application/json", (method, path, headers, body)
+        page = httpx.get(f"{url}/", headers={"Accept": "*/*;q=0.1, Text/HTML"})
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+
+
 def test_who_connects_after_the_start_is_answered_by_the_server() -> None:
     with answering() as (answers, listener, _):
         answers.stop()
