@@ -32,10 +32,15 @@ class Asked:
     kept: int
     answer: dict[str, Any]
 
-    @property
-    def exact(self) -> bool:
-        """Whether it was answered without documents' KV: samkv over few tokens is, by prefix."""
-        return self.answer["context"]["strategy"] in ("full", "prefix")
+    def exact(self, strategy: str, options: Mapping[str, Any]) -> bool:
+        """Whether it was answered without documents' KV. Of composed strategies only samkv without options
+        may be: over few tokens prefix answers for it.
+        """
+        context = self.answer["context"]
+        exact = context["strategy"] in ("full", "prefix")
+        may_be = strategy in ("full", "prefix") or (strategy, options) == ("samkv", {})
+        assert may_be or not exact, f"{strategy} {options} was answered exactly: {context}"
+        return exact
 
 
 class Site:

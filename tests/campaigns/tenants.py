@@ -216,7 +216,7 @@ class Tenants:
         asked = self.site.ask(namespaces=[MINE, ALSO_MINE], **body)
         after = self.site.settled()
         assert asked.answer["usage"]["cached"] == 0, f"{strategy} took their prefix: {asked.answer['usage']}"
-        if asked.exact:
+        if asked.exact(strategy, options):
             again = self.site.ask(namespace=MINE, **body).answer["usage"]["cached"]
             assert again == 0, f"{strategy} took the prefix of several: {again}"
             return
@@ -283,7 +283,7 @@ class Tenants:
         asked = self.site.ask(namespace=MINE, **body)
         after = self.site.settled()
         assert asked.answer["usage"]["cached"] == 0, f"{strategy} took their prefix: {asked.answer['usage']}"
-        if not asked.exact:
+        if not asked.exact(strategy, options):
             misses = after["misses"] - before["misses"]
             assert misses > asked.kept, f"{strategy} {options} found {asked.kept + 1 - misses} of theirs"
 
