@@ -67,11 +67,7 @@ def test_calibrate_measures_every_tier_and_leaves_both_profiles(
     assert costs is not None
     assert set(costs.composed) == {"epic:first=8"}
     assert set(costs.composed["epic:first=8"]) == {"device", "host", "disk", "absent"}
-    # One measurement each, on a machine that does other things, too: only the sum of terms is above zero.
-    # What is fitted to good ones is tested in tests/unit/profiles/test_costs.py.
-    new = costs.composed_ms("epic:first=8", [(1000, "absent")])
-    assert new > costs.composed_ms("epic:first=8", [(1000, "device")]) > 0, "computed first"
-    assert costs.exact_ms(4000) >= costs.exact_ms(1000) >= costs.exact_ms(1000, 900) > 0
+    # That more tokens always cost more is tested in tests/unit/profiles/test_costs.py.
     found = SAMKV.load(tmp_path / SAMKV_FILE, model_fingerprint(str(MODEL), ""))
     assert found is not None
     assert not (model / SAMKV_FILE).exists(), "nothing is written to a model's folder"
