@@ -212,8 +212,8 @@ def _mean(shares: Sequence[float]) -> float | None:
 
 def _share(rows: Rows, name: str) -> float | None:
     """In percent; None unless all rows have it, which those of an earlier version may not."""
-    found = [row.get(name) for row in rows]
-    return None if None in found else _mean([float(each) for each in found])
+    found = [float(row[name]) for row in rows if row.get(name) is not None]
+    return _mean(found) if len(found) == len(rows) else None
 
 
 def _percent(rows: Rows, name: str, tokens: int) -> float | None:
