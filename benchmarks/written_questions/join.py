@@ -28,6 +28,7 @@ from benchmarks.written_questions.passages import SEED, Passage, read_passages
 from benchmarks.written_questions.reader import Reader
 from benchmarks.written_questions.write import ANSWER, ANSWERED, SYSTEM, Pair, in_processes, is_same
 from ragserve.files import write_json
+from ragserve.json_lines import json_lines
 from ragserve.verification.metrics import contains_answer
 
 DESCRIBED = 24  # most tokens
@@ -49,8 +50,8 @@ def read_pairs(folder: Path) -> list[Pair]:
     """The pairs of all processes, each question of a passage once."""
     found: dict[tuple[str, str], Pair] = {}
     for path in sorted(folder.glob("pairs-*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            pair = Pair(**json.loads(line))
+        for _, row in json_lines(path):
+            pair = Pair(**row)
             found.setdefault((pair.passage, pair.question), pair)
     return list(found.values())
 

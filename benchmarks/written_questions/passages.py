@@ -28,6 +28,7 @@ from typing import Any
 from benchmarks.lib.places import CORPUS
 from benchmarks.model_recipe.overlap import Evaluated, evaluation_sets, words
 from ragserve.files import write_json
+from ragserve.json_lines import json_lines
 
 SEED = 51
 TRACES = ("nq", "popqa", "hotpotqa", "musique", "2wikimultihopqa")
@@ -50,8 +51,7 @@ class Passage:
 
 
 def read_passages(path: Path) -> list[Passage]:
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [Passage(**json.loads(line)) for line in lines]
+    return [Passage(**row) for _, row in json_lines(path)]
 
 
 def articles(data: Path) -> Iterator[Passage]:

@@ -15,7 +15,6 @@ the ``system`` text, ``history``, and ``target``, with citations where the syste
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import random
 import re
@@ -32,6 +31,7 @@ from benchmarks.written_questions.passages import SEED, Passage, read_passages, 
 from benchmarks.written_questions.write import Pair
 from ragserve.answering.chat_template import DEFAULT_SYSTEM
 from ragserve.files import write_json
+from ragserve.json_lines import json_lines
 from ragserve.verification.metrics import contains_answer
 from ragserve.verification.question_probes import SHORT
 
@@ -214,8 +214,7 @@ def _shown(passage: Passage) -> dict[str, str]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+    return [row for _, row in json_lines(path)]
 
 
 def make(folder: Path, pairs_folder: Path, out: Path, limit: int | None) -> dict[str, Any]:
@@ -227,12 +226,8 @@ def make(folder: Path, pairs_folder: Path, out: Path, limit: int | None) -> dict
     passages = read_passages(folder / "passages.jsonl.gz")[:limit]
     by_id = {each.id: each for each in passages}
     pairs = [each for each in read_pairs(pairs_folder) if each.passage in by_id]
-    lines = [
-        line
-        for path in sorted(pairs_folder.glob("joined-*.jsonl"))
-        for line in path.read_text("utf-8").splitlines()
-    ]
-    joined = {row["question"]: row for row in map(json.loads, lines) if by_id.keys() >= set(row["passages"])}
+    written = (row for path in sorted(pairs_folder.glob("joined-*.jsonl")) for _, row in json_lines(path))
+    joined = {row["question"]: row for row in written if by_id.keys() >= set(row["passages"])}
     asked = every(pairs, joined.values(), by_id)
     random.Random(SEED).shuffle(asked)
     embedder = Embedder.of(load())

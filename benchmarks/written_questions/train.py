@@ -21,15 +21,18 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ragserve.adapt.sample_mix import shuffled
 from ragserve.answering.messages import Message
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.config import load
 from ragserve.files import write_json
+from ragserve.json_lines import json_lines
 
 if TYPE_CHECKING:
     from ragserve.adapt.low_rank import AdaptedModel
@@ -49,14 +52,15 @@ class Samples:
     def __init__(self, rows: Sequence[dict[str, Any]], builder: PromptBuilder, room: int) -> None:
         self._rows, self._builder, self._room = rows, builder, room
         self._end = [builder.tokenizer.eos_token_id]
+        self._turn, self._order = -1, list[int]()
 
     def sample(self, number: int, composed: float, text: float) -> TrainingSequence:
         """A row's sequence, each pass in another order; with the share ``text`` a passage of it alone."""
         turn, place = divmod(number, len(self._rows))
-        order = list(range(len(self._rows)))
-        random.Random(f"{SEED} order {turn}").shuffle(order)
+        if turn != self._turn:
+            self._turn, self._order = turn, shuffled(len(self._rows), f"{SEED} order {turn}")
         draw = random.Random(f"{SEED} sample {number}")
-        row = self._rows[order[place]]
+        row = self._rows[self._order[place]]
         if draw.random() < text:
             return self.plain(draw.choice(row["passages"]), draw)
         return self.sequence(row, composed=draw.random() < composed)
@@ -125,8 +129,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     from ragserve.engine.document_prefix import prefix_ids
 
     builder = PromptBuilder.load(str(given.model))
-    lines = given.rows.read_text(encoding="utf-8").splitlines()[: given.limit]
-    rows = [json.loads(line) for line in lines]
+    rows = [row for _, row in islice(json_lines(given.rows), given.limit)]
     count = min(HELD_OUT, len(rows) // 5)
     model = AdaptedModel.load(given.model, prefix_ids(load(), builder.tokenizer), builder.tokenizer)
     model.add_adapter(given.rank, SEED)

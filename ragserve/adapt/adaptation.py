@@ -7,9 +7,6 @@ import errno
 import hashlib
 import json
 import math
-import os
-import platform
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -28,6 +25,7 @@ from ragserve.adapt.training_rows import TrainingRow, digest_of_rows, divided, r
 from ragserve.adapt.work_folder import LOCK, RUN, check_work, remove_work
 from ragserve.errors import Conflict, InvalidRequest, RagserveError, StorageFull
 from ragserve.files import locked, write_json
+from ragserve.verification.report import environment
 
 if TYPE_CHECKING:
     from ragserve.config import Settings
@@ -262,11 +260,8 @@ class _AdaptRun:
         questions: int,
         digest: str,
     ) -> dict[str, Any]:
-        import torch
-
         best = next(each for each in course.history if each["step"] == course.best_step)
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        packages = ("torch", "transformers", "peft", "ragserve")
+        ran = environment()
         return {
             **self._identity,
             "data_digest": digest,
@@ -282,13 +277,9 @@ class _AdaptRun:
             "after": after.row(),
             "recovered": guards.recovered(before, after),
             "attention": "masks" if self._model.no_flex else "FlexAttention",
-            "machine": {
-                "gpu": gpu,
-                "cpu": platform.processor() or platform.machine(),
-                "cores": os.cpu_count(),
-            },
-            "versions": {name: version(name) for name in packages},
-            "date": time.strftime("%Y-%m-%d"),
+            "machine": {name: ran[name] for name in ("gpu", "cpu", "cores")},
+            "versions": ran["versions"] | {"peft": version("peft")},
+            "date": ran["date"],
         }
 
 

@@ -97,10 +97,8 @@ def packed(sequences: Sequence[TrainingSequence], prefix: Sequence[int]) -> Pack
     of these."""
     composed = any(each.composed for each in sequences)
     found = PackedSequences(len(prefix) if composed else 0)
-    if composed and prefix:
+    if composed:
         found._add(prefix, 0, sample=NOBODY)
-    elif composed:
-        found._add([], 0, sample=NOBODY)
     for each in sequences:
         found._add_sequence(each)
     return found

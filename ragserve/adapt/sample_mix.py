@@ -26,6 +26,13 @@ _SHORT_ANSWERS = 0.6  # with the system text that asks for few words; the others
 _TEXT_ROWS = 32  # compared tokens of a plain passage
 
 
+def shuffled(count: int, seed: str) -> list[int]:
+    """The numbers below ``count`` in the order of a seed."""
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
+
+
 class SampleMix:
     """Makes samples of rows for one prompt builder."""
 
@@ -35,14 +42,15 @@ class SampleMix:
         """``k``: most passages; ``room``: most tokens of a prompt."""
         self._rows, self._builder = rows, builder
         self._k, self._room, self._seed = k, room, seed
+        self._turn, self._order = -1, list[int]()
 
     def sample(self, number: int) -> TrainingSequence:
         """Sample ``number``, without an answer yet. Each pass over the rows is in another order."""
         turn, place = divmod(number, len(self._rows))
-        order = list(range(len(self._rows)))
-        random.Random(f"{self._seed} order {turn}").shuffle(order)
+        if turn != self._turn:
+            self._turn, self._order = turn, shuffled(len(self._rows), f"{self._seed} order {turn}")
         draw = random.Random(f"{self._seed} sample {number}")
-        row = self._rows[order[place]]
+        row = self._rows[self._order[place]]
         kind = draw.random()
         if kind < _TEXT:
             return self._text(draw.choice(row.passages), draw)

@@ -13,6 +13,7 @@ from ragserve.engine.base import Engine
 from ragserve.engine.document_cache import CachingEngine, answering, fastest_tiers
 from ragserve.errors import RagserveError
 from ragserve.profiles.costs import ABSENT, COSTS, Costs
+from ragserve.profiles.file import changed_at
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.strategy_spec import StrategySpec, keeps_whole, parse, without_passages
@@ -75,7 +76,7 @@ class Chooser:
         self._costs: Costs | None = None
 
     def _profile(self) -> Costs | None:
-        stamp = self._costs_file.stat().st_mtime_ns if self._costs_file.exists() else 0
+        stamp = changed_at(self._costs_file)
         if stamp != self._stamp:
             self._costs, self._stamp = COSTS.load(self._costs_file, self._engine.info.fingerprint), stamp
         return self._costs

@@ -34,6 +34,7 @@ def lead_dialogues(
     `load_dialogues` takes them. ``budgets``: that of decode steps, those of earlier turns, and the numbers of
     turns after which a dialogue is prefilled anew."""
     from ragserve.engine.offline import run_once
+    from ragserve.engine.server_args import resolve_sparse_attention
 
     turns, _, asked_at, ahead, half = shape
     decode_budget, session_budgets, refresh_turns = budgets
@@ -58,6 +59,7 @@ def lead_dialogues(
         await engine.control("check")
         return found
 
+    settings, _ = resolve_sparse_attention(settings)  # its record is in the data folder
     with tempfile.TemporaryDirectory(prefix="ragserve-eval-") as folder:
         own: dict[str, Any] = {"data_dir": Path(folder), "kv_disk_bytes": 0}
         if decode_budget is not None:

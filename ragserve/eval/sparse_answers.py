@@ -170,7 +170,7 @@ def _measured(task: SparseTask, prompt: Prompt, answer: TimedAnswer) -> Row:
 def recorded(
     settings: Sequence[SparseSetting],
     rows: Sequence[Row],
-    named: Callable[[SparseSetting], str],
+    named: Callable[[SparseSetting], str] = lambda setting: setting.label,
     *,
     among: int,
 ) -> tuple[SparseEntry, ...]:

@@ -54,19 +54,14 @@ async def find_and_record(
     rows: list[Row] = []
     asked: list[SparseSetting] = []
 
-    def named(setting: SparseSetting) -> str:
-        return setting.label
-
     def record() -> SparseRecord:
-        entries = recorded(asked, rows, named, among=len(candidates()) + 1)
+        entries = recorded(asked, rows, among=len(candidates()) + 1)
         return SparseRecord(under(settings), entries, engine.info.dtype, **measured_on(settings.model))
 
     async def ask(more: Sequence[SparseSetting]) -> None:
         report(f"asking {len(tasks)} questions: {', '.join(each.label for each in more)}")
         asked.extend(more)
-        await ask_all(
-            engine, builder, tasks, more, in_flight=in_flight, finished=(), write=rows.append, named=named
-        )
+        await ask_all(engine, builder, tasks, more, in_flight=in_flight, finished=(), write=rows.append)
 
     await ask([SparseSetting(DENSE), *candidates()])
     found = record()
