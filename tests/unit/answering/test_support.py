@@ -102,6 +102,8 @@ def test_without_passages_nothing_is_cited() -> None:
 def test_other_scripts_are_attributed() -> None:
     passages = [("灯塔", "斯克里沃尔灯塔由艾伦·史蒂文森建造。"), ("汤", "汤里有土豆和奶油。")]
     assert found("艾伦·史蒂文森", "谁建造了斯克里沃尔灯塔？", passages) == [([1], "words")]
+    passages = [("ประภาคาร", "ประภาคารสร้างโดยอลัน สตีเวนสัน ใช้ไฟฟ้า"), ("ซุป", "ซุปมีมันฝรั่งและครีม")]
+    assert found("ไฟฟ้า", "ประภาคารใช้อะไร", passages) == [([1], "words")]
 
 
 def test_long_contexts_take_no_seconds() -> None:
