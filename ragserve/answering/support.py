@@ -31,8 +31,9 @@ _LEAST = 0.8  # least sum of the shares of claim and question
 _CLAIM_TOGETHER, _MOST = 0.85, 2  # least share of the claim that so many passages have together
 _JOINED = 0.3  # least share of the claim that a passage adds to another's
 _LED_TO = 0.7  # share of a title's weight in the question with which a passage may lead to another
-_WEIGHTS = Signals(added=6.3, asked=3.8, titled=3.3, named=2.3, score=1.1)
-_LEAST_LINKED, _MOST_LINKED = 4.7, 3  # least weighted sum of the signals; passages beside the first
+_WEIGHTS = Signals(added=5.5, asked=3.7, titled=3.4, named=2.5, score=1.5)
+_LEAST_LINKED, _MOST_LINKED = 4.6, 3  # least weighted sum of the signals; passages beside the first
+_LACKING = 0.05  # share of the question that cited passages must lack for links to others to count
 _ASKED_ALONE = 0.5  # least share of the question's weight in the passages of "yes" or "no"
 _NO_CLAIM = frozenset({"yes", "no"})
 _STOP = frozenset(read_words(" ".join(sorted(STOP_WORDS))).terms)
@@ -57,7 +58,7 @@ def attribute(
 
     ``passages``: title and text of each. A sentence that names passages is supported if one of them supports
     it."""
-    words = _Words(question, passages)
+    words = AnswerWords(question, passages)
     found = []
     for start, end in sentences(answer, markers):
         text = answer[start:end]
@@ -75,7 +76,7 @@ def attribute(
     return found
 
 
-class _Words:
+class AnswerWords:
     """The words of a question and of n passages."""
 
     def __init__(self, question: str, passages: Sequence[tuple[str, str]]) -> None:
@@ -94,18 +95,30 @@ class _Words:
 
     def supporting(self, sentence: str) -> tuple[list[int], bool]:
         """The passages that support a sentence, counted from 0, and whether one has it word for word."""
-        if not self._read:
-            return [], False
-        said = read_words(sentence)
-        if said.counts and said.counts.keys() <= _NO_CLAIM:
-            return self._asked_about(), False
+        first, scores = self.first(sentence)
+        if not first:
+            return sorted(self._together(self._claim(sentence))), False
+        cited = self._joined(first, sentence, scores)
+        if not any(scores):
+            held = set[str]().union(*(self._held[number] for number in cited))
+            return (sorted(cited) if self._share(self._asked, held) >= _ASKED_ALONE else []), False
+        phrase = read_words(sentence).text
+        return sorted(cited), any(phrase in self._read[number].text for number in cited)
+
+    def first(self, sentence: str) -> tuple[set[int], list[float]]:
+        """The passage that holds a sentence best, or is most about the question that yes or no answers; none
+        if no single one holds it. With the scores [n] of all passages."""
+        every = range(len(self._read))
+        words = read_words(sentence).counts.keys()
+        if every and words and words <= _NO_CLAIM:
+            asked = self._known_links().asked
+            most = max(every, key=lambda number: (self._asked_share[number] + 0.5 * asked[number], -number))
+            return {most}, [0.0] * len(every)
         claim = self._claim(sentence)
-        scores = [self._score(claim, number) for number in range(len(self._held))]
-        if max(scores) < _LEAST:
-            return sorted(self._together(claim)), False
-        best = max(range(len(scores)), key=lambda number: self._rank(scores, number))
-        cited = self._joined({best}, sentence, scores)
-        return sorted(cited), any(said.text in self._read[number].text for number in cited)
+        scores = [self._score(claim, number) for number in every]
+        if max(scores, default=0.0) < _LEAST:
+            return set(), scores
+        return {max(every, key=lambda number: self._rank(scores, number))}, scores
 
     def supports(self, sentence: str, number: int) -> bool:
         """Whether one passage supports a sentence, others apart."""
@@ -136,16 +149,6 @@ class _Words:
                 held = self._held[number] | self._held[each]
                 asked = max(asked, self._share(self._asked, held))
         return round(score - self._asked_share[number] + asked, 3), self._asked_share[number], -number
-
-    def _asked_about(self) -> list[int]:
-        """The passages of a question that is answered by yes or no."""
-        links = self._known_links()
-        first = max(
-            range(len(self._read)), key=lambda n: (self._asked_share[n] + 0.5 * links.asked[n], -n)
-        )
-        cited = self._joined({first}, "", [0.0] * len(self._read))
-        held = set[str]().union(*(self._held[number] for number in cited))
-        return sorted(cited) if self._share(self._asked, held) >= _ASKED_ALONE else []
 
     def _together(self, claim: Sequence[str]) -> set[int]:
         """The fewest passages that have the claim together, where each adds to it: of two that are
@@ -181,12 +184,13 @@ class _Words:
         links = self._known_links()
         missing = set(self._asked).difference(*(self._held[number] for number in cited))
         said = set(pairwise(read_words(sentence).terms))
+        is_open = self._share(self._asked, missing) > _LACKING
         return {
             number: Signals(
                 self._share(self._asked, missing & held),
                 float(links.asked[number]),
-                links.titled(cited, number),
-                links.named(cited, number, said),
+                links.titled(cited, number) if is_open else 0.0,
+                links.named(cited, number, said) if is_open else 0.0,
                 scores[number],
             )
             for number, held in enumerate(self._held)

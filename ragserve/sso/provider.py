@@ -143,9 +143,7 @@ class Provider:
                     break
         token, access = said.get("id_token"), said.get("access_token")
         if status != 200 or not isinstance(token, str):
-            log.warning(
-                "The provider refused a sign-in: HTTP %d, %r", status, str(said.get("error"))[:100]
-            )
+            log.warning("The provider refused a sign-in: HTTP %d, %r", status, str(said.get("error"))[:100])
             raise Unauthorized(
                 "The provider refused this sign-in.", hint="Sign in again.", code="sign_in_failed"
             )
