@@ -40,7 +40,7 @@ class PassageLinks:
         passages: Sequence[tuple[str, str]],
         read: Sequence[TextWords],
         is_name: Callable[[str], bool],
-        plain: AbstractSet[str],
+        plain: frozenset[str],
     ) -> None:
         titles = [read_words(_ASIDE.sub("", title)).terms for title, _ in passages]
         asked = read_words(question)
@@ -54,8 +54,8 @@ class PassageLinks:
                 continue
             self.asked[number] = phrase in asked.text
             having = [n for n, body in enumerate(bodies) if n != number and phrase in body]
-            for each in having:
-                self._titled[each][number] = 1 / len(having)
+            for other in having:
+                self._titled[other][number] = 1 / len(having)
         known = set(pairwise(asked.terms))
         self._pairs: list[set[Pair]] = []
         self._having = defaultdict[Pair, list[int]](list)

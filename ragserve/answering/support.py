@@ -2,10 +2,11 @@
 
 The claim of a sentence are its words that the question lacks; without any, all of its words. A passage
 supports the sentence if it has most of the claim and all of its numbers, and enough of the question's words:
-"Paris" alone is in many passages, and the one that supports it is about what was asked. Passages that share
-the claim only by chance have less of the question, and are not cited beside one that has more. "Yes" and "no" claim nothing: the passages are cited that the question is about. A
-sentence that joins passages is found in one of them; others are cited too where a logistic model of the words
-that they add, and of what links them to it, says so (`passage_links`).
+"Paris" alone is in many passages, and the one that supports it is about what was asked. Of several the one
+with most of the question is cited, what leads to it by title counted in. "Yes" and "no" claim nothing: the
+passages are cited that the question is about. A sentence that joins passages is found in one of them; others
+are cited too where a logistic model of the words that they add, and of what links them to it, says so
+(`passage_links`).
 
 Names and numbers count twice as much as other words, and a word the more, the fewer of the passages have it.
 No model of language is asked, and nothing is embedded (benchmarks/results/support.md). Chosen on the first

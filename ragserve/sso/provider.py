@@ -210,9 +210,9 @@ class Provider:
                 value = ""
             found[name] = value
         ways = body.get("token_endpoint_auth_methods_supported")
-        return Endpoints(
-            *found.values(), by_header=not isinstance(ways, list) or "client_secret_basic" in ways
-        )
+        by_header = not isinstance(ways, list) or "client_secret_basic" in ways
+        authorization, token, keys, end_session, userinfo = found.values()
+        return Endpoints(authorization, token, keys, end_session, userinfo, by_header)
 
     async def _read_keys(self, address: str) -> None:
         """Ask for the keys, unless that was tried a moment ago. Failures are logged, and old keys stay."""
