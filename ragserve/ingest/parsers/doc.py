@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ragserve.ingest.markdown_tables import markdown_table
@@ -27,7 +28,7 @@ MIME = "application/msword"
 _PLACES = {"superscript": 1, "subscript": -1}
 _MOST_LEVELS = 20
 _WORD_97 = 193  # version of the head from which on it has these places
-_BOXES = (0x25E, 0x26E)  # places of the sizes of what lists text boxes, of the text and of headers ([MS-DOC])
+_BOXES = (0x25A, 0x26A)  # places in the head of the lists of text boxes, of the text and of headers ([MS-DOC])
 _PLACE, _BOX = 4, 22  # bytes of a list's entries: n + 2 places and n + 1 boxes, of which the last is none
 
 Node = Mapping[str, Any]
@@ -45,20 +46,24 @@ def parse(raw: Raw) -> Parsed:
 
 
 def _text_boxes(data: bytes) -> int:
-    """How many text boxes a file has, as far as that can be read."""
+    """How many text boxes of a file say something, as far as that can be read."""
     import olefile
 
+    n = 0
     try:
         with olefile.OleFileIO(data) as file:
-            head = file.openstream("WordDocument").read(_BOXES[-1] + _PLACE)
-            table = "1Table" if head[11] & 2 else "0Table"
-            most = file.get_size(table)
+            head = file.openstream("WordDocument").read(_BOXES[-1] + 8)
+            table = file.openstream("1Table" if head[11] & 2 else "0Table").read()
         if struct.unpack_from("<H", head, 2)[0] < _WORD_97:
             return 0
-        sizes = [struct.unpack_from("<I", head, place)[0] for place in _BOXES]
+        for place in _BOXES:
+            start, size = struct.unpack_from("<2I", head, place)
+            n_boxes = max(0, min(size, len(table)) - _PLACE) // (_PLACE + _BOX)
+            places = struct.unpack_from(f"<{n_boxes}I", table, start)
+            n += sum(end - begin > 1 for begin, end in pairwise(places))  # 1: the end of a paragraph
     except (OSError, struct.error, IndexError, ValueError):
-        return 0
-    return sum(max(0, (min(size, most) - _PLACE) // (_PLACE + _BOX) - 1) for size in sizes)
+        return n
+    return n
 
 
 class _OldWord:
