@@ -32,8 +32,8 @@ _LEAST = 0.8  # least sum of the shares of claim and question
 _CLAIM_TOGETHER, _MOST = 0.85, 2  # least share of the claim that so many passages have together
 _JOINED = 0.3  # least share of the claim that a passage adds to another's
 _LED_TO = 0.7  # share of a title's weight in the question with which a passage may lead to another
-_WEIGHTS = Signals(added=5.5, asked=3.7, titled=3.4, named=2.5, score=1.5)
-_LEAST_LINKED, _MOST_LINKED = 4.6, 3  # least weighted sum of the signals; passages beside the first
+WEIGHTS = Signals(added=5.5, asked=3.7, titled=3.4, named=2.5, score=1.5)
+LEAST_SUM, _MOST_LINKED = 4.6, 3  # least weighted sum of the signals; passages beside the first
 _LACKING = 0.05  # share of the question that cited passages must lack for links to others to count
 _ASKED_ALONE = 0.5  # least share of the question's weight in the passages of "yes" or "no"
 _NO_CLAIM = frozenset({"yes", "no"})
@@ -78,9 +78,17 @@ def attribute(
 
 
 class AnswerWords:
-    """The words of a question and of n passages."""
+    """The words of a question and of n passages. A passage is cited beside others if its signals, by
+    ``weights``, sum up to ``least``."""
 
-    def __init__(self, question: str, passages: Sequence[tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        question: str,
+        passages: Sequence[tuple[str, str]],
+        weights: Signals = WEIGHTS,
+        least: float = LEAST_SUM,
+    ) -> None:
+        self._weights, self._least = weights, least
         self._question, self._passages = question, passages
         self._read = [read_words(f"{title}\n{text}") for title, text in passages]
         self._held = [each.counts.keys() for each in self._read]
@@ -171,11 +179,11 @@ class AnswerWords:
         while len(found) < len(cited) + _MOST_LINKED:
             signals = self.signals(found, sentence, scores)
             sums = {
-                number: sum(weight * value for weight, value in zip(_WEIGHTS, each, strict=True))
+                number: sum(weight * value for weight, value in zip(self._weights, each, strict=True))
                 for number, each in signals.items()
             }
             best = max(sums, key=lambda number: (sums[number], -number), default=None)
-            if best is None or sums[best] < _LEAST_LINKED:
+            if best is None or sums[best] < self._least:
                 break
             found.add(best)
         return found
