@@ -40,9 +40,9 @@ from ragserve.verification.report import write
 OUT = RESULTS / "answer-support.json"
 NOTE = (
     "Answers over all passages of their question (10, musique 20), given back to passages marked gold. 'gold "
-    "answer': the accepted one, to all questions; else models' answers, right ones only, but for 'made up' "
-    "and 'wrong answers cited'. '2 gold': questions with two gold passages. 95 % intervals by 2,000 bootstrap "
-    "samples of questions. Weights were fitted on the gold answers of the first halves."
+    "answer': the accepted one, to all questions; else models' answers, right ones only but for 'made up' "
+    "and 'wrong answers cited'. '2 gold': questions with two gold passages. 95 % intervals by 2,000 "
+    "bootstrap samples of questions. Weights were fitted on the gold answers of the first halves."
 )
 GOLD = "gold answer"
 SETS = ("squad10", "qed10", "musique", "2wikimqa")
