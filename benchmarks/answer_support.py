@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.places import RESULTS
-from ragserve.answering.passage_links import Signals
+from ragserve.answering.passage_links import LinkSignals
 from ragserve.answering.support import LEAST_SUM, WEIGHTS, AnswerWords, attribute
 from ragserve.eval.data import Question, find, load
 from ragserve.verification.metrics import contains_answer
@@ -47,9 +47,9 @@ NOTE = (
 GOLD = "gold answer"
 SETS = ("squad10", "qed10", "musique", "2wikimqa")
 TRIES = {
-    "first alone": (Signals(0, 0, 0, 0, 0), 1.0),
-    "coverage": (Signals(added=5.8, asked=0, titled=0, named=0, score=1.7), 3.0),
-    "links": (Signals(added=0, asked=4.4, titled=2.7, named=2.7, score=1.1), 4.2),
+    "first alone": (LinkSignals(0, 0, 0, 0, 0), 1.0),
+    "coverage": (LinkSignals(added=5.8, asked=0, titled=0, named=0, score=1.7), 3.0),
+    "links": (LinkSignals(added=0, asked=4.4, titled=2.7, named=2.7, score=1.1), 4.2),
     "both": (WEIGHTS, LEAST_SUM),
 }
 """Weights and least sum of the passages beside the first: those of the product, and two that it was compared
@@ -141,7 +141,7 @@ def tried(gold: Sequence[tuple[str, Answered]]) -> list[dict[str, Any]]:
         for name in SETS:
             own = [each for set_, each in gold if (set_, each.half) == (name, "second")]
 
-            def cite(answer: str, question: Question, rule: tuple[Signals, float] = rule) -> set[int]:
+            def cite(answer: str, question: Question, rule: tuple[LinkSignals, float] = rule) -> set[int]:
                 passages = [(document.title, document.text) for document in question.documents]
                 numbers, _ = AnswerWords(question.question, passages, *rule).supporting(answer)
                 return {number + 1 for number in numbers}
@@ -203,7 +203,7 @@ def fit(answered: Sequence[tuple[str, Answered]]) -> None:
     from sklearn.linear_model import LogisticRegression
 
     sizes = Counter(name for name, _ in answered)
-    drawn: list[tuple[Signals, bool, float]] = []
+    drawn: list[tuple[LinkSignals, bool, float]] = []
     for name, each in answered:
         passages = [(document.title, document.text) for document in each.question.documents]
         words = AnswerWords(each.question.question, passages)
@@ -219,7 +219,7 @@ def fit(answered: Sequence[tuple[str, Answered]]) -> None:
     for name, (weights, _) in TRIES.items():
         own = x * np.array([each != 0 for each in weights])
         model = LogisticRegression(max_iter=2000).fit(own, y, sample_weight=weight / weight.mean())
-        print(name, Signals(*(round(float(each), 2) for each in model.coef_[0])), -model.intercept_[0])
+        print(name, LinkSignals(*(round(float(each), 2) for each in model.coef_[0])), -model.intercept_[0])
 
 
 def row(name: str, half: str, model: str, answered: Sequence[Answered]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Signals for citing a passage beside those that hold an answer: what it adds, and what links it to them.
+"""LinkSignals for citing a passage beside those that hold an answer: what it adds, and what links it to them.
 
 The answer of a question in two steps is in one passage, and what leads there in another: that one has the
 question's other words, its title is in the question or in the passage that is cited, or both write a name of
@@ -21,7 +21,7 @@ _SHORTEST = 3  # characters of a title that a text may name
 Pair = tuple[str, str]
 
 
-class Signals(NamedTuple):
+class LinkSignals(NamedTuple):
     """Of a passage beside cited ones, each from 0 to 1, and ``score`` from 0 to 2."""
 
     added: float  # share of the question's weight that the cited ones lack and it has

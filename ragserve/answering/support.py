@@ -23,7 +23,7 @@ from itertools import pairwise
 
 from ragserve.answering.answer_sentences import sentences
 from ragserve.answering.citations import Basis, Marker
-from ragserve.answering.passage_links import PassageLinks, Signals
+from ragserve.answering.passage_links import LinkSignals, PassageLinks
 from ragserve.linked_passages import read_words
 from ragserve.retrieval.stop_words import STOP_WORDS
 
@@ -32,7 +32,7 @@ _LEAST = 0.8  # least sum of the shares of claim and question
 _CLAIM_TOGETHER, _MOST = 0.85, 2  # least share of the claim that so many passages have together
 _JOINED = 0.3  # least share of the claim that a passage adds to another's
 _LED_TO = 0.7  # share of a title's weight in the question with which a passage may lead to another
-WEIGHTS = Signals(added=5.5, asked=3.7, titled=3.4, named=2.5, score=1.5)
+WEIGHTS = LinkSignals(added=5.5, asked=3.7, titled=3.4, named=2.5, score=1.5)
 LEAST_SUM, _MOST_LINKED = 4.6, 3  # least weighted sum of the signals; passages beside the first
 _LACKING = 0.05  # share of the question that cited passages must lack for links to others to count
 _ASKED_ALONE = 0.5  # least share of the question's weight in the passages of "yes" or "no"
@@ -85,7 +85,7 @@ class AnswerWords:
         self,
         question: str,
         passages: Sequence[tuple[str, str]],
-        weights: Signals = WEIGHTS,
+        weights: LinkSignals = WEIGHTS,
         least: float = LEAST_SUM,
     ) -> None:
         self._weights, self._least = weights, least
@@ -188,14 +188,16 @@ class AnswerWords:
             found.add(best)
         return found
 
-    def signals(self, cited: AbstractSet[int], sentence: str, scores: Sequence[float]) -> dict[int, Signals]:
+    def signals(
+        self, cited: AbstractSet[int], sentence: str, scores: Sequence[float]
+    ) -> dict[int, LinkSignals]:
         """The signals of all passages but the cited ones; ``scores`` [n] of the sentence's claim."""
         links = self._known_links()
         missing = set(self._asked).difference(*(self._held[number] for number in cited))
         said = set(pairwise(read_words(sentence).terms))
         is_open = self._share(self._asked, missing) > _LACKING
         return {
-            number: Signals(
+            number: LinkSignals(
                 self._share(self._asked, missing & held),
                 float(links.asked[number]),
                 links.titled(cited, number) if is_open else 0.0,
