@@ -1,4 +1,4 @@
-"""LinkSignals for citing a passage beside those that hold an answer: what it adds, and what links it to them.
+"""Signals for citing a passage beside those that hold an answer: what it adds, and what links it to them.
 
 The answer of a question in two steps is in one passage, and what leads there in another: that one has the
 question's other words, its title is in the question or in the passage that is cited, or both write a name of
