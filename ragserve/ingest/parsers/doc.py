@@ -28,7 +28,7 @@ MIME = "application/msword"
 _PLACES = {"superscript": 1, "subscript": -1}
 _MOST_LEVELS = 20
 _WORD_97 = 193  # version of the head from which on it has these places
-_BOXES = (0x25A, 0x26A)  # places in the head of the lists of text boxes, of the text and of headers ([MS-DOC])
+_BOXES = (0x25A, 0x26A)  # places in the head of the lists of text boxes: of the text, of headers ([MS-DOC])
 _PLACE, _BOX = 4, 22  # bytes of a list's entries: n + 2 places and n + 1 boxes, of which the last is none
 
 Node = Mapping[str, Any]
