@@ -136,7 +136,7 @@ def _splits(passages: Sequence[str], vectors: np.ndarray) -> Mapping[str, np.nda
     for n in (10, 50):  # the first has four fifths
         chance = np.random.default_rng(SEED)
         small = chance.integers(1, n, len(passages))
-        found[f"one large, {n}"] = np.where(chance.random(len(passages)) < 0.8, 0, small)
+        found[f"one large {n}"] = np.where(chance.random(len(passages)) < 0.8, 0, small)
     means = faiss.Kmeans(vectors.shape[1], 4, seed=SEED, verbose=False)
     means.train(np.ascontiguousarray(vectors, dtype=np.float32))
     found["topic"] = means.index.search(np.ascontiguousarray(vectors, dtype=np.float32), 1)[1][:, 0]

@@ -46,7 +46,8 @@ class AnswerForm:
         query, calls = self.query, None
         if self.format is not None and query.tools is not None:
             earlier = sum(len(message.tool_calls) for message in (*query.history, *query.turns))
-            calls = self.format.reader(query.tools.tools, query.tools.choice, earlier)
+            tools, choice = query.tools.tools, query.tools.choice
+            calls = self.format.reader(tools, choice, earlier, may_fence=query.schema is None)
         return AnswerReader(n_passages, as_json=query.schema is not None, calls=calls)
 
 
