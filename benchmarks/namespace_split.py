@@ -1,16 +1,17 @@
-"""Search quality and time over several namespaces that together hold a collection, against the collection in one.
+"""Search quality and time over several namespaces that together hold a collection, beside one that does.
 
-A collection is a folder in BEIR's layout, or a question set whose documents are pooled. Its documents are parted
-at random, evenly and with four fifths of them in one namespace, and so that the statistics of BM25 differ
-between namespaces as much as they can: by topic (k-means of the vectors), and by length (the shorter half and
-the longer one). The rival of the joint search is the same search of the whole collection; beside it,
+A collection is a folder in BEIR's layout, or a question set whose documents are pooled. Its documents are
+parted at random, evenly and with four fifths of them in one namespace, and so that the statistics of BM25
+differ between namespaces as much as they can: by topic (k-means of the vectors), and by length (the shorter
+half and the longer one). The rival of the joint search is the same search of the whole collection; beside it,
 ``own_statistics`` merges what each namespace's own lexical search scores.
 
-Namespaces from ``indexed_from`` chunks on have an index of tantivy, and the others are searched in the
-registry. Each collection is searched with none, with all, and with only those indexed that hold half of the
-collection or more, so that one search meets both. Takes about half an hour on two quiet cores.
+Large namespaces have an index of tantivy, and small ones are searched in the registry. Each collection is
+searched with none indexed, with all, and with those that hold half of the collection or more, so that one
+search meets both. Takes about half an hour of CPU time.
 
-    python -m benchmarks.namespace_split --data DIR|SET.jsonl ... --out benchmarks/results/namespace-split.json"""
+    python -m benchmarks.namespace_split --data DIR|SET.jsonl ... --out FILE.json
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def main() -> None:
             out=arguments.out,
             note="difference: nDCG@10 of the parts less that of the whole, means over queries; interval: of "
             "95 %, by bootstrap. own_statistics: likewise, where each part's own BM25 is merged. "
-            "ms: medians of one search at a time, without embedding the query.",
+            "ms: CPU time of the process, medians of one search at a time, without embedding the query.",
         )
 
 
@@ -198,14 +199,14 @@ def _merged(store: IndexStore) -> Search:
 def _ndcg(
     collection: beir.Collection, asked: np.ndarray, search: Search, names: Sequence[str]
 ) -> tuple[list[float], float]:
-    """nDCG@10 of each query, and the median milliseconds of one search."""
+    """nDCG@10 of each query, and the median milliseconds of CPU time of one search."""
     found, took = [], []
     first = next(iter(collection.queries.values()))
     search(names, first, asked[0])  # opens the indexes
     for (query, text), vector in zip(collection.queries.items(), asked, strict=True):
-        began = time.perf_counter()
+        began = time.process_time()
         hits = search(names, text, vector)
-        took.append((time.perf_counter() - began) * 1e3)
+        took.append((time.process_time() - began) * 1e3)
         found.append(ndcg([hit.chunk.source for hit in hits], collection.judged[query], DEPTH))
     return found, round(statistics.median(took), 2)
 

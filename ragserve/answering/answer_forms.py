@@ -72,7 +72,10 @@ class AnswerForms:
                 param="tools" if query.tools is not None else "messages",
             )
         if query.tools is None and query.schema is None:
-            return AnswerForm(query)
+            turns = (*query.history, *query.turns)
+            if not any(message.tool_calls for message in turns):
+                return AnswerForm(query)
+            return AnswerForm(query, await self._no_calls())
         format = None if query.tools is None else await self._tool_format()
         return await asyncio.to_thread(self._constrained, query, format)
 
@@ -94,6 +97,15 @@ class AnswerForms:
         except ValueError as error:
             raise InvalidRequest(f"tools: {error}.", param="tools") from None
         return AnswerForm(query, constraint, TOOLS_SYSTEM, format)
+
+    async def _no_calls(self) -> dict[str, str]:
+        """What keeps a model from calls after those that it has made, where it may make no more: some write
+        them into the answer."""
+        try:
+            format = await self._tool_format()
+        except InvalidRequest:  # its template shows it none
+            return {}
+        return await asyncio.to_thread(format.no_calls)
 
     async def _tool_format(self) -> ToolFormat:
         async with self._lock:

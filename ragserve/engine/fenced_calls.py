@@ -1,7 +1,7 @@
 """Calls of tools that a model writes in a code fence, or bare, in place of the marks of its template.
 
-Qwen2.5-Coder is asked for ``<tool_call>{...}</tool_call>`` and mostly writes the same JSON in a fence. Parsers
-of SGLang read the marks alone."""
+Qwen2.5-Coder is asked for ``<tool_call>{...}</tool_call>`` and mostly writes the same JSON in a fence.
+SGLang's parsers read the marks alone."""
 
 from __future__ import annotations
 

@@ -132,6 +132,15 @@ class ToolFormat:
             "stop_after_first": not parallel or self.parser == "llama3",  # which reads no second mark
         }
 
+    def no_calls(self) -> dict[str, str]:
+        """Sampling parameters by which an answer is text, of a model that has made calls before and may make
+        none now; empty where calls have no mark."""
+        begin, _ = _marks(self._parser(()).detector)
+        if not begin:
+            return {}
+        text = {"type": "any_text", "excludes": [begin]}
+        return {"structural_tag": json.dumps({"type": "structural_tag", "format": text})}
+
     def reader(self, tools: Tools, choice: str, earlier: int = 0, *, may_fence: bool = True) -> CallReader:
         """A reader of one answer. ``earlier``: calls of the dialogue before it, which some names count.
         ``may_fence``: JSON with which the answer begins may be a call, too."""
@@ -140,17 +149,16 @@ class ToolFormat:
         as_array = choice != "auto" and not (
             detector.supports_structural_tag() or detector.parses_required_natively()
         )
-        begin = detector.bot_token or getattr(detector, "tool_call_start_token", "")
-        end = detector.eot_token or getattr(detector, "tool_call_end_token", "")
+        begin, end = _marks(detector)
         fenced = None
         if may_fence and choice == "auto" and self.parser in _FENCED:
             names = {tool["function"]["name"] for tool in tools}
-            fenced = FencedCalls(names, begin=begin.strip(), end=end.strip(), most=MAX_CALL_CHARS)
+            fenced = FencedCalls(names, begin=begin, end=end, most=MAX_CALL_CHARS)
         return CallReader(
             _array if as_array else parser.parse_non_stream,
             lambda name, index: self._id(name, earlier + index),
-            begin="" if as_array else begin.strip().removesuffix(" ["),
-            end=end.strip(),
+            begin="" if as_array else begin,
+            end=end,
             bare=self.parser == "llama3",
             fenced=fenced,
         )
@@ -280,6 +288,13 @@ class CallReader:
 class _Called:
     name: str
     parameters: str
+
+
+def _marks(detector: Any) -> tuple[str, str]:
+    """What calls begin and end with; empty where there is nothing."""
+    begin = detector.bot_token or getattr(detector, "tool_call_start_token", "")
+    end = detector.eot_token or getattr(detector, "tool_call_end_token", "")
+    return begin.strip().removesuffix(" ["), end.strip()
 
 
 def _array(text: str) -> tuple[str, list[_Called]]:

@@ -64,8 +64,8 @@ class ChunkEditor:
         """Change a chunk of a viewer's document as `ChunkChanges.change` does.
 
         Raises ``NotFound``, ``Conflict`` (another version, another embedder than the namespace's),
-        ``InvalidRequest`` for a text that ingestion would not take, or of more tokens than a chunk has, and of
-        a remote embedder ``ModelUnavailable``, and ``TooManyRequests`` beside `MOST_AT_ONCE` others."""
+        ``InvalidRequest`` for a text that ingestion would not take, or of more tokens than a chunk. With a
+        remote embedder also ``ModelUnavailable``, and ``TooManyRequests`` beside `MOST_AT_ONCE` others."""
         changes = self._store.chunk_changes.seen_by(viewer)
         now = changes.state(namespace, doc_id, ordinal)
         new = None

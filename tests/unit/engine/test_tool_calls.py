@@ -275,6 +275,14 @@ def test_the_grammar_takes_calls_and_nothing_else(
     assert [read(parser, text, 3)[1][0].name for text in (one, other)] == ["get_weather", "add"]
 
 
+@pytest.mark.parametrize("parser", sorted(PARSERS))
+def test_text_alone_begins_no_call(parser: str, accepts: Callable[[dict[str, str], str], bool]) -> None:
+    constraint = ToolFormat(parser, None).no_calls()
+    check_constraint(constraint)
+    assert accepts(constraint, "It is at 06:40 [1].\n\n<b>Tide</b>, [2] and {3}.")
+    assert not accepts(constraint, SAID[ALIASES.get(parser, parser)])
+
+
 def test_many_tools_are_within_the_limits_of_grammars() -> None:
     tools = [tool(f"tool{i}", strict=True) for i in range(128)]
     check_constraint(ToolFormat("hermes", None).constraint(tools, "required", parallel=True))
