@@ -138,7 +138,7 @@ class ToolFormat:
         begin, _ = _marks(self._parser(()).detector)
         if not begin:
             return {}
-        text = {"type": "any_text", "excludes": [begin]}
+        text = {"type": "any_text", "excludes": [begin[:-1]]}  # some models vary the mark
         return {"structural_tag": json.dumps({"type": "structural_tag", "format": text})}
 
     def reader(self, tools: Tools, choice: str, earlier: int = 0, *, may_fence: bool = True) -> CallReader:
