@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 
 _BEGIN = re.compile(
-    r'\s*+(?P<fence>```(?:json|tool_call)?+\s*+)?+(?P<call>\{)\s*+"name"\s*+:\s*+"(?P<name>[^"\\]*+)"'
+    r'\A\s*+(?P<fence>```(?:json|tool_call)?+\s*+)?+(?P<call>\{)\s*+"name"\s*+:\s*+"(?P<name>[^"\\]*+)"'
     r'\s*+,\s*+"arguments"\s*+:\s*+\{'
 )
 _INFO = ("json", "tool_call")

@@ -360,21 +360,24 @@ def test_a_model_that_answers_others_is_not_down(others: bool, monkeypatch: pyte
     monkeypatch.setattr(remote_calls, "_REST_S", 600.0)
     model = RemoteModel("rerank", "ranker", RemoteAddress("http://127.0.0.1:9", None), None)
 
-    async def ask() -> None:
-        with pytest.raises(ModelUnavailable, match="is slow"):
-            async with model.answering(PATIENT.attempt_s):
-                if others:
-                    async with model.answering(PATIENT.attempt_s):
-                        pass
-                raise model.failed("is slow")
+    async def fails() -> None:
+        async with model.answering(PATIENT.attempt_s):
+            if others:
+                async with model.answering(PATIENT.attempt_s):
+                    pass
+            raise model.failed("is slow")
+
+    async def succeeds() -> None:
         async with model.answering(PATIENT.attempt_s):
             pass
 
+    with pytest.raises(ModelUnavailable, match="is slow"):
+        asyncio.run(fails())
     if others:
-        asyncio.run(ask())
+        asyncio.run(succeeds())
     else:
         with pytest.raises(ModelUnavailable, match="is slow"):
-            asyncio.run(ask())
+            asyncio.run(succeeds())
 
 
 def test_requests_name_a_remote_reranker_by_its_model() -> None:
