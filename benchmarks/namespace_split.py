@@ -1,18 +1,24 @@
-"""Search quality over several namespaces that together hold a collection, against the collection in one.
+"""Search quality and time over several namespaces that together hold a collection, beside one that does.
 
-Each collection is in BEIR's layout. Its documents are parted at random, and so that the statistics of BM25
+A collection is a folder in BEIR's layout, or a question set whose documents are pooled. Its documents are
+parted at random, evenly and with four fifths of them in one namespace, and so that the statistics of BM25
 differ between namespaces as much as they can: by topic (k-means of the vectors), and by length (the shorter
 half and the longer one). The rival of the joint search is the same search of the whole collection; beside it,
-``own_statistics`` merges what each namespace's own lexical search scores. Takes about ten
-minutes on two quiet cores.
+``own_statistics`` merges what each namespace's own lexical search scores.
 
-    python -m benchmarks.namespace_split --data DIR ... --out benchmarks/results/namespace-split.json"""
+Large namespaces have an index of tantivy, and small ones are searched in the registry. Each collection is
+searched with none indexed, with all, and with those that hold half of the collection or more, so that one
+search meets both. Takes about half an hour of CPU time.
+
+    python -m benchmarks.namespace_split --data DIR|SET.jsonl ... --out FILE.json
+"""
 
 from __future__ import annotations
 
 import argparse
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +28,7 @@ import numpy as np
 
 from ragserve.bench import beir
 from ragserve.bench.retrieval import document_of
+from ragserve.eval import data
 from ragserve.eval.ir_metrics import ndcg
 from ragserve.retrieval.embedder import Embedder
 from ragserve.verification import report
@@ -32,6 +39,7 @@ DEPTH = 10
 LEAST = 0.005  # of nDCG@10: a difference that is not more counts as none
 SEED = 1
 WHOLE = "whole"
+INDEXED = {"none": None, "halves": 0.5, "all": 0.0}  # least share of the collection that has an index
 Search = Callable[[Sequence[str], str, np.ndarray], Sequence[Hit]]
 
 
@@ -44,28 +52,39 @@ def main() -> None:
     arguments = parser.parse_args()
     model = Embedder(arguments.embedder, device="cpu")
     rows: list[dict[str, Any]] = []
-    for folder in arguments.data:
-        collection = beir.load(folder, max_queries=arguments.queries)
+    for path in arguments.data:
+        collection = _collection(path, arguments.queries)
         passages = [collection.passage(doc_id) for doc_id in collection.documents]
-        vectors = model.encode(passages)
-        asked = model.encode_queries(list(collection.queries.values()))
-        for lexical in ("registry", "tantivy"):
-            rows += _rows(collection, passages, vectors, asked, lexical)
-    report.write(
-        "namespace split",
-        {"depth": DEPTH, "embedder": arguments.embedder, "seed": SEED, "within": LEAST},
-        rows,
-        out=arguments.out,
-        note="difference: nDCG@10 of the parts less that of the whole, means over queries. "
-        "own_statistics: likewise, where each part's own BM25 is merged.",
+        rows += _rows(collection, passages, model)
+        report.write(
+            "namespace split",
+            {"depth": DEPTH, "embedder": arguments.embedder, "seed": SEED, "within": LEAST},
+            rows,
+            out=arguments.out,
+            note="difference: nDCG@10 of the parts less that of the whole, means over queries; interval: of "
+            "95 %, by bootstrap. own_statistics: likewise, where each part's own BM25 is merged. "
+            "ms: CPU time of the process, medians of one search at a time, without embedding the query.",
+        )
+
+
+def _collection(path: Path, queries: int | None) -> beir.Collection:
+    if path.is_dir():
+        return beir.load(path, max_queries=queries)
+    questions = data.load(path, queries)
+    passages = data.distinct_passages(data.load(path))
+    return beir.Collection(
+        data.set_name(path),
+        {one.key: (one.title, one.text) for one in passages},
+        {one.id: one.question for one in questions},
+        {one.id: {gold.key: 1 for gold in one.gold} for one in questions},
     )
 
 
-def _rows(
-    collection: beir.Collection, passages: list[str], vectors: np.ndarray, asked: np.ndarray, lexical: str
-) -> list[dict[str, Any]]:
+def _rows(collection: beir.Collection, passages: list[str], model: Embedder) -> list[dict[str, Any]]:
+    vectors = model.encode(passages)
+    asked = model.encode_queries(list(collection.queries.values()))
     splits, every = _splits(passages, vectors), list(collection.documents)
-    with tempfile.TemporaryDirectory() as folder, _lexical_by(lexical), IndexStore(Path(folder)) as store:
+    with tempfile.TemporaryDirectory() as folder, IndexStore(Path(folder)) as store:
         _fill(store, WHOLE, every, passages, vectors)
         names: dict[str, list[str]] = {}
         for split, parts in splits.items():
@@ -74,32 +93,37 @@ def _rows(
                 chosen = np.flatnonzero(parts == part)
                 ids = [every[i] for i in chosen]
                 _fill(store, name, ids, [passages[i] for i in chosen], vectors[chosen])
-        store.save()  # brings the indexes of tantivy up to date
         rows = []
-        for search, joint, alone in _searches(store):
-            if search == "dense" and lexical == "tantivy":
-                continue
-            whole = _ndcg(collection, asked, alone, [WHOLE])
-            for split in splits:
-                found = _ndcg(collection, asked, joint, names[split])
-                row = {
-                    "collection": collection.name,
-                    "documents": len(passages),
-                    "queries": len(whole),
-                    "search": search,
-                    "lexical_index": None if search == "dense" else lexical,
-                    "split": split,
-                    "namespaces": len(names[split]),
-                    "whole": round(statistics.fmean(whole), 4),
-                    "parts": round(statistics.fmean(found), 4),
-                    "difference": round(statistics.fmean(found) - statistics.fmean(whole), 4),
-                    "queries_that_differ": sum(a != b for a, b in zip(whole, found, strict=True)),
-                }
-                if search == "lexical" and lexical == "registry":
-                    own = _ndcg(collection, asked, _merged(store), names[split])
-                    row["own_statistics"] = round(statistics.fmean(own) - statistics.fmean(whole), 4)
-                rows.append(row)
-                print(row, flush=True)
+        for indexed, least in INDEXED.items():
+            with _indexed_from(10**9 if least is None else max(1, int(least * len(passages)))):
+                store.save()  # brings the indexes of tantivy up to date
+                for search, joint, alone in _searches(store):
+                    if search == "dense" and indexed != "none":
+                        continue
+                    whole, whole_ms = _ndcg(collection, asked, alone, [WHOLE])
+                    for split in splits:
+                        found, ms = _ndcg(collection, asked, joint, names[split])
+                        row = {
+                            "collection": collection.name,
+                            "documents": len(passages),
+                            "queries": len(whole),
+                            "search": search,
+                            "indexed": None if search == "dense" else indexed,
+                            "split": split,
+                            "namespaces": len(names[split]),
+                            "whole": round(statistics.fmean(whole), 4),
+                            "parts": round(statistics.fmean(found), 4),
+                            "difference": round(statistics.fmean(found) - statistics.fmean(whole), 4),
+                            "interval": _interval(whole, found),
+                            "queries_that_differ": sum(a != b for a, b in zip(whole, found, strict=True)),
+                            "whole_ms": whole_ms,
+                            "parts_ms": ms,
+                        }
+                        if search == "lexical" and indexed == "none":
+                            own, _ = _ndcg(collection, asked, _merged(store), names[split])
+                            row["own_statistics"] = round(statistics.fmean(own) - statistics.fmean(whole), 4)
+                        rows.append(row)
+                        print(row, flush=True)
         return rows
 
 
@@ -107,9 +131,13 @@ def _splits(passages: Sequence[str], vectors: np.ndarray) -> Mapping[str, np.nda
     """The part of each document, by split."""
     import faiss
 
-    found = {}
-    for n in (2, 4, 8):
+    found: dict[str, np.ndarray] = {}
+    for n in (2, 5, 10, 50):
         found[f"random {n}"] = np.random.default_rng(SEED).integers(0, n, len(passages))
+    for n in (10, 50):  # the first has four fifths
+        chance = np.random.default_rng(SEED)
+        small = chance.integers(1, n, len(passages))
+        found[f"one large {n}"] = np.where(chance.random(len(passages)) < 0.8, 0, small)
     means = faiss.Kmeans(vectors.shape[1], 4, seed=SEED, verbose=False)
     means.train(np.ascontiguousarray(vectors, dtype=np.float32))
     found["topic"] = means.index.search(np.ascontiguousarray(vectors, dtype=np.float32), 1)[1][:, 0]
@@ -119,10 +147,10 @@ def _splits(passages: Sequence[str], vectors: np.ndarray) -> Mapping[str, np.nda
 
 
 @contextmanager
-def _lexical_by(name: str) -> Iterator[None]:
-    """Let all namespaces have an index of tantivy, or none."""
+def _indexed_from(n_chunks: int) -> Iterator[None]:
+    """Let namespaces of so many chunks have an index of tantivy."""
     before = lexical_indexes.FROM
-    lexical_indexes.FROM = 1 if name == "tantivy" else 10**9
+    lexical_indexes.FROM = n_chunks
     try:
         yield
     finally:
@@ -170,12 +198,23 @@ def _merged(store: IndexStore) -> Search:
 
 def _ndcg(
     collection: beir.Collection, asked: np.ndarray, search: Search, names: Sequence[str]
-) -> list[float]:
-    found = []
+) -> tuple[list[float], float]:
+    """nDCG@10 of each query, and the median milliseconds of CPU time of one search."""
+    found, took = [], []
+    first = next(iter(collection.queries.values()))
+    search(names, first, asked[0])  # opens the indexes
     for (query, text), vector in zip(collection.queries.items(), asked, strict=True):
-        ranking = [hit.chunk.source for hit in search(names, text, vector)]
-        found.append(ndcg(ranking, collection.judged[query], DEPTH))
-    return found
+        began = time.process_time()
+        hits = search(names, text, vector)
+        took.append((time.process_time() - began) * 1e3)
+        found.append(ndcg([hit.chunk.source for hit in hits], collection.judged[query], DEPTH))
+    return found, round(statistics.median(took), 2)
+
+
+def _interval(whole: Sequence[float], found: Sequence[float]) -> list[float]:
+    differences = np.subtract(found, whole)
+    drawn = np.random.default_rng(SEED).choice(differences, (2_000, len(differences))).mean(axis=1)
+    return [round(float(each), 4) for each in np.quantile(drawn, (0.025, 0.975))]
 
 
 if __name__ == "__main__":

@@ -103,17 +103,18 @@ class JointSearcher(Searcher):
         sights = [self._seen(connection, ns, among.viewer) for ns in spaces]
         if texts:
             selections = [self._select(connection, ns, among) for ns in spaces]
+            counts = lexical_search.ReadCounts(self._counts)
             rankings = []
             for text in texts:
                 found = [  # the best of each, by its own statistics
-                    [chunk for chunk, _ in self._by_words(connection, ns, text, depth, selection)]
+                    [chunk for chunk, _ in self._by_words(connection, ns, text, depth, selection, counts)]
                     for ns, selection in zip(spaces, selections, strict=True)
                 ]
                 home |= {chunk: ns for ns, chunks in zip(spaces, found, strict=True) for chunk in chunks}
                 if any(sights):
                     scored = self._seen_bm25(connection, spaces, sights, text, found)
                 else:
-                    scored = self._joint_bm25(connection, spaces, text, found)
+                    scored = self._joint_bm25(connection, spaces, text, found, counts)
                 rankings.append(_best(scored, depth))
             lexical = by_mean_score(rankings)[:depth]
             if queries is None:
@@ -140,6 +141,7 @@ class JointSearcher(Searcher):
         spaces: Sequence[registry.Namespace],
         text: str,
         found: Sequence[Sequence[int]],
+        counts: lexical_search.WordCounts,
     ) -> dict[int, float]:
         """BM25 of the chunks ``found`` in each namespace, with the statistics of all. Words in half of the
         chunks or more add nothing where others tell."""
@@ -148,7 +150,7 @@ class JointSearcher(Searcher):
         counted = sorted(
             (n, word)
             for word in distinct_words(text, lexical_search.MAX_WORDS)
-            if (n := sum(self._counts.of(connection, ns, word) for ns in spaces))
+            if (n := sum(counts.of(connection, ns, word) for ns in spaces))
         )[: lexical_search.MAX_TERMS]
         telling = [(n, word) for n, word in counted if 2 * n < n_chunks] or counted
         wanted = [word for _, word in telling]
@@ -157,7 +159,7 @@ class JointSearcher(Searcher):
         for ns, size, ids in zip(spaces, n_words, found, strict=True):
             scores = self._lexical.word_scores(ns, wanted, ids)
             if scores is None:
-                scores = lexical_search.word_scores(connection, ns, wanted, ids)
+                scores = lexical_search.word_scores(connection, ns, wanted, ids, counts)
             lengths = tables.lengths(connection, ns.id, json.dumps(list(ids)))
             parts.append(PartCandidates(lengths, size / max(1, ns.n_chunks), scores))
         weigh = large_weight if n_chunks >= lexical_indexes.FROM else weight  # as one namespace of all

@@ -49,6 +49,20 @@ class WordCounts:
         return count
 
 
+class ReadCounts(WordCounts):
+    """The same for one transaction, in which no word is counted twice."""
+
+    def __init__(self, kept: WordCounts) -> None:
+        self._kept = kept
+        self._read: dict[tuple[int, str], int] = {}
+
+    def of(self, connection: Connection, ns: registry.Namespace, word: str) -> int:
+        found = self._read.get((ns.id, word))
+        if found is None:
+            found = self._read[ns.id, word] = self._kept.of(connection, ns, word)
+        return found
+
+
 def word_counts(given: Sequence[str], count: Callable[[str], int]) -> dict[str, int]:
     """The number of chunks that each word is in, by ``count``; of a text of several words, the rarest."""
     return {text: min(map(count, distinct_words(text, MAX_WORDS)), default=0) for text in given}
@@ -85,7 +99,11 @@ def search(
 
 
 def word_scores(
-    connection: Connection, ns: registry.Namespace, wanted: Sequence[str], ids: Sequence[int]
+    connection: Connection,
+    ns: registry.Namespace,
+    wanted: Sequence[str],
+    ids: Sequence[int],
+    counts: WordCounts,
 ) -> list[WordScores]:
     """BM25 of these chunks for each word alone, the rarest first; in a large namespace, whose index of
     tantivy is not there yet, none of the words that `search` leaves out."""
@@ -93,7 +111,9 @@ def word_scores(
     found: list[WordScores] = []
     total = 0
     for word in wanted:
-        n = tables.count(connection, ns.id, word)  # exactly: the index has multiplied by its weight
+        n = counts.of(connection, ns, word)
+        if n > _COUNTED:  # exactly: the index has multiplied by its weight
+            n = tables.count(connection, ns.id, word)
         total += n
         if ns.n_chunks > MATCHES and total > MATCHES:
             n = 0

@@ -228,10 +228,11 @@ class Searcher:
         text: str,
         k: int,
         selection: IdSelection | None,
+        counts: lexical_search.WordCounts | None = None,
     ) -> lexical_search.Scored:
         found = self._lexical.search(connection, ns, text, k, selection)
         if found is None:
-            found = lexical_search.search(connection, ns, text, k, selection, self._counts)
+            found = lexical_search.search(connection, ns, text, k, selection, counts or self._counts)
         return found
 
     def _cosines(self, ns: registry.Namespace, query: np.ndarray, ids: list[int]) -> dict[int, float]:

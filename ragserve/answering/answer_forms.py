@@ -46,7 +46,8 @@ class AnswerForm:
         query, calls = self.query, None
         if self.format is not None and query.tools is not None:
             earlier = sum(len(message.tool_calls) for message in (*query.history, *query.turns))
-            calls = self.format.reader(query.tools.tools, query.tools.choice, earlier)
+            tools, choice = query.tools.tools, query.tools.choice
+            calls = self.format.reader(tools, choice, earlier, may_fence=query.schema is None)
         return AnswerReader(n_passages, as_json=query.schema is not None, calls=calls)
 
 
@@ -71,7 +72,10 @@ class AnswerForms:
                 param="tools" if query.tools is not None else "messages",
             )
         if query.tools is None and query.schema is None:
-            return AnswerForm(query)
+            turns = (*query.history, *query.turns)
+            if not any(message.tool_calls for message in turns):
+                return AnswerForm(query)
+            return AnswerForm(query, await self._no_calls())
         format = None if query.tools is None else await self._tool_format()
         return await asyncio.to_thread(self._constrained, query, format)
 
@@ -93,6 +97,15 @@ class AnswerForms:
         except ValueError as error:
             raise InvalidRequest(f"tools: {error}.", param="tools") from None
         return AnswerForm(query, constraint, TOOLS_SYSTEM, format)
+
+    async def _no_calls(self) -> dict[str, str]:
+        """What keeps a model from calls after those that it has made, where it may make no more: some write
+        them into the answer."""
+        try:
+            format = await self._tool_format()
+        except InvalidRequest:  # its template shows it none
+            return {}
+        return await asyncio.to_thread(format.no_calls)
 
     async def _tool_format(self) -> ToolFormat:
         async with self._lock:

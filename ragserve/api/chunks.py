@@ -94,7 +94,7 @@ async def chunk(
     response_model=ChunkView,
     responses=documented(
         examples.EDITED_CHUNK,
-        (400, 404, 409, 413, 415, 503, 507),
+        (400, 404, 409, 413, 415, 429, 503, 507),
         description="The chunk as it is now",
     ),
 )

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ragserve.engine.fenced_calls import FencedCalls
+
 log = logging.getLogger(__name__)
 
 PARSERS = frozenset(
@@ -25,6 +27,7 @@ PARSERS = frozenset(
 MAX_CALL_CHARS = 2**17  # of an answer from its first call on; what is longer stays text
 MAX_CALLS = 128  # marks of calls in one answer; parsers look for the end of each
 _ANY_OBJECT = {"type": "object"}
+_FENCED = frozenset({"hermes", "qwen", "qwen25"})  # whose calls are JSON with the tool's name first
 _MOST_WRITTEN = 32  # tools whose grammars are written out
 _MOST_FAILED = 16  # ends of calls at which none was found; then only the answer's end is one
 
@@ -129,21 +132,35 @@ class ToolFormat:
             "stop_after_first": not parallel or self.parser == "llama3",  # which reads no second mark
         }
 
-    def reader(self, tools: Tools, choice: str, earlier: int = 0) -> CallReader:
-        """A reader of one answer. ``earlier``: calls of the dialogue before it, which some names count."""
+    def no_calls(self) -> dict[str, str]:
+        """Sampling parameters by which an answer is text, of a model that has made calls before and may make
+        none now; empty where calls have no mark."""
+        begin, _ = _marks(self._parser(()).detector)
+        if not begin:
+            return {}
+        text = {"type": "any_text", "excludes": [begin[:-1]]}  # some models vary the mark
+        return {"structural_tag": json.dumps({"type": "structural_tag", "format": text})}
+
+    def reader(self, tools: Tools, choice: str, earlier: int = 0, *, may_fence: bool = True) -> CallReader:
+        """A reader of one answer. ``earlier``: calls of the dialogue before it, which some names count.
+        ``may_fence``: JSON with which the answer begins may be a call, too."""
         parser = self._parser(tools)
         detector = parser.detector
         as_array = choice != "auto" and not (
             detector.supports_structural_tag() or detector.parses_required_natively()
         )
-        begin = detector.bot_token or getattr(detector, "tool_call_start_token", "")
-        end = detector.eot_token or getattr(detector, "tool_call_end_token", "")
+        begin, end = _marks(detector)
+        fenced = None
+        if may_fence and choice == "auto" and self.parser in _FENCED:
+            names = {tool["function"]["name"] for tool in tools}
+            fenced = FencedCalls(names, begin=begin, end=end, most=MAX_CALL_CHARS)
         return CallReader(
             _array if as_array else parser.parse_non_stream,
             lambda name, index: self._id(name, earlier + index),
-            begin="" if as_array else begin.strip().removesuffix(" ["),
-            end=end.strip(),
+            begin="" if as_array else begin,
+            end=end,
             bare=self.parser == "llama3",
+            fenced=fenced,
         )
 
     def _id(self, name: str, number: int) -> str:
@@ -170,6 +187,7 @@ class CallReader:
         begin: What calls begin with; empty if the whole answer is calls.
         end: What ends them; empty if they end with the answer.
         bare: A call may also be an answer that begins with a brace.
+        fenced: Reads calls without marks; None where there are none.
     """
 
     def __init__(
@@ -180,7 +198,9 @@ class CallReader:
         begin: str,
         end: str,
         bare: bool,
+        fenced: FencedCalls | None = None,
     ) -> None:
+        self._fenced = fenced
         self._parse, self._name, self._begin, self._end, self._bare = parse, name, begin, end, bare
         self._held = ""
         self._in_call = not begin
@@ -191,6 +211,9 @@ class CallReader:
 
     def feed(self, text: str) -> Iterator[str | ToolCall]:
         """Yield what is certain after ``text``."""
+        yield from self._feed(text if self._fenced is None else self._fenced.feed(text))
+
+    def _feed(self, text: str) -> Iterator[str | ToolCall]:
         self._held += text
         while True:
             if not self._in_call:
@@ -209,6 +232,8 @@ class CallReader:
 
     def end(self) -> Iterator[str | ToolCall]:
         """Yield what is left."""
+        if self._fenced is not None:
+            yield from self._feed(self._fenced.end())
         if self._in_call:
             yield from self._calls(len(self._held))
         yield from self._as_text()
@@ -263,6 +288,13 @@ class CallReader:
 class _Called:
     name: str
     parameters: str
+
+
+def _marks(detector: Any) -> tuple[str, str]:
+    """What calls begin and end with; empty where there is nothing."""
+    begin = detector.bot_token or getattr(detector, "tool_call_start_token", "")
+    end = detector.eot_token or getattr(detector, "tool_call_end_token", "")
+    return begin.strip().removesuffix(" ["), end.strip()
 
 
 def _array(text: str) -> tuple[str, list[_Called]]:

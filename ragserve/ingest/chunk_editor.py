@@ -6,17 +6,20 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from ragserve.config import Settings
-from ragserve.errors import Conflict, InvalidRequest
+from ragserve.errors import Conflict, InvalidRequest, TooManyRequests
 from ragserve.ingest.chunk_embedding import DocumentEmbedder, embed_chunks
 from ragserve.ingest.parsers.base import has_words, joined_notes, without_controls
 from ragserve.ingest.tokenizer import Counter, TokenizerSource
 from ragserve.retrieval.embedder import flag_of
+from ragserve.retrieval.remote_embedder import RefusedText, RemoteEmbedder
 from ragserve_index import IndexStore
 from ragserve_index.chunk_changes import ChunkState, LostCorrection, NewText
 from ragserve_index.text_forms import storable
 from ragserve_index.types import Document, NewChunk
 from ragserve_index.viewers import EVERYTHING, Viewer
 
+MOST_AT_ONCE = 2
+"""Texts that a remote embedder is given at a time: each waits in a thread of the server."""
 _NAMED_LOST = 3  # in a note
 _QUOTED = 40  # characters of each
 
@@ -32,6 +35,7 @@ class ChunkEditor:
         self._embedder = embedder
         self._name = tokenizer
         self._lock = threading.Lock()
+        self._free = threading.BoundedSemaphore(MOST_AT_ONCE)
         self._source: TokenizerSource | None = None
         self._counter: Counter | None = None
 
@@ -59,8 +63,9 @@ class ChunkEditor:
     ) -> ChunkState:
         """Change a chunk of a viewer's document as `ChunkChanges.change` does.
 
-        Raises ``NotFound``, ``Conflict`` (another version, another embedder than the namespace's), and
-        ``InvalidRequest`` for a text that ingestion would not take, or of more tokens than a chunk has."""
+        Raises ``NotFound``, ``Conflict`` (another version, another embedder than the namespace's),
+        ``InvalidRequest`` for a text that ingestion would not take, or of more tokens than a chunk. With a
+        remote embedder also ``ModelUnavailable``, and ``TooManyRequests`` beside `MOST_AT_ONCE` others."""
         changes = self._store.chunk_changes.seen_by(viewer)
         now = changes.state(namespace, doc_id, ordinal)
         new = None
@@ -83,7 +88,27 @@ class ChunkEditor:
                 code="chunk_too_long",
                 param="text",
             )
-        embedder, info = self._embedder(), self._store.namespace(namespace)
+        embedder = self._embedder()
+        if not isinstance(embedder, RemoteEmbedder):
+            return self._embedded_text(embedder, namespace, now, text, n_tokens)
+        if not self._free.acquire(blocking=False):
+            raise TooManyRequests(
+                f"{MOST_AT_ONCE} corrections wait for the remote embedder already.",
+                hint="Send it again when they are done.",
+                code="corrections_busy",
+            )
+        try:
+            return self._embedded_text(embedder.awaited(), namespace, now, text, n_tokens)
+        except RefusedText as error:
+            message = f"The text cannot be embedded: {error}."
+            raise InvalidRequest(message, code="text_refused", param="text") from None
+        finally:
+            self._free.release()
+
+    def _embedded_text(
+        self, embedder: DocumentEmbedder, namespace: str, now: ChunkState, text: str, n_tokens: int
+    ) -> NewText:
+        info = self._store.namespace(namespace)
         if (info.embedder, info.dim) != (embedder.name, embedder.dim):
             raise Conflict(
                 f"Namespace {namespace!r} is embedded with {info.embedder!r}, not with {embedder.name!r}.",

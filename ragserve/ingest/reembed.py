@@ -18,6 +18,7 @@ from ragserve.ingest.jobs.job_report import Interrupted, JobReport, OnProgress
 from ragserve.ingest.jobs.lease import JobRun, run_leased
 from ragserve.ingest.prune import every_document
 from ragserve.retrieval.embedder import flag_of
+from ragserve.retrieval.remote_embedder import RefusedText
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.types import Document, Job, JobItem, NewChunk
 
@@ -127,9 +128,19 @@ class _Reembedding:
         titled = [(document.title, chunks) for document, chunks in batch]
         sentence_bytes = int(run.job.spec["sentence_bytes"])
         started = time.perf_counter()
-        embedded = embed_chunks(self._embedder, titled, sentence_bytes, run.should_stop)
         titles = {document.source: document.title for document, _ in batch}
-        embed_corrections(self._store, self._embedder, run.job.namespace, titles, sentence_bytes)
+        try:
+            embedded = embed_chunks(self._embedder, titled, sentence_bytes, run.should_stop)
+            embed_corrections(self._store, self._embedder, run.job.namespace, titles, sentence_bytes)
+        except RefusedText as error:
+            if len(batch) > 1:
+                for each in batch:
+                    self._write([each])
+                return
+            ((document, _),) = batch
+            reason = f"could not be embedded: {error}"
+            self._settle([JobItem(document.source, "failed", reason, 0, 0, 0, document.doc_id)])
+            return
         progress.embed_s += (wrote := time.perf_counter()) - started
         written = self._store.replace_documents(
             run.job.namespace,

@@ -101,6 +101,7 @@ class RemoteModel:
         self.what, self.name, self.address = what, name, address
         self._failed: tuple[float, ModelUnavailable] | None = None
         self._trouble = 0.0, ""  # when an attempt failed last, and why
+        self._answered = 0.0  # when a question was answered last
         self._key = None if key is None else key.get_secret_value()
 
     def client(self) -> httpx.AsyncClient:
@@ -133,7 +134,8 @@ class RemoteModel:
     @asynccontextmanager
     async def answering(self, seconds: float) -> AsyncIterator[None]:
         """Bound the calls for a question. For a while after they failed the same error comes at once, so that
-        nobody waits for a model that is down."""
+        nobody waits for a model that is down. One that has answered others meanwhile is not: a single
+        question may be too much for it."""
         if self._failed is not None and time.monotonic() < self._failed[0]:
             raise copy(self._failed[1])
         began = time.monotonic()
@@ -146,9 +148,10 @@ class RemoteModel:
         except ModelUnavailable as failed:
             error = failed
         else:
-            self._failed = None
+            self._answered, self._failed = time.monotonic(), None
             return
-        self._failed = time.monotonic() + _REST_S, error
+        if self._answered < began:
+            self._failed = time.monotonic() + _REST_S, error
         raise error from None
 
     def failed(self, reason: str, hint: str | None = None) -> ModelUnavailable:

@@ -6,6 +6,8 @@ import asyncio
 import base64
 import threading
 from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,6 +95,7 @@ class RemoteEmbedder:
         self._patience = Patience(timeout_s, timeout_s)
         self._prompts = query_prompt or "", passage_prompt or ""
         self._lock = threading.Lock()
+        self._is_awaited = False
         self._dim: int | None = None
         self._client: httpx.AsyncClient | None = None  # of the server's event loop
         self._room = asyncio.Semaphore(_QUESTIONS_AT_ONCE)
@@ -128,6 +131,13 @@ class RemoteEmbedder:
         """Embed questions. Float32 [n, dim], L2-normalised."""
         return self._blocking([self._prompts[0] + text for text in texts], self._patience, lambda: False)
 
+    def awaited(self) -> RemoteEmbedder:
+        """The same for somebody who waits: documents have the time of a question, too, and fail at once for a
+        while after a failure."""
+        found = copy(self)
+        found._is_awaited = True
+        return found
+
     async def questions(self, texts: Sequence[str]) -> Vectors:
         """Embed questions in one call, which ends with the caller. See `RemoteModel.answering`."""
         if self._client is None:
@@ -148,7 +158,12 @@ class RemoteEmbedder:
     def _blocking(self, texts: Sequence[str], patience: Patience, should_stop: Callable[[], bool]) -> Vectors:
         if not texts:
             return np.empty((0, self.dim), dtype=np.float32)
-        return unit(run_until(lambda: self._in_batches(texts, patience), should_stop))
+        work = self._in_time if self._is_awaited else partial(self._in_batches, patience=patience)
+        return unit(run_until(lambda: work(texts), should_stop))
+
+    async def _in_time(self, texts: Sequence[str]) -> Vectors:
+        async with self._remote.answering(self._patience.attempt_s):
+            return await self._in_batches(texts, self._patience)
 
     async def _in_batches(self, texts: Sequence[str], patience: Patience) -> Vectors:
         room = asyncio.Semaphore(_AT_ONCE)

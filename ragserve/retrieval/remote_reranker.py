@@ -85,15 +85,15 @@ class RemoteReranker:
                 return await self._ask(client, question, some)
 
         parts = [texts[start : start + size] for start in range(0, len(texts), size)]
-        async with self._remote.answering(self._patience.attempt_s):
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(part(some)) for some in parts]
-            except ExceptionGroup as errors:
-                first = errors.exceptions[0]
-                if isinstance(first, Refused):
-                    raise self._remote.failed(f"refuses the passages ({first})") from None
-                raise first from None
+        try:
+            async with self._remote.answering(self._patience.attempt_s):
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        tasks = [group.create_task(part(some)) for some in parts]
+                except ExceptionGroup as errors:
+                    raise errors.exceptions[0] from None
+        except Refused as error:  # of these passages: other questions may be answered
+            raise self._remote.failed(f"refuses the passages ({error})") from None
         return [score for task in tasks for score in task.result()]
 
     async def measure(self) -> None:

@@ -183,6 +183,34 @@ def test_search_by_words_goes_on_without_the_model(front: Live, remote: Remote) 
         assert plain["notes"] == []
 
 
+def test_a_correction_waits_no_longer_than_a_question(front: Live, remote: Remote) -> None:
+    with front.client() as client:
+        job = ingested(client, DOCUMENTS)
+        eventually(lambda: client.get(job).json()["state"] == "done", "ingestion")
+        doc = documents(client)[0]["doc_id"]
+        path = f"/rag/documents/{doc}/chunks/0?namespace=docs"
+        before = client.get(path).json()
+        new = {"version": before["version"], "text": "The tower was lit in 1844."}
+        for reply, status, code, said in (
+            (DOWN, 503, "embedder_unavailable", "The remote embedder words answers HTTP 503: being moved."),
+            (JSONResponse({"error": "too odd"}, 422), 503, "embedder_unavailable", "refuses any text"),
+        ):
+            remote.reply = lambda path, body, reply=reply: reply
+            failed = client.patch(path, json=new)
+            error = failed.json()["error"]
+            assert (failed.status_code, error["code"]) == (status, code), error
+            assert said in error["message"]
+        odd = JSONResponse({"error": "too odd"}, 422)
+        remote.reply = lambda path, body: odd if "1844" in str(body) else right(path, body)
+        refused = client.patch(path, json=new)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "text_refused")
+        assert client.get(path).json() == before
+        assert client.patch(path, json=new | {"text": None, "disabled": True}).status_code == 200, "no text"
+        version = client.get(path).json()["version"]
+        remote.reply = right
+        assert client.patch(path, json=new | {"version": version}).json()["text"] == new["text"]
+
+
 def test_without_its_reranker_the_order_of_the_search_stays(front: Live, remote: Remote) -> None:
     with front.client() as client:
         job = ingested(client, DOCUMENTS)

@@ -72,6 +72,63 @@ def read(parser: str, text: str, step: int, choice: str = "auto") -> tuple[str, 
     return "".join(part for part in parts if isinstance(part, str)), calls
 
 
+WEATHER = json.dumps({"name": "get_weather", "arguments": ARGUMENTS}, indent=2)
+ADD = as_json("add", LISTS | {"note": 'braces } and "quotes" in a text'})
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen", "qwen25"])
+@pytest.mark.parametrize(
+    ("text", "names", "left"),
+    [
+        (f"```json\n{WEATHER}\n```", ["get_weather"], ""),
+        (f"```\n{WEATHER}\n```\n", ["get_weather"], ""),
+        (f"\n```tool_call\n{ADD}\n```\nI call it [1].", ["add"], "I call it [1]."),
+        (WEATHER, ["get_weather"], ""),
+        (f"```json\n{WEATHER}\n{ADD}\n```", ["get_weather", "add"], ""),
+        (f"```json\n{WEATHER}\n```\n\n```json\n{ADD}\n```", ["get_weather", "add"], ""),
+        (f"{WEATHER}\n<tool_call>\n{ADD}\n</tool_call>", ["get_weather", "add"], ""),
+    ],
+)
+def test_a_call_without_marks_is_read(parser: str, text: str, names: list[str], left: str) -> None:
+    """Qwen2.5-Coder writes them so."""
+    for step in (1, 2, 3, 7, 50, len(text)):
+        said, calls = read(parser, text, step)
+        assert [call.name for call in calls] == names, step
+        assert said.strip() == left
+        arguments = {"get_weather": ARGUMENTS, "add": json.loads(ADD)["arguments"]}
+        assert all(json.loads(call.arguments) == arguments[call.name] for call in calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Like this: ```json\n{WEATHER}\n```",
+        f"```json\n{as_json('Alan Stevenson', {})}\n```",
+        f"```json\n{as_json('get_weather', [1])}\n```",
+        f"```json\n{as_json('get_weather', ARGUMENTS)[:-4]}",
+        '```json\n{"name": "get_weather", "arguments": {a}}\n```',
+        f"```python\nprint({WEATHER})\n```",
+        '{"name": "Oslo"}',
+        '{"answer": "Oslo [1]"}',
+        "```\nls\n```",
+        "{",
+        "`",
+        " \n",
+    ],
+)
+def test_other_json_stays_text(text: str) -> None:
+    for step in (1, 2, 3, 7, 50, len(text)):
+        assert read("qwen", text, step) == (text, [])
+
+
+def test_json_that_begins_otherwise_is_streamed_at_once() -> None:
+    for text in ('{"answer"', "```python", "Oslo", "```json\n[", '```json\n{"city"'):
+        reader = ToolFormat("qwen", None).reader(TOOLS, "auto")
+        assert "".join(map(str, reader.feed(text))) == text
+    schema = ToolFormat("qwen", None).reader(TOOLS, "auto", may_fence=False)
+    assert "".join(map(str, schema.feed(WEATHER))) == WEATHER, "asked for as response_format"
+
+
 @pytest.mark.parametrize("parser", sorted(PARSERS))
 def test_calls_are_read_however_the_text_is_cut(parser: str) -> None:
     text = SAID[ALIASES.get(parser, parser)]
@@ -216,6 +273,14 @@ def test_the_grammar_takes_calls_and_nothing_else(
     assert accepts(either, '{"a": 1}')
     assert not accepts(either, '{"a": 2}')
     assert [read(parser, text, 3)[1][0].name for text in (one, other)] == ["get_weather", "add"]
+
+
+@pytest.mark.parametrize("parser", sorted(PARSERS))
+def test_text_alone_begins_no_call(parser: str, accepts: Callable[[dict[str, str], str], bool]) -> None:
+    constraint = ToolFormat(parser, None).no_calls()
+    check_constraint(constraint)
+    assert accepts(constraint, "It is at 06:40 [1].\n\n<b>Tide</b>, [2] and {3}.")
+    assert not accepts(constraint, SAID[ALIASES.get(parser, parser)])
 
 
 def test_many_tools_are_within_the_limits_of_grammars() -> None:

@@ -22,6 +22,7 @@ from ragserve.ingest.jobs import lease
 from ragserve.ingest.jobs.job_report import JobReport
 from ragserve.ingest.reembed import reembed, submit_reembed
 from ragserve.retrieval.embedder import Embedder
+from ragserve.retrieval.remote_embedder import RefusedText
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.chunk_changes import NewText
 from ragserve_index.evictions import EvictionLog
@@ -138,6 +139,18 @@ def test_what_changes_meanwhile_is_left_as_it_is(store: IndexStore) -> None:
     left = [document for document in store.documents("n") if document.source != "b"]
     assert len(left) == 2
     assert all(is_new(store, document) for document in left)
+    assert_clean(store)
+
+
+def test_a_text_that_a_remote_model_refuses_costs_its_document_only(store: IndexStore) -> None:
+    def refuse(texts: Sequence[str]) -> None:
+        if any(text.startswith("Title b") for text in texts):
+            raise RefusedText("too odd")
+
+    report = run(store, NewEdition(refuse))
+    assert (report.state, report.progress.indexed, report.progress.failed) == ("done", 3, 1)
+    assert report.failures == (("b", "could not be embedded: too odd"),)
+    assert [each.source for each in store.documents("n") if not is_new(store, each)] == ["b"]
     assert_clean(store)
 
 

@@ -17,7 +17,7 @@ from ragserve.config import SECRETS, Settings
 from ragserve.errors import InvalidRequest, ModelUnavailable
 from ragserve.retrieval import remote_calls, remote_embedder
 from ragserve.retrieval.embedder import Embedder, embedder_name
-from ragserve.retrieval.remote_calls import Patience, Stopped
+from ragserve.retrieval.remote_calls import Patience, RemoteAddress, RemoteModel, Stopped
 from ragserve.retrieval.remote_embedder import RefusedText, RemoteEmbedder
 from ragserve.retrieval.remote_reranker import RemoteReranker, public_name
 from tests.unit.api.word_embedder import DIM, WordEmbedder
@@ -338,6 +338,46 @@ def test_without_passages_no_reranker_is_asked_and_nothing_is_learned_of_it(remo
 
     asyncio.run(score())
     assert len(remote.seen) == 1, "it rests after a failure"
+
+
+def test_passages_that_are_refused_keep_nobody_else_waiting(remote: Remote) -> None:
+    """One client's question may be too long for the model, which is there for the others."""
+    reranker = RemoteReranker(f"{remote.url}/v1#ranker", timeout_s=PATIENT.attempt_s)
+    too_long = JSONResponse({"error": "too long"}, 413)
+    remote.reply = lambda path, body: too_long if len(body["query"]) > 1000 else right(path, body)
+
+    async def score() -> None:
+        with pytest.raises(ModelUnavailable, match="refuses the passages"):
+            await reranker.score_texts("x" * 2000, ["a"])
+        assert await reranker.score_texts("the old lighthouse", ["old"]) == [0.1]
+        await reranker.close()
+
+    asyncio.run(score())
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_model_that_answers_others_is_not_down(others: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_calls, "_REST_S", 600.0)
+    model = RemoteModel("rerank", "ranker", RemoteAddress("http://127.0.0.1:9", None), None)
+
+    async def fails() -> None:
+        async with model.answering(PATIENT.attempt_s):
+            if others:
+                async with model.answering(PATIENT.attempt_s):
+                    pass
+            raise model.failed("is slow")
+
+    async def succeeds() -> None:
+        async with model.answering(PATIENT.attempt_s):
+            pass
+
+    with pytest.raises(ModelUnavailable, match="is slow"):
+        asyncio.run(fails())
+    if others:
+        asyncio.run(succeeds())
+    else:
+        with pytest.raises(ModelUnavailable, match="is slow"):
+            asyncio.run(succeeds())
 
 
 def test_requests_name_a_remote_reranker_by_its_model() -> None:
