@@ -80,7 +80,7 @@ def _gptq(weight: torch.Tensor, kind: str) -> dict[str, torch.Tensor]:
     if config["desc_act"]:
         groups = groups[torch.randperm(rows, generator=torch.Generator().manual_seed(1))]
     numbers, zeros, scales = _rounded(weight.T, groups, bits)
-    stored = zeros - (config.get("checkpoint_format", "gptq") == "gptq")
+    stored = zeros - int(config.get("checkpoint_format", "gptq") == "gptq")
     return {
         "qweight": pack_rows(numbers, bits, rows, columns),
         "qzeros": pack_cols(stored, bits, len(zeros), columns),
