@@ -9,6 +9,7 @@ import errno
 import hashlib
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -134,7 +135,7 @@ def _write(file: Path, folder: Path) -> None:
             str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16
         )
     # transformers raises NotImplementedError for architectures and quantisations that it cannot read
-    except (ValueError, KeyError, NotImplementedError, ImportError, IndexError) as error:
+    except (ValueError, KeyError, NotImplementedError, ImportError, IndexError, struct.error) as error:
         raise InvalidRequest(
             f"model: {file} cannot be dequantised: {error}", hint=_ADVICE, param="model"
         ) from error
