@@ -47,7 +47,6 @@ def as_folder(source: Path, folder: Path, say: Callable[[str], None] = lambda li
 
 
 def _write(source: Path, folder: Path) -> None:
-    import torch
     from safetensors import SafetensorError, safe_open
 
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -71,7 +70,9 @@ def _write(source: Path, folder: Path) -> None:
         if path.is_file() and not path.name.endswith(_NOT_COPIED) and path.name != "config.json":
             shutil.copy(path, folder)
     config |= {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")  # last, see `made_once`
+    (folder / "config.json").write_text(
+        json.dumps(config, indent=2), encoding="utf-8"
+    )  # last, see `made_once`
 
 
 def _check_complete(source: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -194,8 +194,6 @@ def _threaded(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., 
     return threaded
 
 
-async def _in_thread(
-    method: Callable[..., Coroutine[Any, Any, Any]], *args: Any, **options: Any
-) -> Any:
+async def _in_thread(method: Callable[..., Coroutine[Any, Any, Any]], *args: Any, **options: Any) -> Any:
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_executor, lambda: asyncio.run(method(*args, **options)))

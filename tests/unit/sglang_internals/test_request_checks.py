@@ -106,8 +106,11 @@ def test_what_is_not_served_may_be_named_empty() -> None:
 
 
 def test_what_sglangs_routes_make_of_plain_requests_passes() -> None:
-    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
-    from sglang.srt.entrypoints.openai.protocol import ResponsesRequest
+    from sglang.srt.entrypoints.openai.protocol import (
+        ChatCompletionRequest,
+        CompletionRequest,
+        ResponsesRequest,
+    )
     from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 
     chat = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "a"}])
