@@ -115,8 +115,8 @@ def settings_from(**flags: Any) -> Settings:
 
 
 def _with_folder(settings: Settings) -> Settings:
-    """Let a model that is fetched by name, comes as a GGUF file, or has quantised weights that SGLang does not
-    run on this machine, be the folder that is made of it."""
+    """Let a model that is fetched by name, comes as a GGUF file, or has quantised weights that SGLang does
+    not run on this machine, be the folder that is made of it."""
     from ragserve.commands.model_checks import is_dequantised
     from ragserve.engine import gguf_weights, packed_weights
     from ragserve.engine.packaged_model import is_packaged, model_folder

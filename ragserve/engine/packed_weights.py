@@ -1,5 +1,5 @@
-"""Checkpoints quantised by AWQ, GPTQ or to FP8, on a machine whose SGLang has no kernels for them: as those of
-a GGUF file, their weights are dequantised once, into a folder in bfloat16 that is served in their place.
+"""Checkpoints quantised by AWQ, GPTQ or to FP8, on a machine whose SGLang has no kernels for them: as those
+of a GGUF file, their weights are dequantised once, into a folder in bfloat16 that is served in their place.
 
 A weight is (q - zero) * scale, for AWQ and GPTQ with a zero and a scale for each group of input channels and
 each output channel; of FP8 it is q * scale, with a scale for each tensor, output channel or block."""
@@ -38,8 +38,8 @@ def method_of(folder: Path) -> str | None:
 
 
 def as_folder(source: Path, folder: Path, say: Callable[[str], None] = lambda line: None) -> Path:
-    """Return the folder in ``folder`` with the weights of the checkpoint ``source``, in bfloat16; make it if it
-    is not there. ``say`` gets a line when that begins.
+    """Return the folder in ``folder`` with the weights of the checkpoint ``source``, in bfloat16; make it if
+    it is not there. ``say`` gets a line when that begins.
 
     Raises InvalidRequest for weights that are incomplete or packed in another way, and StorageFull."""
     files = [source / "config.json", *sorted(source.glob("*.safetensors"))]

@@ -280,8 +280,8 @@ def _prompt_lengths(obj: Any, context_length: int) -> Iterator[int]:
 def check_sampling(
     params: dict[str, Any], vocab_size: int, context_length: int, *, every_grammar: bool = False
 ) -> None:
-    """Check the sampling parameters of one sequence: what SGLang leaves to its scheduler. Leave out those that
-    are not served, if they are empty."""
+    """Check the sampling parameters of one sequence: what SGLang leaves to its scheduler. Leave out those
+    that are not served, if they are empty."""
     for name in UNSERVED_SAMPLING:
         if params.get(name) is None:
             params.pop(name, None)

@@ -1,4 +1,4 @@
-"""Quantises a model's folder by plain rounding, packed as published checkpoints are, by SGLang's functions."""
+"""Quantises a model's folder by plain rounding, and packs it by SGLang's functions as published ones are."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def quantised(source: Path, folder: Path, kind: str) -> Path:
 
 
 def _rounded(weight: torch.Tensor, groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
-    """Numbers [in, out], zeros and scales [groups, out] of a weight [in, out] whose rows are in ``groups``."""
+    """Numbers [in, out], zeros and scales [groups, out] of a weight [in, out], with each row's group."""
     largest = 2**bits - 1
     low, high = (
         torch.stack([found(weight[groups == each], 0).values for each in groups.unique()])

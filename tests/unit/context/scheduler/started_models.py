@@ -51,10 +51,10 @@ def fail(model: Any) -> None:
     layer = model.model.layers[1]
     original = layer.forward
 
-    def forward(positions: Any, hidden_states: Any, forward_batch: Any, residual: Any) -> Any:
+    def forward(positions: Any, hidden_states: Any, forward_batch: Any, *rest: Any, **more: Any) -> Any:
         if forward_batch.rids is None:
             raise AttributeError("a field that only the scheduler fills")
-        return original(positions, hidden_states, forward_batch, residual)
+        return original(positions, hidden_states, forward_batch, *rest, **more)
 
     layer.forward = forward
 
