@@ -87,8 +87,8 @@ def _check_complete(source: Path, tensors: dict[str, torch.Tensor]) -> None:
 def dequantised(
     tensors: dict[str, torch.Tensor], config: dict[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and weights [out, in] in bfloat16 of a checkpoint's ``tensors``, which it empties. ``config``: its
-    `quantization_config`.
+    """Names and weights [out, in] in bfloat16 of a checkpoint's ``tensors``, which it takes the packed ones
+    out of. ``config``: its `quantization_config`.
 
     Raises ValueError for tensors that do not belong together, and for packings of other kinds."""
     import torch

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,7 @@ def fail(model: Any) -> None:
     layer = model.model.layers[1]
     original = layer.forward
 
+    @wraps(original)
     def forward(positions: Any, hidden_states: Any, forward_batch: Any, *rest: Any, **more: Any) -> Any:
         if forward_batch.rids is None:
             raise AttributeError("a field that only the scheduler fills")
