@@ -8,10 +8,11 @@ Passages of about 1,000 tokens (``--words``): the paragraphs of SQuAD's articles
 beginnings of other articles. Questions are SQuAD's, spread over it; nothing but the report sees their
 answers. Passes, each on a server of its own with an empty prefix cache, one question at a time, streamed:
 
-* ``before``: `auto` where nothing is verified, which is `prefix`, once the documents' KV is stored;
+* ``warm``: none is asked; the server stays until the documents' KV is stored, which later passes read;
+* ``before``: `auto` where nothing is verified, which is `prefix`;
 * ``tune``: `ragserve tune`, without labels, in runs of what is left of ``--seconds``, ``--minutes`` at most;
 * ``after``: `auto` with what came of it;
-* ``k=1``, ``k=3``, ``k=5``, ``k=10``: the rivals, exact prefill of so many passages.
+* ``k=1``, ``k=3``, ``k=5``, ``k=10`` (``--rivals``): exact prefill of so many passages.
 
 Rows are kept in OUT_DIR: the same command goes on where it stopped, and ``--seconds 0`` only reports. Needs
 SGLang, an embedder (RAGSERVE_EMBEDDER: name or folder) and this checkout; RAGSERVE_ATTENTION names the
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,8 +44,8 @@ from ragserve.verification.metrics import token_f1
 from ragserve.verification.question_probes import SHORT
 
 NAMESPACE = "held"
-RIVALS = (1, 3, 5, 10)
 POOL_TOKENS = 300_000
+HOST_BYTES = 20 * 2**30  # KV of all passages, of a 1.5B model 14 GB
 WARM_S = 3600.0  # at most, until the documents' KV is stored
 NOTE = (
     "F1 of whole answers, percent; vs before: points, with the standard error of the paired difference. "
@@ -100,7 +102,7 @@ class Run:
         self.settings["chunk_tokens"] = round(2.5 * given.words)  # a passage is a chunk
         if not given.cpu:
             graphs = {"cuda_graph_max_bs_decode": 8, "disable_prefill_cuda_graph": True}
-            self.settings["max_total_tokens"] = POOL_TOKENS
+            self.settings |= {"max_total_tokens": POOL_TOKENS, "kv_host_bytes": HOST_BYTES}
             self.settings["engine_args"] = json.dumps(graphs | engine_args(None))
 
     @property
@@ -131,23 +133,32 @@ class Run:
         if not left or self.left_s < 0:
             return
         log = self.given.out / f"rows-{name}.jsonl"
-        with (
-            running_server(data_dir=self.data, **self.settings) as server,
-            Client(server.url, no_store=True) as client,
-            rows.appending(log) as write,
-        ):
-            self._warm(client)
+        with self._served() as client, rows.appending(log) as write:
             for question in left:
                 if self.left_s < 0:
                     return
                 about = {"set": NAMESPACE, "id": question["id"], "strategy": name, "error": None}
                 write(about | _answered(client, question, strategy, options))
 
-    def _warm(self, client: Client) -> None:
-        """Wait until the documents' KV is stored."""
-        until = time.monotonic() + min(WARM_S, max(0.0, self.left_s))
-        while client.info().model_dump()["warming"]["jobs"] and time.monotonic() < until:
-            time.sleep(1.0)
+    def warmed(self) -> None:
+        """Leave the documents' KV in the data folder, once."""
+        mark = self.given.out / "warmed"
+        if not mark.exists() and self.left_s > 0:
+            with self._served():
+                if self.left_s > 0:
+                    mark.touch()
+
+    @contextmanager
+    def _served(self) -> Iterator[Client]:
+        """Yield the client of a server, once the documents' KV is stored."""
+        with (
+            running_server(data_dir=self.data, **self.settings) as server,
+            Client(server.url, no_store=True) as client,
+        ):
+            until = time.monotonic() + min(WARM_S, max(0.0, self.left_s))
+            while client.info().model_dump()["warming"]["jobs"] and time.monotonic() < until:
+                time.sleep(1.0)
+            yield client
 
     def tuned(self) -> None:
         """Tune with the time that is left, until ``--minutes`` are spent."""
@@ -259,23 +270,26 @@ def main() -> int:
     parser.add_argument("--words", type=int, default=800, help="of a passage: about 1,000 tokens")
     parser.add_argument("--minutes", type=float, default=20, help="of tune, over all runs")
     parser.add_argument("--seconds", type=float, default=540, help="of this run, engine starts included")
-    parser.add_argument("--only", help="passes, separated by commas; default: all")
+    parser.add_argument("--only", default="warm,before,tune,after,k", help="passes; default: all")
+    parser.add_argument("--rivals", default="1,3,5,10", help="passages that rivals read")
     parser.add_argument("--cpu", action="store_true", help="SGLang's defaults, and no more than --passages")
     given = parser.parse_args()
     given.out = given.out.resolve()
     given.out.mkdir(parents=True, exist_ok=True)
     run = Run(given)
-    wanted = (given.only or "").split(",") if given.only else ["before", "tune", "after", "k"]
+    wanted = given.only.split(",")
     if given.seconds:
         run.ingested()
+        if "warm" in wanted:
+            run.warmed()
         if "before" in wanted:
             run.asked("before", "auto")
         if "tune" in wanted:
             run.tuned()
         if "after" in wanted:
             run.asked("after", "auto")
-        for count in RIVALS if "k" in wanted else ():
-            if count < given.k:
+        for count in map(int, given.rivals.split(",")):
+            if "k" in wanted and count < given.k:
                 run.asked(f"k={count}", "passages", {"by": "score", "count": count})
     show(run)
     return 0

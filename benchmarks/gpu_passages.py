@@ -4,7 +4,7 @@
 
 One engine with the shape of Llama-3.1-8B and random weights (`ragserve.bench.context`), documents of 512
 tokens: `full` over all that is retrieved; over the quarter alone, which is strategy `passages`; and the
-quarter composed from the host and from disk, with nothing and with a fifth of it recomputed. The choice
+quarter composed from the host and from disk, with nothing, a tenth and a fifth of it recomputed. The choice
 itself takes time on the CPU: with a question set (``--text``) it is measured over as many passages of about
 512 tokens, made of the set's, as the engine would choose from; the first time they are seen, and again.
 OUT_FOLDER/passages.json has a row a number of retrieved tokens and strategy."""
@@ -31,17 +31,17 @@ DOCUMENT = 512
 WORDS = 380  # of a passage of about as many tokens
 STORED = {
     "composed, nothing recomputed": {},
+    "composed, a tenth recomputed": {"recompute": "question", "share": 0.1},
     "composed, a fifth recomputed": {"recompute": "question", "share": 0.2},
 }
 EXACT = "full"
 
 
-def cases(retrieved: list[int]) -> list[ContextCase]:
+def cases(retrieved: list[int], tiers: tuple[str, ...]) -> list[ContextCase]:
     """All strategies of the quarters, and `full` everywhere."""
     quarters = tuple(round(tokens * KEEP) for tokens in retrieved)
     stored = [
-        ContextCase(name, "concat", options, ("host", "disk"), lengths=quarters)
-        for name, options in STORED.items()
+        ContextCase(name, "concat", options, tiers, lengths=quarters) for name, options in STORED.items()
     ]
     return [ContextCase(EXACT, "full"), *stored]
 
@@ -102,6 +102,7 @@ def main() -> int:
     parser.add_argument("--attention", default="flashinfer")
     parser.add_argument("--shape", default="llama-3.1-8b", help="or embedded, to try this without a GPU")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tiers", default="host,disk", help="that the quarter is composed from")
     options = parser.parse_args()
     retrieved = [int(tokens) for tokens in options.retrieved.split(",")]
     choices = {tokens: choice_ms(options.text, tokens) for tokens in retrieved} if options.text else {}
@@ -115,7 +116,7 @@ def main() -> int:
             shape=options.shape,
             lengths=sorted({*retrieved, *(round(tokens * KEEP) for tokens in retrieved)}),
             document_tokens=[DOCUMENT],
-            cases=cases(retrieved),
+            cases=cases(retrieved, tuple(options.tiers.split(","))),
             repeats=options.repeats,
             with_auto=False,
             engine_args=gpu,

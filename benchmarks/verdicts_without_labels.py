@@ -124,7 +124,7 @@ async def _ask(given: argparse.Namespace, settings: Settings, engine: LocalEngin
             pool = Pool.of(questions, embedder, given.out / f"{name}-{len(questions)}.npy")
             comparisons = []
             for kind in ("probes", "labelled"):
-                queries = TunedQueries.of(settings, f"{name} {kind}", 32)
+                queries = TunedQueries.of(settings, f"{name}-{kind}", 32)
                 compare = Comparison(engine, pool, builder, queries, specs, known=known, write=write)
                 compare.steer(Course("verify", [spec.label for spec in specs]))
                 comparisons.append(compare)
@@ -167,7 +167,7 @@ def compared(
     for label in labels:
         row: dict[str, Any] = {"set": name, "strategy": label}
         for kind in ("probes", "labelled"):
-            own = [r for r in every if r["set"] == f"namespace {name} {kind}" and r["strategy"] == label]
+            own = [r for r in every if r["set"] == f"namespace {name}-{kind}" and r["strategy"] == label]
             figures = figures_of(own)
             row |= {
                 f"{kind}": figures.references,
@@ -217,7 +217,7 @@ def show(given: argparse.Namespace) -> None:
     }
     for name in names:
         for kind in ("probes", "labelled"):
-            own = [row for row in every if row["set"] == f"namespace {name} {kind}"]
+            own = [row for row in every if row["set"] == f"namespace {name}-{kind}"]
             tried = [row for row in own if "usable" in row]
             workload[f"{name} {kind}"] = full_figures(own) | {
                 "tried": len(tried),

@@ -117,6 +117,7 @@ class _RowMaker:
             if (chunk is not None and each.text == chunk.text)
             or contains_answer(f"{each.title} {each.text}", question.references)
         ]
+        parts = question.references if question.kind == "pair" else question.references[:1]
         return TrainingRow(
-            question=question.text, answer=question.references[0], passages=tuple(shown), gold=tuple(gold)
+            question=question.text, answer=", ".join(parts), passages=tuple(shown), gold=tuple(gold)
         )

@@ -22,7 +22,7 @@ _KINDS = {
     "asked": "asked by users",
     "given": "given",
     "written": "written by the model",
-    "pair": "written about two chunks",
+    "pair": "about two chunks",
     "cloze": "sentences with a gap",
 }
 

@@ -199,7 +199,7 @@ class Comparison:
             part,
             answer=answer.text.strip(),
             usable=usable,
-            score=scored(answer.text, question.references) if question.references else None,
+            score=scored(answer.text, question) if question.references else None,
             ttft_ms=round(answer.ttft_ms, 3) if alone else None,
             prompt_tokens=len(whole.prompt.input_ids),
         )
@@ -248,11 +248,10 @@ class Comparison:
             own = timed = asked.exact[ids]
         lost = await asyncio.to_thread(unsupported, self._builder.words, asked.request, full.text, own.text)
         use = context_use(spec.name, laid.prompt, timed.last, laid.prompt.documents_kept)
-        reference = question.references
         return row | {
             "answer": own.text.strip(),
-            "score": scored(own.text, reference) if reference else None,
-            "full_score": scored(full.text, reference) if reference else None,
+            "score": scored(own.text, question) if question.references else None,
+            "full_score": scored(full.text, question) if question.references else None,
             "different": differ(own.text, full.text),
             "unsupported": lost,
             "ttft_ms": round(timed.ttft_ms, 3),

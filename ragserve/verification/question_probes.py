@@ -2,9 +2,9 @@
 
 The reference of a probe is the model's answer over the chunk that the question is about, alone: where the
 model is distracted by nothing. It must stand in the chunk, and the model must not know it without the chunk,
-so that only reading earns it. A question over two chunks has a reference that neither chunk alone gives.
-Answers of whole contexts are scored against it. All that is asked here are short prompts; what cannot be used
-is left out before any whole context is asked."""
+so that only reading earns it. A pair is two such questions in one, about chunks that are near each other, and
+neither chunk alone answers it. Answers of whole contexts are scored against the reference. All that is asked
+here are short prompts; what cannot be used is left out before any whole context is asked."""
 
 from __future__ import annotations
 
@@ -36,24 +36,13 @@ ONE = (
     "Write one short question that a sentence of the document answers with a name, a number or a few words. "
     "Name what it is about, so that it can be understood without the document."
 )
-TWO = (
-    "Write one short question that can only be answered by reading both documents, such as which of two came "
-    "first or is larger. Name what it is about, so that it can be understood without the documents."
-)
-SHOTS = {
-    ONE: (
-        ("The Forth Bridge, a cantilever railway bridge west of Edinburgh, was opened on 4 March 1890 by the "
-         "Prince of Wales.", "In which year was the Forth Bridge opened?"),
-        ("Invoices are paid within 30 days. The Kolstad observatory is led by Mari Lund of Tromso.",
-         "Who leads the Kolstad observatory?"),
-    ),
-    TWO: (
-        ("The Forth Bridge was opened in 1890.\n\nThe Kylesku Bridge was opened in 1984.",
-         "Which was opened first, the Forth Bridge or the Kylesku Bridge?"),
-        ("The pump P4 moves 30 litres a minute.\n\nThe pump P9 moves 45 litres a minute.",
-         "Which pump moves more litres a minute, P4 or P9?"),
-    ),
-}  # fmt: skip
+SHOTS = (
+    ("The Forth Bridge, a cantilever railway bridge west of Edinburgh, was opened on 4 March 1890 by the "
+     "Prince of Wales.", "In which year was the Forth Bridge opened?"),
+    ("Invoices are paid within 30 days. The Kolstad observatory is led by Mari Lund of Tromso.",
+     "Who leads the Kolstad observatory?"),
+)  # fmt: skip
+BOTH = "Answer both questions, one answer after the other. First: {} Second: {}"
 TRIED, USABLE = 10, 3  # questions that the model writes of a kind before so many must be usable
 _ATTEMPTS = 3  # questions about a chunk, of which the first usable one is a probe
 _BEST = 3  # passages, of which each alone may answer a user's question
@@ -98,26 +87,44 @@ class Probes:
         return self._tried[kind] < TRIED or self._used[kind] * TRIED >= USABLE * self._tried[kind]
 
     async def about(self, chunk: Chunk, *, two: bool = False) -> DrawnQuestion | None:
-        """Make a probe about a chunk, or with ``two`` about it and the chunk nearest to it; None where none
-        of a few questions can be used. Raises what the engine raises."""
-        id_ = str(chunk.chunk_id)
-        if two and self._writes("pair") and (other := await self._nearest(chunk)) is not None:
-            found = await self._written("pair", id_, TWO, [chunk, other])
-            if found is not None:
-                return found
-        draw = 0
+        """Make a probe about a chunk, or with ``two``, where that can be, about it and the chunk nearest to
+        it; None where none of a few questions can be used. Raises what the engine raises."""
+        one = await self._single(chunk)
+        if one is not None and two and self._writes("pair"):
+            return await self._pair(one, chunk) or one
+        return one
+
+    async def _single(self, chunk: Chunk | RetrievedPassage) -> DrawnQuestion | None:
+        id_, draw = str(chunk.chunk_id), 0
         for attempt in range(_ATTEMPTS):
             if attempt == 0 and self._writes("written"):
-                found = await self._written("written", id_, ONE, [chunk])
+                found = await self._written(id_, chunk)
             else:
                 asked = cloze(chunk.text, random.Random(chunk.chunk_id), draw)
                 if asked is None:
                     return None
                 draw += 1
-                found = await self._with_reference(DrawnQuestion(id_, "cloze", *asked), [chunk])
+                found = await self._with_reference(DrawnQuestion(id_, "cloze", *asked), chunk)
             if found is not None:
                 return found
         return None
+
+    async def _pair(self, one: DrawnQuestion, chunk: Chunk) -> DrawnQuestion | None:
+        """Ask a question and one about the nearest chunk together; None unless the model answers both over
+        both chunks, and neither answer stands in the other's chunk."""
+        near = await self._nearest(chunk)
+        other = await self._single(near) if near is not None else None
+        found: DrawnQuestion | None = None
+        if near is not None and other is not None:
+            apart = not contains_answer(_text(near), one.references)
+            if apart and not contains_answer(_text(chunk), other.references):
+                text = BOTH.format(one.text, other.text)
+                said = await self._said(text, [chunk, near], tokens=2 * _SHORT_TOKENS)
+                references = (one.references[0], other.references[0])
+                if all(contains_answer(said, [each]) for each in references):
+                    found = DrawnQuestion(one.id, "pair", text, references)
+        self.note("pair", usable=found is not None)
+        return found
 
     async def of_user(self, question: DrawnQuestion) -> DrawnQuestion | None:
         """Give a user's question a reference: what the best passages, each read alone, agree on; None where
@@ -129,40 +136,33 @@ class Probes:
             return None
         return await self._earned(replace(question, references=(said[0],)))
 
-    async def _written(
-        self, kind: Kind, id_: str, wanted: str, chunks: Sequence[TitledText]
-    ) -> DrawnQuestion | None:
+    async def _written(self, id_: str, chunk: TitledText) -> DrawnQuestion | None:
         shots: list[Message] = []
-        for shown, asked in SHOTS[wanted]:
-            shots += [Message("user", f"{shown}\n\n{wanted}"), Message("assistant", asked)]
+        for shown, asked in SHOTS:
+            shots += [Message("user", f"{shown}\n\n{ONE}"), Message("assistant", asked)]
         # in the question itself, as in the examples: it is the last one that is asked about
-        shown = "\n\n".join(f"{each.title}\n{each.text}".strip() for each in chunks)
-        text = await self._said(f"{shown}\n\n{wanted}", [], WRITER, _WRITTEN_TOKENS, shots)
-        question = written(text, [shot for _, shot in SHOTS[wanted]])
+        shown = f"{chunk.title}\n{chunk.text}".strip()
+        text = await self._said(f"{shown}\n\n{ONE}", [], WRITER, _WRITTEN_TOKENS, shots)
+        question = written(text, [shot for _, shot in SHOTS])
         if question is None or _POINTS_AWAY & set(normalise(question).split()):
             found = None
         else:
-            found = await self._with_reference(DrawnQuestion(id_, kind, question), chunks)
-        self.note(kind, usable=found is not None)
+            found = await self._with_reference(DrawnQuestion(id_, "written", question), chunk)
+        self.note("written", usable=found is not None)
         return found
 
-    async def _with_reference(
-        self, question: DrawnQuestion, chunks: Sequence[TitledText]
-    ) -> DrawnQuestion | None:
-        """Add the reference, and check that only all of the chunks give it. A question with a gap knows what
-        it left out, and the model must find that."""
+    async def _with_reference(self, question: DrawnQuestion, chunk: TitledText) -> DrawnQuestion | None:
+        """Add the reference, and check that only the chunk gives it. A question with a gap knows what it left
+        out, and the model must find that."""
         if question.references:
             found = question
-            if not contains_answer(await self._said(question.text, chunks), found.references):
+            if not contains_answer(await self._said(question.text, [chunk]), found.references):
                 return None
         else:
-            answer = await self._stands(question.text, chunks)
-            if answer is None or (len(chunks) == 1 and contains_answer(question.text, [answer])):
+            answer = await self._stands(question.text, [chunk])
+            if answer is None or contains_answer(question.text, [answer]):
                 return None
             found = replace(question, references=(answer,))
-        for each in chunks if len(chunks) > 1 else ():
-            if self._gives(await self._said(question.text, [each]), found.references):
-                return None
         return await self._earned(found)
 
     async def _earned(self, question: DrawnQuestion) -> DrawnQuestion | None:
@@ -176,7 +176,7 @@ class Probes:
         said = await self._said(question, texts)
         if is_refusal(said, [" "]):
             return None
-        answer = standing(said, question, [f"{each.title} {each.text}" for each in texts])
+        answer = standing(said, question, [_text(each) for each in texts])
         return answer if answer and len(normalise(answer).split()) <= _MOST_WORDS else None
 
     @staticmethod
@@ -204,6 +204,10 @@ class Probes:
         found = await self._search.search(self._namespace, chunk.text[:_SEARCHED_CHARS], SearchOptions(_BEST))
         others = [each for each in passages(found.passages) if each.chunk_id != chunk.chunk_id]
         return others[0] if others else None
+
+
+def _text(chunk: TitledText) -> str:
+    return f"{chunk.title} {chunk.text}"
 
 
 def without_sentence(answer: str, question: str) -> str:
@@ -239,9 +243,14 @@ def standing(answer: str, question: str, texts: Sequence[str]) -> str | None:
     return None
 
 
-def scored(answer: str, references: Sequence[str]) -> float:
-    """The score of an answer, 0 to 1: the mean of its token F1 and of whether it contains a reference."""
-    return (token_f1(answer, references) + contains_answer(answer, references)) / 2
+def scored(answer: str, question: DrawnQuestion) -> float:
+    """The score of an answer, 0 to 1: the mean of its token F1 and of whether it contains a reference. Of a
+    pair both references are wanted, and each that is contained counts half."""
+    wanted = question.references
+    if question.kind == "pair":
+        contained = sum(contains_answer(answer, [each]) for each in wanted) / len(wanted)
+        return (token_f1(answer, [" ".join(wanted)]) + contained) / 2
+    return (token_f1(answer, wanted) + contains_answer(answer, wanted)) / 2
 
 
 def differ(one: str, other: str) -> bool:

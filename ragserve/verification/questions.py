@@ -32,7 +32,8 @@ _WORD = re.compile(r"\w[\w'.,-]*\w|\w")
 
 @dataclass(frozen=True, slots=True)
 class DrawnQuestion:
-    """A question; ``references``: what a right answer says, empty where that is not known."""
+    """A question; ``references``: what a right answer says, in one of several ways, or of a pair its two
+    parts; empty where that is not known."""
 
     id: str
     kind: Kind

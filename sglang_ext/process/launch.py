@@ -2,7 +2,8 @@
 
 No other module depends on how SGLang's main process is put together. This one relies on
 ``launch_server(server_args, run_scheduler_process_func=, run_detokenizer_process_func=)``, which serves the
-module's ``app`` by uvicorn (`versions.served_by`), and on ``get_global_state().tokenizer_manager``.
+module's ``app`` by uvicorn (`versions.served_by`), and on ``get_global_state().tokenizer_manager`` and its
+``_subprocess_watchdog``.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Launcher:
                     run_detokenizer_process_func=processes.run_detokenizer_process,
                 )
         finally:
+            _watch_no_more(http_server)
             _end_children()
 
     def _serve(self, sglang_app: Any, **options: Any) -> None:
@@ -61,6 +63,15 @@ class Launcher:
         """Ask the server to finish its requests and stop."""
         if self._server is not None:
             self._server.should_exit = True
+
+
+def _watch_no_more(http_server: Any) -> None:
+    """Stop SGLang's thread that kills this process when a child has died: an app that could not be made would
+    end without its error."""
+    state = http_server.get_global_state()
+    watchdog = state and state.tokenizer_manager._subprocess_watchdog
+    if watchdog is not None:
+        watchdog.stop()
 
 
 def _end_children() -> None:

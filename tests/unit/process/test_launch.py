@@ -33,6 +33,7 @@ sglang.http_server = SimpleNamespace(
     uvicorn=uvicorn,
     _freeze_gc_after_server_warmup=None,  # later versions have it
     launch_server=lambda args, **targets: sglang.http_server.uvicorn.run("app", timeout_keep_alive=5),
+    get_global_state=lambda: None,
 )
 for name in ("sglang", "sglang.srt", sglang.__name__):
     sys.modules[name] = sglang
@@ -40,6 +41,22 @@ uvicorn.Server.run = lambda self, sockets: print(self.config.timeout_keep_alive)
 with socket.socket() as listener:
     Launcher(lambda app: app, listener, keep_alive_s=75).run(None)
 """
+
+FAILED = (
+    SERVED.partition("uvicorn.Server.run")[0]
+    + """
+import subprocess
+
+child = subprocess.Popen(["sleep", "600"])
+watchdog = SimpleNamespace(stop=lambda: print("children:", child.poll()))
+manager = SimpleNamespace(_subprocess_watchdog=watchdog)
+sglang.http_server.get_global_state = lambda: SimpleNamespace(tokenizer_manager=manager)
+def make_app(app):
+    raise ModuleNotFoundError("No module named 'mended'")
+with socket.socket() as listener:
+    Launcher(make_app, listener, keep_alive_s=75).run(None)
+"""
+)
 
 
 def test_joblibs_resource_tracker_outlives_the_other_children() -> None:
@@ -53,3 +70,10 @@ def test_idle_connections_stay_open_for_longer_than_sglang_keeps_them() -> None:
     """A client that keeps them as long as the server does would find some reset."""
     ended = subprocess.run([sys.executable, "-c", SERVED], capture_output=True, text=True, timeout=240)
     assert (ended.returncode, ended.stdout.strip()) == (0, "75"), ended.stderr
+
+
+def test_an_app_that_cannot_be_made_ends_with_its_error() -> None:
+    """SGLang's watchdog would see the children die, and kill this process before the error is printed."""
+    ended = subprocess.run([sys.executable, "-c", FAILED], capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, ended.stdout.strip()) == (1, "children: None")
+    assert ended.stderr.endswith("ModuleNotFoundError: No module named 'mended'\n")

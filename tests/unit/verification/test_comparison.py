@@ -20,7 +20,7 @@ from ragserve.retrieval.search_options import SearchOptions
 from ragserve.strategy_spec import parse
 from ragserve.verification.comparison import ALONE, Comparison, compare_all
 from ragserve.verification.course import Course
-from ragserve.verification.question_probes import ONE, SHOTS, TRIED, TWO
+from ragserve.verification.question_probes import BOTH, SHOTS, TRIED, scored
 from ragserve.verification.questions import DrawnQuestion
 from ragserve.verification.rows import Key, Row
 from ragserve.verification.tuned_queries import TunedQueries
@@ -46,7 +46,7 @@ CHUNKS = [
 
 
 class Searched:
-    """Finds the chunk that the question names, and one more."""
+    """Finds the first chunks that the question names, or one, and one more."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, int]] = []
@@ -55,8 +55,9 @@ class Searched:
         self, namespace: str, question: str, options: SearchOptions, *, sentences: bool = False
     ) -> FoundPassages:
         self.asked.append((namespace, question, options.k))
-        found = next((c for c in CHUNKS if f"number {c.chunk_id} " in question), CHUNKS[0])
-        both = [FoundPassage(c, 1.0, cosine) for c, cosine in ((found, 0.75), (CHUNKS[1], 0.5))]
+        named = [CHUNKS[int(number)] for number in re.findall(r"number (\d+) ", question)]
+        pair = ([*named, CHUNKS[1]] if named else [CHUNKS[0], CHUNKS[1]])[:2]
+        both = [FoundPassage(c, 1.0, cosine) for c, cosine in zip(pair, (0.75, 0.5), strict=True)]
         return FoundPassages(both, [[], []], 1, None, None, 0.0, None)
 
 
@@ -69,6 +70,7 @@ class Speaker:
         self, builder: PromptBuilder, *, writes: bool, able: bool = True, knows: bool = False
     ) -> None:
         self._builder, self._writes, self._able, self._knows = builder, writes, able, knows
+        self.joins = True  # both answers of a pair
         self.info = EngineInfo(
             "local", str(MODEL), str(MODEL), "0", "cpu", "", 8192, 8192, ("full", "epic", "concat")
         )
@@ -83,7 +85,7 @@ class Speaker:
 
     def said(self, request: GenerateRequest) -> str:
         prompt = self.texts(request)
-        if SHOTS[ONE][0][1] in prompt or SHOTS[TWO][0][1] in prompt:
+        if SHOTS[0][1] in prompt:
             number = int(re.findall(r"number (\d+) of", prompt)[0])
             return f"Who built lighthouse number {number} here?" if self._writes else "no idea"
         if request.strategy == "epic":
@@ -91,6 +93,9 @@ class Speaker:
         if not self._able:
             return "nobody knows"
         found = re.findall(r"Ida(\d+)", prompt)
+        if BOTH[:20] in prompt:
+            asked = [each for each in re.findall(r"number (\d+) here", prompt) if each in found]
+            return " and ".join(f"Ida{each} Marsh" for each in asked[: 2 if self.joins else 1])
         if found:
             asked = [each for each in found if f"number {each} here" in prompt]
             return f"Ida{(asked or found)[0]} Marsh"
@@ -219,22 +224,25 @@ def test_what_cannot_be_a_probe_asks_no_whole_context(builder: PromptBuilder, ho
         assert not [request for request in speaker.asked if request.distributions]
 
 
-def test_a_question_about_two_chunks_needs_both(builder: PromptBuilder) -> None:
-    """The speaker answers it from the first alone, so another question takes its place."""
-    speaker = Speaker(builder, writes=True)
-    rows, _ = compared(builder, speaker, CHUNKS[3:8], "concat")
-    assert any(SHOTS[TWO][0][1] in speaker.texts(request) for request in speaker.asked)
-    assert {row["kind"] for row in rows if row["strategy"] == "full"} == {"written"}
+def test_a_pair_asks_two_questions_in_one_and_wants_both_answers(builder: PromptBuilder) -> None:
+    rows, _ = compared(builder, Speaker(builder, writes=True), CHUNKS[3:8], "passages:count=1,concat")
+    [pair] = [row for row in rows if row.get("kind") == "pair"]
+    assert pair["references"] == ["Ida6 Marsh", "Ida1 Marsh"], "of the fourth chunk and the nearest to it"
+    assert (pair["answer"], pair["usable"], pair["score"]) == ("Ida6 Marsh and Ida1 Marsh", True, 17 / 18)
+    fewer, concat = (row for row in rows if row["id"] == pair["id"] and row is not pair)
+    assert (fewer["answer"], concat["score"]) == ("Ida6 Marsh", 17 / 18)
+    assert fewer["score"] == pytest.approx((2 / 3 + 1 / 2) / 2), "one passage has one of them"
 
-    class Both(Speaker):
-        def said(self, request: GenerateRequest) -> str:
-            prompt = self.texts(request)
-            both = prompt.count("was built by") == 2
-            return super().said(request) if both or SHOTS[TWO][0][1] in prompt else "who knows"
+    unable = Speaker(builder, writes=True)
+    unable.joins = False
+    rows, _ = compared(builder, unable, CHUNKS[3:8], "concat")
+    kinds = [row["kind"] for row in rows if row["strategy"] == "full"]
+    assert kinds == ["written"] * 5, "its first question stays"
 
-    rows, _ = compared(builder, Both(builder, writes=True), CHUNKS[4:8], "concat")
-    pairs = [row for row in rows if row.get("kind") == "pair"]
-    assert [row["usable"] for row in pairs] == [True]
+
+def test_a_reference_may_be_said_in_several_ways() -> None:
+    question = DrawnQuestion("g", "given", "Who built it?", ("Ida Marsh", "the engineer"))
+    assert [scored(answer, question) for answer in ("Ida Marsh", "the engineer", "Bo")] == [1.0, 1.0, 0.0]
 
 
 def test_labels_are_references_and_users_questions_get_theirs_from_the_best_passages(
