@@ -184,7 +184,7 @@ def table(tests: dict[str, Outcome]) -> list[str]:
 
 def _row(file: str) -> str:
     parts = Path(file).parts
-    return file if parts[1] == "integration" or len(parts) < 4 else "/".join(parts[:3])
+    return file if parts[1:2] == ("integration",) or len(parts) < 4 else "/".join(parts[:3])
 
 
 def hook_table() -> list[str]:
