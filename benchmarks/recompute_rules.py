@@ -20,6 +20,8 @@ of the heads, summed over the upper half of the layers):
     shift      `question`, then the mean change of K and V of a passage's computed tokens is added to its
                others (AgentKVShift), and the question is asked anew
     shift_v    the same of V alone
+    sharp N    `question`, over passages whose keys are N times as long: the question attends more sharply to
+               what many passages say at once (the temperature of APE); also with nothing recomputed
     random     the same number at random"""
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from benchmarks.document_prefixes import (
 from ragserve.best_passages import PassagesOptions
 
 RULES = ("question", "asked", "spans", "sentences", "first", "twice", "shift", "shift_v", "random")
+RULES += ("sharp 1.1", "sharp 1.25")
 FIRST = 4
 SMOOTHED = 9
 
@@ -179,6 +182,12 @@ class Rules(Emulation):
             logits.append(made)
             caches.append([(k.clone(), v.clone()) for k, v in own])
 
+        sharper = {}
+        for rule in self.rules:
+            if rule.startswith("sharp "):
+                sharper[rule] = _sharper(past, first, float(rule.split()[1]))
+                asked_again, own = self._ask(sharper[rule], question, tokens)
+                add(rule, 0.0, asked_again.logits[:, -1], own)
         for share in self.shares:
             count = max(2, round(share * (tokens - first)))
             choices = self._choices(scores, question, first, tokens, count)
@@ -193,6 +202,9 @@ class Rules(Emulation):
                         if name in self.rules:
                             one = [(k[row : row + 1], v[row : row + 1]) for k, v in longer]
                             add(name, share, asked_again.logits[row : row + 1, -1], one)
+            for rule, scaled in sharper.items():
+                made, own = self._recomputed(scaled, choices["question"], prompt, question)
+                add(rule, share, made, own)
             if "twice" in self.rules:
                 half = scores["question"].topk(count // 2).indices.sort().values
                 _, own = self._recomputed(past, half, prompt, question)
@@ -222,6 +234,11 @@ class Rules(Emulation):
         ids = reader.tensor([*reader.head, *(t for d in question.documents for t in d), *question.ids])
         output, layers = reader.forward(ids[None], torch.arange(len(ids), device=ids.device)[None])
         return reader.decode(output.logits[:, -1], layers, len(ids))[0]
+
+
+def _sharper(past: Layers, first: int, by: float) -> Layers:
+    """KV whose keys from position ``first`` on are ``by`` times as long."""
+    return [(torch.cat((k[:, :, :first], k[:, :, first:] * by), 2), v) for k, v in past]
 
 
 class Chooser:

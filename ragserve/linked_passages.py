@@ -159,6 +159,7 @@ def read_words(text: str) -> TextWords:
 def _read(text: str) -> TextWords:
     words = _WORD.findall(text)
     if not text.isascii():
+        words = [word for word in words if _term(word)]  # a mark alone, as a tone of Thai, folds to nothing
         words += [a + b for a, b in pairwise(words) if _is_unspaced(a) and _is_unspaced(b)]
     terms = tuple([_term(word) for word in words])
     counts = Counter(terms)

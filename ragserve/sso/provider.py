@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote_plus, urlsplit
 
 import httpx
 
@@ -33,12 +33,14 @@ _AT_ONCE = 8  # codes that are exchanged
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """The provider's addresses."""
+    """The provider's addresses. ``by_header``: it takes a client's secret in a header, as is the default."""
 
     authorization: str
     token: str
     keys: str
     end_session: str = ""
+    userinfo: str = ""
+    by_header: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class Provider:
         self._refresh: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
         self._exchanges = asyncio.Semaphore(_AT_ONCE)
+        self._by_header: bool | None = None  # once a code was exchanged: how this client is registered
         self._client: httpx.AsyncClient | None = None
 
     async def close(self) -> None:
@@ -118,29 +121,47 @@ class Provider:
         async with self._lock:
             await self._read_keys(address)
 
-    async def exchange(self, code: str, verifier: str, redirect: str, client: str, secret: str | None) -> str:
-        """The ID token for an authorization code. Raises ``Unauthorized`` for a code that the provider
-        refuses, and ``Unavailable``."""
+    async def exchange(
+        self, code: str, verifier: str, redirect: str, client: str, secret: str | None
+    ) -> tuple[str, str]:
+        """The ID token and the access token, which may be empty, for an authorization code. Raises
+        ``Unauthorized`` for a code that the provider refuses, and ``Unavailable``."""
         endpoints = await self.endpoints()
         form = {
             "grant_type": "authorization_code",
             "code": code,
             "redirect_uri": redirect,
             "code_verifier": verifier,
-            "client_id": client,
         }
-        if secret is not None:
-            form["client_secret"] = secret
+        first = endpoints.by_header if self._by_header is None else self._by_header
         async with self._exchanges:
-            status, body = await self._ask("POST", endpoints.token, data=form)
-        token = body.get("id_token") if isinstance(body, Mapping) else None
+            for by_header in (first, not first):  # clients are registered for one of the two
+                who = _authenticated(form, client, secret, by_header)
+                status, body = await self._ask("POST", endpoints.token, **who)
+                said = body if isinstance(body, Mapping) else {}
+                if secret is None or said.get("error") != "invalid_client":
+                    break
+        token, access = said.get("id_token"), said.get("access_token")
         if status != 200 or not isinstance(token, str):
-            said = body.get("error") if isinstance(body, Mapping) else None
-            log.warning("The provider refused a sign-in: HTTP %d, %r", status, str(said)[:100])
+            log.warning("The provider refused a sign-in: HTTP %d, %r", status, str(said.get("error"))[:100])
             raise Unauthorized(
                 "The provider refused this sign-in.", hint="Sign in again.", code="sign_in_failed"
             )
-        return token
+        self._by_header = by_header
+        return token, access if isinstance(access, str) else ""
+
+    async def userinfo(self, access_token: str, subject: str) -> Mapping[str, Any]:
+        """What the provider says of a user beside the ID token; nothing where it says nothing. Raises
+        ``Unavailable``."""
+        address = (await self.endpoints()).userinfo
+        if not address or not access_token:
+            return {}
+        async with self._exchanges:
+            status, body = await self._ask("GET", address, bearer=access_token)
+        if status != 200 or not isinstance(body, Mapping) or body.get("sub") != subject:
+            log.warning("The provider's userinfo cannot be used: HTTP %d", status)
+            return {}
+        return body
 
     def _find(self, key_id: str | None, algorithm: str) -> SigningKey | None:
         """The key of this id; without an id the only one that fits."""
@@ -180,6 +201,7 @@ class Provider:
             ("token_endpoint", True),
             ("jwks_uri", True),
             ("end_session_endpoint", False),
+            ("userinfo_endpoint", False),
         ):
             value = body.get(name)
             if not isinstance(value, str) or address_problem(value, query=True):
@@ -187,7 +209,10 @@ class Provider:
                     raise _unreachable(f"{address} has no usable {name}")
                 value = ""
             found[name] = value
-        return Endpoints(*found.values())
+        ways = body.get("token_endpoint_auth_methods_supported")
+        by_header = not isinstance(ways, list) or "client_secret_basic" in ways
+        authorization, token, keys, end_session, userinfo = found.values()
+        return Endpoints(authorization, token, keys, end_session, userinfo, by_header)
 
     async def _read_keys(self, address: str) -> None:
         """Ask for the keys, unless that was tried a moment ago. Failures are logged, and old keys stay."""
@@ -213,19 +238,17 @@ class Provider:
                 log.warning("A key of the provider is left out: %s", type(error).__name__)
         self._keys, self._keys_at = keys, self._clock()
 
-    async def _ask(self, method: str, address: str, **options: Any) -> tuple[int, Any]:
+    async def _ask(self, method: str, address: str, bearer: str = "", **options: Any) -> tuple[int, Any]:
         """Status and JSON of an answer; None if it is no JSON. Redirects are not followed."""
         self._client = self._client or httpx.AsyncClient(timeout=_TIMEOUT_S, follow_redirects=False)
         body = bytearray()
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        if bearer:
+            headers["Authorization"] = f"Bearer {bearer}"
         try:
             async with (
                 asyncio.timeout(2 * _TIMEOUT_S),
-                self._client.stream(
-                    method,
-                    address,
-                    headers={"Accept": "application/json", "Accept-Encoding": "identity"},
-                    **options,
-                ) as answer,
+                self._client.stream(method, address, headers=headers, **options) as answer,
             ):
                 async for block in answer.aiter_raw():
                     body += block
@@ -237,6 +260,16 @@ class Provider:
             return answer.status_code, json.loads(body)
         except (ValueError, RecursionError):
             return answer.status_code, None
+
+
+def _authenticated(
+    form: Mapping[str, str], client: str, secret: str | None, by_header: bool
+) -> dict[str, Any]:
+    """A request's form and header of a client (RFC 6749, section 2.3.1)."""
+    if secret is not None and by_header:
+        return {"data": form, "auth": (quote_plus(client), quote_plus(secret))}
+    own = {"client_id": client} | ({} if secret is None else {"client_secret": secret})
+    return {"data": {**form, **own}}
 
 
 def _host(address: str) -> str:

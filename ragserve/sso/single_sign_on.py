@@ -117,7 +117,7 @@ class SingleSignOn:
             message = "This sign-in was not begun in this browser, or a while ago."
             raise Unauthorized(message, hint="Sign in again.", code="sign_in_failed")
         client, secret = str(self._settings.oidc_client_id), self._settings.oidc_client_secret
-        token = await self._provider.exchange(
+        token, access = await self._provider.exchange(
             code,
             said["verifier"],
             self._callback,
@@ -125,6 +125,8 @@ class SingleSignOn:
             None if secret is None else secret.get_secret_value(),
         )
         claims = await id_claims(self._provider, token, client, said["nonce"])
+        if not self._claimed(claims):  # providers may say more of a user there than in the ID token
+            claims = {**await self._provider.userinfo(access, claims["sub"]), **claims}
         groups = [group for group in self._claimed(claims) if group in self._groups]
         who = self._principal(claims["sub"], _name(claims), groups)
         log.info("Signed in: %s", who.id)

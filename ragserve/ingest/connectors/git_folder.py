@@ -120,12 +120,13 @@ class GitFolder(RemoteFolder):
         """Bring the commit and its folders. Raises ``NotFound``, ``Unavailable``."""
         branch = self._address.branch
         named = [branch] if branch == "HEAD" else [f"refs/heads/{branch}", f"refs/tags/{branch}"]
-        found = self._git("ls-remote", "--", self._address.url, *named, in_repository=False, time_s=_ASK_S)
+        # First, so that all that follows is about this repository: not one that has the current directory
+        self._git("init", "--quiet", "--bare", "--template=")
+        found = self._git("ls-remote", "--", self._address.url, *named, time_s=_ASK_S)
         refs = {line.partition("\t")[2] for line in found.splitlines()}
         ref = next((name for name in named if name in refs), None)
         if ref is None:
             raise NotFound(f"{self._address.url} has no branch or tag {branch!r}.", code="no_branch")
-        self._git("init", "--quiet", "--bare", "--template=", str(self._where / "git"), in_repository=False)
         self._git("remote", "add", "--", "origin", self._address.url)
         self._fetch("--depth=1", "--no-tags", "--filter=blob:none", "origin", f"+{ref}:{_REF}")
 
@@ -144,15 +145,13 @@ class GitFolder(RemoteFolder):
     def _fetch(self, *arguments: str, wanted: str = "") -> None:
         self._git("fetch", "--quiet", "--recurse-submodules=no", *arguments, wanted=wanted, time_s=_FETCH_S)
 
-    def _command(self, *arguments: str, in_repository: bool = True) -> list[str]:
+    def _command(self, *arguments: str) -> list[str]:
         options = [part for name, value in _OPTIONS.items() for part in ("-c", f"{name}={value}")]
-        place = [f"--git-dir={self._where / 'git'}"] if in_repository else []
-        return ["git", *options, *place, *arguments]
+        return ["git", *options, f"--git-dir={self._where / 'git'}", *arguments]
 
     def _git(
         self,
         *arguments: str,
-        in_repository: bool = True,
         wanted: str = "",
         stdout: object = None,
         missing: str = "",
@@ -165,10 +164,7 @@ class GitFolder(RemoteFolder):
             given.seek(0)
             with open(self._where / "output", "w+b") as own:
                 process = self._start(
-                    self._command(*arguments, in_repository=in_repository),
-                    stdin=given,
-                    stdout=stdout or own,
-                    stderr=errors,
+                    self._command(*arguments), stdin=given, stdout=stdout or own, stderr=errors
                 )
                 try:
                     self._wait(process, arguments[0], time_s)

@@ -2,11 +2,13 @@
 
 Compared on files that LibreOffice wrote: antiword and unword take hidden text for text, and lose tables or
 lay them out by blanks; office-oxide gives paragraphs, tables, notes and looks. What it says of the numbers of
-lists is not what a reader sees, so items have none here, and the report says so."""
+lists is not what a reader sees, so items have none here, and it has no text boxes; the report says so."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ragserve.ingest.markdown_tables import markdown_table
@@ -25,6 +27,9 @@ from ragserve.ingest.parsers.small_text import Run, joined_runs
 MIME = "application/msword"
 _PLACES = {"superscript": 1, "subscript": -1}
 _MOST_LEVELS = 20
+_WORD_97 = 193  # version of the head from which on it has these places
+_BOXES = (0x25A, 0x26A)  # places in the head of the lists of text boxes: of the text, of headers ([MS-DOC])
+_PLACE, _BOX = 4, 22  # bytes of a list's entries: n + 2 places and n + 1 boxes, of which the last is none
 
 Node = Mapping[str, Any]
 
@@ -37,12 +42,34 @@ def parse(raw: Raw) -> Parsed:
             tree = document.to_ir()
     except office_oxide.OfficeOxideError as error:
         raise unreadable("corrupt", f"not readable as a Word file: {error} (save it as .docx)") from error
-    return _OldWord(raw.comments).parsed(tree)
+    return _OldWord(raw.comments, _text_boxes(raw.data)).parsed(tree)
+
+
+def _text_boxes(data: bytes) -> int:
+    """How many text boxes of a file say something, as far as that can be read."""
+    import olefile
+
+    n = 0
+    try:
+        with olefile.OleFileIO(data) as file:
+            head = file.openstream("WordDocument").read(_BOXES[-1] + 8)
+            table = file.openstream("1Table" if head[11] & 2 else "0Table").read()
+        if struct.unpack_from("<H", head, 2)[0] < _WORD_97:
+            return 0
+        for place in _BOXES:
+            start, size = struct.unpack_from("<2I", head, place)
+            n_boxes = max(0, min(size, len(table)) - _PLACE) // (_PLACE + _BOX)
+            places = struct.unpack_from(f"<{n_boxes}I", table, start)
+            n += sum(end - begin > 1 for begin, end in pairwise(places))  # 1: the end of a paragraph
+    except (OSError, struct.error, IndexError, ValueError):
+        return n
+    return n
 
 
 class _OldWord:
-    def __init__(self, comments: bool) -> None:
+    def __init__(self, comments: bool, n_boxes: int) -> None:
         self._take_comments = comments
+        self._n_boxes = n_boxes
         self._n_comments = self._n_numbered = 0
 
     def parsed(self, tree: Node) -> Parsed:
@@ -53,8 +80,12 @@ class _OldWord:
         text = without_controls("\n\n".join(blocks))
         title = tree.get("metadata", {}).get("title") or ""
         title = title or next((block.lstrip("# ") for block in blocks if block.startswith("# ")), "")
-        note = left_out({"numbers of list items": self._n_numbered, "comments": self._n_comments})
-        return Parsed(text, MIME, one_line(title), note=note)
+        kinds = {
+            "numbers of list items": self._n_numbered,
+            "comments": self._n_comments,
+            "text boxes": self._n_boxes,
+        }
+        return Parsed(text, MIME, one_line(title), note=left_out(kinds))
 
     def _furniture(self, sections: Sequence[Node]) -> Iterator[str]:
         """Headers and footers once, without page numbers."""

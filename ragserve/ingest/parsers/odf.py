@@ -221,12 +221,14 @@ class _OpenDocument:
         return True
 
     def _footnote(self, node: Any, add: Any, look: OdfLook) -> None:
-        body = node.find(f"{TEXT}note-body")
-        mark = one_line("".join(node.find(f"{TEXT}note-citation").itertext())) if body is not None else ""
-        add(f"[{mark}]", look._replace(place=0))
+        body, citation = node.find(f"{TEXT}note-body"), node.find(f"{TEXT}note-citation")
+        mark = one_line("".join(citation.itertext())) if citation is not None else ""
+        if mark:
+            add(f"[{mark}]", look._replace(place=0))
         before, self._below = self._below, []
-        text = " ".join(self._blocks(body, OdfLook())) if body is not None else ""
-        self._below = [*before, *self._below, f"[{mark}] {one_line(text)}"]
+        text = one_line(" ".join(self._blocks(body, OdfLook()))) if body is not None else ""
+        said = [f"[{mark}] {text}" if mark else f"[Note: {text}]"] if text else []
+        self._below = [*before, *self._below, *said]
 
     def _comment(self, node: Any) -> None:
         if not self._take_comments:

@@ -55,5 +55,12 @@ def old_word() -> Sample:
     return Sample(data, "\n\n".join(text), "left out: 4 numbers of list items")
 
 
+def text_boxes() -> Sample:
+    """Made as `old_word`: two text boxes, a third in the header."""
+    data = (Path(__file__).parent / "boxes.doc").read_bytes()
+    text = "Moorings are let by the year.\n\nAsk at the office.\n\nBring a rope."
+    return Sample(data, text, "left out: 3 text boxes")
+
+
 def samples() -> dict[str, Sample]:
-    return {"old.rtf": rich_text(), "words.doc": old_word()}
+    return {"old.rtf": rich_text(), "words.doc": old_word(), "boxes.doc": text_boxes()}

@@ -84,6 +84,37 @@ def test_the_passage_that_leads_to_the_answer_is_cited_with_it() -> None:
     assert found("Stanley", question, passages) == [([1, 2], "quote")]
 
 
+SONGS = [
+    ("Low Tide", "Low Tide is a song by Ann Ferrer, released in 1987."),
+    ("Ann Ferrer", "Ann Ferrer was born in Tobermory and sings."),
+    ("High Tide", "High Tide is a song by Moira Kells, who was born in Oban."),
+    ("Ferrers", "The Ferrers are a family of millers. One was born in Salen."),
+]
+
+
+def test_passages_are_joined_by_titles_and_by_names_of_two_words() -> None:
+    question = "Where was the singer of Low Tide born?"
+    assert found("Tobermory", question, SONGS) == [([1, 2], "quote")]
+    untitled = [("Low Tide", SONGS[0][1]), ("Singers", SONGS[1][1]), *SONGS[2:]]
+    assert found("Tobermory", question, untitled) == [([1, 2], "quote")]
+
+
+def test_one_passage_that_answers_alone_is_cited_alone() -> None:
+    assert found("Oban", "Where was Moira Kells born?", SONGS) == [([3], "quote")]
+    assert found("1987", "When was Low Tide released?", SONGS) == [([1], "quote")]
+
+
+def test_of_equal_passages_one_is_cited() -> None:
+    twice = [*LIGHTS, ("Skerryvore Light", LIGHTS[0][1])]
+    assert found("Alan Stevenson", passages=twice) == [([1], "quote")]
+
+
+@pytest.mark.parametrize("answer", ["Yes", "no.", "No"])
+def test_yes_and_no_cite_what_the_question_is_about(answer: str) -> None:
+    assert found(answer, "Are Skerryvore and Bell Rock lighthouses?") == [([1, 2], "words")]
+    assert found(answer, "Does the ferry to Coll carry bicycles?") == [([], "none")]
+
+
 def test_what_names_its_passages_is_believed_but_checked() -> None:
     markers = MarkerFilter(4)
     text = markers.feed("Alan Stevenson built it [1]. The ticket costs 17 dollars [2]. It was lit in 1844.")
@@ -102,6 +133,8 @@ def test_without_passages_nothing_is_cited() -> None:
 def test_other_scripts_are_attributed() -> None:
     passages = [("灯塔", "斯克里沃尔灯塔由艾伦·史蒂文森建造。"), ("汤", "汤里有土豆和奶油。")]
     assert found("艾伦·史蒂文森", "谁建造了斯克里沃尔灯塔？", passages) == [([1], "words")]
+    passages = [("ประภาคาร", "ประภาคารสร้างโดยอลัน สตีเวนสัน ใช้ไฟฟ้า"), ("ซุป", "ซุปมีมันฝรั่งและครีม")]
+    assert found("ไฟฟ้า", "ประภาคารใช้อะไร", passages) == [([1], "words")]
 
 
 def test_long_contexts_take_no_seconds() -> None:

@@ -26,13 +26,17 @@ Key = RSAKey | ECKey | OKPKey
 @dataclass
 class OidcProvider:
     """``user``: claims of whoever signs in. ``asked``: paths, in order. ``down``: every answer is 500.
-    ``discovery``: fields that differ from the right ones. ``wait_s``: before an answer."""
+    ``discovery``: fields that differ from the right ones. ``wait_s``: before an answer. ``secret_in``: where
+    the client is registered to send its secret, "header" or "form". ``userinfo``: claims that are there and
+    not in ID tokens."""
 
     issuer: str = ""
     user: dict[str, Any] = field(default_factory=dict)
     id_token: dict[str, Any] = field(default_factory=dict)
     discovery: dict[str, Any] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    userinfo: dict[str, Any] = field(default_factory=dict)
+    secret_in: str = "header"
     down: bool = False
     wait_s: float = 0.0
     keys: list[Key] = field(default_factory=list)
@@ -41,6 +45,7 @@ class OidcProvider:
     def reset(self) -> None:
         self.user = {"sub": "u-1", "preferred_username": "ada", "groups": ["staff", "unknown"]}
         self.id_token, self.discovery, self.down, self.wait_s = {}, {}, False, 0.0
+        self.userinfo, self.secret_in = {}, "header"
         self.asked.clear()
 
     def rotate(self, kind: str = "RSA") -> Key:
@@ -66,7 +71,9 @@ class OidcProvider:
         kept = {name: value for name, value in all_.items() if value is not None}
         return jwt.encode(head, kept, key, algorithms=[head["alg"]])
 
-    def answer(self, method: str, path: str, form: dict[str, str]) -> tuple[int, Any, str]:
+    def answer(
+        self, method: str, path: str, form: dict[str, str], authorization: str = ""
+    ) -> tuple[int, Any, str]:
         """Status, JSON and Location of an answer."""
         url = urlsplit(path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
@@ -81,11 +88,14 @@ class OidcProvider:
         if url.path == "/authorize":
             return 302, None, self._authorize(query)
         if url.path == "/token" and method == "POST":
-            return *self._exchange(form), ""
+            return *self._exchange(form, authorization), ""
+        if url.path == "/userinfo" and authorization == "Bearer opaque":
+            return 200, {"sub": self.user["sub"], **self.userinfo}, ""
         return 404, {}, ""
 
     def _configuration(self) -> dict[str, Any]:
         names = {"authorization_endpoint": "authorize", "token_endpoint": "token", "jwks_uri": "keys"}
+        names |= {"userinfo_endpoint": "userinfo"} if self.userinfo else {}
         ends = {"end_session_endpoint": f"{self.issuer}/bye"}
         return {"issuer": self.issuer, **{n: f"{self.issuer}/{p}" for n, p in names.items()}, **ends}
 
@@ -98,7 +108,14 @@ class OidcProvider:
         self.codes[code] = query
         return f"{query['redirect_uri']}?{urlencode({'code': code, 'state': query['state']})}"
 
-    def _exchange(self, form: dict[str, str]) -> tuple[int, dict[str, Any]]:
+    def _exchange(self, form: dict[str, str], authorization: str) -> tuple[int, dict[str, Any]]:
+        basic = base64.b64encode(f"{CLIENT}:{SECRET}".encode()).decode()
+        given = {
+            "header": authorization == f"Basic {basic}" and "client_secret" not in form,
+            "form": (form.get("client_id"), form.get("client_secret")) == (CLIENT, SECRET),
+        }
+        if not given[self.secret_in]:
+            return 401, {"error": "invalid_client"}
         asked = self.codes.pop(form.get("code", ""), None)
         digest = hashlib.sha256(form.get("code_verifier", "").encode()).digest()
         challenge = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
@@ -106,7 +123,6 @@ class OidcProvider:
             asked is not None
             and challenge == asked["code_challenge"]
             and form.get("redirect_uri") == asked["redirect_uri"]
-            and (form.get("client_id"), form.get("client_secret")) == (CLIENT, SECRET)
         )
         if asked is None or not right:
             return 400, {"error": "invalid_grant"}
@@ -128,7 +144,8 @@ def oidc_provider() -> Iterator[OidcProvider]:
             self._send("POST", {name: values[0] for name, values in parse_qs(body).items()})
 
         def _send(self, method: str, form: dict[str, str]) -> None:
-            status, body, location = provider.answer(method, self.path, form)
+            authorization = self.headers.get("Authorization", "")
+            status, body, location = provider.answer(method, self.path, form, authorization)
             self.send_response(status)
             if location:
                 self.send_header("Location", location)

@@ -99,7 +99,7 @@ def part(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
-def sign_in(site: Site, browser: httpx.Client) -> httpx.Response:
+def sign_in(browser: httpx.Client) -> httpx.Response:
     """Go to the provider and back, as a browser does, and return the last answer."""
     there = browser.get("/sso/login")
     assert there.status_code == 303, there.text
@@ -114,7 +114,7 @@ def test_nobody_comes_in_without_a_key_a_token_or_a_session(site: Site, browser:
 
 
 def test_a_browser_signs_in_asks_and_signs_out(site: Site, browser: httpx.Client) -> None:
-    back = sign_in(site, browser)
+    back = sign_in(browser)
     assert (back.status_code, back.headers["location"]) == (303, "../playground")
     cookies = {line.split("=")[0]: line for line in back.headers.get_list("set-cookie")}
     assert "HttpOnly" in cookies["ragserve"]
@@ -144,7 +144,7 @@ def test_the_request_to_the_provider_has_pkce_state_and_nonce(site: Site, browse
 
 
 def test_pages_of_others_cannot_use_a_session(site: Site, browser: httpx.Client) -> None:
-    sign_in(site, browser)
+    sign_in(browser)
     for headers in (
         {"Origin": "https://evil.example"},
         {"Origin": "null"},
@@ -194,7 +194,7 @@ def test_a_wrong_id_token_signs_nobody_in(
     site: Site, browser: httpx.Client, claims: dict[str, Any], status: int
 ) -> None:
     site.provider.id_token = claims
-    assert sign_in(site, browser).status_code == status
+    assert sign_in(browser).status_code == status
     assert "ragserve" not in browser.cookies
     assert browser.get("/rag/namespaces").status_code == 401
 
@@ -202,7 +202,7 @@ def test_a_wrong_id_token_signs_nobody_in(
 def test_a_session_that_is_changed_or_over_is_none(
     site: Site, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sign_in(site, browser)
+    sign_in(browser)
     cookie = browser.cookies["ragserve"]
     head, body, signature = cookie.split(".")
     padded = json.loads(base64.urlsafe_b64decode(body + "=="))
@@ -392,7 +392,7 @@ def test_unknown_keys_do_not_have_the_provider_asked_each_time(site: Site) -> No
 def test_a_provider_that_is_down_fails_sign_ins_and_nothing_else(
     site: Site, browser: httpx.Client, tmp_path: Path, model_path: Path
 ) -> None:
-    sign_in(site, browser)
+    sign_in(browser)
     token = site.provider.token()
     site.provider.down = True
     assert browser.get("/rag/namespaces").status_code == 200, "a session goes on"
@@ -415,7 +415,7 @@ def test_a_provider_that_is_down_fails_sign_ins_and_nothing_else(
 
 
 def test_keys_work_beside_and_come_first(site: Site, browser: httpx.Client) -> None:
-    sign_in(site, browser)
+    sign_in(browser)
     with site.tenants.client("robot", "read", "payroll") as robot:
         assert [one["name"] for one in robot.get("/rag/namespaces").json()["namespaces"]] == ["payroll"]
         key = robot.headers["Authorization"]

@@ -201,6 +201,15 @@ def test_nothing_of_a_repository_is_run(
     assert not ran.exists()
 
 
+def test_a_repository_that_has_the_current_directory_does_not_matter(
+    ingestor: Ingestor, repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Repository(tmp_path / "here")
+    here.git("config", f"url.{tmp_path}/nowhere/.insteadOf", f"file://{repository.path}")
+    monkeypatch.chdir(here.path)
+    assert outcomes(ingest(ingestor, repository.address)) == (3, 0, 0, 0)
+
+
 def test_sizes_are_bounded(settings: Settings, store: IndexStore, repository: Repository) -> None:
     repository.write_all({"large.txt": b"word " * 400_000, "random.txt": os.urandom(3_000_000)})
     small = settings.model_copy(update={"max_upload_bytes": 1_000_000})

@@ -160,17 +160,32 @@ def test_drawn_words_and_mixed_fractions_of_word_are_read() -> None:
     assert parse_raw(Raw(make_docx(build), "a.docx", ".docx")).text == "DRAFT\n\n5 1/2\n\n2 1/2"
 
 
-def test_a_blank_between_two_looks_of_a_text_parts_words() -> None:
+def odt_text(paragraphs: str) -> str:
+    """What is read of a text of these paragraphs; t: is the prefix of its names."""
     urn = "urn:oasis:names:tc:opendocument:xmlns"
-    spans = "<t:p><t:span>loud</t:span> <t:span>and</t:span>\n  <t:span>clear</t:span></t:p>"
     content = (
         f'<o:document-content xmlns:o="{urn}:office:1.0" xmlns:t="{urn}:text:1.0">'
-        f"<o:body><o:text>{spans}</o:text></o:body></o:document-content>"
+        f"<o:body><o:text>{paragraphs}</o:text></o:body></o:document-content>"
     )
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr("content.xml", content)
-    assert parse_raw(Raw(packed.getvalue(), "a.odt", ".odt")).text == "loud and clear"
+    return parse_raw(Raw(packed.getvalue(), "a.odt", ".odt")).text
+
+
+def test_a_blank_between_two_looks_of_a_text_parts_words() -> None:
+    spans = "<t:p><t:span>loud</t:span> <t:span>and</t:span>\n  <t:span>clear</t:span></t:p>"
+    assert odt_text(spans) == "loud and clear"
+
+
+def test_a_footnote_without_a_citation_is_read() -> None:
+    note = "<t:note>{}<t:note-body><t:p>Since 1987.</t:p></t:note-body></t:note>"
+    for citation, expected in (
+        ("<t:note-citation>1</t:note-citation>", "Kept[1].\n\n[1] Since 1987."),
+        ("<t:note-citation/>", "Kept.\n\n[Note: Since 1987.]"),
+        ("", "Kept.\n\n[Note: Since 1987.]"),
+    ):
+        assert odt_text(f"<t:p>Kept{note.format(citation)}.</t:p>") == expected
 
 
 def protected(algorithm: str) -> dict[str, str]:
