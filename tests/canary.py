@@ -174,12 +174,17 @@ def outcomes(results: Iterable[Path], version: str) -> dict[str, Outcome]:
 
 
 def table(tests: dict[str, Outcome]) -> list[str]:
-    """Tests that passed, failed and were skipped, by file."""
-    counts = Counter((file, outcome) for file, outcome, _ in tests.values())
+    """Tests that passed, failed and were skipped: those of engines by file, all others by folder."""
+    counts = Counter((_row(file), outcome) for file, outcome, _ in tests.values())
     rows = []
-    for file in sorted({file for file, _ in counts}):
-        rows.append(f"| `{file}` | " + " | ".join(str(counts[file, each]) for each in _OUTCOMES) + " |")
-    return ["## Tests on it", "", f"| file | {' | '.join(_OUTCOMES)} |", "|---|---|---|---|", *rows, ""]
+    for row in sorted({row for row, _ in counts}):
+        rows.append(f"| `{row}` | " + " | ".join(str(counts[row, each]) for each in _OUTCOMES) + " |")
+    return ["## Tests on it", "", f"| tests | {' | '.join(_OUTCOMES)} |", "|---|---|---|---|", *rows, ""]
+
+
+def _row(file: str) -> str:
+    parts = Path(file).parts
+    return file if parts[1:2] == ("integration",) or len(parts) < 4 else "/".join(parts[:3])
 
 
 def hook_table() -> list[str]:

@@ -96,10 +96,16 @@ REFUSED = frozenset(
         *("disagg_prefill_dp_rank", "embed_override_token_id", "embed_overrides", "images_config"),
         *("item_embed_overrides", "query_embed_overrides", "return_routed_experts", "routed_dp_rank"),
         *("routed_experts_start_len", "session_id", "session_params", "stop_regex"),
+        # of 0.5.23
+        *("http_worker_ipc", "mm_processor_kwargs", "return_flat_raw_output_top_logprobs"),
+        *("return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64", "return_input_ids_in_sglext"),
+        *("return_output_ids_in_sglext", "return_sampling_mask", "return_spec_tokens_details"),
+        *("return_token_logprobs", "sampling_logprobs_mode", "score_extraction_token", "video_config"),
+        "watermark",
     }
 )
-"""Fields of SGLang's models that are not served: of clusters, sessions, models of other kinds, and
-expressions that take for ever."""
+"""Fields of SGLang's models that are not served: of clusters, sessions, models of other kinds, expressions
+that take for ever, and what its newer version has."""
 
 _MEDIA_PARTS = ("image", "image_url", "input_image", "input_audio", "audio_url", "video_url")
 _WITH_PARTS = ("documents", "input", "messages", "query")

@@ -19,12 +19,7 @@ from typing import Any
 import httpx
 
 from ragserve.commands import outside_checks
-from ragserve.commands.model_checks import (
-    quantised_for_others,
-    read_config,
-    unknown_architecture,
-    unreadable_file,
-)
+from ragserve.commands.model_checks import is_dequantised, problem_of, read_config, unreadable_file
 from ragserve.commands.outside_checks import Finding, Status
 from ragserve.config import Settings
 from ragserve.engine.cpu_precision import cpu_dtype
@@ -221,16 +216,18 @@ def _model(settings: Settings) -> Finding:
     config = read_config(folder)
     if isinstance(config, tuple):
         return "fail", *config
-    for check in (unknown_architecture, quantised_for_others):
-        if problem := check(config, settings.engine_args):
-            return "fail", f"{settings.model}: {problem[0]}", problem[1]
+    if problem := problem_of(config, settings):
+        return "fail", f"{settings.model}: {problem[0]}", problem[1]
     context = config.get("max_position_embeddings")
     architectures = ", ".join(config.get("architectures") or ["unknown architecture"])
     found = f"{settings.model}: {architectures}, context {context or 'unknown'}"
     scaled = config.get("rope_scaling") or os.environ.get("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
     if context and settings.context_length and settings.context_length > context and not scaled:
         return "fail", found, f"context_length {settings.context_length} exceeds the model's: lower it."
-    return "ok", f"{found}, weights {sum(weights.values()) / _MIB:,.0f} MiB"
+    found += f", weights {sum(weights.values()) / _MIB:,.0f} MiB"
+    if is_dequantised(settings):
+        found += f", dequantised to bfloat16 once, into {settings.data_dir / 'models'}"
+    return "ok", found
 
 
 def _download(when: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
+from ragserve.engine.packed_weights import METHODS, method_of
 from sglang_ext.wire.protocol import SGLANG_VERSION
 
 Problem = tuple[str, str]
@@ -28,8 +29,15 @@ def problem_at_ingestion(settings: Settings) -> Problem | None:
     config = read_config(path)
     if isinstance(config, tuple):
         return config
+    return problem_of(config, settings)
+
+
+def problem_of(config: dict[str, Any], settings: Settings) -> Problem | None:
+    """What in a model's config keeps SGLang from serving it on this machine."""
     options = settings.engine_args
-    return unknown_architecture(config, options) or quantised_for_others(config, options)
+    if (problem := unknown_architecture(config, options)) or is_dequantised(settings):
+        return problem
+    return quantised_for_others(config, options)
 
 
 def unreadable_file(path: Path) -> Problem:
@@ -101,7 +109,19 @@ def quantised_for_others(config: dict[str, Any], options: dict[str, Any]) -> Pro
     if _has_amx():
         return None
     advice = "Give the model's unquantised weights; or serve it on a machine with a GPU."
+    if method in METHODS:
+        advice = f"Give --model a folder with them, not an id: {', '.join(METHODS)} are dequantised then."
     return f"its weights are quantised ({method}), which SGLang cannot run on this CPU", advice
+
+
+def is_dequantised(settings: Settings) -> bool:
+    """True if the model is a folder of quantised weights that `packed_weights` makes one in bfloat16 of, as
+    SGLang does not run them on this machine."""
+    folder = Path(settings.model)
+    if (method := method_of(folder)) is None:
+        return False
+    config = {"quantization_config": {"quant_method": method}}
+    return quantised_for_others(config, settings.engine_args) is not None
 
 
 def _least_capability(method: str) -> int | None:

@@ -115,18 +115,24 @@ def settings_from(**flags: Any) -> Settings:
 
 
 def _with_folder(settings: Settings) -> Settings:
-    """Let a model that is fetched by name, or that comes as a GGUF file, be the folder that is made of it."""
-    from ragserve.engine.gguf_weights import as_folder, gguf_of
+    """Let a model that is fetched by name, comes as a GGUF file, or has quantised weights that SGLang does
+    not run on this machine, be the folder that is made of it."""
+    from ragserve.commands.model_checks import is_dequantised
+    from ragserve.engine import gguf_weights, packed_weights
     from ragserve.engine.packaged_model import is_packaged, model_folder
 
     if settings.engine_elsewhere:
         return settings
     if is_packaged(settings.model):
         return settings.model_copy(update={"model": str(model_folder(say))})
-    file = gguf_of(settings.model)
-    if file is None:
+    folder = settings.data_dir / "models"
+    if (file := gguf_weights.gguf_of(settings.model)) is not None:
+        made = gguf_weights.as_folder(file, folder, say)
+    elif is_dequantised(settings):
+        made = packed_weights.as_folder(Path(settings.model), folder, say)
+    else:
         return settings
-    return settings.model_copy(update={"model": str(as_folder(file, settings.data_dir / "models", say))})
+    return settings.model_copy(update={"model": str(made)})
 
 
 def problems(error: ValueError) -> list[str]:

@@ -9,8 +9,9 @@ import errno
 import hashlib
 import os
 import shutil
+import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +58,25 @@ def as_folder(file: Path, folder: Path, say: Callable[[str], None] = lambda line
     it is not there. ``say`` gets a line when that begins.
 
     Raises InvalidRequest for a file that transformers cannot read, and StorageFull."""
-    made = folder / f"{file.stem}-{_digest(file)}"
+    return made_once(file, folder / f"{file.stem}-{digest([file])}", _write, say)
+
+
+def made_once(
+    source: Path, made: Path, write: Callable[[Path, Path], None], say: Callable[[str], None]
+) -> Path:
+    """Return the folder ``made``; if it is not there, let ``write`` make it of ``source``. It is there when
+    it is complete.
+
+    Raises StorageFull, and what ``write`` raises."""
     if (made / "config.json").is_file():
         return made
-    say(f"note: the weights of {file} become a folder in bfloat16, once: {made}")
+    say(f"note: the weights of {source} become a folder in bfloat16, once: {made}")
+    folder = made.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".gguf-", dir=folder) as temporary:
+        with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as temporary:
             new = Path(temporary) / "model"
-            _write(file, new)
+            write(source, new)
             try:
                 new.rename(made)
             except OSError:  # another process was faster
@@ -75,21 +86,33 @@ def as_folder(file: Path, folder: Path, say: Callable[[str], None] = lambda line
         if error.errno != errno.ENOSPC:
             raise
         raise StorageFull(
-            f"model: there is no room in {folder} for the weights of {file}",
+            f"model: there is no room in {folder} for the weights of {source}",
             hint="They take two bytes a weight: free some, or give another --data-dir.",
         ) from error
     return made
 
 
-def _digest(file: Path) -> str:
-    """Eight hex digits over a file's size and both its ends."""
-    size, digest = file.stat().st_size, hashlib.blake2b(digest_size=4)
-    digest.update(str(size).encode())
-    with file.open("rb") as stream:
-        digest.update(stream.read(_SAMPLE))
-        stream.seek(max(0, size - _SAMPLE))
-        digest.update(stream.read(_SAMPLE))
-    return digest.hexdigest()
+def digest(files: Sequence[Path]) -> str:
+    """Eight hex digits over the files' sizes and both ends of each."""
+    found = hashlib.blake2b(digest_size=4)
+    for file in files:
+        size = file.stat().st_size
+        found.update(str(size).encode())
+        with file.open("rb") as stream:
+            found.update(stream.read(_SAMPLE))
+            stream.seek(max(0, size - _SAMPLE))
+            found.update(stream.read(_SAMPLE))
+    return found.hexdigest()
+
+
+def save(tensors: dict[str, Any], folder: Path) -> None:
+    """Write weights into a new folder. Raises OSError (ENOSPC) before it writes if they do not fit."""
+    from huggingface_hub import save_torch_state_dict
+
+    if shutil.disk_usage(folder.parent).free < sum(tensor.nbytes for tensor in tensors.values()):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    folder.mkdir()
+    save_torch_state_dict(tensors, folder, max_shard_size=_SHARD)
 
 
 def _write(file: Path, folder: Path) -> None:
@@ -97,7 +120,6 @@ def _write(file: Path, folder: Path) -> None:
 
     prepare()
     import torch
-    from huggingface_hub import save_torch_state_dict
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
@@ -113,7 +135,7 @@ def _write(file: Path, folder: Path) -> None:
             str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16
         )
     # transformers raises NotImplementedError for architectures and quantisations that it cannot read
-    except (ValueError, KeyError, NotImplementedError, ImportError, IndexError) as error:
+    except (ValueError, KeyError, NotImplementedError, ImportError, IndexError, struct.error) as error:
         raise InvalidRequest(
             f"model: {file} cannot be dequantised: {error}", hint=_ADVICE, param="model"
         ) from error
@@ -125,10 +147,6 @@ def _write(file: Path, folder: Path) -> None:
             hint=_ADVICE,
             param="model",
         )
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    if shutil.disk_usage(folder.parent).free < size:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    folder.mkdir()
-    save_torch_state_dict(tensors, folder, max_shard_size=_SHARD)
+    save(tensors, folder)
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)  # last: a folder without it is not complete

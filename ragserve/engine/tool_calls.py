@@ -95,6 +95,8 @@ class ToolFormat:
         if found is None:
             return {}
         kind, value = found
+        if kind == "full_assistant_ebnf":  # 0.5.23's for whole answers of some models: no sampling parameter
+            return {}
         whole = value.model_dump(by_alias=True) if hasattr(value, "model_dump") else value
         return {kind: convert_json_schema_to_str(whole)}
 

@@ -107,6 +107,8 @@ SAMPLING = frozenset(
     }
 )
 """SGLang's sampling parameters. It would take its own working fields (``is_normalized``) as well."""
+UNSERVED_SAMPLING = ("watermark",)
+"""Those that are not served. Routes of 0.5.23 name them, empty, in every chat and completion."""
 
 # Routes whose sampling parameters are a client's own. Chats make structural tags of tools.
 _NATIVE = ("/generate", "/vertex_generate")
@@ -278,7 +280,11 @@ def _prompt_lengths(obj: Any, context_length: int) -> Iterator[int]:
 def check_sampling(
     params: dict[str, Any], vocab_size: int, context_length: int, *, every_grammar: bool = False
 ) -> None:
-    """Check the sampling parameters of one sequence: what SGLang leaves to its scheduler."""
+    """Check the sampling parameters of one sequence: what SGLang leaves to its scheduler. Leave out those
+    that are not served, if they are empty."""
+    for name in UNSERVED_SAMPLING:
+        if params.get(name) is None:
+            params.pop(name, None)
     if unknown := sorted(map(str, params.keys() - SAMPLING)):
         raise ValueError(f"sampling_params has no {unknown[0]!r:.40}")
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", *_PENALTIES):

@@ -188,12 +188,12 @@ def _chars(texts: Any) -> int:
 
 
 def _threaded(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Coroutine[Any, Any, Any]]:
-    async def threaded(*args: Any) -> Any:
-        return await _in_thread(method, *args)
+    async def threaded(*args: Any, **options: Any) -> Any:
+        return await _in_thread(method, *args, **options)
 
     return threaded
 
 
-async def _in_thread(method: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
+async def _in_thread(method: Callable[..., Coroutine[Any, Any, Any]], *args: Any, **options: Any) -> Any:
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_executor, lambda: asyncio.run(method(*args)))
+    return await loop.run_in_executor(_executor, lambda: asyncio.run(method(*args, **options)))

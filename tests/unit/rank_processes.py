@@ -10,11 +10,17 @@ from pathlib import Path
 
 from torch.multiprocessing import start_processes
 
+from ragserve.config import DEFAULT_MODEL
+from sglang_ext.cpu.torchvision import prepare
+from tests.unit.request_shapes import publish
+
 Work = Callable[[int, Path], None]
 """What a rank does, with its number and a folder of both."""
 
 
 def _both(work: Work, folder: Path) -> None:
+    prepare()  # what they do may import SGLang
+    publish(Path(DEFAULT_MODEL))
     start_processes(work, args=(folder,), nprocs=2, start_method="fork")
 
 

@@ -120,7 +120,9 @@ def group(group: Any) -> Iterator[None]:
         return
     from sglang.srt.runtime_context import get_parallel
 
-    with get_parallel().override(tp_group=group):
+    size = getattr(group, "world_size", 1)
+    sizes = dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), size)
+    with get_parallel().override(tp_group=group, **sizes):
         yield
 
 

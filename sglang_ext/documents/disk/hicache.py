@@ -347,11 +347,12 @@ def _deleter(storage: Any) -> Any:
     if isinstance(storage, HiCacheFile):
 
         def delete_file(key: str) -> bool:
-            path = Path(storage._get_component_path(key))
+            name = storage._get_suffixed_key(key)
+            path = Path(storage.file_path, f"{name}.bin")
             found = path.exists()
             path.unlink(missing_ok=True)
             if storage.metadata_cache is not None:
-                storage.metadata_cache.remove(storage._get_suffixed_key(key))
+                storage.metadata_cache.remove(name)
             return found
 
         return delete_file

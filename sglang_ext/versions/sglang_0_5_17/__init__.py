@@ -21,6 +21,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     f"{_TREE}.evict": ("self", "params"),
     f"{_TREE}.reset": ("self",),
     f"{_TREE}._delete_leaf": ("self", "node"),
+    "sglang.srt.mem_cache.hicache_storage.HiCacheFile._get_suffixed_key": ("self", "key"),
 }
 WEIGHT_ENTRIES: tuple[str, ...] = ()
 

@@ -22,6 +22,7 @@ RELIED_ON: dict[str, tuple[str, ...]] = {
     f"{_TREE}.evict": ("self", "params"),
     f"{_TREE}.reset": ("self",),
     f"{_TREE}._delete_leaf": ("self", "node"),
+    "sglang.srt.mem_cache.hicache_storage.HiCacheFile._get_suffixed_key": ("self", "key"),
     f"{_TREE}.path_device_indices": ("self", "node"),
     f"{_BASE}.prefix_device_indices": ("self", "req"),
     f"{_BASE}.free_kv_row": ("self", "kv", "ranges"),

@@ -132,6 +132,18 @@ def test_what_cannot_be_read_does_not_reach_sglang(
     assert live.seen_upstream == []
 
 
+NEWER = {
+    "/invocations": {"thinking"},
+    "/v1/chat/completions": {"thinking"},
+    "/v1/responses": {"chat_template_kwargs", "text"},
+    "/v1/score": {"temperature"},
+    "/v1/tokenize": {"add_generation_prompt"},
+    "/tokenize": {"add_generation_prompt"},
+    "/vertex_generate": {"rid"},
+}
+"""Fields of 0.5.23 that are left out of a body there, as clients send them to other servers, too."""
+
+
 def test_sglang_has_no_field_that_nobody_has_looked_at() -> None:
     """A field that SGLang adds fails here: serve it, within a limit, or refuse it."""
     prepare()
@@ -145,7 +157,7 @@ def test_sglang_has_no_field_that_nobody_has_looked_at() -> None:
         if hasattr(body, "model_fields"):
             assert not any(one.alias or one.validation_alias for one in body.model_fields.values())
             theirs = set(body.model_fields)
-        assert not theirs - fields - REFUSED, path
+        assert not theirs - fields - REFUSED - NEWER.get(path, set()), path
         assert not fields - theirs - {"reasoning"}, path
         assert not fields & REFUSED, path
     assert set(FIELDS) <= set(SERVED)

@@ -23,7 +23,7 @@ BROKEN = {
     "folder of several gguf": "has 2 GGUF files",
     "no json": "cannot be read",
     "architecture": "does not know FooBarForCausalLM",
-    "quantised": "quantised (awq)",
+    "quantised": "quantised (bitsandbytes)",
 }
 
 
@@ -42,7 +42,7 @@ def broken(kind: str, folder: Path) -> Path:
     elif kind == "architecture":
         config |= {"architectures": ["FooBarForCausalLM"], "model_type": "foobar"}
     elif kind == "quantised":
-        config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+        config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (model / "config.json").write_text("{" if kind == "no json" else json.dumps(config))
     return model
 

@@ -53,7 +53,8 @@ def told(folder: Path, number: int) -> dict[str, Any]:
 def test_each_gets_its_part_and_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("RAGSERVE_")]:
         monkeypatch.delenv(name)  # what tests of an engine's start have left
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "CUDA_CACHE_PATH"):
+        monkeypatch.delenv(name, raising=False)  # the second is SGLang's own
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(6)))
     flags: dict[str, Any] = {"kv_disk_bytes": 100, "kv_host_bytes": 50, "engine_args": {"page_size": 1}}

@@ -16,6 +16,7 @@ from torch import distributed
 from sglang_ext.ranks import rank_failures
 from sglang_ext.ranks.rank_failures import FailureVote
 from sglang_ext.stages import stages
+from tests.unit import request_shapes
 
 LAYERS = 3
 
@@ -46,7 +47,8 @@ def rank(number: int, folder: Path, failing: list[int | None]) -> None:
     distributed.init_process_group("gloo", store=store, rank=number, world_size=2)
     world, model = distributed.group.WORLD, Model()
     group = SimpleNamespace(world_size=2, rank_in_group=number, cpu_group=world)
-    stages.vote_by(FailureVote(SimpleNamespace(tp_group=group, model=model)).alike)
+    with request_shapes.group(group):
+        stages.vote_by(FailureVote(SimpleNamespace(tp_group=group, model=model)).alike)
     said: list[str] = []
     came: dict[str, Any] = {"began": time.monotonic()}
 

@@ -96,6 +96,32 @@ def test_a_parameter_that_the_scheduler_cannot_take_is_refused(name: str, value:
         sampling(**{name: value})
 
 
+def test_what_is_not_served_may_be_named_empty() -> None:
+    """As SGLang's routes of 0.5.23 do in every chat."""
+    params = {"temperature": 0.5, "watermark": None}
+    check_sampling(params, VOCABULARY, CONTEXT)
+    assert params == {"temperature": 0.5}
+    with pytest.raises(ValueError, match="no 'watermark'"):
+        sampling(watermark={"key": "ab"})
+
+
+def test_what_sglangs_routes_make_of_plain_requests_passes() -> None:
+    from sglang.srt.entrypoints.openai.protocol import (
+        ChatCompletionRequest,
+        CompletionRequest,
+        ResponsesRequest,
+    )
+    from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+
+    chat = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "a"}])
+    made = [chat.to_sampling_params([], {}), ResponsesRequest(input="a").to_sampling_params(16)]
+    completion: Any = SimpleNamespace(default_sampling_params={})
+    build = OpenAIServingCompletion._build_sampling_params
+    made.append(build(completion, CompletionRequest(model="m", prompt="a")))
+    for params in made:
+        check_sampling(params, VOCABULARY, CONTEXT)
+
+
 def test_usual_parameters_pass() -> None:
     sampling()
     sampling(

@@ -136,13 +136,13 @@ def test_sglang_builds_and_sizes_the_pool_that_is_configured(monkeypatch: pytest
     for name, context in contexts.items():
         monkeypatch.setattr(kv_cache_configurator, name, lambda context=context: context)
     model = SimpleNamespace(
-        get_num_kv_heads=lambda ranks: HEADS,
+        get_num_kv_heads=lambda *ranks: HEADS,
         head_dim=DIM,
         v_head_dim=DIM,
         hf_config=SimpleNamespace(architectures=[]),
     )
     engine: Any = SimpleNamespace(
-        server_args=SimpleNamespace(page_size=PAGE),
+        server_args=SimpleNamespace(page_size=PAGE, enable_hisparse=False),
         model_config=model,
         layer_info=SimpleNamespace(num_effective_layers=LAYERS, start_layer=0, end_layer=LAYERS),
         device="cpu",
@@ -152,6 +152,7 @@ def test_sglang_builds_and_sizes_the_pool_that_is_configured(monkeypatch: pytest
         post_capture_kv_active=False,
         use_mla_backend=False,
         is_draft_worker=True,
+        kv_shard_rank=None,
     )
 
     def built(config: dict[str, Any] | None) -> tuple[Any, int]:

@@ -20,6 +20,7 @@ from sglang_ext.context.recompute.recompute_pass import recompute
 from sglang_ext.context.recompute.row_attention import Rows
 from tests.unit.context.composed_cases import SLOTS, Case, assert_same_pools, composer_of, holes, some
 from tests.unit.context.small_model import HIDDEN, LAYERS, runner_of
+from tests.unit.request_shapes import group
 
 
 class Graphs:
@@ -182,8 +183,10 @@ def test_questions_alone_go_by_graph_only_where_that_pays(
     loads = sum(c.slots for c in case.contexts) * 2 * keys[0].numel() * keys.itemsize
     monkeypatch.setattr(fused_question, "SHORT_LOAD", loads - (why == "loading"))
     rows = sum(c.question_tokens for c in case.contexts)
-    passes = fused_question.FusedQuestion(runner, Graphs(runner, rows - 1 if why == "rows" else rows))  # type: ignore[arg-type]
-    passed = passes.run(case.contexts, case.rows, [None, None], loading="load" in why)
+    graphs: Any = Graphs(runner, rows - 1 if why == "rows" else rows)
+    with group(runner.tp_group):
+        passes = fused_question.FusedQuestion(runner, graphs)
+        passed = passes.run(case.contexts, case.rows, [None, None], loading="load" in why)
     assert (passed is not None) == (why in ("", "short load") or (why, ranks) == ("loading", 2))
 
 

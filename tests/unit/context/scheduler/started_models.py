@@ -2,7 +2,8 @@
 compose, or why it does not start, as JSON.
 
 Run as ``python -m tests.unit.context.scheduler.started_models FOLDER [NAME ...]``. The processes are forked,
-with what is imported.
+with what is imported; not that of a single name, as on a GPU. There RAGSERVE_ATTENTION names the attention
+backend.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,10 +52,11 @@ def fail(model: Any) -> None:
     layer = model.model.layers[1]
     original = layer.forward
 
-    def forward(positions: Any, hidden_states: Any, forward_batch: Any, residual: Any) -> Any:
+    @wraps(original)
+    def forward(positions: Any, hidden_states: Any, forward_batch: Any, *rest: Any, **more: Any) -> Any:
         if forward_batch.rids is None:
             raise AttributeError("a field that only the scheduler fills")
-        return original(positions, hidden_states, forward_batch, residual)
+        return original(positions, hidden_states, forward_batch, *rest, **more)
 
     layer.forward = forward
 
@@ -90,15 +93,20 @@ AS_PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3-next": {"full_attention_interval": 4},
 }
 """What published checkpoints say, SGLang reads, and transformers does not write."""
+QUANTISED = {"llama in awq": "awq", "llama in gptq": "gptq", "llama in fp8": "fp8"}
+"""How the weights are quantised. Without a GPU they are dequantised first, as `ragserve serve` does."""
 
 
 def models() -> dict[str, Model]:
     """By name."""
+    import torch
     import transformers as hf
 
     llama = hf.LlamaConfig(**COMMON)
     scaled = {"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.5}
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    large = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.15}
+    precision = {"dtype": "float16"} if torch.cuda.is_available() else {}
     latent = {name: value for name, value in COMMON.items() if name != "head_dim"} | _LATENT
     return {
         "llama": (llama, {}, None),
@@ -113,6 +121,7 @@ def models() -> dict[str, Model]:
         "deepseek": (hf.DeepseekV2Config(**latent), {}, None),
         "qwen3.5": (hf.Qwen3_5TextConfig(**COMMON), {}, None),
         "qwen3-next": (hf.Qwen3NextConfig(**COMMON, **experts, num_experts=4), {}, None),
+        **{name: (hf.LlamaConfig(**COMMON | large), precision, None) for name in QUANTISED},
     }
 
 
@@ -124,6 +133,8 @@ def started(folder: Path, arguments: dict[str, Any], change: Change | None) -> A
 
     settings = load(model=str(folder), data_dir=folder / "data", kv_host_bytes=2**20, kv_disk_bytes=0)
     options = {"skip_tokenizer_init": True, "max_total_tokens": 2048} | arguments
+    if backend := os.environ.get("RAGSERVE_ATTENTION"):
+        options["attention_backend"] = backend
     args = server_args(settings.model_copy(update={"engine_args": options}))
     with hold_port() as held:
         return _model_worker(args, port_of(held), change)
@@ -218,12 +229,30 @@ def tried(worker: Any) -> dict[str, Any]:
     }
 
 
+def _saved(folder: Path, name: str, config: Any) -> Path:
+    """Write a model of random weights, as its checkpoints are published; return its folder."""
+    import torch
+    import transformers
+
+    from ragserve.engine.packed_weights import as_folder
+    from tests.unit.engine.quantised import quantised
+
+    torch.manual_seed(0)
+    place = folder / name.replace(" ", "-")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(place)
+    path = place / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | AS_PUBLISHED.get(name, {})))
+    if name not in QUANTISED:
+        return place
+    packed = quantised(place, folder / f"{place.name}-packed", QUANTISED[name])
+    return packed if torch.cuda.is_available() else as_folder(packed, folder / "models")
+
+
 def main(folder: Path) -> None:
     from ragserve.engine.compat import prepare
 
     prepare()
-    import torch
-    import transformers
+    import transformers  # noqa: F401 - for all
     from sglang.srt.managers import tp_worker  # noqa: F401 - for all
 
     found = {}
@@ -233,18 +262,15 @@ def main(folder: Path) -> None:
         if only and name not in only:
             continue
         result = folder / "result.json"
-        if not (pid := os.fork()):
-            torch.manual_seed(0)
-            place = folder / name.replace(" ", "-")
-            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(place)
-            path = place / "config.json"
-            path.write_text(json.dumps(json.loads(path.read_text()) | AS_PUBLISHED.get(name, {})))
+        if not (pid := 0 if len(only) == 1 else os.fork()):
             try:
-                outcome = tried(started(place, arguments, change))
+                outcome = tried(started(_saved(folder, name, config), arguments, change))
             except Exception as error:
                 log.warning("%s does not start", name, exc_info=True)
                 outcome = {"does not start": f"{type(error).__name__}: {error}"}
             result.write_text(json.dumps(outcome))
+            if len(only) == 1:
+                print(json.dumps({name: outcome}), flush=True)
             sys.stderr.flush()
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0, f"{name} has ended its process"

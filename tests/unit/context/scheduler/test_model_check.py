@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPO
+from tests.unit.context.scheduler.started_models import QUANTISED
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("name", ["llama", "llama in bfloat16", "qwen3", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "llama in bfloat16", "qwen3", "mistral", *QUANTISED])
 def test_plain_models_compose(found: dict[str, Any], name: str) -> None:
     assert found[name]["unsupported"] is None
     assert "samkv" in found[name]["strategies"]
