@@ -29,7 +29,7 @@ from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.files import bundled
 from ragserve.ingest.foreign_cuts import advice_of, foreign_cuts
 from ragserve_index import IndexStore
-from sglang_ext.wire.protocol import SGLANG_VERSION, SGLANG_VERSIONS
+from sglang_ext.wire.protocol import CPU_SGLANG, GPU_SGLANG, SGLANG_VERSIONS
 
 _MIB = 2**20
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
@@ -91,10 +91,11 @@ def _python(_: Settings) -> Finding:
 def _versions(_: Settings) -> Finding:
     installed = _installed("sglang")
     if installed not in SGLANG_VERSIONS:
-        return "fail", f"sglang {installed or 'is missing'}, needed {SGLANG_VERSION}", "Run scripts/install."
-    if installed != SGLANG_VERSION and _cuda():
-        advice = f"Install sglang=={SGLANG_VERSION} for a GPU."
-        found = f"sglang {installed} has been run without a GPU only, {SGLANG_VERSION} with one"
+        wanted = GPU_SGLANG if _cuda() else CPU_SGLANG
+        return "fail", f"sglang {installed or 'is missing'}, needed {wanted}", "Run scripts/install."
+    if installed != GPU_SGLANG and _cuda():
+        advice = f"Install sglang=={GPU_SGLANG} for a GPU."
+        found = f"sglang {installed} has been run without a GPU only, {GPU_SGLANG} with one"
         return "warn", found, advice
     pins = _pins(installed)
     have = {name: _installed(name) for name in pins}
@@ -108,7 +109,7 @@ def _pins(sglang: str) -> dict[str, str]:
     """Pinned version by package, for this kind of machine and version of SGLang; without torch, whose builds
     have many names."""
     text = (bundled("requirements") / ("product.txt" if _cuda() else "cpu.txt")).read_text()
-    if (own := bundled("requirements") / f"sglang-{sglang}.txt").is_file():
+    if not _cuda() and (own := bundled("requirements") / f"sglang-{sglang}.txt").is_file():
         text += own.read_text()  # a later pin counts
     found = re.findall(r"^([A-Za-z0-9_.\-]+)(?:\[[^\]]*\])?==([^\s;#]+)", text, re.MULTILINE)
     return {name: pin for name, pin in found if name != "torch" or "+" in pin}

@@ -7,13 +7,13 @@ import os
 import re
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
 from ragserve.engine.packed_weights import METHODS, method_of
-from sglang_ext.wire.protocol import SGLANG_VERSION
 
 Problem = tuple[str, str]
 """What was found, and what to do about it."""
@@ -70,7 +70,7 @@ def unknown_architecture(config: dict[str, Any], options: dict[str, Any]) -> Pro
         "Give another model: docs.sglang.io lists those that it serves. Other versions of sglang or "
         "transformers than the pinned ones are not tested with ragserve."
     )
-    return f"SGLang {SGLANG_VERSION} does not know {', '.join(names)}", advice
+    return f"SGLang {version('sglang')} does not know {', '.join(names)}", advice
 
 
 @cache

@@ -19,8 +19,8 @@ from sglang_ext.wire.joint_names import MOST, names_of
 from sglang_ext.wire.request_options import DecodeOptions as DecodeOptions
 from sglang_ext.wire.request_options import PlanError as PlanError
 
-SGLANG_VERSION = "0.5.17"  # the version that is installed
-SGLANG_VERSIONS = (SGLANG_VERSION, "0.5.23")  # all that `sglang_ext.versions` has a module for
+GPU_SGLANG, CPU_SGLANG = "0.5.17", "0.5.23"  # installed on machines with and without a GPU
+SGLANG_VERSIONS = (GPU_SGLANG, CPU_SGLANG)  # all that `sglang_ext.versions` has a module for
 PLAN_FIELD = "ragserve"
 PLAN_VERSION = 1
 # In custom_params: of how many first tokens the distributions are sent; in meta_info: a list of them

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.wire.protocol import SGLANG_VERSION
+from sglang_ext.wire.protocol import CPU_SGLANG, GPU_SGLANG
 from tests.groups import groups
 from tests.unit.field_writers import FieldWriters
 
@@ -393,9 +393,9 @@ def test_the_build_ships_every_package() -> None:
 
 
 def test_the_pinned_sglang_is_the_one_that_the_hooks_are_written_for() -> None:
-    for name in ("cpu.txt", "product.txt"):
+    for name, version in {"cpu.txt": CPU_SGLANG, "product.txt": GPU_SGLANG}.items():
         pins = (REPO / "requirements" / name).read_text().split()
-        assert f"sglang=={SGLANG_VERSION}" in pins, name
+        assert f"sglang=={version}" in pins, name
 
 
 def test_pre_commit_runs_the_pinned_tools() -> None:
