@@ -70,7 +70,7 @@ class Counter:
     """Counts tokens and finds token boundaries. chonkie uses it as its tokenizer."""
 
     def __init__(self, source: TokenizerSource) -> None:
-        from tokenizers import Tokenizer  # type: ignore[import-untyped]
+        from tokenizers import Tokenizer
 
         self._tokenizer: Any = Tokenizer.from_str(source.json)
         # a tokenizer.json may ask to truncate or pad model inputs; counting must not

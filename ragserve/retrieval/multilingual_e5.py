@@ -194,7 +194,7 @@ def _tensors(raw: bytes, at: int) -> dict[str, np.ndarray]:
 
 def _write_tokenizer(folder: Path, pieces: list[tuple[str, float]], ids: tuple[int, int, int, int]) -> None:
     """SentencePiece's unigram model, as XLM-RoBERTa has it."""
-    from tokenizers import (  # type: ignore[import-untyped]
+    from tokenizers import (
         Regex,
         Tokenizer,
         models,
