@@ -25,14 +25,16 @@ from tests.conftest import REPO
 @contextlib.contextmanager
 def forked_server(**options: Any) -> Iterator[RunningServer]:
     """`running_server`, for tests that do not ask how processes are started. With an accelerator they are
-    spawned, as in production. It computes in float32, so that answers can be compared with references on
-    every machine. RAGSERVE_ATTENTION names its attention backend where SGLang's default lacks its library."""
+    spawned, as in production, and so are those that import from another PYTHONPATH than the fork parent has.
+    It computes in float32, so that answers can be compared with references on every machine.
+    RAGSERVE_ATTENTION names its attention backend where SGLang's default lacks its library."""
     options = {"dtype": "float32"} | options
     if attention := os.environ.get("RAGSERVE_ATTENTION"):
         engine_args = json.loads(options.get("engine_args", "{}"))
         options["engine_args"] = json.dumps({"attention_backend": attention} | engine_args)
     with contextlib.ExitStack() as stack:
-        with mock.patch.object(server, "spawn", server.spawn if torch.cuda.is_available() else _forking):
+        spawned = torch.cuda.is_available() or "PYTHONPATH" in (options.get("env") or {})
+        with mock.patch.object(server, "spawn", server.spawn if spawned else _forking):
             running = stack.enter_context(server.running_server(**options))
         yield running
 
