@@ -56,22 +56,28 @@ class Site:
             return answer.status_code, answer.json()["error"]["message"]
 
 
+def settings_of(provider: OidcProvider) -> dict[str, Any]:
+    """Settings of a server with this provider."""
+    return {
+        "oidc_issuer": provider.issuer,
+        "oidc_audience": AUDIENCE,
+        "oidc_client_id": CLIENT,
+        "oidc_client_secret": SECRET,
+        "oidc_public_url": PUBLIC,
+        "oidc_groups": GROUPS,
+    }
+
+
 @pytest.fixture(scope="module")
 def _site(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Site]:
-    with oidc_provider() as provider:
-        settings: dict[str, Any] = {
-            "oidc_issuer": provider.issuer,
-            "oidc_audience": AUDIENCE,
-            "oidc_client_id": CLIENT,
-            "oidc_client_secret": SECRET,
-            "oidc_public_url": PUBLIC,
-            "oidc_groups": GROUPS,
-        }
-        with serving(tmp_path_factory.mktemp("sso"), model_path, **settings) as live:
-            live.index("handbook", DOCUMENTS)
-            live.index("handbook-old", {"bell": DOCUMENTS["bell"]})
-            live.index("payroll", DOCUMENTS)
-            yield Site(live, provider, Tenants(live))
+    with (
+        oidc_provider() as provider,
+        serving(tmp_path_factory.mktemp("sso"), model_path, **settings_of(provider)) as live,
+    ):
+        live.index("handbook", DOCUMENTS)
+        live.index("handbook-old", {"bell": DOCUMENTS["bell"]})
+        live.index("payroll", DOCUMENTS)
+        yield Site(live, provider, Tenants(live))
 
 
 @pytest.fixture

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.unit.api.oidc_provider import AUDIENCE, CLIENT, SECRET, OidcProvider, oidc_provider
+from tests.unit.api.oidc_provider import OidcProvider, oidc_provider
 from tests.unit.api.scripted_server import serving
-from tests.unit.api.test_sso import GROUPS, PUBLIC, sign_in
+from tests.unit.api.test_sso import settings_of, sign_in
 
 
 @pytest.fixture
@@ -24,15 +23,10 @@ def provider() -> Iterator[OidcProvider]:
 @contextmanager
 def browser_at(provider: OidcProvider, data_dir: Path, model_path: Path) -> Iterator[httpx.Client]:
     """A browser at a server that has not asked this provider yet."""
-    settings: dict[str, Any] = {
-        "oidc_issuer": provider.issuer,
-        "oidc_audience": AUDIENCE,
-        "oidc_client_id": CLIENT,
-        "oidc_client_secret": SECRET,
-        "oidc_public_url": PUBLIC,
-        "oidc_groups": GROUPS,
-    }
-    with serving(data_dir, model_path, **settings) as live, live.client(follow_redirects=False) as browser:
+    with (
+        serving(data_dir, model_path, **settings_of(provider)) as live,
+        live.client(follow_redirects=False) as browser,
+    ):
         yield browser
 
 
