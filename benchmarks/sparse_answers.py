@@ -4,7 +4,7 @@ rivals, over real sets and several engines on one machine.
     python -m benchmarks.sparse_answers OUT --model FOLDER --data FOLDER --sets lines@4000,kv@4000
         [--only 'ENGINE/SETTING;...'] [--budgets 512,1024,2048,4096,8192] [--thresholds 0.9,0.95]
         [--heads heads.json] [--limit N] [--half first] [--engines 4] [--shards 'ENGINE=2;...']
-        [--in-flight 4] [--pool TOKENS] [--set '{"dtype": ...}'] [--seconds 500] [--list]
+        [--in-flight 4] [--prompts N] [--pool TOKENS] [--set '{"dtype": ...}'] [--seconds 500] [--list]
 
 `--list` prints the engines and settings, which `--only` chooses among by patterns with `*`. Sets are those of
 `benchmarks.lib.long_sets`, and question sets (`benchmarks.long_contexts`). Each engine is a process of its
@@ -20,12 +20,15 @@ tokens take about ten minutes an engine."""
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -105,13 +108,15 @@ def work(given: argparse.Namespace) -> None:
         builder = PromptBuilder.load(running.info.tokenizer, settings.system_prompt)
         about = {"engine": asdict(running.info), "environment": environment()}
         write_json(given.out / f"engine-{named}.json", about)
-        with rows.appending(given.out / f"rows-{named}-{given.shard[0]}.jsonl") as write:
+        own = f"rows-{named}-{given.shard[0]}-{os.getpid()}.jsonl"  # two runs may write to one folder
+        with rows.appending(given.out / own) as write:
             await ask_all(
                 running,
                 builder,
-                interleaved(given, builder),
+                await asyncio.wrap_future(tasks),
                 engine.asked,
                 in_flight=given.in_flight,
+                prompts=given.prompts,
                 finished=finished,
                 write=write,
                 named=lambda setting: f"{engine.name}/{setting.label}",
@@ -119,8 +124,12 @@ def work(given: argparse.Namespace) -> None:
             )
         await running.control("check")
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as beside:
         settings = settings_of(given, engine, Path(folder))
+        # Long contexts take a while to fill: while the engine starts.
+        tasks = beside.submit(
+            lambda: interleaved(given, PromptBuilder.load(str(given.model), settings.system_prompt))
+        )
         run_once(settings, ask)
 
 
@@ -190,7 +199,8 @@ def main() -> int:
     parser.add_argument("--half", choices=("first", "second"))
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--shards", type=lambda text: text.split(";"), default=list[str]())
-    parser.add_argument("--in-flight", type=int, default=4)
+    parser.add_argument("--in-flight", type=int, default=4, help="requests of an engine at once")
+    parser.add_argument("--prompts", type=int, help="prompts of an engine at once, at most --in-flight")
     parser.add_argument("--pool", type=int, default=65_536, help="tokens of each engine's KV pool")
     parser.add_argument("--set", type=json.loads, default={}, help="further settings of the engines, as JSON")
     parser.add_argument("--seconds", type=float, default=500)

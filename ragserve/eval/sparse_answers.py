@@ -77,6 +77,7 @@ async def ask_all(
     settings: Sequence[SparseSetting],
     *,
     in_flight: int,
+    prompts: int | None = None,
     finished: Collection[Key],
     write: Callable[[Row], object],
     named: Callable[[SparseSetting], str] = lambda setting: setting.label,
@@ -84,7 +85,8 @@ async def ask_all(
 ) -> None:
     """Hand ``write`` a row for each task and setting that is not ``finished``; failures are rows too.
 
-    ``in_flight``: requests that are answered at once. ``named``: a setting's name among the rows.
+    ``in_flight``: requests that are answered at once, ``prompts``: how many prompts these may be of; the
+    settings of a prompt share its KV. ``named``: a setting's name among the rows.
     ``until``: no question is begun after that time of `time.monotonic`."""
     waiting = iter(tasks)
     places = asyncio.Semaphore(in_flight)
@@ -106,7 +108,7 @@ async def ask_all(
                 await asyncio.gather(*(one(task, setting) for setting in others))
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(in_flight):
+        for _ in range(min(in_flight, prompts or in_flight)):
             group.create_task(worker())
 
 
