@@ -2,16 +2,19 @@
 
     python -m benchmarks.sparse_table REPORT.json FOLDER ... [--record ragserve-sparse.json]
 
-FOLDER holds the rows of one model. REPORT.json gets a row for each model, engine, setting and set: scores in
-percent, the paired difference from dense attention in points with half the width of its 95 % interval,
-whether the loss is within a point, the shares that were read, and how long answers agree with the dense one.
-`scripts/readme-tables` puts them into benchmarks/results/sparse_answers.md. `--record` writes what of it a
+FOLDER holds the rows of one model. REPORT.json gets a row for each model, length of context, engine and
+setting, with a column for each set; and under `sets` one for each set, too: scores in percent, the paired
+difference from dense attention in points with half the width of its 95 % interval, whether the loss is within
+a point, the shares that were read, and how long answers agree with the dense one. `scripts/readme-tables`
+puts the rows into benchmarks/results/sparse_answers.md. `--record` writes what of it a
 server can have by its settings, for the model's folder."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -24,21 +27,63 @@ from benchmarks.lib.sparse_engines import PLAIN, sparse_engines
 from ragserve.config import Settings
 from ragserve.eval.sparse_answers import DENSE, SparseSetting, figures, recorded
 from ragserve.files import write_json
-from ragserve.profiles.sparse_attention import SPARSE, SparseRecord, under
+from ragserve.profiles.sparse_attention import MIN_DENSE, SPARSE, SparseRecord, under
 from ragserve.verification import rows as answers
 from ragserve.verification.metrics import normalise, token_f1
 from ragserve.verification.rows import Row
 
 REFERENCE = f"{PLAIN}/{DENSE}"
+_LENGTH = re.compile(r"[@_]\d+$")  # of a set's name
 NOTE = (
-    "score: F1 or, for lines and kv, answers that contain the value, percent. difference: paired, "
-    "points from dense attention with KV of 16 bits in pages of 64 on the same questions; interval: "
-    "half the width at 95 %. holds: at most a point lost, and at 95 % less than five, on 100 questions "
-    "or more; open: fewer questions, or dense answers less than 20 percent. read: share of the "
-    "context's pages that decode steps read; blocks: share of dense prefill's blocks. same: percent of "
-    "the answers with dense's text; begins as dense: percent of dense's words up to the first other "
-    "one; as dense: F1 with dense's answer, percent."
+    "Dense: F1 or, for lines and kv, answers that contain the value, percent. Others: points from dense "
+    "attention with KV of 16 bits in pages of 64 on the same questions, with half the width of the paired "
+    "95 % interval; mean: of the sets, each counting alike. n: questions of the sets. read: share of the "
+    "context's pages that decode steps read; blocks: share of dense prefill's blocks. holds: on every set "
+    "at most a point lost, and at 95 % less than five, on 100 questions or more; open: fewer questions, or "
+    "no set where dense scores 20 percent and less was read. Figures of single sets, and how far answers "
+    "agree with dense ones: `sets` of the JSON."
 )
+
+
+def merged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each model, length of context, engine and setting, with a column for each set."""
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        key = (row["model"], _length(row["prompt"]), row["engine"], row["setting"])
+        found.setdefault(key, []).append(row)
+    return [_merged(*key, own) for key, own in sorted(found.items(), key=lambda each: each[0][:2])]
+
+
+def _length(tokens: int) -> str:
+    return f"{2 ** round(math.log2(max(tokens, 500) / 1000))}k"
+
+
+def _merged(model: str, context: str, engine: str, setting: str, own: Sequence[Row]) -> dict[str, Any]:
+    line: dict[str, Any] = {"model": model, "context": context, "engine": engine, "setting": setting}
+    others = [row for row in own if row["difference"] is not None]
+    for row in own:
+        line[_LENGTH.sub("", row["set"])] = (
+            f"{row['difference']:+.1f} ± {row['interval']:.1f}" if row in others else f"{row['score']:.1f}"
+        )
+    if others:
+        mean = statistics.fmean(row["difference"] for row in others)
+        error = sum(row["interval"] ** 2 for row in others) ** 0.5 / len(others)
+        line["mean"] = f"{mean:+.1f} ± {error:.1f}"
+    else:
+        line["mean"] = f"{statistics.fmean(row['score'] for row in own):.1f}"
+    verdicts = {row["holds"] for row in own}
+    line["holds"] = next(
+        (each for each in ("no", "open", "yes") if each in verdicts), "open" if others else ""
+    )
+    line["n"] = _span([row["n"] for row in own])
+    for name in ("read", "blocks"):
+        line[name] = _mean([row[name] for row in own])
+    line["failed"] = sum(row["failed"] for row in own)
+    return line
+
+
+def _span(counts: Sequence[int]) -> str:
+    return str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
 def row_of(model: str, name: str, set_name: str, own: Sequence[Row], dense: Sequence[Row]) -> dict[str, Any]:
@@ -51,7 +96,7 @@ def row_of(model: str, name: str, set_name: str, own: Sequence[Row], dense: Sequ
         *({(set_name, row["id"]): 100 * row["score"] for row in side} for side in zip(*pairs, strict=True))
     )
     reason = found.shortfall()
-    counts = found.counts or name == REFERENCE
+    counts = found.counts or (setting == DENSE and found.dense >= MIN_DENSE)  # KV of few bits reads all
     return {
         "model": model,
         "engine": engine,
@@ -73,9 +118,9 @@ def row_of(model: str, name: str, set_name: str, own: Sequence[Row], dense: Sequ
 
 
 def _verdict(counts: bool, reason: str | None) -> str:
-    if reason is None and counts:
-        return "yes"
-    return "open" if not counts or "fewer than" in str(reason) else "no"
+    if not counts:
+        return "-"
+    return "yes" if reason is None else "open" if "fewer than" in reason else "no"
 
 
 def _begins(said: str, wanted: str) -> float:
@@ -155,8 +200,9 @@ def main() -> int:
     first = about[given.folders[0]]
     workload = {"decoding": "greedy", "dtype": first["engine"]["dtype"]}
     report = {"benchmark": "sparse answers", "workload": workload, "environment": first["environment"]}
-    write_json(given.report, report | {"rows": made, "note": NOTE})
-    for row in made:
+    rows = merged(made)
+    write_json(given.report, report | {"rows": rows, "sets": made, "note": NOTE})
+    for row in rows:
         print(json.dumps(row))
     if given.record:
         for folder, each in about.items():

@@ -68,6 +68,7 @@ def given(tmp_path: Path) -> argparse.Namespace:
         limit=None,
         half=None,
         in_flight=2,
+        prompts=None,
         pool=8192,
         set={},
         engine=PLAIN,

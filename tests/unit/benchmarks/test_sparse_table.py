@@ -70,13 +70,31 @@ def test_the_record_has_what_a_server_can_set(
     report, place = tmp_path / "report.json", tmp_path / "record.json"
     monkeypatch.setattr(sys, "argv", ["sparse_table", str(report), str(folder), "--record", str(place)])
     assert sparse_table.main() == 0
-    assert len(json.loads(report.read_text())["rows"]) == 3
+    dense, held, lost = json.loads(report.read_text())["rows"]
+    assert (dense["lines"], held["lines"], lost["lines"]) == ("100.0", "+0.0 ± 0.0", "-50.0 ± 9.8")
+    assert (held["context"], held["n"], held["mean"], held["holds"]) == ("4k", "100", "+0.0 ± 0.0", "yes")
+    assert len(json.loads(report.read_text())["sets"]) == 3
     record = SPARSE.load(place, "f")
     assert record is not None
     best = record.best()
     assert best is not None
     assert best.settings == {"decode_mode": "hierarchical", "decode_budget": 1024}
     assert len(record.entries) == 2
+
+
+def test_a_setting_is_open_where_no_set_counts_and_fails_where_one_does() -> None:
+    row = {"model": "m", "engine": "e", "setting": "s", "n": 100, "prompt": 8100, "score": 50.0}
+    row |= {"difference": -0.5, "interval": 1.0, "read": 0.3, "blocks": 1.0, "failed": 0}
+    sets = [row | {"set": "a_60", "holds": "-"}, row | {"set": "b@30000", "holds": "yes", "prompt": 29000}]
+    assert [(each["context"], each["holds"]) for each in sparse_table.merged(sets)] == [
+        ("32k", "yes"),
+        ("8k", "open"),
+    ]
+    sets[1] |= {"prompt": 8000, "n": 150}
+    (both,) = sparse_table.merged(sets)
+    assert (both["holds"], both["n"], both["mean"]) == ("yes", "100 to 150", "-0.5 ± 0.7")
+    (both,) = sparse_table.merged([*sets, row | {"set": "c", "holds": "no"}])
+    assert both["holds"] == "no"
 
 
 def test_every_setting_is_one_that_the_engine_takes() -> None:
