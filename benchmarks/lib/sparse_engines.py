@@ -24,6 +24,10 @@ WINDOW = "window alone"  # every head streams: sinks and a sliding window, in pr
 MINFERENCE = "lines by the prompt's end"
 PAGES_OF_16 = {"decode_page_size": 16, "decode_logical_page": 16}
 FIRST = {"dense_layers": [0, 1]}  # as Quest has them
+WHOLE_PROMPTS = {
+    "chunked_prefill_size": 2**15,
+    "mem_fraction_static": 0.8,
+}  # no chunks; SGLang's own fraction
 EVERYTHING = {"mode": "progressive", "threshold": 1.0, "dense_below": 0}
 
 
@@ -82,7 +86,7 @@ def sparse_engines(budgets: Sequence[int], thresholds: Sequence[float]) -> dict[
         SparseEngine(
             MINFERENCE,
             (dense, *_prefills("vertical_slash", "lines", alphas=())),
-            {"engine_args": {"chunked_prefill_size": -1}},
+            {"engine_args": WHOLE_PROMPTS},
             {"lines_by": "prompt_end"},
         ),
     ]

@@ -35,6 +35,8 @@ class Reader:
         self.asked: list[GenerateRequest] = []
         self.warmed: list[GenerateRequest] = []
         self.course: list[tuple[str, str]] = []
+        self.running: list[str] = []
+        self.most = (0, 0)
         self.info = EngineInfo(
             "local", str(MODEL), str(MODEL), "0", "cpu", "", 8192, 8192, (), "f", dtype="float32"
         )
@@ -46,7 +48,10 @@ class Reader:
         self.asked.append(request)
         kind = f"{request.strategy} {dict(request.prefill)}"
         self.course.append(("begins", kind))
+        self.running.append(request.rid)
+        self.most = max(self.most[0], len({*self.running})), max(self.most[1], len(self.running))
         await asyncio.sleep(0)
+        self.running.remove(request.rid)
         self.course.append(("ends", kind))
         if request.rid.endswith("broken"):
             raise EngineError("it broke")
@@ -106,6 +111,29 @@ def test_a_prompt_is_prefilled_before_settings_read_its_kv_together() -> None:
     assert [what for _, what in exact] == ["begins", "ends", "begins", "begins", "ends", "ends"]
     assert [each.strategy for each in engine.warmed] == ["concat"]
     assert all(each.spans for each in engine.warmed)
+
+
+def test_settings_of_as_many_prompts_as_wanted_are_asked_at_once() -> None:
+    settings = [
+        SparseSetting(DENSE),
+        *(SparseSetting(f"{n}", {**SMALL, "budget": n}) for n in (64, 128, 256)),
+    ]
+    for prompts in (1, 2):
+        engine, rows = Reader(), list[Row]()
+        asyncio.run(
+            ask_all(
+                engine,
+                BUILDER,
+                tasks(6),
+                settings,
+                in_flight=8,
+                prompts=prompts,
+                finished=(),
+                write=rows.append,
+            )
+        )
+        assert len(rows) == 24
+        assert engine.most == (prompts, 3 * prompts), "prompts and requests at once"
 
 
 def test_figures_are_paired_and_leave_failures_out() -> None:
