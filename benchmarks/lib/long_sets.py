@@ -23,7 +23,7 @@ from ragserve.json_lines import json_lines
 
 Count = Callable[[str], int]
 SHORT, LONG = 24, 300  # tokens of an answer
-_KEY_TOKENS = 64  # a UUID takes up to 40
+_KEY_TOKENS = 96  # a UUID takes up to 40, and the key may be said again
 _LINE = re.compile(r"^line ([\w-]+): REGISTER_CONTENT is <\d+>$", re.MULTILINE)
 _ANSWERABLE = "ANSWERABLE"
 _SYSTEM = "Answer the question from the documents, in a few sentences."  # of long answers
