@@ -6,7 +6,8 @@
 # the 1.5B; they start in a minute or two. Every question is asked under all settings of an engine before the next one, and sets take turns:
 # stopped at any time, a part has the same questions under all settings.
 #   first      budgets, rivals, thresholds (two engines), KV of 8 and 4 bits, blocks and lines in prefill, at 8k
-#   deep       budgets and rivals, KV of 4 bits, blocks and lines, at 30k
+#   deep       budgets and rivals, exact scores, KV of 8 bits, blocks and lines, at 30k
+#   scores     budgets by exact scores and by smaller logical pages, KV of 4 bits, at 8k, on the questions of `first`
 #   pages      pages of 16, Quest, flat pages, dense layers, at 8k, on the questions of `first`
 #   more       MInference's lines, shares; offloaded beside resident; decoding over composed contexts
 #   heads      gates of the streaming heads, OUT/heads.json, before `streaming`: 25, 50, 75 % of the heads, wrong ones, a window alone
@@ -41,9 +42,14 @@ case $part in
     wait
     ;;
   deep)
-    ask "$deep" "$budgets;$(at "4,096, [cs]*" "2,048, *")" 2 4 --shards "$plain=2" &
-    ask "$deep" "KV of 4 bits/budget 4,096;KV of 8 bits/budget 4,096" 2 4 &
+    ask "$deep" "$budgets;$(at "*exact scores" "4,096, [cs]*")" 3 4 --shards "$plain=3" &
+    ask "$deep" "KV of 8 bits/dense" 1 4 &
     ask "$deep" "$plain/blocks, alpha 0.955;$plain/lines, alpha 0.955" 1 4 &
+    wait
+    ;;
+  scores)
+    ask "$short" "$(at "*exact scores")" 2 8 --shards "$plain=2" &
+    ask "$short" "logical pages of 4/*;KV of 4 bits/dense" 2 8 --budgets $few &
     wait
     ;;
   pages) ask "$short" "pages of 16/*;pages of 64, flat/*;2 first*/*;pages of 16, 2*/*" 5 8 --budgets $few ;;
