@@ -4,7 +4,8 @@ Decode steps read the codes (`ragserve_kernels.sparse_decode`, `progressive_deco
 own backends run the prefill and read plain KV. For each layer of an extend, the rows of its cached prefixes
 and those that it writes are dequantised into a workspace of one layer that all layers share, at their own
 slots. So every token attends to KV as it is stored: but for rounding, which may move a number to its next
-code, an answer depends neither on what was cached nor on where a prompt was cut into chunks."""
+code, an answer depends neither on what was cached nor on where a prompt was cut into chunks. What all keys of
+a head share is left out of them (`key_offsets`)."""
 
 from __future__ import annotations
 
@@ -25,6 +26,8 @@ class QuantizedKVPool(MHATokenToKVPool):
     """A pool whose ``k_buffer`` and ``v_buffer`` hold codes; make its class with :func:`quantized_pool`."""
 
     bits: int
+    key_offsets: torch.Tensor | None = None
+    """Taken off every key before it is stored: [layers, kv_heads, head_dim], set before any is."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **(kwargs | {"post_capture_active": False}))
@@ -69,7 +72,10 @@ class QuantizedKVPool(MHATokenToKVPool):
         """Quantise rows k, v [tokens, kv_heads, head_dim] into ``slots`` [tokens], not into the workspace."""
         keys, values = self.quantized(layer)
         shape = (len(slots), self.head_num, self.head_dim)
-        quantize_kv(k.reshape(shape), slots, keys)
+        k = k.reshape(shape)
+        if self.key_offsets is not None:
+            k = (k - self.key_offsets[layer - self.start_layer]).to(k.dtype)
+        quantize_kv(k, slots, keys)
         quantize_kv(v.reshape(shape), slots, values)
 
     def written(
