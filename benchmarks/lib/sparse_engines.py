@@ -46,8 +46,8 @@ class SparseEngine:
 
 
 def budget(tokens: int, said: str = "", **more: Any) -> SparseSetting:
-    """Decode steps over the best pages of so many tokens."""
-    options = {"mode": "hierarchical", "budget": tokens, "dense_below": 0, **more}
+    """Decode steps over the best pages of so many tokens, by bounds if nothing else is said."""
+    options = {"mode": "hierarchical", "budget": tokens, "scores": "bound", "dense_below": 0, **more}
     return SparseSetting(f"budget {tokens:,}{said}", options)
 
 

@@ -13,8 +13,6 @@ from sglang_ext.attention.decode.page_stats import PageStatistics
 from sglang_ext.attention.decode.step_planner import StepPlanner
 from sglang_ext.attention.decode_runtime import DecodeRuntime
 from sglang_ext.attention.engine_checks import check_engine
-from sglang_ext.attention.pools.key_offsets import key_offsets
-from sglang_ext.attention.pools.quantized_pool import QuantizedKVPool
 from sglang_ext.attention.pools.streaming_pool import StreamingRings
 from sglang_ext.attention.pools.streaming_pool_attention import StreamingPoolBackend
 from sglang_ext.attention.pools.streaming_pool_runtime import StreamingPoolRuntime
@@ -50,8 +48,6 @@ def with_sparse_decode(make: Callable[[Any], Any], config: AttentionConfig) -> C
             rings = StreamingRings(plan, rows, pool.head_dim, dtype=pool.dtype, device=device)
             current.streaming = StreamingPoolRuntime(config, rings, runner)
             return StreamingPoolBackend(runner, plan, rings)
-        if isinstance(runner.token_to_kv_pool, QuantizedKVPool):
-            runner.token_to_kv_pool.key_offsets = key_offsets(runner.model, runner.model_config.context_len)
         wrapped, page = make(runner), runner.page_size
         planner = StepPlanner(config, page, runner.model_config.context_len)
         table = runner.req_to_token_pool.req_to_token

@@ -23,7 +23,9 @@ def create_cache(context: Any) -> Any:
     """`RadixCacheFactory`. SGLang's own cache serves exact strategies where documents cannot be kept."""
     from sglang.srt.mem_cache.registry import default_radix_cache_factory
 
-    from sglang_ext.analysis.texts import digest_of
+    from sglang_ext.analysis.key_offsets import key_offsets
+    from sglang_ext.analysis.texts import FIXED, digest_of
+    from sglang_ext.attention.pools.quantized_pool import QuantizedKVPool
     from sglang_ext.context.compose.fused_question import is_plain
     from sglang_ext.context.scheduler.composition import AnalysisConfig
     from sglang_ext.documents.pages.types import KvShape
@@ -67,6 +69,10 @@ def create_cache(context: Any) -> Any:
         cache = tree
     else:
         log.warning("%s", reason)
+        if isinstance(pool, QuantizedKVPool):
+            offsets = key_offsets(runner, tokenizer.prefix(FIXED))
+            if offsets is not None:
+                pool.key_offsets.copy_(offsets)  # where graphs read them
         cache = default_radix_cache_factory(context)
         if current.attention is not None:
             keep_exact(cache, current.attention.exact_tokens)

@@ -33,9 +33,10 @@ Observe = Annotated[
 ]
 Window = Annotated[int, Field(ge=1, le=MAX_WINDOW, description="Queries of `window` and `prompt`.")]
 Scores = Annotated[
-    Literal["bound", "exact"],
+    Literal["auto", "bound", "exact"],
     Field(
-        description="hierarchical: a page scores its bound of q . k, or the largest q . k of all its keys."
+        description="hierarchical: a page scores its bound of q . k, or the largest q . k of all its keys "
+        "(exact); auto: exact where keys have 16 bits and stay on the device."
     ),
 ]
 Threshold = Annotated[

@@ -349,7 +349,7 @@ class DecodeOptions(RequestOptions):
     reuse: decode_fields.Reuse = 16
     observe: decode_fields.Observe = "window"
     window: decode_fields.Window = 16
-    scores: decode_fields.Scores = "bound"
+    scores: decode_fields.Scores = "auto"
     threshold: decode_fields.Threshold = 0.95
     dense_below: int = Field(
         default=8192, ge=0, description="Context length in tokens up to which decoding is dense in any mode."

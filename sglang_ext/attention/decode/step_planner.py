@@ -125,13 +125,20 @@ class StepPlanner:
         Raises:
             PlanError: options that cannot be served; the request then has the server's default ones.
         """
-        req.ragserve_decode = DecodeState(self._config.options)
+        req.ragserve_decode = DecodeState(self._with_scores(self._config.options))
         params = req.sampling_params.custom_params
         text = params.get(DECODE_FIELD) if isinstance(params, dict) else None
         if text is not None:
             options = self._config.options.from_request(str(text))
             self.check(options)
-            req.ragserve_decode = DecodeState(options)
+            req.ragserve_decode = DecodeState(self._with_scores(options))
+
+    def _with_scores(self, options: DecodeOptions) -> DecodeOptions:
+        """Options whose scores are not left open."""
+        if options.scores != "auto":
+            return options
+        by_keys = options.mode == "hierarchical" and self._config.kv_bits == 16 and not options.lag_steps
+        return options.model_copy(update={"scores": "exact" if by_keys else "bound"})
 
     def check(self, options: DecodeOptions) -> None:
         """Check options against this server.

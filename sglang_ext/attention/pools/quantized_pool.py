@@ -26,8 +26,8 @@ class QuantizedKVPool(MHATokenToKVPool):
     """A pool whose ``k_buffer`` and ``v_buffer`` hold codes; make its class with :func:`quantized_pool`."""
 
     bits: int
-    key_offsets: torch.Tensor | None = None
-    """Taken off every key before it is stored: [layers, kv_heads, head_dim], set before any is."""
+    key_offsets: torch.Tensor
+    """Taken off every key before it is stored: [layers, kv_heads, head_dim], written before any is."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **(kwargs | {"post_capture_active": False}))
@@ -45,6 +45,8 @@ class QuantizedKVPool(MHATokenToKVPool):
                 2 * self.layer_num * rows, heads, self.head_dim, bits=self.bits, device=self.device
             )
             self._workspace = torch.zeros(2, rows, heads, self.head_dim, dtype=self.dtype, device=self.device)
+            shape = (self.layer_num, heads, self.head_dim)
+            self.key_offsets = torch.zeros(shape, dtype=torch.float32, device=self.device)
         self._codes.codes.zero_()
         self._codes.params.zero_()
         both = (2, self.layer_num, rows, heads, -1)
@@ -73,9 +75,7 @@ class QuantizedKVPool(MHATokenToKVPool):
         keys, values = self.quantized(layer)
         shape = (len(slots), self.head_num, self.head_dim)
         k = k.reshape(shape)
-        if self.key_offsets is not None:
-            k = (k - self.key_offsets[layer - self.start_layer]).to(k.dtype)
-        quantize_kv(k, slots, keys)
+        quantize_kv((k - self.key_offsets[layer - self.start_layer]).to(k.dtype), slots, keys)
         quantize_kv(v.reshape(shape), slots, values)
 
     def written(
