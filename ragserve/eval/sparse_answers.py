@@ -47,7 +47,11 @@ class SparseSetting:
         """The settings of a server whose requests are answered so; None if it has none for some option."""
         decode = {name: value for name, value in self.decode.items() if name != "dense_below"}
         prefill = {name: value for name, value in self.prefill.items() if name != "dense_below"}
-        if self.strategy != EXACT or decode.keys() - {"mode", "budget"} or prefill.keys() - {"mode", "alpha"}:
+        if (
+            self.strategy != EXACT
+            or decode.keys() - {"mode", "budget", "scores"}
+            or prefill.keys() - {"mode", "alpha"}
+        ):
             return None
         found = {} if decode == _NO_OPTIONS else {f"decode_{name}": value for name, value in decode.items()}
         return found | {f"prefill_{name}": value for name, value in prefill.items()}

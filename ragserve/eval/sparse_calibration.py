@@ -12,6 +12,7 @@ from ragserve.engine.base import WarmEngine
 from ragserve.errors import InvalidRequest
 from ragserve.eval.data import interleaved, load, set_name
 from ragserve.eval.sparse_answers import DENSE, SparseSetting, SparseTask, ask_all, recorded
+from ragserve.profiles.decode import scores_of
 from ragserve.profiles.sparse_attention import FILE_NAME, SPARSE, SparseEntry, SparseRecord, under
 from ragserve.verification.report import measured_on
 from ragserve.verification.rows import Row
@@ -26,9 +27,11 @@ def tasks_of(paths: Sequence[Path], limit: int | None) -> list[SparseTask]:
     return [SparseTask(name, question) for name, question in interleaved(sets)]
 
 
-def candidates() -> list[SparseSetting]:
-    """What is measured first, each alone."""
-    decode = [{"mode": "hierarchical", "budget": tokens, "dense_below": 0} for tokens in BUDGETS]
+def candidates(scores: str = "exact") -> list[SparseSetting]:
+    """What is measured first, each alone. ``scores``: what pages are chosen by."""
+    decode = [
+        {"mode": "hierarchical", "budget": tokens, "scores": scores, "dense_below": 0} for tokens in BUDGETS
+    ]
     prefill = [{"mode": "vertical_slash", "alpha": alpha, "dense_below": 0} for alpha in ALPHAS]
     return [
         *(SparseSetting(f"budget {each['budget']:,}", each) for each in decode),
@@ -51,11 +54,12 @@ async def find_and_record(
     ``engine``: with `sparse_attention` on, dense by default. Raises InvalidRequest where no question was
     answered."""
     builder = PromptBuilder.load(engine.info.tokenizer, settings.system_prompt)
+    alone = candidates(scores_of(settings))
     rows: list[Row] = []
     asked: list[SparseSetting] = []
 
     def record() -> SparseRecord:
-        entries = recorded(asked, rows, among=len(candidates()) + 1)
+        entries = recorded(asked, rows, among=len(alone) + 1)
         return SparseRecord(under(settings), entries, engine.info.dtype, **measured_on(settings.model))
 
     async def ask(more: Sequence[SparseSetting]) -> None:
@@ -63,14 +67,14 @@ async def find_and_record(
         asked.extend(more)
         await ask_all(engine, builder, tasks, more, in_flight=in_flight, finished=(), write=rows.append)
 
-    await ask([SparseSetting(DENSE), *candidates()])
+    await ask([SparseSetting(DENSE), *alone])
     found = record()
     if not any(each.n for entry in found.entries for each in entry.sets.values()):
         reasons = sorted({row["error"] for row in rows if row["error"]})
         raise InvalidRequest(f"No question was answered: {reasons[0] if reasons else 'there is none'}")
     holding = {entry.label: entry.read for entry in found.entries if not entry.shortfalls()}
     fitting = sorted(
-        (each for each in candidates() if _label(each) in holding), key=lambda each: holding[_label(each)]
+        (each for each in alone if _label(each) in holding), key=lambda each: holding[_label(each)]
     )
     both = [
         *[each for each in fitting if not each.prefill][:1],

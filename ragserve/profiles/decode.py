@@ -50,7 +50,15 @@ def options_of(settings: Settings) -> dict[str, Any]:
     if settings.decode_mode == "progressive":
         return {"mode": "progressive", "threshold": settings.decode_threshold}
     found = {"mode": "hierarchical", "budget": settings.decode_budget, "reuse": settings.decode_reuse}
-    return found | ({"scores": "exact"} if settings.decode_scores == "exact" else {})
+    return found | {"scores": scores_of(settings)}
+
+
+def scores_of(settings: Settings) -> str:
+    """What pages are chosen by where ``decode_scores`` is auto: `exact`, or `bound` for keys that have few
+    bits or may be on the host. Else the setting."""
+    if settings.decode_scores != "auto":
+        return settings.decode_scores
+    return "exact" if settings.kv_bits == 16 and settings.decode_offload == "off" else "bound"
 
 
 def crossover(points: Sequence[Point]) -> int:

@@ -32,7 +32,7 @@ MAX_READ = 0.75  # of the context; a set that is read almost whole shows nothing
 _DENSE = {"sparse_attention": "off"}
 UNDER = (
     *("kv_bits", "decode_page_size", "decode_logical_page", "decode_reuse", "decode_observe"),
-    *("decode_window", "decode_scores", "prefill_observe", "prefill_dense_last"),
+    *("decode_window", "prefill_observe", "prefill_dense_last"),
 )
 """Settings that an entry was measured under, and that it holds for."""
 
@@ -78,6 +78,7 @@ class SparseSettings(BaseModel):
 
     decode_mode: decode_fields.Mode = "dense"
     decode_budget: decode_fields.Budget = 1
+    decode_scores: decode_fields.Scores = "auto"
     prefill_mode: prefill_options.PrefillMode = "dense"
     prefill_alpha: prefill_options.Alpha = 1.0
 

@@ -78,7 +78,11 @@ def test_the_record_has_what_a_server_can_set(
     assert record is not None
     best = record.best()
     assert best is not None
-    assert best.settings == {"decode_mode": "hierarchical", "decode_budget": 1024}
+    assert best.settings == {
+        "decode_mode": "hierarchical",
+        "decode_budget": 1024,
+        "decode_scores": "bound",
+    }
     assert len(record.entries) == 2
 
 

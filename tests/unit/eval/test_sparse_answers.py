@@ -192,6 +192,7 @@ def test_the_cheapest_settings_that_hold_are_tried_together_and_recorded(tmp_pat
     assert best.settings == {
         "decode_mode": "hierarchical",
         "decode_budget": 1024,
+        "decode_scores": "exact",
         "prefill_mode": "vertical_slash",
         "prefill_alpha": 0.9,
     }

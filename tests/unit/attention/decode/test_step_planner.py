@@ -199,6 +199,27 @@ def test_exact_scores_need_keys_on_the_device_and_of_16_bits() -> None:
             request(StepPlanner(offloading, 16, 8192), "a", mode="hierarchical", lag=1, **options)
 
 
+@pytest.mark.parametrize(
+    ("config", "options", "scores"),
+    [
+        ({}, {}, "exact"),
+        ({}, {"scores": "bound"}, "bound"),
+        ({"kv_bits": 8}, {}, "bound"),
+        ({"offload_bytes": 2**20}, {"lag": 1}, "bound"),
+        ({"offload_bytes": 2**20}, {"offloaded": "auto"}, "bound"),
+        ({"offload_bytes": 2**20}, {}, "exact"),
+        ({}, {"mode": "progressive"}, "bound"),
+    ],
+    ids=str,
+)
+def test_scores_that_are_left_open_read_keys_where_they_can(
+    config: dict[str, Any], options: dict[str, Any], scores: str
+) -> None:
+    own = request(StepPlanner(AttentionConfig(**config), 16, 8192), "a", **{"mode": "hierarchical"} | options)
+    servers = request(StepPlanner(AttentionConfig(options=DecodeOptions(**options), **config), 16, 8192), "b")
+    assert own.ragserve_decode.options.scores == servers.ragserve_decode.options.scores == scores
+
+
 def test_a_budget_of_the_whole_context_is_dense() -> None:
     plan = planner()
     req = request(plan, "a", mode="hierarchical", budget=8192, dense_below=0)

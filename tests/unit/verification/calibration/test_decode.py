@@ -23,7 +23,7 @@ from sglang_ext.documents.fingerprint import model_fingerprint
 from sglang_ext.wire.protocol import ATTENTION_CONFIG_VARIABLE
 from tests.conftest import MODEL
 
-OPTIONS = {"mode": "hierarchical", "budget": 512, "reuse": 16}
+OPTIONS = {"mode": "hierarchical", "budget": 512, "reuse": 16, "scores": "exact"}
 
 
 def points(*rows: tuple[int, float, float]) -> list[Point]:
@@ -127,9 +127,9 @@ def test_requests_that_decode_one_after_another_are_not_timed() -> None:
 
 
 def test_what_decides_the_cost_is_remembered() -> None:
-    assert options_of(Settings(decode_budget=512)) == OPTIONS
-    exact = Settings(decode_budget=512, decode_scores="exact", decode_observe="last")
-    assert options_of(exact) == OPTIONS | {"scores": "exact"}
+    assert options_of(Settings(decode_budget=512, decode_observe="last")) == OPTIONS
+    for others in ({"decode_scores": "bound"}, {"kv_bits": 8, "sparse_attention": "on"}):
+        assert options_of(Settings(decode_budget=512, **others)) == OPTIONS | {"scores": "bound"}
     assert options_of(Settings(decode_mode="progressive")) == {"mode": "progressive", "threshold": 0.95}
     with pytest.raises(InvalidRequest, match="no length to calibrate"):
         options_of(Settings(decode_mode="dense"))
@@ -161,7 +161,7 @@ def test_the_server_is_dense_up_to_the_length_found(tmp_path: Path, monkeypatch:
     assert dense_below(decode_reuse=1) == 8192, "calibrated for other settings"
     assert dense_below(decode_observe="last", decode_window=4) == 3000
     options = json.loads(os.environ[ATTENTION_CONFIG_VARIABLE])["options"]
-    assert (options["observe"], options["window"], options["scores"]) == ("last", 4, "bound")
+    assert (options["observe"], options["window"], options["scores"]) == ("last", 4, "auto")
     assert dense_below(decode_mode="dense") == 8192
     (tmp_path / FILE_NAME).write_text("{}")
     with pytest.raises(InvalidRequest, match="ragserve calibrate --part decode"):
