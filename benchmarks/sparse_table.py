@@ -33,6 +33,7 @@ from ragserve.verification.metrics import normalise, token_f1
 from ragserve.verification.rows import Row
 
 REFERENCE = f"{PLAIN}/{DENSE}"
+_NUMBER = re.compile(r"\d[\d,]*")
 _LENGTH = re.compile(r"[@_]\d+$")  # of a set's name
 NOTE = (
     "Dense: F1 or, for lines and kv, answers that contain the value, percent. Others: points from dense "
@@ -47,11 +48,19 @@ NOTE = (
 
 def merged(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each model, length of context, engine and setting, with a column for each set."""
-    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    found: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
         key = (row["model"], _length(row["prompt"]), row["engine"], row["setting"])
         found.setdefault(key, []).append(row)
-    return [_merged(*key, own) for key, own in sorted(found.items(), key=lambda each: each[0][:2])]
+    return [_merged(*key, found[key]) for key in sorted(found, key=_place)]
+
+
+def _place(key: tuple[str, str, str, str]) -> tuple[Any, ...]:
+    """The reference first, then the plain engine's settings, then others; budgets by their size."""
+    model, context, engine, setting = key
+    size, *_ = [int(digits.replace(",", "")) for digits in _NUMBER.findall(setting)] or [0]
+    kind = setting.partition(" ")[0], setting.partition(",")[2]
+    return model, context, engine != PLAIN, engine, setting != DENSE, kind, size, setting
 
 
 def _length(tokens: int) -> str:

@@ -196,8 +196,8 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, SignOnSett
 
     kv_bits: Annotated[Literal[16, 8, 4], BeforeValidator(int)] = Field(
         16,
-        description="Bits per value of the KV pool. 8 and 4 need sparse_attention=on and serve exact "
-        "strategies only.",
+        description="Bits per value of the KV pool. 8 and 4 (experimental) need sparse_attention=on and "
+        "serve exact strategies only.",
     )
 
     # the document cache

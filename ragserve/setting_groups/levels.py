@@ -10,7 +10,7 @@ COMMON = (
 )
 EXPERIMENTAL = (
     "decode_threshold",  # progressive decoding
-    *("decode_scores", "decode_ranking", "decode_bound"),  # for ablations
+    *("decode_ranking", "decode_bound"),  # for ablations
     "decode_heads_pool",  # the streaming heads' second cache
     "max_inject_tokens",  # prefill layer by layer
 )
