@@ -70,7 +70,7 @@ def test_the_record_has_what_a_server_can_set(
     report, place = tmp_path / "report.json", tmp_path / "record.json"
     monkeypatch.setattr(sys, "argv", ["sparse_table", str(report), str(folder), "--record", str(place)])
     assert sparse_table.main() == 0
-    dense, held, lost = json.loads(report.read_text())["rows"]
+    dense, lost, held = json.loads(report.read_text())["rows"]
     assert (dense["lines"], held["lines"], lost["lines"]) == ("100.0", "+0.0 ± 0.0", "-50.0 ± 9.8")
     assert (held["context"], held["n"], held["mean"], held["holds"]) == ("4k", "100", "+0.0 ± 0.0", "yes")
     assert len(json.loads(report.read_text())["sets"]) == 3
