@@ -40,7 +40,8 @@ class Chosen:
 class SparseReference(Reference):
     """Greedy decoding with the options ``decode``, after a prefill with the options ``prefill``.
 
-    With ``bits`` below 16, KV is quantised when it is written, and no pass reads it as it was before.
+    With ``bits`` below 16, KV is quantised when it is written, keys without what they share at the positions
+    of ``context``, and no pass reads it as it was before.
     ``starts``: where the chunks of the prompt begin."""
 
     def __init__(
@@ -52,6 +53,7 @@ class SparseReference(Reference):
         sink: int = 0,
         local: int = 0,
         bits: int = 16,
+        context: int = 2048,
     ) -> None:
         from transformers import AttentionInterface
 
@@ -69,6 +71,7 @@ class SparseReference(Reference):
         self.prompt: dict[int, torch.Tensor] = {}  # queries of the prompt's end, [heads, queries, head_dim]
         # of sparse steps, the running mean of their queries [heads, head_dim], and their number
         self.decoded: dict[int, tuple[torch.Tensor, int]] = {}
+        self.offsets = self._shared(context) if bits < 16 else []
         AttentionInterface.register(NAME, self._attend)
         self.model.set_attn_implementation(NAME)
 
@@ -89,7 +92,8 @@ class SparseReference(Reference):
     ) -> Any:
         """q [1, heads, new, head_dim]; k, v [1, kv_heads, tokens, head_dim], the new ones last."""
         new, tokens, layer = q.shape[2], k.shape[2], module.layer_idx
-        stored_k, stored_v = self._stored(k), self._stored(v)
+        stored_k = self._stored(k - self.offsets[layer] if self.offsets else k)
+        stored_v = self._stored(v)
         if new > 1:
             self.prompt[layer] = q[0, :, -self.decode.window :]
             if self.decode.lag_steps and tokens + 1 > self._dense_up_to:
@@ -181,6 +185,22 @@ class SparseReference(Reference):
         quantize_kv(rows, torch.arange(len(rows)), pool)
         return dequantize_kv(pool).transpose(0, 1)[None]
 
+    def _shared(self, context: int) -> list[torch.Tensor]:
+        """The mean of the fixed text's keys before they are rotated, rotated for each position and averaged:
+        [kv_heads, 1, head_dim] of each layer."""
+
+        def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            low, high = x.chunk(2, -1)
+            return x * cos + torch.cat((-high, low), -1) * sin
+
+        found = []
+        for k, _ in self.alone(self.prefix):
+            cos, sin = (x[0] for x in self.model.model.rotary_emb(k, torch.arange(context)[None]))
+            own = slice(4, len(self.prefix))  # attention sinks on the first tokens
+            still = turned(k[0, :, 4:], cos[own], -sin[own]).mean(1, keepdim=True)
+            found.append(turned(still, cos, sin).mean(1, keepdim=True))
+        return found
+
     def _observed(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Return what pages are chosen by, of this step's query q [heads, head_dim] and those before."""
         if self.decode.observe == "prompt":
@@ -238,7 +258,7 @@ class SparseReference(Reference):
         scores = []
         for page in range(1, last):
             runs = k[head, page * self.page : (page + 1) * self.page].view(-1, self.logical, k.shape[2])
-            if self.decode.scores == "exact":
+            if self._by_keys:
                 scores.append(float((queries @ runs.flatten(0, 1).T).max()))
                 continue
             low, high = runs.amin(1), runs.amax(1)
@@ -248,6 +268,12 @@ class SparseReference(Reference):
             scores.append(float(bound.max()))
         best = sorted(range(len(scores)), key=lambda i: -scores[i])[:free]
         return [0, last, *(i + 1 for i in best)]
+
+    @property
+    def _by_keys(self) -> bool:
+        """Keys are read wherever they have 16 bits and stay on the device, if nothing else is asked for."""
+        at_hand = self.decode.mode == "hierarchical" and self.bits == 16 and not self.decode.lag_steps
+        return self.decode.scores == "exact" or (self.decode.scores == "auto" and at_hand)
 
     def _streamed(self, tokens: int) -> torch.Tensor:
         """Mask of the tokens that a streaming head reads: the pages of its first and of its latest tokens."""

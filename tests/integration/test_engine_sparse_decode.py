@@ -100,8 +100,8 @@ def test_dense_the_whole_budget_and_threshold_one_are_plain_decoding(
     "decode",
     [
         {"mode": "hierarchical", "budget": 128, "reuse": 1},
-        {"mode": "hierarchical", "budget": 64, "reuse": 5},
-        {"mode": "hierarchical", "budget": 48, "reuse": 40},
+        {"mode": "hierarchical", "budget": 64, "reuse": 5, "scores": "bound"},
+        {"mode": "hierarchical", "budget": 48, "reuse": 40, "scores": "bound"},
         {"mode": "hierarchical", "budget": 96, "reuse": 3, "streaming": True},
         {"mode": "hierarchical", "budget": 64, "reuse": 5, "observe": "last"},
         {"mode": "hierarchical", "budget": 80, "reuse": 3, "window": 5, "scores": "exact"},
