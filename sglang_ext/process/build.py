@@ -40,6 +40,10 @@ def create_cache(context: Any) -> Any:
     config = kv_config()
     reason = why_no_documents(context)
     tokenizer = _Tokenizer(args, runner.model_config.vocab_size)
+    if isinstance(pool, QuantizedKVPool):
+        offsets = key_offsets(runner, tokenizer.prefix(FIXED))
+        if offsets is not None:
+            pool.key_offsets.copy_(offsets)  # where graphs read them
     prefix = tokenizer.prefix(str(config.get("prefix", ""))) if reason is None and is_plain(runner) else []
     prefix = prefix[: runner.model_config.context_len // 4]
     about = f"{pool.dtype}|{args.load_format}|tp{context.tp_size}|block{DOCUMENT_PAGE}"
@@ -69,10 +73,6 @@ def create_cache(context: Any) -> Any:
         cache = tree
     else:
         log.warning("%s", reason)
-        if isinstance(pool, QuantizedKVPool):
-            offsets = key_offsets(runner, tokenizer.prefix(FIXED))
-            if offsets is not None:
-                pool.key_offsets.copy_(offsets)  # where graphs read them
         cache = default_radix_cache_factory(context)
         if current.attention is not None:
             keep_exact(cache, current.attention.exact_tokens)

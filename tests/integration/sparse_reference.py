@@ -60,7 +60,7 @@ class SparseReference(Reference):
         super().__init__(path)
         self.page, self.logical = page, logical
         self.streaming, self.sink, self.local = streaming, sink, local
-        self.bits, self.starts = bits, [0]
+        self.bits, self.starts = 16, [0]
         self.decode = DecodeOptions(mode="dense")
         self.prefill = PrefillOptions()  # applies at any length
         self.turn = 0  # where the second turn's prompt begins; its lines begin from those before
@@ -72,6 +72,7 @@ class SparseReference(Reference):
         # of sparse steps, the running mean of their queries [heads, head_dim], and their number
         self.decoded: dict[int, tuple[torch.Tensor, int]] = {}
         self.offsets = self._shared(context) if bits < 16 else []
+        self.bits = bits
         AttentionInterface.register(NAME, self._attend)
         self.model.set_attn_implementation(NAME)
 
