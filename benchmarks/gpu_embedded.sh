@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The embedded model's adapter, on one H200: questions, training, answers. Steps of at most eight minutes, each of which goes on where it was cut.
-#   benchmarks/gpu_embedded.sh write PASSAGES WRITER OUT           4 min: pairs and rows of a model that writes (WRITER: the 1.5B)
+#   benchmarks/gpu_embedded.sh write PASSAGES WRITER OUT           5 min: pairs and rows of a model that writes (WRITER: the 1.5B)
 #   benchmarks/gpu_embedded.sh train PASSAGES BASE OUT SECONDS     OUT/adapter, at most 8 MB (BASE: SmolLM2-135M-Instruct)
 #   benchmarks/gpu_embedded.sh answer BASE OUT SETS_DIR SECONDS    answers of the base and of the adapted model, through the engine
 # It needs, beside this checkout: PASSAGES (`benchmarks.written_questions.passages`, 7 MB); WRITER and BASE as folders (`benchmarks.real_models pack`
 # and `unpack`); SETS_DIR with squad10, qed10, 2wikimqa, musique and the synthetic sets; an embedder's folder (RAGSERVE_EMBEDDER); peft and accelerate.
-# What is to come back: OUT/rows.jsonl.gz, OUT/rows.json, OUT/adapter, OUT/train.json, OUT/answers-*.
+# What is to come back: OUT/rows.jsonl.gz, OUT/rows.json, OUT/adapter, OUT/train.json, OUT/answers-*. SECONDS of train counts loading; add 60 to it.
 # RAGSERVE_ATTENTION names the engine's attention backend (triton or flashinfer where FA3's library is not there).
 set -euo pipefail
 step=$1
@@ -18,8 +18,8 @@ case $step in
   write)
     passages=$1 writer=$2 out=$3
     # Several processes share the GPU, because each waits for the launches of small kernels most of the time.
-    python3 -m $written.write "$passages" "$out" "$writer" --workers "${PROCESSES:-6}" --seconds "${WRITE_S:-170}"
-    python3 -m $written.join "$passages" "$out" "$writer" --workers "${PROCESSES:-6}" --seconds "${JOIN_S:-40}"
+    python3 -m $written.write "$passages" "$out" "$writer" --workers "${PROCESSES:-6}" --batch "${BATCH:-192}" --seconds "${WRITE_S:-150}"
+    python3 -m $written.join "$passages" "$out" "$writer" --workers "${PROCESSES:-6}" --seconds "${JOIN_S:-60}"
     python3 -m $written.rows make "$passages" "$out" "$out/rows.jsonl.gz"
     ;;
   train)

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -145,7 +147,7 @@ def nearest(
     words = {number: Words(each) for number, each in enumerate(passages)}
     for start in range(0, len(asked), 1024):
         scores = questions[start : start + 1024] @ vectors.T
-        found = np.argsort(-scores, axis=1, kind="stable")[:, : 3 * NEAREST]
+        found = _best(scores, 3 * NEAREST)
         for one, row in zip(asked[start : start + 1024], found, strict=True):
             gold = [place[each] for each in one.gold]
             free = [
@@ -156,6 +158,16 @@ def nearest(
             others = [number for number in free if number not in gold][: NEAREST - len(gold)]
             missing = [number for number in gold if number not in free]
             yield [number for number in free if number in gold or number in others] + missing
+
+
+def _best(scores: np.ndarray, n: int) -> np.ndarray:
+    """The columns of the ``n`` greatest scores of each row, best first."""
+    if n < scores.shape[1]:
+        some = np.sort(np.argpartition(-scores, n, axis=1)[:, :n], axis=1)
+    else:
+        some = np.tile(np.arange(scores.shape[1]), (len(scores), 1))
+    order = np.argsort(-np.take_along_axis(scores, some, 1), axis=1, kind="stable")
+    return np.take_along_axis(some, order, 1)
 
 
 def rows(
@@ -330,13 +342,26 @@ def expand(folder: Path, path: Path, out: Path, *, is_laid_out: bool) -> None:
     """Write the rows with the passages' texts."""
     by_id = {each.id: each for each in read_passages(folder / "passages.jsonl.gz")}
     every = read_rows(path)
-    beside = Beside(every, by_id) if is_laid_out else None
     part = out.with_name(out.name + ".part")
     with part.open("w", encoding="utf-8") as file:
-        for row in every:
-            found = laid_out(row, by_id, beside) if is_laid_out else whole(row, by_id)
-            file.write(json.dumps(found, ensure_ascii=False) + "\n")
+        if not is_laid_out:
+            file.writelines(f"{json.dumps(whole(row, by_id), ensure_ascii=False)}\n" for row in every)
+        else:
+            _Line.made_of = every, by_id, Beside(every, by_id)  # what forked processes share
+            with multiprocessing.get_context("fork").Pool(min(8, os.cpu_count() or 1)) as pool:
+                file.writelines(pool.imap(_Line.of, range(len(every)), chunksize=64))
     part.replace(out)
+
+
+class _Line:
+    """A laid-out row as a line, in a process of its own."""
+
+    made_of: ClassVar[tuple[Sequence[Mapping[str, Any]], Mapping[str, Passage], Beside]]
+
+    @classmethod
+    def of(cls, number: int) -> str:
+        every, by_id, beside = cls.made_of
+        return json.dumps(laid_out(every[number], by_id, beside), ensure_ascii=False) + "\n"
 
 
 def main() -> None:

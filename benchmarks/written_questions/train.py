@@ -47,7 +47,7 @@ EVERY_S = 60.0
 LEAST_RATE, WARM_UP, CLIP = 0.02, 30, 1.0
 _BAD = 5  # steps in a row without a finite gradient that end the training
 _SAY = 10  # steps between two lines about them
-_WORKERS = 4  # processes that lay prompts out, beside a GPU
+_WORKERS = 6  # processes that lay prompts out, beside a GPU
 _FREE = 48 * 2**30  # bytes of a GPU's memory with which activations are saved
 
 
@@ -162,23 +162,39 @@ class Step:
         tokens = sum(len(each.targets) for pack in some for each in pack)
         total = torch.zeros((), device=self._model.device)
         for pack in some:
-            try:
-                total += self._backward(pack, tokens)
-            except torch.OutOfMemoryError:
-                if not self.saves:
-                    raise
+            found = self._backward(pack, tokens)
+            if found is None:  # outside of the handler, which holds the memory
                 print("activations are computed again: the GPU's memory is full", flush=True)
                 self.saves = False
                 self._model.causal.gradient_checkpointing_enable({"use_reentrant": False})
                 torch.cuda.empty_cache()
-                total += self._backward(pack, tokens)
+                found = self._backward(pack, tokens)
+            total += found
         return float(total)
 
-    def _backward(self, pack: Sequence[TrainingSequence], tokens: int) -> torch.Tensor:
-        with self._model.training():
-            with computed(self._model):
-                loss = answer_loss(self._model, pack) / tokens
-            loss.backward()
+    def try_flex(self, pack: Sequence[TrainingSequence]) -> None:
+        """Compile FlexAttention for packs of the training's size, or say why masks are used."""
+        model = self._model
+        if not model.no_flex:
+            try:
+                self.backward([pack])
+            except torch.OutOfMemoryError:
+                raise  # masks take more
+            except Exception as error:  # noqa: BLE001 - whatever the compiler says
+                model.no_flex = f"it failed: {str(error).splitlines()[0] if str(error) else error!r}"
+        print(f"attention: {f'masks, as {model.no_flex}' if model.no_flex else 'FlexAttention'}", flush=True)
+
+    def _backward(self, pack: Sequence[TrainingSequence], tokens: int) -> torch.Tensor | None:
+        """The pack's part of the loss; None where it does not fit into memory with saved activations."""
+        try:
+            with self._model.training():
+                with computed(self._model):
+                    loss = answer_loss(self._model, pack) / tokens
+                loss.backward()
+        except torch.OutOfMemoryError:
+            if not self.saves:
+                raise
+            return None
         return loss.detach()
 
 
@@ -188,12 +204,12 @@ def computed(model: AdaptedModel) -> AbstractContextManager[Any]:
     return torch.autocast("cuda", torch.bfloat16) if is_gpu else nullcontext()
 
 
-@torch.no_grad()
-def held_out_loss(model: AdaptedModel, sequences: Sequence[TrainingSequence]) -> float:
+def held_out_loss(model: AdaptedModel, sequences: Sequence[TrainingSequence], *, saves: bool) -> float:
+    """The mean loss of the answers' tokens. ``saves``: as in training, for which attention is compiled."""
     from ragserve.adapt.packing import in_packs
 
     tokens = sum(len(each.targets) for each in sequences)
-    with computed(model):
+    with torch.set_grad_enabled(saves), computed(model):
         return sum(float(answer_loss(model, part)) for part in in_packs(sequences, model.room)) / tokens
 
 
@@ -209,8 +225,6 @@ def divided(
 
 def train(given: argparse.Namespace) -> dict[str, Any]:
     """Train, from the latest checkpoint if there is one, and return what train.json has."""
-    from peft.helpers import disable_input_dtype_casting
-
     from ragserve.adapt.checkpoints import Checkpoints, TrainingCourse
     from ragserve.adapt.low_rank import AdaptedModel, digest_of
     from ragserve.engine.document_prefix import prefix_ids
@@ -220,8 +234,8 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     rows = [row for _, row in islice(json_lines(given.rows), given.limit)]
     count = min(HELD_OUT, len(rows) // 5)
     prefix = prefix_ids(load(), builder.tokenizer)
-    model = AdaptedModel.load(given.model, prefix, builder.tokenizer, room=given.room or (16384 if torch.cuda.is_available() else 0))
-    print(f"attention: {f'masks, as {model.no_flex}' if model.no_flex else 'FlexAttention'}", flush=True)
+    room = given.room or (16384 if torch.cuda.is_available() else 0)
+    model = AdaptedModel.load(given.model, prefix, builder.tokenizer, room=room)
     model.add_adapter(given.rank, SEED)
     weights = list(model.parameters().values())
     optimiser = torch.optim.AdamW(weights, given.rate, (0.9, 0.99), weight_decay=0.0)
@@ -240,7 +254,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
             optimiser.load_state_dict(state)
 
     def note() -> None:
-        losses = {name: held_out_loss(model, some) for name, some in checks.items()}
+        losses = {name: held_out_loss(model, some, saves=step.saves) for name, some in checks.items()}
         best = min((sum((e["whole"], e["composed"])) for e in course.history), default=math.inf)
         course.history.append({"step": course.step, "seconds": round(course.seconds), **losses})
         if sum(losses.values()) < best and course.step:
@@ -249,8 +263,11 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         checkpoints.save(course, model.parameters(), optimiser.state_dict())
         print(json.dumps(course.history[-1]), flush=True)
 
+    from peft.helpers import disable_input_dtype_casting
+
     step, bad, noted = Step(model), 0, time.monotonic()
     with disable_input_dtype_casting(model.adapter, active=model.device.type == "cuda"):
+        step.try_flex(samples.pack(0))
         if not course.history:
             note()
         coming = packs(samples, course.step * given.packs, model.device)

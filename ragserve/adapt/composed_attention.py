@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "ragserve_packed"  # of the attention, for transformers
-ROWS = 2048  # FlexAttention is compiled for multiples of so many asked tokens, so that there are few shapes
+ROWS = 4096  # FlexAttention is compiled for multiples of so many asked tokens, so that there are few shapes
 
 
 class PackedAttention:
@@ -155,7 +155,7 @@ def flex_differs(model: Any, device: torch.device, tokens: int) -> str:
     sequences = [TrainingSequence([3] * 20, documents, [4] * 30, [5] * 9, composed=True)] * 2
     draw = torch.Generator(device).manual_seed(0)
     given = [
-        torch.randn(1, count, tokens, size, generator=draw, device=device, dtype=torch.bfloat16)
+        torch.randn(1, tokens, count, size, generator=draw, device=device, dtype=torch.bfloat16).transpose(1, 2)
         for count in (heads, kv_heads, kv_heads)
     ]
     found = []
