@@ -55,12 +55,18 @@ class Samples:
     """Lays out rows, in packs of at most ``room`` tokens. Pack ``number`` is the same in every run."""
 
     def __init__(
-        self, rows: Sequence[dict[str, Any]], builder: PromptBuilder, room: int, composed: float = 0.5
+        self,
+        rows: Sequence[dict[str, Any]],
+        builder: PromptBuilder,
+        room: int,
+        composed: float = 0.5,
+        end: int | None = None,
     ) -> None:
+        """``end``: token that ends an answer; None for the tokenizer's."""
         self._rows, self._builder, self._composed = rows, builder, composed
         self.room = room
         self._most = min(room, MOST_TOKENS)
-        self._end = [builder.tokenizer.eos_token_id]
+        self._end = [builder.tokenizer.eos_token_id if end is None else end]
 
     def pack(self, number: int) -> list[TrainingSequence]:
         """Drawn rows, until the next one does not fit."""
@@ -240,7 +246,9 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     weights = list(model.parameters().values())
     optimiser = torch.optim.AdamW(weights, given.rate, (0.9, 0.99), weight_decay=0.0)
     held, rows = divided(rows, count)
-    samples = Samples(rows, builder, model.room, given.composed)
+    ends = model.causal.generation_config.eos_token_id  # what the engine stops at; a tokenizer may err
+    end = ends[0] if isinstance(ends, list) else ends
+    samples = Samples(rows, builder, model.room, given.composed, end)
     checks = {
         name: [samples.sequence(row, composed=composed) for row in held]
         for name, composed in (("whole", False), ("composed", True))
