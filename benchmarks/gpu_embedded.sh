@@ -12,7 +12,7 @@ step=$1
 shift
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD:$PWD/index:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True FLASHINFER_DISABLE_VERSION_CHECK=1
+export FLASHINFER_DISABLE_VERSION_CHECK=1
 written=benchmarks.written_questions
 case $step in
   write)

@@ -22,7 +22,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ragserve.adapt.finite_values import not_finite
 from ragserve.answering.messages import Message
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
 from ragserve.config import load
@@ -162,6 +163,37 @@ class Step:
         self.saves = model.device.type == "cuda" and torch.cuda.mem_get_info()[0] > _FREE
         if self.saves:
             model.causal.gradient_checkpointing_disable()
+        self._contexts = ExitStack()
+        self.mixed = False  # whether the adapter, whose weights have 32 bits, computes in 16
+
+    def computed(self) -> AbstractContextManager[Any]:
+        """Around forward passes."""
+        model = self._model
+        return torch.autocast(model.device.type, model.causal.dtype) if self.mixed else nullcontext()
+
+    def check(self, pack: Sequence[TrainingSequence]) -> str:
+        """Compute a pack, with mixed precision where the model has 16 bits and that gives finite values.
+        Returns which module does not, where no way does."""
+        from peft.helpers import disable_input_dtype_casting
+
+        model = self._model
+
+        def forward() -> None:
+            with self.computed():
+                packed = model.pack(pack)
+                hidden, *_ = model.run(packed)
+                model.logits(hidden[packed.targets])
+
+        self._contexts.close()
+        self.mixed = model.causal.dtype.itemsize == 2
+        if self.mixed:
+            self._contexts.enter_context(disable_input_dtype_casting(model.adapter))
+            if not (why := not_finite(model.causal, forward)):
+                return ""
+            print(f"with mixed precision {why}", flush=True)
+            self._contexts.close()
+            self.mixed = False
+        return not_finite(model.causal, forward)
 
     def backward(self, some: Sequence[Sequence[TrainingSequence]]) -> float:
         """Add the gradient of the mean loss of the packs' answer tokens; returns that loss."""
@@ -194,7 +226,7 @@ class Step:
         """The pack's part of the loss; None where it does not fit into memory with saved activations."""
         try:
             with self._model.training():
-                with computed(self._model):
+                with self.computed():
                     loss = answer_loss(self._model, pack) / tokens
                 loss.backward()
         except torch.OutOfMemoryError:
@@ -204,19 +236,16 @@ class Step:
         return loss.detach()
 
 
-def computed(model: AdaptedModel) -> AbstractContextManager[Any]:
-    """On a GPU the adapter, whose weights have 32 bits, computes in bfloat16."""
-    is_gpu = model.device.type == "cuda"
-    return torch.autocast("cuda", torch.bfloat16) if is_gpu else nullcontext()
-
-
-def held_out_loss(model: AdaptedModel, sequences: Sequence[TrainingSequence], *, saves: bool) -> float:
-    """The mean loss of the answers' tokens. ``saves``: as in training, for which attention is compiled."""
+def held_out_loss(model: AdaptedModel, sequences: Sequence[TrainingSequence], step: Step) -> float:
+    """The mean loss of the answers' tokens, computed as in training, for which attention is compiled."""
     from ragserve.adapt.packing import in_packs
 
     tokens = sum(len(each.targets) for each in sequences)
-    with torch.set_grad_enabled(saves), computed(model):
-        return sum(float(answer_loss(model, part)) for part in in_packs(sequences, model.room)) / tokens
+    total = 0.0
+    for part in in_packs(sequences, model.room):
+        with torch.set_grad_enabled(step.saves), step.computed():
+            total += float(answer_loss(model, part).detach())
+    return total / tokens
 
 
 def divided(
@@ -262,7 +291,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
             optimiser.load_state_dict(state)
 
     def note() -> None:
-        losses = {name: held_out_loss(model, some, saves=step.saves) for name, some in checks.items()}
+        losses = {name: held_out_loss(model, some, step) for name, some in checks.items()}
         best = min((sum((e["whole"], e["composed"])) for e in course.history), default=math.inf)
         course.history.append({"step": course.step, "seconds": round(course.seconds), **losses})
         if sum(losses.values()) < best and course.step:
@@ -271,41 +300,42 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         checkpoints.save(course, model.parameters(), optimiser.state_dict())
         print(json.dumps(course.history[-1]), flush=True)
 
-    from peft.helpers import disable_input_dtype_casting
-
     step, bad, noted = Step(model), 0, time.monotonic()
-    with disable_input_dtype_casting(model.adapter, active=model.device.type == "cuda"):
-        step.try_flex(samples.pack(0))
+    step.try_flex(samples.pack(0))
+    stopped = step.check(samples.pack(0))
+    if not stopped:
         if not course.history:
             note()
-        coming = packs(samples, course.step * given.packs, model.device)
-        while (share := max(course.seconds / given.seconds, course.step / given.steps)) < 1 and bad < _BAD:
-            cosine = LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(math.pi * share)) / 2
-            for group in optimiser.param_groups:
-                group["lr"] = given.rate * cosine * min(1.0, (course.step + 1) / WARM_UP)
-            optimiser.zero_grad(set_to_none=True)
-            drawn = list(islice(coming, given.packs))
-            loss = step.backward(drawn)
-            norm = torch.nn.utils.clip_grad_norm_(weights, CLIP)
-            if torch.isfinite(norm):
-                optimiser.step()
-                bad = 0
-            else:
-                bad, course.skipped = bad + 1, course.skipped + 1
-            course.step += 1
-            now = time.monotonic()
-            course.seconds, mark = course.seconds + now - mark, now
-            ended = course.seconds >= given.seconds or course.step >= given.steps or bad == _BAD
-            if now - noted > EVERY_S or ended:
-                note()
-                noted = time.monotonic()
-            if course.step % _SAY == 0:
-                tokens, answers = (sum(each) for each in zip(*map(_sizes, drawn), strict=True))
-                print(
-                    f"step {course.step}, {course.seconds:.0f} s: loss {loss:.3f}, norm {float(norm):.2f}, "
-                    f"{tokens} tokens, {answers} answers",
-                    flush=True,
-                )
+        stopped = "" if all(map(math.isfinite, course.history[-1].values())) else "the held-out loss is not finite"
+    coming = packs(samples, course.step * given.packs, model.device)
+    while not stopped and (share := max(course.seconds / given.seconds, course.step / given.steps)) < 1:
+        cosine = LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(math.pi * share)) / 2
+        for group in optimiser.param_groups:
+            group["lr"] = given.rate * cosine * min(1.0, (course.step + 1) / WARM_UP)
+        optimiser.zero_grad(set_to_none=True)
+        drawn = list(islice(coming, given.packs))
+        loss = step.backward(drawn)
+        norm = torch.nn.utils.clip_grad_norm_(weights, CLIP)
+        if torch.isfinite(norm):
+            optimiser.step()
+            bad = 0
+        else:
+            bad, course.skipped = bad + 1, course.skipped + 1
+            stopped = step.check(drawn[0]) or "gradients are not finite" if bad == _BAD else ""
+        course.step += 1
+        now = time.monotonic()
+        course.seconds, mark = course.seconds + now - mark, now
+        ended = stopped or course.seconds >= given.seconds or course.step >= given.steps
+        if now - noted > EVERY_S or ended:
+            note()
+            noted = time.monotonic()
+        if course.step % _SAY == 0 or not torch.isfinite(norm):
+            tokens, answers = (sum(each) for each in zip(*map(_sizes, drawn), strict=True))
+            print(
+                f"step {course.step}, {course.seconds:.0f} s: loss {loss:.3f}, norm {float(norm):.2f}, "
+                f"{tokens} tokens, {answers} answers",
+                flush=True,
+            )
     about = {
         "base": given.model.name,
         "base digest": digest_of(given.model),
@@ -319,6 +349,8 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         "attention": f"masks: {model.no_flex}" if model.no_flex else "flex",
         "steps": course.step,
         "skipped": course.skipped,
+        "stopped": stopped,
+        "mixed precision": step.mixed,
         "best step": course.best_step,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "course": course.history,
@@ -364,7 +396,9 @@ def main() -> int:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     about = train(given)
-    return 0 if about["best step"] else 1
+    if about["stopped"]:
+        print(f"Training has stopped: {about['stopped']}.", file=sys.stderr)
+    return 0 if about["best step"] and not about["stopped"] else 1
 
 
 if __name__ == "__main__":

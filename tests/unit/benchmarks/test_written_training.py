@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from benchmarks.written_questions import train
 from ragserve.answering.prompt import PromptBuilder
@@ -62,18 +63,41 @@ def test_a_pack_is_drawn_and_further_questions_stand_behind_the_same_passages() 
     assert one.answers == [*one.answer, *answer]
 
 
-def test_an_adapter_is_trained_resumed_and_merged(tmp_path: Path) -> None:
-    base = tmp_path / "base"
+def options(base: Path, tmp_path: Path, **other: Any) -> argparse.Namespace:
+    """What `train` is given; twenty rows."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row(n, more=[row(n + 50)])) + "\n" for n in range(20)))
+    fixed = {"seconds": 1e9, "rank": 2, "rate": 5e-3, "composed": 0.5, "room": 0, "packs": 1, "limit": None}
+    out = tmp_path / "out"
+    out.mkdir()
+    return argparse.Namespace(model=base, rows=rows, out=out, **fixed | other)
+
+
+def small_model(base: Path) -> None:
     model = tiny_llama()
     model.config.max_position_embeddings = 8192
     model.save_pretrained(base)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(MODEL) / name, base)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row(n, more=[row(n + 50)])) + "\n" for n in range(20)))
-    options = {"seconds": 1e9, "rank": 2, "rate": 5e-3, "composed": 0.5, "room": 0, "packs": 1}
-    given = argparse.Namespace(model=base, rows=rows, out=tmp_path / "out", steps=3, limit=None, **options)
-    given.out.mkdir()
+
+
+def test_a_training_stops_before_the_first_step_and_names_what_is_not_finite(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    small_model(base)
+    path = base / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
+    save_file(weights, path, metadata={"format": "pt"})
+    about = train.train(options(base, tmp_path, steps=3))
+    assert about["steps"] == 0
+    assert "model.layers.1.mlp.up_proj" in about["stopped"]
+    assert not about["best step"]
+
+
+def test_an_adapter_is_trained_resumed_and_merged(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    small_model(base)
+    given = options(base, tmp_path, steps=3)
     first = train.train(given)
     given.steps = 5
     about = train.train(given)
