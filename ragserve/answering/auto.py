@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,12 +171,21 @@ class Chooser:
         pieces = pieces_of(prompt.input_ids, prompt.spans)
         owners = prompt.owners(namespace)
         engine = answering(engine, namespace, pieces, owners)
-        tiers = await fastest_tiers(engine, namespace, pieces, owners)
-        cached = await engine.prefix(namespace, prompt.input_ids) if shared else 0
+        specs = [parse(label)[0] for label in labels]
+
+        async def places() -> list[str]:
+            if all(spec.name == PASSAGES for spec in specs):  # prefilled, wherever its KV is
+                return [ABSENT] * len(pieces)
+            return await fastest_tiers(engine, namespace, pieces, owners)
+
+        async def prefix() -> int:
+            return await engine.prefix(namespace, prompt.input_ids) if shared else 0
+
+        tiers, cached = await asyncio.gather(places(), prefix())
         exact = costs.exact_ms(len(prompt.input_ids), cached)
         documents = [(len(piece), tier) for piece, tier in zip(pieces, tiers, strict=True)]
         expected: list[tuple[float, StrategySpec, ChosenPassages | None]] = []
-        for spec in (parse(label)[0] for label in labels):
+        for spec in specs:
             best, _ = choice_of(spec.name, spec.options)
             chosen = None if best is None or choose is None else await choose(best)
             read = documents

@@ -184,7 +184,7 @@ def more(result: dict[str, Any], minutes: float, most: int) -> str | None:
             "server (query_log_bytes) would decide more."
         )
     needed = max((count for count in wanted if count), default=0)
-    if not asked or not needed:
+    if not 0 < asked < needed:
         return "Run the same command again for more questions: what was compared is kept."
     about = max(1, round(minutes * (needed - asked) / asked))
     limit = f" --max-questions {needed}" if needed > most else ""

@@ -20,7 +20,7 @@ import torch
 from ragserve.engine.running_server import RunningServer
 from sglang_ext.attention.pools.streaming_heads import save_pattern
 from tests.conftest import REPO
-from tests.integration.forked_starts import fork_parent, forked_server
+from tests.integration.forked_starts import DTYPE, fork_parent, forked_server
 from tests.integration.models import LLAMA3, random_llama, with_tools
 
 RANKS = 2
@@ -96,10 +96,9 @@ def default(folder: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def started(data_dir: Path, *, storage: Path | None = None, **flags: Any) -> Iterator[Server]:
-    """Start a server that caches only what a test asks for, and computes in float32, as `forked_server`. It
+    """Start a server that caches only what a test asks for, and computes as `forked_server` does. It
     and the engine's processes are forked; users' are spawned, as those of `test_wheel` and
     `warmed_elsewhere`."""
-    flags = {"dtype": "float32"} | flags
     with (
         forked_server(data_dir=data_dir, warm_ingested=False, **flags) as running,
         running.client() as client,
@@ -138,7 +137,7 @@ def warmed_elsewhere(folder: Path, model: Path | None) -> WarmedElsewhere:
         Path(path).write_text(text)
     options = ["--namespace", namespace, "--data-dir", str(data), "--model", str(model), "--warm", "--json"]
     store = shared_folder(shared, value=0)
-    env = {f"RAGSERVE_{name.upper()}": str(value) for name, value in {"dtype": "float32", **store}.items()}
+    env = {f"RAGSERVE_{name.upper()}": str(value) for name, value in {"dtype": DTYPE, **store}.items()}
     with (folder / "report.json").open("wb") as report, (folder / "said.txt").open("wb") as said:
         # its engine's processes are spawned, as users' are
         command = fork_parent().start("ragserve.cli", ["ingest", *inputs, *options], env, report, said)

@@ -21,14 +21,16 @@ from ragserve.engine import running_server as server
 from ragserve.engine.running_server import RunningServer
 from tests.conftest import REPO
 
+DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"  # SGLang's norms on GPUs have no float32
+
 
 @contextlib.contextmanager
 def forked_server(**options: Any) -> Iterator[RunningServer]:
     """`running_server`, for tests that do not ask how processes are started. With an accelerator they are
     spawned, as in production, and so are those that import from another PYTHONPATH than the fork parent has.
-    It computes in float32, so that answers can be compared with references on every machine.
+    It computes in `DTYPE`: in float32 answers can be compared with references on every CPU.
     RAGSERVE_ATTENTION names its attention backend where SGLang's default lacks its library."""
-    options = {"dtype": "float32"} | options
+    options = {"dtype": DTYPE} | options
     if attention := os.environ.get("RAGSERVE_ATTENTION"):
         engine_args = json.loads(options.get("engine_args", "{}"))
         options["engine_args"] = json.dumps({"attention_backend": attention} | engine_args)

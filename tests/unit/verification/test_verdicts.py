@@ -128,6 +128,9 @@ def test_the_command_says_what_more_time_would_bring() -> None:
     assert "--max-questions 700" in said
     assert "All questions" in str(more(result(9, True, ("undecided", 140)), 10, 400))
     assert "again" in str(more(result(0, False), 10, 400))
+    said = more(result(36, False, ("verified", None), ("undecided", 35)), 10, 400)
+    assert said is not None
+    assert "--minutes" not in said, "a guess that was wrong"
 
 
 def test_rows_of_dense_engines_keep_their_place_and_sparse_ones_have_theirs() -> None:
