@@ -1,8 +1,8 @@
 """Several tasks over the same passages, in batches, greedily, in plain transformers: a passage's KV is
 computed once, and every task's text goes behind it.
 
-Any causal model with a chat template, in bfloat16 on a GPU and in float32 on a CPU. Rows are padded on the left, and between a
-passage and a task's text, where the mask hides it; positions count what is not hidden."""
+Any causal model with a chat template, in bfloat16 on a GPU and in float32 on a CPU. Rows are padded on the
+left, and between a passage and a task's text, where the mask hides it; positions count what is not hidden."""
 
 from __future__ import annotations
 

@@ -151,9 +151,7 @@ def nearest(
         for one, row in zip(asked[start : start + 1024], found, strict=True):
             gold = [place[each] for each in one.gold]
             free = [
-                int(number)
-                for number in row
-                if number in gold or not words[int(number)].hold(one.answer)
+                int(number) for number in row if number in gold or not words[int(number)].hold(one.answer)
             ]
             others = [number for number in free if number not in gold][: NEAREST - len(gold)]
             missing = [number for number in gold if number not in free]
@@ -223,9 +221,7 @@ def laid_out(
     }
 
 
-def _said(
-    row: Mapping[str, Any], answer: str | None, shown: Sequence[str], system: str
-) -> dict[str, Any]:
+def _said(row: Mapping[str, Any], answer: str | None, shown: Sequence[str], system: str) -> dict[str, Any]:
     """A row's question over the passages ``shown``, and what is to be said."""
     gold = [row["passages"][number] for number in row["gold"]]
     cited = "".join(f"[{shown.index(each) + 1}]" for each in gold) if answer and system == "cited" else ""

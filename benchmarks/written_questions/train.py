@@ -248,10 +248,8 @@ def held_out_loss(model: AdaptedModel, sequences: Sequence[TrainingSequence], st
     return total / tokens
 
 
-def divided(
-    rows: Sequence[dict[str, Any]], count: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The first ``count`` rows, without further questions, and those that show none of their gold passages."""
+def divided(rows: Sequence[dict[str, Any]], count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The first ``count`` rows, without further questions, and the others that show none of their gold."""
     held = [row | {"more": []} for row in rows[:count]]
     gold = {row["passages"][place]["text"] for row in held for place in row["gold"]}
     shown = (row for row in rows[count:] if not any(each["text"] in gold for each in row["passages"]))
@@ -306,9 +304,12 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     if not stopped:
         if not course.history:
             note()
-        stopped = "" if all(map(math.isfinite, course.history[-1].values())) else "the held-out loss is not finite"
+        if not all(map(math.isfinite, course.history[-1].values())):
+            stopped = "the held-out loss is not finite"
     coming = packs(samples, course.step * given.packs, model.device)
-    while not stopped and (share := max(course.seconds / given.seconds, course.step / given.steps)) < 1:
+    while not stopped:
+        if (share := max(course.seconds / given.seconds, course.step / given.steps)) >= 1:
+            break
         cosine = LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(math.pi * share)) / 2
         for group in optimiser.param_groups:
             group["lr"] = given.rate * cosine * min(1.0, (course.step + 1) / WARM_UP)

@@ -155,7 +155,9 @@ def flex_differs(model: Any, device: torch.device, tokens: int) -> str:
     sequences = [TrainingSequence([3] * 20, documents, [4] * 30, [5] * 9, composed=True)] * 2
     draw = torch.Generator(device).manual_seed(0)
     given = [
-        torch.randn(1, tokens, count, size, generator=draw, device=device, dtype=torch.bfloat16).transpose(1, 2)
+        torch.randn(1, tokens, count, size, generator=draw, device=device, dtype=torch.bfloat16).transpose(
+            1, 2
+        )
         for count in (heads, kv_heads, kv_heads)
     ]
     found = []

@@ -28,8 +28,8 @@ def not_finite(model: torch.nn.Module, forward: Callable[[], Any]) -> str:
         bad = any(not bool(torch.isfinite(each).all()) for each in given)
         rows = ~torch.isfinite(first).flatten(0, -2).all(-1)
         found.append(
-            f"{name or 'the model'} gives values that are not finite in {int(rows.sum())} of {len(rows)} rows "
-            f"of type {first.dtype}; its inputs are {'not finite' if bad else 'finite'}"
+            f"{name or 'the model'} gives values that are not finite in {int(rows.sum())} of {len(rows)} "
+            f"rows of type {first.dtype}; its inputs are {'not finite' if bad else 'finite'}"
         )
 
     hooks = [

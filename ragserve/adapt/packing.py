@@ -71,7 +71,8 @@ class PackedSequences:
     ``positions``: where Q and K are computed; ``shifts``: from there to where question and answer see K.
     Tokens of one of ``segments`` see each other, and those ``behind`` the prefix see that, too. ``samples``:
     each token's sequence. ``asked``: tokens that see all of their sequence instead, but for other ``tails``,
-    which are numbered from 1; 0 is what they all see. ``targets``: compared tokens. ``bounds``: first token of each sequence and the one behind its last. All seeing is causal."""
+    which are numbered from 1; 0 is what they all see. ``targets``: compared tokens. ``bounds``: first token
+    of each sequence and the one behind its last. All seeing is causal."""
 
     prefix: int = 0
     ids: list[int] = field(default_factory=list)

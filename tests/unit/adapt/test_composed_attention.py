@@ -97,8 +97,12 @@ def test_whole_prompts_in_a_pack_are_computed_as_they_are_alone(model: AdaptedMo
 
 
 @pytest.mark.parametrize("composed", [True, False])
-def test_questions_over_the_same_documents_do_not_see_each_other(model: AdaptedModel, *, composed: bool) -> None:
-    one, other, third = (sequence((9, 17, 31, 6, size), composed=composed, seed=n) for n, size in enumerate((3, 1, 4)))
+def test_questions_over_the_same_documents_do_not_see_each_other(
+    model: AdaptedModel, *, composed: bool
+) -> None:
+    one, other, third = (
+        sequence((9, 17, 31, 6, size), composed=composed, seed=n) for n, size in enumerate((3, 1, 4))
+    )
     together = replace(one, more=[(other.question, other.answer), (third.question, third.answer)])
     beside = sequence(SIZES[0], composed=not composed, seed=5)
     logits, _ = target_logits(model, [together, beside])

@@ -120,7 +120,6 @@ def test_the_adapter_is_merged_and_has_a_folder_of_its_own(
     [plain], _ = made
     use(monkeypatch, plain.parents[2], Path("nowhere"))  # the GGUF file is there
 
-
     def written_by(version: str) -> Callable[[Path, Path], Path]:
         def as_folder(_: Path, new: Path) -> Path:
             folder = Path(shutil.copytree(plain, new / "model"))
