@@ -34,7 +34,7 @@ case $step in
     passages=$1 base=$2 out=$3 seconds=$4
     mkdir -p "$out"
     [ -f "$out/rows.jsonl.gz" ] || cp benchmarks/written_questions/first/rows.jsonl.gz "$out"
-    [ -f "$out/rows.jsonl" ] || python3 -m $written.rows expand "$passages" "$out/rows.jsonl.gz" "$out/rows.jsonl" --laid-out
+    [ "$out/rows.jsonl" -nt "$out/rows.jsonl.gz" ] || python3 -m $written.rows expand "$passages" "$out/rows.jsonl.gz" "$out/rows.jsonl" --laid-out
     python3 -m $written.train "$base" "$out/rows.jsonl" "$out" --seconds "$seconds"
     ;;
   answer)
