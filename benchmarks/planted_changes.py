@@ -83,7 +83,8 @@ class Planted:
     ) -> None:
         """Compare answers of a phase until ``most`` are, or the strategy is out, or the time is up."""
         info = self.engine.info
-        base = Gate([self.given.out / gate.FILE_NAME], info.fingerprint, model="m", dtype=info.dtype)
+        identity = info.gate_identity | {"model": Path(info.model).name}
+        base = Gate([self.given.out / gate.FILE_NAME], **identity)
         (self.given.out / phase).mkdir(exist_ok=True)
         record = self.record(phase)
         parts = (self.engine, self.store, base, record, QueryLimiter(4), self.builder, 1.0)
@@ -111,7 +112,8 @@ class Planted:
         """Record the strategy as verified."""
         info = self.engine.info
         sets = {gate.set_of(NAMESPACE): figures}
-        entry = Entry(sets, Path(info.model).name, "", "", info.dtype, samkv=info.samkv, prefix=info.prefix)
+        about = {"samkv": info.samkv, "prefix": info.prefix, "sparse": info.sparse}
+        entry = Entry(sets, Path(info.model).name, "", "", info.dtype, **about)
         gate.record(self.given.out / gate.FILE_NAME, info.fingerprint, {self.spec.label: entry})
 
 
