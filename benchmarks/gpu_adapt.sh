@@ -11,7 +11,6 @@ step=$1
 shift
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD:$PWD/index:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
-export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 processes=${PROCESSES:-6}
 case $step in
   leg)

@@ -77,6 +77,9 @@ class Evaluated:
         )
 
     def repeated_sets(self, text: str) -> list[str]:
+        """Return the sets that share a run of words with the text."""
+        if not self.repeats(text):  # most; to look into each set takes thousands of times as long
+            return []
         hashes = runs(text)
         return [n for n, own in zip(self._names, self._by_set, strict=True) if np.isin(hashes, own).any()]
 

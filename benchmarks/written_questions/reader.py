@@ -1,8 +1,8 @@
 """Several tasks over the same passages, in batches, greedily, in plain transformers: a passage's KV is
 computed once, and every task's text goes behind it.
 
-bfloat16, any causal model with a chat template, on a GPU or a CPU. Rows are padded on the left, and between a
-passage and a task's text, where the mask hides it; positions count what is not hidden."""
+Any causal model with a chat template, in bfloat16 on a GPU and in float32 on a CPU. Rows are padded on the
+left, and between a passage and a task's text, where the mask hides it; positions count what is not hidden."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Reader:
         self.tokenizer = load_tokenizer(str(folder))
         self.layout = ChatLayout(self.tokenizer)
         self._system = system
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self._model: Any = model.to(device).eval()
         self._device = device
         ends = self._model.generation_config.eos_token_id or self.tokenizer.eos_token_id

@@ -10,18 +10,21 @@ Beside ROWS come ROWS.json, with counts and digest. All draws are seeded: the sa
 
 `expand` writes {question, answer, passages: [{title, text}], gold} with all passages, as `ragserve adapt`
 reads them; with ``--laid-out`` what the model is to read and to say: ``k`` passages in an order of their own,
-the ``system`` text, ``history``, and ``target``, with citations where the system text asks for them."""
+the ``system`` text, ``history``, ``target``, with citations where the system text asks for them, and
+``more``: other rows' questions over the same passages, so that a model reads these once for several."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -32,7 +35,7 @@ from benchmarks.written_questions.write import Pair
 from ragserve.answering.chat_template import DEFAULT_SYSTEM
 from ragserve.files import write_json
 from ragserve.json_lines import json_lines
-from ragserve.verification.metrics import contains_answer
+from ragserve.verification.metrics import contains_answer, normalise
 from ragserve.verification.question_probes import SHORT
 
 NEAREST = 10
@@ -54,6 +57,7 @@ _COMPARED = {  # verbs of a question "When was X ...?", and how two of them are 
 _WHEN = re.compile(rf"^(?:When|In which year|In what year) was (?:the )?(.+?) ({'|'.join(_COMPARED)})\?$")
 _YEAR = re.compile(r"\b(1\d{3}|20\d\d)\b")
 _OFTEN = 2  # comparisons of one pair
+_MORE = 7  # questions beside a row's own, at most
 
 
 class Asked(NamedTuple):
@@ -122,25 +126,46 @@ def comparisons(pairs: Sequence[Pair]) -> Iterator[Asked]:
                 yield Asked(question, one if early < late else two, gold, "compared")
 
 
+class Words:
+    """A passage's words, made ready once."""
+
+    def __init__(self, passage: Passage) -> None:
+        self._text = f" {normalise(passage.text)} "
+
+    def hold(self, answer: str) -> bool:
+        """What `contains_answer` says of the passage's text."""
+        wanted = normalise(answer)
+        return bool(wanted) and f" {wanted} " in self._text
+
+
 def nearest(
     asked: Sequence[Asked], passages: Sequence[Passage], vectors: np.ndarray, questions: np.ndarray
 ) -> Iterator[list[int]]:
     """The numbers of the `NEAREST` passages for each question, and of its gold ones, which have no other with
     the answer beside them."""
     place = {each.id: number for number, each in enumerate(passages)}
+    words = {number: Words(each) for number, each in enumerate(passages)}
     for start in range(0, len(asked), 1024):
         scores = questions[start : start + 1024] @ vectors.T
-        found = np.argsort(-scores, axis=1, kind="stable")[:, : 3 * NEAREST]
+        found = _best(scores, 3 * NEAREST)
         for one, row in zip(asked[start : start + 1024], found, strict=True):
             gold = [place[each] for each in one.gold]
             free = [
-                int(number)
-                for number in row
-                if number in gold or not contains_answer(passages[number].text, [one.answer])
+                int(number) for number in row if number in gold or not words[int(number)].hold(one.answer)
             ]
             others = [number for number in free if number not in gold][: NEAREST - len(gold)]
             missing = [number for number in gold if number not in free]
             yield [number for number in free if number in gold or number in others] + missing
+
+
+def _best(scores: np.ndarray, n: int) -> np.ndarray:
+    """The columns of the ``n`` greatest scores of each row, best first."""
+    if n < scores.shape[1]:
+        some = np.sort(np.argpartition(-scores, n, axis=1)[:, :n], axis=1)
+    else:
+        some = np.tile(np.arange(scores.shape[1]), (len(scores), 1))
+    order = np.argsort(-np.take_along_axis(scores, some, 1), axis=1, kind="stable")
+    return np.take_along_axis(some, order, 1)
 
 
 def rows(
@@ -176,25 +201,78 @@ def rows(
             }
 
 
-def laid_out(row: Mapping[str, Any], by_id: Mapping[str, Passage]) -> dict[str, Any]:
-    """What a model is to read, and to say."""
+def laid_out(
+    row: Mapping[str, Any], by_id: Mapping[str, Passage], beside: Beside | None = None
+) -> dict[str, Any]:
+    """What a model is to read, and to say. ``beside``: where ``more`` questions come from."""
     draw = random.Random(f"{SEED} {row['question']} {row['passages']}")
     gold = [row["passages"][number] for number in row["gold"]]
     others = [each for each in row["passages"] if each not in gold]
     shown = [*gold, *others[: max(0, row["k"] - len(gold))]]
     draw.shuffle(shown)
-    places = [shown.index(each) for each in gold]
-    cited = "".join(f"[{place + 1}]" for place in places) if row["system"] == "cited" else ""
+    more = beside.of(row, shown, draw) if beside else []
     return {
-        "question": row["question"],
-        "answer": row["answer"],
         "passages": [_shown(by_id[each]) for each in shown],
-        "gold": places,
+        "gold": [shown.index(each) for each in gold],
         "kind": row["kind"],
         "system": SYSTEMS[row["system"]][0],
-        "history": row.get("history", []),
-        "target": REFUSAL if row["answer"] is None else f"{row['answer']} {cited}".strip(),
+        **_said(row, row["answer"], shown, row["system"]),
+        "more": [_said(other, answer, shown, row["system"]) for other, answer in more],
     }
+
+
+def _said(row: Mapping[str, Any], answer: str | None, shown: Sequence[str], system: str) -> dict[str, Any]:
+    """A row's question over the passages ``shown``, and what is to be said."""
+    gold = [row["passages"][number] for number in row["gold"]]
+    cited = "".join(f"[{shown.index(each) + 1}]" for each in gold) if answer and system == "cited" else ""
+    return {
+        "question": row["question"],
+        "answer": answer,
+        "history": row.get("history", []),
+        "target": REFUSAL if answer is None else f"{answer} {cited}".strip(),
+    }
+
+
+class Beside:
+    """Finds questions of other rows for the passages that a row shows."""
+
+    def __init__(self, every: Sequence[Mapping[str, Any]], by_id: Mapping[str, Passage]) -> None:
+        self._words = {number: Words(each) for number, each in by_id.items()}
+        self._about: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        self._near: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+        for row in every:
+            gold = self._gold(row)
+            for number in row["passages"] if gold else ():
+                (self._about if number in gold else self._near)[number].append(row)
+
+    @staticmethod
+    def _gold(row: Mapping[str, Any]) -> set[str]:
+        return {row["passages"][number] for number in row["gold"]}
+
+    def of(
+        self, row: Mapping[str, Any], shown: Sequence[str], draw: random.Random
+    ) -> list[tuple[Mapping[str, Any], str | None]]:
+        """At most `_MORE` rows and their answers over the passages ``shown``; None where none of these
+        has it. Only gold passages have an answer, and no question comes twice."""
+        seen = {row["question"].lower()}
+        found: list[tuple[Mapping[str, Any], str | None]] = []
+        refused = sum(draw.random() < _UNANSWERABLE for _ in range(_MORE))
+        for lists, most in ((self._near, refused), (self._about, _MORE)):
+            some = [other for number in shown for other in lists[number]]
+            draw.shuffle(some)
+            for other in some:
+                if len(found) >= most:
+                    break
+                gold = self._gold(other)
+                fit = gold.isdisjoint(shown) if lists is self._near else gold.issubset(shown)
+                if not fit or other["question"].lower() in seen:
+                    continue
+                if any(self._words[each].hold(other["answer"]) for each in shown if each not in gold):
+                    continue
+                seen.add(other["question"].lower())
+                found.append((other, None if lists is self._near else other["answer"]))
+        draw.shuffle(found)
+        return found
 
 
 def whole(row: Mapping[str, Any], by_id: Mapping[str, Passage]) -> dict[str, Any]:
@@ -259,10 +337,27 @@ def _summed(paths: Iterable[Path]) -> dict[str, int]:
 def expand(folder: Path, path: Path, out: Path, *, is_laid_out: bool) -> None:
     """Write the rows with the passages' texts."""
     by_id = {each.id: each for each in read_passages(folder / "passages.jsonl.gz")}
-    form = laid_out if is_laid_out else whole
-    with out.open("w", encoding="utf-8") as file:
-        for row in read_rows(path):
-            file.write(json.dumps(form(row, by_id), ensure_ascii=False) + "\n")
+    every = read_rows(path)
+    part = out.with_name(out.name + ".part")
+    with part.open("w", encoding="utf-8") as file:
+        if not is_laid_out:
+            file.writelines(f"{json.dumps(whole(row, by_id), ensure_ascii=False)}\n" for row in every)
+        else:
+            _Line.made_of = every, by_id, Beside(every, by_id)  # what forked processes share
+            with multiprocessing.get_context("fork").Pool(min(8, os.cpu_count() or 1)) as pool:
+                file.writelines(pool.imap(_Line.of, range(len(every)), chunksize=64))
+    part.replace(out)
+
+
+class _Line:
+    """A laid-out row as a line, in a process of its own."""
+
+    made_of: ClassVar[tuple[Sequence[Mapping[str, Any]], Mapping[str, Passage], Beside]]
+
+    @classmethod
+    def of(cls, number: int) -> str:
+        every, by_id, beside = cls.made_of
+        return json.dumps(laid_out(every[number], by_id, beside), ensure_ascii=False) + "\n"
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "ragserve_packed"  # of the attention, for transformers
-ROWS = 512  # FlexAttention is compiled for multiples of so many asked tokens, so that there are few shapes
+ROWS = 4096  # FlexAttention is compiled for multiples of so many asked tokens, so that there are few shapes
 
 
 class PackedAttention:
@@ -33,6 +33,7 @@ class PackedAttention:
         self.positions = torch.tensor([packed.positions], device=device)
         self._segments = torch.tensor(packed.segments, device=device)
         self._samples = torch.tensor(packed.samples, device=device)
+        self._tails = torch.tensor(packed.tails, device=device)
         self._behind = torch.tensor(packed.behind, device=device)
         self._in_prefix = torch.arange(len(packed.ids), device=device) < packed.prefix
         self._asked = torch.tensor(packed.asked, dtype=torch.int64, device=device)
@@ -72,7 +73,8 @@ class PackedAttention:
         return (key <= row) & (own | (self._behind[row] & self._in_prefix[key]))
 
     def _asked_sees(self, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= row) & (self._samples[row] == self._samples[key])
+        own = (self._tails[key] == 0) | (self._tails[key] == self._tails[row])
+        return (key <= row) & (self._samples[row] == self._samples[key]) & own
 
     def _by_masks(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, *, asked: bool
@@ -99,8 +101,11 @@ class PackedAttention:
     def _by_flex(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, *, asked: bool
     ) -> torch.Tensor:
-        blocks = self._blocks[asked]
-        return _flex_attention(q.device.type)(q, k, v, block_mask=blocks, scale=scaling, enable_gqa=True)
+        import torch
+
+        blocks, compiled = self._blocks[asked], _flex_attention(q.device.type)
+        with torch.autocast(q.device.type, enabled=False):  # a caller's would be compiled for anew
+            return compiled(q, k, v, block_mask=blocks, scale=scaling, enable_gqa=True)
 
     @cached_property
     def _blocks(self) -> tuple[Any, Any]:
@@ -127,6 +132,8 @@ def _flex_attention(device: str) -> Callable[..., torch.Tensor]:
     import torch
     from torch.nn.attention.flex_attention import flex_attention
 
+    # One for each number of asked tokens, with and without gradients.
+    torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
     compiled = torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
     found: Callable[..., torch.Tensor] = compiled
     return found
@@ -148,7 +155,9 @@ def flex_differs(model: Any, device: torch.device, tokens: int) -> str:
     sequences = [TrainingSequence([3] * 20, documents, [4] * 30, [5] * 9, composed=True)] * 2
     draw = torch.Generator(device).manual_seed(0)
     given = [
-        torch.randn(1, count, tokens, size, generator=draw, device=device, dtype=torch.bfloat16)
+        torch.randn(1, tokens, count, size, generator=draw, device=device, dtype=torch.bfloat16).transpose(
+            1, 2
+        )
         for count in (heads, kv_heads, kv_heads)
     ]
     found = []

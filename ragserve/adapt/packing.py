@@ -17,7 +17,8 @@ NOBODY = -1  # sample of the prefix and of padding
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
     """A prompt and its answer, as token ids. ``composed``: the documents do not see each other. ``rows``:
-    places whose next token is compared; empty for those that predict the answer. The answer's last token is
+    places whose next token is compared; empty for those that predict the answers. ``more``: further questions
+    over the same documents, each with its answer, that see no other question. An answer's last token is
     predicted only."""
 
     head: Sequence[int]
@@ -26,25 +27,52 @@ class TrainingSequence:
     answer: Sequence[int] = ()
     composed: bool = False
     rows: Sequence[int] = ()
+    more: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
 
     def __len__(self) -> int:
-        prompt = len(self.head) + sum(map(len, self.documents)) + len(self.question)
-        return prompt + max(0, len(self.answer) - 1)
+        return self.context + sum(map(len, self.tails))
+
+    @property
+    def context(self) -> int:
+        """Tokens before the first question."""
+        return len(self.head) + sum(map(len, self.documents))
+
+    @property
+    def tails(self) -> list[list[int]]:
+        """Each question with the tokens of its answer that are read."""
+        return [[*question, *answer[:-1]] for question, answer in self._asked]
+
+    @property
+    def answers(self) -> list[int]:
+        """The tokens of all answers, as `targets` predict them."""
+        return [token for _, answer in self._asked for token in answer]
 
     @property
     def targets(self) -> Sequence[int]:
         """The compared places."""
-        return self.rows or range(len(self) - len(self.answer), len(self))
+        if self.rows:
+            return self.rows
+        found: list[int] = []
+        end = self.context
+        for tail, (_, answer) in zip(self.tails, self._asked, strict=True):
+            end += len(tail)
+            found += range(end - len(answer), end)
+        return found
+
+    @property
+    def _asked(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+        return [(self.question, self.answer), *self.more]
 
 
 @dataclass(slots=True)
 class PackedSequences:
-    """Sequences one after another. The lists up to ``behind`` have an entry a token.
+    """Sequences one after another. The lists up to ``tails`` have an entry a token.
 
     ``positions``: where Q and K are computed; ``shifts``: from there to where question and answer see K.
     Tokens of one of ``segments`` see each other, and those ``behind`` the prefix see that, too. ``samples``:
-    each token's sequence. ``asked``: tokens that see all of their sequence instead. ``targets``: compared
-    tokens. ``bounds``: first token of each sequence and the one behind its last. All seeing is causal."""
+    each token's sequence. ``asked``: tokens that see all of their sequence instead, but for other ``tails``,
+    which are numbered from 1; 0 is what they all see. ``targets``: compared tokens. ``bounds``: first token
+    of each sequence and the one behind its last. All seeing is causal."""
 
     prefix: int = 0
     ids: list[int] = field(default_factory=list)
@@ -53,12 +81,20 @@ class PackedSequences:
     segments: list[int] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     behind: list[bool] = field(default_factory=list)
+    tails: list[int] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     bounds: list[tuple[int, int]] = field(default_factory=list)
 
     def _add(
-        self, ids: Sequence[int], position: int, *, sample: int, shift: int = 0, behind: bool = False
+        self,
+        ids: Sequence[int],
+        position: int,
+        *,
+        sample: int,
+        shift: int = 0,
+        behind: bool = False,
+        tail: int = 0,
     ) -> None:
         segment = self.segments[-1] + 1 if self.segments else 0
         self.ids += ids
@@ -67,10 +103,11 @@ class PackedSequences:
         self.segments += [segment] * len(ids)
         self.samples += [sample] * len(ids)
         self.behind += [behind] * len(ids)
+        self.tails += [tail] * len(ids)
 
     def _add_sequence(self, one: TrainingSequence) -> None:
         sample, start = len(self.bounds), len(self.ids)
-        tail = [*one.question, *one.answer[:-1]]
+        text = [*one.head, *(token for document in one.documents for token in document)]
         if one.composed:
             self._add(one.head, 0, sample=sample)
             place = len(one.head)
@@ -78,11 +115,14 @@ class PackedSequences:
                 shift = place - self.prefix
                 self._add(document, self.prefix, sample=sample, shift=shift, behind=True)
                 place += len(document)
-            self.asked += range(len(self.ids), len(self.ids) + len(tail))
-            self._add(tail, place, sample=sample)
-        else:
-            text = [*one.head, *(token for document in one.documents for token in document), *tail]
+        elif one.more:
             self._add(text, 0, sample=sample)
+        else:
+            self._add([*text, *one.tails[0]], 0, sample=sample)
+        if one.composed or one.more:
+            for number, tail in enumerate(one.tails, 1):
+                self.asked += range(len(self.ids), len(self.ids) + len(tail))
+                self._add(tail, len(text), sample=sample, tail=number)
         self.bounds.append((start, len(self.ids)))
         self.targets += [start + row for row in one.targets]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ragserve.adapt import greedy
 from ragserve.adapt.checkpoints import Checkpoints, TrainingCourse
 from ragserve.adapt.distillation import divergence
+from ragserve.adapt.finite_values import not_finite
 from ragserve.adapt.packing import TrainingSequence, in_packs
 from ragserve.errors import RagserveError
 
@@ -85,6 +86,7 @@ class Training:
         if not self.course.history:
             self._progress("held-out KL", "")
             self._evaluate()
+            self._check()
         self._mark = self._clock()
         bad = 0
         block: list[TrainingSequence] = []
@@ -121,6 +123,17 @@ class Training:
             )
         self._load(self._checkpoints.best(self.course.best_step))
         return self.course
+
+    def _check(self) -> None:
+        """Raise RagserveError where the untrained adapter's KL is not finite, and name the module."""
+        if math.isfinite(self._total({key: self.course.history[0][key] for key in ("composed", "whole")})):
+            return
+        [part, *_] = in_packs(self._held_out, self._model.room)
+        why = not_finite(self._model.causal, lambda: divergence(self._model, part))
+        raise RagserveError(
+            f"The model's values are not finite before any training: {why or 'only at times'}.",
+            hint="Look at the weights, or at what else uses the GPU.",
+        )
 
     def _count(self) -> None:
         """Count the time since the last call."""

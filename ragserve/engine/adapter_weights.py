@@ -1,4 +1,6 @@
-"""Merge a low-rank adapter into a model's weights: W + alpha / r * B A (Hu et al., 2022), in float32.
+"""Merge a low-rank adapter into a model's weights: W + alpha / r * B A (Hu et al., 2022).
+
+In float64, so that the rounded weights, and the model's fingerprint with them, are the same on every machine.
 
 Reads the two files that peft writes, without peft, which only training needs."""
 
@@ -41,6 +43,6 @@ def merge_adapter(model: Path, adapter: Path) -> None:
         if ".lora_A." not in name or up is None or target not in weights:
             raise ValueError(f"{adapter} has {name}, for which {model} has no place")
         down, weight = parts[name], weights[target]
-        added = settings["lora_alpha"] / down.shape[0] * (up.float() @ down.float())
-        weights[target] = (weight.float() + added).to(weight.dtype)
+        added = settings["lora_alpha"] / down.shape[0] * (up.double() @ down.double())
+        weights[target] = (weight.double() + added).to(weight.dtype)
     save_file(weights, path, metadata={"format": "pt"})

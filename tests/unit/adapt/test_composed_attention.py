@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -94,9 +96,25 @@ def test_whole_prompts_in_a_pack_are_computed_as_they_are_alone(model: AdaptedMo
         torch.testing.assert_close(logits, expected[-len(one.answer) :], atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize("composed", [True, False])
+def test_questions_over_the_same_documents_do_not_see_each_other(
+    model: AdaptedModel, *, composed: bool
+) -> None:
+    one, other, third = (
+        sequence((9, 17, 31, 6, size), composed=composed, seed=n) for n, size in enumerate((3, 1, 4))
+    )
+    together = replace(one, more=[(other.question, other.answer), (third.question, third.answer)])
+    beside = sequence(SIZES[0], composed=not composed, seed=5)
+    logits, _ = target_logits(model, [together, beside])
+    alone = [replace(one, question=q, answer=a) for q, a in ((one.question, one.answer), *together.more)]
+    torch.testing.assert_close(logits, torch.cat(target_logits(model, alone)), atol=2e-4, rtol=2e-4)
+    assert together.answers == [*one.answer, *other.answer, *third.answer]
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_sees_what_masks_see(model: AdaptedModel) -> None:
     sequences = [sequence(sizes, composed=n != 1, seed=n) for n, sizes in enumerate(SIZES)]
+    sequences[0] = replace(sequences[0], more=[(tokens(5, 8), tokens(2, 9))])
     found = []
     for flex in (True, False):
         pack = packed(sequences, model.prefix)

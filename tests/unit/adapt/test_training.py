@@ -202,3 +202,12 @@ def test_samples_are_the_same_for_a_seed(folder: Path) -> None:
     assert {len(each.documents) for each in composed} == {1, 2, 3}
     assert any(each.rows for each in drawn[0]), "plain text"
     assert any(each.documents and not each.composed for each in drawn[0]), "whole prompts"
+
+
+def test_what_is_not_finite_is_named_before_the_first_step(folder: Path, tmp_path: Path) -> None:
+    run = make(folder, tmp_path / "work")
+    layer = run._model.causal.model.layers[1]
+    layer.post_attention_layernorm.register_forward_hook(lambda module, inputs, output: output / 0.0)
+    with pytest.raises(RagserveError, match=r"\.1\.post_attention_layernorm gives .* inputs are finite"):
+        run.run()
+    assert run.course.step == 0

@@ -280,3 +280,31 @@ def test_rows_have_forms_and_no_false_passages() -> None:
             assert out["target"] == f"1909{cited}"
         adapted = rows.whole(row, by_id)
         assert {*adapted} == {"question", "answer", "passages", "gold"}
+
+
+def test_questions_of_other_rows_stand_beside_a_row_over_its_passages() -> None:
+    hills = [Passage(f"x:{n}", f"Hill {n}", f"Hill {n} is {n + 30} metres high.") for n in range(12)]
+    by_id = {each.id: each for each in hills}
+    ids = list(by_id)
+
+    def of(n: int, passages: list[str]) -> dict[str, Any]:
+        about = {"question": f"How high is hill {n}?", "answer": f"{n + 30} metres", "passages": passages}
+        return about | {"gold": [passages.index(ids[n])], "kind": "one passage", "system": "cited", "k": 4}
+
+    every = [of(n, ids[:10]) for n in range(6)] + [of(11, [*ids[:9], ids[11]])]
+    beside, refused = rows.Beside(every, by_id), 0
+    for row in every:
+        out = rows.laid_out(row, by_id, beside)
+        shown = [each["text"] for each in out["passages"]]
+        asked = [out["question"], *(each["question"] for each in out["more"])]
+        assert len({*asked}) == len(asked) > 1
+        for each in out["more"]:
+            if each["answer"] is None:
+                refused += 1
+                assert each["target"] == rows.REFUSAL
+                number = int(each["question"].rstrip("?").split()[-1])
+                assert hills[number].text not in shown
+            else:
+                place = next(at for at, text in enumerate(shown, 1) if each["answer"] in text)
+                assert each["target"] == f"{each['answer']} [{place}]"
+    assert refused

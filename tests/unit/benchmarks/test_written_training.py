@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from benchmarks.written_questions import train
 from ragserve.answering.prompt import PromptBuilder
@@ -44,24 +45,59 @@ def test_a_row_is_laid_out_as_the_product_lays_it_out() -> None:
     assert text.index("Hill 51") < text.index("Where is it?") < text.index("How high")
     assert builder.tokenizer.decode(found.answer[:-1]) == "8 metres [1]"
     assert found.answer[-1] == builder.tokenizer.eos_token_id
-    assert samples.sample(3, 0.5, 0.2) == samples.sample(3, 0.5, 0.2)
-    plain = samples.sample(3, 0.5, 1.0)
-    assert not plain.answer
-    assert plain.rows
 
 
-def test_an_adapter_is_trained_resumed_and_merged(tmp_path: Path) -> None:
-    base = tmp_path / "base"
+def test_a_pack_is_drawn_and_further_questions_stand_behind_the_same_passages() -> None:
+    builder = PromptBuilder.load(str(MODEL))
+    further = row(2, target="9 metres [2]")
+    samples = train.Samples([row(n, more=[further]) for n in range(30)], builder, 500)
+    drawn = samples.pack(3)
+    assert drawn == samples.pack(3), "seeded"
+    assert drawn != samples.pack(4)
+    assert sum(map(len, drawn)) <= 500
+    assert len(drawn) > 2
+    one = samples.sequence(row(1, more=[further]), composed=True)
+    [(question, answer)] = one.more
+    alone = samples.sequence(further, composed=True)
+    assert (question, answer) == (alone.question, alone.answer)
+    assert one.answers == [*one.answer, *answer]
+
+
+def options(base: Path, tmp_path: Path, **other: Any) -> argparse.Namespace:
+    """What `train` is given; twenty rows."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row(n, more=[row(n + 50)])) + "\n" for n in range(20)))
+    fixed = {"seconds": 1e9, "rank": 2, "rate": 5e-3, "composed": 0.5, "room": 0, "packs": 1, "limit": None}
+    out = tmp_path / "out"
+    out.mkdir()
+    return argparse.Namespace(model=base, rows=rows, out=out, **fixed | other)
+
+
+def small_model(base: Path) -> None:
     model = tiny_llama()
     model.config.max_position_embeddings = 8192
     model.save_pretrained(base)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(MODEL) / name, base)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row(n)) + "\n" for n in range(20)))
-    options = {"seconds": 1e9, "rank": 2, "rate": 5e-3, "composed": 0.5, "samples": 4, "text": 0.1}
-    given = argparse.Namespace(model=base, rows=rows, out=tmp_path / "out", steps=3, limit=None, **options)
-    given.out.mkdir()
+
+
+def test_a_training_stops_before_the_first_step_and_names_what_is_not_finite(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    small_model(base)
+    path = base / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
+    save_file(weights, path, metadata={"format": "pt"})
+    about = train.train(options(base, tmp_path, steps=3))
+    assert about["steps"] == 0
+    assert "model.layers.1.mlp.up_proj" in about["stopped"]
+    assert not about["best step"]
+
+
+def test_an_adapter_is_trained_resumed_and_merged(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    small_model(base)
+    given = options(base, tmp_path, steps=3)
     first = train.train(given)
     given.steps = 5
     about = train.train(given)

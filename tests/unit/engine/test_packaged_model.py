@@ -24,6 +24,7 @@ from ragserve.engine import gguf_weights, packaged_model
 from ragserve.engine.adapter_weights import merge_adapter
 from ragserve.engine.packaged_model import PackagedFile, is_packaged, model_folder, place
 from ragserve.errors import StorageFull, Unavailable
+from sglang_ext.documents.fingerprint import model_fingerprint
 from tests.unit.engine.tiny_gguf import tiny_llama, write_gguf
 
 RANK, ALPHA = 4, 8
@@ -118,7 +119,18 @@ def test_the_adapter_is_merged_and_has_a_folder_of_its_own(
 ) -> None:
     [plain], _ = made
     use(monkeypatch, plain.parents[2], Path("nowhere"))  # the GGUF file is there
-    monkeypatch.setattr(gguf_weights, "as_folder", lambda _, new: shutil.copytree(plain, new / "model"))
+
+    def written_by(version: str) -> Callable[[Path, Path], Path]:
+        def as_folder(_: Path, new: Path) -> Path:
+            folder = Path(shutil.copytree(plain, new / "model"))
+            config = json.loads((folder / "config.json").read_text()) | {"transformers_version": version}
+            (folder / "config.json").write_text(json.dumps(config))
+            return folder
+
+        return as_folder
+
+    (adapter / "ragserve-gate.json").write_text("{}")
+    monkeypatch.setattr(gguf_weights, "as_folder", written_by("5.12.1"))
     merged = model_folder(file=packaged[0], adapter=adapter)
     assert merged.parent == plain.parent
     assert merged != plain
@@ -126,8 +138,14 @@ def test_the_adapter_is_merged_and_has_a_folder_of_its_own(
     parts = load_file(adapter / "adapter_model.safetensors")
     down, up = (parts[f"base_model.model.{PROJECTION}.{part}.weight"] for part in ("lora_A", "lora_B"))
     name = f"{PROJECTION}.weight"
-    assert torch.equal(after.pop(name), (before.pop(name).float() + ALPHA / RANK * up @ down).bfloat16())
+    wanted = before.pop(name).double() + ALPHA / RANK * (up.double() @ down.double())
+    assert torch.equal(after.pop(name), wanted.bfloat16())
     assert all(torch.equal(after[other], value) for other, value in before.items())
+    assert (merged / "ragserve-gate.json").read_text() == "{}", "what is verified of it"
+    fingerprint = model_fingerprint(str(merged))
+    shutil.rmtree(merged)
+    monkeypatch.setattr(gguf_weights, "as_folder", written_by("5.20.0.dev1"))
+    assert model_fingerprint(str(model_folder(file=packaged[0], adapter=adapter))) == fingerprint
 
 
 @pytest.mark.parametrize(
