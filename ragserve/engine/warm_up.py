@@ -35,7 +35,7 @@ STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (  # each has passes that t
 )
 _ON_DEVICE = {"dense_below": 0, "offloaded": False, "lag": 0}  # whatever the server's own options are
 DECODE: tuple[dict[str, Any], ...] = (
-    {"mode": "hierarchical", "budget": 256, "reuse": 4} | _ON_DEVICE,
+    {"mode": "hierarchical", "budget": 256, "reuse": 4, "scores": "bound"} | _ON_DEVICE,
     {"mode": "progressive", "threshold": 0.9} | _ON_DEVICE,
 )
 EXACT = DECODE[0] | {"scores": "exact"}
