@@ -191,10 +191,12 @@ def chosen_k(name: str, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     of = {0: {"probes: vs_full": 0.0, "labelled: vs_full": 0.0}} | {
         int(row["strategy"].rpartition("=")[2]): row for row in found if "count=" in row["strategy"]
     }
-    by = {
-        kind: max(of, key=lambda count: of[count][f"{kind}: vs_full"] or -math.inf)
-        for kind in ("probes", "labelled")
-    }
+
+    def gain(count: int, kind: str) -> float:
+        found = of[count][f"{kind}: vs_full"]
+        return -math.inf if found is None else found
+
+    by = {kind: max(of, key=lambda count: gain(count, kind)) for kind in ("probes", "labelled")}
     best, mine = (of[by[kind]]["labelled: vs_full"] or 0.0 for kind in ("labelled", "probes"))
     return {
         "set": name,
