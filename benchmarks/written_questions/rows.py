@@ -35,7 +35,7 @@ from benchmarks.written_questions.write import Pair
 from ragserve.answering.chat_template import DEFAULT_SYSTEM
 from ragserve.files import write_json
 from ragserve.json_lines import json_lines
-from ragserve.verification.metrics import contains_answer, normalise
+from ragserve.verification.metrics import contains_answer, words_contain, words_of
 from ragserve.verification.question_probes import SHORT
 
 NEAREST = 10
@@ -126,32 +126,22 @@ def comparisons(pairs: Sequence[Pair]) -> Iterator[Asked]:
                 yield Asked(question, one if early < late else two, gold, "compared")
 
 
-class Words:
-    """A passage's words, made ready once."""
-
-    def __init__(self, passage: Passage) -> None:
-        self._text = f" {normalise(passage.text)} "
-
-    def hold(self, answer: str) -> bool:
-        """What `contains_answer` says of the passage's text."""
-        wanted = normalise(answer)
-        return bool(wanted) and f" {wanted} " in self._text
-
-
 def nearest(
     asked: Sequence[Asked], passages: Sequence[Passage], vectors: np.ndarray, questions: np.ndarray
 ) -> Iterator[list[int]]:
     """The numbers of the `NEAREST` passages for each question, and of its gold ones, which have no other with
     the answer beside them."""
     place = {each.id: number for number, each in enumerate(passages)}
-    words = {number: Words(each) for number, each in enumerate(passages)}
+    words = [words_of(each.text) for each in passages]
     for start in range(0, len(asked), 1024):
         scores = questions[start : start + 1024] @ vectors.T
         found = _best(scores, 3 * NEAREST)
         for one, row in zip(asked[start : start + 1024], found, strict=True):
             gold = [place[each] for each in one.gold]
             free = [
-                int(number) for number in row if number in gold or not words[int(number)].hold(one.answer)
+                int(number)
+                for number in row
+                if number in gold or not words_contain(words[number], [one.answer])
             ]
             others = [number for number in free if number not in gold][: NEAREST - len(gold)]
             missing = [number for number in gold if number not in free]
@@ -237,7 +227,7 @@ class Beside:
     """Finds questions of other rows for the passages that a row shows."""
 
     def __init__(self, every: Sequence[Mapping[str, Any]], by_id: Mapping[str, Passage]) -> None:
-        self._words = {number: Words(each) for number, each in by_id.items()}
+        self._words = {number: words_of(each.text) for number, each in by_id.items()}
         self._about: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
         self._near: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
         for row in every:
@@ -267,7 +257,8 @@ class Beside:
                 fit = gold.isdisjoint(shown) if lists is self._near else gold.issubset(shown)
                 if not fit or other["question"].lower() in seen:
                     continue
-                if any(self._words[each].hold(other["answer"]) for each in shown if each not in gold):
+                distractors = (self._words[each] for each in shown if each not in gold)
+                if any(words_contain(words, [other["answer"]]) for words in distractors):
                     continue
                 seen.add(other["question"].lower())
                 found.append((other, None if lists is self._near else other["answer"]))

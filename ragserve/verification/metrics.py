@@ -37,7 +37,16 @@ def token_f1(prediction: str, answers: Sequence[str]) -> float:
 
 def contains_answer(text: str, answers: Sequence[str]) -> bool:
     """Tell whether the text contains one of the answers, as whole words after normalisation."""
-    words = f" {normalise(text)} "
+    return words_contain(words_of(text), answers)
+
+
+def words_of(text: str) -> str:
+    """A text for `words_contain`, to be made once where many answers are looked for in it."""
+    return f" {normalise(text)} "
+
+
+def words_contain(words: str, answers: Sequence[str]) -> bool:
+    """`contains_answer` of a text's `words_of`."""
     return any(f" {wanted} " in words for answer in answers if (wanted := normalise(answer)))
 
 

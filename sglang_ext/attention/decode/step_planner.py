@@ -118,6 +118,7 @@ class StepPlanner:
         self._before: tuple[Row, ...] = ()  # of the step before
         self._in_graph: bool | None = None  # whose tables the step before used
         self.check(config.options)
+        self._options = self._with_scores(config.options)  # of requests that ask for none
 
     def admit(self, req: Any) -> None:
         """Give a new request its state.
@@ -125,7 +126,7 @@ class StepPlanner:
         Raises:
             PlanError: options that cannot be served; the request then has the server's default ones.
         """
-        req.ragserve_decode = DecodeState(self._with_scores(self._config.options))
+        req.ragserve_decode = DecodeState(self._options)
         params = req.sampling_params.custom_params
         text = params.get(DECODE_FIELD) if isinstance(params, dict) else None
         if text is not None:
