@@ -219,11 +219,21 @@ def test_a_full_disk_ends_the_job_and_says_so(warmer: Warmer, store: IndexStore,
 def test_writes_are_waited_for_and_a_stuck_disk_is_an_error(
     warmer: Warmer, store: IndexStore, engine: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.settles_as = "writing"
-    timer = threading.Timer(0.3, lambda: engine.state.update(dict.fromkeys(engine.state, "disk")))
-    timer.start()
+    engine.settles_as, look = "writing", engine.where
+    looks = 0
+
+    async def where(namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
+        nonlocal looks
+        found = await look(namespace, documents)
+        if "writing" in found.below:
+            looks += 1
+            if looks == 3:
+                engine.state = dict.fromkeys(engine.state, "disk")
+        return found
+
+    monkeypatch.setattr(engine, "where", where)
     assert warmer.run(submit_warm(store, "n").job_id).progress.warmed == 4
-    timer.join()
+    assert looks == 3
     engine.state.clear()
     monkeypatch.setattr(warm, "_STALLED_S", 0.2)
     with pytest.raises(Unavailable, match="Nothing was written"):
