@@ -1,16 +1,19 @@
 """Attention over packed sequences, as `packing` describes it, for models of transformers.
 
-Two passes. All tokens see their own segment and, where they are documents, the prefix; then the tokens of
-questions and answers see their whole sequence, over keys that are turned to their places. FlexAttention on a
-GPU, which makes no tensors of the masks in attention; on a CPU, and wherever FlexAttention cannot be
-compiled, masks that are added to the scores. A very negative number is added, not minus infinity, and each
-token sees at least itself, so that no row is empty: empty rows make NaN of gradients."""
+Tokens see their own segment and, where they are documents, the prefix. The tokens of questions and answers
+see their whole sequence instead, over keys that are turned to their places. FlexAttention on a GPU, in two
+passes over the pack. On a CPU, and wherever FlexAttention cannot be compiled, one part of the pack after
+another, over the keys that it sees, with masks that are added to the scores. A very negative number is added,
+not minus infinity, and each token sees at least itself, so that no row is empty: empty rows make NaN of
+gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ragserve.adapt.packing import PackedSequences
@@ -20,6 +23,17 @@ if TYPE_CHECKING:
 
 NAME = "ragserve_packed"  # of the attention, for transformers
 ROWS = 4096  # FlexAttention is compiled for multiples of so many asked tokens, so that there are few shapes
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tokens that follow each other. They see the parts ``before`` and, causally, each other. ``asked``: with
+    keys at their places in the prompt. ``mask``: additive [rows, keys]; None with nothing before."""
+
+    rows: int
+    before: range
+    asked: bool
+    mask: torch.Tensor | None
 
 
 class PackedAttention:
@@ -37,18 +51,18 @@ class PackedAttention:
         self._behind = torch.tensor(packed.behind, device=device)
         self._in_prefix = torch.arange(len(packed.ids), device=device) < packed.prefix
         self._asked = torch.tensor(packed.asked, dtype=torch.int64, device=device)
-        self._flex = flex
-        self._masks: dict[bool, torch.Tensor] = {}
+        self._parts = [] if flex else list(self._divided(packed))
         shifts = torch.tensor([packed.shifts], device=device)
         self._cos, self._sin = rotary(torch.zeros(1, device=device), shifts)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """q [1, heads, tokens, head_dim], k and v [1, kv_heads, tokens, head_dim]; returns [1, tokens, heads,
         head_dim]."""
-        attend = self._by_flex if self._flex else self._by_masks
-        out = attend(q, k, v, scaling, asked=False)
+        if self._parts:
+            return self._by_parts(q, k, v, scaling).transpose(1, 2).contiguous()
+        out = self._by_flex(q, k, v, scaling, asked=False)
         if len(self._asked):
-            own = attend(q[:, :, self._rows], self.turned(k), v, scaling, asked=True)
+            own = self._by_flex(q[:, :, self._rows], self.turned(k), v, scaling, asked=True)
             out = out.index_copy(2, self._asked, own[:, :, : len(self._asked)].to(out.dtype))
         return out.transpose(1, 2).contiguous()
 
@@ -62,11 +76,10 @@ class PackedAttention:
 
     @cached_property
     def _rows(self) -> torch.Tensor:
-        """The asked tokens; for FlexAttention a multiple of `ROWS`, the last one repeated."""
+        """The asked tokens in a multiple of `ROWS`, the last one repeated."""
         import torch
 
-        more = -len(self._asked) % ROWS if self._flex else 0
-        return torch.cat((self._asked, self._asked[-1:].expand(more)))
+        return torch.cat((self._asked, self._asked[-1:].expand(-len(self._asked) % ROWS)))
 
     def _sees(self, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         own = self._segments[row] == self._segments[key]
@@ -76,27 +89,50 @@ class PackedAttention:
         own = (self._tails[key] == 0) | (self._tails[key] == self._tails[row])
         return (key <= row) & (self._samples[row] == self._samples[key]) & own
 
-    def _by_masks(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, *, asked: bool
-    ) -> torch.Tensor:
-        from torch.nn.functional import scaled_dot_product_attention
-
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        return scaled_dot_product_attention(q, k, v, self._mask(asked).to(q.dtype), scale=scaling)
-
-    def _mask(self, asked: bool) -> torch.Tensor:
-        """Additive, [rows, tokens]."""
+    def _divided(self, packed: PackedSequences) -> Iterator[_Part]:
+        """All tokens, in order: segments, and each sequence's questions and answers as one part."""
         import torch
 
-        if asked in self._masks:
-            return self._masks[asked]
+        kinds = [
+            (sample, 0 if tail else segment, bool(tail))
+            for sample, segment, tail in zip(packed.samples, packed.segments, packed.tails, strict=True)
+        ]
+        places = torch.arange(len(kinds), device=self._segments.device)
+        first: dict[int, tuple[int, int]] = {}  # part and token of each sequence
+        end = 0
+        for number, ((sample, _, asked), same) in enumerate(groupby(kinds)):
+            start, end = end, end + sum(1 for _ in same)
+            first.setdefault(sample, (number, start))
+            before, seen = range(0), places[:0]
+            if asked:
+                before, seen = range(first[sample][0], number), places[first[sample][1] : start]
+            elif packed.behind[start] and packed.prefix:
+                before, seen = range(1), places[: packed.prefix]
+            rows = places[start:end]
+            sees = (self._asked_sees if asked else self._sees)(rows[:, None], torch.cat((seen, rows)))
+            yield _Part(end - start, before, asked, _additive(sees) if before else None)
 
-        keys = torch.arange(len(self._segments), device=self._segments.device)
-        rows = self._rows if asked else keys
-        seen = (self._asked_sees if asked else self._sees)(rows[:, None], keys[None])
-        mask = torch.zeros(seen.shape, dtype=torch.bfloat16, device=seen.device)
-        return self._masks.setdefault(asked, mask.masked_fill(~seen, torch.finfo(torch.bfloat16).min / 2))
+    def _by_parts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        import torch
+        from torch.nn.functional import scaled_dot_product_attention
+
+        groups, sizes = q.shape[1] // k.shape[1], [part.rows for part in self._parts]
+        turned = self.turned(k) if len(self._asked) else k
+        # Not slices, whose gradients are as large as the pack, each
+        keys, turned_keys, values = (
+            each.repeat_interleave(groups, 1).split(sizes, 2) for each in (k, turned, v)
+        )
+        found = []
+        for number, (part, rows) in enumerate(zip(self._parts, q.split(sizes, 2), strict=True)):
+            seen = turned_keys if part.asked else keys
+            own_k, own_v = (
+                torch.cat([*(each[n] for n in part.before), each[number]], 2) for each in (seen, values)
+            )
+            mask = None if part.mask is None else part.mask.to(q.dtype)
+            found.append(
+                scaled_dot_product_attention(rows, own_k, own_v, mask, is_causal=mask is None, scale=scaling)
+            )
+        return torch.cat(found, 2)
 
     def _by_flex(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, *, asked: bool
@@ -125,6 +161,13 @@ class PackedAttention:
             return self._asked_sees(rows[row], key)
 
         return first, create_block_mask(asked_sees, None, None, len(rows), tokens, device=device)
+
+
+def _additive(seen: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    mask = torch.zeros(seen.shape, dtype=torch.bfloat16, device=seen.device)
+    return mask.masked_fill(~seen, torch.finfo(torch.bfloat16).min / 2)
 
 
 @cache
