@@ -73,6 +73,9 @@ def _serve(settings: Settings, listener: socket.socket, worker: bool) -> None:
 
 
 def _serve_local(settings: Settings, listener: socket.socket, worker: bool) -> None:
+    from ragserve.engine.compat import start_template
+
+    start_template()  # before the imports that it is to be beside
     from ragserve.api.starting import StartingAnswers
     from ragserve.engine import local
     from ragserve.fleet.worker_about import identity

@@ -12,11 +12,12 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from sglang_ext import versions
-from sglang_ext.process import processes
+from sglang_ext.process import template
+from sglang_ext.process.parent import PARENT_VARIABLE
 from sglang_ext.sglang_internals.imports import without_collection
 
 GRACEFUL_SHUTDOWN_S = 10
@@ -39,13 +40,15 @@ class Launcher:
         with without_collection():
             from sglang.srt.entrypoints import http_server
 
-        os.environ[processes.PARENT_VARIABLE] = str(os.getpid())  # read by the children
+        # the controller of several data-parallel schedulers starts them itself
+        parent = template.used() if server_args.dp_size == 1 else nullcontext(os.getpid())
         try:
-            with versions.served_by(http_server, self._serve, self.stop):
+            with versions.served_by(http_server, self._serve, self.stop), parent as pid:
+                os.environ[PARENT_VARIABLE] = str(pid)  # read by the children
                 http_server.launch_server(
                     server_args,
-                    run_scheduler_process_func=processes.run_scheduler_process,
-                    run_detokenizer_process_func=processes.run_detokenizer_process,
+                    run_scheduler_process_func=template.Target("run_scheduler_process"),
+                    run_detokenizer_process_func=template.Target("run_detokenizer_process"),
                 )
         finally:
             _watch_no_more(http_server)

@@ -11,34 +11,19 @@ has finished its requests.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import multiprocessing
 import os
 import signal
-import sys
 from typing import Any
 
 from sglang_ext.cpu.torchvision import prepare
+from sglang_ext.process.parent import end_with_parent
 from sglang_ext.sglang_internals import quiet
 from sglang_ext.sglang_internals.imports import collect_again, with_sklearn, without_sklearn
 
-PARENT_VARIABLE = "RAGSERVE_ENGINE_PID"
-
-
-def _end_with_parent() -> None:
-    """Have Linux kill this process when its parent ends. SGLang asks for that only once all is imported."""
-    parent = os.environ.get(PARENT_VARIABLE)
-    if parent is None or sys.platform != "linux":
-        return
-    os.environ[PARENT_VARIABLE] = str(os.getpid())  # for children of this one
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != int(parent):  # it ended before the call
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 if multiprocessing.current_process().name != "MainProcess":
-    _end_with_parent()
+    end_with_parent()
     # Unpickling the target's arguments imports most of SGLang; `_imported` ends both.
     gc.disable()
     without_sklearn()

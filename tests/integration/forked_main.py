@@ -18,7 +18,9 @@ from typing import Any
 
 from ragserve.children import end_with_parent
 from ragserve.cli import main
+from ragserve.engine import compat
 from sglang_ext.process import processes
+from sglang_ext.process.parent import PARENT_VARIABLE
 
 STANDARD = {0, 1, 2}
 
@@ -36,6 +38,7 @@ def fork_engines() -> None:
     choose = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda _method, force=False: choose("fork", force=force)  # type: ignore
     popen_fork.Popen = ForkPopen  # type: ignore[misc]
+    compat.start_template = lambda: None  # this process is one
     for name in ("run_scheduler_process", "run_detokenizer_process"):
         setattr(processes, name, _as_spawned(getattr(processes, name)))
 
@@ -45,7 +48,7 @@ def _as_spawned(target: Callable[..., None]) -> Callable[..., None]:
 
     def run(*args: Any, **kwargs: Any) -> None:
         end_with_parent(parent)
-        os.environ[processes.PARENT_VARIABLE] = str(os.getpid())
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)) and number != signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)

@@ -60,13 +60,18 @@ class Loading:
     def __reduce__(self):
         return exec, ("import time; open({ready!r}, 'w').write(''); time.sleep(600)",)
 if __name__ == "__main__":
-    from sglang_ext.process import processes
-    os.environ[processes.PARENT_VARIABLE] = str(os.getpid())
-    child = multiprocessing.get_context("spawn").Process(
-        target=processes.run_scheduler_process, args=(Loading(),))
-    child.start()
-    print(child.pid, flush=True)
-    time.sleep(600)
+    from sglang_ext.process import template
+    from sglang_ext.process.parent import PARENT_VARIABLE
+    if {forked}:
+        template.start()
+    with template.used() as parent:
+        os.environ[PARENT_VARIABLE] = str(parent)
+        multiprocessing.set_start_method("spawn", force=True)
+        child = multiprocessing.Process(
+            target=template.Target("run_scheduler_process"), args=(Loading(),))
+        child.start()
+        print(child.pid, flush=True)
+        time.sleep(600)
 """
 
 
@@ -162,17 +167,21 @@ def test_a_busy_parsing_process_ends_with_its_parent(tmp_path: Path) -> None:
     assert_all_end([child])
 
 
-def test_processes_of_an_engine_end_with_it_while_they_are_loading(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forked", [False, True])
+def test_processes_of_an_engine_end_with_it_while_they_are_loading(forked: bool, tmp_path: Path) -> None:
     script, ready = tmp_path / "engine.py", tmp_path / "ready"
-    script.write_text(ENGINE.format(ready=str(ready)))
+    script.write_text(ENGINE.format(ready=str(ready), forked=forked))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment)
     assert process.stdout is not None
     child = psutil.Process(int(process.stdout.readline()))
     wait_for(ready, process)
+    parents = [each.pid for each in child.parents()]
+    assert (process.pid == parents[0]) is not forked
+    children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
-    assert_all_end([child])
+    assert_all_end(children)
 
 
 def test_a_command_ends_while_it_is_importing_sglang() -> None:
