@@ -1,14 +1,15 @@
 """Train the embedded model's adapter on written questions: supervised answers, whole and composed.
 
     python -m benchmarks.written_questions.train MODEL ROWS.jsonl OUT [--seconds 420] [--rank 12]
-        [--rate 1e-3] [--composed 0.6] [--room TOKENS] [--packs 2] [--steps N] [--limit N]
+        [--rate 1e-3] [--composed 0.6] [--room TOKENS] [--packs 2] [--steps N] [--limit N] [--words N]
+        [--held-out 300] [--every 60]
 
 MODEL: the folder that `python -m ragserve.engine.packaged_model` names. ROWS: of `rows expand --laid-out`.
 The loss is the cross entropy of the answers' tokens, over prompts that ragserve's builder lays out, each with
 several questions that do not see each other; in a share of the prompts each document is prefilled apart,
 behind the documents' prefix, as `ragserve adapt` emulates the engine. A step takes --packs packs of --room
 tokens. --seconds is the time of the whole command but for the last note, which the learning rate follows. The
-gradient is finite before every step. Each minute the held-out answers' loss is noted, whole and composed, and
+gradient is finite before every step. At times the held-out answers' loss is noted, whole and composed, and
 the best adapter is kept: OUT/adapter, in peft's form, bfloat16, at most 8 MB at rank 12. OUT/checkpoints lets
 the same command go on where it was cut; OUT/train.json has course and digests."""
 
@@ -28,6 +29,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from ragserve.adapt.finite_values import not_finite
@@ -42,14 +44,12 @@ if TYPE_CHECKING:
     from ragserve.adapt.packing import TrainingSequence
 
 SEED = 51
-HELD_OUT = 300  # prompts, each with its own question alone
 MOST_TOKENS = 6000  # of a prompt with all its questions
-EVERY_S = 60.0
 LEAST_RATE, WARM_UP, CLIP = 0.02, 30, 1.0
 _BAD = 5  # steps in a row without a finite gradient that end the training
 _SAY = 10  # steps between two lines about them
 _WORKERS = 6  # processes that lay prompts out, beside a GPU
-_FREE = 48 * 2**30  # bytes of a GPU's memory with which activations are saved
+_FREE = {"cuda": 48 * 2**30, "cpu": 12 * 2**30}  # bytes of memory with which activations are saved
 
 
 class Samples:
@@ -155,12 +155,14 @@ def answer_loss(model: AdaptedModel, sequences: Sequence[TrainingSequence]) -> t
 
 
 class Step:
-    """Forward and backward passes of packs. Layers' activations are saved where a GPU has the memory, and
-    computed again from the first time on that it has not."""
+    """Forward and backward passes of packs. Layers' activations are saved where there is memory, and computed
+    again from the first time on that a GPU has too little."""
 
     def __init__(self, model: AdaptedModel) -> None:
         self._model = model
-        self.saves = model.device.type == "cuda" and torch.cuda.mem_get_info()[0] > _FREE
+        is_gpu = model.device.type == "cuda"
+        free = torch.cuda.mem_get_info()[0] if is_gpu else psutil.virtual_memory().available
+        self.saves = free > _FREE[model.device.type]
         if self.saves:
             model.causal.gradient_checkpointing_disable()
         self._contexts = ExitStack()
@@ -264,8 +266,8 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
 
     mark = time.monotonic()
     builder = PromptBuilder.load(str(given.model))
-    rows = [row for _, row in islice(json_lines(given.rows), given.limit)]
-    count = min(HELD_OUT, len(rows) // 5)
+    rows = [row for _, row in islice(json_lines(given.rows), given.limit) if _words(row) <= given.words]
+    count = min(given.held_out, len(rows) // 5)
     prefix = prefix_ids(load(), builder.tokenizer)
     room = given.room or (16384 if torch.cuda.is_available() else 0)
     model = AdaptedModel.load(given.model, prefix, builder.tokenizer, room=room)
@@ -327,7 +329,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         now = time.monotonic()
         course.seconds, mark = course.seconds + now - mark, now
         ended = stopped or course.seconds >= given.seconds or course.step >= given.steps
-        if now - noted > EVERY_S or ended:
+        if now - noted > given.every or ended:
             note()
             noted = time.monotonic()
         if course.step % _SAY == 0 or not torch.isfinite(norm):
@@ -360,6 +362,10 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     return about
 
 
+def _words(row: dict[str, Any]) -> int:
+    return sum(len(each["text"].split()) for each in row["passages"])
+
+
 def _sizes(pack: Sequence[TrainingSequence]) -> tuple[int, int]:
     """Tokens and answers."""
     return sum(map(len, pack)), sum(1 + len(each.more) for each in pack)
@@ -379,7 +385,7 @@ def write_adapter(model: AdaptedModel, folder: Path) -> None:
     new.rename(folder)
 
 
-def main() -> int:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -394,7 +400,14 @@ def main() -> int:
     parser.add_argument("--packs", type=int, default=2, help="of a step")
     parser.add_argument("--steps", type=float, default=math.inf, help="most steps")
     parser.add_argument("--limit", type=int, help="use the first N rows only")
-    given = parser.parse_args()
+    parser.add_argument("--words", type=float, default=math.inf, help="most words of a prompt's passages")
+    parser.add_argument("--held-out", type=int, default=300, help="prompts, each with its own question alone")
+    parser.add_argument("--every", type=float, default=60, help="seconds between held-out losses")
+    return parser
+
+
+def main() -> int:
+    given = arguments().parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     about = train(given)
     if about["stopped"]:

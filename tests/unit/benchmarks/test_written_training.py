@@ -67,10 +67,12 @@ def options(base: Path, tmp_path: Path, **other: Any) -> argparse.Namespace:
     """What `train` is given; twenty rows."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row(n, more=[row(n + 50)])) + "\n" for n in range(20)))
-    fixed = {"seconds": 1e9, "rank": 2, "rate": 5e-3, "composed": 0.5, "room": 0, "packs": 1, "limit": None}
     out = tmp_path / "out"
     out.mkdir()
-    return argparse.Namespace(model=base, rows=rows, out=out, **fixed | other)
+    fixed = ["--seconds", "1e9", "--rank", "2", "--rate", "5e-3", "--composed", "0.5", "--packs", "1"]
+    given = train.arguments().parse_args([str(base), str(rows), str(out), *fixed])
+    vars(given).update(other)
+    return given
 
 
 def small_model(base: Path) -> None:
