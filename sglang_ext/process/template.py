@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -30,17 +30,18 @@ def start() -> None:
     if sys.platform == "linux" and not any(next(devices.glob(each), None) for each in _ACCELERATORS):
         os.environ[PARENT_VARIABLE] = str(os.getpid())
         multiprocessing.set_forkserver_preload([_MODULES])
-        forkserver.ensure_running()
+        _run()
 
 
 @contextmanager
 def used() -> Iterator[int]:
     """While it lasts, processes that SGLang wants spawned are forked from the template, if there is one.
     Yields the process that will be their parent."""
-    if _pid() is None:
+    if _pid() is not None:
+        _run()  # it may have been killed
+    if (pid := _pid()) is None:
         yield os.getpid()
         return
-    forkserver.ensure_running()  # it may have been killed
     choose = multiprocessing.set_start_method
 
     def forked(_method: str | None, force: bool = False) -> None:
@@ -48,7 +49,7 @@ def used() -> Iterator[int]:
 
     multiprocessing.set_start_method = forked  # type: ignore[assignment]
     try:
-        yield _pid() or os.getpid()
+        yield pid
     finally:
         multiprocessing.set_start_method = choose
 
@@ -78,6 +79,12 @@ def _function(name: str) -> Callable[..., None]:
 
     found: Callable[..., None] = getattr(processes, name)
     return found
+
+
+def _run() -> None:
+    # Its socket is a temporary file: the disk may be full, or the folder's name too long for one.
+    with suppress(OSError):
+        forkserver.ensure_running()
 
 
 def _pid() -> int | None:

@@ -167,17 +167,22 @@ def test_a_busy_parsing_process_ends_with_its_parent(tmp_path: Path) -> None:
     assert_all_end([child])
 
 
-@pytest.mark.parametrize("forked", [False, True])
-def test_processes_of_an_engine_end_with_it_while_they_are_loading(forked: bool, tmp_path: Path) -> None:
-    script, ready = tmp_path / "engine.py", tmp_path / "ready"
-    script.write_text(ENGINE.format(ready=str(ready), forked=forked))
+@pytest.mark.parametrize(("wanted", "folder"), [(False, ""), (True, ""), (True, "long" * 30)])
+def test_processes_of_an_engine_end_with_it_while_they_are_loading(
+    wanted: bool, folder: str, tmp_path: Path
+) -> None:
+    """Forked from a template, or spawned: also where the template's socket has no place."""
+    script, ready, temporary = tmp_path / "engine.py", tmp_path / "ready", tmp_path / folder
+    script.write_text(ENGINE.format(ready=str(ready), forked=wanted))
+    temporary.mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"TMPDIR": str(temporary)} if folder else {}
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment)
     assert process.stdout is not None
     child = psutil.Process(int(process.stdout.readline()))
     wait_for(ready, process)
     parents = [each.pid for each in child.parents()]
-    assert (process.pid == parents[0]) is not forked
+    assert (process.pid == parents[0]) is not (wanted and not folder)
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
