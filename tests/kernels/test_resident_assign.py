@@ -36,7 +36,7 @@ def test_selections_in_a_row(device: torch.device, resident_blocks: int, n: int,
     resident_pages = torch.randperm(1000, device=device)[: resident_blocks + 2].to(torch.int32)
     likely = torch.rand(2, 3, pages + 3)
     were_late = loaded = there = 0
-    for number in range(1, 9):
+    for number in range(1, 200):
         selection = selection_of(device, n, pages, likely)
         ours = resident_assign(selection, got, host, resident_pages, number=number, recent=3)
         plain = resident_assign_naive(selection, want, host, resident_pages, number=number, recent=3)
@@ -46,10 +46,10 @@ def test_selections_in_a_row(device: torch.device, resident_blocks: int, n: int,
             assert torch.equal(one, other), (name, number)
         hits, _, late, _ = ours.tally.sum((0, 1)).tolist()
         there, were_late, loaded = there + hits, were_late + late, loaded + int((ours.source >= 0).sum())
-    assert there > 0
-    assert loaded > 0
-    if resident_blocks == n:
-        assert were_late > 0
+        seen = there and loaded and (were_late or resident_blocks != n)
+        if number >= 8 and seen:
+            break
+    assert seen, "there, loaded, and late where all resident blocks are selected"
     if resident_blocks >= 2 * n:
         assert were_late == 0, "there are always others"
 
