@@ -40,9 +40,9 @@ class Launcher:
         with without_collection():
             from sglang.srt.entrypoints import http_server
 
-        # the controller of several data-parallel schedulers starts them itself
-        parent = template.used() if server_args.dp_size == 1 else nullcontext(os.getpid())
         try:
+            # the controller of several data-parallel schedulers starts them itself
+            parent = template.used() if server_args.dp_size == 1 else nullcontext(os.getpid())
             with versions.served_by(http_server, self._serve, self.stop), parent as pid:
                 os.environ[PARENT_VARIABLE] = str(pid)  # read by the children
                 http_server.launch_server(

@@ -39,7 +39,7 @@ for name in ("sglang", "sglang.srt", sglang.__name__):
     sys.modules[name] = sglang
 uvicorn.Server.run = lambda self, sockets: print(self.config.timeout_keep_alive)
 with socket.socket() as listener:
-    Launcher(lambda app: app, listener, keep_alive_s=75).run(None)
+    Launcher(lambda app: app, listener, keep_alive_s=75).run(SimpleNamespace(dp_size=1))
 """
 
 FAILED = (
@@ -54,7 +54,7 @@ sglang.http_server.get_global_state = lambda: SimpleNamespace(tokenizer_manager=
 def make_app(app):
     raise ModuleNotFoundError("No module named 'mended'")
 with socket.socket() as listener:
-    Launcher(make_app, listener, keep_alive_s=75).run(None)
+    Launcher(make_app, listener, keep_alive_s=75).run(SimpleNamespace(dp_size=1))
 """
 )
 
