@@ -69,6 +69,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests with the marker `gpu` or `browser` where the machine has no such device or program."""
     import torch
 
     if not torch.cuda.is_available():

@@ -103,14 +103,15 @@ class PackedAttention:
         for number, ((sample, _, asked), same) in enumerate(groupby(kinds)):
             start, end = end, end + sum(1 for _ in same)
             first.setdefault(sample, (number, start))
-            before, seen = range(0), places[:0]
+            rows, before, mask = places[start:end], range(0), None
             if asked:
-                before, seen = range(first[sample][0], number), places[first[sample][1] : start]
+                before = range(first[sample][0], number)
+                keys = places[first[sample][1] : end]
+                mask = _additive(self._asked_sees(rows[:, None], keys))
             elif packed.behind[start] and packed.prefix:
-                before, seen = range(1), places[: packed.prefix]
-            rows = places[start:end]
-            sees = (self._asked_sees if asked else self._sees)(rows[:, None], torch.cat((seen, rows)))
-            yield _Part(end - start, before, asked, _additive(sees) if before else None)
+                before, keys = range(1), torch.cat((places[: packed.prefix], rows))
+                mask = _additive(self._sees(rows[:, None], keys))
+            yield _Part(end - start, before, asked, mask)
 
     def _by_parts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         import torch

@@ -45,11 +45,11 @@ class RunningServer:
         )
 
     def resident_bytes(self) -> int:
-        """Resident memory of all its processes: an upper bound, shared pages count once per process."""
+        """Resident memory of all its processes. What they share counts once: forks share what they import."""
         import psutil
 
         parent = psutil.Process(self.process.pid)
-        return sum(p.memory_info().rss for p in [parent, *parent.children(recursive=True)])
+        return sum(p.memory_full_info().pss for p in [parent, *parent.children(recursive=True)])
 
     def cpu_seconds(self) -> float:
         """CPU time of all its processes so far, user and system. Processes that have ended do not count."""

@@ -25,16 +25,12 @@ MODULES = (
     "uvicorn",
     "xgrammar",
 )
-"""Not all of them are in every installation."""
 
 end_with_parent()
 gc.disable()  # for good: all of it stays
 without_sklearn()
 prepare()
 for _name in MODULES:
-    try:
-        importlib.import_module(_name)
-    except ImportError:
-        continue
+    importlib.import_module(_name)
 with_sklearn()
 gc.freeze()
