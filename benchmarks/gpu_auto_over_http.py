@@ -6,7 +6,8 @@ questions, before and after.
 
 Passages of about 1,000 tokens (``--words``): the paragraphs of SQuAD's articles joined in their order, and
 beginnings of other articles. Questions are SQuAD's, spread over it; nothing but the report sees their
-answers. Passes, each on a server of its own with an empty prefix cache, one question at a time, streamed:
+answers. Passes, each with an empty prefix cache, one question at a time, streamed (those after `tune` on one
+server):
 
 * ``warm``: none is asked; the server stays until the documents' KV is stored, which later passes read;
 * ``before``: `auto` where nothing is verified, which is `prefix`;
@@ -34,6 +35,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch  # noqa: F401 - the report names the GPU where torch is imported
 
 from benchmarks.lib.fan_out import engine_args
@@ -101,7 +103,7 @@ class Run:
         wanted = max(0, given.passages - len(passages))
         self.passages = [*passages, *islice(others(given.articles, given.words, titles), wanted)]
         self.passages = self.passages[: given.passages] if given.cpu else self.passages
-        self.settings: dict[str, Any] = {"model": given.model, "top_k": given.k}
+        self.settings: dict[str, Any] = {"model": given.model, "top_k": given.k, "control_routes": True}
         self.settings["chunk_tokens"] = round(2.5 * given.words)  # a passage is a chunk
         if not given.cpu:
             graphs = {"cuda_graph_max_bs_decode": 8, "disable_prefill_cuda_graph": True}
@@ -129,19 +131,24 @@ class Run:
         self.command("ingest", str(files), *own, "--chunk-tokens", str(self.settings["chunk_tokens"]))
         mark.touch()
 
-    def asked(self, name: str, strategy: str, options: Mapping[str, Any] | None = None) -> None:
-        """Ask what has no row yet under a name, while there is time."""
+    def asked(self, passes: Mapping[str, tuple[str, Mapping[str, Any] | None]]) -> None:
+        """Ask what has no row yet, on one server, while there is time. ``passes``: strategy and options."""
         known = rows.read(self.given.out)
-        left = [each for each in self.questions if (NAMESPACE, each["id"], name) not in known]
-        if not left or self.left_s < 0:
+        left = {
+            name: [each for each in self.questions if (NAMESPACE, each["id"], name) not in known]
+            for name in passes
+        }
+        if not any(left.values()) or self.left_s < 0:
             return
-        log = self.given.out / f"rows-{name}.jsonl"
-        with self._served() as client, rows.appending(log) as write:
-            for question in left:
-                if self.left_s < 0:
-                    return
-                about = {"set": NAMESPACE, "id": question["id"], "strategy": name, "error": None}
-                write(about | _answered(client, question, strategy, options))
+        with self._served() as client:
+            for name, (strategy, options) in passes.items():
+                httpx.post(f"{client.url}/flush_cache").raise_for_status()
+                with rows.appending(self.given.out / f"rows-{name}.jsonl") as write:
+                    for question in left[name]:
+                        if self.left_s < 0:
+                            return
+                        about = {"set": NAMESPACE, "id": question["id"], "strategy": name, "error": None}
+                        write(about | _answered(client, question, strategy, options))
 
     def warmed(self) -> None:
         """Leave the documents' KV in the data folder, once."""
@@ -170,7 +177,7 @@ class Run:
         minutes = min(self.given.minutes - sum(spent), self.left_s / 60 - 1)
         if minutes < 1:
             return
-        engine = {k: v for k, v in self.settings.items() if k not in ("chunk_tokens",)}
+        engine = {k: v for k, v in self.settings.items() if k not in ("chunk_tokens", "control_routes")}
         flags = [word for k, v in engine.items() for word in (f"--{k.replace('_', '-')}", str(v))]
         began = time.monotonic()
         out = ["--out", str(self.given.out / "map")]
@@ -298,14 +305,16 @@ def main() -> int:
         if "warm" in wanted:
             run.warmed()
         if "before" in wanted:
-            run.asked("before", "auto")
+            run.asked({"before": ("auto", None)})
         if "tune" in wanted:
             run.tuned()
+        last: dict[str, tuple[str, Mapping[str, Any] | None]] = {}
         if "after" in wanted:
-            run.asked("after", "auto")
+            last["after"] = "auto", None
         for count in map(int, given.rivals.split(",")):
             if "k" in wanted and count < given.k:
-                run.asked(f"k={count}", "passages", {"by": "score", "count": count})
+                last[f"k={count}"] = "passages", {"by": "score", "count": count}
+        run.asked(last)
     show(run)
     return 0
 

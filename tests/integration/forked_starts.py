@@ -29,11 +29,13 @@ def forked_server(**options: Any) -> Iterator[RunningServer]:
     """`running_server`, for tests that do not ask how processes are started. With an accelerator they are
     spawned, as in production, and so are those that import from another PYTHONPATH than the fork parent has.
     It computes in `DTYPE`: in float32 answers can be compared with references on every CPU.
-    RAGSERVE_ATTENTION names its attention backend where SGLang's default lacks its library."""
+    RAGSERVE_ATTENTION names its attention backend where SGLang's default lacks its library. On a GPU it
+    captures few CUDA graphs: all of SGLang's sizes take minutes."""
     options = {"dtype": DTYPE} | options
     if attention := os.environ.get("RAGSERVE_ATTENTION"):
         engine_args = json.loads(options.get("engine_args", "{}"))
-        options["engine_args"] = json.dumps({"attention_backend": attention} | engine_args)
+        graphs = {"cuda_graph_max_bs_decode": 4, "disable_prefill_cuda_graph": True}
+        options["engine_args"] = json.dumps({"attention_backend": attention} | graphs | engine_args)
     with contextlib.ExitStack() as stack:
         spawned = torch.cuda.is_available() or "PYTHONPATH" in (options.get("env") or {})
         with mock.patch.object(server, "spawn", server.spawn if spawned else _forking):
