@@ -67,7 +67,8 @@ class CachingEngine(Protocol):
         ...
 
     async def warm(self, request: GenerateRequest) -> None:
-        """Compute each span of the request alone, into all tiers.
+        """Compute each span of the request alone, into all tiers; and analyse them, if the settings or the
+        request's strategy ask for it.
 
         Spans on the device cost next to nothing."""
         ...

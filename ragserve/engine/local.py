@@ -163,9 +163,8 @@ class LocalEngine(ControlledCache):
         return self._documents.generate(request)
 
     async def warm(self, request: GenerateRequest) -> None:
-        """See `CachingEngine`. Documents are also analysed if the settings ask for it."""
-        analyse = self._settings.kv_analysis == "ingest"
-        await self._documents.prefill(request, request.spans, analyse=analyse)
+        """See `CachingEngine`."""
+        await self._documents.warm(request, analyse=self._settings.kv_analysis == "ingest")
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """See `CachingEngine`; `sglang_ext.process.control` lists the operations. Waits while pending."""

@@ -17,6 +17,7 @@ from ragserve.engine.stream import DocumentsMissing, document_payload, new_rid, 
 from ragserve.errors import InvalidRequest, Unavailable
 from sglang_ext.sglang_internals.background_prefill import OwnChunk
 from sglang_ext.wire.protocol import BACKGROUND_FIELD, EXACT_STRATEGIES, Span
+from sglang_ext.wire.request_options import reads_sensitivity
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +133,12 @@ class Documents:
             custom = fields["sampling_params"].setdefault("custom_params", {})
             custom[BACKGROUND_FIELD] = OwnChunk(self._chunk)
         return self._run(fields, len(request.input_ids))
+
+    async def warm(self, request: GenerateRequest, *, analyse: bool) -> None:
+        """Compute all documents of a request, with their analyses if ``analyse``, or if the rule of its
+        strategy reads them: the request itself would go without, or wait."""
+        analyse = analyse or reads_sensitivity(request.strategy, request.options)
+        await self.prefill(request, request.spans, analyse=analyse)
 
     async def prefill(self, request: GenerateRequest, spans: Sequence[Span], *, analyse: bool) -> None:
         """Compute documents of a request in one batch and leave them in every tier, with their analyses if

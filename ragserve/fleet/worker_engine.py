@@ -86,8 +86,7 @@ class WorkerEngine(ControlledCache, RemoteEngine):
 
     async def warm(self, request: GenerateRequest) -> None:
         """See `CachingEngine`."""
-        analyse = self._settings.kv_analysis == "ingest"
-        await self._documents.prefill(request, request.spans, analyse=analyse)
+        await self._documents.warm(request, analyse=self._settings.kv_analysis == "ingest")
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """See `CachingEngine`."""

@@ -52,7 +52,8 @@ SCORINGS = {
 OFFLOAD_LAG = 2  # steps in which the link loads what a choice misses
 MAX_LAG = 7  # with it, pages of 16 still see one page begin at most while a choice serves
 MIN_TOKENS = 1024  # so few cost next to nothing, and a share of them answers less
-_SCORED_RULES = ("anchors", "question", "sensitivity", "sentences")
+SENSITIVE_RULES = ("sensitivity", "sentences")
+_SCORED_RULES = ("anchors", "question", *SENSITIVE_RULES)
 _SHARED_RULES = (*_SCORED_RULES, "deviation", "random")
 
 
@@ -409,6 +410,14 @@ def strategy_options(strategy: str, given: Mapping[str, Any]) -> ComposedOptions
     if strategy not in STRATEGY_OPTIONS:
         raise PlanError(f"no strategy {strategy!r}: one of {', '.join(STRATEGY_OPTIONS)}")
     return checked(STRATEGY_OPTIONS[strategy], given, f"strategy {strategy!r}")
+
+
+def reads_sensitivity(strategy: str, given: Mapping[str, Any]) -> bool:
+    """Whether the rule of a strategy reads the documents' context sensitivity."""
+    kind = STRATEGY_OPTIONS.get(strategy)
+    return (
+        kind is not None and given.get("recompute", kind.model_fields["recompute"].default) in SENSITIVE_RULES
+    )
 
 
 def copies_documents(options: ComposedOptions) -> bool:

@@ -19,7 +19,7 @@ from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.selection.sentences import SINKS, Sentences
 from sglang_ext.tensors.buffers import Ints
 from sglang_ext.wire.protocol import ContextPlan
-from sglang_ext.wire.request_options import ComposedOptions, PlanError, SamKvOptions
+from sglang_ext.wire.request_options import SENSITIVE_RULES, ComposedOptions, PlanError, SamKvOptions
 
 _SHARE = 0.15
 _SENTENCES_SHARE = 0.1  # more gained nothing on any set measured
@@ -97,7 +97,7 @@ class Rule:
     @property
     def reads_sensitivity(self) -> bool:
         """The rule reads the documents' context sensitivity."""
-        return self.name in ("sensitivity", "sentences")
+        return self.name in SENSITIVE_RULES
 
     @property
     def needs_question_attention(self) -> bool:

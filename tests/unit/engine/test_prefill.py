@@ -210,6 +210,32 @@ def test_what_a_question_did_without_is_analysed_when_nothing_is_asked(
     asyncio.run(work())
 
 
+@pytest.mark.parametrize(
+    ("strategy", "options", "analysed"),
+    [
+        ("concat", {}, False),
+        ("concat", {"recompute": "question", "share": 0.1}, False),
+        ("concat", {"recompute": "sentences"}, True),
+        ("concat", {"recompute": [3, 4]}, False),
+        ("samkv", {}, True),
+        ("prefix", {}, False),
+    ],
+)
+def test_documents_are_analysed_beforehand_for_a_rule_that_reads_it(
+    strategy: str, options: dict[str, Any], analysed: bool
+) -> None:
+    """Or the first such strategy of a comparison would be timed with the analysis, and others without."""
+
+    async def work() -> list[bool]:
+        engine = Engine()
+        await engine.documents.warm(
+            replace(request([1, 1], [2]), strategy=strategy, options=options), analyse=False
+        )
+        return engine.analysed
+
+    assert asyncio.run(work()) == [analysed] * 2
+
+
 def test_a_request_tells_the_engine_which_of_its_documents_were_computed_for_it() -> None:
     """Its report must tell a cold request from a warm one, though the documents are on the device by then."""
 
