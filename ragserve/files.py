@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import fcntl
 import json
+import multiprocessing
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parent
 _RETRY_S = 0.05
+_TEMPORARY, _IN_USE = "ragserve-run-", "lock"
+_LONGEST = 60  # bytes: the name of a socket has 107, and those in our folder take up to 40 of them
+_NEW_S = 60.0  # in which a folder gets its lock
 
 
 def bundled(path: str) -> Path:
@@ -96,3 +102,40 @@ def _acquire(descriptor: int, kind: int, wait_s: float) -> bool:
             time.sleep(_RETRY_S)
         else:
             return True
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Put the temporary files and sockets of this process, while the block lasts, into one folder, and remove
+    it at the end; and remove those that killed processes of this user have left.
+
+    It is in the system's folder for temporary files; in /tmp if sockets could have no name there."""
+    place = tempfile.gettempdir()
+    if len(os.fsencode(place)) > _LONGEST:
+        place = "/tmp"
+    _remove_left(Path(place))
+    before = tempfile.tempdir
+    shared = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    with (
+        tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=place, ignore_cleanup_errors=True) as folder,
+        locked(Path(folder) / _IN_USE),
+    ):
+        tempfile.tempdir = folder
+        shared.setdefault("tempdir", folder)  # else it makes one, and complains at exit that it is gone
+        try:
+            yield Path(folder)
+        finally:
+            tempfile.tempdir = before
+            if shared["tempdir"] == folder:
+                del shared["tempdir"]
+
+
+def _remove_left(place: Path) -> None:
+    for folder in place.glob(f"{_TEMPORARY}*"):
+        with suppress(OSError):  # another's, or just removed
+            found = folder.lstat()
+            if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _NEW_S:
+                continue
+            with locked(folder / _IN_USE, create=False) as unused:
+                if unused:
+                    shutil.rmtree(folder, ignore_errors=True)

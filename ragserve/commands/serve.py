@@ -17,6 +17,7 @@ from ragserve.commands.options import with_settings
 from ragserve.commands.serve_checks import check_start
 from ragserve.config import Settings
 from ragserve.engine.ports import KEEP_ALIVE_S, hold_port, port_of
+from ragserve.files import temporary_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,7 +76,12 @@ def _serve(settings: Settings, listener: socket.socket, worker: bool) -> None:
 def _serve_local(settings: Settings, listener: socket.socket, worker: bool) -> None:
     from ragserve.engine.compat import start_template
 
-    start_template()  # before the imports that it is to be beside
+    with temporary_folder():
+        start_template()  # before the imports that it is to be beside
+        _serve_engine(settings, listener, worker)
+
+
+def _serve_engine(settings: Settings, listener: socket.socket, worker: bool) -> None:
     from ragserve.api.starting import StartingAnswers
     from ragserve.engine import local
     from ragserve.fleet.worker_about import identity

@@ -14,6 +14,7 @@ from ragserve.config import Settings
 from ragserve.engine import local
 from ragserve.engine.crash import end_now
 from ragserve.engine.ports import hold_port
+from ragserve.files import temporary_folder
 
 T = TypeVar("T")
 
@@ -53,7 +54,7 @@ def run_once(
 
         return FastAPI(lifespan=lifespan)
 
-    with ended_by_signals(_end_soon), hold_port() as listener:
+    with ended_by_signals(_end_soon), temporary_folder(), hold_port() as listener:
         local.serve(settings, make_app, listener)
     if failure:
         raise failure[0]

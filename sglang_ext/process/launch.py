@@ -9,10 +9,12 @@ module's ``app`` by uvicorn (`versions.served_by`), and on ``get_global_state().
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 from sglang_ext import versions
@@ -21,6 +23,7 @@ from sglang_ext.process.parent import PARENT_VARIABLE
 from sglang_ext.sglang_internals.imports import without_collection
 
 GRACEFUL_SHUTDOWN_S = 10
+_LOADS = re.compile(r"/dev/shm/sgl(?:ang_loads|_shm)_\w+(?:\.shm)?$", re.MULTILINE)
 _TRACKER = "joblib.externals.loky.backend.resource_tracker"
 
 
@@ -56,7 +59,9 @@ class Launcher:
 
     def _serve(self, sglang_app: Any, **options: Any) -> None:
         import uvicorn
+        from sglang.srt.entrypoints import http_server
 
+        _hide_load_figures(http_server.get_global_state())
         options.setdefault("timeout_graceful_shutdown", GRACEFUL_SHUTDOWN_S)
         options["timeout_keep_alive"] = self._keep_alive_s
         self._server = uvicorn.Server(uvicorn.Config(self._make_app(sglang_app), **options))
@@ -77,17 +82,35 @@ def _watch_no_more(http_server: Any) -> None:
         watchdog.stop()
 
 
+def _hide_load_figures(state: Any) -> None:
+    """Remove the name of the shared memory by which the one scheduler tells its load. Both ends have opened
+    it, and SGLang never removes it."""
+    reader = getattr(state and state.tokenizer_manager, "load_snapshot_reader", None)
+    if reader is not None and reader.dp_size == 1 and reader.read_all():
+        Path(reader.path).unlink(missing_ok=True)
+
+
+def _shared_memory(pid: int) -> set[Path]:
+    """What SGLang has in /dev/shm for the process."""
+    with suppress(OSError):
+        return {Path(found) for found in _LOADS.findall(Path(f"/proc/{pid}/maps").read_text())}
+    return set()
+
+
 def _end_children() -> None:
-    """Kill all children but joblib's resource tracker. It ends by itself with this process; one that is
-    killed is started anew at exit, and complains of what it does not know. That of multiprocessing would
-    complain of what killed children have left."""
+    """Kill all children but joblib's resource tracker, and remove the shared memory that they leave. The
+    tracker ends by itself with this process; one that is killed is started anew at exit, and complains of
+    what it does not know. That of multiprocessing would complain of what killed children have left."""
     import psutil
 
     tracker = getattr(sys.modules.get(_TRACKER), "_resource_tracker", None)
     for child in psutil.Process().children(recursive=True):
         if child.pid != getattr(tracker, "_pid", None):
+            left = _shared_memory(child.pid)
             with suppress(psutil.NoSuchProcess):
                 child.kill()
+            for path in left:
+                path.unlink(missing_ok=True)
 
 
 def tokenizer_manager() -> Any:

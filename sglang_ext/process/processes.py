@@ -15,6 +15,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 from typing import Any
 
 from sglang_ext.cpu.torchvision import prepare
@@ -33,6 +34,9 @@ prepare()
 
 
 def _imported() -> None:
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())  # its own has a semaphore of the system, which a killed process leaves
     collect_again()
     with_sklearn()
 

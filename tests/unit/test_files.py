@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import tempfile
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import pytest
 
-from ragserve.files import bundled, locked, write_json, write_text
+from ragserve.files import bundled, locked, temporary_folder, write_json, write_text
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -36,6 +40,45 @@ def test_locks_exclude_and_shared_ones_do_not(tmp_path: Path) -> None:
         assert (first, second, alone) == (True, True, False)
     with locked(path) as alone, locked(path, shared=True, wait_s=0.1) as late:
         assert (alone, late) == (True, False)
+
+
+def test_temporary_files_are_in_one_folder_that_goes_with_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as place:
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        with temporary_folder() as folder:
+            assert Path(tempfile.mkdtemp()).parent == folder
+            tempfile.NamedTemporaryFile(delete=False).close()  # noqa: SIM115 - as SGLang leaves them
+            assert list(Path(place).iterdir()) == [folder]
+        assert (tempfile.tempdir, list(Path(place).iterdir())) == (place, [])
+
+
+def test_what_killed_processes_left_is_removed_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as name:
+        place = Path(name)
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        kinds = ("killed", "in use", "just made", "without a lock")
+        left, used, new, other = (place / f"ragserve-run-{kind}" for kind in kinds)
+        for folder in (left, used, new, other):
+            folder.mkdir()
+            (folder / "data").touch()
+        for folder in (left, used, new):
+            (folder / "lock").touch()
+        for folder in (left, used, other):
+            os.utime(folder, (0, 0))
+        with locked(used / "lock"), temporary_folder():
+            assert [folder.exists() for folder in (left, used, new, other)] == [False, True, True, True]
+
+
+def test_sockets_get_a_name_below_a_long_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with temporary_folder(), socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{get_temp_dir()}/listener-12345678")  # as multiprocessing names it
 
 
 def test_data_of_the_project_is_found_in_a_checkout() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-CODE = """
+CODE = '''
+import os
 import subprocess
+import sys
 from multiprocessing import resource_tracker
 from joblib.externals.loky.backend import resource_tracker as loky
 from sglang_ext.process.launch import _end_children
@@ -15,11 +17,23 @@ resource_tracker.register("/ragserve-left", "semaphore")
 loky.ensure_running()
 name = "/tmp/ragserve-test-launch"
 loky.register(name, "file")
-child = subprocess.Popen(["sleep", "600"])
-_end_children()
-print(child.wait(240))
-loky.unregister(name, "file")
+shared = "/dev/shm/sglang_loads_ragserve_test_{}.shm".format(os.getpid())
+mapping = """
+import mmap, os, sys
+descriptor = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR)
+os.ftruncate(descriptor, 4096)
+held = mmap.mmap(descriptor, 4096)
+print("mapped", flush=True)
+os.read(0, 1)
 """
+child = subprocess.Popen(
+    [sys.executable, "-c", mapping, shared], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+)
+assert child.stdout.readline() == "mapped\\n"
+_end_children()
+print(child.wait(240), os.path.exists(shared))
+loky.unregister(name, "file")
+'''
 
 SERVED = """
 import socket
@@ -61,9 +75,9 @@ with socket.socket() as listener:
 
 def test_joblibs_resource_tracker_outlives_the_other_children() -> None:
     """Killed, it is started anew at the next message, and does not know what the first one knew. That of
-    multiprocessing would complain of semaphores that killed children leave."""
+    multiprocessing would complain of semaphores that killed children leave. Their shared memory is removed."""
     ended = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=240)
-    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "-9", "")
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "-9 False", "")
 
 
 def test_idle_connections_stay_open_for_longer_than_sglang_keeps_them() -> None:
