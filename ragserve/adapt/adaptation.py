@@ -64,6 +64,8 @@ def adapt(
     _check_numbers(job, config)
     check_out(job.out)
     check_work(job.work, job.out, job.model, *([job.data] if job.data else []))
+    if job.data:
+        divided(read_rows(job.data), job.held_out, job.seed)  # before a model is loaded for nothing
     job.work.mkdir(parents=True, exist_ok=True)
     with locked(job.work / LOCK) as alone, _explained():
         if not alone:

@@ -24,6 +24,7 @@ from sglang_ext.sglang_internals import quiet
 from sglang_ext.sglang_internals.imports import collect_again, with_sklearn, without_sklearn
 
 if multiprocessing.current_process().name != "MainProcess":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from now on: it would end the imports with a traceback
     end_with_parent()
     # Unpickling the target's arguments imports most of SGLang; `_imported` ends both.
     gc.disable()

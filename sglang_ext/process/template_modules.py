@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import signal
 
 from sglang_ext.cpu.torchvision import prepare
 from sglang_ext.process.parent import end_with_parent
@@ -26,6 +27,7 @@ MODULES = (
     "xgrammar",
 )
 
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the server's to handle
 end_with_parent()
 gc.disable()  # for good: all of it stays
 without_sklearn()

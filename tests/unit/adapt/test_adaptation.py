@@ -170,12 +170,14 @@ def test_bad_rows_are_named(job: Adaptation, tmp_path: Path, line: str, words: s
     job.data.write_text(job.data.read_text() + line + "\n")
     with pytest.raises(RagserveError, match=words):
         adapt(settings(tmp_path), job)
+    assert not job.work.exists(), "mended rows would be another run's"
 
 
 def test_too_few_questions(job: Adaptation, tmp_path: Path) -> None:
     data = write(tmp_path / "few.jsonl", rows(49))
     with pytest.raises(RagserveError, match="There are 49 questions; at least 50"):
         adapt(settings(tmp_path), changed(job, data=data))
+    assert not job.work.exists()
 
 
 def test_two_runs_at_once_are_one_too_many(job: Adaptation, tmp_path: Path) -> None:

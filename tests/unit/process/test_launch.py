@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = '''
 import os
 import subprocess
@@ -72,6 +74,23 @@ with socket.socket() as listener:
 """
 )
 
+CTRL_C = """
+import multiprocessing
+import os
+import signal
+import sys
+from sglang_ext.cpu import torchvision
+
+def prepare():  # the first thing that takes long
+    os.kill(os.getpid(), signal.SIGINT)
+    print("went on", flush=True)
+    os._exit(0)
+
+torchvision.prepare = prepare
+multiprocessing.current_process().name = "SpawnProcess-1"
+__import__(sys.argv[1])
+"""
+
 
 def test_joblibs_resource_tracker_outlives_the_other_children() -> None:
     """Killed, it is started anew at the next message, and does not know what the first one knew. That of
@@ -91,3 +110,11 @@ def test_an_app_that_cannot_be_made_ends_with_its_error() -> None:
     ended = subprocess.run([sys.executable, "-c", FAILED], capture_output=True, text=True, timeout=240)
     assert (ended.returncode, ended.stdout.strip()) == (1, "children: None")
     assert ended.stderr.endswith("ModuleNotFoundError: No module named 'mended'\n")
+
+
+@pytest.mark.parametrize("module", ["template_modules", "processes"])
+def test_ctrl_c_does_not_reach_a_process_that_still_imports(module: str) -> None:
+    """A terminal sends it to all processes; each would end with a traceback of its own."""
+    command = [sys.executable, "-c", CTRL_C, f"sglang_ext.process.{module}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "went on", "")
