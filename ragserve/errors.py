@@ -69,7 +69,10 @@ class RagserveError(Exception):
         self.request_id: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.message} {self.hint}".strip()
+        if not (self.message and self.hint):
+            return self.message or self.hint
+        end = "" if self.message.endswith((".", "!", "?", ":")) else "."  # of another library's error
+        return f"{self.message}{end} {self.hint}"
 
     def body(self, request_id: str | None = None) -> dict[str, Any]:
         """The JSON body of the HTTP error and of the SSE ``error`` event."""

@@ -225,3 +225,9 @@ def test_both_clients_have_the_same_methods() -> None:
         one, other = inspect.signature(sync[name]), inspect.signature(waiting[name])
         assert list(one.parameters) == list(other.parameters), name
         assert sync[name].__doc__, name
+
+
+def test_a_message_ends_before_its_hint_begins() -> None:
+    """It may be that of another library."""
+    said = [str(errors.InvalidRequest(message, hint="Give one.")) for message in ("No file: x", "None.", "")]
+    assert said == ["No file: x. Give one.", "None. Give one.", "Give one."]
