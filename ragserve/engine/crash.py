@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import psutil
@@ -27,6 +27,18 @@ _HINT = (
     "See the log above for the cause; without one, the system killed it, mostly for lack of memory (dmesg): "
     "start the server again with a smaller --max-total-tokens, --mem-fraction-static or --kv-host-bytes."
 )
+
+
+@contextlib.contextmanager
+def start_explained() -> Iterator[None]:
+    """Raise EngineError in place of SGLang's error for a process that has ended before it was ready."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if "died during initialization" not in said and not said.startswith("Initialization failed"):
+            raise
+        raise EngineError(f"The engine did not start: {said.split('. ')[0]}.", hint=_HINT) from error
 
 
 class CrashHandler:

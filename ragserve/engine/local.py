@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from ragserve import tracing
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sampling
-from ragserve.engine.crash import CrashHandler
+from ragserve.engine.crash import CrashHandler, start_explained
 from ragserve.engine.document_cache import ControlledCache
 from ragserve.engine.ports import KEEP_ALIVE_S, hold_port, port_of
 from ragserve.engine.prefill import Documents
@@ -411,7 +411,7 @@ def serve(
     # a port of torch.distributed's, which SGLang would look up and let go
     with hold_port() as rendezvous:
         args = server_args(settings_here, nccl_port=port_of(rendezvous))
-        with _meeting_by_file(args):
+        with _meeting_by_file(args), start_explained():
             on_launch()
             launcher.run(args)
     for engine in engines:

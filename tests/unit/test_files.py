@@ -49,7 +49,7 @@ def test_temporary_files_are_in_one_folder_that_goes_with_the_process(
         monkeypatch.setattr(tempfile, "tempdir", place)
         with temporary_folder() as folder:
             assert Path(tempfile.mkdtemp()).parent == folder
-            tempfile.NamedTemporaryFile(delete=False).close()  # noqa: SIM115 - as SGLang leaves them
+            tempfile.NamedTemporaryFile(delete=False).close()  # as SGLang leaves them
             assert list(Path(place).iterdir()) == [folder]
         assert (tempfile.tempdir, list(Path(place).iterdir())) == (place, [])
 

@@ -1,14 +1,17 @@
-"""The engine's processes find each other by a file, where they are on one machine."""
+"""The engine's processes find each other by a file, where they are on one machine, or end with an error."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from ragserve.engine.crash import start_explained
 from ragserve.engine.local import _MEETING, _meeting_by_file
+from ragserve.errors import EngineError
 
 
 def test_a_new_file_for_each_engine_that_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +36,16 @@ def test_engines_of_several_machines_meet_at_an_address(
     monkeypatch.delenv(_MEETING, raising=False)
     with _meeting_by_file(SimpleNamespace(**{"nnodes": 1, "dist_init_addr": None} | given)):
         assert _MEETING not in os.environ
+
+
+@pytest.mark.parametrize(
+    "said", ["Rank 0 scheduler died during initialization (exit code: -9)", "Initialization failed"]
+)
+def test_a_process_that_ends_before_it_is_ready_ends_the_start_with_one_error(said: str) -> None:
+    with (
+        pytest.raises(EngineError, match=f"The engine did not start: {re.escape(said)}. See the log above"),
+        start_explained(),
+    ):
+        raise RuntimeError(f"{said}. Please see elsewhere.")
+    with pytest.raises(RuntimeError, match="another"), start_explained():
+        raise RuntimeError("another")

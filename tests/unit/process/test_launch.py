@@ -94,7 +94,7 @@ __import__(sys.argv[1])
 
 def test_joblibs_resource_tracker_outlives_the_other_children() -> None:
     """Killed, it is started anew at the next message, and does not know what the first one knew. That of
-    multiprocessing would complain of semaphores that killed children leave. Their shared memory is removed."""
+    multiprocessing would complain of semaphores that killed children leave. Their shared memory goes."""
     ended = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=240)
     assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "-9 False", "")
 
