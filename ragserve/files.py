@@ -18,9 +18,8 @@ from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parent
 _RETRY_S = 0.05
-_TEMPORARY, _IN_USE = "ragserve-run-", "lock"
+_UNLOCKED, _IN_USE = ".ragserve-", "lock"
 _LONGEST = 60  # bytes: the name of a socket has 107, and those in our folder take up to 40 of them
-_NEW_S = 60.0  # in which a folder gets its lock
 
 
 def bundled(path: str) -> Path:
@@ -105,37 +104,40 @@ def _acquire(descriptor: int, kind: int, wait_s: float) -> bool:
 
 
 @contextmanager
+def scratch_folder(place: Path, prefix: str) -> Iterator[Path]:
+    """Make a folder in ``place`` whose name begins with ``prefix``, and remove it at the end; and remove
+    those that killed processes of this user have left there."""
+    for left in place.glob(f"{prefix}*"):
+        with suppress(OSError):  # another's, or just removed
+            if left.lstat().st_uid == os.geteuid():
+                with locked(left / _IN_USE, create=False) as unused:
+                    if unused:
+                        shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=place))
+    try:
+        with locked(folder / _IN_USE):
+            folder = folder.rename(place / f"{prefix}{folder.name.removeprefix(_UNLOCKED)}")
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Put the temporary files and sockets of this process, while the block lasts, into one folder, and remove
-    it at the end; and remove those that killed processes of this user have left.
+    """Put the temporary files and sockets of this process, while the block lasts, into a `scratch_folder`.
 
     It is in the system's folder for temporary files; in /tmp if sockets could have no name there."""
     place = tempfile.gettempdir()
     if len(os.fsencode(place)) > _LONGEST:
         place = "/tmp"
-    _remove_left(Path(place))
     before = tempfile.tempdir
     shared = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    with (
-        tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=place, ignore_cleanup_errors=True) as folder,
-        locked(Path(folder) / _IN_USE),
-    ):
-        tempfile.tempdir = folder
-        shared.setdefault("tempdir", folder)  # else it makes one, and complains at exit that it is gone
+    with scratch_folder(Path(place), "ragserve-run-") as folder:
+        tempfile.tempdir = str(folder)
+        shared.setdefault("tempdir", str(folder))  # else it makes one, and complains at exit that it is gone
         try:
-            yield Path(folder)
+            yield folder
         finally:
             tempfile.tempdir = before
-            if shared["tempdir"] == folder:
+            if shared["tempdir"] == str(folder):
                 del shared["tempdir"]
-
-
-def _remove_left(place: Path) -> None:
-    for folder in place.glob(f"{_TEMPORARY}*"):
-        with suppress(OSError):  # another's, or just removed
-            found = folder.lstat()
-            if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _NEW_S:
-                continue
-            with locked(folder / _IN_USE, create=False) as unused:
-                if unused:
-                    shutil.rmtree(folder, ignore_errors=True)

@@ -10,12 +10,12 @@ import hashlib
 import os
 import shutil
 import struct
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ragserve.errors import InvalidRequest, StorageFull
+from ragserve.files import scratch_folder
 
 _SHARD = "4GB"
 _SAMPLE = 2**20  # bytes of each end of a file by which it is known
@@ -74,8 +74,8 @@ def made_once(
     folder = made.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as temporary:
-            new = Path(temporary) / "model"
+        with scratch_folder(folder, ".new-") as temporary:
+            new = temporary / "model"
             write(source, new)
             try:
                 new.rename(made)

@@ -7,17 +7,18 @@ overruns."""
 from __future__ import annotations
 
 import json
+import os
 import struct
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragserve.errors import InvalidRequest
-from ragserve.files import user_cache
+from ragserve.files import scratch_folder, user_cache
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,7 +57,7 @@ def model_folder() -> Iterator[str]:
         yield str(cached)
         return
     with _workplace(cached.parent) as made:
-        folder = Path(made) / "model"
+        folder = made / "model"
         folder.mkdir()
         write_model(folder)
         try:
@@ -67,13 +68,11 @@ def model_folder() -> Iterator[str]:
             yield str(cached)
 
 
-def _workplace(cache: Path) -> tempfile.TemporaryDirectory[str]:
-    prefix = "ragserve-model-"
-    try:
+def _workplace(cache: Path) -> AbstractContextManager[Path]:
+    with suppress(OSError):  # it may be there and not ours to write
         cache.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(prefix=prefix, dir=cache)
-    except OSError:  # it may be there and not ours to write
-        return tempfile.TemporaryDirectory(prefix=prefix)
+    place = cache if os.access(cache, os.W_OK) else Path(tempfile.gettempdir())
+    return scratch_folder(place, "ragserve-model-")
 
 
 def write_model(folder: Path) -> None:

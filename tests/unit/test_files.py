@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import tempfile
 from multiprocessing.util import get_temp_dir
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ragserve.files import bundled, locked, temporary_folder, write_json, write_text
+from ragserve.files import bundled, locked, scratch_folder, temporary_folder, write_json, write_text
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -54,21 +53,18 @@ def test_temporary_files_are_in_one_folder_that_goes_with_the_process(
         assert (tempfile.tempdir, list(Path(place).iterdir())) == (place, [])
 
 
-def test_what_killed_processes_left_is_removed_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as name:
-        place = Path(name)
-        monkeypatch.setattr(tempfile, "tempdir", name)
-        kinds = ("killed", "in use", "just made", "without a lock")
-        left, used, new, other = (place / f"ragserve-run-{kind}" for kind in kinds)
-        for folder in (left, used, new, other):
-            folder.mkdir()
-            (folder / "data").touch()
-        for folder in (left, used, new):
-            (folder / "lock").touch()
-        for folder in (left, used, other):
-            os.utime(folder, (0, 0))
-        with locked(used / "lock"), temporary_folder():
-            assert [folder.exists() for folder in (left, used, new, other)] == [False, True, True, True]
+def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    left, used, other, alike = (tmp_path / name for name in (".new-killed", ".new-used", ".new-other", "new"))
+    for folder in (left, used, other, alike):
+        folder.mkdir()
+        (folder / "data").touch()
+    for folder in (left, used, alike):
+        (folder / "lock").touch()
+    with locked(used / "lock"), scratch_folder(tmp_path, ".new-") as made:
+        assert [folder.exists() for folder in (left, used, other, alike)] == [False, True, True, True]
+        with scratch_folder(tmp_path, ".new-"):
+            assert made.is_dir(), "it is in use"
+    assert {path.name for path in tmp_path.iterdir()} == {".new-used", ".new-other", "new"}
 
 
 def test_sockets_get_a_name_below_a_long_temporary_folder(
