@@ -85,9 +85,10 @@ def _watch_no_more(http_server: Any) -> None:
 def _hide_load_figures(state: Any) -> None:
     """Remove the name of the shared memory by which the one scheduler tells its load. Both ends have opened
     it, and SGLang never removes it."""
-    reader = getattr(state and state.tokenizer_manager, "load_snapshot_reader", None)
-    if reader is not None and reader.dp_size == 1 and reader.read_all():
-        Path(reader.path).unlink(missing_ok=True)
+    reader: Any = getattr(state and state.tokenizer_manager, "load_snapshot_reader", None)
+    path = getattr(reader, "path", None)  # else it has a socket's end
+    if path is not None and reader.dp_size == 1 and reader.read_all():
+        Path(path).unlink(missing_ok=True)
 
 
 def _shared_memory(pid: int) -> set[Path]:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from sglang_ext.process.launch import _hide_load_figures
 
 CODE = '''
 import os
@@ -110,6 +115,22 @@ def test_an_app_that_cannot_be_made_ends_with_its_error() -> None:
     ended = subprocess.run([sys.executable, "-c", FAILED], capture_output=True, text=True, timeout=240)
     assert (ended.returncode, ended.stdout.strip()) == (1, "children: None")
     assert ended.stderr.endswith("ModuleNotFoundError: No module named 'mended'\n")
+
+
+def test_the_shared_memory_of_the_load_loses_its_name_once_both_ends_have_it(tmp_path: Path) -> None:
+    def left(**reader: Any) -> bool:
+        path = tmp_path / "loads"
+        path.touch()
+        manager = SimpleNamespace(load_snapshot_reader=SimpleNamespace(**{"path": str(path)} | reader))
+        _hide_load_figures(SimpleNamespace(tokenizer_manager=manager))
+        return path.exists()
+
+    assert not left(dp_size=1, read_all=lambda: ["load"])
+    assert left(dp_size=1, read_all=list), "nobody has written yet"
+    assert left(dp_size=2, read_all=lambda: ["load", "load"]), "a controller may open it later"
+    assert left(dp_size=1, read_all=lambda: ["load"], path=None)
+    _hide_load_figures(SimpleNamespace(tokenizer_manager=SimpleNamespace()))
+    _hide_load_figures(None)
 
 
 @pytest.mark.parametrize("module", ["template_modules", "processes"])
