@@ -8,11 +8,9 @@ from typing import Any, cast
 
 import httpx
 import pytest
-import typer
 from pydantic import SecretStr
 from starlette.responses import JSONResponse
 
-from ragserve import cli
 from ragserve.answering.key_reranker import make_rerankers
 from ragserve.api.services import load_embedder
 from ragserve.config import load
@@ -317,7 +315,6 @@ def test_ingest_on_the_command_line_goes_on_where_it_stopped(
 ) -> None:
     remote.reset()
     monkeypatch.setattr(remote_embedder, "_DOCUMENTS", Patience(0.3, 0.3))
-    monkeypatch.setattr(cli, "app", typer.Typer(no_args_is_help=True))
     monkeypatch.setenv("RAGSERVE_EMBEDDER_API_KEY", KEY)
     ragserve = Cli(monkeypatch, capfd, tmp_path)
     folder = tmp_path / "docs"

@@ -66,6 +66,9 @@ class Cli:
     def __call__(self, *args: str, stdin: bytes = b"") -> Done:
         self._monkeypatch.setattr(sys, "argv", ["ragserve", *args])
         self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        app = typer.Typer(no_args_is_help=True)  # each run registers its command
+        app.callback()(lambda: None)
+        self._monkeypatch.setattr(cli, "app", app)
         self._capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
             cli.main()
@@ -78,9 +81,6 @@ def ragserve(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path, embedder: Embedder
 ) -> Cli:
     monkeypatch.setattr("ragserve.retrieval.embedder.Embedder.of", lambda *_args, **_options: embedder)
-    monkeypatch.setattr(
-        cli, "app", typer.Typer(no_args_is_help=True)
-    )  # commands register themselves on every call of main
     return Cli(monkeypatch, capfd, tmp_path)
 
 

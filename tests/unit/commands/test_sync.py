@@ -11,7 +11,6 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-import typer
 
 from ragserve.engine.ports import hold_port, port_of
 from ragserve.files import locked
@@ -26,8 +25,6 @@ from tests.unit.ingest.test_s3 import OneVector, sources
 def ragserve(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
     monkeypatch.setattr("ragserve.retrieval.embedder.Embedder.of", lambda *_args, **_options: OneVector())
     monkeypatch.setattr("ragserve.ingest.ingestor.embedder_name", lambda _settings: OneVector.name)
-    monkeypatch.setattr("ragserve.cli.COMMANDS", ("sync",))  # building all flags takes most of the time
-    monkeypatch.setattr("ragserve.cli.app", typer.Typer())
     return Cli(monkeypatch, capfd, tmp_path)
 
 
