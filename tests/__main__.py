@@ -43,7 +43,8 @@ interpreter, which they learn when they are imported."""
 
 @dataclass(frozen=True)
 class Servers:
-    """A process that is forked for each server of a group, and the socket by which to ask it."""
+    """A process that is forked for each server and each program of a group, and the socket by which to ask
+    it."""
 
     parent: int
     socket: socket.socket
@@ -67,10 +68,12 @@ def main() -> int:
     fork_parent.import_modules()
     to_run = groups()
     servers: dict[str, Servers] = {}
-    for group in to_run:
-        if group.engines:
-            servers[group.name] = _fork_servers(list(servers.values()))
-    _import()
+    for engines in (True, False):  # those of engines import SGLang in their own environment
+        if not engines:
+            _import()
+        for group in to_run:
+            if group.paths and group.engines == engines:
+                servers[group.name] = _fork_servers(list(servers.values()))
     parent, running, failed = os.getpid(), dict[int, Running](), []
     seconds: dict[int, float] = {}
     while to_run or running:

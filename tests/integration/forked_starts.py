@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 from unittest import mock
@@ -37,7 +38,9 @@ def forked_server(**options: Any) -> Iterator[RunningServer]:
         graphs = {"cuda_graph_max_bs_decode": 4, "disable_prefill_cuda_graph": True}
         options["engine_args"] = json.dumps({"attention_backend": attention} | graphs | engine_args)
     with contextlib.ExitStack() as stack:
-        spawned = torch.cuda.is_available() or "PYTHONPATH" in (options.get("env") or {})
+        env = options.get("env") or {}
+        if spawned := torch.cuda.is_available() or "PYTHONPATH" in env:
+            options["env"] = {"PYTHONPATH": os.pathsep.join([str(REPO), *sys.path])} | env
         with mock.patch.object(server, "spawn", server.spawn if spawned else _forking):
             running = stack.enter_context(server.running_server(**options))
         yield running
@@ -102,7 +105,7 @@ class ForkParent:
         module: str,
         arguments: Sequence[str],
         env: Mapping[str, str],
-        output: BinaryIO,
+        output: BinaryIO | socket.socket,
         errors: BinaryIO | None = None,
     ) -> Forked:
         """Run a module as a program with this environment added, in a session of its own. ``errors``: where
@@ -135,6 +138,39 @@ def fork_parent() -> ForkParent:
     if not _parents:
         _parents.append(ForkParent())
     return _parents[0]
+
+
+def start_module(
+    module: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    output: BinaryIO | socket.socket,
+    errors: BinaryIO,
+) -> Forked | subprocess.Popen[bytes]:
+    """Run a module as a program in the project's folder: forked, with what is imported, if
+    `scripts/test` runs it and no other PYTHONPATH is given."""
+    with contextlib.chdir(REPO):
+        if _parents and "PYTHONPATH" not in env:
+            return _parents[0].start(module, arguments, env, output, errors)
+        command = [sys.executable, "-m", module, *arguments]
+        return subprocess.Popen(command, stdout=output, stderr=errors, env={**os.environ, **env})
+
+
+def run_module(
+    module: str, *arguments: str, timeout: float, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a module as `start_module` does, and wait for it."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = start_module(module, arguments, env or {}, output, errors)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.send_signal(signal.SIGKILL)
+        said = []
+        for each in (output, errors):
+            each.seek(0)
+            said.append(each.read().decode())
+    return subprocess.CompletedProcess([module, *arguments], code, *said)
 
 
 def end_fork_parent() -> None:

@@ -14,31 +14,10 @@ import psutil
 import pytest
 
 from tests.conftest import MODEL
+from tests.integration.forked_starts import Forked, start_module
 
 ENDS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 GONE_S = 120
-
-# A worker that ignores what it can, and a process of its own that does, too.
-WORKER = """
-import signal, subprocess, sys, time
-for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-    signal.signal(number, signal.SIG_IGN)
-open(sys.argv[1] + ".ready", "w").write("")
-time.sleep(600)
-"""
-
-# `ragserve eval` with that worker in the place of an engine
-EVAL = """
-import sys
-from ragserve import cli
-from ragserve.eval import parallel
-popen = parallel.subprocess.Popen
-def stand_in(command, **options):
-    return popen([sys.executable, "-c", {worker!r}, command[-1]], **options)
-parallel.subprocess.Popen = stand_in
-sys.argv = ["ragserve", "eval", "--data", {data!r}, "--work", {work!r}]
-cli.main()
-"""
 
 # the parsing process, stopped, so that the end of its input does not end it
 PARSER = """
@@ -91,7 +70,7 @@ import sglang
 """
 
 
-def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+def wait_for(path: Path, process: subprocess.Popen[bytes] | Forked) -> None:
     deadline = time.monotonic() + 240
     while not path.exists():
         assert process.poll() is None
@@ -117,8 +96,9 @@ def data(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("number", ENDS, ids=lambda number: number.name)
 def test_workers_of_an_evaluation_end_with_it(number: signal.Signals, data: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
-    script = EVAL.format(worker=WORKER, data=str(data), work=str(work))
-    process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
+    arguments = [str(data), str(work)]
+    with (tmp_path / "said.txt").open("wb") as said:
+        process = start_module("tests.unit.eval_with_stand_in", arguments, {}, said, said)
     try:
         wait_for(work / "job-0.json.ready", process)
         children = psutil.Process(process.pid).children(recursive=True)
@@ -126,7 +106,7 @@ def test_workers_of_an_evaluation_end_with_it(number: signal.Signals, data: Path
         assert_all_end(children)
         status = process.wait(240)
     finally:
-        process.kill()
+        process.send_signal(signal.SIGKILL)
         process.wait()
     assert status == 128 + number
 

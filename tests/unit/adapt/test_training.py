@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,19 +20,11 @@ from ragserve.adapt.sample_mix import SampleMix
 from ragserve.adapt.training import Training, TrainingOptions
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.errors import RagserveError
+from tests.integration.forked_starts import run_module
 from tests.unit.adapt.tiny_models import load, make_model, rows
 
-REPO = Path(__file__).resolve().parents[3]
 OPTIONS = TrainingOptions(seconds=1e9, steps=8, batch=4, every=2, rate=3e-2, answer_tokens=3)
-SCRIPT = """
-import os, signal, sys
-from pathlib import Path
-from tests.unit.adapt.test_training import make, OPTIONS
-def on_step(step):
-    if step == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-make(Path(sys.argv[1]), Path(sys.argv[2]), on_step=on_step).run()
-"""
+KILLED_AT = 5
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +75,8 @@ def test_held_out_kl_falls_and_the_best_adapter_is_kept(whole: tuple[Training, P
 def test_a_run_that_was_killed_takes_the_same_steps(
     whole: tuple[Training, Path], folder: Path, tmp_path: Path
 ) -> None:
-    """A process of its own, whose imports take most of the time, is killed after step 5; steps from the
-    checkpoint at 4 on are taken again."""
-    command = [sys.executable, "-c", SCRIPT, str(folder), str(tmp_path)]
-    done = subprocess.run(command, cwd=REPO, timeout=800, check=False)
+    """A process of its own is killed after step 5; steps from the checkpoint at 4 on are taken again."""
+    done = run_module("tests.unit.adapt.killed_training", str(folder), str(tmp_path), timeout=800)
     assert done.returncode == -signal.SIGKILL
     taken: list[int] = []
     again = make(folder, tmp_path, on_step=taken.append)

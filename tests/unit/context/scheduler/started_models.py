@@ -9,6 +9,7 @@ backend.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import json
 import logging
@@ -254,6 +255,14 @@ def main(folder: Path) -> None:
     prepare()
     import transformers  # noqa: F401 - for all
     from sglang.srt.managers import tp_worker  # noqa: F401 - for all
+    from sglang.srt.models import registry  # noqa: F401 - for all
+    from sglang.srt.plugins import load_plugins
+
+    from ragserve.engine import server_args  # noqa: F401 - for all
+    from sglang_ext.process import build  # noqa: F401 - for all
+
+    load_plugins()
+    gc.freeze()  # SGLang collects garbage in each
 
     found = {}
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.conftest import REPO
+from tests.integration.forked_starts import run_module
 from tests.unit.context.scheduler.started_models import QUANTISED
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.unit.context.scheduler.started_models",
-            str(tmp_path_factory.mktemp("models")),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=REPO,
-        timeout=840,  # for busy machines
-        check=False,
-    )
+    place, busy = tmp_path_factory.mktemp("models"), 840
+    done = run_module("tests.unit.context.scheduler.started_models", str(place), timeout=busy)
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
