@@ -49,6 +49,13 @@ def quick_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def control_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """That model with control routes, for commands that are given its engine (`served_engine`)."""
+    with engines.control(tmp_path_factory.mktemp("control-server")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def quick_reference(quick_server: Server) -> Reference:
     assert quick_server.model is not None
     return Reference(quick_server.model)

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ import torch
 
 from ragserve.engine.running_server import RunningServer
 from sglang_ext.attention.pools.streaming_heads import save_pattern
-from tests.conftest import REPO
+from tests.conftest import EXHAUSTIVE
 from tests.integration.forked_starts import DTYPE, fork_parent, forked_server
 from tests.integration.models import LLAMA3, random_llama, with_tools
 
@@ -95,6 +93,14 @@ def default(folder: Path) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
+def control(folder: Path) -> Iterator[Server]:
+    """The same with the small model."""
+    model = random_model(folder)
+    with started(folder / "data", model=model, control_routes=True, env=_DUMPER) as server:
+        yield server
+
+
+@contextlib.contextmanager
 def started(data_dir: Path, *, storage: Path | None = None, **flags: Any) -> Iterator[Server]:
     """Start a server that caches only what a test asks for, and computes as `forked_server` does. It
     and the engine's processes are forked; users' are spawned, as those of `test_wheel` and
@@ -109,7 +115,7 @@ def started(data_dir: Path, *, storage: Path | None = None, **flags: Any) -> Ite
 @contextlib.contextmanager
 def quick(folder: Path) -> Iterator[Server]:
     """The defaults, with a small model of random weights whose chat template has tools."""
-    with started(folder / "data", model=with_tools(_random_model(folder))) as server:
+    with started(folder / "data", model=with_tools(random_model(folder))) as server:
         yield server
 
 
@@ -127,7 +133,8 @@ class WarmedElsewhere:
 
 
 def warmed_elsewhere(folder: Path, model: Path | None) -> WarmedElsewhere:
-    """Run `ragserve ingest --warm` with a shared store that takes everything."""
+    """Run `ragserve ingest --warm` with a shared store that takes everything. In the exhaustive form its
+    engine's processes are spawned, as users' are."""
     data, shared, namespace = folder / "data", folder / "shared", "elsewhere"
     shared.mkdir()
     text = "The observatory of {0} was founded in 1902 by Ada {0}. It has a telescope of 40 inches. "
@@ -139,8 +146,8 @@ def warmed_elsewhere(folder: Path, model: Path | None) -> WarmedElsewhere:
     store = shared_folder(shared, value=0)
     env = {f"RAGSERVE_{name.upper()}": str(value) for name, value in {"dtype": DTYPE, **store}.items()}
     with (folder / "report.json").open("wb") as report, (folder / "said.txt").open("wb") as said:
-        # its engine's processes are spawned, as users' are
-        command = fork_parent().start("ragserve.cli", ["ingest", *inputs, *options], env, report, said)
+        module = "ragserve.cli" if EXHAUSTIVE else "tests.integration.forked_main"
+        command = fork_parent().start(module, ["ingest", *inputs, *options], env, report, said)
         assert command.wait(600) == 0, (folder / "said.txt").read_text()[-2000:]
     return WarmedElsewhere(namespace, texts, data, shared, json.loads((folder / "report.json").read_text()))
 
@@ -154,7 +161,7 @@ def shared_folder(folder: Path, *, value: float) -> dict[str, Any]:
     }
 
 
-def _random_model(folder: Path) -> Path:
+def random_model(folder: Path) -> Path:
     """Write the model of engines whose answers need not be right; the same one each time."""
     return random_llama(folder / "model", kv_heads=2, head_dim=64, positions=8192)
 
@@ -165,6 +172,7 @@ def locked(folder: Path) -> Iterator[Server]:
     256 tokens."""
     chunks = json.dumps({"chunked_prefill_size": 256})
     flags = {**SPARSE, "decode_page_size": 64, "kv_bits": 8, "context_length": 2048, "engine_args": chunks}
+    flags["model"] = random_llama(folder / "model", kv_heads=2, head_dim=64, layers=4)
     with started(folder / "data", api_key="secret", **flags) as server:
         yield server
 
@@ -232,9 +240,8 @@ def stress(folder: Path) -> Iterator[Server]:
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
         **_FAULTS,
-        "PYTHONPATH": os.pathsep.join([str(REPO), *sys.path]),
     }
-    with started(folder / "data", storage=storage, model=_random_model(folder), env=env, **flags) as server:
+    with started(folder / "data", storage=storage, model=random_model(folder), env=env, **flags) as server:
         yield server
 
 
@@ -261,5 +268,5 @@ def streaming(folder: Path) -> Iterator[Server]:
         "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
         **_FAULTS,
     }
-    with started(folder / "data", model=_random_model(folder), env=env, **flags) as server:
+    with started(folder / "data", model=random_model(folder), env=env, **flags) as server:
         yield server

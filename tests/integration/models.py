@@ -30,8 +30,9 @@ def random_llama(
     head_dim: int = 16,
     rope: dict[str, Any] | None = None,
     positions: int = 2048,
+    layers: int = 2,
 ) -> Path:
-    """Write a two-layer Llama with the embedded model's tokenizer. The weights are large: with small ones
+    """Write a small Llama with the embedded model's tokenizer. The weights are large: with small ones
     attention is nearly uniform, and an answer would not depend on the positions of keys."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,7 +42,7 @@ def random_llama(
         vocab_size=8192,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,

@@ -47,7 +47,7 @@ def watched(
             asked = [pool.submit(ask) for ask in asks]
             while not all(each.done() for each in asked):
                 seen.append(held(client))
-                time.sleep(0.01)
+                time.sleep(0.03)
             if any(map(enough, seen)):
                 return [each.result() for each in asked], seen
             assert time.monotonic() < deadline, seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def calibrate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, *
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout + done.stderr
-    server = request.getfixturevalue("server")
+    server = request.getfixturevalue("control_server")
 
     def run_once(settings: Settings, work: Any, **_: Any) -> Any:
         return on(server, work, settings.context_length)
@@ -54,26 +55,30 @@ def calibrate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, *
 def test_calibrate_measures_every_tier_and_leaves_both_profiles(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tmp_path / "model"
+    model, source = tmp_path / "model", MODEL
     model.mkdir()
-    for file in MODEL.iterdir():
+    if not EXHAUSTIVE:
+        source = request.getfixturevalue("control_server").model
+    for file in source.iterdir():
         if file.name != SAMKV_FILE:
             (model / file.name).symlink_to(file.resolve())
     own = ("--data-dir", str(tmp_path), "--model", str(model))
     schedule = ("--sets", "1", "--questions", "1", "--max-tokens", "500", "--repeats", "1")
     said = calibrate(request, monkeypatch, *own, *schedule, "--strategies", "epic:first=8")
     assert "do not all fit" not in said
-    costs = COSTS.load(tmp_path / COSTS_FILE, model_fingerprint(str(MODEL), ""))
+    fingerprint = model_fingerprint(str(source), "")
+    costs = COSTS.load(tmp_path / COSTS_FILE, fingerprint)
     assert costs is not None
     assert set(costs.composed) == {"epic:first=8"}
     assert set(costs.composed["epic:first=8"]) == {"device", "host", "disk", "absent"}
     # That more tokens always cost more is tested in tests/unit/profiles/test_costs.py.
-    found = SAMKV.load(tmp_path / SAMKV_FILE, model_fingerprint(str(MODEL), ""))
+    found = SAMKV.load(tmp_path / SAMKV_FILE, fingerprint)
     assert found is not None
     assert not (model / SAMKV_FILE).exists(), "nothing is written to a model's folder"
     assert found.probes["documents"] == 3
     assert found.stable
-    assert set(found.stable) <= set(range(7, 15)), "of the later half of 15 layers"
+    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    assert set(found.stable) <= set(range(layers // 2, layers)), "of the later half"
     assert (found.selection, found.options) == ("", {}), "the built-in ones"
     assert set(found.figures["proportion"]) == {"built_in", "found"}
 

@@ -183,7 +183,7 @@ def test_a_request_retracted_whose_documents_are_gone_meanwhile_says_so(
         async def crowd() -> list[httpx.Response]:
             async with httpx.AsyncClient(base_url=stress_server.url, timeout=300) as http:
                 asking = [
-                    asyncio.create_task(http.post("/generate", json=_body(ids, plan_of(spans), 120)))
+                    asyncio.create_task(http.post("/generate", json=_body(ids, plan_of(spans), 60)))
                     for ids, spans in prompts
                 ]
                 while not any(task.done() for task in asking):
@@ -196,7 +196,7 @@ def test_a_request_retracted_whose_documents_are_gone_meanwhile_says_so(
         lost: list[httpx.Response] = []
         while not lost:  # all may have been answered before the documents are deleted
             assert time.monotonic() < deadline, "every third step takes all but one back"
-            want = [result(composed(client, ids, spans, n_new=120)).ids for ids, spans in prompts]
+            want = [result(composed(client, ids, spans, n_new=60)).ids for ids, spans in prompts]
             answers = asyncio.run(crowd())
             lost = [answer for answer in answers if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE]
         assert all("its documents were evicted meanwhile" in answer.text for answer in lost)
@@ -273,7 +273,7 @@ async def _decoded_while_checked(
         while not all(task.done() for task in asking):
             checked = await client.post("/rag/cache/verify", json={})
             assert checked.status_code == 200, checked.text
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
         return [task.result() for task in asking]
 
 

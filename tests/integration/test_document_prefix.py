@@ -27,8 +27,8 @@ SPACE = "prefix"
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     folder = tmp_path_factory.mktemp("prefix")
     (folder / "prefix.txt").write_text(TEXT)
-    flags = {"kv_prefix": folder / "prefix.txt", "control_routes": True}
-    flags["engine_args"] = json.dumps({"chunked_prefill_size": CHUNK})
+    flags: dict[str, Any] = {"model": engines.random_model(folder), "kv_prefix": folder / "prefix.txt"}
+    flags |= {"control_routes": True, "engine_args": json.dumps({"chunked_prefill_size": CHUNK})}
     flags["env"] = {"DUMPER_SERVER_PORT": "reuse", FAULTS_VARIABLE: "1"}
     with engines.started(folder / "data", **flags) as server:
         yield server.client

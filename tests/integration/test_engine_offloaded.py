@@ -107,7 +107,7 @@ def test_offloaded_and_resident_rows_in_one_batch_with_shared_prefixes_and_leave
         waiting = [*others, *left, *(each for pair in pairs for each in pair)]
         while not all(each.done() for each in waiting):
             verify(client)
-            time.sleep(0.2)
+            time.sleep(0.5)
         for each in (*others, *left):
             each.result()
     for pair, (ids, n_new) in zip(pairs, jobs, strict=True):

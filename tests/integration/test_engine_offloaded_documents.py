@@ -49,7 +49,7 @@ def cache_documents(client: Any, ids: list[int]) -> None:
 def test_several_requests_hold_the_documents_once_and_answer_as_a_copy_and_the_device(
     stress_server: Server, decode: dict[str, Any], offloaded: dict[str, Any]
 ) -> None:
-    client, n_new = stress_server.client, 48
+    client, n_new = stress_server.client, 32
     context = some_ids(SPANS[-1][1], 51)
     prompts = [context + some_ids(15 + 7 * i, 510 + i) for i in range(3)]
     cache_documents(client, context)
@@ -111,7 +111,7 @@ def test_documents_stay_as_they_are_while_they_are_read(
     stress_server: Server, decode: dict[str, Any], offloaded: dict[str, Any]
 ) -> None:
     """They are evicted, removed and put again, and others come, while an answer reads them."""
-    client, n_new, done = stress_server.client, 150, Event()
+    client, n_new, done = stress_server.client, 60, Event()
     ids = some_ids(SPANS[-1][1] + 20, 52)
     cache_documents(client, ids)
     want = generate(client, ids, n_new, PLAN, **offloaded)
@@ -130,7 +130,7 @@ def test_documents_stay_as_they_are_while_they_are_read(
                     assert context_client.missing_of(again) == list(range(len(SPANS)))
                 else:
                     cache_documents(client, ids)
-                for number in range(3):  # others take what pages there are
+                for number in range(2):  # others take what pages there are
                     other = some_ids(900, 530 + number)
                     context_client.generate(client, other, ContextPlan("document", "others"), 1)
                 evict(client, "device", "host")

@@ -11,7 +11,7 @@ from ragserve.client import Client
 from ragserve.errors import Forbidden
 from ragserve.tenants.key_file import KeyFile
 from sglang_ext.wire.protocol import DECODE_FIELD, DecodeOptions, DecodeReport, prefix_key
-from tests.conftest import EXHAUSTIVE, MODEL
+from tests.conftest import EXHAUSTIVE
 from tests.integration.context_client import generate, plan_of, result
 from tests.integration.exactness import asked, by_decoding, check, worst
 from tests.integration.prompts import some_ids
@@ -30,13 +30,13 @@ QUANTISED = 1.5e-2
 
 
 @pytest.fixture(scope="module")
-def reference() -> SparseReference:
-    return SparseReference(MODEL, PAGE, LOGICAL, bits=8)
+def reference(locked_server: Any) -> SparseReference:
+    return SparseReference(locked_server.model, PAGE, LOGICAL, bits=8)
 
 
 @pytest.fixture(scope="module")
-def plain() -> Reference:
-    return Reference(MODEL)
+def plain(locked_server: Any) -> Reference:
+    return Reference(locked_server.model)
 
 
 def ask(client: Any, ids: list[int], **decode: Any) -> dict[str, Any]:
@@ -108,8 +108,8 @@ def test_the_pool_takes_less_than_plain_kv(locked_server: Any, plain: Reference)
     tokens = locked_server.client.get("/server_info").json()["max_total_num_tokens"]
     config = plain.model.config
     values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * tokens
-    assert taken < 0.4 * 4 * values, (
-        "a byte instead of four, two halves of scale for 64 of them, and one layer of fifteen as it is"
+    assert taken < 0.55 * 4 * values, (
+        "a byte instead of four, two halves of scale for 64 of them, and one layer of four as it is"
     )
 
 

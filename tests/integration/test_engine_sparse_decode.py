@@ -38,6 +38,7 @@ from tests.integration.sparse_reference import SparseReference
 SINK, LOCAL = 64, 256  # the server's defaults
 STREAMING = streaming_heads(GATES, 0.5)
 TOLERANCE = 5e-4
+OF_THE_RULE = some_ids(650, 3)
 
 
 @pytest.fixture
@@ -96,6 +97,12 @@ def test_dense_the_whole_budget_and_threshold_one_are_plain_decoding(
     assert report(certain).share == report(certain).weight == 1.0
 
 
+@pytest.fixture(scope="module")
+def dense(reference: SparseReference) -> Generated:
+    reference.decode = DecodeOptions(mode="dense")
+    return reference.plain(OF_THE_RULE, 24)
+
+
 @pytest.mark.parametrize(
     "decode",
     [
@@ -112,16 +119,14 @@ def test_dense_the_whole_budget_and_threshold_one_are_plain_decoding(
     ids=str,
 )
 def test_decode_steps_read_the_pages_of_the_rule(
-    sparse: Any, reference: SparseReference, decode: dict[str, Any]
+    sparse: Any, reference: SparseReference, dense: Generated, decode: dict[str, Any]
 ) -> None:
-    ids = some_ids(650, 3)
+    ids = OF_THE_RULE
     options = {"streaming": False} | decode
     reference.decode = DecodeOptions(**options, dense_below=0)
     want = reference.plain(ids, 24)
     got = generate(sparse.client, ids, **options)
     assert worst(result(got), want) < TOLERANCE
-    reference.decode = DecodeOptions(mode="dense")
-    dense = reference.plain(ids, 24)
     assert dense.ids != want.ids or worst(dense, want) > 0.01, "the test must tell sparse from dense"
     said = report(got)
     assert said.sparse_steps == said.steps == 23
@@ -180,6 +185,7 @@ def test_modes_mixed_in_one_batch_with_shared_prefixes_and_leavers(
         answers = [pool.submit(run, job) for job in jobs]
         while not all(answer.done() for answer in answers):
             verify(sparse.client)
+            time.sleep(0.3)
         got = [answer.result() for answer in answers]
     for (ids, decode, n_new, leaves), answer in zip(jobs, got, strict=True):
         if leaves:
@@ -209,6 +215,7 @@ def test_decode_rows_in_prefill_batches_are_dense_there_and_sparse_again_after(
             later = [ask(*job[:2], **job[2]) for job in jobs[2:]]
             while not all(answer.done() for answer in later):
                 verify(sparse.client)
+                time.sleep(0.3)
             answers = [answer.result() for answer in (*first, *later)]
         said = report(answers[0])
         assert said.steps == 39

@@ -31,19 +31,18 @@ def run_eval(*arguments: str) -> Result:
 
 
 def test_given_documents_are_read_as_the_models_readme_says(server: Any, tmp_path: Path) -> None:
-    """The README says 98 percent of 200 rows: at most one of four may be wrong. Both strategies give the same
+    """The README says 98 percent of 200 rows, and these are among them. Both strategies give the same
     answers."""
     report, records = tmp_path / "report.json", tmp_path / "records.jsonl"
     data = str(QUESTIONS / "crossdoc_8.jsonl")
     files = ("--json", str(report), "--records", str(records))
-    done = run_eval("--data", data, "--limit", "4", "--url", server.url, *files)
+    done = run_eval("--data", data, "--limit", "2", "--url", server.url, *files)
     assert done.exit_code == 0, done.output
     rows = json.loads(report.read_text())["rows"]
     assert [row["strategy"] for row in rows] == ["full", "prefix"]
     for row in rows:
-        assert (row["n"], row["failed"], row["documents_dropped"]) == (4, 0, 0)
-        assert row["em"] >= 75
-        assert row["f1"] >= row["em"]
+        assert (row["n"], row["failed"], row["documents_dropped"]) == (2, 0, 0)
+        assert row["em"] == 100
         assert row["prompt_tokens"] > 1000
     assert rows[0]["cached_tokens"] == 0
     lines = [json.loads(line) for line in records.read_text().splitlines()]
@@ -51,7 +50,7 @@ def test_given_documents_are_read_as_the_models_readme_says(server: Any, tmp_pat
         [line["answer"] for line in lines if line["strategy"] == strategy] for strategy in ("full", "prefix")
     ]
     assert answers[0] == answers[1]
-    assert len(answers[0]) == 4
+    assert len(answers[0]) == 2
 
 
 def test_retrieved_says_where_answers_are_lost(server: Any, tmp_path: Path) -> None:
@@ -92,7 +91,7 @@ def worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     a process that starts its own."""
     if EXHAUSTIVE:
         return
-    server = request.getfixturevalue("server")
+    server = request.getfixturevalue("control_server")
 
     def spawn(command: Sequence[str], *_: Any) -> subprocess.Popen[bytes]:
         engine_worker.run(json.loads(Path(command[-1]).read_text()))

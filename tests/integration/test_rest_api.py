@@ -90,9 +90,12 @@ def test_the_best_passages_alone_are_read_and_composed(server: Any, namespace: s
     assert answer["answer"] == exact.json()["answer"]
 
 
-def test_a_question_over_two_namespaces_is_composed_of_each_ones_own_documents(server: Any) -> None:
+def test_a_question_over_two_namespaces_is_composed_of_each_ones_own_documents(
+    quick_server: Any,
+) -> None:
     """Their KV is found as each namespace's own questions have left it, the answer is full's, and a document
     that is removed from one goes from what both share."""
+    server = quick_server
     names = ["rest-part-a", "rest-part-b"]
     parts = (ROWS[0]["docs"][::2], ROWS[0]["docs"][1::2])
     for name, docs in zip(names, parts, strict=True):

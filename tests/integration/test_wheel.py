@@ -70,9 +70,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [wheel] = tmp.glob("ragserve-*.whl")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp / "venv")], check=True)
     python = tmp / "venv" / "bin" / "python"
-    subprocess.run(
-        [*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True
-    )
+    install = ["install", "--no-deps", "--no-index", "--no-compile", str(wheel)]
+    subprocess.run([*pip, "--python", str(python), *install], check=True)
     [site] = (tmp / "venv" / "lib").glob("python*/site-packages")
     (site / "third-party.pth").write_text(sysconfig.get_path("purelib") + "\n")
     shutil.rmtree(tmp / "tree")
