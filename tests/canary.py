@@ -51,6 +51,7 @@ SMOKE = (
     "tests/integration/test_document_kv.py",
 )
 _SMOKE_S = 3000
+_IMPORTS = re.compile(r"\b(?:from|import)\s+sglang\b")
 _OUTCOMES = ("passed", "failed", "skipped")
 
 
@@ -284,6 +285,7 @@ def missing_functions(there: Sources, expected_of: dict[str, tuple[str, ...]]) -
                 yield f"`{target}` has parameters {found}, expected {expected}"
 
 
+@cache
 def imported(module: str) -> dict[str, set[str]]:
     """The names of SGLang that ragserve's modules import, with the files that do; of `sglang_ext.versions`
     those of the folder ``module``."""
@@ -292,7 +294,10 @@ def imported(module: str) -> dict[str, set[str]]:
         for path in (REPO / room).rglob("*.py"):
             if path.is_relative_to(VERSIONS) and path.parent.name not in ("versions", module):
                 continue
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = path.read_text(encoding="utf-8")
+            if not _IMPORTS.search(text):
+                continue
+            for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang":
                     for alias in node.names:
                         names.setdefault(f"{node.module}.{alias.name}", set()).add(

@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from math import ceil
 from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from time import process_time, thread_time
@@ -117,7 +118,7 @@ def main() -> None:
 
 def _seconds(what: str, operation: str, pattern: re.Pattern[Any], text: Any) -> float:
     """CPU seconds of an operation. It is announced, and its process ends if it takes for ever."""
-    stop = int(process_time() + LIMIT_S + 1.5)
+    stop = ceil(process_time() + LIMIT_S)
     resource.setrlimit(resource.RLIMIT_CPU, (stop, resource.RLIM_INFINITY))
     print(what, flush=True)
     start = thread_time()
