@@ -7,11 +7,10 @@ overruns."""
 from __future__ import annotations
 
 import json
-import os
 import struct
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +28,7 @@ PROMPTS = {"query": "query: ", "document": "passage: "}
 
 _FILE = "e5-small-q4.bin"
 _CACHED = "multilingual-e5-small-1"  # another number for another result of `write_model`
+_UNFINISHED = "ragserve-model-"
 _HEAD = struct.Struct("<4sI7ifi")  # magic, version, sizes, epsilon, weights of a block
 _VOCABULARY = struct.Struct("<5iQ")  # pieces, ids of <s> </s> <pad> <unk>, bytes of the pieces
 _ENTRY = struct.Struct("<BIQQ")  # type, values, offset, bytes
@@ -68,11 +68,15 @@ def model_folder() -> Iterator[str]:
             yield str(cached)
 
 
-def _workplace(cache: Path) -> AbstractContextManager[Path]:
-    with suppress(OSError):  # it may be there and not ours to write
-        cache.mkdir(parents=True, exist_ok=True)
-    place = cache if os.access(cache, os.W_OK) else Path(tempfile.gettempdir())
-    return scratch_folder(place, "ragserve-model-")
+@contextmanager
+def _workplace(cache: Path) -> Iterator[Path]:
+    with ExitStack() as stack:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            made = stack.enter_context(scratch_folder(cache, _UNFINISHED))
+        except OSError:  # it may be there and not ours to write
+            made = stack.enter_context(scratch_folder(Path(tempfile.gettempdir()), _UNFINISHED))
+        yield made
 
 
 def write_model(folder: Path) -> None:

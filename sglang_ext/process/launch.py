@@ -20,7 +20,7 @@ from typing import Any
 from sglang_ext import versions
 from sglang_ext.process import template
 from sglang_ext.process.parent import PARENT_VARIABLE
-from sglang_ext.sglang_internals.imports import without_collection
+from sglang_ext.sglang_internals.imports import without_collection, without_semaphores
 
 GRACEFUL_SHUTDOWN_S = 10
 _LOADS = re.compile(r"/dev/shm/sgl(?:ang_loads|_shm)_\w+(?:\.shm)?$", re.MULTILINE)
@@ -43,6 +43,7 @@ class Launcher:
         with without_collection():
             from sglang.srt.entrypoints import http_server
 
+        without_semaphores()
         try:
             # the controller of several data-parallel schedulers starts them itself
             parent = template.used() if server_args.dp_size == 1 else nullcontext(os.getpid())

@@ -15,13 +15,17 @@ import gc
 import multiprocessing
 import os
 import signal
-import threading
 from typing import Any
 
 from sglang_ext.cpu.torchvision import prepare
 from sglang_ext.process.parent import end_with_parent
 from sglang_ext.sglang_internals import quiet
-from sglang_ext.sglang_internals.imports import collect_again, with_sklearn, without_sklearn
+from sglang_ext.sglang_internals.imports import (
+    collect_again,
+    with_sklearn,
+    without_semaphores,
+    without_sklearn,
+)
 
 if multiprocessing.current_process().name != "MainProcess":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from now on: it would end the imports with a traceback
@@ -35,9 +39,7 @@ prepare()
 
 
 def _imported() -> None:
-    from tqdm import tqdm
-
-    tqdm.set_lock(threading.RLock())  # its own has a semaphore of the system, which a killed process leaves
+    without_semaphores()
     collect_again()
     with_sklearn()
 

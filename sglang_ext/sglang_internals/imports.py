@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,3 +41,11 @@ def with_sklearn() -> None:
     """End what `without_sklearn` began."""
     if sys.modules.get("sklearn", sys) is None:
         del sys.modules["sklearn"]
+
+
+def without_semaphores() -> None:
+    """Let progress bars of this process lock with threads alone. tqdm's own lock has a semaphore of the
+    system, which stays when a process is killed, and whose end is told to a tracker that may be gone."""
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())

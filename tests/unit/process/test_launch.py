@@ -79,6 +79,16 @@ with socket.socket() as listener:
 """
 )
 
+BARS = """
+import os
+from sglang_ext.sglang_internals.imports import without_semaphores
+from tqdm import tqdm
+
+without_semaphores()
+list(tqdm([1], disable=False, file=open(os.devnull, "w")))
+print([lock for lock in (getattr(tqdm.get_lock(), "mp_lock", None),) if lock])
+"""
+
 CTRL_C = """
 import multiprocessing
 import os
@@ -139,3 +149,9 @@ def test_ctrl_c_does_not_reach_a_process_that_still_imports(module: str) -> None
     command = [sys.executable, "-c", CTRL_C, f"sglang_ext.process.{module}"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "went on", "")
+
+
+def test_progress_bars_of_a_server_make_no_semaphore() -> None:
+    """Killed processes leave theirs, and at the end of the main process nobody tracks its own any more."""
+    ended = subprocess.run([sys.executable, "-c", BARS], capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "[]", "")
