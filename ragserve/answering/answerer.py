@@ -188,7 +188,8 @@ class Answerer:
             doubt = doubts(search, query.search)
             if doubt is not None and self._on_doubt is not None:
                 self._on_doubt(query, search.searched_for, slot.began, doubt)
-            refuses = not found or query.search.not_found == "refuse"
+            below = not found and query.search.min_score is not None
+            refuses = below or query.search.not_found == "refuse"
             if doubt is not None and refuses and not (query.tools or query.turns):  # they may have the answer
                 for event in self._nothing(query, clock, search, searched, doubt):
                     yield event

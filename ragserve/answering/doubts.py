@@ -13,6 +13,8 @@ def doubts(search: Found, options: SearchOptions) -> str | None:
     """What speaks against an answer in what was found; None if nothing does."""
     if not search.passages and options.min_score is not None:
         return f"no passage has a score of {options.min_score:g} or more"
+    if not search.passages and options.not_found != "off":
+        return "no passage was found"
     if search.evidence is not None and not search.evidence.likely:
         return search.evidence.reason
     return None

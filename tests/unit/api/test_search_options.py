@@ -157,6 +157,19 @@ def test_nothing_found_is_said_without_asking_the_model(client: httpx.Client, li
     assert len(live.engine.requests) == 1
 
 
+@pytest.mark.parametrize(("not_found", "asked"), [("note", True), ("refuse", False), ("off", True)])
+def test_where_no_passage_is_found_a_note_says_so_or_the_model_is_not_asked(
+    client: httpx.Client, live: Live, not_found: str, asked: bool
+) -> None:
+    nothing = {"op": "eq", "field": "title", "value": "none has it"}
+    body = {"query": QUESTION, "namespace": "docs", "filter": nothing, "not_found": not_found}
+    said = client.post("/rag/query", json=body).json()
+    assert (len(live.engine.requests), said["answer"] == NOTHING) == (asked, not asked)
+    assert any("no passage was found" in note.lower() for note in said["context"]["notes"]) == (
+        not_found != "off"
+    )
+
+
 def test_neighbours_are_passages_beside_their_own(client: httpx.Client, live: Live) -> None:
     body = {"query": "They eat fish.", "namespace": "docs", "k": 1, "neighbours": 1}
     found = client.post("/rag/retrieve", json=body).json()["results"]
