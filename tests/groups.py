@@ -17,6 +17,7 @@ UNIT_GROUPS = {
     "ingestion": ("commands", "ingest"),
     "contexts": ("attention", "context", "documents", "kv_offload"),
     "routes": ("api",),
+    "answers": ("answering", "bench", "campaigns", "client", "eval", "fleet", "retrieval", "verification"),
 }
 """Folders of `tests/unit`; all others are a group, too."""
 
@@ -45,11 +46,11 @@ def groups() -> list[Group]:
         if file.name in OWN_ENGINES or OTHER_ENGINES.search(file.read_text(encoding="utf-8"))
     )
     units = {name: tuple(f"tests/unit/{folder}" for folder in own) for name, own in UNIT_GROUPS.items()}
-    return [
+    return [  # the longest first, or one core would have nothing to do at the end
         Group("engines", ("tests/integration",), ignored=others, engines=True),
         Group("other engines", others, engines=True),
-        Group("check", ()),
         Group("units", ("tests/unit",), ignored=tuple(path for own in units.values() for path in own)),
-        Group("kernels", ("tests/kernels",)),
         *(Group(name, paths) for name, paths in units.items()),
+        Group("kernels", ("tests/kernels",)),
+        Group("check", ()),
     ]
