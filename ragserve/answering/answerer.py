@@ -18,7 +18,7 @@ from ragserve.answering.attribution import attributed
 from ragserve.answering.auto import AUTO, Candidates, Chooser
 from ragserve.answering.chosen_passages import ChosenPassages, choose
 from ragserve.answering.citations import Marker
-from ragserve.answering.doubts import doubts
+from ragserve.answering.doubts import doubts, refuses
 from ragserve.answering.follow_ups import DialogueSearch, Found
 from ragserve.answering.in_flight import InFlight, QueryLimiter
 from ragserve.answering.laid_out import LaidOutTurn, apart, check_room, laid_out_request, own_options
@@ -188,9 +188,8 @@ class Answerer:
             doubt = doubts(search, query.search)
             if doubt is not None and self._on_doubt is not None:
                 self._on_doubt(query, search.searched_for, slot.began, doubt)
-            below = not found and query.search.min_score is not None
-            refuses = below or query.search.not_found == "refuse"
-            if doubt is not None and refuses and not (query.tools or query.turns):  # they may have the answer
+            elsewhere = query.tools or query.turns  # they may have the answer
+            if doubt is not None and refuses(search, query.search) and not elsewhere:
                 for event in self._nothing(query, clock, search, searched, doubt):
                     yield event
                 return

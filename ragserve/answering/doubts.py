@@ -18,3 +18,9 @@ def doubts(search: Found, options: SearchOptions) -> str | None:
     if search.evidence is not None and not search.evidence.likely:
         return search.evidence.reason
     return None
+
+
+def refuses(search: Found, options: SearchOptions) -> bool:
+    """Whether a doubt is the answer, and the model is not asked."""
+    below = not search.passages and options.min_score is not None
+    return below or options.not_found == "refuse"
