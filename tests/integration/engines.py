@@ -133,8 +133,8 @@ class WarmedElsewhere:
 
 
 def warmed_elsewhere(folder: Path, model: Path | None) -> WarmedElsewhere:
-    """Run `ragserve ingest --warm` with a shared store that takes everything. In the exhaustive form its
-    engine's processes are spawned, as users' are."""
+    """Run `ragserve ingest --warm` with a shared store that takes everything. In the exhaustive form, and
+    outside `scripts/test`, its engine's processes are spawned, as users' are."""
     data, shared, namespace = folder / "data", folder / "shared", "elsewhere"
     shared.mkdir()
     text = "The observatory of {0} was founded in 1902 by Ada {0}. It has a telescope of 40 inches. "
@@ -146,7 +146,9 @@ def warmed_elsewhere(folder: Path, model: Path | None) -> WarmedElsewhere:
     store = shared_folder(shared, value=0)
     env = {f"RAGSERVE_{name.upper()}": str(value) for name, value in {"dtype": DTYPE, **store}.items()}
     with (folder / "report.json").open("wb") as report, (folder / "said.txt").open("wb") as said:
-        module = "ragserve.cli" if EXHAUSTIVE else "tests.integration.forked_main"
+        # it embeds before it forks, and a fork lacks OpenMP's threads
+        spawned = EXHAUSTIVE or torch.get_num_threads() > 1
+        module = "ragserve.cli" if spawned else "tests.integration.forked_main"
         command = fork_parent().start(module, ["ingest", *inputs, *options], env, report, said)
         assert command.wait(600) == 0, (folder / "said.txt").read_text()[-2000:]
     return WarmedElsewhere(namespace, texts, data, shared, json.loads((folder / "report.json").read_text()))
