@@ -32,9 +32,11 @@ HERE = Path(__file__).parent
 pytestmark = on_registries
 
 
-def run_and_kill(data_dir: Path, index_type: str, mode: str, start: int, after_s: float) -> int:
-    """Start the writer, kill it ``after_s`` seconds after it is ready; the last edition it said was
-    committed, or -1.
+def run_and_kill(
+    data_dir: Path, index_type: str, mode: str, start: int, after_s: float, *, said: int = 0
+) -> int:
+    """Start the writer, kill it ``after_s`` seconds after it is ready and has said ``said`` editions; the
+    last edition it said was committed, or -1.
     """
     process = subprocess.Popen(
         [sys.executable, str(HERE / "killed_writer.py"), str(data_dir), index_type, mode, str(start)],
@@ -45,9 +47,10 @@ def run_and_kill(data_dir: Path, index_type: str, mode: str, start: int, after_s
     assert process.stdout is not None
     with process:
         assert process.stdout.readline() == "ready\n"
+        committed = [int(process.stdout.readline()) for _ in range(said)]
         time.sleep(after_s)
         process.send_signal(signal.SIGKILL)
-        committed = [int(line) for line in process.stdout.read().split()]
+        committed += [int(line) for line in process.stdout.read().split()]
     assert process.returncode == -signal.SIGKILL, "it ended on its own"
     return committed[-1] if committed else -1
 
@@ -65,10 +68,9 @@ def run_and_kill(data_dir: Path, index_type: str, mode: str, start: int, after_s
 def test_killed(tmp_path: Path, index_type: str, mode: str) -> None:
     moments = random.Random(f"{index_type}{mode}")
     committed, edition = -1, 0
-    for _ in range(20 if EXHAUSTIVE else 2):
-        committed = max(
-            committed, run_and_kill(tmp_path, index_type, mode, edition, moments.uniform(0.005, 0.15))
-        )
+    for turn in range(20 if EXHAUSTIVE else 2):
+        after_s = moments.uniform(0.005, 0.15)
+        committed = max(committed, run_and_kill(tmp_path, index_type, mode, edition, after_s, said=turn % 2))
         with open_store(tmp_path) as store:
             assert_clean(store)
             documents = store.documents("n")
@@ -123,7 +125,7 @@ def test_killed_line_by_line(tmp_path: Path, index_type: str) -> None:
 def test_a_change_of_a_chunk_is_whole_or_not_there(tmp_path: Path, registry: str) -> None:
     chance = random.Random(5)
     data_dir = tmp_path / registry
-    last = run_and_kill(data_dir, "flat", "correct", 0, chance.uniform(0.2, 0.6))
+    last = run_and_kill(data_dir, "flat", "correct", 0, chance.uniform(0.2, 0.4), said=2)
     with open_store(data_dir) as store:
         assert_clean(store)
         (document,) = store.documents("n")

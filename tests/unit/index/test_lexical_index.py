@@ -284,15 +284,19 @@ def test_a_killed_writer_leaves_an_index_that_is_caught_up_with(tmp_path: Path) 
         indexes.close()
     chance = random.Random(3)
     for _ in range(4):
+        edited, says = os.pipe()
         child = os.fork()
         if not child:
             try:
-                _edit_forever(data_dir, chance.random())
+                _edit_forever(data_dir, chance.random(), says)
             finally:
                 os._exit(1)
-        time.sleep(chance.uniform(0.1, 0.5))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        os.close(says)
+        with open(edited, "rb") as words:
+            assert words.read(1), "it ended on its own"
+            time.sleep(chance.uniform(0, 0.3))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
         with open_store(data_dir) as store:
             indexes = LexicalIndexes(store.database, data_dir / "indexes")
             for text in ("w1", "edited", "w2 w3"):
@@ -301,13 +305,14 @@ def test_a_killed_writer_leaves_an_index_that_is_caught_up_with(tmp_path: Path) 
             indexes.close()
 
 
-def _edit_forever(data_dir: Path, seed: float) -> None:
+def _edit_forever(data_dir: Path, seed: float, says: int) -> None:
     chance = random.Random(seed)
     store = open_store(data_dir)
     indexes = LexicalIndexes(store.database, data_dir / "indexes")
     while True:
         write(store, {f"d{chance.randrange(60)}": f"edited w{chance.randrange(9)}" for _ in range(3)})
         ours(store, indexes, "edited")
+        os.write(says, b".")
 
 
 def test_a_store_searches_by_it(store: IndexStore, monkeypatch: pytest.MonkeyPatch) -> None:
