@@ -1,5 +1,6 @@
 """Every regular expression of the server takes linear time, whatever a client sends: `re` keeps the GIL, so a
-quadratic one stops all requests. CPU time counts, in a process of its own: a busy machine fails nothing."""
+quadratic one stops all requests. CPU time counts, in a process of its own, and what is slow must be slow each
+time: a busy machine fails nothing, nor does one that counts what was stolen from it."""
 
 from __future__ import annotations
 
@@ -94,7 +95,11 @@ def slow(probes: list[Probe]) -> str:
 
 @pytest.mark.parametrize("name", USERS)
 def test_patterns_take_linear_time(name: str) -> None:
-    assert slow(patterns_of(name)) == ""
+    probes = patterns_of(name)
+    said = [slow(probes)]
+    while said[-1] and len(said) < 3:
+        said.append(slow(probes))
+    assert said[-1] == "", said
 
 
 @pytest.mark.parametrize(
