@@ -62,10 +62,11 @@ def adapt(
     each. Raises RagserveError, and writes no OUT, where the held-out KL never falls or a guard fails."""
     config = check_model(job.model)
     _check_numbers(job, config)
-    check_out(job.out)
+    check_out(job.out, job.model)
     check_work(job.work, job.out, job.model, *([job.data] if job.data else []))
-    if job.data:
-        divided(read_rows(job.data), job.held_out, job.seed)  # before a model is loaded for nothing
+    rows = read_rows(job.data) if job.data else None
+    if rows is not None:
+        divided(rows, job.held_out, job.seed)  # before a model is loaded for nothing
     job.work.mkdir(parents=True, exist_ok=True)
     with locked(job.work / LOCK) as alone, _explained():
         if not alone:
@@ -76,7 +77,7 @@ def adapt(
             )
         remove_unfinished(job.work)
         check_room(job.out, job.model)
-        record = _AdaptRun(settings, job, config, on_progress).adapted(on_step)
+        record = _AdaptRun(settings, job, config, rows, on_progress).adapted(on_step)
         remove_work(job.work)
     return record
 
@@ -123,13 +124,19 @@ class _AdaptRun:
     """A run with its model in memory."""
 
     def __init__(
-        self, settings: Settings, job: Adaptation, config: dict[str, Any], on_progress: OnProgress
+        self,
+        settings: Settings,
+        job: Adaptation,
+        config: dict[str, Any],
+        given: list[TrainingRow] | None,
+        on_progress: OnProgress,
     ) -> None:
         from ragserve.answering.prompt import PromptBuilder
         from ragserve.engine.document_prefix import prefix_ids
 
         on_progress("loading the model", job.model.name)
         self._settings, self._job, self._config, self._progress = settings, job, config, on_progress
+        self._given = given
         self._builder = PromptBuilder.load(str(job.model), settings.system_prompt)
         if not getattr(self._builder.tokenizer, "chat_template", None):
             raise InvalidRequest(
@@ -186,7 +193,7 @@ class _AdaptRun:
             "base": job.model.name,
             "base_digest": digest_of(job.model),
             "data": job.data.name if job.data else None,
-            "data_digest": digest_of_rows(read_rows(job.data)) if job.data else None,
+            "data_digest": digest_of_rows(self._given) if self._given else None,
             "namespace": job.namespace or None,
             "most_questions": job.questions if is_made else None,
             "retrieval": settings.retrieval if is_made else None,
@@ -217,8 +224,8 @@ class _AdaptRun:
     def _rows(self) -> list[TrainingRow]:
         """The questions: of the file, or made of the namespace, once a run."""
         job, place = self._job, self._job.work / _ROWS
-        if job.data is not None:
-            return read_rows(job.data)
+        if self._given is not None:
+            return self._given
         if not place.exists():
             from ragserve.adapt.namespace_rows import make_rows
 

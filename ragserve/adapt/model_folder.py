@@ -21,11 +21,13 @@ _WRITING = "writing.json"  # in the work folder: the folder beside OUT that beco
 _ROOM = 1.1  # times the base's weights, which OUT and the work folder need together
 
 
-def check_out(out: Path) -> None:
-    """Raise Conflict if OUT exists, and InvalidRequest if it cannot."""
+def check_out(out: Path, base: Path) -> None:
+    """Raise Conflict if OUT exists, and InvalidRequest if it cannot or is in the base's folder."""
     if out.exists():
         raise Conflict(f"{out} exists already.", hint="Give another OUT, or remove it.", code="out_exists")
     parent = out.resolve().parent
+    if parent.is_relative_to(base.resolve()):
+        raise InvalidRequest(f"{out} is in {base}, the model's folder.", hint="Give another OUT.")
     if not parent.is_dir():
         raise InvalidRequest(f"{parent} is no folder.", hint="Make it first, or give another OUT.")
 

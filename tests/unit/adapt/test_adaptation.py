@@ -150,6 +150,8 @@ def test_an_out_that_exists_or_has_no_room(
     job.out.mkdir()
     with pytest.raises(RagserveError, match="exists already"):
         adapt(settings(tmp_path), job)
+    with pytest.raises(RagserveError, match="the model's folder"):
+        adapt(settings(tmp_path), changed(job, out=job.model / "adapted"))
 
 
 @pytest.mark.parametrize(
