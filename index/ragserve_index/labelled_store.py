@@ -68,13 +68,15 @@ class LabelledStore:
         add: Iterable[str] = (),
         remove: Iterable[str] = (),
         only: Iterable[str] | None = None,
+        content_hash: str | None = None,
     ) -> list[Document]:
         """Add labels to documents and remove others, or with ``only`` replace those that the viewer holds.
         Returns the documents, in a version of their own, so that searches that begin later see it.
+        ``content_hash``: of the texts that the labels are for.
 
-        Raises NotFound, InvalidRequest, and Forbidden for labels that the viewer does not hold; then nothing
-        is changed."""
+        Raises NotFound, InvalidRequest, Forbidden for labels that the viewer does not hold, and Conflict for
+        a document that has another text by now; then nothing is changed."""
         change = labelling.change(self._viewer, add, remove, only)
         with self.database.write() as connection:
             ns = registry.namespace(connection, namespace)
-            return labelling.set_labels(connection, ns, doc_ids, change, self._viewer)
+            return labelling.set_labels(connection, ns, doc_ids, change, self._viewer, content_hash)

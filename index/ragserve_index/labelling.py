@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from ragserve.errors import Forbidden
+from ragserve.errors import Conflict, Forbidden
 from ragserve_index import registry
 from ragserve_index.attached_documents import attached_to
 from ragserve_index.database import Connection
@@ -87,15 +87,19 @@ def set_labels(
     doc_ids: Sequence[str],
     change: Change,
     viewer: Viewer,
+    content_hash: str | None = None,
 ) -> list[Document]:
     """Give documents of a viewer, and what came attached to them, other labels, those that ``change`` makes
-    of the old ones, as version ``ns.version + 1`` if any differ. Returns the documents. Raises NotFound and
-    changes nothing."""
+    of the old ones, as version ``ns.version + 1`` if any differ. Returns the documents. Raises NotFound, and
+    Conflict for one of another ``content_hash``, and changes nothing."""
     found, differs, named = [], False, set(doc_ids)
     attached = attached_to(connection, ns, doc_ids)
     stored = stored_labels(connection, ns.id, [*doc_ids, *attached])
     for doc_id in [*doc_ids, *(one for one in attached if one not in named and sees(viewer, stored[one]))]:
         before = registry.get_document(connection, ns, doc_id, viewer)
+        if content_hash is not None and doc_id in named and before.content_hash != content_hash:
+            message = f"Document {before.source!r} was replaced meanwhile."
+            raise Conflict(message, hint="Ingest it again.", code="document_replaced")
         kept = frozenset(json.loads(stored[doc_id]))
         labels = checked_labels(change(kept))
         if set(labels) != kept:

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ragserve.errors import Forbidden
+from ragserve.errors import Forbidden, InvalidRequest
 from ragserve_index.batch import Prepared, document_ids
 from ragserve_index.database import Connection
+from ragserve_index.errors import InvalidDocument
 from ragserve_index.types import NamespaceInfo, NewDocument
 from ragserve_index.viewers import Viewer, checked_labels
 
@@ -82,7 +83,8 @@ def to_json(labels: Sequence[str]) -> str:
 
 def replaced_labels(viewer: Viewer, document: NewDocument, old: str) -> str:
     """Labels of a document that a viewer writes, as they are stored. Of the ``old`` ones those stay that the
-    viewer does not hold. Raises Forbidden for a document that the viewer does not see."""
+    viewer does not hold. Raises Forbidden for a document that the viewer does not see, and InvalidDocument
+    for too many labels."""
     if not sees(viewer, old):
         raise Forbidden(
             f"Document {document.source!r} has labels that this API key does not hold.",
@@ -92,7 +94,11 @@ def replaced_labels(viewer: Viewer, document: NewDocument, old: str) -> str:
     if document.labels is None:
         return old
     others = [each for each in json.loads(old) if not viewer.holds((each,))]
-    return to_json(checked_labels([*document.labels, *others]))
+    try:
+        return to_json(checked_labels([*document.labels, *others]))
+    except InvalidRequest as error:
+        message = f"Document {document.source!r} would have {error.message}"
+        raise InvalidDocument(message, code=error.code, param=error.param) from None
 
 
 def labels_of_roots(

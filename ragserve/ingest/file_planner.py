@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
-from ragserve.errors import InvalidRequest, NotFound, RagserveError
+from ragserve.errors import Conflict, InvalidRequest, NotFound, RagserveError
 from ragserve.ingest.connectors.folders_of_a_job import JobFolders
 from ragserve.ingest.connectors.source_addresses import is_elsewhere
 from ragserve.ingest.fetch import Fetcher
@@ -61,13 +61,7 @@ class FilePlanner:
 
     def plan(self, source: str) -> PlannedFile:
         """Plan one source, as a failure if it cannot be fetched, or would replace a document that the job's
-        submitter does not see, or has too many labels then. Raises ``OSError`` on a full disk."""
-        try:
-            return self._plan(source)
-        except (InvalidRequest, NotFound) as error:  # of labels; it may have been removed meanwhile
-            return PlannedFile(source, Failed(str(error), error.code))
-
-    def _plan(self, source: str) -> PlannedFile:
+        submitter does not see. Changes nothing of that document. Raises ``OSError`` on a full disk."""
         if self._seen.hidden(self._namespace, [source]):
             return PlannedFile(source, Failed(_HIDDEN, "label_not_held"))
         if self._spool_folder is not None:
@@ -103,8 +97,22 @@ class FilePlanner:
         salt = self._salt("", {"path": document.source, **self._metadata})
         if document.content_hash != version_hash(version, salt):
             return False
-        self._label(document, None if self._labels is None else tuple(self._labels))
+        try:
+            self._label(document, None if self._labels is None else tuple(self._labels))
+        except (Conflict, InvalidRequest, NotFound):  # replaced meanwhile, or too many: a failure of its own
+            return False
         return True
+
+    def relabel(self, file: PlannedFile) -> None:
+        """Give the document of a file that was found unchanged, and its attachments, the labels that come
+        with the file. Raises ``NotFound`` or ``Conflict`` if it was removed or replaced since the file was
+        planned, and ``InvalidRequest`` if it had too many labels then."""
+        if file.labels is None or isinstance(file.request, Failed):
+            return
+        document = self._seen.find_source(self._namespace, file.source)
+        if document is None or document.content_hash != file.request.known_hash:
+            raise Conflict("replaced or removed meanwhile: ingest it again", code="document_replaced")
+        self._label(document, file.labels)
 
     def _fetched(self, source: str, fetch: Callable[[str], PlannedFile]) -> PlannedFile:
         try:
@@ -156,24 +164,20 @@ class FilePlanner:
         ext = os.path.splitext(filename)[1].lower() if ext is None else ext
         salt = self._salt(title, metadata)
         given = None if labels is None else tuple(labels)
-        request = ParseRequest(path, filename, ext, salt, self._known(source, given), **known)
+        request = ParseRequest(path, filename, ext, salt, self._known_hash(source), **known)
         return PlannedFile(source, request, title, metadata, found, given)
 
     def _salt(self, title: str, metadata: Mapping[str, Any]) -> str:
         return content_salt(self._settings, self._tokenizer, title, metadata)
 
-    def _known(self, source: str, labels: tuple[str, ...] | None) -> str | None:
-        """The hash of the document that is replaced; with ``labels`` it has them from now on, for it may be
-        unchanged."""
+    def _known_hash(self, source: str) -> str | None:
         try:
             document = self._seen.find_source(self._namespace, source)
         except NotFound:  # the namespace does not exist before its first document
             return None
-        if document is None:
-            return None
-        self._label(document, labels)
-        return document.content_hash
+        return None if document is None else document.content_hash
 
     def _label(self, document: Document, labels: tuple[str, ...] | None) -> None:
         if labels is not None and labels != document.labels:
-            self._seen.set_labels(self._namespace, [document.doc_id], only=labels)
+            ids, read = [document.doc_id], document.content_hash
+            self._seen.set_labels(self._namespace, ids, only=labels, content_hash=read)

@@ -7,7 +7,7 @@ import json
 import logging
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from ragserve.ingest.jobs.lease import LEASE_S, JobRun, run_leased, worker_name
 from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.ingest.parsers.base import one_line
 from ragserve.ingest.parsing.parse_process import ParseProcess, parsing_options
-from ragserve.ingest.pipeline import Pipeline, PlannedFile, Written
+from ragserve.ingest.pipeline import Pipeline, Written
 from ragserve.ingest.preview import Previewer
 from ragserve.ingest.prune import prune
 from ragserve.ingest.sources import clean_name, printable, scan
@@ -372,12 +372,14 @@ class Ingestor:
             run.notify()
             folders.expect(pending)
             if pending:
-                self._take(run, map(planner.plan, pending), parsing_options(settings, tokenizer))
+                self._take(run, planner, pending, parsing_options(settings, tokenizer))
             return prune(self._store, self.jobs, run, folders.vanished(), record)
 
-    def _take(self, run: JobRun, files: Iterable[PlannedFile], parsing: Mapping[str, Any]) -> None:
+    def _take(
+        self, run: JobRun, planner: FilePlanner, pending: Sequence[str], parsing: Mapping[str, Any]
+    ) -> None:
         """Take files to their outcomes, here or on the Ray cluster."""
-        record = partial(self._record, run.job)
+        record, files = partial(self._record, run.job), map(planner.plan, pending)
         if self._ray is None:
             with ParseProcess(**parsing) as parser:
                 Pipeline(
@@ -386,6 +388,7 @@ class Ingestor:
                     embedder=self._load_embedder,
                     commit=lambda batch: self._commit(run.job, batch, self._load_embedder().name),
                     record=record,
+                    relabel=planner.relabel,
                     sentence_bytes=self._settings.sentence_bytes,
                 ).run(files)
             return
@@ -398,6 +401,7 @@ class Ingestor:
             embedder=embedder_options(self._settings),
             commit=lambda batch: self._commit(run.job, batch, embedder_name(self._settings)),
             record=record,
+            relabel=planner.relabel,
             sentence_bytes=self._settings.sentence_bytes,
         ).run(files)
 

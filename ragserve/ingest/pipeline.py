@@ -23,7 +23,7 @@ from queue import Empty, Queue
 from typing import Any, NamedTuple
 
 from ragserve.config import Settings
-from ragserve.errors import Forbidden
+from ragserve.errors import Conflict, Forbidden, InvalidRequest, NotFound
 from ragserve.ingest.attachments import Result, results_of
 from ragserve.ingest.chunk_embedding import DocumentEmbedder, Vectors, embed_chunks
 from ragserve.ingest.chunking import CHUNKING_VERSION
@@ -54,6 +54,7 @@ _QUEUE_CHUNKS = 4096  # parsed ahead; bounds memory
 _RECORD_ITEMS, _RECORD_S = 500, 1.0
 # what a document may do to an embedder, or to the index; all others are errors of the run
 OF_A_DOCUMENT = (InvalidDocument, Forbidden, ValueError, TypeError, ArithmeticError, LookupError)
+_OF_LABELS = (Conflict, Forbidden, InvalidRequest, NotFound)  # what new labels may do to a document
 _TITLE_CHARS = 500
 _JOIN_S = 10.0  # a download in progress is left to its own time limit
 
@@ -89,13 +90,22 @@ class WritingPipeline(ABC):
         run: The job's run, which counts progress and says when to stop.
         commit: Writes documents in one transaction.
         record: Records outcomes of files, several at a time.
+        relabel: Gives the document of an unchanged file the file's labels; an error is the file's own.
     """
 
-    def __init__(self, run: JobRun, *, commit: Commit, record: Callable[[Sequence[JobItem]], None]) -> None:
+    def __init__(
+        self,
+        run: JobRun,
+        *,
+        commit: Commit,
+        record: Callable[[Sequence[JobItem]], None],
+        relabel: Callable[[PlannedFile], None],
+    ) -> None:
         self._run = run
         self._progress = run.progress
         self._commit = commit
         self._record = record
+        self._relabel = relabel
         self._outcomes: list[JobItem] = []
         self._recorded_at = time.monotonic()
         self._batch_chunks = _START_CHUNKS
@@ -175,6 +185,11 @@ class WritingPipeline(ABC):
         if isinstance(result, Failed) and result.code == INTERRUPTED:
             return  # the run was stopped, and the file is for the next one
         if isinstance(result, Unchanged):
+            try:
+                self._relabel(file)  # not before: a text gets only the labels that came with it
+            except _OF_LABELS as error:
+                result = Failed(str(error), error.code)
+        if isinstance(result, Unchanged):
             self._progress.unchanged += 1
             self._outcomes.append(JobItem(source, "unchanged", None, 0, 0, result.size, None))
         elif file.found and result.code == NOT_TEXT:
@@ -242,9 +257,10 @@ class Pipeline(WritingPipeline):
         embedder: Callable[[], DocumentEmbedder],
         commit: Commit,
         record: Callable[[Sequence[JobItem]], None],
+        relabel: Callable[[PlannedFile], None],
         sentence_bytes: int = 0,
     ) -> None:
-        super().__init__(run, commit=commit, record=record)
+        super().__init__(run, commit=commit, record=record, relabel=relabel)
         self._parser = parser
         self._embedder = embedder
         self._sentence_bytes = sentence_bytes

@@ -56,9 +56,10 @@ class RayPipeline(WritingPipeline):
         embedder: Mapping[str, Any],
         commit: Commit,
         record: Callable[[Sequence[JobItem]], None],
+        relabel: Callable[[PlannedFile], None],
         sentence_bytes: int = 0,
     ) -> None:
-        super().__init__(run, commit=commit, record=record)
+        super().__init__(run, commit=commit, record=record, relabel=relabel)
         self._address = address
         self._parser_options = parser
         self._embedder_options = embedder
