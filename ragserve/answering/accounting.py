@@ -90,7 +90,7 @@ def context_use(
     )
 
 
-def no_context(strategy: str, note: str) -> ContextUse:
+def no_context(strategy: str, notes: Sequence[str]) -> ContextUse:
     """Account for an answer without a model."""
     return ContextUse(
         strategy=strategy,
@@ -100,7 +100,7 @@ def no_context(strategy: str, note: str) -> ContextUse:
         tokens_kept=0,
         tokens_recomputed=0,
         tokens_by_tier={},
-        notes=[note],
+        notes=list(notes),
     )
 
 

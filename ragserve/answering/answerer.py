@@ -336,7 +336,7 @@ class Answerer:
             citations=[],
             sentences=[],
             usage=Usage(prompt=0, cached=0, completion=0),
-            context=no_context(query.request.strategy, note),
+            context=no_context(query.request.strategy, [*search.notes, note]),
             timings=clock.timings(search.timings, None, None),
             **searched,
             **named,

@@ -82,8 +82,8 @@ class PassageSearch:
 
         A reranker reads the first variant, if there are some: the question after the turn before it. Raises
         InvalidRequest for an unknown reranker, and as `Retriever.retrieve`. Where a remote reranker does not
-        answer, the search's order stays; with a floor, which is about its scores, ModelUnavailable is
-        raised."""
+        answer, the search's order stays, and without a remote embedder a hybrid search is lexical; with a
+        floor about the scores that are missing then, ModelUnavailable is raised."""
         reranker = self._reranker(options.rerank)
         judges = options.not_found != "off" and not variants  # else the question is more than its words
         found = await self._retriever.retrieve(
@@ -96,6 +96,13 @@ class PassageSearch:
             sentences=sentences,
             viewer=options.viewer,
         )
+        by_reranker = reranker is not None and reranker.comparable
+        if options.min_score is not None and found.by_words_alone is not None and not by_reranker:
+            raise ModelUnavailable(
+                found.by_words_alone,
+                hint="min_score is about cosines; leave it out to search by words alone.",
+                code="embedder_unavailable",
+            )
         started = time.perf_counter()
         evidence = None
         if judges:
@@ -118,7 +125,6 @@ class PassageSearch:
             passages = reranked = reordered(passages, scores, fuse=not reranker.comparable)
             rerank_ms = (time.perf_counter() - started) * 1e3
         if options.min_score is not None:
-            by_reranker = reranker is not None and reranker.comparable
             passages = [p for p in passages if _floor_score(p, options, by_reranker) >= options.min_score]
         around: dict[int, Chunk] = {}
         if options.neighbours:

@@ -176,9 +176,31 @@ def test_search_by_words_goes_on_without_the_model(front: Live, remote: Remote) 
         assert found["results"][0]["source"] == "skerryvore"
         answer = client.post("/rag/query", json=ask | {"retrieval": "hybrid"}).json()
         assert (answer["retrieval"], answer["context"]["notes"][0]) == ("lexical", note)
+        refuse = {"query": "zebra", "retrieval": "hybrid", "not_found": "refuse"}
+        nothing = client.post("/rag/query", json=ask | refuse)
+        assert nothing.json()["context"]["notes"] == [note, "No passage was found: the model was not asked."]
         plain = client.post("/rag/retrieve", json=ask | {"retrieval": "lexical"}).json()
         assert [each["source"] for each in plain["results"]] == [each["source"] for each in found["results"]]
         assert plain["notes"] == []
+
+
+def test_a_floor_is_not_passed_by_scores_that_are_missing(front: Live, remote: Remote) -> None:
+    """Else nothing would be found, as if the documents had no answer."""
+    with front.client() as client:
+        job = ingested(client, DOCUMENTS)
+        eventually(lambda: client.get(job).json()["state"] == "done", "ingestion")
+        ask = {"query": QUESTION, "namespace": "docs", "retrieval": "hybrid", "min_score": 0.1}
+        assert client.post("/rag/retrieve", json=ask).json()["results"]
+        remote.reply = lambda path, body: DOWN if "embeddings" in path else right(path, body)
+        for path in ("/rag/retrieve", "/rag/query"):
+            refused = client.post(path, json=ask)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (503, "embedder_unavailable")
+            assert error["message"].startswith("The remote embedder words answers HTTP 503: being moved.")
+            assert "min_score" in error["hint"]
+        reranked = client.post("/rag/retrieve", json=ask | {"rerank": "ranker"}).json()
+        assert reranked["retrieval"] == "lexical", "the floor is about the reranker's scores"
+        assert reranked["results"]
 
 
 def test_a_correction_waits_no_longer_than_a_question(front: Live, remote: Remote) -> None:
