@@ -12,6 +12,7 @@ from dataclasses import astuple, replace
 from typing import Any
 
 from ragserve.errors import Conflict, InvalidRequest, NotFound
+from ragserve_index import job_cancellation
 from ragserve_index.database import Connection
 from ragserve_index.store import IndexStore
 from ragserve_index.text_forms import storable
@@ -223,12 +224,7 @@ class JobStore:
     def request_cancel(self, job_id: str) -> Job:
         """Cancel a queued job at once and ask a running one to stop; a finished job stays as it is."""
         with self._database.update() as connection:
-            connection.execute(
-                "UPDATE jobs SET cancel_requested = 1, updated_at = ?,"
-                " state = CASE state WHEN 'queued' THEN 'cancelled' ELSE state END"
-                " WHERE job_id = ? AND state IN ('queued', 'running')",
-                (time.time(), job_id),
-            )
+            job_cancellation.cancel(connection, job_id=job_id)
             return _job(connection, job_id)
 
     def cancel_requested(self, job_id: str) -> bool:

@@ -23,7 +23,7 @@ from ragserve_index.structures.base import Ids
 from ragserve_index.text_forms import normal
 from ragserve_index.types import Chunk, Document, NamespaceInfo, Position
 from ragserve_index.viewers import Viewer
-from ragserve_index.visible import Condition, both, labels_of_roots, replaced_labels, sees, visible
+from ragserve_index.visible import Condition, both, labels_of_new, replaced_labels, sees, visible
 from sglang_ext.wire.protocol import NAMESPACE
 
 _DOCUMENT = (
@@ -155,7 +155,7 @@ def write_documents(
     ids = [doc_id for item in batch for doc_id in (item.doc_id, *item.older_ids)]
     lexical.remove(connection, ns.id, _rows_of(connection, ns, ids))
     corrected = corrections.read(connection, ns.id, [item.doc_id for item in batch])
-    inherited = labels_of_roots(connection, ns.id, ns.name, batch)
+    inherited = labels_of_new(connection, ns.id, ns.name, batch)
     for item in batch:
         corrections.remove_of(connection, ns.id, item.older_ids)
         # last its own, whose created_at stays

@@ -1,6 +1,4 @@
-"""IndexStore: the documents, chunks and vectors of a data directory, and searches. README.md has the
-promises.
-"""
+"""The documents, chunks and vectors of a data directory, and searches. README.md has the promises."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import numpy as np
 
 from ragserve.errors import Conflict, InvalidRequest, NotFound
 from ragserve_index import batch as batches
-from ragserve_index import labelling, own_settings, registry, stored_vectors, structures
+from ragserve_index import job_cancellation, labelling, own_settings, registry, stored_vectors, structures
 from ragserve_index.attached_documents import attached_to, remove_attached
 from ragserve_index.chunk_changes import ChunkChanges
 from ragserve_index.chunk_windows import chunks_around
@@ -101,16 +99,17 @@ class IndexStore(LabelledStore):
     # namespaces
 
     def ensure_namespace(
-        self, name: str, *, embedder: str, dim: int, index_type: str | None = None
+        self, name: str, *, embedder: str, dim: int, index_type: str | None = None, job_id: str | None = None
     ) -> NamespaceInfo:
         """Return the namespace, creating it if absent; ``index_type`` applies only then (see
-        :meth:`rebuild`). Raises Conflict for another embedder.
-        """
+        :meth:`rebuild`). Raises Conflict for another embedder, and where a cancelled job would create it."""
         kind = structures.check_type(index_type or self.index_type)
         with self.database.read() as connection:
             ns = registry.find_namespace(connection, name)
         if ns is None:
             with self.database.write() as connection:
+                if job_id is not None:
+                    job_cancellation.check_goes_on(connection, job_id)
                 ns = registry.find_namespace(connection, name) or registry.create_namespace(
                     connection, name, embedder, dim, kind
                 )
@@ -152,12 +151,13 @@ class IndexStore(LabelledStore):
             own_settings.write(connection, registry.namespace(connection, name).id, settings)
 
     def drop_namespace(self, name: str) -> NamespaceInfo:
-        """Remove a namespace with all its documents and return what it was. Raises NotFound, and Forbidden
-        if the viewer does not see all of them."""
+        """Remove a namespace with all its documents, cancel its jobs, and return what it was. Raises
+        NotFound, and Forbidden if the viewer does not see all of them."""
         with self.database.write() as connection:
             ns = registry.namespace(connection, name)
             labelling.check_sees_all(connection, ns, self._viewer)
             log_namespace(connection, name)
+            job_cancellation.cancel(connection, namespace=name)
             connection.execute("DELETE FROM namespaces WHERE id = ?", (ns.id,))
             connection.dialect.lexical.drop(connection, ns.id)
         self._pool.forget(ns.id)

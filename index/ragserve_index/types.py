@@ -50,6 +50,7 @@ class NewDocument:
     metadata: Mapping[str, MetadataValue] = field(default_factory=dict)
     labels: tuple[str, ...] | None = None  # None: those that it had; a new one those of ``root``, or none
     root: str = ""  # source of the message that it came with, at the beginning of a chain of messages
+    labels_before: tuple[str, ...] = ()  # with ``labels`` None: of a document that was removed meanwhile
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,17 +101,20 @@ def replaced_labels(viewer: Viewer, document: NewDocument, old: str) -> str:
         raise InvalidDocument(message, code=error.code, param=error.param) from None
 
 
-def labels_of_roots(
+def labels_of_new(
     connection: Connection, ns_id: int, namespace: str, batch: Sequence[Prepared]
 ) -> dict[str, str]:
-    """What attachments of a batch get by their messages if they are new, by doc_id, as labels are stored:
-    those that the messages have now, whatever they had when the batch was begun."""
+    """What documents of a batch keep if they are new, by doc_id, as labels are stored. Attachments get those
+    that their messages have now, whatever they had when the batch was begun."""
+    before = {
+        item.doc_id: to_json(item.document.labels_before) for item in batch if item.document.labels is None
+    }
     roots = {item.document.root for item in batch if item.document.root and item.document.labels is None}
     if not roots:
-        return {}
+        return before
     ids = {doc_id: root for root in roots for doc_id in document_ids(namespace, root)}
     found = {ids[doc_id]: labels for doc_id, labels in stored_labels(connection, ns_id, ids).items()}
-    return {item.doc_id: found[item.document.root] for item in batch if item.document.root in found}
+    return before | {item.doc_id: found[item.document.root] for item in batch if item.document.root in found}
 
 
 def sees(viewer: Viewer, labels: str) -> bool:

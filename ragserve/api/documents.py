@@ -158,7 +158,7 @@ async def namespace(name: NamespaceName, svc: Svc, caller: Caller) -> NamespaceI
     responses=documented(examples.NAMESPACE, (400, 404, 503, 507), description="What was dropped"),
 )
 async def drop(name: NamespaceName, svc: Svc, caller: Caller) -> NamespaceInfo:
-    """Delete all its documents, chunks, vectors and KV, at once and for good.
+    """Delete all its documents, chunks, vectors and KV, at once and for good, and cancel its jobs.
 
     A name that is not indexed is 404, after KV of documents that queries sent under it was dropped."""
     caller.require("delete", name)

@@ -299,7 +299,8 @@ def namespace(name: str) -> Call[NamespaceView]:
 
 
 def drop_namespace(name: str) -> Call[NamespaceView]:
-    """``DELETE /rag/namespaces/{name}``: delete all of its documents, at once and for good."""
+    """``DELETE /rag/namespaces/{name}``: delete all of its documents, at once and for good; its jobs
+    are cancelled."""
     return _delete(_path("namespaces", name), NamespaceView)
 
 

@@ -212,7 +212,7 @@ def drop(
     namespace: Annotated[str, typer.Argument(help="Namespace to remove.")],
     as_json: AsJson = False,
 ) -> None:
-    """Remove a namespace with all its documents and their cached KV."""
+    """Remove a namespace with all its documents and their cached KV, and cancel its jobs."""
     from ragserve.answering.namespace_log import forget_dropped
     from ragserve.cache.evictions import clean_files
 

@@ -164,18 +164,22 @@ class FilePlanner:
         ext = os.path.splitext(filename)[1].lower() if ext is None else ext
         salt = self._salt(title, metadata)
         given = None if labels is None else tuple(labels)
-        request = ParseRequest(path, filename, ext, salt, self._known_hash(source), **known)
-        return PlannedFile(source, request, title, metadata, found, given)
+        before = self._before(source)
+        read, kept = (None, ()) if before is None else (before.content_hash, before.labels)
+        request = ParseRequest(path, filename, ext, salt, read, **known)
+        return PlannedFile(
+            source, request, title, metadata, found, given, labels_before=kept if given is None else ()
+        )
 
     def _salt(self, title: str, metadata: Mapping[str, Any]) -> str:
         return content_salt(self._settings, self._tokenizer, title, metadata)
 
-    def _known_hash(self, source: str) -> str | None:
+    def _before(self, source: str) -> Document | None:
+        """The document that is replaced."""
         try:
-            document = self._seen.find_source(self._namespace, source)
+            return self._seen.find_source(self._namespace, source)
         except NotFound:  # the namespace does not exist before its first document
             return None
-        return None if document is None else document.content_hash
 
     def _label(self, document: Document, labels: tuple[str, ...] | None) -> None:
         if labels is not None and labels != document.labels:

@@ -20,12 +20,13 @@ from ragserve.ingest.chunk_embedding import DocumentEmbedder
 from ragserve.ingest.chunk_lines import PARSER, read_lines
 from ragserve.ingest.connectors.folders_of_a_job import folders_of
 from ragserve.ingest.file_planner import FilePlanner
+from ragserve.ingest.job_writes import JobWriter
 from ragserve.ingest.jobs.job_report import JobReport, OnProgress, failures_of
 from ragserve.ingest.jobs.lease import LEASE_S, JobRun, run_leased, worker_name
 from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.ingest.parsers.base import one_line
 from ragserve.ingest.parsing.parse_process import ParseProcess, parsing_options
-from ragserve.ingest.pipeline import Pipeline, Written
+from ragserve.ingest.pipeline import Pipeline
 from ragserve.ingest.preview import Previewer
 from ragserve.ingest.prune import prune
 from ragserve.ingest.sources import clean_name, printable, scan
@@ -380,13 +381,14 @@ class Ingestor:
     ) -> None:
         """Take files to their outcomes, here or on the Ray cluster."""
         record, files = partial(self._record, run.job), map(planner.plan, pending)
+        writer = JobWriter(self._store, self.jobs, self.editor, run.job)
         if self._ray is None:
             with ParseProcess(**parsing) as parser:
                 Pipeline(
                     run,
                     parser=parser,
                     embedder=self._load_embedder,
-                    commit=lambda batch: self._commit(run.job, batch, self._load_embedder().name),
+                    commit=lambda batch: writer.write(batch, self._load_embedder().name),
                     record=record,
                     relabel=planner.relabel,
                     sentence_bytes=self._settings.sentence_bytes,
@@ -399,22 +401,11 @@ class Ingestor:
             address=self._ray,
             parser=parsing,
             embedder=embedder_options(self._settings),
-            commit=lambda batch: self._commit(run.job, batch, embedder_name(self._settings)),
+            commit=lambda batch: writer.write(batch, embedder_name(self._settings)),
             record=record,
             relabel=planner.relabel,
             sentence_bytes=self._settings.sentence_bytes,
         ).run(files)
-
-    def _commit(self, job: Job, batch: list[Any], embedder: str) -> list[Written]:
-        (dim,) = {vectors.shape[1] for _, _, vectors in batch}
-        self._store.ensure_namespace(job.namespace, embedder=embedder, dim=dim, index_type=None)
-        titles = {document.source: document.title for document, *_ in batch}
-        seen = self._store.seen_by(Submitter.of(job).viewer)
-        for source in seen.hidden(job.namespace, titles):  # an attachment's, which is refused when written
-            del titles[source]
-        notes = self.editor.prepare(job.namespace, titles)
-        written = seen.replace_documents(job.namespace, batch)
-        return [Written(d.doc_id, note) for d, note in zip(written, notes(written), strict=True)]
 
     def _record(self, job: Job, outcomes: Sequence[JobItem]) -> None:
         self.jobs.update_items(job.job_id, outcomes, add=True)  # attachments are found meanwhile

@@ -295,7 +295,7 @@ def new_document(file: PlannedFile, parsed: ParsedFile) -> NewDocument:
     if ATTACHMENTS in parsed.metadata:  # by which they are removed with it
         metadata[ATTACHMENTS] = parsed.metadata[ATTACHMENTS]
     known = parsed.hash, parsed.mime, parsed.size
-    return NewDocument(file.source, title, *known, metadata, file.labels, file.root)
+    return NewDocument(file.source, title, *known, metadata, file.labels, file.root, file.labels_before)
 
 
 def shown_title(parsed: ParsedFile, source: str, given: str = "") -> str:

@@ -14,7 +14,8 @@ class PlannedFile:
     """A file to ingest. ``source`` identifies the document; a failed fetch has ``Failed`` as request.
 
     ``found``: it was found in a directory, where files that are never text are skipped. ``labels`` as in
-    `NewDocument`; ``root``: the source of the file that an attachment came in, or its message did.
+    `NewDocument`, as are ``labels_before``; ``root``: the source of the file that an attachment came in, or
+    its message did.
     """
 
     source: str
@@ -24,3 +25,4 @@ class PlannedFile:
     found: bool = False
     labels: tuple[str, ...] | None = None
     root: str = ""
+    labels_before: tuple[str, ...] = ()

@@ -133,7 +133,8 @@ def run_leased(
             if lease.lost:
                 message = f"Another process took over job {job_id}; this one stopped."
                 raise Conflict(message, code="job_lost") from None
-            state = "cancelled" if lease.cancelled else "interrupted"
+            is_cancelled = lease.cancelled or jobs.cancel_requested(job_id)
+            state = "cancelled" if is_cancelled else "interrupted"
         except ModelUnavailable as failure:
             lease.release(f"{failure} The job goes on where it stopped when the model answers.")
             raise

@@ -41,6 +41,27 @@ def outcome(
 
 
 @on_both_registries
+def test_jobs_end_with_their_namespace(store: IndexStore, job_store: JobStore) -> None:
+    store.ensure_namespace("m", embedder="e", dim=2)
+    done, running, queued = (job_store.create("m", {"kind": "texts"}, ["a"]) for _ in range(3))
+    other = job_store.create("other", {"kind": "texts"}, ["a"])
+    for job in (done, running):
+        assert job_store.claim("w1", 60, job.job_id) is not None
+    job_store.finish(done.job_id, "done", worker="w1")
+    store.drop_namespace("m")
+    states = [job_store.get(job.job_id).state for job in (done, running, queued, other)]
+    assert states == ["done", "running", "cancelled", "queued"]
+    assert [job_store.cancel_requested(job.job_id) for job in (running, other)] == [True, False]
+    for job in (running, queued):
+        with pytest.raises(Conflict) as refused:
+            store.ensure_namespace("m", embedder="e", dim=2, job_id=job.job_id)
+        assert refused.value.code == "job_cancelled"
+    assert "m" not in [info.name for info in store.namespaces()]
+    assert job_store.finish(running.job_id, "cancelled", worker="w1").state == "cancelled"
+    assert store.ensure_namespace("m", embedder="e", dim=2, job_id=other.job_id).name == "m"
+
+
+@on_both_registries
 def test_a_job_from_start_to_end(job_store: JobStore) -> None:
     job = job_store.create("n", {"kind": "texts", "ü": [1, {"a": None}]}, ["a", "b", "c", "a"])
     assert (job.state, job.n_items, job.counts["pending"], job.spec) == (

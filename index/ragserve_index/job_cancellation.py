@@ -1,0 +1,26 @@
+"""Cancelling unfinished jobs, also in a transaction of the index: jobs end with their namespace."""
+
+from __future__ import annotations
+
+import time
+
+from ragserve.errors import Conflict
+from ragserve_index.database import Connection
+
+
+def cancel(connection: Connection, *, job_id: str | None = None, namespace: str | None = None) -> None:
+    """Cancel a queued job at once and ask a running one to stop: one by its id, or all of a namespace."""
+    column, value = ("job_id", job_id) if namespace is None else ("namespace", namespace)
+    connection.execute(
+        "UPDATE jobs SET cancel_requested = 1, updated_at = ?,"
+        " state = CASE state WHEN 'queued' THEN 'cancelled' ELSE state END"
+        f" WHERE {column} = ? AND state IN ('queued', 'running')",
+        (time.time(), value),
+    )
+
+
+def check_goes_on(connection: Connection, job_id: str) -> None:
+    """Raise Conflict (``job_cancelled``) for a job that is cancelled or forgotten."""
+    row = connection.execute("SELECT cancel_requested FROM jobs WHERE job_id = ?", (job_id,)).fetchone()
+    if row is None or row[0]:
+        raise Conflict(f"Job {job_id} is cancelled.", hint="Submit it again.", code="job_cancelled")
