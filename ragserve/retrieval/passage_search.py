@@ -205,8 +205,9 @@ def fitting(
     room = options.context_tokens or float("inf")
     for passage in passages:
         window = _window(passage, around, options.neighbours)
-        group = next((each for each in groups if _adjoins(each, window)), {}) if options.neighbours else {}
-        added = {i: each for i, each in window.items() if i not in group}
+        near = [each for each in groups if _adjoins(each, window)] if options.neighbours else []
+        known = {i for each in near for i in each}
+        added = {i: each for i, each in window.items() if i not in known}
         cost = sum(each.chunk.n_tokens for each in added.values())
         if cost > room:
             if groups:
@@ -214,8 +215,13 @@ def fitting(
             added = {passage.chunk.chunk_id: passage}
             cost = passage.chunk.n_tokens
         room -= cost
-        if not group:
-            groups.append(group)
+        if not near:
+            near = [{}]
+            groups += near
+        group, *others = near  # a window between two groups makes them one
+        for other in others:
+            group |= other
+            groups.remove(other)
         group |= added | {passage.chunk.chunk_id: passage}
     return [each for group in groups for _, each in sorted(group.items())]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from ragserve.errors import InvalidRequest
-from ragserve.retrieval.passage_search import FoundPassages, PassageSearch
+from ragserve.retrieval.passage_search import FoundPassage, FoundPassages, PassageSearch, fitting
 from ragserve.retrieval.retriever import Retriever
 from ragserve.retrieval.search_options import SearchOptions
 from ragserve_index import IndexStore
@@ -157,6 +158,28 @@ def test_neighbours_stand_around_their_passage(store: IndexStore) -> None:
     assert [p.score is None for p in result.passages] == [False, True]
     near = found(store, SearchOptions(k=3, dedupe=0.8, neighbours=1))
     assert texts(near) == [*OTTERS, *DOCUMENTS["cats"]], "two passages near each other are one group"
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3])
+def test_no_passage_stands_twice_in_whatever_order_they_are_found(n: int) -> None:
+    chunks = {
+        i: Chunk(i, "d" if i < 9 else "e", i, f"chunk {i}", 0, 7, None, 1, "s", "t", {}) for i in range(12)
+    }
+    for order in permutations((1, 3, 5, 8, 10), 4):
+        hits = [FoundPassage(chunks[i], score=1.0) for i in order]
+        for most in (0, 5):
+            chosen = fitting(hits, chunks, SearchOptions(k=4, neighbours=n, context_tokens=most))
+            ids = [each.chunk.chunk_id for each in chosen]
+            assert len(ids) == len(set(ids)), (order, ids)
+            assert not most or len(ids) <= most
+            scored = {each.chunk.chunk_id for each in chosen if each.score is not None}
+            if not most:
+                assert scored == set(order)
+                for hit in order:
+                    around = range(max(0, hit - n), min(11, hit + n) + 1)
+                    wanted = [i for i in around if (i < 9) == (hit < 9)]
+                    place = ids.index(wanted[0])
+                    assert ids[place : place + len(wanted)] == wanted, "its neighbours stand around it"
 
 
 def test_as_many_passages_as_the_budget_has_room_for(store: IndexStore) -> None:
