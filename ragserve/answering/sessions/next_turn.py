@@ -165,6 +165,8 @@ class NextTurn:
             for index, passage in enumerate(self.new(found), 1)
         ]
         self._added = new[:kept]
+        if self.is_first:
+            return new  # equal ones are different passages there, each with a place in the prompt
         numbers = {**self._known, **{(passage.title, passage.text): passage.index for passage in new}}
         numbered = [
             passage.model_copy(update={"index": numbers[passage.title, passage.text]}) for passage in found

@@ -333,6 +333,17 @@ def test_a_passage_that_is_sent_twice_is_added_once(client: httpx.Client, live: 
     client.delete(f"/rag/sessions/{name}")
 
 
+def test_a_first_turn_numbers_equal_passages_by_their_places(client: httpx.Client, docs: str) -> None:
+    one, two = ({"title": name, "text": f"{name} is a rock."} for name in ("One", "Two"))
+    body = {"query": FIRST, "namespace": docs, "documents": [one, two, one], "stream": True}
+    shown = []
+    for session in ({}, {"session": "new"}):
+        events = sse(client.post("/rag/query", json=body | session).text)
+        shown.append([(each["index"], each["title"]) for each in events[0][1]["results"]])
+    client.delete(f"/rag/sessions/{events[0][1]['session']}")
+    assert shown[0] == shown[1] == [(1, "One"), (2, "Two"), (3, "One")]
+
+
 def test_a_session_is_full_at_the_end_of_the_context(client: httpx.Client, live: Live, docs: str) -> None:
     name = ask(client, FIRST, session="new", max_new_tokens=20)["session"]["id"]
     tales = [{"text": "A tale of the sea. " * 150, "title": f"Tale {i}"} for i in range(3)]
