@@ -17,7 +17,7 @@ from ragserve.config import Settings
 from ragserve.errors import Conflict, InvalidRequest, NotFound, StorageFull
 from ragserve.ingest.chunk_editor import ChunkEditor
 from ragserve.ingest.chunk_embedding import DocumentEmbedder
-from ragserve.ingest.chunk_lines import PARSER, read_lines
+from ragserve.ingest.chunk_lines import MOST_AT_ONCE, PARSER, one_import, read_lines
 from ragserve.ingest.connectors.folders_of_a_job import folders_of
 from ragserve.ingest.file_planner import FilePlanner
 from ragserve.ingest.job_writes import JobWriter
@@ -82,6 +82,7 @@ class Ingestor:
         name = tokenizer or settings.tokenizer or settings.model
         self.editor = ChunkEditor(settings, store, self._load_embedder, name)
         self.previewer = Previewer(settings, self.editor.tokenizer)
+        self._imports = threading.BoundedSemaphore(MOST_AT_ONCE)
         self._evict = evict or (lambda: None)
         self._warms = warms
         self._ray = ray
@@ -210,15 +211,16 @@ class Ingestor:
         by: Submitter = _COMMAND,
     ) -> Job:
         """As `submit_files`, of documents that came in chunks: JSON lines, see `read_lines`. A line that
-        cannot be used is a failed source."""
-        lines = ((file.filename, file.stream) for file in files)
+        cannot be used is a failed source. Also raises ``TooManyRequests``."""
+        lines = ((file.filename, file.opened()) for file in files)
         labels = files[0].labels if files else None  # of all alike
-        found, bad = read_lines(lines, max_bytes=self._settings.max_upload_bytes)
-        own = [
-            (Upload(d.name, d.stream(), d.title, labels), PARSER, d.metadata | dict(metadata or {}))
-            for d in found
-        ]
-        return self._submit_spooled(namespace, own, kind, warm, by, bad)
+        with one_import(self._imports):
+            found, bad = read_lines(lines, max_bytes=self._settings.max_upload_bytes)
+            own = [
+                (Upload(d.name, d.stream, d.title, labels), PARSER, d.metadata | dict(metadata or {}))
+                for d in found
+            ]
+            return self._submit_spooled(namespace, own, kind, warm, by, bad)
 
     def _submit_spooled(
         self,
@@ -258,7 +260,7 @@ class Ingestor:
                     dict(metadata),
                     labels[name],
                 )
-                writer.add(file, upload.stream, max_bytes=self._settings.max_upload_bytes)
+                writer.add(file, upload.opened(), max_bytes=self._settings.max_upload_bytes)
             for source, reason in failed:
                 writer.add_failed(source, reason)
             writer.seal()

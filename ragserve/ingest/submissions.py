@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -25,13 +25,17 @@ class SubmittedText:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A client's file. Its name says what it is and hints at the format, and is never a path. ``labels`` as
-    in `NewDocument`."""
+    """A client's file. Its name says what it is and hints at the format, and is never a path. ``stream``: its
+    bytes, or what makes them when they are stored; ``labels`` as in `NewDocument`."""
 
     filename: str
-    stream: BinaryIO
+    stream: BinaryIO | Callable[[], BinaryIO]
     title: str = ""
     labels: tuple[str, ...] | None = None
+
+    def opened(self) -> BinaryIO:
+        """The stream, made if need be."""
+        return self.stream() if callable(self.stream) else self.stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ def parse(raw: Raw) -> Parsed:
 def _pages(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], list[int | None], str]:
     """Metadata about pages, each chunk's page, and a note. Sections of chunks without pages are counted as
     pages are; those of chunks with pages are the pages' names."""
-    pages: list[int | None] = [chunk["page"] for chunk in chunks]
-    sections = [one_line(chunk["section"] or "")[:NAME_CHARS] for chunk in chunks]
+    pages: list[int | None] = [chunk.get("page") for chunk in chunks]
+    sections = [one_line(chunk.get("section") or "")[:NAME_CHARS] for chunk in chunks]
     if not any(sections):
         return {}, pages, ""
     metadata: dict[str, Any] = {}

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from ragserve.errors import InvalidRequest, TooLarge
+from ragserve.config import Settings, load
+from ragserve.errors import InvalidRequest, TooLarge, TooManyRequests
 from ragserve.ingest import chunk_lines
-from ragserve.ingest.chunk_lines import MOST_BAD, MOST_DOCUMENTS, read_lines
+from ragserve.ingest.chunk_lines import (
+    MOST_AT_ONCE,
+    MOST_BAD,
+    MOST_CHUNKS,
+    MOST_DOCUMENTS,
+    CutDocument,
+    read_lines,
+)
 from ragserve.ingest.ingestor import Ingestor, Upload
 from ragserve.ingest.jobs.job_report import JobReport
+from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
 
 MB = 2**20
@@ -140,6 +150,23 @@ def test_what_is_left_out_is_noted(ingestor: Ingestor, store: IndexStore) -> Non
     assert "kind" not in document.metadata
 
 
+def test_a_document_remembers_so_many_fields(ingestor: Ingestor, store: IndexStore) -> None:
+    """Its lines may each bring others."""
+    many = [
+        {
+            "text": f"Text {n}.",
+            "metadata": {f"m{n}-{i}": i for i in range(60)},
+            **{f"x{n}-{i}": 1 for i in range(60)},
+        }
+        for n in range(6)
+    ]
+    ((_, note),) = run(ingestor, lines(*many)).notes
+    assert "metadata beyond 256 fields left out: m4-16, " in note
+    assert "unknown fields left out: x0-0, " in note
+    (document,) = store.documents("n")
+    assert 256 <= len(document.metadata) < 256 + 20, "with those of the file itself"
+
+
 def test_many_sections_keep_their_numbers(ingestor: Ingestor, store: IndexStore) -> None:
     report = run(ingestor, lines(*({"text": f"Text {n}.", "section": f"S{n}"} for n in range(201))))
     assert "names of sections left out: 201 places" in report.notes[0][1]
@@ -149,7 +176,10 @@ def test_many_sections_keep_their_numbers(ingestor: Ingestor, store: IndexStore)
 
 
 def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (MOST_BAD, MOST_DOCUMENTS) == (1_000, 10_000)
+    assert (MOST_BAD, MOST_DOCUMENTS, MOST_CHUNKS, MOST_AT_ONCE) == (1_000, 10_000, 250_000, 2)
+    three = [(f"f{n}.jsonl", io.BytesIO(lines({"text": "a" * 400}))) for n in range(3)]
+    with pytest.raises(TooLarge, match=r"With 'f2.jsonl' the import is larger than 1,000 bytes"):
+        read_lines(three, max_bytes=1_000)
     with pytest.raises(TooLarge):
         read(lines(*({"text": "a" * 50} for _ in range(100))), max_bytes=1_000)
     with pytest.raises(TooLarge):
@@ -157,9 +187,72 @@ def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk_lines, "MOST_BAD", 3)
     _, bad = read(lines({"text": "Good."}, *[b"{"] * 10))
     assert [place for place, _ in bad] == ["f.jsonl:2", "f.jsonl:3", "f.jsonl:4", "7 more lines"]
+    monkeypatch.setattr(chunk_lines, "MOST_CHUNKS", 4)
+    with pytest.raises(TooLarge, match="more than 4 chunks"):
+        read(lines(*({"text": "a", "document": f"d{n % 2}"} for n in range(5))))
     monkeypatch.setattr(chunk_lines, "MOST_DOCUMENTS", 2)
     with pytest.raises(TooLarge, match="more than 2 documents"):
         read(lines(*({"text": "a", "document": f"d{n}"} for n in range(3))))
+
+
+def test_one_document_at_a_time_is_made_and_stored(
+    ingestor: Ingestor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, stored = CutDocument.stream, list[int]()
+
+    def noted(self: CutDocument) -> Any:
+        stored.append(len(list(ingestor.spool.root.glob("*/*.bin"))))
+        return stream(self)
+
+    monkeypatch.setattr(CutDocument, "stream", noted)
+    data = lines(*({"text": "One.", "document": f"d{n}"} for n in range(4)))
+    ingestor.submit_chunks("n", [Upload("f.jsonl", io.BytesIO(data))])
+    assert stored == [0, 1, 2, 3]
+
+
+class SentWith(io.BytesIO):
+    """A file during which another is sent."""
+
+    def __init__(self, data: bytes, send: Callable[[], object]) -> None:
+        super().__init__(data)
+        self._send = send
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        self._send()
+        return super().readline(size)
+
+
+def test_two_imports_at_a_time(ingestor: Ingestor) -> None:
+    def send(*rest: Callable[[], object]) -> None:
+        file = SentWith(lines({"text": "One."}), rest[0]) if rest else io.BytesIO(lines({"text": "One."}))
+        ingestor.submit_chunks("n", [Upload("f.jsonl", file)])
+
+    send(send)
+    with pytest.raises(TooManyRequests) as refused:
+        send(lambda: send(send))
+    assert refused.value.code == "imports_busy"
+    send(send)  # whatever became of the others
+
+
+@pytest.mark.parametrize(
+    ("chunk", "n", "escaped"),
+    [
+        ({"text": "灯台の光は霧の夜に遠くまで届く。"}, 20, False),
+        ({"text": "a"}, 80, False),
+        ({"text": "😀 a", "section": "灯台", "\udc00": 1}, 20, True),
+    ],
+    ids=["Japanese", "tiny", "escaped"],
+)
+def test_what_is_within_the_limit_is_taken(
+    settings: Settings, store: IndexStore, embedder: Embedder, chunk: dict[str, Any], n: int, escaped: bool
+) -> None:
+    """A document is no larger as the job reads it than its lines were."""
+    data = b"\n".join([json.dumps(chunk, ensure_ascii=escaped).encode()] * n)
+    most = load(data_dir=settings.data_dir, max_upload_bytes=len(data) + 100)
+    report = run(Ingestor(most, store, embedder), data)
+    assert (report.progress.indexed, report.failures) == (1, ())
+    (document,) = store.documents("n")
+    assert document.n_chunks == n
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\n", b"plain text", b"\x00\x01"])
