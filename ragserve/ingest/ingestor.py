@@ -416,8 +416,10 @@ class Ingestor:
             metrics().ingested_chunks.inc(outcome.chunks)
 
     def _finish(self, job: Job, state: str, error: str | None) -> None:
+        """Record the end, and remove the uploads. Raises ``Conflict`` for a job that another worker has,
+        which needs them."""
         try:
-            self.jobs.finish(job.job_id, state, error)
+            self.jobs.finish(job.job_id, state, error, worker=job.worker)
         except StorageFull as full:  # the caller gets the reason anyway; the lease expires by itself
             log.warning("The end of job %s could not be recorded: %s", job.job_id, full)
             return

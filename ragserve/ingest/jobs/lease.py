@@ -105,8 +105,8 @@ def run_leased(
     Args:
         work: Raises ``Interrupted`` when ``should_stop()``. Its other errors are recorded and raised again;
             after ``ModelUnavailable``, the job is given back.
-        finish: Called as ``finish(job, state, error)`` to record the end; default: in the job's row. An
-            interrupted job is not finished but given back, to be resumed.
+        finish: Called as ``finish(job, state, error)`` to record the end, as ``job.worker``; default: in the
+            job's row. An interrupted job is not finished but given back, to be resumed.
         failures: States of the items that the report lists as failures.
         stop: Interrupts the run.
         wait: Wait for the lease of a dead process to expire.
@@ -116,7 +116,7 @@ def run_leased(
         Conflict: It runs elsewhere, was taken over, or is over.
     """
     started = time.monotonic()
-    record = finish or (lambda job, state, error: jobs.finish(job.job_id, state, error))
+    record = finish or (lambda job, state, error: jobs.finish(job.job_id, state, error, worker=job.worker))
     stop = stop or threading.Event()
     worker = worker_name()
     job = _claim(jobs, job_id, worker, stop if wait else None)
@@ -127,12 +127,16 @@ def run_leased(
         def should_stop() -> bool:
             return stop.is_set() or lease.lost or lease.cancelled
 
+        def end(state: str, error: str | None) -> None:
+            """Record the end, unless it is another process that runs the job by now."""
+            if lease.lost:
+                message = f"Another process took over job {job_id}; this one stopped."
+                raise Conflict(message, code="job_lost")
+            record(job, state, error)
+
         try:
             work(JobRun(job, progress, should_stop, on_progress or (lambda _: None)))
         except Interrupted:
-            if lease.lost:
-                message = f"Another process took over job {job_id}; this one stopped."
-                raise Conflict(message, code="job_lost") from None
             is_cancelled = lease.cancelled or jobs.cancel_requested(job_id)
             state = "cancelled" if is_cancelled else "interrupted"
         except ModelUnavailable as failure:
@@ -140,12 +144,12 @@ def run_leased(
             raise
         except Exception as failure:
             said = explained(failure) if isinstance(failure, OSError) else None
-            record(job, "failed", str(said or failure))
+            end("failed", str(said or failure))
             raise
-        if state == "interrupted":
+        if state == "interrupted" and not lease.lost:
             lease.release()
         else:
-            record(job, state, None)
+            end(state, None)
     seconds = time.monotonic() - started
     return JobReport(job_id, job.namespace, state, seconds, progress, failures_of(jobs, job_id, *failures))
 

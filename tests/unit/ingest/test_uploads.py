@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from ragserve.config import Settings, load
-from ragserve.errors import InvalidRequest, NotFound, TooLarge
+from ragserve.errors import Conflict, InvalidRequest, NotFound, TooLarge
 from ragserve.ingest.ingestor import Ingestor, SubmittedText, Upload
 from ragserve.ingest.jobs.job_report import Interrupted, JobReport, Progress
 from ragserve.ingest.jobs.lease import JobRun, run_leased
@@ -273,6 +276,65 @@ def test_abandoned_spools_are_removed_at_start_and_needed_ones_kept(
         leave.set()
         writer.join()
     assert ingestor.run(needed.job_id).progress.indexed == 1
+
+
+class TakenOver:
+    """An embedder, during whose work another worker takes the job over, as one does whose lease ran out."""
+
+    name, dim = "slow", 4
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.take_over: Callable[[], object] = lambda: None
+
+    def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        self.take_over()
+        if self.error is not None:
+            raise self.error
+        return np.eye(1, 4, dtype=np.float32).repeat(len(texts), axis=0)
+
+
+def take_over(jobs: JobStore, job: Job) -> None:
+    while jobs.claim("another", 600.0, job.job_id) is None:  # the lease may be renewed in between
+        assert jobs.heartbeat(job.job_id, jobs.get(job.job_id).worker or "", -1.0)
+
+
+@pytest.mark.parametrize("error", [None, OSError(errno.ENODEV, "no such device")], ids=["done", "failed"])
+def test_a_worker_without_its_lease_ends_nothing(
+    settings: Settings, store: IndexStore, error: Exception | None
+) -> None:
+    embedder = TakenOver(error)
+    ingestor = Ingestor(settings, store, embedder)
+    jobs, job = ingestor.jobs, ingestor.submit_texts("sea", [SubmittedText("a", "b")])
+    embedder.take_over = lambda: take_over(jobs, job)
+    with pytest.raises(Conflict) as refused:
+        ingestor.run(job.job_id)
+    assert refused.value.code in ("job_lost", "job_lease_lost")
+    now = jobs.get(job.job_id)
+    assert (now.state, now.worker, now.error is None) == ("running", "another", False), "its worker died"
+    assert len(spools(settings)) == 1, "the other worker reads them"
+    embedder.take_over, embedder.error = (lambda: None), None
+    jobs.release(job.job_id, "another")
+    assert ingestor.run(job.job_id).state == "done"
+    assert spools(settings) == []
+
+
+@pytest.mark.parametrize("error", [None, Interrupted(), ValueError("odd")], ids=repr)
+def test_jobs_of_every_kind_end_for_their_worker_alone(store: IndexStore, error: Exception | None) -> None:
+    jobs = JobStore(store)
+    job = jobs.create("n", {"kind": "warm"}, ["a"])
+
+    def work(run: JobRun) -> None:
+        take_over(jobs, job)
+        if error is not None:
+            raise error
+
+    try:
+        assert run_leased(jobs, job.job_id, work).state == "interrupted"
+        assert isinstance(error, Interrupted)
+    except Conflict:  # that of an interrupted one, if it was seen in time
+        pass
+    assert (jobs.get(job.job_id).state, jobs.get(job.job_id).worker) == ("running", "another")
 
 
 def test_a_spool_removed_from_outside_fails_the_job_plainly(ingestor: Ingestor, settings: Settings) -> None:
