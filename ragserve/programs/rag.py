@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 from ragserve.answering.results import EarlierTurn, RetrievedPassage
 from ragserve.client import Client, SearchArguments, Turn
 from ragserve.client.calls import where
-from ragserve.errors import InvalidRequest
+from ragserve.errors import InvalidRequest, NotFound
 from ragserve.programs.said_turns import SaidTurns
+from ragserve.setting_groups.per_namespace import NamespaceSettings
 from sglang_ext.wire.joint_names import joint_name, matches, names_of
 
 if TYPE_CHECKING:
@@ -48,10 +49,11 @@ class Context:
 class Rag:
     """Retrieval from one server, from a namespace or several. Thread-safe: forks of a program may share it.
 
-    Prompts are laid out as in /rag/query, with the server's tokenizer and system text. A question in which
-    the server has corrected typing errors when it was searched for is asked as corrected, unless the search
-    had another ``spelling`` than ``on``. Give ``tokenizer`` if
-    the server's path does not exist on this machine, and ``system`` to replace the system text."""
+    Prompts are laid out as in /rag/query, with the server's tokenizer, and the system text that the
+    namespace has when the first prompt is begun, else the server's. A question in which the server has
+    corrected typing errors when it was searched for is asked as corrected, unless the search had another
+    ``spelling`` than ``on``. Give ``tokenizer`` if the server's path does not exist on this machine, and
+    ``system`` to replace the system text, as for namespaces that differ in it."""
 
     def __init__(
         self,
@@ -270,8 +272,21 @@ class Rag:
 
         with self._lock:
             if self._text is None:
-                self._text = PromptText.of(self._client.info().model_dump(), self._tokenizer, self._system)
+                system = self._own_system() if self._system is None else self._system
+                self._text = PromptText.of(self._client.info().model_dump(), self._tokenizer, system)
             return self._text
+
+    def _own_system(self) -> str | None:
+        """The system text that the namespace sets, or all of several alike. Raises InvalidRequest if they
+        differ."""
+        each: dict[str, NamespaceSettings] = {}
+        for name in names_of(self.joint_namespace()):
+            try:
+                is_free = name.endswith("*")  # a pattern that matches none
+                each[name] = NamespaceSettings.of({}) if is_free else self._client.namespace_settings(name)
+            except NotFound:  # it need not exist for a program that brings its own passages
+                each[name] = NamespaceSettings.of({})
+        return NamespaceSettings.shared(each, NamespaceSettings.model_fields.keys() - {"system"}).system
 
 
 def _must_be_empty(s: Any) -> None:

@@ -4,6 +4,7 @@ one."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from typer.testing import CliRunner
 
 from ragserve.client import Client
 from ragserve.commands import docs as docs_commands
-from ragserve.config import Settings
+from ragserve.config import DEFAULT_MODEL, Settings
+from ragserve.errors import InvalidRequest
+from ragserve.programs import Rag
 from ragserve.setting_groups.per_namespace import NamespaceSettings
 from tests.unit.api.scripted_server import DOCUMENTS, Live, Tenants, serving
+from tests.unit.programs.test_said_turns import State
 
 QUESTION = "Who built the lighthouse of Skerryvore?"
 PATH = "/rag/namespaces/docs/settings"
@@ -63,6 +67,41 @@ def test_they_are_used_where_a_request_says_nothing(client: httpx.Client, live: 
     other = client.post("/rag/query", json=body | {"namespace": "others"}).json()
     assert (other["retrieval"], other["context"]["documents_retrieved"]) == ("dense", 3)
     assert ["Gaelic" in prompt for prompt in prompts(live)] == [False, False]
+
+
+def begun(rag: Rag) -> str:
+    """A prompt of a program."""
+    state = State()
+    rag.insert(state, [("Bell Rock", "A lighthouse.")])
+    return state.text()
+
+
+def test_a_program_begins_its_prompts_as_queries_do(client: httpx.Client, live: Live, space: str) -> None:
+    live.index("others", DOCUMENTS)
+    put(client, system="Say it in Gaelic.")
+    given: dict[str, Any] = {"url": live.url, "tokenizer": DEFAULT_MODEL}
+    for where, own, said in (
+        ({"namespace": space}, None, True),
+        ({"namespace": space}, "In Norse.", False),
+        ({"namespace": "others"}, None, False),
+        ({"namespace": "of-no-documents"}, None, False),
+        ({"namespaces": ["nobody*"]}, None, False),
+    ):
+        with closing(Rag(**given, **where, system=own)) as rag:
+            text = begun(rag)
+            assert ("Say it in Gaelic." in text, "In Norse." in text) == (said, own is not None), where
+    both = {"namespaces": [space, "others"]}
+    with closing(Rag(**given, **both)) as rag, pytest.raises(InvalidRequest) as differ:
+        begun(rag)
+    assert differ.value.code == "namespace_settings_differ"
+    with closing(Rag(**given, **both, system="In Norse.")) as rag:
+        assert "In Norse." in begun(rag)
+    try:
+        live.services.store.set_settings("others", {"system": "Say it in Gaelic.", "k": 1})
+        with closing(Rag(**given, namespaces=[space, "other*"])) as rag:
+            assert "Say it in Gaelic." in begun(rag)
+    finally:
+        live.services.store.set_settings("others", {})
 
 
 def test_a_floor_is_the_namespaces(client: httpx.Client, live: Live, space: str) -> None:

@@ -14,6 +14,7 @@ from ragserve.answering.sessions.turn_compression import TurnCompressor
 from ragserve.errors import InvalidRequest
 from ragserve.programs.prompt_text import PromptText
 from ragserve.programs.rag import Rag
+from ragserve.setting_groups.per_namespace import NamespaceSettings
 from tests.unit.answering.sessions.test_turn_compression import BELL, SOUP, TALK, TOWER, spoken
 
 QUESTION = "Who was the builder of Skerryvore?"
@@ -67,6 +68,7 @@ def rag(layout: PromptText, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(PromptText, "of", lambda *_: layout)
     monkeypatch.setattr("ragserve.client.Client.info", lambda self: self)
     monkeypatch.setattr("ragserve.client.Client.model_dump", dict, raising=False)
+    monkeypatch.setattr("ragserve.client.Client.namespace_settings", lambda *_: NamespaceSettings())
     made = Rag()
     yield made
     made.close()
