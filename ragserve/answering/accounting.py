@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ragserve import tracing
 from ragserve.answering.auto import StrategyChoice
 from ragserve.answering.prompt import Prompt
+from ragserve.answering.query import Query
 from ragserve.answering.results import Answer, ContextUse, RetrievalTimings, SessionUse, Timings
 from ragserve.engine.base import GenerateChunk
 from ragserve.metrics import metrics
@@ -90,17 +91,21 @@ def context_use(
     )
 
 
-def no_context(strategy: str, notes: Sequence[str]) -> ContextUse:
-    """Account for an answer without a model."""
+def no_context(query: Query, doubt: str, search_notes: Sequence[str]) -> ContextUse:
+    """Account for an answer without a model: ``doubt`` is why; ``search_notes``: what a search left
+    undone."""
+    notes = [*search_notes, f"{doubt[0].upper()}{doubt[1:]}: the model was not asked."]
+    if query.session is not None:
+        notes.append("No session was begun: there is no answer to go on from.")
     return ContextUse(
-        strategy=strategy,
+        strategy=query.request.strategy,
         documents_retrieved=0,
         documents_kept=0,
         tokens_retrieved=0,
         tokens_kept=0,
         tokens_recomputed=0,
         tokens_by_tier={},
-        notes=list(notes),
+        notes=notes,
     )
 
 

@@ -330,13 +330,12 @@ class Answerer:
         named: dict[str, Any] = {"namespace": query.request.namespace, "request_id": query.request.rid}
         yield SearchResults(results=[], documents_kept=0, timings=search.timings, **searched, **named)
         yield MessageDelta(self._nothing_found, by_model=False)
-        note = f"{doubt[0].upper()}{doubt[1:]}: the model was not asked."
         result = Answer(
             answer=self._nothing_found,
             citations=[],
             sentences=[],
             usage=Usage(prompt=0, cached=0, completion=0),
-            context=no_context(query.request.strategy, [*search.notes, note]),
+            context=no_context(query, doubt, search.notes),
             timings=clock.timings(search.timings, None, None),
             **searched,
             **named,

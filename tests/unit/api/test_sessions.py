@@ -344,6 +344,14 @@ def test_a_first_turn_numbers_equal_passages_by_their_places(client: httpx.Clien
     assert shown[0] == shown[1] == [(1, "One"), (2, "Two"), (3, "One")]
 
 
+def test_a_first_question_without_an_answer_begins_no_session(client: httpx.Client, docs: str) -> None:
+    answer = ask(client, FIRST, session="new", min_score=2.0)
+    assert answer["session"] is None
+    assert answer["context"]["notes"][-1].startswith("No session was begun")
+    assert client.get("/rag/sessions").json() == {"sessions": []}
+    assert len(ask(client, FIRST, min_score=2.0)["context"]["notes"]) == 1
+
+
 def test_a_session_is_full_at_the_end_of_the_context(client: httpx.Client, live: Live, docs: str) -> None:
     name = ask(client, FIRST, session="new", max_new_tokens=20)["session"]["id"]
     tales = [{"text": "A tale of the sea. " * 150, "title": f"Tale {i}"} for i in range(3)]
