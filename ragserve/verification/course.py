@@ -84,18 +84,29 @@ def course(
     ``margin``: points that a strategy may lose. ``open_`` tells of a candidate whether its verdict is still
     open, ``verified`` whether it is that: what is no sooner and no better than such a one can change nothing,
     and is asked no more. ``pick_time``: there is time left for the first part, which ends after `PICK`
-    probes, sooner where these no longer change what is picked, or when questions of the second have been
-    asked."""
+    probes of every candidate, sooner where these no longer change what is picked, or when one of the
+    candidates has been asked questions of the second."""
     first = [row for row in rows if row.get("part") == "pick"]
-    begun = any(row.get("part") == "verify" for row in rows)
-    probes = [r["id"] for r in first if r["strategy"] == FULL.label and r.get("score") is not None]
-    picking = len(labels) > PICKED and not begun and len(probes) < PICK
-    if picking and (len(probes) < _FEWEST or (pick_time() and not _is_clear(labels, first, probes))):
-        return Course("pick", survivors(labels, first, margin))
+    if len(labels) > PICKED:
+        left = survivors(labels, first, margin)
+        probes = _probes(left, first)
+        begun = any(row.get("part") == "verify" and row["strategy"] in labels for row in rows)
+        picking = not begun and len(probes) < PICK and pick_time() and not _is_clear(labels, first, probes)
+        if len(probes) < _FEWEST or picking:
+            return Course("pick", left)
     chosen = picks([label for label in labels if open_(label)], first) if len(labels) > PICKED else labels
     done = [found for label in labels if verified(label) and (found := standing(label, first)) is not None]
     left = [label for label in chosen if open_(label) and not _idle(standing(label, first), done)]
     return Course("verify", left)
+
+
+def _probes(labels: Sequence[str], rows: Rows) -> list[str]:
+    """The probes that full has a score of and that the candidate with the fewest was asked, failures among
+    them: the rows of an earlier run may be of other candidates. Without candidates all."""
+    every = [row["id"] for row in rows if row["strategy"] == FULL.label and row.get("score") is not None]
+    scored = set(every)
+    asked = ([r["id"] for r in rows if r["strategy"] == label and r["id"] in scored] for label in labels)
+    return min(asked, key=len, default=every)
 
 
 def _is_clear(labels: Sequence[str], rows: Rows, probes: Sequence[str]) -> bool:

@@ -365,7 +365,7 @@ class IdleTuner:
         spent = self._spent.get(run.namespace, 0.0)
         following = course(
             run.labels,
-            [row for row in run.comparison.rows if not row["error"]],
+            run.comparison.rows,
             margin=run.margin,
             open_=open_,
             verified=lambda label: run.decided.get(label) == "verified",

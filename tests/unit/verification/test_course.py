@@ -48,6 +48,27 @@ def test_the_first_part_ends_when_probes_no_longer_change_what_is_picked() -> No
     assert following([*changed, *({**row, "id": f"more {row['id']}"} for row in more)]).part == "verify"
 
 
+def test_what_earlier_runs_asked_other_candidates_picks_none() -> None:
+    """A run of few candidates verifies without a first part, and the first part may be of others."""
+    one = [row for row in rows(60, {}, part="verify") if row["strategy"] in ("full", "concat")]
+    assert following(one) == Course("pick", LABELS), "concat alone was verified"
+    others = [row | {"strategy": row["strategy"].replace("c", "x")} for row in rows(PICK, {})]
+    assert following([*others, *one]) == Course("pick", LABELS)
+    shared = [row for row in rows(PICK, {}) if row["strategy"] in ("full", "concat")]
+    assert following([*shared, *one]) == Course("pick", LABELS), "the others have not been asked"
+    some = [row for row in rows(PICK, {}) if int(row["id"]) < 9]
+    assert following([*shared, *some]).part == "pick", "nine probes of the others are not clear"
+    assert following([*shared, *some, *rows(3, {}, part="verify")]).part == "verify"
+
+
+def test_a_candidate_that_always_fails_does_not_hold_up_the_others() -> None:
+    known = rows(PICK, {})
+    for row in known:
+        if row["strategy"] == "concat":
+            row |= {"error": "engine_error: x", "score": None, "full_score": None}
+    assert following(known) == Course("verify", ["passages:count=1"])
+
+
 def test_few_candidates_need_no_picking() -> None:
     assert course(["concat"], [], margin=5.0, open_=lambda label: True) == Course("verify", ["concat"])
 
