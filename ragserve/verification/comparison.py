@@ -83,14 +83,15 @@ class Comparison:
         known: Mapping[Key, Row],
         write: Callable[[Row], object],
     ) -> None:
-        """``known``: the rows of earlier runs, which are not asked again; ``write`` gets each new row."""
+        """``known``: the rows of earlier runs, which are not asked again, but for those of samkv with another
+        profile, which count no more; ``write`` gets each new row."""
         self._engine = engine
         self._search = search
         self._builder = builder
         self._queries = queries
         self._every = {spec.label: spec for spec in specs}
         self._course = Course("pick", list(self._every))
-        self._rows = dict(known)
+        self._rows = {key: row for key, row in known.items() if self._counts(row)}
         self._write = write
         self._chunks = 0
         room = engine.info.max_prompt_tokens
@@ -260,7 +261,7 @@ class Comparison:
             "recomputed": use.tokens_recomputed if composed else use.tokens_kept,
             "documents": laid.prompt.documents_kept,
             "fallback": timed.last.fallback,
-            "samkv": self._engine.info.samkv if spec.name == "samkv" else "",
+            "samkv": self._engine.info.samkv if _is_samkv(spec.label) else "",
         }
 
     def _may_be_close(self, spec: StrategySpec) -> bool:
@@ -306,9 +307,11 @@ class Comparison:
 
     def _open(self, id_: str, spec: StrategySpec) -> bool:
         row = self._rows.get(self._key(id_, spec.label))
-        if row is None or row["error"]:
-            return True
-        return spec.name == "samkv" and row.get("samkv") != self._engine.info.samkv
+        return row is None or bool(row["error"])
+
+    def _counts(self, row: Row) -> bool:
+        """Whether a row of an earlier run says something of what is compared now."""
+        return not _is_samkv(row["strategy"]) or row.get("samkv") == self._engine.info.samkv
 
     def _full(self, question: DrawnQuestion, part: Part, **figures: Any) -> None:
         about = {"kind": question.kind, "question": question.text, "references": list(question.references)}
@@ -327,6 +330,10 @@ class Comparison:
         kind = row.get("kind") or self._rows.get(self._key(id_, FULL.label), {}).get("kind")
         self._rows[self._key(id_, spec.label)] = row
         self._write(without_texts(row) if kind == "asked" else row)
+
+
+def _is_samkv(label: str) -> bool:
+    return label.partition(":")[0] == "samkv"
 
 
 def without_texts(row: Row) -> Row:

@@ -24,6 +24,7 @@ from ragserve.verification.question_probes import BOTH, SHOTS, TRIED, scored
 from ragserve.verification.questions import DrawnQuestion
 from ragserve.verification.rows import Key, Row
 from ragserve.verification.tuned_queries import TunedQueries
+from ragserve.verification.verdicts import verdict
 from ragserve_index.types import Chunk
 from sglang_ext.wire.protocol import ContextReport
 from tests.conftest import MODEL
@@ -134,9 +135,10 @@ def compared(
     strategies: str = "concat,epic,random",
     known: dict[Key, Row] | None = None,
     questions: tuple[DrawnQuestion, ...] = (),
+    every: list[Row] | None = None,
     **limits: Any,
 ) -> tuple[list[Row], bool]:
-    """The new rows, and whether all was asked."""
+    """The new rows, and whether all was asked. ``every`` gets those that count, old and new."""
     written: list[Row] = []
     comparison = Comparison(
         speaker,  # type: ignore[arg-type]
@@ -149,6 +151,8 @@ def compared(
     )
     options = {"time_left": lambda: True, "most": 100} | limits
     finished = asyncio.run(compare_all(comparison, chunks, questions, **options))
+    if every is not None:
+        every[:] = comparison.rows
     return written, finished
 
 
@@ -299,11 +303,17 @@ def test_what_is_settled_asks_the_engine_nothing_again(builder: PromptBuilder) -
 
 def test_rows_of_samkv_count_for_its_profile_and_others_for_any(builder: PromptBuilder) -> None:
     speaker = Speaker(builder, writes=True)
-    rows, _ = compared(builder, speaker, CHUNKS[3:4], "concat,samkv")
+    labels = ("concat", "samkv:keep=0.2")
+    rows, _ = compared(builder, speaker, CHUNKS[3:4], ",".join(labels))
     other = Speaker(builder, writes=True)
     other.info = replace(other.info, samkv="new")
-    more, _ = compared(builder, other, CHUNKS[3:4], "concat,samkv", known=by_key(rows))
-    assert [row["strategy"] for row in more] == ["full", "samkv"]
+    every: list[Row] = []
+    more, _ = compared(builder, other, CHUNKS[3:4], ",".join(labels), known=by_key(rows), every=every)
+    assert [row["strategy"] for row in more] == ["full", labels[1]]
+    assert sorted(row["strategy"] for row in every) == [labels[0], "full", labels[1]]
+    known = by_key(rows)
+    compared(builder, other, [], ",".join(labels), known=known, every=every)
+    assert [verdict(label, every) is None for label in labels] == [False, True], "nothing to judge it by"
 
 
 def test_questions_of_the_second_part_are_asked_under_what_was_picked(builder: PromptBuilder) -> None:
