@@ -36,6 +36,7 @@ from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import FILE_NAME as IN_USE_FILE
 from ragserve.profiles.in_use import InUseRecord
+from ragserve.profiles.retriever import retriever_of
 from ragserve.retrieval.passage_search import PassageSearch
 from ragserve.retrieval.remote_reranker import public_name
 from ragserve.retrieval.retriever import Retriever
@@ -317,6 +318,7 @@ def _verification(
         dtype=info.dtype,
         samkv=info.samkv,
         prefix=info.prefix,
+        retriever=retriever_of(settings),
     )
     watch = AnswerWatch(engine, store, gate, in_use, limiter, prompts, settings.verify_share)
     tuner = None

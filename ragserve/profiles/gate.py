@@ -9,8 +9,9 @@ data folder; a model's folder may bring one, measured on another machine. It bel
 (`EngineInfo.fingerprint`) and applies to engines of the same or a finer precision: composed and full prefill
 were compared in one engine, and only coarser rounding can add to the difference.
 
-In a namespace that a strategy was measured on (`ragserve tune`), that measurement alone decides. In all
-others question sets do: those measured here or, without any, those that the model brings."""
+In a namespace that a strategy was measured on (`ragserve tune`) with the server's search, that measurement
+alone decides. In all others question sets do: those measured here or, without any, those that the model
+brings. Measurements with other searches lie beside each other."""
 
 from __future__ import annotations
 
@@ -26,8 +27,7 @@ from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile, changed_at
 from ragserve.profiles.in_use import RecordedRates
 from ragserve.profiles.precision import as_precise
-from ragserve.retrieval.embedder import public_embedder
-from ragserve.retrieval.remote_reranker import public_name
+from ragserve.profiles.retriever import retriever_of
 from ragserve.strategy_spec import parse, without_passages
 
 log = logging.getLogger(__name__)
@@ -49,11 +49,12 @@ MAX_FALLBACKS = 0.01  # share of answers given by another strategy
 EXACT = "prefix"  # in place of a strategy: exact prefill
 _MEASURED_WITH = ("dtype", "samkv", "prefix", "sparse")
 _NAMESPACE = "namespace "  # begins the name of a namespace's own questions among the sets
+_BY = " by "  # before what brought their passages; records of earlier versions end before it
 
 
-def set_of(namespace: str) -> str:
+def set_of(namespace: str, retriever: str = "") -> str:
     """Name the set of a namespace's own questions in a record."""
-    return f"{_NAMESPACE}{namespace}"
+    return f"{_NAMESPACE}{namespace}" + (f"{_BY}{retriever}" if retriever else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +215,13 @@ class Entry:
         sets = {name: figures for name, figures in self.sets.items() if not name.startswith(_NAMESPACE)}
         return replace(self, sets=sets)
 
-    def own(self, namespace: str) -> Entry:
-        """The record of a namespace's own questions alone."""
+    def own(self, namespace: str, retriever: str) -> Entry:
+        """The record of a namespace's own questions alone, as set `set_of` (namespace): with passages of this
+        ``retriever`` or, without any, of another."""
         name = set_of(namespace)
-        return replace(self, sets={name: self.sets[name]} if name in self.sets else {})
+        every = [each for each in self.sets.items() if each[0].partition(_BY)[0] == name]
+        every.sort(key=lambda each: (each[1].retriever == retriever, not each[1].retriever, each[0] != name))
+        return replace(self, sets={name: every[-1][1]} if every else {})
 
 
 class Gate:
@@ -269,7 +273,10 @@ class Gate:
         every = [item for record in reversed(self._records) for item in record.items()]
         found = {label: entry.general for label, entry in every if entry.general.sets}
         if namespace is not None:
-            found |= {label: own for label, entry in every if (own := entry.own(namespace)).sets}
+            for label, entry in every:
+                own = entry.own(namespace, self._retriever)
+                if own.sets and (label not in found or self._same_retriever(own)):
+                    found[label] = own
         return found
 
     def verified(self, namespace: str | None = None) -> list[str]:
@@ -311,7 +318,7 @@ class Gate:
         self.entries()
         every = [entry for record in self._records for entry in record.values()]
         names = {name for entry in every for name in entry.sets if name.startswith(_NAMESPACE)}
-        return sorted(name.removeprefix(_NAMESPACE) for name in names)
+        return sorted({name.removeprefix(_NAMESPACE).partition(_BY)[0] for name in names})
 
     def to_price(self) -> list[str]:
         """What the cost profile must know for the strategies that may answer in some namespace: the composed
@@ -427,21 +434,3 @@ def record(place: Path, fingerprint: str, entries: Mapping[str, Entry], *, keep_
 _FILE: ProfileFile[dict[str, Entry]] = ProfileFile(
     VERSION, "gate's file", "ragserve tune", dict[str, Entry], reads=(1, 2)
 )
-
-
-def retriever_of(settings: Settings) -> str:
-    """What brings the passages of queries, in words: the server's defaults of a search."""
-    parts = {
-        "": settings.retrieval,
-        "k": settings.top_k,
-        "spelling": settings.spelling if settings.spelling == "off" else "",
-        "rerank": f"{public_name(settings.rerank)} of {settings.rerank_candidates}"
-        if settings.rerank != "off"
-        else "",
-        "neighbours": settings.neighbours,
-        "tokens": settings.context_tokens,
-        "min score": settings.min_score,
-        "dedupe": settings.dedupe,
-    }
-    known = [f"{name} {value}".strip() for name, value in parts.items() if value]
-    return ", ".join([public_embedder(settings.embedder), *known])

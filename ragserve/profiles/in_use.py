@@ -66,7 +66,8 @@ class RecordedRates:
 @dataclass(frozen=True, slots=True)
 class InUse:
     """``rate``: `recorded_rate`; ``statistics``: R for each of its `higher_rates`; both again of unsupported
-    answers. ``engine``: precision, samkv profile and prefix of the engine. ``out``: taken out of ``auto``."""
+    answers. ``engine``: precision, samkv profile and prefix of the engine. ``out``: taken out of ``auto``.
+    ``retriever``: what brings the passages of queries; empty in earlier records, which count for any."""
 
     engine: str
     rate: float = 0.0
@@ -77,6 +78,7 @@ class InUse:
     unsupported_rate: float = 0.0
     unsupported_statistics: tuple[float, ...] = ()
     unsupported: int = 0
+    retriever: str = ""
 
     def with_answer(
         self, different: bool, unsupported: bool = False, recorded: RecordedRates = RecordedRates()
@@ -86,16 +88,15 @@ class InUse:
         own_rate, own = _moved(
             self.unsupported_rate, self.unsupported_statistics, recorded.unsupported, unsupported
         )
-        after = InUse(
-            self.engine,
-            rate,
-            found,
-            self.compared + 1,
-            self.different + bool(different),
-            self.out,
-            own_rate,
-            own,
-            self.unsupported + bool(unsupported),
+        after = replace(
+            self,
+            rate=rate,
+            statistics=found,
+            compared=self.compared + 1,
+            different=self.different + bool(different),
+            unsupported_rate=own_rate,
+            unsupported_statistics=own,
+            unsupported=self.unsupported + bool(unsupported),
         )
         return replace(after, out=self.out or after.risen >= ALARM)
 
@@ -147,17 +148,27 @@ def _moved(
 class InUseRecord:
     """Reads and writes the file of one engine's model, and reads it again when it changes."""
 
-    def __init__(self, place: Path, fingerprint: str, *, dtype: str, samkv: str, prefix: str = "") -> None:
-        """The arguments after ``place`` are `EngineInfo`'s."""
+    def __init__(
+        self,
+        place: Path,
+        fingerprint: str,
+        *,
+        dtype: str,
+        samkv: str,
+        prefix: str = "",
+        retriever: str = "",
+    ) -> None:
+        """``retriever``: what brings the passages of queries (`retriever_of`). The other arguments after
+        ``place`` are `EngineInfo`'s."""
         self._place = place
         self._fingerprint = fingerprint
-        self._engine = " ".join(filter(None, (dtype, samkv, prefix)))
+        self._new = InUse(" ".join(filter(None, (dtype, samkv, prefix))), retriever=retriever)
         self._stamp = 0
         self._known: dict[str, dict[str, InUse]] = {}
 
     def entries(self) -> Mapping[str, Mapping[str, InUse]]:
-        """Estimates by namespace and strategy, of engines like this one. A file that cannot be read is logged
-        and ignored."""
+        """Estimates by namespace and strategy, of engines and searches like this one's. A file that cannot be
+        read is logged and ignored."""
         stamp = changed_at(self._place)
         if stamp != self._stamp:
             try:
@@ -168,7 +179,7 @@ class InUseRecord:
                     return self._known  # and read again: a process may be short of descriptors
                 found = {}
             self._known = {
-                namespace: {label: one for label, one in own.items() if one.engine == self._engine}
+                namespace: {label: one for label, one in own.items() if self._is_like(one)}
                 for namespace, own in found.items()
             }
             self._stamp = stamp
@@ -190,14 +201,14 @@ class InUseRecord:
     ) -> InUse:
         """Add an answer, as `InUse.with_answer`, and return what is known; durable. Drops namespaces that are
         not ``existing``."""
-        new = InUse(self._engine)
+        new = self._new
 
         def change(known: dict[str, Any]) -> dict[str, Any]:
             nonlocal new
             spaces = {name: own for name, own in known.items() if name in existing}
             own = spaces.pop(namespace, {})
-            before = _ENTRY.validate_python(own[label]) if label in own else new
-            earlier = before if before.engine == self._engine else new
+            before = _ENTRY.validate_python(own[label]) if label in own else self._new
+            earlier = before if self._is_like(before) else self._new
             new = earlier.with_answer(different, unsupported, recorded)
             own[label] = _ENTRY.dump_python(new, mode="json")
             return spaces | {namespace: own}  # the latest is the last
@@ -205,14 +216,21 @@ class InUseRecord:
         _FILE.update(self._place, self._fingerprint, change)
         return new
 
+    def _is_like(self, one: InUse) -> bool:
+        return one.engine == self._new.engine and one.retriever in ("", self._new.retriever)
 
-def clear(place: Path, fingerprint: str, namespace: str, labels: Sequence[str]) -> None:
-    """Forget what use has shown of strategies in a namespace, so that ``auto`` may take them again."""
+
+def clear(place: Path, fingerprint: str, namespace: str, labels: Sequence[str], retriever: str = "") -> None:
+    """Forget what use has shown of strategies in a namespace with a search, so that ``auto`` may take them
+    again."""
     if not place.exists():
         return
 
+    def of_this(label: str, one: dict[str, Any]) -> bool:
+        return label in labels and one.get("retriever", "") in ("", retriever)
+
     def change(known: dict[str, Any]) -> dict[str, Any]:
-        own = {label: one for label, one in known.get(namespace, {}).items() if label not in labels}
+        own = {label: one for label, one in known.get(namespace, {}).items() if not of_this(label, one)}
         return {name: theirs for name, theirs in known.items() if name != namespace} | (
             {namespace: own} if own else {}
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ragserve.config import Settings
-from ragserve.profiles.gate import retriever_of, set_of
+from ragserve.profiles.gate import set_of
+from ragserve.profiles.retriever import retriever_of
 from ragserve.retrieval.remote_reranker import public_name
 from ragserve.retrieval.search_options import SearchOptions
 
@@ -40,5 +41,5 @@ class TunedQueries:
 
     @property
     def set_name(self) -> str:
-        """The name of the questions in rows and in the gate's record."""
+        """The name of the questions in rows."""
         return set_of(self.namespace)

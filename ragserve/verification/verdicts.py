@@ -125,7 +125,7 @@ def record_verdicts(
     entries = {
         one.label: gate.Entry(
             {
-                queries.set_name: replace(
+                gate.set_of(queries.namespace, queries.retriever): replace(
                     one.figures,
                     retriever=queries.retriever,
                     ttft_ms=one.ttft_ms,
@@ -144,7 +144,8 @@ def record_verdicts(
     }
     if entries:
         gate.record(settings.data_dir / gate.FILE_NAME, info.fingerprint, entries, keep_sets=True)
-        in_use.clear(settings.data_dir / in_use.FILE_NAME, info.fingerprint, queries.namespace, list(entries))
+        place = settings.data_dir / in_use.FILE_NAME
+        in_use.clear(place, info.fingerprint, queries.namespace, list(entries), queries.retriever)
 
 
 def figures_of(rows: Rows, earlier: Sequence[float] = ()) -> Figures:
