@@ -34,9 +34,7 @@ from ragserve.engine.document_cache import CachingEngine, ManyEngines
 from ragserve.errors import InvalidRequest, ModelUnavailable, RagserveError, Unavailable
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.gate import Gate
-from ragserve.profiles.in_use import FILE_NAME as IN_USE_FILE
 from ragserve.profiles.in_use import InUseRecord
-from ragserve.profiles.retriever import retriever_of
 from ragserve.retrieval.passage_search import PassageSearch
 from ragserve.retrieval.remote_reranker import public_name
 from ragserve.retrieval.retriever import Retriever
@@ -312,14 +310,7 @@ def _verification(
     from ragserve_index import JobStore
 
     info = engine.info
-    in_use = InUseRecord(
-        settings.data_dir / IN_USE_FILE,
-        info.fingerprint,
-        dtype=info.dtype,
-        samkv=info.samkv,
-        prefix=info.prefix,
-        retriever=retriever_of(settings),
-    )
+    in_use = InUseRecord.of(settings, **info.gate_identity)
     watch = AnswerWatch(engine, store, gate, in_use, limiter, prompts, settings.verify_share)
     tuner = None
     if settings.idle_tuning and isinstance(engine, CachingEngine) and not info.only_exact:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +25,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile, changed_at
+from ragserve.profiles.retriever import retriever_of
 
 log = logging.getLogger(__name__)
 FILE_NAME = "ragserve-in-use.json"
@@ -67,7 +70,8 @@ class RecordedRates:
 class InUse:
     """``rate``: `recorded_rate`; ``statistics``: R for each of its `higher_rates`; both again of unsupported
     answers. ``engine``: precision, samkv profile and prefix of the engine. ``out``: taken out of ``auto``.
-    ``retriever``: what brings the passages of queries; empty in earlier records, which count for any."""
+    ``retriever``: what brings the passages of queries; empty in earlier records, which count for any.
+    ``out_at``: when it was last taken out, Unix seconds; 0 where it never was, or by an earlier version."""
 
     engine: str
     rate: float = 0.0
@@ -79,6 +83,7 @@ class InUse:
     unsupported_statistics: tuple[float, ...] = ()
     unsupported: int = 0
     retriever: str = ""
+    out_at: float = 0.0
 
     def with_answer(
         self, different: bool, unsupported: bool = False, recorded: RecordedRates = RecordedRates()
@@ -124,7 +129,7 @@ class InUse:
 
 
 def _known(rate: float) -> float | None:
-    return None if rate == recorded_rate(*UNKNOWN) else round(100 * rate, 2)
+    return None if rate in (0.0, recorded_rate(*UNKNOWN)) else round(100 * rate, 2)
 
 
 def _mean(values: tuple[float, ...]) -> float:
@@ -166,6 +171,14 @@ class InUseRecord:
         self._stamp = 0
         self._known: dict[str, dict[str, InUse]] = {}
 
+    @classmethod
+    def of(
+        cls, settings: Settings, *, fingerprint: str, dtype: str, samkv: str, prefix: str, **_: str
+    ) -> InUseRecord:
+        """The record in the data folder. The arguments are `EngineInfo.gate_identity`."""
+        about = {"dtype": dtype, "samkv": samkv, "prefix": prefix, "retriever": retriever_of(settings)}
+        return cls(settings.data_dir / FILE_NAME, fingerprint, **about)
+
     def entries(self) -> Mapping[str, Mapping[str, InUse]]:
         """Estimates by namespace and strategy, of engines and searches like this one's. A file that cannot be
         read is logged and ignored."""
@@ -189,6 +202,12 @@ class InUseRecord:
         """The strategies that ``auto`` does not take in a namespace."""
         return {label for label, one in self.entries().get(namespace, {}).items() if one.out}
 
+    def out_at(self, namespace: str) -> dict[str, float]:
+        """When strategies were last taken out in a namespace, Unix seconds, those that came back since among
+        them. Comparisons from before say nothing of them."""
+        own = self.entries().get(namespace, {})
+        return {label: at for label, one in own.items() if (at := one.out_at or float(one.out))}
+
     def add(
         self,
         namespace: str,
@@ -210,32 +229,32 @@ class InUseRecord:
             before = _ENTRY.validate_python(own[label]) if label in own else self._new
             earlier = before if self._is_like(before) else self._new
             new = earlier.with_answer(different, unsupported, recorded)
+            if new.out and not earlier.out:
+                new = replace(new, out_at=round(time.time(), 3))
             own[label] = _ENTRY.dump_python(new, mode="json")
             return spaces | {namespace: own}  # the latest is the last
 
         _FILE.update(self._place, self._fingerprint, change)
         return new
 
+    def clear(self, namespace: str, labels: Sequence[str]) -> None:
+        """Let ``auto`` take those of the strategies again that were taken out in a namespace. What use showed
+        of them is forgotten, but for when that was. Others go on."""
+        out = {label for label in self.taken_out(namespace) if label in labels}
+        if not out:
+            return
+        since = self.out_at(namespace)
+
+        def change(known: dict[str, Any]) -> dict[str, Any]:
+            own = dict(known.get(namespace, {}))
+            for label in out & own.keys():
+                own[label] = _ENTRY.dump_python(replace(self._new, out_at=since[label]), mode="json")
+            return known | {namespace: own}
+
+        _FILE.update(self._place, self._fingerprint, change)
+
     def _is_like(self, one: InUse) -> bool:
         return one.engine == self._new.engine and one.retriever in ("", self._new.retriever)
-
-
-def clear(place: Path, fingerprint: str, namespace: str, labels: Sequence[str], retriever: str = "") -> None:
-    """Forget what use has shown of strategies in a namespace with a search, so that ``auto`` may take them
-    again."""
-    if not place.exists():
-        return
-
-    def of_this(label: str, one: dict[str, Any]) -> bool:
-        return label in labels and one.get("retriever", "") in ("", retriever)
-
-    def change(known: dict[str, Any]) -> dict[str, Any]:
-        own = {label: one for label, one in known.get(namespace, {}).items() if not of_this(label, one)}
-        return {name: theirs for name, theirs in known.items() if name != namespace} | (
-            {namespace: own} if own else {}
-        )
-
-    _FILE.update(place, fingerprint, change)
 
 
 _ENTRY = TypeAdapter(InUse)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -82,15 +83,18 @@ class Comparison:
         *,
         known: Mapping[Key, Row],
         write: Callable[[Row], object],
+        out_at: Mapping[str, float] | None = None,
     ) -> None:
-        """``known``: the rows of earlier runs, which are not asked again, but for those of samkv with another
-        profile, which count no more; ``write`` gets each new row."""
+        """``known``: the rows of earlier runs, which are not asked again; ``write`` gets each new row. Rows
+        of samkv with another profile count no more, nor those of a strategy that use has taken out since
+        (``out_at``: `InUseRecord.out_at`)."""
         self._engine = engine
         self._search = search
         self._builder = builder
         self._queries = queries
         self._every = {spec.label: spec for spec in specs}
         self._course = Course("pick", list(self._every))
+        self._out_at = out_at or {}
         self._rows = {key: row for key, row in known.items() if self._counts(row)}
         self._write = write
         self._chunks = 0
@@ -311,6 +315,8 @@ class Comparison:
 
     def _counts(self, row: Row) -> bool:
         """Whether a row of an earlier run says something of what is compared now."""
+        if row.get("at", 0.0) < self._out_at.get(row["strategy"], 0.0):
+            return False
         return not _is_samkv(row["strategy"]) or row.get("samkv") == self._engine.info.samkv
 
     def _full(self, question: DrawnQuestion, part: Part, **figures: Any) -> None:
@@ -326,7 +332,8 @@ class Comparison:
             self._add(question.id, spec, part=part, error=failure)
 
     def _add(self, id_: str, spec: StrategySpec, **figures: Any) -> None:
-        row = {"set": self._queries.set_name, "id": id_, "strategy": spec.label, **figures}
+        about = {"set": self._queries.set_name, "id": id_, "strategy": spec.label}
+        row = {**about, "at": round(time.time(), 3), **figures}
         kind = row.get("kind") or self._rows.get(self._key(id_, FULL.label), {}).get("kind")
         self._rows[self._key(id_, spec.label)] = row
         self._write(without_texts(row) if kind == "asked" else row)

@@ -292,6 +292,7 @@ class IdleTuner:
             specs,
             known=rows.read(state),
             write=lambda row: _keep(state, row),
+            out_at=self._in_use.out_at(namespace),
         )
         comparison.steer(
             course(

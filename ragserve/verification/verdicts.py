@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo
-from ragserve.profiles import gate, in_use
+from ragserve.profiles import gate
 from ragserve.profiles.bounds import (
     answer_figures,
     interval,
@@ -118,8 +118,8 @@ def state_name(info: EngineInfo, queries: TunedQueries, questions: str | None) -
 def record_verdicts(
     settings: Settings, info: EngineInfo, queries: TunedQueries, verdicts: Sequence[Verdict]
 ) -> None:
-    """Write what is decided to the gate's record in the data folder, and forget what use has shown of it.
-    Something undecided leaves what was recorded before.
+    """Write what is decided to the gate's record in the data folder. Something undecided leaves what was
+    recorded before.
 
     Raises InvalidRequest for a foreign file."""
     entries = {
@@ -144,8 +144,6 @@ def record_verdicts(
     }
     if entries:
         gate.record(settings.data_dir / gate.FILE_NAME, info.fingerprint, entries, keep_sets=True)
-        place = settings.data_dir / in_use.FILE_NAME
-        in_use.clear(place, info.fingerprint, queries.namespace, list(entries), queries.retriever)
 
 
 def figures_of(rows: Rows, earlier: Sequence[float] = ()) -> Figures:

@@ -24,6 +24,7 @@ from ragserve.files import write_json
 from ragserve.profiles import gate
 from ragserve.profiles.costs import COSTS, CostSample, fit
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
+from ragserve.profiles.in_use import InUseRecord
 from ragserve.profiles.samkv import FILE_NAME as SAMKV_FILE
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ async def _tune(
 
     queries = TunedQueries.of(settings, job.namespace, settings.max_new_tokens)
     folder = Path(job.state) / state_name(engine.info, queries, job.questions)
+    in_use = InUseRecord.of(settings, **engine.info.gate_identity)
     labels = [spec.label for spec in specs]
     margin = settings.verify_margin
     async with AsyncExitStack() as stack:
@@ -168,6 +170,7 @@ async def _tune(
             specs,
             known=rows.read(folder),
             write=write,
+            out_at=in_use.out_at(job.namespace),
         )
         logged = LoggedQuestions(settings.data_dir, store, job.namespace, job.most)
         picking = job.compare_until - (1 - _PICKING) * (job.compare_until - time.time())
@@ -203,6 +206,7 @@ async def _tune(
         )
     found = verdicts(labels, comparison.rows, margin=margin)
     record_verdicts(settings, engine.info, queries, found)
+    in_use.clear(job.namespace, [one.label for one in found if one.decision in ("verified", "refused")])
     priced = await _costs(
         job.namespace, settings, engine, comparison, report, time_left=lambda: time.time() < job.until
     )

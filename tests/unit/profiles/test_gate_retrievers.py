@@ -11,9 +11,7 @@ from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.gate import FILE_NAME, Entry, Figures, Gate, record, set_of
-from ragserve.profiles.in_use import FILE_NAME as IN_USE
 from ragserve.profiles.in_use import InUseRecord, RecordedRates
-from ragserve.profiles.retriever import retriever_of
 from ragserve.verification.tuned_queries import TunedQueries
 from ragserve.verification.verdicts import record_verdicts, verdict
 
@@ -90,12 +88,12 @@ def test_a_record_of_another_search_does_not_stand_above_question_sets(tmp_path:
 
 def test_what_use_has_shown_is_of_the_servers_search(tmp_path: Path) -> None:
     def in_use(retrieval: str) -> InUseRecord:
-        own = retriever_of(settings(tmp_path, retrieval))
-        return InUseRecord(tmp_path / IN_USE, "f", dtype="float32", samkv="", retriever=own)
+        return InUseRecord.of(settings(tmp_path, retrieval), **INFO.gate_identity)
 
     for _ in range(12):
         in_use("dense").add("a", "concat", True, recorded=RecordedRates(), existing={"a"})
-    tune(tmp_path, "hybrid", 1.0)
     assert (in_use("dense").taken_out("a"), in_use("hybrid").taken_out("a")) == ({"concat"}, set())
-    tune(tmp_path, "dense", 1.0)
+    in_use("hybrid").clear("a", ["concat"])
+    assert in_use("dense").taken_out("a") == {"concat"}
+    in_use("dense").clear("a", ["concat"])
     assert in_use("dense").taken_out("a") == set()

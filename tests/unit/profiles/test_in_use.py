@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ragserve.profiles.in_use import InUse, InUseRecord, RecordedRates, clear, recorded_rate
+from ragserve.profiles.in_use import InUse, InUseRecord, RecordedRates, recorded_rate
 
 TENTH = RecordedRates((0.1, 350))
 
@@ -79,6 +79,10 @@ def test_what_version_1_took_out_stays_out(tmp_path: Path) -> None:
     found = record(place)
     assert found.taken_out("a") == {"concat"}
     assert found.add("a", "concat", False, existing={"a"}).compared == 7
+    found.clear("a", ["concat"])
+    assert (found.taken_out("a"), found.out_at("a")) == (set(), {"concat": 1.0}), (
+        "rows without a time are old"
+    )
 
 
 def test_what_was_taken_out_stays_out_for_its_namespace_until_it_is_cleared(tmp_path: Path) -> None:
@@ -90,9 +94,22 @@ def test_what_was_taken_out_stays_out_for_its_namespace_until_it_is_cleared(tmp_
     again = record(place)
     assert (again.taken_out("a"), again.taken_out("b")) == ({"concat"}, set())
     assert record(place, dtype="bfloat16").taken_out("a") == set(), "another precision"
-    clear(place, "abc", "a", ["concat"])
+    assert again.out_at("a")["concat"] == first.out_at("a")["concat"] > 1e9
+    again.clear("a", ["epic"])
+    assert first.taken_out("a") == {"concat"}
+    again.clear("a", ["concat"])
     assert first.taken_out("a") == again.taken_out("a") == set(), "without a restart"
     assert again.entries()["b"]["concat"].compared == 1
+    assert list(first.out_at("a")) == ["concat"], "what was compared before is known to be old"
+    assert first.entries()["a"]["concat"].figures["recorded"] is None
+    assert first.add("a", "concat", False, existing={"a"}).compared == 1
+
+
+def test_what_is_not_out_is_not_forgotten_by_a_verdict(tmp_path: Path) -> None:
+    found = record(tmp_path / "in-use.json")
+    before = [found.add("a", "concat", number % 3 == 0, existing={"a"}) for number in range(6)][-1]
+    found.clear("a", ["concat"])
+    assert record(tmp_path / "in-use.json").entries()["a"]["concat"] == before
 
 
 def test_namespaces_that_are_gone_leave_nothing(tmp_path: Path) -> None:
@@ -107,5 +124,5 @@ def test_a_file_that_is_none_takes_nothing_out(tmp_path: Path) -> None:
     place = tmp_path / "in-use.json"
     place.write_text("[]")
     assert record(place).taken_out("a") == set()
-    clear(tmp_path / "missing.json", "abc", "a", ["concat"])
+    record(tmp_path / "missing.json").clear("a", ["concat"])
     assert not (tmp_path / "missing.json").exists()

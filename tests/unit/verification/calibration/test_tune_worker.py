@@ -17,6 +17,7 @@ from ragserve.answering.query_log import QueryLog
 from ragserve.commands.tune import _print
 from ragserve.config import Settings
 from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, Point, options_of
+from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval import embedder
 from ragserve.strategy_spec import parse
 from ragserve.verification.calibration import samkv
@@ -138,6 +139,33 @@ def test_comparisons_have_the_time_of_costs_while_there_is_nothing_to_measure(
     later = tuned(settings, None, spent=0.8)
     assert (sum(later["questions"].values()), later["finished"]) == (3, True)
     assert later["costs"] == "no costs were measured: nothing is verified"
+
+
+def test_what_use_has_taken_out_comes_back_by_new_questions_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2, verify_margin=30.0)
+    with IndexStore(tmp_path) as store:
+        fill(store, "notes", 30)
+
+    def decision(engine: IdleEngine, spent: float = 0.0) -> list[str]:
+        return [one["decision"] for one in tuned(settings, None, 30, engine, spent=spent)["verdicts"]]
+
+    engine = IdleEngine()
+    assert decision(engine) == ["verified"]
+    in_use = InUseRecord.of(settings, **engine.info.gate_identity)
+    shown = in_use.add("notes", "concat", False, existing={"notes"})
+    assert decision(engine) == ["verified"], "from the same rows"
+    assert in_use.entries()["notes"]["concat"] == shown, "what use has shown goes on"
+    while not in_use.taken_out("notes"):
+        in_use.add("notes", "concat", True, existing={"notes"})
+    assert decision(IdleEngine(), spent=0.95) == [], "its rows are older"
+    assert in_use.taken_out("notes") == {"concat"}
+    asked = IdleEngine()
+    assert decision(asked) == ["verified"]
+    assert (in_use.taken_out("notes"), bool(asked.asked)) == (set(), True)
+    assert decision(IdleEngine(), spent=0.95) == ["verified"], "the new rows count"
 
 
 def test_samkvs_profile_has_a_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
