@@ -23,6 +23,7 @@ from benchmarks.lib.fan_out import engine_args
 from ragserve.config import load
 from ragserve.errors import RagserveError
 from ragserve.eval.data import find
+from ragserve.eval.gate_records import measured
 from ragserve.eval.parallel import Plan, known, run
 from ragserve.eval.presets import BENCHMARKS, expanded, fixed_by
 from ragserve.eval.summary import write
@@ -96,7 +97,7 @@ def main() -> int:
         rows, served = known(plan, given.out)
     report = write(plan, rows, served, given.out / "eval.json")
     if plan.compare:
-        entries = gate.measured(report)
+        entries = measured(report)
         gate.record(given.out / gate.FILE_NAME, served["engine"]["fingerprint"], entries)
         verified = [label for label, entry in entries.items() if entry.verifies()]
         print("verified: " + (", ".join(verified) or "none"))

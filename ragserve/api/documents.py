@@ -170,4 +170,5 @@ async def drop(name: NamespaceName, svc: Svc, caller: Caller) -> NamespaceInfo:
         raise
     await svc.evict()
     await svc.dialogues.end_namespace(name)
+    await svc.verification.dropped(svc.settings.data_dir, name)
     return dropped

@@ -342,6 +342,7 @@ def _in_flight(settings: Settings, url: str | None, api_key: str | None) -> int:
 
 def _engines(plan: Plan, work: Path | None, out: Path | None, *, write_gate: bool) -> list[Line]:
     from ragserve.eval.console import progress
+    from ragserve.eval.gate_records import measured
     from ragserve.eval.parallel import run
     from ragserve.eval.summary import write
     from ragserve.profiles import gate
@@ -353,7 +354,7 @@ def _engines(plan: Plan, work: Path | None, out: Path | None, *, write_gate: boo
     report = write(plan, rows, served, out)
     if write_gate:
         place = plan.settings.data_dir / gate.FILE_NAME
-        entries = gate.measured(report)
+        entries = measured(report)
         gate.record(place, served["engine"]["fingerprint"], entries)
         for label, entry in entries.items():
             short = "; ".join(entry.shortfalls())

@@ -391,29 +391,6 @@ class Gate:
             return {}
 
 
-def measured(report: Mapping[str, Any]) -> dict[str, Entry]:
-    """Make records from an evaluation's report (`ragserve.eval.summary`), of strategies measured beside
-    `full`."""
-    workload, environment = report["workload"], report["environment"]
-    groups: dict[str, dict[str, Figures]] = {}
-    names = Figures.__dataclass_fields__
-    for row in report["rows"]:
-        if row["strategy"].partition(":")[0] not in NOT_COMPOSED and row["f1_vs_full"] is not None:
-            figures = Figures(**{name: row[name] for name in names if name in row})
-            groups.setdefault(row["strategy"], {})[row["set"]] = figures
-    where = (
-        workload["model"],
-        environment["date"],
-        environment["gpu"] or environment["cpu"],
-        workload["dtype"],
-        environment["versions"],
-        workload.get("samkv profile", ""),
-        workload.get("prefix", ""),
-        workload.get("sparse attention", ""),
-    )
-    return {label: Entry(sets, *where) for label, sets in groups.items()}
-
-
 def record(place: Path, fingerprint: str, entries: Mapping[str, Entry], *, keep_sets: bool = False) -> None:
     """Add records to a gate's file, replacing those of the same model and strategy; atomic. Figures of other
     namespaces' own questions and, with ``keep_sets``, of other sets stay where they were measured in the same
@@ -429,6 +406,22 @@ def record(place: Path, fingerprint: str, entries: Mapping[str, Entry], *, keep_
         return known | new
 
     _FILE.update(place, fingerprint, change)
+
+
+def forget(place: Path, namespace: str) -> None:
+    """Remove what was measured on a namespace's own questions, of all models."""
+
+    def change(known: dict[str, Any]) -> dict[str, Any]:
+        for entry in known.values():
+            entry["sets"] = {
+                n: o for n, o in entry["sets"].items() if n.partition(_BY)[0] != set_of(namespace)
+            }
+        return {label: entry for label, entry in known.items() if entry["sets"]}
+
+    for fingerprint in _FILE.models(place):
+        known = _FILE.load(place, fingerprint) or {}
+        if any(entry.own(namespace, "").sets for entry in known.values()):
+            _FILE.update(place, fingerprint, change)
 
 
 _FILE: ProfileFile[dict[str, Entry]] = ProfileFile(

@@ -257,6 +257,13 @@ class InUseRecord:
         return one.engine == self._new.engine and one.retriever in ("", self._new.retriever)
 
 
+def forget(place: Path, namespace: str) -> None:
+    """Remove what use has shown in a namespace, of all models."""
+    for fingerprint, known in _FILE.models(place).items():
+        if namespace in known:
+            _FILE.update(place, fingerprint, lambda own: {n: one for n, one in own.items() if n != namespace})
+
+
 _ENTRY = TypeAdapter(InUse)
 # what version 1 had taken out stays out
 _FILE: ProfileFile[dict[str, dict[str, InUse]]] = ProfileFile(

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from ragserve.answering.in_flight import Idleness
+from ragserve.errors import RagserveError
 from ragserve.profiles.gate import Gate, set_of
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.verification.answer_watch import AnswerWatch
+from ragserve.verification.dropped import forget
 from ragserve.verification.idle_tuner import IdleTuner
 from ragserve.verification.idle_worker import IdleWorker
 
+log = logging.getLogger(__name__)
 _SHOWN = 200  # strategies and namespaces in `/info`
 _FIGURES = (
     *("score", "score_vs_full", "margin", "different", "unsupported"),
@@ -69,6 +75,13 @@ class BackgroundVerification:
                         "questions": figures.references or figures.n,
                         **{name: getattr(figures, name) for name in _FIGURES},
                     }
+
+    async def dropped(self, data_dir: Path, namespace: str) -> None:
+        """Forget what was measured in a namespace that was dropped. What cannot be removed is logged."""
+        try:
+            await asyncio.to_thread(forget, data_dir, namespace)
+        except (OSError, RagserveError) as error:
+            log.warning("What was measured in %s, which was dropped, is left on disk: %s", namespace, error)
 
     @asynccontextmanager
     async def running(self, idleness: Idleness) -> AsyncIterator[None]:

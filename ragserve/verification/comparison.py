@@ -87,7 +87,7 @@ class Comparison:
     ) -> None:
         """``known``: the rows of earlier runs, which are not asked again; ``write`` gets each new row. Rows
         of samkv with another profile count no more, nor those of a strategy that use has taken out since
-        (``out_at``: `InUseRecord.out_at`)."""
+        (``out_at``: `InUseRecord.out_at`), or of a namespace that was made again since."""
         self._engine = engine
         self._search = search
         self._builder = builder
@@ -315,7 +315,8 @@ class Comparison:
 
     def _counts(self, row: Row) -> bool:
         """Whether a row of an earlier run says something of what is compared now."""
-        if row.get("at", 0.0) < self._out_at.get(row["strategy"], 0.0):
+        made_at, at = self._queries.made_at, row.get("at", 0.0)
+        if 0.0 < at < made_at or at < self._out_at.get(row["strategy"], 0.0):
             return False
         return not _is_samkv(row["strategy"]) or row.get("samkv") == self._engine.info.samkv
 

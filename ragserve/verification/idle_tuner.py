@@ -37,6 +37,7 @@ from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS, rows
 from ragserve.verification.comparison import Comparison, without_texts
 from ragserve.verification.costs import CostEngine, CostMeasurement, CostSchedule
 from ragserve.verification.course import course
+from ragserve.verification.dropped import forget
 from ragserve.verification.namespace_run import EndedRun, NamespaceRun
 from ragserve.verification.questions import drawn
 from ragserve.verification.report import measured_on
@@ -121,6 +122,7 @@ class IdleTuner:
         self._asked: dict[str, None] = {}
         self._ended: dict[str, EndedRun] = {}  # namespaces of which nothing more is to be found
         self._spent: dict[str, float] = {}  # seconds by namespace
+        self._made_at: dict[str, float] = {}  # of namespaces, when it was looked last
 
     def progress(self, namespace: str) -> str | None:
         """Say how far it is with a namespace, which then comes first; None where nothing more is done."""
@@ -165,6 +167,7 @@ class IdleTuner:
 
     async def _step(self) -> None:
         try:
+            await self._forget_dropped()
             if await asyncio.to_thread(self._jobs):
                 self._rest(_REST_S)
             elif label := await asyncio.to_thread(self._unpriced):
@@ -178,6 +181,17 @@ class IdleTuner:
         except RagserveError as error:  # a foreign file, or an engine that fails
             log.warning("Tuning of the idle server rests for %g s: %s", _AFTER_ERROR_S, error)
             self._rest(_AFTER_ERROR_S)
+
+    async def _forget_dropped(self) -> None:
+        """Forget what is known of namespaces that are gone, or were made again."""
+        now = await asyncio.to_thread(self._store.made_at)
+        for name in [name for name, made_at in self._made_at.items() if now.get(name) != made_at]:
+            if self._run is not None and self._run.namespace == name:
+                self._run = None
+            self._ended.pop(name, None)
+            self._spent.pop(name, None)
+            await asyncio.to_thread(forget, self._settings.data_dir, name)
+        self._made_at = now
 
     def _rest(self, seconds: float) -> None:
         self._rest_until = self._clock() + seconds
@@ -282,7 +296,7 @@ class IdleTuner:
         ]
         if not specs:
             return None
-        queries = TunedQueries.of(settings, namespace, MAX_TOKENS)
+        queries = TunedQueries.of(settings, namespace, MAX_TOKENS, self._made_at.get(namespace, 0.0))
         state = settings.data_dir / FOLDER / state_name(info, queries, None)
         comparison = Comparison(
             GivingWay(self._engine),

@@ -14,15 +14,18 @@ from ragserve.retrieval.search_options import SearchOptions
 @dataclass(frozen=True, slots=True)
 class TunedQueries:
     """They are searched for as ``/rag/query`` does by the server's settings. ``retriever``: these in words;
-    ``max_new_tokens`` of an answer."""
+    ``max_new_tokens`` of an answer; ``made_at``: when the namespace was made, Unix seconds."""
 
     namespace: str
     search: SearchOptions
     max_new_tokens: int
     retriever: str = ""
+    made_at: float = 0.0
 
     @classmethod
-    def of(cls, settings: Settings, namespace: str, max_new_tokens: int) -> TunedQueries:
+    def of(
+        cls, settings: Settings, namespace: str, max_new_tokens: int, made_at: float = 0.0
+    ) -> TunedQueries:
         """The queries of a server with these settings."""
         search = SearchOptions(
             settings.top_k,
@@ -37,7 +40,7 @@ class TunedQueries:
             dedupe=settings.dedupe,
             not_found=settings.not_found,
         )
-        return cls(namespace, search, max_new_tokens, retriever_of(settings))
+        return cls(namespace, search, max_new_tokens, retriever_of(settings), made_at)
 
     @property
     def set_name(self) -> str:

@@ -140,13 +140,14 @@ async def _tune(
     from ragserve.verification.tuned_queries import TunedQueries
     from ragserve.verification.verdicts import full_figures, record_verdicts, state_name, verdict, verdicts
 
-    queries = TunedQueries.of(settings, job.namespace, settings.max_new_tokens)
-    folder = Path(job.state) / state_name(engine.info, queries, job.questions)
     in_use = InUseRecord.of(settings, **engine.info.gate_identity)
     labels = [spec.label for spec in specs]
     margin = settings.verify_margin
     async with AsyncExitStack() as stack:
         store = stack.enter_context(open_store(settings))
+        made_at = store.made_at().get(job.namespace, 0.0)
+        queries = TunedQueries.of(settings, job.namespace, settings.max_new_tokens, made_at)
+        folder = Path(job.state) / state_name(engine.info, queries, job.questions)
         embedder = await asyncio.to_thread(Embedder.of, settings)
         retriever = Retriever(store, embedder)
         stack.push_async_callback(retriever.close)

@@ -36,6 +36,20 @@ def test_answers_are_compared_when_no_request_is_being_answered(tmp_path: Path, 
         assert client.get("/info").json()["verification"]["idle_tuning"] == {"state": "off"}
 
 
+def test_a_namespace_takes_its_verdicts_with_it(tmp_path: Path, model_path: Path) -> None:
+    own = Entry({set_of("docs"): GOOD, set_of("other"): GOOD}, "tiny", "d", "h", "float32")
+    record(tmp_path / FILE_NAME, "print", {"epic:first=8": own})
+    with serving(tmp_path, model_path) as live, live.client() as client:
+        live.index("docs", DOCUMENTS)
+
+        def measured() -> list[str]:
+            return [each["namespace"] for each in client.get("/info").json()["verification"]["measured"]]
+
+        assert measured() == ["docs", "other"]
+        assert client.delete("/rag/namespaces/docs").is_success
+        assert measured() == ["other"]
+
+
 def test_a_caller_is_told_of_its_own_namespaces_only() -> None:
     found = SimpleNamespace(figures={"compared": 3})
     entries = {"acme": {"epic:first=8": found}, "beta": {"epic:first=8": found}}

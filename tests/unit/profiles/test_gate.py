@@ -14,7 +14,7 @@ import pytest
 from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.engine.base import EngineInfo
 from ragserve.errors import InvalidRequest
-from ragserve.profiles.gate import EXACT, FILE_NAME, Entry, Figures, Gate, measured, record, set_of
+from ragserve.profiles.gate import EXACT, FILE_NAME, Entry, Figures, Gate, record, set_of
 from ragserve.profiles.in_use import RecordedRates
 from sglang_ext.documents.fingerprint import model_fingerprint
 from tests.campaigns.troubles import few_descriptors
@@ -334,26 +334,6 @@ def test_a_file_that_is_no_record_verifies_nothing(tmp_path: Path, text: str) ->
         with pytest.raises(InvalidRequest, match="not a gate's file"):
             record(place, "abc", {"concat": entry(GOOD)})
     assert place.read_text() == text
-
-
-def test_a_report_becomes_a_record(tmp_path: Path) -> None:
-    row = {"set": "s", "strategy": "concat", "em": 1.0, "ttft_ms": 3.0, **dataclasses.asdict(GOOD)}
-    rows = [
-        row,
-        {**row, "set": "t"},
-        {**row, "strategy": "prefix"},
-        {**row, "strategy": "epic:first=2", "f1_vs_full": None},
-    ]
-    environment = {"gpu": None, "cpu": "a CPU", "date": "2026-01-01", "versions": {"sglang": "0"}}
-    found = measured(
-        {"rows": rows, "environment": environment, "workload": {"model": "tiny", "dtype": "float32"}}
-    )
-    assert list(found) == ["concat"]
-    record(tmp_path / "gate.json", "abc", found)
-    assert Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype="float32").entries() == found
-    assert json.loads((tmp_path / "gate.json").read_text())["models"]["abc"]["concat"]["versions"] == {
-        "sglang": "0"
-    }
 
 
 @pytest.mark.parametrize(

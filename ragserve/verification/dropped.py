@@ -1,0 +1,24 @@
+"""Forget what was measured in a namespace that was dropped: one that is made again has other texts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from ragserve.profiles import gate, in_use
+from ragserve.verification.verdicts import FOLDER
+
+
+def forget(data_dir: Path, namespace: str) -> None:
+    """Remove a namespace's verdicts, what use has shown, rows and map. Raises OSError, Unavailable where
+    another process does not stop writing, InvalidRequest for a foreign file."""
+    gate.forget(data_dir / gate.FILE_NAME, namespace)
+    in_use.forget(data_dir / in_use.FILE_NAME, namespace)
+    folder = data_dir / FOLDER
+    rows = re.compile(re.escape(namespace) + "-[0-9a-f]{12}")  # `state_name`
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and rows.fullmatch(path.name):
+            shutil.rmtree(path)
+    for suffix in ("json", "html"):
+        (folder / f"tune-{namespace}.{suffix}").unlink(missing_ok=True)

@@ -1,0 +1,83 @@
+"""What was measured in a namespace goes with it, and says nothing of one that is made again by its name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from ragserve.errors import InvalidRequest
+from ragserve.profiles import gate as gates
+from ragserve.profiles.gate import FILE_NAME, Gate, record, set_of
+from ragserve.profiles.in_use import FILE_NAME as IN_USE
+from ragserve.profiles.in_use import InUseRecord
+from ragserve.retrieval.retriever import Retriever
+from ragserve.verification import rows
+from ragserve.verification.dropped import forget
+from tests.unit.verification.idle_engine import VERIFIED, entry, fill
+from tests.unit.verification.tuned_server import LABELS, Tuned, steps
+
+
+def test_all_of_a_namespace_goes_and_nothing_of_others(tmp_path: Path) -> None:
+    forget(tmp_path, "a")
+    assert not list(tmp_path.iterdir()), "nothing is made of nothing"
+    spaces = ["a", "a-0123456789ab", "ab", "a.b"]
+    for name in spaces:
+        own = {set_of(name): VERIFIED, set_of(name, "words, dense, k 2"): VERIFIED, "set": VERIFIED}
+        record(tmp_path / FILE_NAME, "one model", {"concat": entry(own)}, keep_sets=True)
+        record(tmp_path / FILE_NAME, "other", {"epic": entry({set_of(name): VERIFIED})})
+        use = InUseRecord(tmp_path / IN_USE, "other", dtype="float32", samkv="")
+        use.add(name, "epic", False, existing=spaces)
+        folder = tmp_path / "tune" / f"{name}-ba9876543210"
+        with rows.appending(folder / "rows-0.jsonl") as append:
+            append({"set": "s", "id": "1", "strategy": "full"})
+        for suffix in ("json", "html"):
+            (tmp_path / "tune" / f"tune-{name}.{suffix}").write_text("{}")
+    forget(tmp_path, "a")
+    for model in ("one model", "other"):
+        assert Gate([tmp_path / FILE_NAME], model, model="m", dtype="float32").namespaces() == sorted(
+            spaces[1:]
+        )
+    assert Gate([tmp_path / FILE_NAME], "one model", model="m", dtype="float32").verified() == ["concat"]
+    assert sorted(use.entries()) == sorted(spaces[1:])
+    left = sorted(path.name for path in (tmp_path / "tune").iterdir())
+    kept = [[f"{name}-ba9876543210", f"tune-{name}.json", f"tune-{name}.html"] for name in spaces[1:]]
+    assert left == sorted(name for each in kept for name in each)
+
+
+def test_a_record_that_is_none_is_left_and_said(tmp_path: Path) -> None:
+    text = json.dumps({"version": 3, "models": {"f": {"concat": 3}}})
+    (tmp_path / FILE_NAME).write_text(text)
+    with pytest.raises(InvalidRequest, match="not a gate's file"):
+        forget(tmp_path, "a")
+    assert (tmp_path / FILE_NAME).read_text() == text
+
+
+@pytest.mark.usefixtures("_few_questions")
+def test_a_namespace_that_is_made_again_is_verified_anew(tuned: Tuned) -> None:
+    fill(tuned.store, "notes", 30)
+
+    async def run() -> None:
+        retriever = Retriever(tuned.store, tuned.searched)
+        tuner = tuned.tuner(retriever)
+        await steps(tuner)
+        assert sorted(tuned.gate.verified("notes")) == sorted(LABELS)
+        before = next((tuned.folder / "tune").rglob("rows-*.jsonl")).read_text()
+        tuned.store.drop_namespace("notes")
+        fill(tuned.store, "notes", 30)
+        tuned.engine.wrong = {"concat"}
+        tuned.now += 60
+        states = [state["state"] for state in await steps(tuner)]
+        assert "verifying" in states, "its time is its own"
+        assert tuned.gate.verified("notes") == []
+        (kept,) = (tuned.folder / "tune").rglob("rows-*.jsonl")
+        kept.write_text(before)  # as of a server that did not hear of the drop
+        tuned.engine.wrong = set()
+        (tuned.folder / gates.FILE_NAME).unlink()
+        await steps(tuned.tuner(retriever), 3)
+        assert tuned.gate.verified("notes") == [], "rows from before are not its own"
+        await retriever.close()
+
+    asyncio.run(run())
