@@ -91,8 +91,8 @@ class LoggedQuestions:
 
     def _read_again(self) -> None:
         if (mark := self._now()) != self._mark:
-            self._mark = mark
             self._left = [text for text in self._read() if question_id(text) not in self._given][::-1]
+            self._mark = mark  # now: what raised is read again
 
     def _now(self) -> tuple[int, int] | None:
         """What changes with the log."""

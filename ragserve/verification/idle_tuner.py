@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -319,7 +320,7 @@ class IdleTuner:
         known = comparison.settled("asked")
         logged = LoggedQuestions(settings.data_dir, self._store, namespace, MOST_QUESTIONS, known)
         labels = [spec.label for spec in specs]
-        chunks = None if users_only else drawn(self._store, namespace)
+        chunks = None if users_only else partial(drawn, self._store, namespace)
         margin = settings.verify_margin
         return NamespaceRun(namespace, version, comparison, queries, labels, margin, logged, chunks)
 
@@ -329,7 +330,11 @@ class IdleTuner:
         try:
             if run.drawn is None:
                 run.drawn = asyncio.create_task(asyncio.to_thread(run.draw))
-            question = await asyncio.shield(run.drawn)
+            try:
+                question = await asyncio.shield(run.drawn)
+            except Exception:
+                run.drawn = None  # drawn again
+                raise
             if question is not None:
                 with self._limiter.background(run.namespace):
                     await run.ask(question)

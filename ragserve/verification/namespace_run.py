@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ragserve.answering.query_log import LoggedQuestions
@@ -20,8 +20,9 @@ NEW_QUESTIONS = 20  # of users, at least, before a namespace is opened again
 
 @dataclass(eq=False)
 class NamespaceRun:
-    """The comparison of one namespace. ``drawn``: what to ask next, which a thread draws. ``chunks``: None
-    where users' questions alone are asked, and decide, after ``least`` of them."""
+    """The comparison of one namespace. ``drawn``: what to ask next, which a thread draws. ``chunks`` draws
+    them from the first on; None where users' questions alone are asked, and decide, after ``least`` of
+    them."""
 
     namespace: str
     version: int
@@ -30,7 +31,8 @@ class NamespaceRun:
     labels: list[str]
     margin: float
     logged: LoggedQuestions
-    chunks: Iterator[Chunk] | None
+    chunks: Callable[[], Iterator[Chunk]] | None
+    left: Iterator[Chunk] | None = None  # of the chunks
     least: int = 0
     drawn: asyncio.Task[DrawnQuestion | Chunk | None] | None = None
     decided: dict[str, str] = field(default_factory=dict)  # by label
@@ -40,9 +42,16 @@ class NamespaceRun:
 
     def draw(self) -> DrawnQuestion | Chunk | None:
         """The newest question of a user that has not been asked yet, else the next chunk; None without any.
-        Reads files."""
+        Reads files. After an error it may be called again, and begins with the first chunk."""
         question = next(asked(self.logged), None)
-        return question if question or self.chunks is None else next(self.chunks, None)
+        if question or self.chunks is None:
+            return question
+        self.left = self.left or self.chunks()
+        try:
+            return next(self.left, None)
+        except BaseException:  # which ends a generator
+            self.left = None
+            raise
 
     async def ask(self, drawn: DrawnQuestion | Chunk) -> None:
         """Ask a user's question, or one about a chunk."""

@@ -4,6 +4,7 @@ stopped."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 from ragserve.errors import InvalidRequest
 from ragserve.files import write_json
 
+log = logging.getLogger(__name__)
 Row = dict[str, Any]
 Key = tuple[str, str, str]  # set, question, strategy
 
@@ -35,13 +37,22 @@ def appending(path: Path) -> Iterator[Callable[[Row], object]]:
 
 def read(folder: Path) -> dict[Key, Row]:
     """Read all rows of a folder (``rows-*.jsonl``); of several with one key, the last one that did not
-    fail."""
+    fail. Lines that are no rows, as a crash of the machine may leave them, are left out, and logged."""
     found: dict[Key, Row] = {}
     for path in sorted(folder.glob("rows-*.jsonl")):
         *lines, _ = path.read_bytes().split(b"\n")  # the rest is still being written, or cut off
-        for row in map(json.loads, lines):
-            if not row.get("error") or key(row) not in found:
-                found[key(row)] = row
+        damaged = 0
+        for line in lines:
+            try:
+                row = json.loads(line)
+                own = key(row)
+            except (ValueError, KeyError, TypeError):
+                damaged += 1
+                continue
+            if not row.get("error") or own not in found:
+                found[own] = row
+        if damaged:
+            log.warning("%s: lines that are damaged and left out: %d", path, damaged)
     return found
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ragserve.verification import rows
 
 
@@ -22,3 +24,17 @@ def test_rows_are_read_whatever_their_text_and_a_cut_one_is_not(tmp_path: Path) 
     with rows.appending(tmp_path / "rows-0.jsonl") as append:
         append(row(2, "after it"))
     assert [key[1] for key in rows.read(tmp_path)] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("line", [b"\0" * 40, b'{"set": ', b"[]", b"3", b"\xff\xfe", b"", b'{"set": "s"}'])
+def test_lines_that_are_no_rows_are_left_out_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: bytes
+) -> None:
+    with rows.appending(tmp_path / "rows-0.jsonl") as append:
+        append(row(0, "before"))
+    with (tmp_path / "rows-0.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    with rows.appending(tmp_path / "rows-0.jsonl") as append:
+        append(row(1, "after"))
+    assert [key[1] for key in rows.read(tmp_path)] == ["0", "1"]
+    assert "rows-0.jsonl: lines that are damaged and left out: 1" in caplog.text
