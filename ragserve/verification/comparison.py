@@ -20,7 +20,7 @@ from ragserve.answering.results import RetrievedPassage
 from ragserve.answering.scores import retrieval_scores
 from ragserve.best_passages import NOT_COMPOSED, choice_of
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
-from ragserve.errors import RagserveError
+from ragserve.errors import RagserveError, RequestTimeout, TooManyRequests
 from ragserve.profiles.gate import MAX_ANSWER_KL
 from ragserve.retrieval.retriever import SentenceScores
 from ragserve.strategy_spec import FULL, StrategySpec
@@ -38,6 +38,7 @@ from ragserve_index.types import Chunk
 ALONE = 10  # usable questions that are asked one at a time, for times of an idle engine
 _LED = 20  # answers, after which a strategy that is far from full is led along no more
 _FAR = 3 * MAX_ANSWER_KL
+_AWAY = (RequestTimeout.status, TooManyRequests.status)
 _TWO = 4  # of so many chunks one is asked about together with another
 
 
@@ -98,6 +99,8 @@ class Comparison:
         self._rows = {key: row for key, row in known.items() if self._counts(row)}
         self._write = write
         self._chunks = 0
+        self.away: RagserveError | None = None
+        """Why the question that was asked last was not: the engine, or a part of the search, was away."""
         room = engine.info.max_prompt_tokens
         self.probes = Probes(engine, search, builder, queries.namespace, room)
         for row in self._rows.values():
@@ -144,6 +147,7 @@ class Comparison:
         """Make a probe about a chunk, which counts once, and ask it. ``alone`` as in `ask`."""
         id_, number = str(chunk.chunk_id), self._chunks
         self._chunks += 1
+        self.away = None
         if self._settled(id_):
             return
         row = self._rows.get(self._key(id_, FULL.label)) or {}
@@ -176,6 +180,7 @@ class Comparison:
         """Ask a question under `full` and all strategies that have no row of it yet. Failures become rows.
         ``alone``: nothing else is asked meanwhile, and times to the first token are kept. Otherwise exact
         prefills begin with what is in the prefix cache: most candidates read what `full` has read."""
+        self.away = None
         if self._settled(question.id):
             return
         left = [spec for spec in self._specs(question.id) if self._open(question.id, spec)]
@@ -328,6 +333,7 @@ class Comparison:
     def _fail(self, question: DrawnQuestion, spec: StrategySpec, part: Part, error: RagserveError) -> None:
         failure = f"{error.code}: {error.message}"
         if spec is FULL:
+            self.away = error if error.status in _AWAY or error.status >= 500 else None
             self._full(question, part, usable=False, error=failure)
         else:
             self._add(question.id, spec, part=part, error=failure)

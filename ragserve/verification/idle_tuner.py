@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.answering.query_log import LoggedQuestions
 from ragserve.best_passages import PASSAGES
 from ragserve.config import Settings
-from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest
+from ragserve.engine.base import EngineInfo
 from ragserve.errors import NotFound, RagserveError
 from ragserve.metrics import metrics
 from ragserve.profiles.costs import COSTS, Costs, fit
@@ -39,6 +39,7 @@ from ragserve.verification.comparison import Comparison, without_texts
 from ragserve.verification.costs import CostEngine, CostMeasurement, CostSchedule
 from ragserve.verification.course import course
 from ragserve.verification.dropped import forget
+from ragserve.verification.giving_way import Gently, GivingWay
 from ragserve.verification.namespace_run import EndedRun, NamespaceRun
 from ragserve.verification.questions import drawn
 from ragserve.verification.report import measured_on
@@ -61,31 +62,9 @@ _NEARER = 0.5  # points
 _PROJECTED = 10  # questions, at each of which it is found out how many a verdict takes
 _REST_S = 10.0  # between two looks for something to do
 _AFTER_ERROR_S = 60.0
-_TRIES = 3  # of a measurement of costs
+_TRIES = 3  # of a measurement of costs, and of a question while the engine or the search is away
 _ASKED = 100  # namespaces remembered, which come first
 _ENOUGH = 4096  # tokens: longest context whose costs are measured
-
-
-class Gently:
-    """An engine whose documents are computed one at a time, so that a request waits for one at most."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def warm(self, request: GenerateRequest) -> None:
-        for span in request.spans:
-            await self._engine.warm(replace(request, spans=(span,)))
-
-
-class GivingWay(Gently):
-    """The same, for requests whose times are not needed: exact prefills, too, run in the background."""
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        chunks: AsyncIterator[GenerateChunk] = self._engine.generate(replace(request, background=True))
-        return chunks
 
 
 class IdleTuner:
@@ -338,7 +317,10 @@ class IdleTuner:
             if question is not None:
                 with self._limiter.background(run.namespace):
                     await run.ask(question)
-            run.drawn = None
+                if (error := run.comparison.away) is not None and run.tries < _TRIES - 1:
+                    run.tries += 1
+                    raise error  # it rests, and asks the same question again
+            run.drawn, run.tries = None, 0
             run.asked += 1
             over = question is None or run.over
         except NotFound:  # the namespace, or a document that was still to be drawn

@@ -38,6 +38,7 @@ class NamespaceRun:
     decided: dict[str, str] = field(default_factory=dict)  # by label
     margins: dict[str, float] = field(default_factory=dict)  # recorded, by label
     asked: int = 0
+    tries: int = 0  # of the question that was drawn last
     pace: float = 0.0  # seconds of the latest usable questions, the mean
 
     def draw(self) -> DrawnQuestion | Chunk | None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 
+from ragserve.engine.base import GenerateChunk, GenerateRequest
+from ragserve.errors import Unavailable
 from ragserve.retrieval.retriever import Retriever
 from ragserve_index import IndexStore
 from tests.unit.verification.idle_engine import fill
@@ -28,6 +32,36 @@ async def worked(tuned: Tuned, most: int) -> list[Exception]:
             raised.append(error)
     await retriever.close()
     return raised
+
+
+@pytest.mark.usefixtures("_few_questions")
+@pytest.mark.parametrize("where", ["engine", "embedder"])
+def test_an_outage_takes_a_question_every_three_minutes(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Of 30 questions, about 15 of which verify, 20 minutes without an engine, or an embedder, take seven."""
+    fill(tuned.store, "notes", 30)
+    answer, encode = tuned.engine.generate, tuned.searched.encode_queries
+    calls = count()
+
+    def here() -> None:
+        if 5 <= next(calls) < 25:
+            raise Unavailable("it is away")
+
+    def generate(request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        here()
+        return answer(request)
+
+    def encoded(texts: list[str]) -> np.ndarray:
+        here()
+        return encode(texts)
+
+    if where == "engine":
+        monkeypatch.setattr(tuned.engine, "generate", generate)
+    else:
+        monkeypatch.setattr(tuned.searched, "encode_queries", encoded)
+    assert asyncio.run(worked(tuned, 100)) == []
+    assert sorted(tuned.gate.verified("notes")) == sorted(LABELS)
 
 
 @pytest.mark.usefixtures("_few_questions")

@@ -1,0 +1,31 @@
+"""Engines that an idle server asks so that a request which arrives waits for little."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from ragserve.engine.base import GenerateChunk, GenerateRequest
+
+
+class Gently:
+    """An engine whose documents are computed one at a time, so that a request waits for one at most."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def warm(self, request: GenerateRequest) -> None:
+        for span in request.spans:
+            await self._engine.warm(replace(request, spans=(span,)))
+
+
+class GivingWay(Gently):
+    """The same, for requests whose times are not needed: exact prefills, too, run in the background."""
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        chunks: AsyncIterator[GenerateChunk] = self._engine.generate(replace(request, background=True))
+        return chunks
