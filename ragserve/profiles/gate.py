@@ -45,7 +45,7 @@ MIN_FULL_F1 = 20.0
 MAX_ANSWER_KL = 0.01
 MAX_REGRET = 2.0
 MAX_KL = 0.02  # nats at the first token, mean over a set: instead of both in records of version 1
-MAX_FALLBACKS = 0.01  # share of answers given by another strategy
+MAX_MISSED = 0.01  # share of questions that failed, or that another strategy answered
 EXACT = "prefix"  # in place of a strategy: exact prefill
 _MEASURED_WITH = ("dtype", "samkv", "prefix", "sparse")
 _NAMESPACE = "namespace "  # begins the name of a namespace's own questions among the sets
@@ -123,15 +123,20 @@ class Figures:
     @property
     def conclusive(self) -> bool:
         """Full answers enough of the set, nobody knows what it should answer, the distributions are close, or
-        requests failed."""
-        return bool(self.failed) or self.full_f1 is None or self.full_f1 >= MIN_FULL_F1 or self.close
+        too many requests failed."""
+        return self.failing or self.full_f1 is None or self.full_f1 >= MIN_FULL_F1 or self.close
+
+    @property
+    def failing(self) -> bool:
+        """Too many questions failed, or were answered by another strategy."""
+        return self.failed + self.fallbacks > MAX_MISSED * self.n
 
     def shortfall(self, margin: float = MARGIN) -> str | None:
         """Give the reason why these figures verify nothing; None if they verify the strategy. ``margin``:
         most points that it may lose by references."""
         if self.full_f1 is not None and self.n < MIN_QUESTIONS:
             return f"{self.n} questions, fewer than {MIN_QUESTIONS}"
-        if self.failed or self.fallbacks > MAX_FALLBACKS * self.n:
+        if self.failing:
             return f"{self.failed} failed, {self.fallbacks} answered by another strategy"
         if self.close:
             return None

@@ -86,9 +86,10 @@ class Comparison:
         write: Callable[[Row], object],
         out_at: Mapping[str, float] | None = None,
     ) -> None:
-        """``known``: the rows of earlier runs, which are not asked again; ``write`` gets each new row. Rows
-        of samkv with another profile count no more, nor those of a strategy that use has taken out since
-        (``out_at``: `InUseRecord.out_at`), or of a namespace that was made again since."""
+        """``known``: the rows of earlier runs, which are not asked again; ``write`` gets each new row. Not all
+        of these count: failures do not, which may be of an outage, nor rows of samkv with another profile, of
+        a strategy that use has taken out since (``out_at``: `InUseRecord.out_at`), or of a namespace that was
+        made again since."""
         self._engine = engine
         self._search = search
         self._builder = builder
@@ -320,6 +321,8 @@ class Comparison:
 
     def _counts(self, row: Row) -> bool:
         """Whether a row of an earlier run says something of what is compared now."""
+        if row["error"] and row["strategy"] != FULL.label:
+            return False
         made_at, at = self._queries.made_at, row.get("at", 0.0)
         if 0.0 < at < made_at or at < self._out_at.get(row["strategy"], 0.0):
             return False

@@ -19,7 +19,7 @@ from ragserve.profiles.bounds import (
     loses_at_all_times,
     margin_at_all_times,
 )
-from ragserve.profiles.gate import MARGIN, MAX_FALLBACKS, Figures
+from ragserve.profiles.gate import MARGIN, Figures
 from ragserve.strategy_spec import FULL
 from ragserve.verification.course import full_ms
 from ragserve.verification.report import environment, measured_on, percentile
@@ -96,8 +96,7 @@ def verdict(
     if why is None:
         return Verdict(label, "verified", figures.basis(margin), figures, **about)
     losses = losses_of(own)
-    failing = figures.failed or figures.fallbacks > MAX_FALLBACKS * figures.n
-    bad = failing or (bool(losses) and 100 * math.fsum(losses) / len(losses) > margin)
+    bad = figures.failing or (bool(losses) and 100 * math.fsum(losses) / len(losses) > margin)
     refused = bad and figures.n >= _ENOUGH and ended
     if refused or (len(losses) >= _FEWEST and loses_at_all_times(losses, margin / 100)):
         return Verdict(label, "refused", why, figures, **about)

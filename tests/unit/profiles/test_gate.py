@@ -54,7 +54,9 @@ def gate_of(settings: Settings, info: EngineInfo) -> Gate:
         ({"f1_vs_full": -40.0, "kl": 0.01}, None),
         ({"f1_vs_full": -40.0, "kl": None}, "KL unknown"),
         ({"n": 99}, "fewer than 100"),
-        ({"failed": 1}, "1 failed"),
+        ({"failed": 5}, None),
+        ({"failed": 6}, "6 failed"),
+        ({"failed": 3, "fallbacks": 3}, "3 failed, 3 answered by another strategy"),
         ({"fallbacks": 6}, "6 answered by another strategy"),
         ({"f1": 5.0, "f1_vs_full": 0.5}, "proves nothing"),
         ({"f1": 5.0, "f1_vs_full": 0.5, "kl": 0.001}, None),
@@ -90,7 +92,8 @@ UNLABELLED = Figures(
         ({"answer_regret_bound": None, "answer_agrees_bound": 98.4}, None),  # an earlier record
         ({"answer_regret_bound": None, "answer_regret": None, "answer_agrees_bound": 97.9}, "at most 2.1 %"),
         ({"answer_kl_bound": None, "kl": 0.5}, "KL 0.5, above"),
-        ({"failed": 1}, "1 failed"),
+        ({"failed": 1}, None),
+        ({"failed": 2}, "2 failed"),
     ],
 )
 def test_what_figures_without_labels_verify(changed: dict[str, Any], why: str | None) -> None:
@@ -214,7 +217,8 @@ REFERRED = dataclasses.replace(
         ({"margin": 5.1}, "over 350 probes 1.0 points above full, at 95 % at most 5.1 below (limit 5)"),
         ({"margin": 9.0, "answer_kl_bound": 0.001}, None),  # it answers as full does
         ({"margin": 9.0, "answer_kl_bound": None, "kl": 0.001}, "at most 9.0"),  # not by the first token
-        ({"failed": 1}, "1 failed"),
+        ({"failed": 1}, None),
+        ({"failed": 2}, "2 failed"),
     ],
 )
 def test_a_loss_that_is_excluded_by_references_verifies(changed: dict[str, Any], why: str | None) -> None:
@@ -276,7 +280,7 @@ def test_a_set_that_full_cannot_answer_neither_verifies_nor_refuses() -> None:
     hard = figures(f1=5.0, f1_vs_full=-3.0, kl=0.5)
     assert entry(GOOD, hard).verifies()
     assert not entry(hard).verifies()
-    assert not entry(GOOD, figures(f1=5.0, f1_vs_full=-3.0, kl=0.5, failed=1)).verifies()
+    assert not entry(GOOD, figures(f1=5.0, f1_vs_full=-3.0, kl=0.5, failed=6)).verifies()
 
 
 def test_a_strategy_is_verified_for_one_model_and_its_very_options(tmp_path: Path) -> None:

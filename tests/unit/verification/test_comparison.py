@@ -316,6 +316,16 @@ def test_rows_of_samkv_count_for_its_profile_and_others_for_any(builder: PromptB
     assert [verdict(label, every) is None for label in labels] == [False, True], "nothing to judge it by"
 
 
+def test_what_failed_in_an_earlier_run_counts_no_more_and_is_asked_again(builder: PromptBuilder) -> None:
+    speaker, every = Speaker(builder, writes=True), list[Row]()
+    rows, _ = compared(builder, speaker, CHUNKS[3:4], "concat,random")
+    known = by_key(rows)
+    compared(builder, speaker, [], "concat,random", known=known, every=every)
+    assert [row["strategy"] for row in every] == ["full", "concat"]
+    more, _ = compared(builder, speaker, CHUNKS[3:4], "concat,random", known=known)
+    assert [(row["strategy"], row["error"] is None) for row in more] == [("full", True), ("random", False)]
+
+
 def test_questions_of_the_second_part_are_asked_under_what_was_picked(builder: PromptBuilder) -> None:
     def course() -> Course:
         asked = len({row["id"] for row in seen})
