@@ -86,10 +86,10 @@ class Comparison:
         write: Callable[[Row], object],
         out_at: Mapping[str, float] | None = None,
     ) -> None:
-        """``known``: the rows of earlier runs, which are not asked again; ``write`` gets each new row. Not all
-        of these count: failures do not, which may be of an outage, nor rows of samkv with another profile, of
-        a strategy that use has taken out since (``out_at``: `InUseRecord.out_at`), or of a namespace that was
-        made again since."""
+        """``known``: the rows of earlier runs, which are not asked again; ``write`` gets each new row. Of the
+        known ones do not count: failures, which may be of an outage, and rows of samkv with another profile,
+        of a strategy that use has taken out since (``out_at``: `InUseRecord.out_at`), and of a namespace that
+        was made again since."""
         self._engine = engine
         self._search = search
         self._builder = builder

@@ -28,21 +28,19 @@ from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo
 from ragserve.errors import NotFound, RagserveError
 from ragserve.metrics import metrics
-from ragserve.profiles.costs import COSTS, Costs, fit
-from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
-from ragserve.profiles.gate import EXACT, Gate
+from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval.passage_search import PassageSearch
 from ragserve.strategy_spec import candidates, parse
 from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS, rows
 from ragserve.verification.comparison import Comparison, without_texts
-from ragserve.verification.costs import CostEngine, CostMeasurement, CostSchedule
+from ragserve.verification.costs import CostEngine
 from ragserve.verification.course import course
 from ragserve.verification.dropped import forget
 from ragserve.verification.giving_way import Gently, GivingWay
+from ragserve.verification.idle_costs import IdleCosts
 from ragserve.verification.namespace_run import EndedRun, NamespaceRun
 from ragserve.verification.questions import drawn
-from ragserve.verification.report import measured_on
 from ragserve.verification.tuned_queries import TunedQueries
 from ragserve.verification.verdicts import (
     FOLDER,
@@ -62,9 +60,8 @@ _NEARER = 0.5  # points
 _PROJECTED = 10  # questions, at each of which it is found out how many a verdict takes
 _REST_S = 10.0  # between two looks for something to do
 _AFTER_ERROR_S = 60.0
-_TRIES = 3  # of a measurement of costs, and of a question while the engine or the search is away
+_TRIES = 3  # of a question while the engine or the search is away
 _ASKED = 100  # namespaces remembered, which come first
-_ENOUGH = 4096  # tokens: longest context whose costs are measured
 
 
 class IdleTuner:
@@ -97,8 +94,7 @@ class IdleTuner:
         self._clock = clock
         self._rest_until = -1.0
         self._run: NamespaceRun | None = None
-        self._costs: tuple[str, CostMeasurement] | None = None
-        self._failures = 0  # of measurements of costs, which end after `_TRIES`
+        self._costs = IdleCosts(settings, self._engine, gate, clock)
         self._asked: dict[str, None] = {}
         self._ended: dict[str, EndedRun] = {}  # namespaces of which nothing more is to be found
         self._spent: dict[str, float] = {}  # seconds by namespace
@@ -110,7 +106,7 @@ class IdleTuner:
         self._asked[namespace] = None
         if len(self._asked) > _ASKED:
             del self._asked[next(iter(self._asked))]
-        if self._costs is not None:
+        if self._costs.measuring is not None:
             return "the server measures costs while it is idle"
         if self._run is not None and self._run.namespace == namespace:
             done = self._run.comparison.compared
@@ -125,8 +121,8 @@ class IdleTuner:
 
     def info(self) -> dict[str, Any]:
         """Describe the state for `/info`."""
-        if self._costs is not None:
-            return {"state": "measuring costs", "strategies": [self._costs[0]]}
+        if self._costs.measuring is not None:
+            return {"state": "measuring costs", "strategies": [self._costs.measuring]}
         if self._run is not None:
             return {
                 "state": "verifying",
@@ -150,8 +146,8 @@ class IdleTuner:
             await self._forget_dropped()
             if await asyncio.to_thread(self._jobs):
                 self._rest(_REST_S)
-            elif label := await asyncio.to_thread(self._unpriced):
-                await self._price(label)
+            elif label := await asyncio.to_thread(self._costs.next):
+                await self._costs.step(label)
             elif self._run is not None:
                 await self._ask(self._run)
             elif (run := await self._next_run()) is not None:
@@ -180,49 +176,6 @@ class IdleTuner:
     def _info(self) -> EngineInfo:
         info: EngineInfo = self._engine.info
         return info
-
-    # costs
-
-    def _unpriced(self) -> str | None:
-        """The next verified strategy whose costs are unknown; of several that which recomputes least, so that
-        users have the fastest one soonest."""
-        if self._costs is not None:
-            return self._costs[0]
-        if self._failures >= _TRIES:
-            return None
-        known = self._priced()
-        unknown = set(self._gate.to_price()) - ({EXACT, *known.composed} if known else set())
-        return min(unknown, key=lambda label: (_recomputed(label), label), default=None)
-
-    def _priced(self) -> Costs | None:
-        return COSTS.load(self._settings.data_dir / COSTS_FILE, self._info.fingerprint)
-
-    async def _price(self, label: str) -> None:
-        if self._costs is None:
-            settings = self._settings
-            longest = min(_ENOUGH, max(1024, 2 * settings.top_k * settings.chunk_tokens))
-            schedule = CostSchedule(max_tokens=longest, repeats=1)
-            specs = [] if label == EXACT else parse(label)
-            self._costs = label, CostMeasurement(self._engine, specs, schedule, log.debug)
-        measurement = self._costs[1]
-        if not measurement.finished:
-            try:
-                await measurement.step()
-            except RagserveError:
-                self._failures += 1
-                self._costs = None
-                raise
-        if measurement.finished:
-            where = measured_on(self._settings.model)
-            costs = await asyncio.to_thread(fit, measurement.samples, **where)
-            if (known := await asyncio.to_thread(self._priced)) is not None:
-                costs = replace(costs, composed={**known.composed, **costs.composed})
-            place = self._settings.data_dir / COSTS_FILE
-            await asyncio.to_thread(COSTS.save, place, self._info.fingerprint, costs)
-            self._costs = None
-            log.info("Costs of %s were measured: strategy auto may take it", label)
-
-    # verification
 
     async def _next_run(self) -> NamespaceRun | None:
         """The next namespace with documents that is not settled: what was asked last comes first."""
@@ -421,9 +374,3 @@ def _keep(state: Path, row: rows.Row) -> None:
     """Append a row without texts, which would outlive their documents."""
     with rows.appending(state / "rows-idle.jsonl") as append:
         append(without_texts(row))
-
-
-def _recomputed(label: str) -> float:
-    """The share of the tokens that a strategy recomputes, as far as its options say."""
-    options = parse(label)[0].options
-    return float(options.get("share", 1.0)) * float(options.get("keep", 1.0))

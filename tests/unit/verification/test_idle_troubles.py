@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from itertools import count
 from typing import Any
@@ -12,10 +13,13 @@ import numpy as np
 import pytest
 
 from ragserve.engine.base import GenerateChunk, GenerateRequest
-from ragserve.errors import Unavailable
+from ragserve.errors import EngineError, Unavailable
+from ragserve.profiles.costs import COSTS
+from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
+from ragserve.profiles.gate import FILE_NAME, record
 from ragserve.retrieval.retriever import Retriever
 from ragserve_index import IndexStore
-from tests.unit.verification.idle_engine import fill
+from tests.unit.verification.idle_engine import FINGERPRINT, entry, fill
 from tests.unit.verification.tuned_server import LABELS, Tuned
 
 
@@ -82,3 +86,26 @@ def test_a_draw_that_fails_once_is_drawn_again(
 
     assert asyncio.run(worked(tuned, 80)) == [error] * 3
     assert sorted(tuned.gate.verified("notes")) == sorted(LABELS)
+
+
+def test_a_strategy_whose_costs_cannot_be_measured_leaves_the_others(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that recomputes least fails always, and the other three times."""
+    fill(tuned.store, "notes", 3)
+    record(tuned.folder / FILE_NAME, FINGERPRINT, {label: entry() for label in LABELS})
+    answer, failures = tuned.engine.generate, Counter[float]()
+
+    def generate(request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        share = request.options.get("share")
+        if share is not None and (share == 0.15 or failures[share] < 3):
+            failures[share] += 1
+            raise EngineError("it broke")
+        return answer(request)
+
+    monkeypatch.setattr(tuned.engine, "generate", generate)
+    asyncio.run(worked(tuned, 120))
+    costs = COSTS.load(tuned.folder / COSTS_FILE, FINGERPRINT)
+    assert costs is not None
+    assert list(costs.composed) == [LABELS[1]]
+    assert 4 < failures[0.15] < 9, "it waits twice as long each time, but is not given up"
