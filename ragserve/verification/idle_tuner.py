@@ -178,15 +178,18 @@ class IdleTuner:
         return info
 
     async def _next_run(self) -> NamespaceRun | None:
-        """The next namespace with documents that is not settled: what was asked last comes first."""
+        """The next namespace with documents that is not settled: what was asked last comes first, but for those
+        whose documents have changed since they ended, which have their time again."""
         versions = {n.name: n.version for n in await asyncio.to_thread(self._store.namespaces) if n.n_chunks}
         self._ended = {name: ended for name, ended in self._ended.items() if name in versions}
         self._spent = {name: seconds for name, seconds in self._spent.items() if name in versions}
         asked = [name for name in reversed(self._asked) if name in versions]
-        for name in dict.fromkeys([*asked, *versions]):
+        for name in sorted(dict.fromkeys([*asked, *versions]), key=lambda name: name in self._ended):
             ended = self._ended.get(name)
             if (ended and ended.version == versions[name]) or self._is_settled(name):
                 continue
+            if ended and not self._gate.verified(name):
+                self._spent[name] = 0.0
             run = await asyncio.to_thread(self._made, name, versions[name])
             if run is not None and self._spent.get(name, 0.0) < MOST_S:
                 return run

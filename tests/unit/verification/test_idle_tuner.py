@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from ragserve.engine.base import GenerateChunk, GenerateRequest
 from ragserve.profiles import gate as gates
 from ragserve.profiles.costs import COSTS
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
@@ -219,6 +221,40 @@ def test_time_for_a_namespace_is_bounded_and_jobs_come_first(
     monkeypatch.setattr(idle_tuner, "MOST_S", 0.0)
     assert tuned.run()[-1] == {"state": "waiting"}
     assert not tuned.engine.asked
+
+
+def test_changed_documents_have_their_time_again_after_namespaces_that_had_none(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half an hour is used up after a few questions, which decide nothing."""
+    monkeypatch.setattr(idle_tuner, "MOST_S", 100.0)
+    answer = tuned.engine.generate
+
+    def generate(request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        tuned.now += 10.0
+        return answer(request)
+
+    monkeypatch.setattr(tuned.engine, "generate", generate)
+    fill(tuned.store, "notes", 20)
+
+    async def run() -> None:
+        retriever = Retriever(tuned.store, tuned.searched)
+        tuner = tuned.tuner(retriever)
+
+        async def verified() -> list[str]:
+            tuned.now += 60
+            states = [state for state in await steps(tuner) if state["state"] == "verifying"]
+            return [*dict.fromkeys(state["namespace"] for state in states)]
+
+        assert await verified() == ["notes"]
+        assert await verified() == [], "its time is over"
+        fill(tuned.store, "notes", 22)
+        fill(tuned.store, "pages", 20)
+        assert await verified() == ["pages", "notes"]
+        assert await verified() == []
+        await retriever.close()
+
+    asyncio.run(run())
 
 
 def test_a_question_that_a_request_stops_is_asked_again(tuned: Tuned) -> None:
