@@ -372,7 +372,8 @@ async def compare_all(
 ) -> bool:
     """Ask ``questions``, then about ``chunks``, until the time is up, ``most`` are compared, or the
     ``course``, which is called after each question, has no strategy left that is to be compared. Questions
-    are asked ``at_once``, the first `ALONE` usable ones one at a time. Return whether all have been asked."""
+    are asked ``at_once``, the first `ALONE` usable ones one at a time. Return whether all have been asked.
+    Raises what drawing and writing raise."""
     left: Iterator[DrawnQuestion | Chunk] = chain(questions, chunks)
     finished = False
 
@@ -400,9 +401,10 @@ async def compare_all(
         comparison.steer(course())
     while may_go_on() and (at_once == 1 or comparison.compared < ALONE):
         await one(alone=True)
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(at_once - 1 if at_once > 1 else 0):
-            tasks.create_task(several())
-        if at_once > 1:
-            await several()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(at_once if at_once > 1 else 0):
+                tasks.create_task(several())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     return finished

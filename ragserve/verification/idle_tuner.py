@@ -178,8 +178,8 @@ class IdleTuner:
         return info
 
     async def _next_run(self) -> NamespaceRun | None:
-        """The next namespace with documents that is not settled: what was asked last comes first, but for those
-        whose documents have changed since they ended, which have their time again."""
+        """The next namespace with documents that is not settled: what was asked last comes first. Namespaces
+        that ended and whose documents have changed since come last, and have their time again."""
         versions = {n.name: n.version for n in await asyncio.to_thread(self._store.namespaces) if n.n_chunks}
         self._ended = {name: ended for name, ended in self._ended.items() if name in versions}
         self._spent = {name: seconds for name, seconds in self._spent.items() if name in versions}
@@ -279,8 +279,8 @@ class IdleTuner:
             run.drawn, run.tries = None, 0
             run.asked += 1
             over = question is None or run.over
-        except NotFound:  # the namespace, or a document that was still to be drawn
-            self._end(run, "its documents have changed")
+        except NotFound:
+            self._end(run, "it is gone")
             return
         finally:
             took = self._clock() - began

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from ragserve.answering.query_log import LoggedQuestions, question_id
-from ragserve.errors import InvalidRequest
+from ragserve.errors import InvalidRequest, NotFound
 from ragserve.ingest.prune import every_document
 from ragserve.json_lines import json_lines
 from ragserve_index import IndexStore
@@ -43,7 +43,8 @@ class DrawnQuestion:
 
 def drawn(store: IndexStore, namespace: str, seed: int = 0) -> Iterator[Chunk]:
     """Draw chunks, each once: one of every document, then another of every document, and so on. The order is
-    the same every time while the documents are. Raises NotFound for an unknown namespace."""
+    the same every time while the documents are. Those that are removed meanwhile are left out. Raises
+    NotFound for an unknown namespace."""
     draw = random.Random(seed)
     documents = list(islice(every_document(store, namespace), _DOCUMENTS))
     draw.shuffle(documents)
@@ -53,7 +54,13 @@ def drawn(store: IndexStore, namespace: str, seed: int = 0) -> Iterator[Chunk]:
             wanted = places.pop()
             if not places:
                 del left[doc_id]
-            for place, chunk in enumerate(store.document_chunks(namespace, doc_id)):
+            try:
+                chunks = store.document_chunks(namespace, doc_id)
+            except NotFound:
+                store.namespace(namespace)  # raises where that is gone, too
+                left.pop(doc_id, None)
+                continue
+            for place, chunk in enumerate(chunks):
                 if place == wanted and len(chunk.text.split()) >= _MIN_WORDS:
                     yield chunk
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
-from ragserve.errors import EngineError
+from ragserve.errors import EngineError, NotFound, RagserveError
 from ragserve.retrieval.passage_search import FoundPassage, FoundPassages
 from ragserve.retrieval.search_options import SearchOptions
 from ragserve.strategy_spec import parse
@@ -131,7 +131,7 @@ def builder() -> PromptBuilder:
 def compared(
     builder: PromptBuilder,
     speaker: Speaker,
-    chunks: list[Chunk],
+    chunks: Iterable[Chunk],
     strategies: str = "concat,epic,random",
     known: dict[Key, Row] | None = None,
     questions: tuple[DrawnQuestion, ...] = (),
@@ -379,3 +379,19 @@ def test_several_questions_are_asked_at_once_after_a_few_alone(builder: PromptBu
     assert set(exact) == {"full", "prefix"}
     timed = [row for row in rows if row["ttft_ms"] is not None]
     assert len(timed) == 2 * ALONE, "only those that were asked alone have times"
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("error", [NotFound("Namespace notes does not exist."), OSError(28, "No space left")])
+def test_what_ends_a_run_is_raised_as_it_is(
+    builder: PromptBuilder, at_once: int, error: RagserveError | OSError
+) -> None:
+    """The command shows it without the log, however many questions are in flight."""
+
+    def draw() -> Iterator[Chunk]:
+        yield from CHUNKS[3 : ALONE + 8]
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        compared(builder, Busy(builder), draw(), "concat", at_once=at_once)
+    assert raised.value is error

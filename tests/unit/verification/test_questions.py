@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from ragserve.errors import InvalidRequest
+from ragserve.errors import InvalidRequest, NotFound
 from ragserve.verification.question_probes import standing, without_sentence
 from ragserve.verification.questions import cloze, drawn, given, written
+from ragserve_index import IndexStore
+from tests.unit.verification.idle_engine import fill
 
 LONG = "one two three four five six seven eight nine ten eleven twelve"
 
@@ -45,6 +47,21 @@ def test_every_document_has_its_turn_before_any_has_a_second() -> None:
     assert len(texts) == 5, "and each of them once"
     assert [chunk.text.split()[0] for chunk in drawn(store, "n")] == texts, "the same every time"
     assert len(list(islice(drawn(store, "n"), 2))) == 2
+
+
+def test_a_document_that_is_removed_meanwhile_ends_no_draw_and_its_namespace_does(store: IndexStore) -> None:
+    fill(store, "notes", 6)
+    left = drawn(store, "notes")
+    first = next(left).doc_id
+    removed = [f"d{n}" for n in range(4) if f"d{n}" != first]
+    for name in removed:
+        store.remove_document("notes", name)
+    assert len({chunk.doc_id for chunk in left} - {first, *removed}) == 5 - len(removed)
+    left = drawn(store, "notes")
+    next(left)
+    store.drop_namespace("notes")
+    with pytest.raises(NotFound):
+        next(left)
 
 
 @pytest.mark.parametrize(
