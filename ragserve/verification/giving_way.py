@@ -24,8 +24,15 @@ class Gently:
 
 
 class GivingWay(Gently):
-    """The same, for requests whose times are not needed: exact prefills, too, run in the background."""
+    """The same, where exact prefills, too, run in the background, in short chunks, unless they are ``timed``:
+    then they are computed as those of users."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self.timed = False
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        chunks: AsyncIterator[GenerateChunk] = self._engine.generate(replace(request, background=True))
+        chunks: AsyncIterator[GenerateChunk] = self._engine.generate(
+            replace(request, background=not self.timed)
+        )
         return chunks

@@ -234,8 +234,9 @@ class IdleTuner:
             return None
         queries = TunedQueries.of(settings, namespace, MAX_TOKENS, self._made_at.get(namespace, 0.0))
         state = settings.data_dir / FOLDER / state_name(info, queries, None)
+        engine = GivingWay(self._engine)
         comparison = Comparison(
-            GivingWay(self._engine),
+            engine,
             self._search,
             self._prompts,
             queries,
@@ -257,7 +258,7 @@ class IdleTuner:
         labels = [spec.label for spec in specs]
         chunks = None if users_only else partial(drawn, self._store, namespace)
         margin = settings.verify_margin
-        return NamespaceRun(namespace, version, comparison, queries, labels, margin, logged, chunks)
+        return NamespaceRun(namespace, version, engine, comparison, queries, labels, margin, logged, chunks)
 
     async def _ask(self, run: NamespaceRun) -> None:
         """Ask one question, and record what is decided by then."""

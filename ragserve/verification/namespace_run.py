@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from ragserve.answering.query_log import LoggedQuestions
 from ragserve.verification import MOST_QUESTIONS, rows
-from ragserve.verification.comparison import Comparison
+from ragserve.verification.comparison import ALONE, Comparison
+from ragserve.verification.giving_way import GivingWay
 from ragserve.verification.questions import DrawnQuestion, asked
 from ragserve.verification.tuned_queries import TunedQueries
 from ragserve_index.types import Chunk
@@ -26,6 +27,7 @@ class NamespaceRun:
 
     namespace: str
     version: int
+    engine: GivingWay
     comparison: Comparison
     queries: TunedQueries
     labels: list[str]
@@ -55,11 +57,12 @@ class NamespaceRun:
             raise
 
     async def ask(self, drawn: DrawnQuestion | Chunk) -> None:
-        """Ask a user's question, or one about a chunk."""
+        """Ask a user's question, or one about a chunk. The first usable ones are timed."""
+        alone = self.engine.timed = self.comparison.compared < ALONE
         if isinstance(drawn, DrawnQuestion):
-            await self.comparison.ask(drawn)
+            await self.comparison.ask(drawn, alone=alone)
         else:
-            await self.comparison.about(drawn)
+            await self.comparison.about(drawn, alone=alone)
 
     @property
     def rows(self) -> list[rows.Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from ragserve.profiles.gate import record, set_of
 from ragserve.retrieval.retriever import Retriever
 from ragserve.strategy_spec import candidates
 from ragserve.verification import course, idle_tuner
+from ragserve.verification.comparison import ALONE
 from tests.unit.verification.idle_engine import FINGERPRINT, entry, fill
 from tests.unit.verification.tuned_server import LABELS, SameVector, Tuned, steps
 
@@ -221,6 +223,20 @@ def test_time_for_a_namespace_is_bounded_and_jobs_come_first(
     monkeypatch.setattr(idle_tuner, "MOST_S", 0.0)
     assert tuned.run()[-1] == {"state": "waiting"}
     assert not tuned.engine.asked
+
+
+def test_times_are_kept_of_prefills_as_users_have_them_alone(tuned: Tuned) -> None:
+    """Prefills in the background are computed in short chunks: their times say nothing."""
+    fill(tuned.store, "notes", 30)
+    tuned.run()
+    whole = [request for request in tuned.engine.asked if len(request.spans) == 3]
+    timed = {tuple(request.input_ids) for request in whole if not request.background}
+    later = {tuple(request.input_ids) for request in whole if request.background}
+    assert (len(timed), bool(later), timed & later) == (ALONE, True, set())
+    (kept,) = (tuned.folder / "tune").rglob("rows-*.jsonl")
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    with_times = [row["id"] for row in rows if row.get("ttft_ms") is not None]
+    assert len(with_times) == ALONE * (1 + len(LABELS))
 
 
 def test_changed_documents_have_their_time_again_after_namespaces_that_had_none(
