@@ -175,22 +175,23 @@ def _print(result: dict[str, Any], namespace: str, minutes: float, most: int) ->
 def more(result: dict[str, Any], minutes: float, most: int) -> str | None:
     """Say what more time would bring; None if it would bring nothing."""
     asked = sum(result["questions"].values())
-    wanted = [one["needed"] for one in result["verdicts"] if one["decision"] == "undecided"]
-    if not wanted and any(one["decision"] in ("verified", "refused") for one in result["verdicts"]):
+    undecided = [one for one in result["verdicts"] if one["decision"] == "undecided"]
+    if not undecided and any(one["decision"] in ("verified", "refused") for one in result["verdicts"]):
         return None
     if result["finished"]:
         return (
             "All questions have been asked: more documents, a longer --questions, or a query log of the "
             "server (query_log_bytes) would decide more."
         )
-    needed = max((count for count in wanted if count), default=0)
-    if not 0 < asked < needed:
+    # of those that decide: a strategy was picked on others
+    left = max((one["needed"] - one["figures"]["n"] for one in undecided if one["needed"]), default=0)
+    if not asked or left <= 0:
         return "Run the same command again for more questions: what was compared is kept."
-    about = max(1, round(minutes * (needed - asked) / asked))
-    limit = f" --max-questions {needed}" if needed > most else ""
+    about = max(1, round(minutes * left / asked))
+    limit = f" --max-questions {asked + left}" if asked + left > most else ""
     return (
-        f"Run it again with --minutes {about}{limit} for about {needed - asked} more questions: what was "
-        "compared is kept."
+        f"Run it again with --minutes {about}{limit} for about {left} more questions: what was compared is "
+        "kept."
     )
 
 

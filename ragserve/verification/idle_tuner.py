@@ -352,7 +352,7 @@ class IdleTuner:
         answered = [row for row in run.rows if not row["error"]]
         projected = verdict(label, answered, margin=run.margin, ended=False)
         count = None if projected is None else projected.needed
-        hours = 0.0 if count is None else run.pace * (count - figures.references) / 3600
+        hours = 0.0 if count is None else run.pace * (count - figures.n) / 3600
         if count is not None and 3600 * hours > left:
             run.decided[label] = f"not finished: about {count} questions, {hours:.1f} hours here"
         return count is None or 3600 * hours <= left

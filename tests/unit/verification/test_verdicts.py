@@ -118,14 +118,22 @@ def test_failures_and_fallbacks_count() -> None:
 
 
 def test_the_command_says_what_more_time_would_bring() -> None:
-    def result(asked: int, finished: bool, *verdicts: tuple[str, int | None]) -> dict[str, Any]:
-        found = [{"decision": decision, "needed": count} for decision, count in verdicts]
+    def result(
+        asked: int, finished: bool, *verdicts: tuple[str, int | None], picked: int = 0
+    ) -> dict[str, Any]:
+        found = [
+            {"decision": decision, "needed": count, "figures": {"n": asked - picked}}
+            for decision, count in verdicts
+        ]
         return {"questions": {"cloze": asked}, "finished": finished, "verdicts": found}
 
     assert more(result(140, False, ("verified", None), ("refused", None)), 10, 400) is None
     said = more(result(70, False, ("verified", None), ("undecided", 140)), 10, 400)
     assert said is not None
     assert "--minutes 10 for about 70 more questions" in said
+    said = more(result(260, False, ("undecided", 300), ("undecided", None), picked=40), 13, 330)
+    assert said is not None
+    assert "--minutes 4 --max-questions 340 for about 80 more" in said, "what picked it does not decide"
     said = more(result(70, False, ("undecided", 700)), 10, 400)
     assert said is not None
     assert "--max-questions 700" in said
