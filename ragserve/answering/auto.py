@@ -13,7 +13,7 @@ from ragserve.best_passages import PASSAGES, PassagesOptions, choice_of
 from ragserve.engine.base import Engine
 from ragserve.engine.document_cache import CachingEngine, answering, fastest_tiers
 from ragserve.errors import RagserveError
-from ragserve.profiles.costs import ABSENT, COSTS, Costs
+from ragserve.profiles.costs import ABSENT, Costs, costs_here
 from ragserve.profiles.file import changed_at
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUseRecord
@@ -79,7 +79,9 @@ class Chooser:
     def _profile(self) -> Costs | None:
         stamp = changed_at(self._costs_file)
         if stamp != self._stamp:
-            self._costs, self._stamp = COSTS.load(self._costs_file, self._engine.info.fingerprint), stamp
+            info = self._engine.info
+            self._costs = costs_here(self._costs_file, info.fingerprint, info.device)
+            self._stamp = stamp
         return self._costs
 
     def candidates(self, namespace: str) -> Candidates:

@@ -13,7 +13,7 @@ from typing import Any
 from ragserve.answering.auto import Chooser
 from ragserve.answering.prompt import Prompt, Segment
 from ragserve.engine.base import GenerateRequest
-from ragserve.profiles.costs import COSTS, FILE_NAME, CostSample, fit
+from ragserve.profiles.costs import COSTS, FILE_NAME, CostSample, costs_here, fit
 from ragserve.profiles.gate import Gate
 from ragserve.strategy_spec import StrategySpec
 from ragserve.verification.costs import CostSchedule, measure
@@ -36,7 +36,7 @@ class _Forced(Gate):
 async def measured_chooser(engine: Any, place: Path, spec: StrategySpec, schedule: CostSchedule) -> Chooser:
     """A chooser by the costs in the file ``place``, which are measured now if it has none. ``spec`` counts as
     verified."""
-    if COSTS.load(place, engine.info.fingerprint) is None:
+    if costs_here(place, engine.info.fingerprint, engine.info.device) is None:
         samples = await measure(engine, [spec], schedule, log.info)
         costs = fit(samples, **measured_on(engine.info.model))
         COSTS.save(place, engine.info.fingerprint, costs)

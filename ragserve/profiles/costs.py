@@ -18,9 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile
+from ragserve.profiles.hardware import is_elsewhere
 
 FILE_NAME = "ragserve-costs.json"
 VERSION = 1
@@ -141,6 +143,13 @@ def _composed_terms(tokens: int) -> Coefficients:
 
 def _dot(coefficients: Coefficients, terms: Coefficients) -> float:
     return sum(a * b for a, b in zip(coefficients, terms, strict=True))
+
+
+def costs_here(place: Path, fingerprint: str, device: str) -> Costs | None:
+    """Load a model's costs for an engine of this ``device``; None if there are none, or those of other
+    hardware. Raises InvalidRequest for a file that is no cost profile."""
+    found = COSTS.load(place, fingerprint)
+    return None if found is None or is_elsewhere(found.hardware, device) else found
 
 
 COSTS: ProfileFile[Costs] = ProfileFile(VERSION, "cost profile", "ragserve calibrate", Costs)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ragserve.config import Settings
 from ragserve.errors import RagserveError
-from ragserve.profiles.costs import COSTS, FILE_NAME, Costs, fit
+from ragserve.profiles.costs import COSTS, FILE_NAME, Costs, costs_here, fit
 from ragserve.profiles.gate import EXACT, Gate
 from ragserve.strategy_spec import parse
 from ragserve.verification.costs import CostEngine, CostMeasurement, CostSchedule
@@ -73,7 +73,8 @@ class IdleCosts:
         log.info("Costs of %s were measured: strategy auto may take it", label)
 
     def _known(self) -> Costs | None:
-        return COSTS.load(self._place, self._engine.info.fingerprint)
+        info = self._engine.info
+        return costs_here(self._place, info.fingerprint, info.device)
 
     def _begun(self, label: str) -> CostMeasurement:
         settings = self._settings

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from ragserve.errors import InvalidRequest
 from ragserve.files import write_json
+from ragserve.profiles.hardware import cpu_name, gpu_name
 
 _PACKAGES = (
     *("ragserve", "sglang", "torch", "transformers"),
@@ -36,25 +37,15 @@ def environment() -> dict[str, Any]:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    gpu = None
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
-        gpu = sys.modules["torch"].cuda.get_device_name(0)
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpu": gpu,
+        "gpu": gpu_name(),
         "python": platform.python_version(),
         "versions": versions,
         "date": time.strftime("%Y-%m-%d"),
     }
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def percentile(values: Sequence[float], q: float) -> float:

@@ -22,7 +22,7 @@ from ragserve.config import Settings
 from ragserve.errors import InvalidRequest, RagserveError, explained
 from ragserve.files import write_json
 from ragserve.profiles import gate
-from ragserve.profiles.costs import COSTS, CostSample, fit
+from ragserve.profiles.costs import COSTS, CostSample, costs_here, fit
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.profiles.samkv import FILE_NAME as SAMKV_FILE
@@ -247,7 +247,7 @@ async def _costs(
     records = gate.Gate.of(settings, **info.gate_identity)
     verified = records.to_price()  # the profile is of all namespaces
     place = settings.data_dir / COSTS_FILE
-    known = COSTS.load(place, info.fingerprint)
+    known = costs_here(place, info.fingerprint, info.device)
     if not verified:
         return "no costs were measured: nothing is verified"
     if known is not None and set(verified) <= {gate.EXACT, *known.composed}:

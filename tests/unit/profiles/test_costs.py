@@ -21,6 +21,7 @@ from ragserve.engine.document_cache import Whereabouts
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.profiles.costs import COSTS, Costs, CostSample, fit
 from ragserve.profiles.gate import Entry, Figures, Gate, record
+from ragserve.profiles.hardware import cpu_name
 
 LENGTHS = (512, 1024, 2048, 4096)
 
@@ -38,8 +39,8 @@ def machine(slow_disk: float = 1.0) -> list[CostSample]:
     return samples
 
 
-def costs(samples: Sequence[CostSample] | None = None) -> Costs:
-    return fit(machine() if samples is None else samples, model="tiny", hardware="a CPU", date="2026-01-01")
+def costs(samples: Sequence[CostSample] | None = None, hardware: str = "") -> Costs:
+    return fit(machine() if samples is None else samples, model="tiny", hardware=hardware, date="2026-01-01")
 
 
 def test_a_fit_recovers_the_machine() -> None:
@@ -197,6 +198,18 @@ def choice(tmp_path: Path, engine: Any, *, verified: str = "epic:first=16") -> t
         ).choose(PROMPT, "n")
     )
     return made.spec.label, made.reason
+
+
+def test_costs_of_other_hardware_are_unknown(tmp_path: Path) -> None:
+    COSTS.save(tmp_path / "costs.json", "abc", costs(hardware="another CPU"))
+    label, reason = choice(tmp_path, Cache(16, *DEVICE))
+    assert (label, "no cost profile of this machine" in reason) == ("prefix", True)
+    COSTS.save(tmp_path / "costs.json", "abc", costs(hardware=cpu_name()))
+    assert choice(tmp_path, Cache(16, *DEVICE))[0] == "epic:first=16"
+    elsewhere = Cache(16, *DEVICE)
+    elsewhere.info = replace(elsewhere.info, device="cuda")
+    COSTS.save(tmp_path / "costs.json", "abc", costs(hardware="a GPU"))
+    assert choice(tmp_path, elsewhere)[0] == "epic:first=16", "a process that sees no GPU cannot tell"
 
 
 def test_auto_takes_what_is_expected_to_be_first(tmp_path: Path) -> None:

@@ -192,6 +192,26 @@ def test_what_tune_has_verified_goes_on_to_the_last_margin(
     assert tuned.gate.verified("notes") == [LABELS[0]], "three questions take nothing away"
 
 
+def test_costs_of_other_hardware_are_measured_again(tuned: Tuned) -> None:
+    fill(tuned.store, "notes", 3)
+    record(tuned.folder / gates.FILE_NAME, FINGERPRINT, {LABELS[0]: entry()})
+    tuned.run()
+    here = COSTS.load(tuned.folder / COSTS_FILE, FINGERPRINT)
+    assert here is not None
+    composed = {**here.composed, "epic": here.composed[LABELS[0]]}
+    there = replace(here, hardware="another CPU", composed=composed)
+    COSTS.save(tuned.folder / COSTS_FILE, FINGERPRINT, there)
+    asked = len(tuned.engine.asked)
+    tuned.run()
+    again = COSTS.load(tuned.folder / COSTS_FILE, FINGERPRINT)
+    assert again is not None
+    assert (again.hardware, list(again.composed)) == (here.hardware, [LABELS[0]])
+    assert len(tuned.engine.asked) > asked
+    asked = len(tuned.engine.asked)
+    tuned.run()
+    assert len(tuned.engine.asked) == asked, "once"
+
+
 def test_what_recomputes_least_is_measured_first_and_kept_beside_the_others(tuned: Tuned) -> None:
     few, many = (f"concat:recompute=sentences,share={share}" for share in (0.15, 0.3))
     fill(tuned.store, "notes", 3)
