@@ -259,8 +259,8 @@ class InUseRecord:
 
 def forget(place: Path, namespace: str) -> None:
     """Remove what use has shown in a namespace, of all models."""
-    for fingerprint, known in _FILE.models(place).items():
-        if namespace in known:
+    for fingerprint in _FILE.models(place):
+        if namespace in (_FILE.load(place, fingerprint) or {}):
             _FILE.update(place, fingerprint, lambda own: {n: one for n, one in own.items() if n != namespace})
 
 
