@@ -27,7 +27,7 @@ from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile, changed_at
 from ragserve.profiles.in_use import RecordedRates
 from ragserve.profiles.precision import as_precise
-from ragserve.profiles.retriever import retriever_of
+from ragserve.profiles.retriever_name import retriever_of
 from ragserve.strategy_spec import parse, without_passages
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile, changed_at
-from ragserve.profiles.retriever import retriever_of
+from ragserve.profiles.retriever_name import retriever_of
 
 log = logging.getLogger(__name__)
 FILE_NAME = "ragserve-in-use.json"

@@ -9,6 +9,8 @@ from pathlib import Path
 from ragserve.profiles import gate, in_use
 from ragserve.verification.verdicts import FOLDER
 
+_DIGEST = re.compile("[0-9a-f]{12}")  # ends the name of a folder of rows (`state_name`)
+
 
 def forget(data_dir: Path, namespace: str) -> None:
     """Remove a namespace's verdicts, what use has shown, rows and map. Raises OSError, Unavailable where
@@ -16,9 +18,9 @@ def forget(data_dir: Path, namespace: str) -> None:
     gate.forget(data_dir / gate.FILE_NAME, namespace)
     in_use.forget(data_dir / in_use.FILE_NAME, namespace)
     folder = data_dir / FOLDER
-    rows = re.compile(re.escape(namespace) + "-[0-9a-f]{12}")  # `state_name`
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_dir() and rows.fullmatch(path.name):
+        name, _, digest = path.name.rpartition("-")
+        if name == namespace and _DIGEST.fullmatch(digest) and path.is_dir():
             shutil.rmtree(path)
     for suffix in ("json", "html"):
         (folder / f"tune-{namespace}.{suffix}").unlink(missing_ok=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ragserve.config import Settings
 from ragserve.profiles.gate import set_of
-from ragserve.profiles.retriever import retriever_of
+from ragserve.profiles.retriever_name import retriever_of
 from ragserve.retrieval.remote_reranker import public_name
 from ragserve.retrieval.search_options import SearchOptions
 

@@ -107,7 +107,7 @@ def test_auto_reads_fewer_passages_where_they_are_verified(server: Any) -> None:
             files[0].unlink(missing_ok=True)
             record(files[0], fingerprint, {label: entry})
             composed = {"concat": dict.fromkeys(("device", "host", "disk", "absent"), (0.0, 0.01, 0.0))}
-            costs = Costs((1.0, 1.0, 0.0), composed, 0.0, "ragserve-tiny", "h", "d")
+            costs = Costs((1.0, 1.0, 0.0), composed, 0.0, "ragserve-tiny", "", "d")
             COSTS.save(files[1], fingerprint, costs)
             response = server.client.post("/rag/query", json=body)
             assert response.status_code == 200, response.text
@@ -148,7 +148,7 @@ def test_auto_knows_what_the_engine_has_cached(server: Any) -> None:
         entry = Entry({"s": GOOD}, "ragserve-tiny", "d", "h", "float32", prefix=prefix)
         record(files[0], fingerprint, {"concat": entry})
         costs = Costs(
-            (10.0, 1.0, 0.0), {"concat": {"device": (5.0, 0.01, 0.0)}}, 0.0, "ragserve-tiny", "h", "d"
+            (10.0, 1.0, 0.0), {"concat": {"device": (5.0, 0.01, 0.0)}}, 0.0, "ragserve-tiny", "", "d"
         )
         COSTS.save(files[1], fingerprint, costs)
         cold = ask("auto")

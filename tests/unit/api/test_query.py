@@ -263,7 +263,7 @@ def test_auto_is_the_default_and_says_what_it_chose_and_why(
         live.engine.info.fingerprint,
         {"epic:first=4": Entry({"s": good}, "m", "d", "h", "float32")},
     )
-    costs = Costs((10.0, 1.0, 0.0), {"epic:first=4": {"device": (5.0, 0.0, 0.0)}}, 0.0, "m", "h", "d")
+    costs = Costs((10.0, 1.0, 0.0), {"epic:first=4": {"device": (5.0, 0.0, 0.0)}}, 0.0, "m", "", "d")
     COSTS.save(live.settings.data_dir / COSTS_FILE, live.engine.info.fingerprint, costs)
     assert (
         "does not report its cache" in chosen().json()["context"]["choice"]

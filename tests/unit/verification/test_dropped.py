@@ -57,7 +57,7 @@ def test_a_record_that_is_none_is_left_and_said(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_few_questions")
 def test_a_namespace_that_is_made_again_is_verified_anew(tuned: Tuned) -> None:
-    fill(tuned.store, "notes", 30)
+    fill(tuned.store, "notes", 18)
 
     async def run() -> None:
         retriever = Retriever(tuned.store, tuned.searched)
@@ -66,7 +66,7 @@ def test_a_namespace_that_is_made_again_is_verified_anew(tuned: Tuned) -> None:
         assert sorted(tuned.gate.verified("notes")) == sorted(LABELS)
         before = next((tuned.folder / "tune").rglob("rows-*.jsonl")).read_text()
         tuned.store.drop_namespace("notes")
-        fill(tuned.store, "notes", 30)
+        fill(tuned.store, "notes", 18)
         tuned.engine.wrong = {"concat"}
         tuned.now += 60
         states = [state["state"] for state in await steps(tuner)]

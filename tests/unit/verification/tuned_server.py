@@ -85,7 +85,7 @@ class Tuned:
 async def steps(tuner: IdleTuner, most: int = 1000) -> list[dict[str, Any]]:
     """Work until there is nothing to do; returns the states on the way."""
     states: list[dict[str, Any]] = []
-    while (work := tuner.work()) is not None and len(states) < most:
+    while len(states) < most and (work := tuner.work()) is not None:
         await work
         states.append(tuner.info())
     return states

@@ -59,7 +59,7 @@ def chosen(tmp_path: Path, verified: list[str], *, whole: bool) -> StrategyChoic
     info: EngineInfo = engine.info
     composed = {label: {"device": (1.0, 0.0, 0.0)} for label in ("samkv", "epic:first=4")}
     costs = Costs(
-        (0.0, 1.0, 0.0), {**composed, "epic:first=4": {"device": (100.0, 0.0, 0.0)}}, 0.0, "m", "h", "d"
+        (0.0, 1.0, 0.0), {**composed, "epic:first=4": {"device": (100.0, 0.0, 0.0)}}, 0.0, "m", "", "d"
     )
     COSTS.save(tmp_path / "costs.json", info.fingerprint, costs)
     gate: Any = SimpleNamespace(
