@@ -220,7 +220,7 @@ class Entry:
         sets = {name: figures for name, figures in self.sets.items() if not name.startswith(_NAMESPACE)}
         return replace(self, sets=sets)
 
-    def own(self, namespace: str, retriever: str) -> Entry:
+    def own(self, namespace: str, retriever: str = "") -> Entry:
         """The record of a namespace's own questions alone, as set `set_of` (namespace): with passages of this
         ``retriever`` or, without any, of another."""
         name = set_of(namespace)
@@ -425,7 +425,7 @@ def forget(place: Path, namespace: str) -> None:
 
     for fingerprint in _FILE.models(place):
         known = _FILE.load(place, fingerprint) or {}
-        if any(entry.own(namespace, "").sets for entry in known.values()):
+        if any(entry.own(namespace).sets for entry in known.values()):
             _FILE.update(place, fingerprint, change)
 
 

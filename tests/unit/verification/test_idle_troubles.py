@@ -64,7 +64,7 @@ def test_an_outage_takes_a_question_every_three_minutes(
         monkeypatch.setattr(tuned.engine, "generate", generate)
     else:
         monkeypatch.setattr(tuned.searched, "encode_queries", encoded)
-    assert asyncio.run(worked(tuned, 100)) == []
+    assert asyncio.run(worked(tuned, 55)) == []
     assert sorted(tuned.gate.verified("notes")) == sorted(LABELS)
 
 
@@ -84,7 +84,7 @@ def test_a_draw_that_fails_once_is_drawn_again(
 
     monkeypatch.setattr(IndexStore, "document_chunks", chunks)
 
-    assert asyncio.run(worked(tuned, 80)) == [error] * 3
+    assert asyncio.run(worked(tuned, 35)) == [error] * 3
     assert sorted(tuned.gate.verified("notes")) == sorted(LABELS)
 
 
