@@ -87,8 +87,8 @@ class SessionPages:
         layers = range(self._pool.layer_num)
         k = [self._pool.get_key_buffer(layer) for layer in layers]
         v = [self._pool.get_value_buffer(layer) for layer in layers]
-        self._remember(name, key, start, len(ids))
         self._tiers.put(meta, k, v, slots=node.value[start - begin :], to_disk=False)
+        self._remember(name, key, start, len(ids))
 
     def find(self, key: str, ids: array[int], held: int) -> list[TurnPages]:
         """Return and pin what continues the first ``held`` of the ``ids`` of a dialogue, piece by piece.

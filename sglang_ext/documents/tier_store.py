@@ -17,8 +17,8 @@ from sglang_ext.documents.disk.disk_index import DiskIndex
 from sglang_ext.documents.disk.hicache import BackendTier, by_pool_index
 from sglang_ext.documents.disk.page_files import PageFile
 from sglang_ext.documents.disk.verification import Verification, VerifyReport
-from sglang_ext.documents.fill import DocumentKv, fill_pages
-from sglang_ext.documents.pages.host import HostEntry, HostTier
+from sglang_ext.documents.fill import DocumentKv
+from sglang_ext.documents.pages.host import HostTier
 from sglang_ext.documents.pages.metrics import KvMetrics, kv_metrics
 from sglang_ext.documents.pages.page_format import digest, token_array
 from sglang_ext.documents.pages.stored_pages import StoredPages
@@ -234,9 +234,9 @@ class TierStore:
                 if to_disk:
                     self._writes.offer_aside(meta, token_ids, kv, summary)
             else:
+                tiers.fill(entry, missing, pages, kv)
                 entry.summary = summary or entry.summary
                 entry.lasting = entry.lasting or lasting
-                self._fill(entry, missing, pages, kv)
                 host.entries.move_to_end(meta.key)
                 if to_disk:
                     # on disk since before a restart: need not be written again
@@ -246,20 +246,6 @@ class TierStore:
             if summary:
                 self._summaries.put(meta.key, summary)
             host.shrink()
-
-    def _fill(self, entry: HostEntry, blocks: list[int], pages: list[int], kv: DocumentKv) -> None:
-        """Copy these blocks into pages allocated for them."""
-        tiers = self._tiers
-        entry.in_flight += 1
-        try:
-            fill_pages(tiers.host.pool, self.shape, blocks, pages, kv)
-        finally:
-            entry.in_flight -= 1
-            tiers.host.attach(entry, blocks, pages)
-        if kv.is_cuda and blocks:
-            entry.copied = torch.cuda.Event()
-            entry.copied.record(torch.cuda.current_stream(kv.slots.device))
-        tiers.count_moved("to_host", len(blocks) * self.shape.page_bytes)
 
     def put_summary(self, key: str, data: bytes) -> bool:
         """Keep these bytes with a document and store them with its pages, in place of what could not be used;

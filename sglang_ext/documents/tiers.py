@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from sglang_ext.documents.disk.disk import DiskTier, Faults, FileTier, lacks_descriptor
 from sglang_ext.documents.disk.disk_index import DiskEntry, DiskIndex
 from sglang_ext.documents.disk.io_pool import IoPool
+from sglang_ext.documents.fill import DocumentKv, fill_pages
 from sglang_ext.documents.pages.host import HostEntry, HostTier
 from sglang_ext.documents.pages.metrics import KvMetrics
 from sglang_ext.documents.pages.page_format import (
@@ -134,6 +137,26 @@ class Tiers:
             if self.in_remote(key, namespace) is not None:
                 self.forget(key)
         return bool(waits)
+
+    def fill(self, entry: HostEntry, blocks: Sequence[int], pages: Sequence[int], kv: DocumentKv) -> None:
+        """Copy these blocks into host pages allocated for them. If that fails, the document has none of them
+        and the pages are free again."""
+        entry.in_flight += 1
+        try:
+            fill_pages(self.host.pool, self.shape, blocks, pages, kv)
+        except BaseException:
+            if kv.is_cuda:  # copies launched before the failure still write to the pages
+                torch.cuda.current_stream(kv.slots.device).synchronize()
+            entry.in_flight -= 1
+            self.host.give_back(pages)
+            self.host.settle(entry)
+            raise
+        entry.in_flight -= 1
+        self.host.attach(entry, blocks, pages)
+        if kv.is_cuda and blocks:
+            entry.copied = torch.cuda.Event()
+            entry.copied.record(torch.cuda.current_stream(kv.slots.device))
+        self.count_moved("to_host", len(blocks) * self.shape.page_bytes)
 
     def find_on_disk(self, key: str, namespace: str | None) -> DiskEntry | None:
         """Find a document in the index, or by its path, without reading its file; other backends are queried.

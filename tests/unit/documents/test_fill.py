@@ -174,3 +174,38 @@ def test_slots_may_be_given_back_after_a_fill_that_failed(device: str) -> None:
     for page in range(9):
         assert torch.equal(filled.pool[page], filled.expected(page)), f"page {page}"
     assert filled.pool[9:].isnan().all()
+
+
+@pytest.mark.parametrize("there", [[], [3, 4]], ids=["absent", "in part"])
+def test_a_document_whose_fill_fails_gets_no_pages(
+    there: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it goes to disk either: its pages hold whatever was there before."""
+    monkeypatch.setattr(fill, "COPY_BYTES", 3 * SHAPE.page_bytes)
+    document = Sample(1, 250, shape=SHAPE)
+    slots = torch.arange(250)
+    slots[200] = 250  # the buffers end at 249, and the first groups are copied before that is met
+    with opened(tmp_path, shape=SHAPE) as store:
+        if there:
+            document.put(store)
+            flushed(store)
+            store.drop_host()
+            store.pin(document.key)
+            assert store.load(document.key, there).wait(240)
+            store.unpin(document.key)
+        with pytest.raises((IndexError, RuntimeError)):
+            store.put(document.meta, document.k, document.v, b"analysis", slots=slots)
+        flushed(store)
+        found = document.found(store)
+        if there:
+            assert found is not None
+            assert found.blocks_on_host.nonzero().flatten().tolist() == there
+            document.assert_pages(store, there)
+        else:
+            assert found is None
+            assert store.stat()["host"]["pages"] == store.stat()["disk"]["documents"] == 0
+        document.put(store)
+        flushed(store)
+        document.assert_pages(store)
+        store.drop_host()
+        assert document.load_and_check(store)

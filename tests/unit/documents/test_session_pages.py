@@ -88,6 +88,20 @@ def test_evicted_turns_are_found_by_the_session_that_said_them(bench: Bench) -> 
     assert bench.found(key=composed_session_key(session_key("acme-old", "a" * 32))) == []
 
 
+def test_a_turn_that_could_not_be_copied_is_not_found(bench: Bench) -> None:
+    slots = SLOTS[:24].clone()
+    slots[20] = 128  # the buffers end at 127
+    key = composed_session_key(session_key("acme", "c" * 32))
+    insert(bench.tree, IDS[:24], slots, key=key)
+    found = bench.tree.document(IDS[:24], key)
+    assert found is not None
+    with pytest.raises((IndexError, RuntimeError)):
+        bench.sessions.save(found[1])
+    assert bench.found(ids=IDS[:24], key=key) == []
+    assert bench.sessions.keys() == set()
+    assert bench.store.stat()["host"]["pages"] == 0
+
+
 def test_what_the_host_has_is_not_copied_again(bench: Bench) -> None:
     bench.evict()
     pages = bench.store.stat()["host"]["pages"]
