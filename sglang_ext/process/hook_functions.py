@@ -40,7 +40,7 @@ def after_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
 
 def before_schedule(scheduler: Any, running_batch: Any, *args: Any, **kwargs: Any) -> None:
     if current.composition is not None:
-        stages.run("queue", stages.nobody, current.composition.drop_gone, scheduler)
+        stages.run("queue", stages.nobody, current.composition.before_schedule, scheduler)
     if current.attention is not None:
         current.attention.before_schedule(scheduler, running_batch)
 

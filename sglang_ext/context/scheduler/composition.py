@@ -242,7 +242,6 @@ class Composition:
         self._offsets[batch.req_pool_indices] = torch.tensor(offsets, dtype=torch.int64).to(
             self._device, non_blocking=True
         )
-        self.releases.poll()
 
     def _compose(self, batch: Any, new: Sequence[Any]) -> bool:
         """Fill the slots; False if all requests were cancelled before that was done."""
@@ -328,8 +327,10 @@ class Composition:
         if self._counts:
             context_metrics().observe(report)
 
-    def drop_gone(self, scheduler: Any) -> None:
-        """Before a prefill batch is made: forget the requests that SGLang has taken off its queues."""
+    def before_schedule(self, scheduler: Any) -> None:
+        """Before a scheduling step: let go of host pages that the device has read, for which a queued request
+        may wait while others only decode, and forget the requests that SGLang has taken off its queues."""
+        self.releases.poll()
         if self.stage.waits:
             self.stage.drop_gone([*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue])
 

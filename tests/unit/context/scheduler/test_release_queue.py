@@ -18,6 +18,7 @@ from sglang_ext.context.scheduler.release_queue import ReleaseQueue
 from sglang_ext.documents.device import DeviceDocuments
 from sglang_ext.documents.pages.types import DocumentMeta, KvShape
 from sglang_ext.documents.tier_store import TierStore
+from sglang_ext.process import hook_functions
 from sglang_ext.process.control import answer
 from sglang_ext.process.runtime import ContextRuntime
 from sglang_ext.ranks.ranks import Ranks
@@ -83,6 +84,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     composition: Any = Composition.__new__(Composition)
     composition._device, composition.releases = torch.device("cuda"), ReleaseQueue()
     composition._tiers, composition.analyses = tiers, SimpleNamespace(stat=dict)
+    composition.stage = SimpleNamespace(waits=False)
     composition._locator = Locator(tree, tiers, runtime.documents.is_removed, SHAPE.block)
     runtime.composition = composition
     tiers.pin("d" * 32)
@@ -100,6 +102,16 @@ def test_the_device_is_unlocked_at_once_and_host_pages_when_the_copies_have_run(
     runtime.composition.releases.poll()
     assert runtime.tiers.drop_host() == 0
     runtime.composition.releases.wait()
+    assert runtime.tiers.drop_host() == 1
+
+
+def test_host_pages_are_free_for_those_that_wait_while_others_only_decode(
+    runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Event, "query", lambda event: True)  # the device has passed everything
+    monkeypatch.setattr(hook_functions.current, "runtime", runtime)
+    monkeypatch.setattr(hook_functions.current, "attention", None)
+    hook_functions.before_schedule(SimpleNamespace(waiting_queue=[]), None)
     assert runtime.tiers.drop_host() == 1
 
 
