@@ -236,7 +236,28 @@ class Admission:
         self, adder: Any, req: Any, context: ComposedContext, slots: torch.Tensor, add: Callable[[], Any]
     ) -> Any:
         """Admit the request with its slots as a prefix; give everything back if SGLang declines."""
-        before = prefix_shown(req)
+        before, hits, admitted = prefix_shown(req), adder.log_hit_tokens, False
+        try:
+            self._show(req, context, slots)
+            rows = context.recompute_rows(self._layers)
+            result = add()
+            admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
+        finally:
+            if not admitted:
+                restore_prefix(req, before)
+                self._release(context, slots)
+        if not admitted:
+            return result
+        self._admitted(adder, req, context, hits)
+        if rows:
+            adder.rem_input_tokens -= rows
+            if adder.rem_chunk_tokens is not None:
+                adder.rem_chunk_tokens -= rows
+            return adder.budget_state()
+        return result
+
+    def _show(self, req: Any, context: ComposedContext, slots: torch.Tensor) -> None:
+        """Let SGLang find the slots as the request's prefix."""
         prefix, node = slots[: context.slots - context.located.held], None
         if context.continues_session and isinstance(context.located.sources[0], DocumentOnDevice):
             # SGLang locks the node for the request, and frees none of its slots at the end
@@ -247,23 +268,6 @@ class Admission:
         req.already_computed = context.slots - context.there
         req._cache_breakdown_computed = True
         context.admit()
-        hits, rows = adder.log_hit_tokens, context.recompute_rows(self._layers)
-        try:
-            result = add()
-        except BaseException:
-            self._release(context, slots)
-            raise
-        if not adder.can_run_list or adder.can_run_list[-1] is not req:
-            restore_prefix(req, before)
-            self._release(context, slots)
-            return result
-        self._admitted(adder, req, context, hits)
-        if rows:
-            adder.rem_input_tokens -= rows
-            if adder.rem_chunk_tokens is not None:
-                adder.rem_chunk_tokens -= rows
-            return adder.budget_state()
-        return result
 
     def _admitted(self, adder: Any, req: Any, context: ComposedContext, hits: int) -> None:
         adder.log_hit_tokens = hits

@@ -141,18 +141,22 @@ def broken(*args: Any, **kwargs: Any) -> Any:
     raise OSError("the disk is gone")
 
 
-def failing_engine(where: str) -> Engine:
+def failing_engine(where: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
     if where == "load":
         engine.resolve = broken  # type: ignore[method-assign]
     elif where == "alloc":
         engine.admission._allocator.alloc = broken
+    elif where == "prefix":  # once SGLang has been shown the slots
+        monkeypatch.setattr(ComposedContext, "admit", broken)
     return engine
 
 
-@pytest.mark.parametrize("where", ["load", "alloc", "add"])
-def test_an_admission_that_fails_ends_the_request_and_gives_everything_back(where: str) -> None:
-    engine, calls = failing_engine(where), []
+@pytest.mark.parametrize("where", ["load", "alloc", "prefix", "add"])
+def test_an_admission_that_fails_ends_the_request_and_gives_everything_back(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, calls = failing_engine(where, monkeypatch), []
 
     def add() -> Any:
         calls.append(engine.req.to_finish)
@@ -164,6 +168,7 @@ def test_an_admission_that_fails_ends_the_request_and_gives_everything_back(wher
     assert engine.req.to_finish.status_code == 500
     assert calls[-1] is engine.req.to_finish, "SGLang admits the request once more to report its end"
     assert engine.free == 100
+    assert not len(prefix_of(engine.req)), "its slots are others' by now"
     assert not engine.context.located.sources
 
 
