@@ -119,7 +119,7 @@ class SessionPages:
             for names in self._of.pop(key, {}).values():
                 for name in names:
                     del self._entries[name]
-                    self._tiers.remove(name, session_namespace(key))
+                    self._tiers.remove_from_host(name)
 
     def forget_namespace(self, namespace: str) -> None:
         """Drop what is here of sessions of a namespace, alone or among others."""
@@ -137,7 +137,7 @@ class SessionPages:
                 del self._of[of][first]
             if not self._of[of]:
                 del self._of[of]
-            self._tiers.remove(oldest, session_namespace(of))
+            self._tiers.remove_from_host(oldest)
 
 
 def is_composed_session(key: str | None) -> bool:

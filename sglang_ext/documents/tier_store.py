@@ -306,6 +306,13 @@ class TierStore:
         with self._tiers.open(changing=True):
             return self._removal.remove(key, namespace)
 
+    def remove_from_host(self, key: str) -> None:
+        """Remove from the host what was put with ``to_disk`` False, and so is in no tier below, as `remove`
+        does. The shared store, which counts what it has to delete, is not asked to."""
+        with self._tiers.open(changing=True) as tiers:
+            if (entry := tiers.host.entries.get(key)) is not None and not entry.lasting:
+                tiers.host.remove(entry)
+
     def remove_namespace(self, namespace: str) -> int:
         """Remove all documents of a namespace and return their number. On disk this is one rename."""
         with self._tiers.open(changing=True):

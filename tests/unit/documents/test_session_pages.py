@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.wire.protocol import composed_session_key, session_key
 from tests.unit.documents.document_samples import FINGERPRINT, SHAPE
 from tests.unit.documents.test_radix import insert, tree_of
+from tests.unit.documents.test_remote_tier import engine
 
 PAGE = 4
 OURS = session_key("acme", "a" * 32)
@@ -27,8 +29,8 @@ SLOTS = torch.randperm(64)[:40]
 class Bench:
     """A tree of one dialogue of two turns (24 and 16 tokens) and one of somebody else, and a host tier."""
 
-    def __init__(self, pages: int = 64) -> None:
-        self.store = TierStore(
+    def __init__(self, pages: int = 64, store: TierStore | None = None) -> None:
+        self.store = store or TierStore(
             SHAPE, fingerprint=FINGERPRINT, host_bytes=pages * SHAPE.page_bytes, disk=None, pin=False
         )
         self.k, self.v = (
@@ -157,3 +159,18 @@ def test_no_more_is_kept_than_the_host_has_room_for_and_is_remembered(
     assert bench.store.stat()["host"]["documents"] == 1
     bench.store.check_integrity()
     bench.store.close()
+
+
+def test_the_shared_store_is_asked_to_delete_no_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has none of them, and for too many deletions it drops all of their namespace's documents."""
+    monkeypatch.setattr(session_pages, "MOST", 2)
+    with engine(tmp_path, options={"folder": str(tmp_path / "unmounted")}, away=True) as store:
+        bench = Bench(store=store)
+        bench.evict()
+        assert len(bench.sessions) == 2, "the third turn is forgotten"
+        bench.documents.remove_session(OURS)
+        bench.sessions.forget_namespace("acme")
+        assert store.stat()["host"]["pages"] == store.stat()["remote"]["unconfirmed_deletions"] == 0
+        store.check_integrity()
