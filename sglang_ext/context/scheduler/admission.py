@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum, auto
@@ -77,6 +78,7 @@ class Admission:
         self._locator = locator
         self._stage = stage
         self._ranks = ranks
+        self._paused: Callable[[], Any] = lambda: None  # the step that has had its pause
 
     def admit(self, adder: Any, req: Any, add: Callable[[], Any]) -> Any:
         """Run around `PrefillAdder.add_one_req`; ``add`` calls the original."""
@@ -314,11 +316,13 @@ class Admission:
         """Leave the request in the queue.
 
         With nothing else to do the scheduler would ask again at once, and threads that load would get
-        Python's lock only after its switch interval, for each of their steps.
+        Python's lock only after its switch interval, for each of their steps. So each step has one pause,
+        however many requests wait.
         """
         from sglang.srt.managers.schedule_policy import AddReqResult
 
-        if not adder.can_run_list and adder.running_batch.is_empty():
+        if not adder.can_run_list and adder.running_batch.is_empty() and self._paused() is not adder:
+            self._paused = weakref.ref(adder)
             time.sleep(_POLL_S)
         return AddReqResult.CONTINUE
 

@@ -64,6 +64,10 @@ class Documents:
         self.held -= len(keys)
 
 
+class Adder(SimpleNamespace):
+    """SGLang's budget of a step, made anew for each."""
+
+
 class Divided(Ranks):
     """Another rank lacks what this one has."""
 
@@ -104,7 +108,7 @@ class Engine:
             init_next_round_input=lambda tree: None,
         )
         batch = SimpleNamespace(is_empty=lambda: not running)
-        self.adder: Any = SimpleNamespace(
+        self.adder: Any = Adder(
             can_run_list=[],
             running_batch=batch,
             rem_total_tokens=1000,

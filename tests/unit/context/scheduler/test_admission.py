@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_ext.context.compose.request import ComposedContext
+from sglang_ext.context.scheduler import admission
 from sglang_ext.stages import stages
 from sglang_ext.versions import protected_tokens
 from sglang_ext.wire.protocol import MISSING_PREFIX, SessionPart, session_key
@@ -48,6 +50,22 @@ def test_a_request_waits_for_its_load_without_locks() -> None:
     assert not engine.context.located.sources
     assert engine.free == 100
     assert engine.req.to_finish is None
+
+
+def test_a_step_pauses_once_however_many_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(admission, "time", SimpleNamespace(sleep=pauses.append))
+    engine = Engine()
+    engine.loading = True
+    assert [engine.admit() for _ in range(3)] == ["CONTINUE"] * 3
+    assert len(pauses) == 1
+    engine.adder = copy(engine.adder)
+    engine.admit()
+    assert len(pauses) == 2, "the next step"
+    engine.adder.running_batch.is_empty = lambda: False
+    engine.adder = copy(engine.adder)
+    engine.admit()
+    assert len(pauses) == 2, "others decode"
 
 
 @pytest.mark.parametrize("output", [[], [7]], ids=["new", "retracted"])
