@@ -265,7 +265,8 @@ class RemoteTier(DiskTier):
 
     def _finish(self, copy: _Copy) -> None:
         self._queued_bytes -= copy.bytes_
-        self._copies.pop(copy.key, None)
+        if self._copies.get(copy.key) is copy:
+            del self._copies[copy.key]
         if copy.entry is not None:
             copy.entry.in_flight -= 1
             self._host.settle(copy.entry)
@@ -284,6 +285,8 @@ class RemoteTier(DiskTier):
         new, encoded = _encoded(old.key, old.namespace, old.token_ids, old.crcs, self.layout, data)
         with self._lock:
             if self.away or self._deletions.covers(old.key, old.namespace):
+                return
+            if old.key in self._copies:  # dropped there meanwhile, and on its way again with its summary
                 return
             copy = _Copy(old.key, old.namespace, old.token_ids, 0, None)  # a deletion waits for it
             self._copies[old.key] = copy

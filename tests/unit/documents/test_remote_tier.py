@@ -407,3 +407,36 @@ def test_host_pages_stay_until_they_are_stored(tmp_path: Path, monkeypatch: pyte
             ],
             first.k[:, :4].transpose(1, 2),
         )
+
+
+def test_a_deletion_waits_for_a_copy_that_a_summary_overtook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind another document's copy wait a summary, and after a removal the same document again."""
+    other, document = Sample(0, 16), Sample(1, 16)
+    reached, go = ({each.key: threading.Event() for each in (other, document)} for _ in range(2))
+    original = FolderBackend.write
+
+    def held(backend: FolderBackend, record: Any, *rest: Any) -> bool:
+        reached[record.key].set()
+        return go[record.key].wait(240) and original(backend, record, *rest)
+
+    with engine(tmp_path, disk=False) as store:
+        document.put(store)
+        flushed(store)
+        monkeypatch.setattr(FolderBackend, "write", held)
+        other.put(store)
+        assert reached[other.key].wait(240)
+        assert store.put_summary(document.key, b"analysis")
+        assert removed(store, document) == {"removed": 1}
+        document.put(store)
+        go[other.key].set()
+        assert reached[document.key].wait(240)
+        assert store.remove(document.key, "default")
+        time.sleep(0.1)  # the keeper looks every 0.02 s
+        left = store.unconfirmed([document.key], "default")
+        go[document.key].set()
+        assert left == (1, True), "it was being written"
+        until(lambda: not store.unconfirmed([document.key], "default")[0])
+        flushed(store)
+        assert [path.stem for path in (tmp_path / "shared").rglob("*.pages")] == [other.key]
