@@ -109,7 +109,7 @@ class Summaries:
                     tiers.index.add(key, old.namespace, new.file_bytes, new)
                     tiers.make_disk_room(0)
                 elif done:
-                    disk.remove(key, old.namespace, new)
+                    tiers.delete(key, old.namespace, new)
         except (PageError, OSError) as error:
             tiers.faults.note(error, f"storing the summary of document {key}")
         finally:

@@ -300,7 +300,8 @@ class TierStore:
 
     def remove(self, key: str, namespace: str | None = None) -> bool:
         """Remove a document from every tier; True if it was on host or disk. Pages that are pinned stay
-        readable, but no lookup finds them. The shared store deletes it later (`unconfirmed`), if the
+        readable, but no lookup finds them. A file that cannot be deleted now is not found either, and is
+        deleted once that is possible. The shared store deletes it later (`unconfirmed`), if the
         ``namespace`` is given or the document is on host or disk.
         """
         with self._tiers.open(changing=True):
@@ -433,6 +434,7 @@ class TierStore:
             for entry in tiers.host.all_entries():
                 entry.wait_copied()
             tiers.host.close()
+            tiers.delete_again()
         tiers.disk.close()
 
     def _check(self, meta: DocumentMeta) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 
@@ -26,7 +27,7 @@ from sglang_ext.documents.pages.page_format import (
 from sglang_ext.documents.pages.types import KvShape
 from sglang_ext.documents.remote.tier import RemoteTier
 
-_SCAN_BATCH = 256
+_SCAN_BATCH = _DELETE_BATCH = 256
 
 
 class Tiers:
@@ -57,6 +58,8 @@ class Tiers:
         self.moved: Counter[str] = Counter()  # to_host, to_disk, from_disk, from_remote
         # documents whose file is being written: not to be found by path until then, or ever if removed
         self.writing: set[str] = set()
+        # documents whose file could not be deleted, by key: not to be found either
+        self.undeleted: dict[str, tuple[str, Record | None]] = {}
         self.closed = False
         self._trashed = self._swept = 0  # removals of whole namespaces; those whose space has been freed
         self._host_evictions = 0
@@ -166,7 +169,7 @@ class Tiers:
         if known is not None:
             return known if namespace in (None, known.namespace) else None
         valid = valid_key(key) and (namespace is None or valid_namespace(namespace))
-        if key in self.writing or not valid:
+        if key in self.writing or key in self.undeleted or not valid:
             return None
         if not isinstance(self.disk, FileTier):
             record = self._read_record(key, namespace or "")
@@ -207,16 +210,35 @@ class Tiers:
         return record
 
     def forget(self, key: str) -> bool:
-        """Delete whatever the disk has of a document; True if the index knew it."""
+        """Delete whatever the disk has of a document (see ``delete``); True if the index knew it."""
         record = self.index.record(key)
         entry = self.index.drop(key)
-        if entry is None:
-            return False
+        if entry is not None:
+            self.delete(key, entry.namespace, record)
+        return entry is not None
+
+    def delete(self, key: str, namespace: str, record: Record | None) -> None:
+        """Delete a document's file. One that cannot be deleted now is hidden, and deleted by
+        ``delete_again``; a restart before that finds it."""
         try:
-            self.disk.remove(key, entry.namespace, record)
-        except OSError as error:
-            self.faults("io", f"removing document {key}: {error}")
-        return True
+            self.disk.remove(key, namespace, record)
+        except (PageError, OSError) as error:
+            self.faults.note(error, f"removing document {key}")
+            self.undeleted[key] = namespace, record
+
+    def delete_again(self) -> None:
+        """Delete some of what could not be deleted, but nothing that is being written anew."""
+        for key, (namespace, record) in list(islice(self.undeleted.items(), _DELETE_BATCH)):
+            del self.undeleted[key]
+            if key in self.writing:
+                self.undeleted[key] = namespace, record
+            else:
+                self.delete(key, namespace, record)
+
+    def stored(self, record: Record) -> None:
+        """Note that a document has been written."""
+        self.undeleted.pop(record.key, None)
+        self.index.add(record.key, record.namespace, record.file_bytes, record)
 
     def make_disk_room(self, extra: int) -> bool:
         """Delete least recently used documents until ``extra`` more bytes fit into the disk budget; False if
@@ -266,7 +288,8 @@ class Tiers:
                 for found in listed[at : at + _SCAN_BATCH]:
                     # removals take the lock, too: a file that is there now was not removed since the listing
                     there = disk.files.find(found.namespace, found.key) is not None
-                    if there and found.key not in self.index.entries:
+                    known = found.key in self.index.entries or found.key in self.undeleted
+                    if there and not known:
                         self.index.add(found.key, found.namespace, found.size, oldest=True)
         with self.lock:
             self.index.complete = True
@@ -288,6 +311,7 @@ class Tiers:
     def _sync_removals(self) -> None:
         with self.lock:
             namespaces, self._removed = self._removed, set()
+            self.delete_again()
         try:
             self.disk.sync_removals(namespaces)
         except OSError as error:

@@ -119,7 +119,7 @@ class WriteBack:
             return was_waiting
         write.cancelled = True
         if write.started:
-            self._tiers.disk.remove(key, write.namespace, None)
+            self._tiers.delete(key, write.namespace, None)
         return True
 
     def keys(self, namespace: str | None = None) -> list[str]:
@@ -162,6 +162,7 @@ class WriteBack:
             if tiers.trash:
                 tiers.sweep()
             with tiers.lock:
+                tiers.delete_again()
                 if write.cancelled:
                     return
                 if not tiers.make_disk_room(record.file_bytes):
@@ -178,11 +179,11 @@ class WriteBack:
             done = disk.write(record, data, views, numbers, summary)
             with tiers.lock:
                 if done and write.cancelled:
-                    disk.remove(write.key, write.namespace, record)
+                    tiers.delete(write.key, write.namespace, record)
                 elif done:
                     tiers.index.reserved -= reserved
                     reserved = 0
-                    tiers.index.add(write.key, write.namespace, record.file_bytes, record)
+                    tiers.stored(record)
                     tiers.make_disk_room(0)  # the budget may have shrunk meanwhile
                     tiers.count_moved("to_disk", record.file_bytes)
                     if write.entry is not None and write.entry.summary not in (b"", summary):

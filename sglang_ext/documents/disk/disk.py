@@ -125,7 +125,8 @@ class DiskTier:
         raise FileNotFoundError(found.key)
 
     def remove(self, key: str, namespace: str, record: Record | None) -> bool:
-        """Return whether something was removed. Backends that delete value by value need the record."""
+        """Return whether something was removed. Backends that delete value by value need the record. Raises
+        OSError or PageError."""
         return False
 
     def remove_namespace(self, namespace: str) -> list[str]:

@@ -196,9 +196,8 @@ class BackendTier(DiskTier):
         keys += [f"{key}@{_SUMMARY}{i}" for i in range(self._values(record.summary_bytes))]
         try:
             answers = [self._delete(part) for part in keys]
-        except Exception as error:  # noqa: BLE001 - as above
-            self.faults("backend", f"removing document {key}: {error!r}")
-            return False
+        except Exception as error:
+            raise PageError("backend", repr(error)) from error
         return any(answer is not False for answer in answers)
 
     def verify(self, found: PageFile) -> Record:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.documents.disk import hicache
 from sglang_ext.documents.pages.types import PAGE_BITS, DiskConfig, KvShape
 from sglang_ext.documents.tier_store import TierStore
 from tests.unit.documents.document_samples import FINGERPRINT, LARGE, SHAPE, Sample, flushed, look_up
@@ -124,6 +125,39 @@ def test_a_backend_that_fails_costs_hits_not_answers(caplog: pytest.LogCaptureFi
         assert document.found(store) is None
         store.close()
     assert "the storage cluster is away" in caplog.text
+
+
+def test_a_removal_that_the_backend_fails_hides_the_document(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document, other = Sample(1, 18), Sample(2, 18)
+    is_away, deleter = True, hicache._deleter
+
+    def failing(storage: Any) -> Any:
+        delete = deleter(storage)
+
+        def delete_value(key: str) -> bool:
+            if is_away:
+                raise ConnectionError("the storage cluster is away")
+            return bool(delete(key))
+
+        return delete_value
+
+    monkeypatch.setattr(hicache, "_deleter", failing)
+    store = _open(config)
+    document.put(store)
+    flushed(store)
+    assert store.remove(document.key)
+    flushed(store)
+    assert document.found(store) is None
+    assert store.stat()["faults"]["backend"] > 0
+    is_away = False
+    other.put(store)
+    flushed(store)
+    store.close()
+    store = _open(config)
+    assert [each.found(store) is not None for each in (document, other)] == [False, True]
+    store.close()
 
 
 def test_a_backend_that_cannot_delete_says_so(caplog: pytest.LogCaptureFixture) -> None:

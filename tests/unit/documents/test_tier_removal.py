@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 
+from sglang_ext.documents.disk.disk import FileTier
 from sglang_ext.documents.pages import page_format
 from sglang_ext.documents.pages.types import DocumentMeta
 from tests.unit.documents.document_samples import (
@@ -166,3 +172,94 @@ def test_clear_empties_both_tiers(tmp_path: Path) -> None:
         assert (figures["host"]["bytes"], figures["disk"]["bytes"]) == (0, 0)
         assert (figures["host"]["documents"], figures["disk"]["documents"]) == (0, 0)
         assert files_of(tmp_path) == []
+
+
+@contextmanager
+def undeletable() -> Iterator[None]:
+    """A file system that has become read-only, as far as document files go."""
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".pages":
+            raise OSError(errno.EROFS, "Read-only file system")
+        unlink(path, missing_ok)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        yield
+
+
+def test_what_cannot_be_deleted_is_not_found_and_deleted_later(tmp_path: Path) -> None:
+    gone, back, kept = (Sample(i, 16) for i in range(3))
+    with opened(tmp_path) as store:
+        for document in (gone, back, kept):
+            document.put(store)
+        flushed(store)
+        with undeletable():
+            assert store.remove(gone.key)
+            assert store.remove(back.key)
+            flushed(store)
+        assert store.stat()["faults"]["io"] >= 2
+        for document in (gone, back):
+            assert document.found(store) is None
+            assert store.where(document.key, "default") == (False, "absent")
+        assert len(files_of(tmp_path)) == 3
+        assert kept.load_and_check(store)
+        back.put(store)  # the same text again
+        flushed(store)
+        store.remove(kept.key)
+        flushed(store)
+        assert [path.stem for path in files_of(tmp_path)] == [back.key]
+        store.drop_host()
+        assert back.load_and_check(store)
+
+
+def test_a_removal_while_the_file_is_written_hides_it_whatever_the_disk_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = Sample(1, 16)
+    begun, go, write = Event(), Event(), FileTier.write
+
+    def held(*given: Any) -> bool:
+        begun.set()
+        return go.wait(240) and write(*given)
+
+    monkeypatch.setattr(FileTier, "write", held)
+    with opened(tmp_path) as store:
+        document.put(store)
+        assert begun.wait(240)
+        try:
+            with undeletable():
+                assert store.remove(document.key)
+            found = document.found(store)
+        finally:
+            go.set()
+        assert found is None
+        flushed(store)
+        assert document.found(store) is None
+        assert store.stat()["host"]["pages"] == 0
+        document.put(store)
+        flushed(store)
+        store.drop_host()
+        assert document.load_and_check(store)
+
+
+def test_the_scan_at_the_start_finds_nothing_that_could_not_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document, other = Sample(1, 16), Sample(2, 16)
+    with opened(tmp_path) as store:
+        document.put(store)
+        other.put(store)
+        flushed(store)
+    go, scan = Event(), FileTier.scan
+    monkeypatch.setattr(FileTier, "scan", lambda tier: scan(tier) if go.wait(240) else iter(()))
+    with opened(tmp_path) as store, undeletable():
+        try:
+            assert store.remove(document.key, "default")
+        finally:
+            go.set()
+        flushed(store)
+        assert document.found(store) is None
+        assert store.stat()["disk"]["documents"] == 1
+    assert [path.stem for path in files_of(tmp_path)] == [other.key], "deleted when the store was closed"
