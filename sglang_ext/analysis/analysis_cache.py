@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 
 from sglang_ext.analysis.document_analysis import Analysis
 
@@ -38,9 +39,9 @@ class AnalysisCache:
         while self.used > self.budget:
             self._drop(next(iter(self._entries)))
 
-    def remove(self, key: str) -> None:
-        """Drop a document's analyses."""
-        for name in [name for name in self._entries if name[0] == key]:
+    def remove(self, keys: Collection[str]) -> None:
+        """Drop the analyses of these documents."""
+        for name in [name for name in self._entries if name[0] in keys]:
             self._drop(name)
 
     def clear(self) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sglang_ext.documents.radix import DocumentRadixCache
     from sglang_ext.documents.tier_store import TierStore
 
-_SWEEP_AT = 10_000  # namespaces remembered before those of evicted documents are forgotten
+_SWEEP_AT = 10_000  # namespaces remembered, at least, before those of evicted documents are forgotten
 
 
 class DeviceDocuments:
@@ -29,6 +29,7 @@ class DeviceDocuments:
         self._tree = tree
         self._tiers = tiers
         self._namespaces: dict[str, str] = {}  # by key, of documents on the device or in prefill
+        self._sweep_at = _SWEEP_AT
         # removed while a running request reads them: hidden from other requests, freed when it ends
         self._pending_removal: set[str] = set()
         self._caching: WeakSet[Any] = WeakSet()  # running requests whose KV will be cached
@@ -63,7 +64,7 @@ class DeviceDocuments:
     def cached(self, key: str) -> None:
         """Note that a document has been prefilled, and not been removed meanwhile."""
         self._pending_removal.discard(key)
-        if len(self._namespaces) > _SWEEP_AT:
+        if len(self._namespaces) > self._sweep_at:
             self.sweep()
 
     def remove(self, keys: Sequence[str], namespace: str) -> int:
@@ -95,7 +96,7 @@ class DeviceDocuments:
                 req.ragserve_private = True
         if self.sessions is not None:
             self.sessions.forget(gone)
-        self._pending_removal |= {key for key in gone if not self._tree.remove_key(key)}
+        self._pending_removal |= self._tree.remove_keys(gone)
 
     def remove_namespace(self, namespace: str) -> int:
         """Remove all documents of a namespace from every tier and return their number."""
@@ -110,8 +111,8 @@ class DeviceDocuments:
         """Remove all documents from every tier, and exact prefixes and sessions, which may contain them. What
         running requests read stays."""
         keys = [key for key in self._tree.tokens_by_key() if is_document_key(key) or _may_hold_documents(key)]
-        for key in (*keys, prefix_key("")):  # for any key, a tree that does not tell its keys drops all
-            self._tree.remove_key(key)
+        # for any key, a tree that does not tell its keys drops all
+        self._tree.remove_keys({*keys, prefix_key("")})
         if self.sessions is not None:
             self.sessions.forget(self.sessions.keys())
         self._tiers.clear()
@@ -122,14 +123,10 @@ class DeviceDocuments:
         memory; the tiers below keep them. What waits to be written is lost with the host tier: flush it
         first. Tier "sessions": evict sessions' composed KV from the device.
         """
-        if "sessions" in tiers:
-            for key in self._tree.tokens_by_key():
-                if is_composed_session(key):
-                    self._tree.evict_key(key)
-        if "device" in tiers:
-            for key in self.document_tokens():
-                if keys is None or key in keys:
-                    self._tree.remove_key(key)
+        if "sessions" in tiers and (gone := set(filter(is_composed_session, self._tree.tokens_by_key()))):
+            self._tree.evict_keys(gone)
+        if "device" in tiers and (there := self.document_tokens().keys()):
+            self._tree.remove_keys(set(there) if keys is None else there & set(keys))
         if "host" in tiers:
             self._tiers.drop_host(keys)
 
@@ -138,6 +135,7 @@ class DeviceDocuments:
         self._free_removed()
         known = self._known()
         self._namespaces = {key: owner for key, owner in self._namespaces.items() if key in known}
+        self._sweep_at = max(_SWEEP_AT, 2 * len(self._namespaces))  # a sweep walks through the whole tree
 
     def _known(self) -> set[str]:
         """Extra keys of what is cached, and of running requests whose KV will be."""
@@ -154,7 +152,8 @@ class DeviceDocuments:
         self._evictions_counted = self._tree.documents_evicted
 
     def _free_removed(self) -> None:
-        self._pending_removal -= {key for key in self._pending_removal if self._tree.remove_key(key)}
+        if self._pending_removal:
+            self._pending_removal = self._tree.remove_keys(self._pending_removal)
 
     def check(self) -> None:
         """Raise IntegrityError when the tree's count of document tokens is not their sum."""

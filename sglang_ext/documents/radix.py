@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import time
 from array import array
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
@@ -138,22 +139,25 @@ class DocumentRadixCache(RequestTree):
         for node in gone:
             self.observer.on_evicted(node)
 
-    def remove_key(self, extra_key: str) -> bool:
-        """Free every node under this extra key that no running request has locked; True if none remains."""
-        roots = [node for node in self.root_node.children.values() if node.key.extra_key == extra_key]
-        nodes = [node for root in roots for node in _subtree(root)]
-        free = [node for node in nodes if node.lock_ref == 0]  # a locked node's parents are locked as well
-        for node in reversed(free):  # children before their parents
-            self.token_to_kv_pool_allocator.free(node.value)
-            self._delete_leaf(node)
-            self.removed(node)
-        return len(free) == len(nodes)
+    def remove_keys(self, extra_keys: Collection[str]) -> set[str]:
+        """Free every node under these extra keys that no running request has locked, in one walk. Return the
+        keys that have others."""
+        left: set[str] = set()
+        for root in [node for node in self.root_node.children.values() if node.key.extra_key in extra_keys]:
+            for node in reversed(_subtree(root)):  # children before their parents, which are locked with them
+                if node.lock_ref:
+                    left.add(root.key.extra_key)
+                    continue
+                self.token_to_kv_pool_allocator.free(node.value)
+                self._delete_leaf(node)
+                self.removed(node)
+        return left
 
-    def evict_key(self, extra_key: str) -> None:
-        """Evict every node under this extra key that no running request has locked, as for want of room."""
+    def evict_keys(self, extra_keys: Collection[str]) -> None:
+        """Evict every node under these extra keys that no running request has locked, as for want of room."""
         self._evicting = True
         try:
-            self.remove_key(extra_key)
+            self.remove_keys(extra_keys)
         finally:
             self._evicting = False
 

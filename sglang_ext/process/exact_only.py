@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from typing import Any
 
 from sglang_ext.documents.pages.types import DTYPE_CODES, KvShape
@@ -89,11 +90,11 @@ class ExactTree:
         """0: looking would refresh LRU times."""
         return 0
 
-    def remove_key(self, extra_key: str) -> bool:
-        """Empty the cache of all prefixes that no running request reads: this one's cannot be told apart."""
+    def remove_keys(self, extra_keys: Collection[str]) -> set[str]:
+        """Empty the cache of all prefixes that no running request reads: these keys' cannot be told apart."""
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
         size = self.evictable_size()
         if size:
             self._cache.evict(EvictParams(num_tokens=size, swa_num_tokens=size, mamba_num=size))
-        return True
+        return set()

@@ -126,8 +126,9 @@ class DocumentAnalyses:
         if keys is None:
             self._cache.clear()
             self._reads.clear()
+        else:
+            self._cache.remove(set(keys))
         for key in keys or ():
-            self._cache.remove(key)
             self._reads.pop(key, None)
 
     def _compute(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext.documents import device
 from sglang_ext.documents.device import DeviceDocuments
 from sglang_ext.wire.protocol import composed_session_key, prefix_key, session_key
 from tests.unit.documents.test_radix import insert, tree_of
@@ -35,7 +36,9 @@ def tree() -> Any:
 
 
 def documents_of(tree: Any) -> DeviceDocuments:
-    tiers: Any = SimpleNamespace(remove=lambda key, namespace: False, clear=lambda: None)
+    tiers: Any = SimpleNamespace(
+        remove=lambda key, namespace: False, remove_namespace=lambda namespace: 0, clear=lambda: None
+    )
     return DeviceDocuments(None, tree, tiers)
 
 
@@ -76,3 +79,49 @@ def test_an_emptied_cache_keeps_what_is_read_and_prompts_without_documents(tree:
     tree.inc_lock_ref(tree.document(array("q", range(8)), COMPOSED)[1])
     documents_of(tree).clear()
     assert set(tree.tokens_by_key()) == {COMPOSED, "key:other"}
+
+
+class Children(dict[Any, Any]):
+    """The root's nodes by key. Counts the walks through all of them."""
+
+    walks = 0
+
+    def values(self) -> Any:
+        self.walks += 1
+        return super().values()
+
+
+def counted(tree: Any) -> Children:
+    children = tree.root_node.children = Children(tree.root_node.children)
+    return children
+
+
+@pytest.mark.parametrize("n", [1, 40])
+def test_a_removal_walks_through_the_tree_as_often_however_much_is_removed(tree: Any, n: int) -> None:
+    documents, keys = documents_of(tree), [f"{number:032x}" for number in range(40)]
+    for number, key in enumerate(keys):
+        insert(tree, array("q", range(8)), torch.arange(8) + 8 * (number + 4), key=key)
+    read = tree.document(array("q", range(8)), keys[0])[1]
+    tree.inc_lock_ref(read)
+    children = counted(tree)
+    assert documents.remove(keys[:n], "other") == n
+    assert children.walks <= 4
+    assert set(keys) & set(tree.tokens_by_key()) == {keys[0], *keys[n:]}
+    assert [key for key in keys if documents.is_removed(key)] == [keys[0]]
+    tree.dec_lock_ref(read)
+    documents.sweep()
+    assert set(keys) & set(tree.tokens_by_key()) == set(keys[n:])
+
+
+def test_many_documents_on_the_device_are_swept_seldom(tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_SWEEP_AT", 4)
+    documents, children = documents_of(tree), counted(tree)
+    for number in range(64):
+        key = f"{number:032x}"
+        documents.document_request(Running(key), "acme")
+        insert(tree, array("q", range(8)), torch.arange(8), key=key)
+        documents.cached(key)
+    assert children.walks <= 8
+    tree.remove_keys({f"{number:032x}" for number in range(63)})
+    documents.sweep()
+    assert documents.remove_namespace("acme") == 1, "the others are forgotten"

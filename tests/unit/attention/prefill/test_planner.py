@@ -146,7 +146,9 @@ def test_an_extend_is_planned_and_counted_by_request() -> None:
 def test_what_is_removed_from_a_namespace_goes_from_its_sparse_kv_too() -> None:
     removed: list[str] = []
     cached = dict.fromkeys([prefix_key("a"), SPARSE.sparse_key(prefix_key("a")), prefix_key("ab")], 64)
-    tree = SimpleNamespace(tokens_by_key=lambda: cached, remove_key=lambda key: not removed.append(key))
+    tree = SimpleNamespace(
+        tokens_by_key=lambda: cached, remove_keys=lambda keys: set(removed.extend(keys) or ())
+    )
     documents = DeviceDocuments(None, tree, SimpleNamespace(remove=lambda key: False))
     running = type("Req", (), {})()
     running.extra_key, running.ragserve_private = (
@@ -165,7 +167,9 @@ def test_what_is_removed_from_one_of_several_namespaces_goes_from_what_they_shar
     shared.append(composed_session_key(shared[-1]))
     others = [prefix_key("a"), prefix_key("a+bb"), session_key("a+c", "b"), prefix_key("ab")]
     cached = dict.fromkeys([*shared, *others], 64)
-    tree = SimpleNamespace(tokens_by_key=lambda: cached, remove_key=lambda key: not removed.append(key))
+    tree = SimpleNamespace(
+        tokens_by_key=lambda: cached, remove_keys=lambda keys: set(removed.extend(keys) or ())
+    )
     DeviceDocuments(None, tree, SimpleNamespace(remove=lambda key: False)).remove([], "b")
     assert set(shared) <= set(removed)
     assert not set(others) & set(removed)

@@ -70,7 +70,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     unlocked: list[Any] = []
     tree = SimpleNamespace(
         tokens_by_key=dict,
-        remove_key=lambda key: None,
+        remove_keys=lambda keys: set(),
         document_tokens=0,
         documents_evicted=0,
         protected_size=lambda: 0,
