@@ -290,6 +290,7 @@ class Composition:
             if (
                 document.analyse
                 and complete
+                and self.analyses.may_be_whole(len(document.ids))
                 and (document.analysis is None or not document.analysis.is_whole)
             ):
                 stages.run("document", stages.ending([req]), self._analyse, document)

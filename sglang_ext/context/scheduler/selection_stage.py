@@ -155,12 +155,12 @@ class SelectionStage:
         wanted: dict[AnalysisName, WantedAnalysis] = {}
         for context in contexts:
             complete = self.analyses.complete or context.complete
-            level = context.partial.analysis_wanted(complete=complete)
             for number, name in self._analyses_of(context).items():
                 span = context.plan.spans[number]
                 ids = context.ids[span.start : span.end]
+                waits = complete and self.analyses.may_be_whole(len(ids))
                 asked = wanted.setdefault(name, WantedAnalysis(ids, context.partial.cut))
-                asked.level = max(asked.level, level)
+                asked.level = max(asked.level, context.partial.analysis_wanted(complete=waits))
         with stages.together():  # the first time, they are looked for
             for context in contexts:
                 if context.partial.rule.reads_anchors:

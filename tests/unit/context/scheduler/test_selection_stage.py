@@ -19,8 +19,10 @@ from sglang_ext.analysis.document_analysis import Analysis, Cut
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.scheduler import document_analyses
+from sglang_ext.context.scheduler.composition import Composition
 from sglang_ext.context.scheduler.document_analyses import DocumentAnalyses
 from sglang_ext.context.scheduler.selection_stage import SelectionStage
+from sglang_ext.context.scheduler.sglang_req import DocumentRequest
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.recompute_rules import Kept
 from sglang_ext.context.selection.strategies import partial_selection
@@ -28,6 +30,7 @@ from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.stages import stages
 from sglang_ext.wire.protocol import ContextPlan, Span
+from tests.unit import request_shapes
 from tests.unit.context.selection.test_samkv import LAYERS, analysis_of
 from tests.unit.documents.document_samples import Sample, files_of, flushed, opened
 
@@ -333,3 +336,33 @@ def test_rule_sentences_waits_for_it_where_answers_are_measured_or_the_server_is
         advanced(stage_of(store, analyser, complete=not measured), context)
         assert analyser.passes == [[24]]
         assert context.unknown == []
+
+
+def ingested(stage: SelectionStage) -> None:
+    """Complete the prefill of all documents, which are to be analysed."""
+    composition: Any = Composition.__new__(Composition)
+    composition.analyses, composition._timer = stage.analyses, None
+    composition.composer = SimpleNamespace(gather=SimpleNamespace(finish=lambda: None))
+    composition._documents = SimpleNamespace(follow=lambda batch: [], run=None)
+    own = [DocumentRequest(each.key, "default", array("q", each.ids), analyse=True) for each in DOCUMENTS]
+    reqs = [request_shapes.request(end=len(each.ids), ragserve=each) for each in own]
+    composition.after_forward(SimpleNamespace(reqs=reqs))
+
+
+@pytest.mark.parametrize("rule", ["sentences", "sensitivity"])
+def test_a_cpu_computes_the_sensitivity_of_long_documents_for_rules_only_that_know_nothing_else(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(document_analyses, "_LONGEST_ON_CPU", 30)
+    with opened(None) as store:
+        for document in DOCUMENTS:
+            document.put(store)
+        analyser = Analyser()
+        stage = stage_of(store, analyser)
+        ingested(stage)
+        assert analyser.passes == [[24]], "the others have 40 and 50 tokens"
+        context = about(*DOCUMENTS, rule=rule)
+        advanced(stage, context)
+        assert context.decided is not None
+        assert sorted(itertools.chain(*analyser.passes)) == ([24] if rule == "sentences" else [24, 40, 50])
+        assert context.unknown == ([2, 3] if rule == "sentences" else [])
