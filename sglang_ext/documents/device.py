@@ -153,7 +153,7 @@ class DeviceDocuments:
 
     def _free_removed(self) -> None:
         if self._pending_removal:
-            self._pending_removal = self._tree.remove_keys(self._pending_removal)
+            self._pending_removal = self._tree.free_removed(self._pending_removal)
 
     def check(self) -> None:
         """Raise IntegrityError when the tree's count of document tokens is not their sum."""

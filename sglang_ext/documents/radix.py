@@ -126,6 +126,7 @@ class DocumentRadixCache(RequestTree):
     def _delete_leaf(self, node: TreeNode) -> None:
         if self._evicting:
             self.observer.before_eviction(node)
+        self._mark_parent(node)
         super()._delete_leaf(node)
         if is_document_key(node.key.extra_key):
             self.document_tokens -= len(node.key)
@@ -141,17 +142,49 @@ class DocumentRadixCache(RequestTree):
 
     def remove_keys(self, extra_keys: Collection[str]) -> set[str]:
         """Free every node under these extra keys that no running request has locked, in one walk. Return the
-        keys that have others."""
+        keys that have others, for `free_removed`."""
         left: set[str] = set()
-        for root in [node for node in self.root_node.children.values() if node.key.extra_key in extra_keys]:
+        for root in self._under(extra_keys):
             for node in reversed(_subtree(root)):  # children before their parents, which are locked with them
                 if node.lock_ref:
+                    node.ragserve_removed = True
                     left.add(root.key.extra_key)
-                    continue
-                self.token_to_kv_pool_allocator.free(node.value)
-                self._delete_leaf(node)
-                self.removed(node)
+                else:
+                    self._free(node)
         return left
+
+    def free_removed(self, extra_keys: Collection[str]) -> set[str]:
+        """Free the nodes that `remove_keys` has left under these extra keys and nobody has locked any more,
+        with what has been computed behind them; other nodes stay. Return the keys that have more of them."""
+        left: set[str] = set()
+        for root in self._under(extra_keys):
+            for node in reversed(_subtree(root)):
+                self._mark_parent(node)
+            waiting = [root]
+            while waiting:
+                node = waiting.pop()
+                if not _is_removed(node):
+                    continue
+                if node.lock_ref:
+                    left.add(root.key.extra_key)
+                    waiting.extend(node.children.values())
+                else:
+                    for each in reversed(_subtree(node)):
+                        self._free(each)
+        return left
+
+    def _under(self, extra_keys: Collection[str]) -> list[TreeNode]:
+        return [node for node in self.root_node.children.values() if node.key.extra_key in extra_keys]
+
+    def _free(self, node: TreeNode) -> None:
+        self.token_to_kv_pool_allocator.free(node.value)
+        self._delete_leaf(node)
+        self.removed(node)
+
+    def _mark_parent(self, node: TreeNode) -> None:
+        """A removed node's parent was removed with it, or has been split off it since, without its mark."""
+        if _is_removed(node) and node.parent is not self.root_node:
+            node.parent.ragserve_removed = True
 
     def evict_keys(self, extra_keys: Collection[str]) -> None:
         """Evict every node under these extra keys that no running request has locked, as for want of room."""
@@ -232,6 +265,11 @@ def _is_private(req: Any) -> bool:
 def _is_offloaded(req: Any) -> bool:
     """True if the request table names resident blocks of the request, which hold any of its pages."""
     return getattr(req, "ragserve_resident_blocks", None) is not None
+
+
+def _is_removed(node: TreeNode) -> bool:
+    """True if the node's KV was removed while a running request read it."""
+    return bool(getattr(node, "ragserve_removed", False))
 
 
 def _subtree(node: TreeNode) -> list[TreeNode]:

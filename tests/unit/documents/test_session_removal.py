@@ -28,8 +28,12 @@ class Running:
 @pytest.fixture
 def tree() -> Any:
     tree = tree_of(1)
-    tree.freed, tree.observer = [], SimpleNamespace(on_evicted=lambda node: None)
-    tree.token_to_kv_pool_allocator = SimpleNamespace(free=lambda slots: tree.freed.extend(slots.tolist()))
+    nothing = lambda node: None  # noqa: E731
+    tree.freed, tree.observer = [], SimpleNamespace(before_eviction=nothing, on_evicted=nothing)
+    tree.token_to_kv_pool_allocator = SimpleNamespace(
+        free=lambda slots: tree.freed.extend(slots.tolist()),
+        free_segment=lambda slots, *, start_pos: tree.freed.extend(slots.tolist()),
+    )
     for number, key in enumerate((OURS, COMPOSED, THEIRS, prefix_key("acme"))):
         insert(tree, array("q", range(8)), torch.arange(8) + 8 * number, key=key)
     return tree
@@ -125,3 +129,50 @@ def test_many_documents_on_the_device_are_swept_seldom(tree: Any, monkeypatch: p
     tree.remove_keys({f"{number:032x}" for number in range(63)})
     documents.sweep()
     assert documents.remove_namespace("acme") == 1, "the others are forgotten"
+
+
+def test_a_busy_namespace_caches_again_after_a_removal(tree: Any) -> None:
+    """Requests share the system text, so that somebody always reads a part of what was there before."""
+    documents, key, ids = documents_of(tree), prefix_key("busy"), array("q", range(100, 112))
+    new, longer = array("q", [*ids[:8], *range(4)]), array("q", [*ids[:8], *range(8)])
+    insert(tree, ids, torch.arange(50, 62), key=key)
+    old = tree.document(ids, key)[1]
+    tree.inc_lock_ref(old)
+    documents.remove(["d" * 32], "busy")
+    insert(tree, new, torch.tensor([*range(50, 58), *range(70, 74)]), key=key)
+    documents.sweep()
+    assert tree.peek(new, key) == len(new)
+    running = tree.document(new, key)[1]
+    tree.inc_lock_ref(running)
+    tree.dec_lock_ref(old)
+    documents.sweep()
+    assert tree.peek(ids, key) == 8, "the rest of what was there before is freed, and not what came since"
+    insert(tree, longer, torch.tensor([*range(50, 58), *range(70, 74), *range(80, 84)]), key=key)
+    documents.sweep()
+    assert tree.peek(longer, key) == len(longer)
+    tree.dec_lock_ref(running)
+    documents.sweep()
+    assert tree.peek(longer, key) == 0, "nobody reads the system text of before"
+    assert sorted(tree.freed) == [*range(50, 62), *range(70, 74), *range(80, 84)]
+    insert(tree, ids, torch.arange(50, 62), key=key)
+    documents.sweep()
+    assert tree.peek(ids, key) == len(ids), "nothing of it is removed any more"
+
+
+def test_what_was_removed_is_known_after_its_node_was_split_and_evicted(tree: Any) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    documents, key, ids = documents_of(tree), prefix_key("busy"), array("q", range(100, 112))
+    insert(tree, ids, torch.arange(50, 62), key=key)
+    old = tree.document(ids, key)[1]
+    tree.inc_lock_ref(old)
+    documents.remove(["d" * 32], "busy")
+    head = tree.match_prefix(MatchPrefixParams(key=RadixKey(ids[:8], extra_key=key))).last_device_node
+    tree.inc_lock_ref(head)
+    tree.dec_lock_ref(old)
+    tree.evict(EvictParams(num_tokens=tree.evictable_size()))
+    assert tree.peek(ids, key) == 8
+    tree.dec_lock_ref(head)
+    documents.sweep()
+    assert tree.peek(ids, key) == 0
