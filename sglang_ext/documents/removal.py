@@ -9,7 +9,7 @@ from sglang_ext.documents.writeback import WriteBack
 
 class Removal:
     """Removes documents. Every method requires the store's lock, and returns when no lookup finds them any
-    more and their files are unlinked or moved aside; the shared store's keeper deletes there."""
+    more and their files are moved aside; the shared store's keeper deletes there."""
 
     def __init__(self, tiers: Tiers, writes: WriteBack) -> None:
         self._tiers = tiers

@@ -101,6 +101,8 @@ class Summaries:
                 reserved = new.file_bytes
                 tiers.index.reserved += reserved
                 disk.begin(key, old.namespace)
+            if tiers.trash:
+                tiers.sweep()
             done = disk.replace_summary(old, new, encoded, data)
             with tiers.lock:
                 tiers.index.reserved -= reserved

@@ -61,7 +61,8 @@ class Tiers:
         # documents whose file could not be deleted, by key: not to be found either
         self.undeleted: dict[str, tuple[str, Record | None]] = {}
         self.closed = False
-        self._trashed = self._swept = 0  # removals of whole namespaces; those whose space has been freed
+        self._trashed = self._swept = 0  # removals; those whose space has been freed
+        self._sweeps = False  # a sweep is queued
         self._host_evictions = 0
         self._removed: set[str] = set()  # namespaces with removals that are not synced yet
 
@@ -221,7 +222,8 @@ class Tiers:
         """Delete a document's file. One that cannot be deleted now is hidden, and deleted by
         ``delete_again``; a restart before that finds it."""
         try:
-            self.disk.remove(key, namespace, record)
+            if self.disk.remove(key, namespace, record) and self.disk.has_folder:
+                self.note_trash()
         except (PageError, OSError) as error:
             self.faults.note(error, f"removing document {key}")
             self.undeleted[key] = namespace, record
@@ -299,7 +301,7 @@ class Tiers:
 
     @property
     def trash(self) -> bool:
-        """True while removed namespaces take space that no budget counts."""
+        """True while what was removed takes space that no budget counts: to be swept before a write."""
         return self._trashed != self._swept
 
     def note_removal(self, namespace: str) -> None:
@@ -318,15 +320,20 @@ class Tiers:
             self.faults("io", f"syncing removals: {error}")
 
     def note_trash(self) -> None:
-        """Delete a namespace that was moved aside, in an IO thread."""
+        """Delete what was moved aside, in an IO thread."""
         self._trashed += 1
-        self.io.write(self.sweep)
+        if not self._sweeps:
+            self._sweeps = self.io.write(self.sweep)
 
     def sweep(self) -> None:
-        """Delete namespaces that were moved aside. An IO job; takes the lock itself."""
+        """Delete what was moved aside. An IO job; takes the lock itself, for no time."""
         with self.lock:
-            seen = self._trashed
-        self.disk.sweep()
+            seen, self._sweeps = self._trashed, False
+        try:
+            self.disk.sweep()
+        except OSError as error:
+            self.faults("io", f"freeing the space of removed documents: {error}")
+            return
         with self.lock:
             self._swept = max(self._swept, seen)
 

@@ -159,8 +159,6 @@ class WriteBack:
             if write.cancelled:
                 return
             record, data, views, numbers, summary = self._prepare(write)
-            if tiers.trash:
-                tiers.sweep()
             with tiers.lock:
                 tiers.delete_again()
                 if write.cancelled:
@@ -176,6 +174,8 @@ class WriteBack:
                 write.started = True
                 tiers.writing.add(write.key)
                 disk.begin(write.key, write.namespace)
+            if tiers.trash:
+                tiers.sweep()
             done = disk.write(record, data, views, numbers, summary)
             with tiers.lock:
                 if done and write.cancelled:

@@ -137,7 +137,7 @@ class DiskTier:
         """Remove everything of this rank."""
 
     def sweep(self) -> None:
-        """Free the space of removed namespaces. Slow: runs in an IO thread."""
+        """Free the space of what was removed. Slow: runs in an IO thread. Raises OSError."""
 
     def sync_removals(self, namespaces: Collection[str]) -> None:
         """Let removals in these namespaces survive a power cut. Slow, for an IO thread. Raises OSError."""

@@ -66,6 +66,7 @@ def remove_texts(root: Path, token_ids: Collection[Sequence[int]], *, namespace:
                     continue
                 if record.token_ids.tobytes() in wanted:
                     removed += folder.remove(namespace, found.key)
+            folder.sweep_trash()
     return removed
 
 

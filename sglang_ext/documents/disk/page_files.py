@@ -2,11 +2,12 @@
 
     <root>/rank-0-of-1/<namespace>/<key>.pages      a document: record, pages, summary
     <root>/rank-0-of-1/.tmp/                        files being written; emptied at start
-    <root>/rank-0-of-1/.trash/                      removed namespaces; emptied in the background
+    <root>/rank-0-of-1/.trash/                      what was removed; emptied in the background
     <root>/rank-0-of-1/.owner                       locked by the process that owns this rank's folder
 
-A document appears by one rename and disappears by one unlink; a namespace disappears by one rename. Whatever
-kills the process, a document is whole or absent, and a removed one stays removed."""
+A document appears by one rename and disappears by one, as a namespace does: to free the space of a large file
+takes a file system far longer. Whatever kills the process, a document is whole or absent, and a removed one
+stays removed."""
 
 from __future__ import annotations
 
@@ -228,8 +229,8 @@ class DocumentFiles:
                 temporary.unlink()
 
     def remove(self, namespace: str, key: str) -> bool:
-        """Remove a document, cancelling a write in progress; True if there was one. A namespace's folder goes
-        with its last document: clients choose their names.
+        """Remove a document, cancelling a write in progress; True if there was one. ``sweep_trash`` frees the
+        space. A namespace's folder goes with its last document: clients choose their names.
         """
         with self._lock:
             was_writing = self._writing.get((namespace, key)) is False  # True: removed before
@@ -237,9 +238,11 @@ class DocumentFiles:
                 self._writing[namespace, key] = True
             path = self.path(namespace, key)
             try:
-                path.unlink()
+                self._discard(path)
             except (FileNotFoundError, NotADirectoryError):
                 return was_writing
+            except OSError:  # a full disk may have no room in the trash
+                path.unlink()
             with suppress(OSError):  # it holds others
                 path.parent.rmdir()
             return True
@@ -253,17 +256,21 @@ class DocumentFiles:
                 self._writing[namespace, key] = True
             try:
                 removed |= {name.removesuffix(SUFFIX) for name in os.listdir(folder) if name.endswith(SUFFIX)}
-                self._serial += 1
-                trash = self.folder / ".trash"
-                trash.mkdir(exist_ok=True)
-                os.rename(folder, trash / f"{namespace}.{os.getpid()}.{self._serial}")
+                self._discard(folder)
             except FileNotFoundError:
                 pass  # nothing of it on disk
         return sorted(removed)
 
+    def _discard(self, path: Path) -> None:
+        """Move into the trash. Under the lock: a sweep must not take the trash away before the move."""
+        self._serial += 1
+        trash = self.folder / ".trash"
+        trash.mkdir(exist_ok=True)
+        os.rename(path, trash / f"{path.name}.{os.getpid()}.{self._serial}")
+
     def sweep_trash(self) -> None:
-        """Delete the files of removed namespaces."""
-        with self._lock:  # a namespace removed from now on finds a folder of its own
+        """Delete what was removed."""
+        with self._lock:  # what is removed from now on finds a folder of its own
             self._serial += 1
             swept = self.folder / f".trash.{self._serial}"
             try:

@@ -1,4 +1,4 @@
-"""Document files: one rename in, one unlink out, and a removal beats a write that has begun."""
+"""Document files: one rename in, one rename out, and a removal beats a write that has begun."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.unit.documents.document_samples import (
     FINGERPRINT,
     SHAPE,
     Sample,
+    bytes_under,
     files_of,
     flushed,
     look_up,
@@ -177,16 +179,48 @@ def test_clear_empties_both_tiers(tmp_path: Path) -> None:
 @contextmanager
 def undeletable() -> Iterator[None]:
     """A file system that has become read-only, as far as document files go."""
-    unlink = Path.unlink
+    unlink, rename = Path.unlink, os.rename
 
-    def refused(path: Path, missing_ok: bool = False) -> None:
+    def check(path: Path) -> None:
         if path.suffix == ".pages":
             raise OSError(errno.EROFS, "Read-only file system")
-        unlink(path, missing_ok)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "unlink", refused)
+        patch.setattr(Path, "unlink", lambda path, missing_ok=False: check(path) or unlink(path, missing_ok))
+        patch.setattr(os, "rename", lambda source, target: check(Path(source)) or rename(source, target))
         yield
+
+
+def test_the_space_of_what_is_removed_is_freed_without_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler waits for it, and a file system takes long over a large file."""
+    waited: list[str] = []
+    with opened(tmp_path, disk_bytes=3 * FILE_4) as store:
+
+        def recorded(original: Any, name: str) -> Any:
+            def free(*given: Any, **options: Any) -> Any:
+                if store._tiers.lock._is_owned():  # type: ignore[attr-defined]
+                    waited.append(name)
+                return original(*given, **options)
+
+            return free
+
+        monkeypatch.setattr(Path, "unlink", recorded(Path.unlink, "unlink"))
+        monkeypatch.setattr(shutil, "rmtree", recorded(shutil.rmtree, "rmtree"))
+        documents = [Sample(i, 16, namespace=f"space-{i % 2}") for i in range(6)]
+        for document in documents:
+            document.put(store)
+            flushed(store)
+            assert bytes_under(tmp_path) <= 3 * FILE_4
+        store.remove(documents[5].key)
+        store.set_budget(disk_bytes=FILE_4)
+        flushed(store)
+        assert bytes_under(tmp_path) == FILE_4
+        store.clear()
+        flushed(store)
+        assert bytes_under(tmp_path) == 0
+    assert waited == []
 
 
 def test_what_cannot_be_deleted_is_not_found_and_deleted_later(tmp_path: Path) -> None:
