@@ -97,8 +97,9 @@ class Keeper:
             self._faults("remote", f"writing the journal of deletions: {error}")
 
     def _reach(self) -> None:
+        was_away = self.away
         self._backend.check()
-        if self.away:
+        if was_away:  # one that went since may have gone after it was looked at
             if self._said:
                 log.info("the shared store of documents' KV answers again")
             self.away = self._said = False
