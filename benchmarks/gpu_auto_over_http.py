@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch  # noqa: F401 - the report names the GPU where torch is imported
 
 from benchmarks.lib.fan_out import engine_args
 from ragserve.api.views import MessageEvent

@@ -200,7 +200,8 @@ def choice(tmp_path: Path, engine: Any, *, verified: str = "epic:first=16") -> t
     return made.spec.label, made.reason
 
 
-def test_costs_of_other_hardware_are_unknown(tmp_path: Path) -> None:
+def test_costs_of_other_hardware_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragserve.profiles.hardware.gpu_name", lambda: None)
     COSTS.save(tmp_path / "costs.json", "abc", costs(hardware="another CPU"))
     label, reason = choice(tmp_path, Cache(16, *DEVICE))
     assert (label, "no cost profile of this machine" in reason) == ("prefix", True)
@@ -209,7 +210,7 @@ def test_costs_of_other_hardware_are_unknown(tmp_path: Path) -> None:
     elsewhere = Cache(16, *DEVICE)
     elsewhere.info = replace(elsewhere.info, device="cuda")
     COSTS.save(tmp_path / "costs.json", "abc", costs(hardware="a GPU"))
-    assert choice(tmp_path, elsewhere)[0] == "epic:first=16", "a process that sees no GPU cannot tell"
+    assert choice(tmp_path, elsewhere)[0] == "epic:first=16", "where the GPU has no name nobody can tell"
 
 
 def test_auto_takes_what_is_expected_to_be_first(tmp_path: Path) -> None:
