@@ -18,6 +18,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import setproctitle
+
 from sglang_ext.process.parent import PARENT_VARIABLE
 
 _ACCELERATORS = ("nvidia*", "kfd", "dxg", "accel*", "davinci*", "dri/renderD*")
@@ -69,6 +71,7 @@ class Target:
 
 
 def _with_environment(name: str, environment: dict[str, str]) -> Callable[..., None]:
+    setproctitle.getproctitle()  # finds its memory by the environment, once: SGLang names its processes
     os.environ.clear()
     os.environ.update(environment)
     return _function(name)

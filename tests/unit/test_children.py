@@ -37,7 +37,7 @@ ENGINE = """
 import multiprocessing, os, time
 class Loading:
     def __reduce__(self):
-        return exec, ("import time; open({ready!r}, 'w').write(''); time.sleep(600)",)
+        return exec, ({loading!r},)
 if __name__ == "__main__":
     from sglang_ext.process import template
     from sglang_ext.process.parent import PARENT_VARIABLE
@@ -51,6 +51,14 @@ if __name__ == "__main__":
         child.start()
         print(child.pid, flush=True)
         time.sleep(600)
+"""
+
+
+LOADING = """
+import setproctitle, time
+setproctitle.setproctitle("sglang::scheduler")
+open({ready!r}, "w").write("")
+time.sleep(600)
 """
 
 
@@ -153,7 +161,7 @@ def test_processes_of_an_engine_end_with_it_while_they_are_loading(
 ) -> None:
     """Forked from a template, or spawned: also where the template's socket has no place."""
     script, ready, temporary = tmp_path / "engine.py", tmp_path / "ready", tmp_path / folder
-    script.write_text(ENGINE.format(ready=str(ready), forked=wanted))
+    script.write_text(ENGINE.format(loading=LOADING.format(ready=str(ready)), forked=wanted))
     temporary.mkdir(exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment |= {"TMPDIR": str(temporary)} if folder else {}
@@ -163,6 +171,7 @@ def test_processes_of_an_engine_end_with_it_while_they_are_loading(
     wait_for(ready, process)
     parents = [each.pid for each in child.parents()]
     assert (process.pid == parents[0]) is not (wanted and not folder)
+    assert child.name().startswith("sglang::sched"), "as operators look for it"
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
