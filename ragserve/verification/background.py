@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.answering.in_flight import Idleness
-from ragserve.errors import RagserveError
 from ragserve.profiles.gate import Gate, set_of
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.verification.answer_watch import AnswerWatch
-from ragserve.verification.dropped import forget
+from ragserve.verification.dropped import forget_or_log
 from ragserve.verification.idle_tuner import IdleTuner
 from ragserve.verification.idle_worker import IdleWorker
 
-log = logging.getLogger(__name__)
 _SHOWN = 200  # strategies and namespaces in `/info`
 _FIGURES = (
     *("score", "score_vs_full", "margin", "different", "unsupported"),
@@ -78,10 +75,7 @@ class BackgroundVerification:
 
     async def dropped(self, data_dir: Path, namespace: str) -> None:
         """Forget what was measured in a namespace that was dropped. What cannot be removed is logged."""
-        try:
-            await asyncio.to_thread(forget, data_dir, namespace)
-        except (OSError, RagserveError) as error:
-            log.warning("What was measured in %s, which was dropped, is left on disk: %s", namespace, error)
+        await asyncio.to_thread(forget_or_log, data_dir, namespace)
 
     @asynccontextmanager
     async def running(self, idleness: Idleness) -> AsyncIterator[None]:

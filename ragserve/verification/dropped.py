@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from pathlib import Path
 
+from ragserve.errors import RagserveError
 from ragserve.profiles import gate, in_use
 from ragserve.verification.verdicts import FOLDER
 
+log = logging.getLogger(__name__)
 _DIGEST = re.compile("[0-9a-f]{12}")  # ends the name of a folder of rows (`state_name`)
 
 
@@ -24,3 +27,11 @@ def forget(data_dir: Path, namespace: str) -> None:
             shutil.rmtree(path)
     for suffix in ("json", "html"):
         (folder / f"tune-{namespace}.{suffix}").unlink(missing_ok=True)
+
+
+def forget_or_log(data_dir: Path, namespace: str) -> None:
+    """As `forget`, where what cannot be removed must not fail what is done already."""
+    try:
+        forget(data_dir, namespace)
+    except (OSError, RagserveError) as error:
+        log.warning("What was measured in %s, which was dropped, is left on disk: %s", namespace, error)

@@ -36,7 +36,7 @@ from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS, rows
 from ragserve.verification.comparison import Comparison, without_texts
 from ragserve.verification.costs import CostEngine
 from ragserve.verification.course import course
-from ragserve.verification.dropped import forget
+from ragserve.verification.dropped import forget_or_log
 from ragserve.verification.giving_way import Gently, GivingWay
 from ragserve.verification.idle_costs import IdleCosts
 from ragserve.verification.namespace_run import EndedRun, NamespaceRun
@@ -60,7 +60,8 @@ _NEARER = 0.5  # points
 _PROJECTED = 10  # questions, at each of which it is found out how many a verdict takes
 _REST_S = 10.0  # between two looks for something to do
 _AFTER_ERROR_S = 60.0
-_TRIES = 3  # of a question while the engine or the search is away
+_TRIES = 3  # of a question while the engine or the search is away, and such questions in a row
+_ASIDE_S = 3600.0  # until a namespace is tried again after these
 _ASKED = 100  # namespaces remembered, which come first
 
 
@@ -98,6 +99,7 @@ class IdleTuner:
         self._asked: dict[str, None] = {}
         self._ended: dict[str, EndedRun] = {}  # namespaces of which nothing more is to be found
         self._spent: dict[str, float] = {}  # seconds by namespace
+        self._set_aside: dict[str, float] = {}  # namespaces where nothing is answered, and until when
         self._made_at: dict[str, float] = {}  # of namespaces, when it was looked last
 
     def progress(self, namespace: str) -> str | None:
@@ -160,14 +162,13 @@ class IdleTuner:
 
     async def _forget_dropped(self) -> None:
         """Forget what is known of namespaces that are gone, or were made again."""
-        now = await asyncio.to_thread(self._store.made_at)
-        for name in [name for name, made_at in self._made_at.items() if now.get(name) != made_at]:
+        before, self._made_at = self._made_at, await asyncio.to_thread(self._store.made_at)
+        for name in [name for name, made_at in before.items() if self._made_at.get(name) != made_at]:
             if self._run is not None and self._run.namespace == name:
                 self._run = None
             self._ended.pop(name, None)
             self._spent.pop(name, None)
-            await asyncio.to_thread(forget, self._settings.data_dir, name)
-        self._made_at = now
+            await asyncio.to_thread(forget_or_log, self._settings.data_dir, name)
 
     def _rest(self, seconds: float) -> None:
         self._rest_until = self._clock() + seconds
@@ -178,15 +179,24 @@ class IdleTuner:
         return info
 
     async def _next_run(self) -> NamespaceRun | None:
-        """The next namespace with documents that is not settled: what was asked last comes first. Namespaces
-        that ended and whose documents have changed since come last, and have their time again."""
+        """The next namespace with documents that is not settled: what was asked last comes first. Then come
+        those whose users have asked new questions, and those that ended and whose documents have changed
+        since, which have their time again."""
         versions = {n.name: n.version for n in await asyncio.to_thread(self._store.namespaces) if n.n_chunks}
         self._ended = {name: ended for name, ended in self._ended.items() if name in versions}
         self._spent = {name: seconds for name, seconds in self._spent.items() if name in versions}
         asked = [name for name in reversed(self._asked) if name in versions]
+        looked_again = False
         for name in sorted(dict.fromkeys([*asked, *versions]), key=lambda name: name in self._ended):
             ended = self._ended.get(name)
+            if ended and not looked_again:
+                looked_again = True
+                if (run := await self._next_opened_again()) is not None:
+                    return run
+                ended = self._ended[name]
             if (ended and ended.version == versions[name]) or self._is_settled(name):
+                continue
+            if self._set_aside.get(name, 0.0) > self._clock():
                 continue
             if ended and not self._gate.verified(name):
                 self._spent[name] = 0.0
@@ -195,7 +205,7 @@ class IdleTuner:
                 return run
             usable = ended.usable if ended else 0
             self._ended[name] = EndedRun(versions[name], usable, run.logged if run else None)
-        return await self._next_opened_again()
+        return None if looked_again else await self._next_opened_again()
 
     def _is_settled(self, namespace: str) -> bool:
         """Something is verified there, and what was by references is at the last margin."""
@@ -277,6 +287,7 @@ class IdleTuner:
                 if (error := run.comparison.away) is not None and run.tries < _TRIES - 1:
                     run.tries += 1
                     raise error  # it rests, and asks the same question again
+                run.failed = run.failed + 1 if error is not None else 0
             run.drawn, run.tries = None, 0
             run.asked += 1
             over = question is None or run.over
@@ -286,6 +297,10 @@ class IdleTuner:
         finally:
             took = self._clock() - began
             self._spent[run.namespace] = self._spent.get(run.namespace, 0.0) + took
+        if run.failed >= _TRIES:  # others may be answered meanwhile
+            self._set_aside[run.namespace] = self._clock() + _ASIDE_S
+            self._run = None
+            return
         if run.comparison.compared > compared:
             run.took(took)
         metrics().tuning_compared.labels(run.namespace).set(run.comparison.compared)

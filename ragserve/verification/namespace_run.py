@@ -41,6 +41,7 @@ class NamespaceRun:
     margins: dict[str, float] = field(default_factory=dict)  # recorded, by label
     asked: int = 0
     tries: int = 0  # of the question that was drawn last
+    failed: int = 0  # questions in a row that found the engine or the search away each time
     pace: float = 0.0  # seconds of the latest usable questions, the mean
 
     def draw(self) -> DrawnQuestion | Chunk | None:
@@ -57,8 +58,8 @@ class NamespaceRun:
             raise
 
     async def ask(self, drawn: DrawnQuestion | Chunk) -> None:
-        """Ask a user's question, or one about a chunk. The first usable ones are timed."""
-        alone = self.engine.timed = self.comparison.compared < ALONE
+        """Ask a user's question, or one about a chunk. The first usable ones are timed, where some are."""
+        alone = self.engine.timed = self.comparison.compared < ALONE and self.asked < 3 * ALONE
         if isinstance(drawn, DrawnQuestion):
             await self.comparison.ask(drawn, alone=alone)
         else:

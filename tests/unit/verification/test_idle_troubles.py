@@ -40,10 +40,10 @@ async def worked(tuned: Tuned, most: int) -> list[Exception]:
 
 @pytest.mark.usefixtures("_few_questions")
 @pytest.mark.parametrize("where", ["engine", "embedder"])
-def test_an_outage_takes_a_question_every_three_minutes(
+def test_an_outage_takes_three_questions_and_then_an_hour(
     tuned: Tuned, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Of 30 questions, about 15 of which verify, 20 minutes without an engine, or an embedder, take seven."""
+    """Of 30 questions, about 15 of which verify, 20 minutes without an engine, or an embedder, take six."""
     fill(tuned.store, "notes", 30)
     answer, encode = tuned.engine.generate, tuned.searched.encode_queries
     calls = count()
@@ -64,8 +64,28 @@ def test_an_outage_takes_a_question_every_three_minutes(
         monkeypatch.setattr(tuned.engine, "generate", generate)
     else:
         monkeypatch.setattr(tuned.searched, "encode_queries", encoded)
-    assert asyncio.run(worked(tuned, 55)) == []
+    assert asyncio.run(worked(tuned, 180)) == []
     assert sorted(tuned.gate.verified("notes")) == sorted(LABELS)
+
+
+@pytest.mark.usefixtures("_few_questions")
+def test_a_namespace_that_is_never_answered_holds_no_other_up(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tuned.store, "broken", 30)
+    fill(tuned.store, "notes", 30)
+    answer, failed = tuned.engine.generate, count()
+
+    def generate(request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        if request.namespace == "broken":
+            next(failed)
+            raise EngineError("it broke")
+        return answer(request)
+
+    monkeypatch.setattr(tuned.engine, "generate", generate)
+    assert asyncio.run(worked(tuned, 45)) == []
+    assert sorted(tuned.gate.verified("notes")) == sorted(LABELS)
+    assert 0 < next(failed) < 20
 
 
 @pytest.mark.usefixtures("_few_questions")
