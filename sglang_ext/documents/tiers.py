@@ -229,13 +229,17 @@ class Tiers:
             self.undeleted[key] = namespace, record
 
     def delete_again(self) -> None:
-        """Delete some of what could not be deleted, but nothing that is being written anew."""
-        for key, (namespace, record) in list(islice(self.undeleted.items(), _DELETE_BATCH)):
+        """Delete some of what could not be deleted, but nothing that is being written anew. Ends with the
+        first that fails again: the lock is held, and a backend that is away takes its time."""
+        most = _DELETE_BATCH if self.disk.has_folder else 1
+        for key, (namespace, record) in list(islice(self.undeleted.items(), most)):
             del self.undeleted[key]
             if key in self.writing:
                 self.undeleted[key] = namespace, record
-            else:
-                self.delete(key, namespace, record)
+                continue
+            self.delete(key, namespace, record)
+            if key in self.undeleted:
+                return
 
     def stored(self, record: Record) -> None:
         """Note that a document has been written."""

@@ -130,13 +130,14 @@ def test_a_backend_that_fails_costs_hits_not_answers(caplog: pytest.LogCaptureFi
 def test_a_removal_that_the_backend_fails_hides_the_document(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    document, other = Sample(1, 18), Sample(2, 18)
-    is_away, deleter = True, hicache._deleter
+    *removed, other, last = (Sample(i, 18) for i in range(12))
+    is_away, deleter, tries = True, hicache._deleter, list[str]()
 
     def failing(storage: Any) -> Any:
         delete = deleter(storage)
 
         def delete_value(key: str) -> bool:
+            tries.append(key)
             if is_away:
                 raise ConnectionError("the storage cluster is away")
             return bool(delete(key))
@@ -145,18 +146,26 @@ def test_a_removal_that_the_backend_fails_hides_the_document(
 
     monkeypatch.setattr(hicache, "_deleter", failing)
     store = _open(config)
-    document.put(store)
+    for document in removed:
+        document.put(store)
     flushed(store)
-    assert store.remove(document.key)
+    for document in removed:
+        assert store.remove(document.key)
     flushed(store)
-    assert document.found(store) is None
-    assert store.stat()["faults"]["backend"] > 0
-    is_away = False
+    assert [document.found(store) for document in removed] == [None] * 10
+    assert store.stat()["faults"]["backend"] >= 10
+    tries.clear()
     other.put(store)
     flushed(store)
+    assert len(tries) <= 2, "the lock is not held for all of them"
+    is_away = False
+    for edition in range(10):
+        last.put(store)
+        flushed(store)
+        assert edition == 9 or store.remove(last.key)
     store.close()
     store = _open(config)
-    assert [each.found(store) is not None for each in (document, other)] == [False, True]
+    assert [each.found(store) is not None for each in (*removed, other, last)] == [False] * 10 + [True] * 2
     store.close()
 
 
