@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 
 @cache
-def gpu_name() -> str | None:
-    """The first GPU that CUDA would see, by its driver: to ask torch takes hundreds of megabytes of the GPU's
-    memory. None without one."""
+def _gpus() -> dict[str, str]:
+    """The names of all GPUs by index and UUID, by their driver: to ask torch takes hundreds of megabytes of a
+    GPU's memory."""
+    found: dict[str, str] = {}
     try:
         import pynvml  # comes with SGLang
     except ImportError:
-        return None
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
-    by = pynvml.nvmlDeviceGetHandleByIndex if first.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
-    try:
+        return found
+    with suppress(pynvml.NVMLError):  # no driver
         pynvml.nvmlInit()
-        return str(pynvml.nvmlDeviceGetName(by(int(first) if first.isdigit() else first)))
-    except pynvml.NVMLError:  # no driver, or no such GPU
-        return None
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
+            name = str(pynvml.nvmlDeviceGetName(gpu))
+            found |= {str(index): name, str(pynvml.nvmlDeviceGetUUID(gpu)): name}
+    return found
+
+
+def gpu_name() -> str | None:
+    """The first GPU that CUDA may use. None without one."""
+    return _gpus().get(os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip())
 
 
 @cache
@@ -37,8 +44,8 @@ def cpu_name() -> str:
 
 def is_elsewhere(measured_on: str, device: str) -> bool:
     """Whether a profile was measured on other hardware than computes here for an engine of this ``device``
-    (`EngineInfo.device`). False where that is not known: no name is kept, or the GPU has none here."""
-    gpu = gpu_name()
-    if not measured_on or (gpu is None and device != "cpu"):
+    (`EngineInfo.device`). False where that is not known: no name is kept, or no GPU has one here."""
+    gpus = tuple(_gpus().values())  # any: CUDA may count them in another order, and name a part of one
+    if not measured_on or (not gpus and device != "cpu"):
         return False
-    return measured_on not in (gpu, cpu_name())  # where the GPU had no name, the latter was kept
+    return not measured_on.startswith((*gpus, cpu_name()))  # where the GPU had no name, the latter was kept

@@ -201,7 +201,7 @@ def choice(tmp_path: Path, engine: Any, *, verified: str = "epic:first=16") -> t
 
 
 def test_costs_of_other_hardware_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragserve.profiles.hardware.gpu_name", lambda: None)
+    monkeypatch.setattr("ragserve.profiles.hardware._gpus", dict)
     COSTS.save(tmp_path / "costs.json", "abc", costs(hardware="another CPU"))
     label, reason = choice(tmp_path, Cache(16, *DEVICE))
     assert (label, "no cost profile of this machine" in reason) == ("prefix", True)

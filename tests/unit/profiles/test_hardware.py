@@ -7,9 +7,25 @@ from types import SimpleNamespace
 
 import pytest
 
+from ragserve.profiles import hardware
 from ragserve.profiles.hardware import cpu_name, gpu_name, is_elsewhere
 
-NAMES = {0: "GPU zero", 1: "GPU one", "GPU-5e1f": "GPU one"}
+NAMES = ("GPU zero", "GPU one")
+
+
+@pytest.fixture(autouse=True)
+def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SimpleNamespace(
+        NVMLError=KeyError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetName=NAMES.__getitem__,
+        nvmlDeviceGetUUID="GPU-{}".format,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.setattr(hardware, "_gpus", hardware._gpus.__wrapped__)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +34,7 @@ NAMES = {0: "GPU zero", 1: "GPU one", "GPU-5e1f": "GPU one"}
         (None, "GPU zero"),
         ("1", "GPU one"),
         ("1,0", "GPU one"),
-        ("GPU-5e1f", "GPU one"),
+        ("GPU-1", "GPU one"),
         ("", None),
         ("-1", None),
         ("7", None),
@@ -27,26 +43,18 @@ NAMES = {0: "GPU zero", 1: "GPU one", "GPU-5e1f": "GPU one"}
 def test_the_first_visible_gpu_is_named(
     visible: str | None, name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = SimpleNamespace(
-        NVMLError=KeyError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetName=NAMES.__getitem__,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", driver)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu_name.__wrapped__() == name
+    assert gpu_name() == name
 
 
-def test_a_profile_is_of_this_gpu_or_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragserve.profiles.hardware.gpu_name", lambda: "GPU zero")
-    assert is_elsewhere("GPU one", "cuda")
-    assert not is_elsewhere("GPU zero", "cuda")
+def test_a_profile_is_of_this_machine_or_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_elsewhere("GPU two", "cuda")
+    assert not is_elsewhere("GPU one", "cuda"), "whichever CUDA counts first"
+    assert not is_elsewhere("GPU zero, a seventh", "cuda")
     assert not is_elsewhere(cpu_name(), "cuda"), "measured where the GPU had no name"
     assert not is_elsewhere("", "cuda"), "an earlier version's"
-    monkeypatch.setattr("ragserve.profiles.hardware.gpu_name", lambda: None)
-    assert not is_elsewhere("GPU one", "cuda"), "who knows"
-    assert is_elsewhere("GPU one", "cpu")
+    monkeypatch.setattr(hardware, "_gpus", dict)
+    assert not is_elsewhere("GPU two", "cuda"), "who knows"
+    assert is_elsewhere("GPU two", "cpu")
+    assert gpu_name() is None
