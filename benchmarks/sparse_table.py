@@ -5,9 +5,10 @@
 FOLDER holds the rows of one model. REPORT.json gets a row for each model, length of context, engine and
 setting, with a column for each set; and under `sets` one for each set, too: scores in percent, the paired
 difference from dense attention in points with half the width of its 95 % interval, whether the loss is within
-a point, the shares that were read, and how long answers agree with the dense one. `scripts/readme-tables`
-puts the rows into benchmarks/results/sparse_answers.md. `--record` writes what of it a
-server can have by its settings, for the model's folder."""
+a point, the shares that were read, and how long answers agree with the dense one. Dense attention is that of
+the same engine, which had the same prompts; for KV of few bits, that of the plain engine.
+`scripts/readme-tables` puts the rows into benchmarks/results/sparse_answers.md. `--record` writes what of it
+a server can have by its settings, for the model's folder."""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ _NUMBER = re.compile(r"\d[\d,]*")
 _LENGTH = re.compile(r"[@_]\d+$")  # of a set's name
 NOTE = (
     "Dense: F1 or, for lines and kv, answers that contain the value, percent. Others: points from dense "
-    "attention with KV of 16 bits in pages of 64 on the same questions, with half the width of the paired "
-    "95 % interval; mean: of the sets, each counting alike. n: questions of the sets. read: share of the "
-    "context's pages that decode steps read; blocks: share of dense prefill's blocks. holds: on every set "
-    "at most a point lost, and at 95 % less than five, on 100 questions or more; open: fewer questions, or "
-    "no set where dense scores 20 percent and less was read. Figures of single sets, and how far answers "
-    "agree with dense ones: `sets` of the JSON."
+    "attention in the same engine (KV of few bits: with 16 bits in pages of 64) on the same questions, with "
+    "half the width of the paired 95 % interval; mean: of the sets, each counting alike. n: questions of the "
+    "sets. read: share of the context's pages that decode steps read; blocks: share of dense prefill's "
+    "blocks. holds: on every set at most a point lost, and at 95 % less than five, on 100 questions or more; "
+    "open: fewer questions, or no set where dense scores 20 percent and less was read. Figures of single "
+    "sets, and how far answers agree with dense ones: `sets` of the JSON."
 )
 
 
@@ -95,9 +96,16 @@ def _span(counts: Sequence[int]) -> str:
     return str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
+def reference_of(name: str) -> str:
+    """The dense setting that a setting is compared with."""
+    engine = name.partition("/")[0]
+    return REFERENCE if engine.startswith("KV of ") else f"{engine}/{DENSE}"
+
+
 def row_of(model: str, name: str, set_name: str, own: Sequence[Row], dense: Sequence[Row]) -> dict[str, Any]:
     """The figures of a setting on a set; ``dense``: the reference's rows of the set."""
     engine, _, setting = name.partition("/")
+    is_reference = name == reference_of(name)
     found = figures(own, dense)[set_name]
     reference = {row["id"]: row for row in dense if not row["error"]}
     pairs = [(row, reference[row["id"]]) for row in own if not row["error"] and row["id"] in reference]
@@ -114,9 +122,9 @@ def row_of(model: str, name: str, set_name: str, own: Sequence[Row], dense: Sequ
         "n": found.n,
         "prompt": found.prompt_tokens,
         "score": round(found.score, 1),
-        "difference": None if name == REFERENCE else beside["difference"],
-        "interval": None if name == REFERENCE else beside["interval"],
-        "holds": "" if name == REFERENCE else _verdict(counts, reason),
+        "difference": None if is_reference else beside["difference"],
+        "interval": None if is_reference else beside["interval"],
+        "holds": "" if is_reference else _verdict(counts, reason),
         "read": _mean([row["read"] for row, _ in pairs]),
         "blocks": _mean([row["blocks"] for row, _ in pairs]),
         "same": _percent([row["answer"] == other["answer"] for row, other in pairs]),
@@ -161,7 +169,7 @@ def table(folder: Path) -> list[dict[str, Any]]:
     found = rows_of(folder)
     made = []
     for (name, set_name), own in sorted(found.items(), key=lambda each: (each[0][0] != REFERENCE, each[0])):
-        dense = found.get((REFERENCE, set_name), [])
+        dense = found.get((reference_of(name), set_name), [])
         if any(each.n for each in figures(own, dense).values()):
             made.append(row_of(model, name, set_name, own, dense))
     return made
@@ -207,7 +215,8 @@ def main() -> int:
         for folder in given.folders
     }
     first = about[given.folders[0]]
-    workload = {"decoding": "greedy", "dtype": first["engine"]["dtype"]}
+    engine = {name: first["engine"][name] for name in ("dtype", "attention_backend")}
+    workload = {"decoding": "greedy", **engine}
     report = {"benchmark": "sparse answers", "workload": workload, "environment": first["environment"]}
     rows = merged(made)
     write_json(given.report, report | {"rows": rows, "sets": made, "note": NOTE})

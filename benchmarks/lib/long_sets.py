@@ -45,8 +45,9 @@ def tasks_of(
         raise InvalidRequest(f"No {files} in {folder}.", hint="Name the folder of the sets with --data.")
     rows = [row for path in paths for _, row in json_lines(path)]
     room = _Room(int(length), functools.cache(count))
-    chosen = spread(halved(make(rows), half), limit)
-    made = (each(room, random.Random(f"{name} {number}")) for number, each in enumerate(chosen))
+    # Drawn by the place in the whole set: a question has the same context under any limit.
+    chosen = spread(halved(list(enumerate(make(rows))), half), limit)
+    made = (each(room, random.Random(f"{name} {number}")) for number, each in chosen)
     return [replace(task, set=name, system=_SYSTEM if task.max_new_tokens == LONG else None) for task in made]
 
 

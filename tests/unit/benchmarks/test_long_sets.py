@@ -103,6 +103,13 @@ def test_what_a_question_is_about_stays(data: Path) -> None:
     assert len(tasks_of("mtrag_un@30", data, words)) == 10, "answerable ones"
 
 
+@pytest.mark.parametrize("name", ["lines", "kv", "mtrag_un"])
+def test_a_question_has_the_same_context_under_any_limit(data: Path, name: str) -> None:
+    whole = {task.question.id: task for task in tasks_of(f"{name}@40", data, words)}
+    part = tasks_of(f"{name}@40", data, words, limit=2)
+    assert part == [whole[task.question.id] for task in part]
+
+
 def test_a_part_of_a_set(data: Path) -> None:
     whole = tasks_of("lines@40", data, words)
     assert len(tasks_of("lines@40", data, words, limit=3)) == 3

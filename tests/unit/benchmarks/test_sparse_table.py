@@ -43,7 +43,12 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "rows-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.json").write_text(json.dumps({"model": "a-model"}))
     environment = {"gpu": None, "cpu": "a CPU", "date": "2026-11-29"}
-    engine = {"model": "/a-model", "dtype": "bfloat16", "fingerprint": "f"}
+    engine = {
+        "model": "/a-model",
+        "dtype": "bfloat16",
+        "attention_backend": "triton",
+        "fingerprint": "f",
+    }
     about = {"engine": engine, "environment": environment}
     (tmp_path / "engine-plain.json").write_text(json.dumps(about))
     return tmp_path
@@ -62,6 +67,18 @@ def test_rows_say_what_was_lost_and_what_holds(folder: Path) -> None:
     assert lost["same"] == 50.0
     assert lost["begins as dense"] == round((50 + 50 / 3) / 1, 1), "one word of three"
     assert lost["interval"] == pytest.approx(9.8, abs=0.01)
+
+
+def test_an_engine_is_compared_with_its_own_dense_attention(folder: Path) -> None:
+    other = "pages of 16"
+    rows = [answered(f"{other}/dense", number, "7 it was") for number in range(50, 100)]
+    rows += [answered(f"{other}/budget 512", number, "7 is it") for number in range(50, 100)]
+    rows += [answered("KV of 8 bits/budget 512", number, "7 it was") for number in range(50, 100)]
+    (folder / "rows-1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {(row["engine"], row["setting"]): row for row in sparse_table.table(folder)}
+    assert found[other, "dense"]["difference"] is None
+    assert found[other, "budget 512"]["difference"] == 100.0
+    assert found["KV of 8 bits", "budget 512"]["difference"] == -100.0, "from 16 bits"
 
 
 def test_the_record_has_what_a_server_can_set(
