@@ -7,13 +7,11 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ragserve.answering.query_log import QueryLog
 from ragserve.commands.tune import _print
 from ragserve.config import Settings
 from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, Point, options_of
@@ -23,9 +21,9 @@ from ragserve.strategy_spec import parse
 from ragserve.verification.calibration import samkv
 from ragserve.verification.calibration.tune_worker import RESULT, TuneJob, _profile, _tune
 from ragserve_index import IndexStore
-from ragserve_index.viewers import EVERYTHING
 from tests.conftest import MODEL
 from tests.unit.verification.idle_engine import FINGERPRINT, IdleEngine, fill
+from tests.unit.verification.tuned_server import logged
 
 USERS = ["Of which stone is Corran 1?", "And where does it stand?"]
 
@@ -103,17 +101,7 @@ def test_users_questions_come_first_and_the_report_says_how_many(
     settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2)
     with IndexStore(tmp_path) as store:
         fill(store, "notes", 20)
-
-        async def log() -> None:
-            users = QueryLog(tmp_path, 2**20, store)
-            async with users.running():
-                for question in USERS:
-                    request = SimpleNamespace(namespace="notes")
-                    query: Any = SimpleNamespace(question=question, private=False, request=request)
-                    query.search = SimpleNamespace(viewer=EVERYTHING)
-                    users.answered(query, None, time.time(), [query.request.namespace])
-
-        asyncio.run(log())
+        asyncio.run(logged(tmp_path, store, USERS))
     result = tuned(settings, None)
     assert [*dict.fromkeys(Vectors.asked)][:2] == USERS[::-1], "the newest first"
     assert len(Vectors.asked) > 2
