@@ -215,7 +215,7 @@ def drop(
     """Remove a namespace with all its documents and their cached KV, and cancel its jobs."""
     from ragserve.answering.namespace_log import forget_dropped
     from ragserve.cache.evictions import clean_files
-    from ragserve.verification.dropped import forget
+    from ragserve.verification.dropped import forget_or_log
 
     with open_data(settings) as store:
         dropped = store.drop_namespace(namespace)
@@ -225,10 +225,7 @@ def drop(
         except (OSError, RagserveError) as error:  # must not fail the removal, which is done
             later = f"its logged questions are still on disk, the next server removes them: {error}"
             typer.secho(later, err=True, fg=typer.colors.YELLOW)
-        try:
-            forget(settings.data_dir, namespace)
-        except (OSError, RagserveError) as error:
-            typer.secho(f"its verdicts are still on disk: {error}", err=True, fg=typer.colors.YELLOW)
+        forget_or_log(settings.data_dir, namespace)
     record_command(
         settings, "docs drop", namespace=namespace, documents=dropped.n_documents, result="dropped"
     )

@@ -45,7 +45,13 @@ def cpu_name() -> str:
 def is_elsewhere(measured_on: str, device: str) -> bool:
     """Whether a profile was measured on other hardware than computes here for an engine of this ``device``
     (`EngineInfo.device`). False where that is not known: no name is kept, or no GPU has one here."""
-    gpus = tuple(_gpus().values())  # any: CUDA may count them in another order, and name a part of one
+    gpus = _gpus().values()  # any: CUDA may count them in another order
     if not measured_on or (not gpus and device != "cpu"):
         return False
-    return not measured_on.startswith((*gpus, cpu_name()))  # where the GPU had no name, the latter was kept
+    of_cpu = measured_on == cpu_name()  # which is kept where the GPU had no name
+    return not (of_cpu or any(_is_same(measured_on, gpu) for gpu in gpus))
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Whether both name one GPU, or one a part of the other: its name, "MIG" and the size."""
+    return one == other or one.startswith(f"{other} MIG") or other.startswith(f"{one} MIG")

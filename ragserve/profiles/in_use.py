@@ -71,7 +71,8 @@ class InUse:
     """``rate``: `recorded_rate`; ``statistics``: R for each of its `higher_rates`; both again of unsupported
     answers. ``engine``: precision, samkv profile and prefix of the engine. ``out``: taken out of ``auto``.
     ``retriever``: what brings the passages of queries; empty in earlier records, which count for any.
-    ``out_at``: when it was last taken out, Unix seconds; 0 where it never was, or by an earlier version."""
+    ``out_at``: when it was last taken out, Unix seconds; 0 where it never was; None where that is not known.
+    What an earlier version took out has 0."""
 
     engine: str
     rate: float = 0.0
@@ -83,7 +84,7 @@ class InUse:
     unsupported_statistics: tuple[float, ...] = ()
     unsupported: int = 0
     retriever: str = ""
-    out_at: float = 0.0
+    out_at: float | None = 0.0
 
     def with_answer(
         self, different: bool, unsupported: bool = False, recorded: RecordedRates = RecordedRates()
@@ -202,11 +203,11 @@ class InUseRecord:
         """The strategies that ``auto`` does not take in a namespace."""
         return {label for label, one in self.entries().get(namespace, {}).items() if one.out}
 
-    def out_at(self, namespace: str) -> dict[str, float]:
+    def out_at(self, namespace: str) -> dict[str, float | None]:
         """When strategies were last taken out in a namespace, Unix seconds, those that came back since among
-        them. Comparisons from before say nothing of them."""
+        them; None where that is not known. Comparisons from before say nothing of them."""
         own = self.entries().get(namespace, {})
-        return {label: at for label, one in own.items() if (at := one.out_at or float(one.out))}
+        return {label: one.out_at or None for label, one in own.items() if one.out or one.out_at != 0.0}
 
     def add(
         self,

@@ -84,7 +84,7 @@ class Comparison:
         *,
         known: Mapping[Key, Row],
         write: Callable[[Row], object],
-        out_at: Mapping[str, float] | None = None,
+        out_at: Mapping[str, float | None] | None = None,
     ) -> None:
         """``known``: the rows of earlier runs, which are not asked again; ``write`` gets each new row. Of the
         known ones do not count: failures, which may be of an outage, and rows of samkv with another profile,
@@ -324,7 +324,10 @@ class Comparison:
         if row["error"] and row["strategy"] != FULL.label:
             return False
         made_at, at = self._queries.made_at, row.get("at", 0.0)
-        if 0.0 < at < made_at or at < self._out_at.get(row["strategy"], 0.0):
+        out_at = self._out_at.get(row["strategy"], 0.0)
+        # None: by an earlier version, whose rows have no time
+        is_older = not at if out_at is None else at < out_at
+        if 0.0 < at < made_at or is_older:
             return False
         return not _is_samkv(row["strategy"]) or row.get("samkv") == self._engine.info.samkv
 

@@ -168,6 +168,7 @@ class IdleTuner:
                 self._run = None
             self._ended.pop(name, None)
             self._spent.pop(name, None)
+            self._set_aside.pop(name, None)
             await asyncio.to_thread(forget_or_log, self._settings.data_dir, name)
 
     def _rest(self, seconds: float) -> None:
@@ -196,7 +197,7 @@ class IdleTuner:
                 ended = self._ended[name]
             if (ended and ended.version == versions[name]) or self._is_settled(name):
                 continue
-            if self._set_aside.get(name, 0.0) > self._clock():
+            if self._is_aside(name):
                 continue
             if ended and not self._gate.verified(name):
                 self._spent[name] = 0.0
@@ -212,10 +213,15 @@ class IdleTuner:
         margins = self._gate.margins(namespace)
         return bool(self._gate.verified(namespace)) and min(margins, default=0.0) <= LAST_MARGIN
 
+    def _is_aside(self, namespace: str) -> bool:
+        """Whether it was set aside, and is not to be tried again yet."""
+        return self._set_aside.get(namespace, 0.0) > self._clock()
+
     async def _next_opened_again(self) -> NamespaceRun | None:
         """Look at one ended namespace in which nothing is verified, another one each time, whether its users
         have asked enough."""
-        name = next((name for name in self._ended if not self._gate.verified(name)), None)
+        open_ = (name for name in self._ended if not self._gate.verified(name) and not self._is_aside(name))
+        name = next(open_, None)
         if name is None:
             return None
         ended = self._ended[name] = self._ended.pop(name)  # the last one now

@@ -309,7 +309,7 @@ class TierStore:
 
     def remove_from_host(self, key: str) -> None:
         """Remove from the host what was put with ``to_disk`` False, and so is in no tier below, as `remove`
-        does. The shared store, which counts what it has to delete, is not asked to."""
+        does. No deletion is queued in the shared store, where many become one of the whole namespace."""
         with self._tiers.open(changing=True) as tiers:
             if (entry := tiers.host.entries.get(key)) is not None and not entry.lasting:
                 tiers.host.remove(entry)

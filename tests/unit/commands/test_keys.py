@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from ragserve.commands import docs, keys
 from ragserve.errors import InvalidRequest
+from ragserve.profiles import gate
 from ragserve_index import IndexStore
 from ragserve_index.types import NewChunk, NewDocument
 
@@ -129,6 +130,18 @@ def test_removals_by_command_are_audited(tmp_path: Path) -> None:
     run(docs, "docs", "drop", "acme", "--data-dir", str(tmp_path))
     told = [(one["what"], one["namespace"], one["documents"]) for one in audited(tmp_path)]
     assert told == [("ragserve docs rm", "acme", [stored.doc_id]), ("ragserve docs drop", "acme", 0)]
+
+
+def test_a_namespace_is_dropped_though_its_verdicts_cannot_be_removed(tmp_path: Path) -> None:
+    with IndexStore(tmp_path) as store:
+        store.ensure_namespace("acme", embedder="words", dim=4)
+    (tmp_path / gate.FILE_NAME).write_text("[]")
+    command = ["docs", "drop", "acme", "--data-dir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "ragserve.cli", *command], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "dropped acme (0 documents, 0 chunks)\n")
+    assert done.stderr.startswith("What was measured in acme, which was dropped, is left on disk: ")
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_what_to_do() -> None:

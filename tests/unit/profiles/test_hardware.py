@@ -51,10 +51,23 @@ def test_the_first_visible_gpu_is_named(
 def test_a_profile_is_of_this_machine_or_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_elsewhere("GPU two", "cuda")
     assert not is_elsewhere("GPU one", "cuda"), "whichever CUDA counts first"
-    assert not is_elsewhere("GPU zero, a seventh", "cuda")
+    assert not is_elsewhere("GPU zero MIG 1g.5gb", "cuda"), "a part of one"
     assert not is_elsewhere(cpu_name(), "cuda"), "measured where the GPU had no name"
     assert not is_elsewhere("", "cuda"), "an earlier version's"
+    monkeypatch.setattr(hardware, "_gpus", lambda: {"0": "GPU zero MIG 1g.5gb"})
+    assert not is_elsewhere("GPU zero", "cuda"), "measured on the whole"
+    assert is_elsewhere("GPU zero MIG 2g.10gb", "cuda")
     monkeypatch.setattr(hardware, "_gpus", dict)
     assert not is_elsewhere("GPU two", "cuda"), "who knows"
     assert is_elsewhere("GPU two", "cpu")
     assert gpu_name() is None
+
+
+def test_a_name_that_begins_like_another_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_gpus", lambda: {"0": "NVIDIA L4"})
+    assert is_elsewhere("NVIDIA L40", "cuda")
+    assert is_elsewhere("NVIDIA L", "cuda")
+    assert is_elsewhere(f"{cpu_name()} v2", "cuda")
+    monkeypatch.setattr(hardware, "_gpus", dict)
+    assert is_elsewhere(f"{cpu_name()} v2", "cpu")
+    assert not is_elsewhere(cpu_name(), "cpu")

@@ -79,10 +79,10 @@ def test_what_version_1_took_out_stays_out(tmp_path: Path) -> None:
     found = record(place)
     assert found.taken_out("a") == {"concat"}
     assert found.add("a", "concat", False, existing={"a"}).compared == 7
+    assert found.out_at("a") == {"concat": None}, "nobody knows when"
     found.clear("a", ["concat"])
-    assert (found.taken_out("a"), found.out_at("a")) == (set(), {"concat": 1.0}), (
-        "rows without a time are old"
-    )
+    assert (found.taken_out("a"), found.out_at("a")) == (set(), {"concat": None})
+    assert record(place).out_at("a") == {"concat": None}, "by another process, too"
 
 
 def test_what_was_taken_out_stays_out_for_its_namespace_until_it_is_cleared(tmp_path: Path) -> None:

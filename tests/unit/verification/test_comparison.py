@@ -136,6 +136,7 @@ def compared(
     known: dict[Key, Row] | None = None,
     questions: tuple[DrawnQuestion, ...] = (),
     every: list[Row] | None = None,
+    out_at: dict[str, float | None] | None = None,
     **limits: Any,
 ) -> tuple[list[Row], bool]:
     """The new rows, and whether all was asked. ``every`` gets those that count, old and new."""
@@ -148,6 +149,7 @@ def compared(
         parse(strategies),
         known=known or {},
         write=written.append,
+        out_at=out_at,
     )
     options = {"time_left": lambda: True, "most": 100} | limits
     finished = asyncio.run(compare_all(comparison, chunks, questions, **options))
@@ -324,6 +326,24 @@ def test_what_failed_in_an_earlier_run_counts_no_more_and_is_asked_again(builder
     assert [row["strategy"] for row in every] == ["full", "concat"]
     more, _ = compared(builder, speaker, CHUNKS[3:4], "concat,random", known=known)
     assert [(row["strategy"], row["error"] is None) for row in more] == [("full", True), ("random", False)]
+
+
+@pytest.mark.parametrize(
+    ("at", "out_at", "counts"),
+    [(5.0, 4.0, True), (5.0, 6.0, False), (None, 6.0, False), (5.0, None, True), (None, None, False)],
+)
+def test_rows_from_before_a_strategy_was_taken_out_do_not_count(
+    builder: PromptBuilder, at: float | None, out_at: float | None, counts: bool
+) -> None:
+    """An earlier version gave rows no time, and did not say when it took a strategy out."""
+    speaker, every = Speaker(builder, writes=True), list[Row]()
+    rows, _ = compared(builder, speaker, CHUNKS[3:4], "concat")
+    for row in rows:
+        del row["at"]
+        row |= {} if at is None else {"at": at}
+    known = by_key(rows)
+    compared(builder, speaker, [], "concat", known=known, every=every, out_at={"concat": out_at})
+    assert [row["strategy"] for row in every] == ["full", "concat"][: 1 + counts]
 
 
 def test_questions_of_the_second_part_are_asked_under_what_was_picked(builder: PromptBuilder) -> None:

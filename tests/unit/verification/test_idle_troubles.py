@@ -18,6 +18,7 @@ from ragserve.profiles.costs import COSTS
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.gate import FILE_NAME, record
 from ragserve.retrieval.retriever import Retriever
+from ragserve.verification.idle_tuner import IdleTuner
 from ragserve_index import IndexStore
 from tests.unit.verification.idle_engine import FINGERPRINT, entry, fill
 from tests.unit.verification.tuned_server import LABELS, Tuned
@@ -26,7 +27,14 @@ from tests.unit.verification.tuned_server import LABELS, Tuned
 async def worked(tuned: Tuned, most: int) -> list[Exception]:
     """Take so many steps as an `IdleWorker` does, each after a rest; returns what was raised."""
     retriever = Retriever(tuned.store, tuned.searched)
-    tuner, raised = tuned.tuner(retriever), list[Exception]()
+    raised = await stepped(tuned, tuned.tuner(retriever), most)
+    await retriever.close()
+    return raised
+
+
+async def stepped(tuned: Tuned, tuner: IdleTuner, most: int) -> list[Exception]:
+    """As `worked`, with a tuner."""
+    raised = list[Exception]()
     for _ in range(most):
         tuned.now += 60
         work: Any = tuner.work()
@@ -34,7 +42,6 @@ async def worked(tuned: Tuned, most: int) -> list[Exception]:
             await work
         except (OSError, sqlite3.Error) as error:
             raised.append(error)
-    await retriever.close()
     return raised
 
 
@@ -86,6 +93,69 @@ def test_a_namespace_that_is_never_answered_holds_no_other_up(
     assert asyncio.run(worked(tuned, 45)) == []
     assert sorted(tuned.gate.verified("notes")) == sorted(LABELS)
     assert 0 < next(failed) < 20
+
+
+@pytest.fixture
+def broken(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Namespaces in which the engine fails."""
+    answer, found = tuned.engine.generate, set[str]()
+
+    def generate(request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        if request.namespace in found:
+            raise EngineError("it broke")
+        return answer(request)
+
+    monkeypatch.setattr(tuned.engine, "generate", generate)
+    return found
+
+
+def test_a_namespace_that_is_set_aside_comes_at_once_when_it_is_made_again(
+    tuned: Tuned, broken: set[str]
+) -> None:
+    fill(tuned.store, "notes", 30)
+    broken.add("notes")
+
+    async def run() -> None:
+        retriever = Retriever(tuned.store, tuned.searched)
+        tuner = tuned.tuner(retriever)
+        await stepped(tuned, tuner, 20)
+        assert tuner.info() == {"state": "waiting"}, "it is set aside"
+        broken.clear()
+        tuned.store.drop_namespace("notes")
+        fill(tuned.store, "notes", 30)
+        await stepped(tuned, tuner, 2)
+        assert tuner.info()["state"] == "verifying"
+        await retriever.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("_few_questions")
+def test_a_namespace_that_is_set_aside_is_not_opened_again(tuned: Tuned, broken: set[str]) -> None:
+    """Ten texts decided nothing, and it was set aside when they had changed. Then its users ask enough."""
+    fill(tuned.store, "notes", 10)
+
+    async def run() -> None:
+        retriever = Retriever(tuned.store, tuned.searched)
+        tuner = tuned.tuner(retriever)
+        await stepped(tuned, tuner, 15)
+        assert tuner.progress("notes") is None, "it ended"
+        broken.add("notes")
+        fill(tuned.store, "notes", 20)
+        await stepped(tuned, tuner, 2)
+        assert tuner.info()["state"] == "verifying"
+        await stepped(tuned, tuner, 20)
+        assert tuner.info() == {"state": "waiting"}, "it is set aside"
+        broken.clear()
+        await tuned.log([f"Is Corran {number} of granite?" for number in range(20)])
+        await stepped(tuned, tuner, 20)
+        assert tuner.info() == {"state": "waiting"}
+        tuned.now += 3600
+        await stepped(tuned, tuner, 30)
+        assert sorted(tuned.gate.verified("notes")) == sorted(LABELS)
+        await retriever.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.usefixtures("_few_questions")

@@ -73,13 +73,18 @@ class Tuned:
 
     async def log(self, questions: list[str]) -> None:
         """Have a server log what its users have asked."""
-        users = QueryLog(self.folder, 2**20, self.store)
-        async with users.running():
-            for question in questions:
-                request = SimpleNamespace(namespace="notes")
-                query: Any = SimpleNamespace(question=question, private=False, request=request)
-                query.search = SimpleNamespace(viewer=EVERYTHING)
-                users.answered(query, None, time.time(), [query.request.namespace])
+        await logged(self.folder, self.store, questions)
+
+
+async def logged(folder: Path, store: IndexStore, questions: list[str]) -> None:
+    """Log questions of users in namespace `notes` who see all documents, as a server does."""
+    users = QueryLog(folder, 2**20, store)
+    async with users.running():
+        for question in questions:
+            request = SimpleNamespace(namespace="notes")
+            query: Any = SimpleNamespace(question=question, private=False, request=request)
+            query.search = SimpleNamespace(viewer=EVERYTHING)
+            users.answered(query, None, time.time(), [query.request.namespace])
 
 
 async def steps(tuner: IdleTuner, most: int = 1000) -> list[dict[str, Any]]:

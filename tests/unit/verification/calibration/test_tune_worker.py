@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ragserve.answering.query_log import QueryLog
 from ragserve.commands.tune import _print
 from ragserve.config import Settings
+from ragserve.profiles import gate
 from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, Point, options_of
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval import embedder
@@ -23,9 +25,9 @@ from ragserve.strategy_spec import parse
 from ragserve.verification.calibration import samkv
 from ragserve.verification.calibration.tune_worker import RESULT, TuneJob, _profile, _tune
 from ragserve_index import IndexStore
-from ragserve_index.viewers import EVERYTHING
 from tests.conftest import MODEL
-from tests.unit.verification.idle_engine import FINGERPRINT, IdleEngine, fill
+from tests.unit.verification.idle_engine import FINGERPRINT, IdleEngine, entry, fill
+from tests.unit.verification.tuned_server import logged
 
 USERS = ["Of which stone is Corran 1?", "And where does it stand?"]
 
@@ -103,17 +105,7 @@ def test_users_questions_come_first_and_the_report_says_how_many(
     settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2)
     with IndexStore(tmp_path) as store:
         fill(store, "notes", 20)
-
-        async def log() -> None:
-            users = QueryLog(tmp_path, 2**20, store)
-            async with users.running():
-                for question in USERS:
-                    request = SimpleNamespace(namespace="notes")
-                    query: Any = SimpleNamespace(question=question, private=False, request=request)
-                    query.search = SimpleNamespace(viewer=EVERYTHING)
-                    users.answered(query, None, time.time(), [query.request.namespace])
-
-        asyncio.run(log())
+        asyncio.run(logged(tmp_path, store, USERS))
     result = tuned(settings, None)
     assert [*dict.fromkeys(Vectors.asked)][:2] == USERS[::-1], "the newest first"
     assert len(Vectors.asked) > 2
@@ -139,6 +131,31 @@ def test_comparisons_have_the_time_of_costs_while_there_is_nothing_to_measure(
     later = tuned(settings, None, spent=0.8)
     assert (sum(later["questions"].values()), later["finished"]) == (3, True)
     assert later["costs"] == "no costs were measured: nothing is verified"
+
+
+def test_a_record_without_room_is_written_by_the_next_run_from_what_was_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2, verify_margin=30.0)
+    with IndexStore(tmp_path) as store:
+        fill(store, "notes", 30)
+    place = tmp_path / gate.FILE_NAME
+    gate.record(place, FINGERPRINT, {"epic": entry()})
+    before = place.read_text()
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=f"No space left on device: '{re.escape(str(place))}'"):
+            tuned(settings, None, 30)
+    assert place.read_text() == before, "the old record is whole"
+    assert not list(tmp_path.glob("*.tmp"))
+    assert [one["decision"] for one in tuned(settings, None, 30)["verdicts"]] == ["verified"]
+    assert Vectors.asked == [], "no question is asked again"
+    assert sorted(json.loads(place.read_text())["models"][FINGERPRINT]) == ["concat", "epic"]
 
 
 def test_what_use_has_taken_out_comes_back_by_new_questions_alone(
