@@ -115,8 +115,11 @@ class PackedAttention:
 
     def _by_parts(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
 
+        # Not cuDNN: given a mask, its gradients can be NaN (pytorch/pytorch#196678)
+        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         groups, sizes = q.shape[1] // k.shape[1], [part.rows for part in self._parts]
         turned = self.turned(k) if len(self._asked) else k
         # Not slices, whose gradients are as large as the pack, each
@@ -130,9 +133,12 @@ class PackedAttention:
                 torch.cat([*(each[n] for n in part.before), each[number]], 2) for each in (seen, values)
             )
             mask = None if part.mask is None else part.mask.to(q.dtype)
-            found.append(
-                scaled_dot_product_attention(rows, own_k, own_v, mask, is_causal=mask is None, scale=scaling)
-            )
+            with sdpa_kernel(kernels):
+                found.append(
+                    scaled_dot_product_attention(
+                        rows, own_k, own_v, mask, is_causal=mask is None, scale=scaling
+                    )
+                )
         return torch.cat(found, 2)
 
     def _by_flex(

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import TypeAdapter
 
-from ragserve.errors import InvalidRequest, Unavailable
+from ragserve.errors import InvalidRequest, RagserveError, Unavailable
 from ragserve.files import locked, write_json
 
 _LOCK_WAIT_S = 10.0
@@ -49,8 +49,17 @@ class ProfileFile(Generic[T]):
         self.update(place, fingerprint, lambda _: self.dump(profile))
 
     def dump(self, profile: T) -> Any:
-        """Return a profile as JSON."""
-        return self._entry.dump_python(profile, mode="json")
+        """Return a profile as JSON. Raises RagserveError for a figure that is not finite."""
+        found = self._entry.dump_python(profile, mode="json")
+        try:
+            json.dumps(found, allow_nan=False)
+        except ValueError as error:
+            raise RagserveError(
+                f"A figure of the {self.what} is not finite, so nothing is written.",
+                hint="Look at the model's weights, or at what else uses the machine, and run "
+                f"{self.command} again.",
+            ) from error
+        return found
 
     def update(
         self, place: Path, fingerprint: str, change: Callable[[dict[str, Any]], dict[str, Any]]

@@ -7,6 +7,8 @@ not carry passkeys over the distance end near 0 and may stream."""
 
 from __future__ import annotations
 
+import logging
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_ext.attention.pools.streaming_heads import save_pattern, streaming_heads
 
+log = logging.getLogger(__name__)
 _NAME = "ragserve_gated_heads"
 _COLOURS = ["red", "blue", "green", "white", "black", "brown", "grey", "golden", "silver", "purple"]
 _THINGS = ["house", "river", "garden", "bridge", "tower", "engine", "letter", "window", "market", "island"]
@@ -33,6 +37,10 @@ _FILLER = (
 )
 SHARES = (0.25, 0.5, 0.75)
 _HELD_OUT_SEED = 1_000_003  # of the texts for evaluation
+_BAD = 5  # steps in a row without a finite gradient that end the learning
+# Not cuDNN, PyTorch's first choice on H100 and H200: given a mask, its gradients of queries are NaN where
+# tokens % 128 is 64 and a row's logsumexp is below -88.7, as some of Qwen2's are (pytorch/pytorch#196678).
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -132,18 +140,19 @@ class GatedModel:
         **_: Any,
     ) -> Any:
         """q [1, heads, tokens, head_dim]; k, v [1, kv_heads, tokens, head_dim]."""
-        full = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-        if self._gates is not None:
-            place = torch.arange(q.shape[2], device=q.device)
-            distance = place[:, None] - place[None]
-            seen = (distance >= 0) & ((place[None] < self.sink) | (distance < self.local))
-            near = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=True)
-            gate = (
-                self._gates[module.layer_idx]
-                .to(q.dtype)
-                .repeat_interleave(q.shape[1] // k.shape[1])[None, :, None, None]
-            )
-            full = gate * full + (1 - gate) * near
+        with sdpa_kernel(_BACKENDS):
+            full = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+            if self._gates is not None:
+                place = torch.arange(q.shape[2], device=q.device)
+                distance = place[:, None] - place[None]
+                seen = (distance >= 0) & ((place[None] < self.sink) | (distance < self.local))
+                groups = q.shape[1] // k.shape[1]
+                # repeated: not every PyTorch's memory-efficient kernel takes groups
+                k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+                near = scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling)
+                gate = self._gates[module.layer_idx].to(q.dtype).repeat_interleave(groups)
+                gate = gate[None, :, None, None]
+                full = gate * full + (1 - gate) * near
         return full.transpose(1, 2), None
 
 
@@ -159,10 +168,13 @@ def learn(
 ) -> torch.Tensor:
     """Learn gates, float32 [layers, kv_heads] on the CPU.
 
-    ``progress`` gets the step, the relative error of the states, and the mean gate."""
+    ``progress`` gets the step, the relative error of the states, and the mean gate. A step without a finite
+    error and gradient leaves the gates as they are. Raises FloatingPointError for five of them in a row, and
+    where no step was taken."""
     draw = random.Random(seed)
     gates = torch.ones(model.shape, device=model.device, requires_grad=True)
     optimiser = torch.optim.Adam([gates], lr=rate)
+    bad = 0
     for step in range(steps):
         text = make_passkeys(model.encode, draw.randrange(tokens // 2, tokens + 1), draw)
         with torch.no_grad():
@@ -173,9 +185,16 @@ def learn(
         optimiser.zero_grad()
         (error + penalty * gates.mean()).backward()
         optimiser.param_groups[0]["lr"] = rate * min(1.0, 5 * (step + 1) / steps, 5 * (steps - step) / steps)
-        optimiser.step()
-        with torch.no_grad():
-            gates.clamp_(0, 1)
+        if gates.grad is not None and bool(error.isfinite() & gates.grad.isfinite().all()):
+            bad = 0
+            optimiser.step()
+            with torch.no_grad():
+                gates.clamp_(0, 1)
+        else:
+            bad += 1
+            log.warning("step %d of %d is not taken: no finite error and gradient", step + 1, steps)
+            if bad == min(_BAD, steps):
+                raise FloatingPointError(f"{bad} steps in a row had no finite error and gradient")
         if progress is not None:
             progress(step, float(error.detach()), float(gates.detach().mean()))
     return gates.detach().cpu()
@@ -212,7 +231,8 @@ def calibrate(
     """Learn gates and write the pattern of ``share`` streaming heads to ``out``; return what shares cost.
 
     A row per share (``share`` and SHARES among them) and way of choosing the heads: by their gates, or by
-    chance. ``device``: a torch device, or "auto": cuda if there is one."""
+    chance. ``device``: a torch device, or "auto": cuda if there is one. Raises FloatingPointError, and writes
+    nothing, where the model's values or their gradients are not finite."""
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     gated = GatedModel(model, device=where)
     gates = learn(gated, steps=steps, tokens=tokens, penalty=penalty, progress=progress)
@@ -224,6 +244,8 @@ def calibrate(
         for name, scores in (("gates", gates), ("chance", noise)):
             if name == "gates" or 0 < part < 1:
                 quality = evaluate(gated, streaming_heads(scores, part), texts)
+                if not math.isfinite(quality.error):
+                    raise FloatingPointError(f"with {part:.0%} streaming heads the states are not finite")
                 figures = {key: round(value, 4) for key, value in vars(quality).items() if key != "share"}
                 found.append({"chosen by": name, "share": part, **figures})
     details = {

@@ -14,7 +14,11 @@ PATTERN_VERSION = 1
 def save_pattern(path: Path, gates: torch.Tensor, *, share: float, model: str, **details: Any) -> None:
     """Write the gates and the pattern in which ``share`` of the heads stream, atomically.
 
-    ``gates``: float [layers, kv_heads]; 1: the head needs all of the context. ``details``: further fields."""
+    ``gates``: float [layers, kv_heads]; 1: the head needs all of the context. ``details``: further fields.
+
+    Raises:
+        ValueError: a gate or a figure is not finite.
+    """
     pattern = {
         "v": PATTERN_VERSION,
         "model": model,
@@ -22,8 +26,9 @@ def save_pattern(path: Path, gates: torch.Tensor, *, share: float, model: str, *
         "gates": [[round(float(g), 4) for g in row] for row in gates],
         "streaming": streaming_heads(gates, share).int().tolist(),
     }
+    text = json.dumps(pattern | details, allow_nan=False) + "\n"
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(pattern | details) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
@@ -46,12 +51,13 @@ def read_pattern(path: Path) -> torch.Tensor:
     """Return bool [layers, kv_heads], True for streaming ones.
 
     Raises:
-        ValueError: the file is no pattern.
+        ValueError: the file is no pattern, or has gates that are not finite.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         version, pattern = raw["v"], torch.tensor(raw["streaming"], dtype=torch.bool)
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        gates = torch.tensor(raw.get("gates", []), dtype=torch.float64)
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{path} is no pattern file ({error!r}): make one with `ragserve calibrate --part heads`"
         ) from None
@@ -59,6 +65,11 @@ def read_pattern(path: Path) -> torch.Tensor:
         raise ValueError(
             f"{path} has version {version}, expected {PATTERN_VERSION}: make it again with `ragserve "
             "calibrate --part heads`"
+        )
+    if not bool(gates.isfinite().all()):
+        raise ValueError(
+            f"{path} has gates that are not finite, so its heads are chosen by nothing: make it again with "
+            "`ragserve calibrate --part heads`"
         )
     return pattern
 

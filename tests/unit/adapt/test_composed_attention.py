@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
 from ragserve.adapt import greedy
@@ -124,6 +126,20 @@ def test_flex_attention_sees_what_masks_see(model: AdaptedModel) -> None:
         attention = PackedAttention(pack, model.causal.model.rotary_emb, torch.device("cpu"), flex=flex)
         found.append(attention(q, k, v, 8**-0.5))
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+def test_masks_leave_cudnn_out(model: AdaptedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients can be NaN where there is a mask."""
+    allowed = []
+
+    def attention(*given: Any, **options: Any) -> torch.Tensor:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return scaled_dot_product_attention(*given, **options)
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", attention)
+    target_logits(model, [sequence(SIZES[0], composed=True)])
+    assert allowed
+    assert not any(allowed)
 
 
 def test_greedy_answers_continue_each_prompt_as_it_would_alone(model: AdaptedModel) -> None:

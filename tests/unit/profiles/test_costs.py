@@ -18,7 +18,7 @@ from ragserve.answering.prompt import Prompt, Segment
 from ragserve.best_passages import PassagesOptions
 from ragserve.engine.base import EngineInfo, GenerateRequest
 from ragserve.engine.document_cache import Whereabouts
-from ragserve.errors import EngineError, InvalidRequest
+from ragserve.errors import EngineError, InvalidRequest, RagserveError
 from ragserve.profiles.costs import COSTS, Costs, CostSample, fit
 from ragserve.profiles.gate import Entry, Figures, Gate, record
 from ragserve.profiles.hardware import cpu_name
@@ -112,6 +112,16 @@ def test_a_profile_is_kept_by_model(tmp_path: Path) -> None:
     COSTS.save(place, "other", costs(machine(2.0)))
     assert COSTS.load(place, "abc") == found
     assert COSTS.load(place, "unknown") is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_figure_that_is_not_finite_is_not_written(tmp_path: Path, value: float) -> None:
+    place = tmp_path / "costs.json"
+    COSTS.save(place, "abc", costs())
+    before = place.read_bytes()
+    with pytest.raises(RagserveError, match=r"figure of the cost profile is not finite.*ragserve calibrate"):
+        COSTS.save(place, "abc", replace(costs(), exact=(1.0, value, 0.0)))
+    assert place.read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -58,3 +58,20 @@ def test_a_wrong_file_is_named(tmp_path: Path) -> None:
         load_pattern(path, 2, 4)
     with pytest.raises(ValueError, match=r"share of 1\.5"):
         streaming_heads(GATES, 1.5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "infinite"])
+def test_gates_that_are_not_finite_are_neither_written_nor_read(tmp_path: Path, value: float) -> None:
+    path = tmp_path / "heads.json"
+    broken = GATES.clone()
+    broken[1, 2] = value
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        save_pattern(path, broken, share=0.5, model="m")
+    assert not list(tmp_path.iterdir())
+    save_pattern(path, GATES, share=0.5, model="m")
+    path.write_text(path.read_text().replace("0.4", str(value).replace("nan", "NaN").replace("inf", "1e999")))
+    with pytest.raises(ValueError, match=r"heads\.json has gates that are not finite.*make it again with"):
+        load_pattern(path, 2, 4)
+    path.write_text(path.read_text().replace("NaN", "null").replace("1e999", "null"))
+    with pytest.raises(ValueError, match=r"heads\.json is no pattern file"):
+        load_pattern(path, 2, 4)
