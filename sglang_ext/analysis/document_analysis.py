@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ VERSION = 1  # of what the stored values mean, beside their names and shapes; ra
 WHOLE_ONLY = ("token", "attention", "exponent", "sensitivity")
 """Tensors that a document's prefill does not give by itself."""
 
+_PLACED = ("mean_k", "mean_k_scale", "local_q", "local_q_scale", "token_k", "token_k_scale")
 _SIGMAS = 3.0  # PauTa criterion
 _BOUND = 0.03  # most of a document's KV that its mean keys may take
 _LARGEST_BLOCK = 64
@@ -117,7 +119,7 @@ class Analysis:
     def blocks(self) -> int:
         return int(self.mean_k.shape[1])
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of memory, with those of the document's terms, which the selection makes when it needs
         them."""
@@ -125,8 +127,13 @@ class Analysis:
 
     def placed(self, device: torch.device) -> Analysis:
         """Copy it with the tensors that selection multiplies on the device."""
-        names = ("mean_k", "mean_k_scale", "local_q", "local_q_scale", "token_k", "token_k_scale")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return replace(self, **{name: getattr(self, name).to(device) for name in _PLACED})
+
+    def for_rules(self) -> Analysis:
+        """Copy it without the tensors that selection multiplies: what is read once tokens are chosen. Its
+        numbers of layers and blocks stay known."""
+        none: dict[str, Any] = dict.fromkeys(_PLACED, torch.empty(0))
+        return replace(self, **{**none, "mean_k": torch.empty((*self.mean_k.shape[:2], 0, 0))})
 
     def outliers(self) -> torch.Tensor:
         """Mark the most attended tokens of blocks whose exponent lies three sigma below the layer's mean

@@ -32,7 +32,8 @@ def answer(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     `RanksDivided` is raised.
 
     An operation that waits for the disk answers ``{"pending": token}`` at once, because generation would wait
-    with it. The caller asks again with that token, until the answer has none.
+    with it. The caller asks again with that token, until the answer has none. Times that end such waits are
+    by ``now`` of the body: the first rank's monotonic clock, whatever host a rank is on.
     """
     if runtime is None:
         return _failed("this engine's cache is not ragserve's: start it with --radix-cache-backend ragserve")
@@ -41,6 +42,7 @@ def answer(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
         return _failed(f"no operation {body.get('op')!r}: one of {', '.join(sorted(_operations))}")
     found: Answer = {}
     error = ""
+    body = {**body, "now": runtime.ranks.first(time.monotonic())}
     try:
         if operation is not _fault:
             stages.reach("control")
@@ -200,9 +202,9 @@ def _deleted(
 ) -> Answer:
     """Remove documents, and wait until the shared store has deleted them. Where it is away or slow,
     ``unconfirmed`` says how many it is asked to delete until it has; none is read from it meanwhile."""
-    waits = body.get("pending") or {"removed": remove(), "until": time.time() + _CONFIRM_S}
+    waits = body.get("pending") or {"removed": remove(), "until": body["now"] + _CONFIRM_S}
     left, soon = runtime.tiers.unconfirmed(keys, namespace)
-    if left and soon and time.time() < waits["until"]:
+    if left and soon and body["now"] < waits["until"]:
         return {"pending": waits}
     return {**waits["removed"], **({"unconfirmed": left} if left else {})}
 
@@ -218,10 +220,10 @@ def _where(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     keys, namespace = [str(key) for key in body["keys"]], str(body["namespace"])
     cached = runtime.documents.document_tokens() if keys else {}
     below = [runtime.tiers.where(key, namespace) for key in keys]
-    until = body.get("pending") or time.time() + _LOOK_S
+    until = body.get("pending") or body["now"] + _LOOK_S
     absent = [key for key, (_, lowest) in zip(keys, below, strict=True) if lowest == "absent"]
     looking = [key for key in absent if runtime.tiers.looks_for(key, namespace)]
-    if looking and time.time() < until:
+    if looking and body["now"] < until:
         return {"pending": until}
     return {
         "on_device": [cached.get(key, 0) >= n for key, n in zip(keys, body["tokens"], strict=True)],
@@ -272,7 +274,7 @@ def _evict(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     if "disk" in body["tiers"]:
         waits = runtime.tiers.demote(keys or [], str(body["namespace"]))
         if not runtime.ranks.all_agree(not waits):
-            return {"pending": body.get("pending") or time.time()}
+            return {"pending": body.get("pending") or body["now"]}
     runtime.documents.evict(tuple(str(tier) for tier in body["tiers"]), keys)
     return {}
 
@@ -301,8 +303,8 @@ def _until_written(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """Nothing once all queued documents are on every rank's disk or the time is up, else what to ask again
     with: the end of that time.
     """
-    until = body.get("pending") or time.time() + float(body.get("timeout_s", 30))
-    written = runtime.tiers.flush(0) or time.time() >= until
+    until = body.get("pending") or body["now"] + float(body.get("timeout_s", 30))
+    written = runtime.tiers.flush(0) or body["now"] >= until
     return {} if runtime.ranks.all_agree(written) else {"pending": until}
 
 

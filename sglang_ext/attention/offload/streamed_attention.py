@@ -56,12 +56,13 @@ class StreamedTokens:
     def _pieces(
         self, kv: KVPair, layer: int, heads: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """Yield K and V of all tokens and, of the last ones, which a new token must not see: bool
+        """Yield K and V of all tokens and, of those in ``slots``, which a new token must not see: bool
         [new tokens, tokens]. The first piece hides nothing, so that each row has a score."""
-        tokens = _SCORE_BYTES // (4 * heads * self.count)
+        tokens = max(1, _SCORE_BYTES // (4 * heads * self.count))
         for k, v in self.prompt.pieces(layer, tokens):
             yield k, v, None
         place = torch.arange(len(self.slots), device=self.slots.device)
-        hidden = place > place[len(self.slots) - self.count :, None]
-        k, v = (half[self.slots].transpose(0, 1) for half in kv)  # type: ignore[index]
-        yield k, v, hidden
+        last = place[len(self.slots) - self.count :, None]
+        for some, places in zip(self.slots.split(tokens), place.split(tokens), strict=True):
+            k, v = (half[some].transpose(0, 1) for half in kv)  # type: ignore[index]
+            yield k, v, places > last

@@ -144,6 +144,12 @@ class ComposedContext:
         """Let its selection be final."""
         self.decided = selection
 
+    def shed_analyses(self) -> None:
+        """Let go of the analyses once it has ended to wait for its selection. A rule that chooses by the
+        question's attention still reads what of them is not on the device."""
+        reads = self.decided is not None and self.decided.needs_question_attention
+        self.analyses = {n: each.for_rules() for n, each in self.analyses.items()} if reads else {}
+
     def admit(self) -> None:
         """Its slots are to be filled before its next forward pass."""
         self.filled = False

@@ -157,15 +157,27 @@ class DocumentAnalyses:
             self._cache.put(key, analysis)
         return made
 
-    def find(self, wanted: Mapping[AnalysisName, WantedAnalysis], fail: Fail) -> dict[AnalysisName, Analysis]:
+    def find(
+        self,
+        wanted: Mapping[AnalysisName, WantedAnalysis],
+        fail: Fail,
+        *,
+        held: int = 0,
+        first: Collection[AnalysisName] = (),
+    ) -> dict[AnalysisName, Analysis]:
         """Find or compute what is ``wanted``, the same on every rank. What is read still, and what the step
-        has no time for, is left out."""
+        has no time for, is left out, and what has no room: requests hold ``held`` bytes of analyses, and
+        may hold as many as the budget; those that come ``first`` have room in any case."""
         with stages.together():  # the first time, they are looked for
             heads = self._analyser.heads if wanted else []
-        have = {
-            name: stages.run("stored analysis", partial(fail, name), self._known, name, len(asked.ids), heads)
-            for name, asked in wanted.items()
-        }
+        have: dict[AnalysisName, Analysis | int | None] = {}
+        for name, asked in wanted.items():
+            known: Analysis | int | None = _WAIT
+            if held < self._cache.budget or name in first:
+                failed = partial(fail, name)
+                known = stages.run("stored analysis", failed, self._known, name, len(asked.ids), heads)
+            have[name] = known
+            held += known.nbytes if isinstance(known, Analysis) else 0
         votes = self._ranks.min_votes([_vote_of(known) for known in have.values()])
         found: dict[AnalysisName, Analysis] = {}
         lacking: list[AnalysisName] = []

@@ -6,7 +6,6 @@ in every call.
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -40,16 +39,17 @@ class DocumentScorer:
         """Return ``scores``, a number for each of ``documents`` (token ids), None for one without an
         analysis; or what to ask again with while analyses are read.
 
-        ``system`` and ``question`` are token ids. Raises PlanError for a question without tokens."""
+        ``system`` and ``question`` are token ids; ``now``: seconds, the same on every rank. Raises PlanError
+        for a question without tokens."""
         system, question = list(body["system"]), list(body["question"])[-_QUESTION_TOKENS:]
         if not question:
             raise PlanError("a question without tokens ranks nothing")
-        until = body.get("pending") or time.time() + _READ_S
+        until = body.get("pending") or body["now"] + _READ_S
         namespace = str(body["namespace"])
         keys = [document_key(namespace, fingerprint, array("q", ids)) for ids in body["documents"]]
         lengths = {key: len(ids) for key, ids in zip(keys, body["documents"], strict=True)}
         found = self._analyses.stored(lengths)
-        if found is None and not self._ranks.all_agree(time.time() >= until):
+        if found is None and body["now"] < until:
             return {"pending": until}
         if found is None:
             found = self._analyses.stored(lengths, wait=False) or {}

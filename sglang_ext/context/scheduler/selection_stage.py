@@ -100,11 +100,13 @@ class SelectionStage:
         finally:
             for context in found:
                 self._locator.unlock(context)
-        self._waiting = [
-            context
-            for context, vote in zip(self._waiting, votes, strict=True)
-            if vote != _MISSING and context.decided is None and context.failure is None
-        ]
+        waiting: list[ComposedContext] = []
+        for context, vote in zip(self._waiting, votes, strict=True):
+            if vote != _MISSING and context.decided is None and context.failure is None:
+                waiting.append(context)
+            else:
+                context.shed_analyses()
+        self._waiting = waiting
 
     @property
     def waits(self) -> bool:
@@ -169,8 +171,10 @@ class SelectionStage:
         def fail(name: AnalysisName, message: str) -> None:
             failing([c for c in contexts if name in self._analyses_of(c).values()])(message)
 
+        first = next((names for names in map(self._analyses_of, contexts) if names), {})
+        held = {id(each): each.nbytes for c in self._waiting for each in c.analyses.values()}
         started = time.perf_counter()
-        found = self.analyses.find(wanted, fail)
+        found = self.analyses.find(wanted, fail, held=sum(held.values()), first=set(first.values()))
         spent = (time.perf_counter() - started) * 1e3
         for context in contexts:
             names = self._analyses_of(context)

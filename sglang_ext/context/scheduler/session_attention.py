@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from sglang_ext.documents.radix import DocumentRadixCache
 
 _LARGEST_BLOCK = 64
+# Tokens that the model runs for one question, while all other requests wait. SGLang drops the end of a
+# dialogue first, so all of its last turn may be among them.
+_MOST_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,8 @@ class SessionAttention:
 
     def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``attention``: for each of the ``parts`` one number a sentence, from 0 to 1, the highest of
-        all parts 1; None for a part whose KV is not all there.
+        all parts 1; None for a part whose KV is not all there, and for all parts where more than
+        `_MOST_TOKENS` tokens would have to be computed.
 
         ``key``: the session's. ``prompts``: token ids that were computed under it. ``question``: token ids,
         as they would follow the last prompt. ``parts``: see `TurnPart.of`. Raises PlanError."""
@@ -99,9 +103,9 @@ class SessionAttention:
         slots = [own[:count] for own, count in zip(slots, there, strict=True)]
         found: list[list[float] | None] = [None] * len(parts)
         held = [n for n, part in enumerate(parts) if part.span.end <= there[part.prompt]]
-        if held:
+        behind = [*prompts[-1][there[-1] :], *question]
+        if held and len(behind) <= _MOST_TOKENS:
             rows = [slots[parts[n].prompt][parts[n].span.start : parts[n].span.end] for n in held]
-            behind = [*prompts[-1][there[-1] :], *question]
             query = self._query(slots[-1], behind)
             shares = self._signal([parts[n] for n in held], rows, query, there[-1] + len(behind), question)
             for n, own in zip(held, shares.split([len(parts[n].begins) for n in held]), strict=True):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.documents.disk.disk import FileTier
+from sglang_ext.process import control
 from sglang_ext.process.control import answer
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.stages import stages
@@ -35,7 +36,9 @@ def asked(ours: dict[str, Any], theirs: dict[str, Any], op: str = "where") -> di
             where=lambda key, namespace: ours["where"],
             room=lambda: {name: value for name, value in ours.items() if name != "where"},
         ),
-        ranks=SimpleNamespace(gather=lambda mine: [mine, (where(theirs), "")], world=2),
+        ranks=SimpleNamespace(
+            first=lambda own: own, gather=lambda mine: [mine, (where(theirs), "")], world=2
+        ),
     )
     body = {"op": op, "keys": ["d"], "tokens": [5], "namespace": "n"}
     return dict(answer(runtime, body)["response"][0])
@@ -95,7 +98,7 @@ def test_a_budget_is_shared_by_the_ranks() -> None:
     given: dict[str, int] = {}
     runtime = SimpleNamespace(
         tiers=SimpleNamespace(set_budget=given.update),
-        ranks=SimpleNamespace(gather=lambda mine: [mine] * 4, world=4),
+        ranks=SimpleNamespace(first=lambda own: own, gather=lambda mine: [mine] * 4, world=4),
     )
     assert answer(runtime, {"op": "budget", "host_bytes": 4096})["success"]
     assert given == {"host_bytes": 1024}
@@ -167,3 +170,54 @@ def test_waiting_for_the_disk_does_not_hold_the_scheduler(
         disk.go.set()
         assert ended(runtime, body) == {}
         assert store.where(document.key, "default") == (body["op"] == "flush", "disk")
+
+
+class Clocks:
+    """Those of a host, seconds: the wall clock steps back an hour whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now, self._wall = 100.0, 1e9
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        self._wall -= 3600
+        return self._wall
+
+
+def waiting_on(op: str) -> tuple[Any, dict[str, Any]]:
+    """An engine whose disk and shared store never get done with anything, and the operation's body."""
+    tiers = SimpleNamespace(
+        flush=lambda timeout_s: False,
+        where=lambda key, namespace: (False, "absent"),
+        looks_for=lambda key, namespace: True,
+        room=dict,
+        unconfirmed=lambda keys, namespace: (len(keys), True),
+    )
+    documents = SimpleNamespace(document_tokens=dict, remove=lambda keys, namespace: len(keys))
+    runtime = SimpleNamespace(tiers=tiers, documents=documents, ranks=Ranks(), sweep=lambda: None)
+    return runtime, {"op": op, "keys": ["d"], "tokens": [5], "namespace": "n"}
+
+
+@pytest.mark.parametrize(("op", "seconds"), [("flush", 30), ("where", 2), ("remove", 20)])
+def test_a_wall_clock_that_steps_back_prolongs_no_wait(
+    monkeypatch: pytest.MonkeyPatch, op: str, seconds: float
+) -> None:
+    clocks = Clocks()
+    monkeypatch.setattr(control, "time", clocks)
+    runtime, body = waiting_on(op)
+    pending = answer(runtime, body)["response"][0]
+    assert set(pending) == {"pending"}
+    clocks.now += seconds - 1
+    assert answer(runtime, {**body, **pending})["response"][0] == pending
+    clocks.now += 2
+    assert "pending" not in answer(runtime, {**body, **pending})["response"][0]
+
+
+def test_ranks_of_several_hosts_wait_by_the_first_ones_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have been up for other times."""
+    monkeypatch.setattr(control, "time", Clocks())
+    runtime, body = waiting_on("flush")
+    runtime.ranks = SimpleNamespace(first=lambda own: 7.0, all_agree=bool, gather=lambda own: [own], world=2)
+    assert answer(runtime, body)["response"] == [{"pending": 37.0}]

@@ -59,7 +59,8 @@ def scorer(tiers: Tiers) -> DocumentScorer:
 
 
 def ask(scorer: DocumentScorer, **more: Any) -> dict[str, Any]:
-    body = {"namespace": "n", "system": SYSTEM, "question": [RARE, 41], "documents": DOCUMENTS, **more}
+    asked = {"namespace": "n", "system": SYSTEM, "question": [RARE, 41], "documents": DOCUMENTS}
+    body = {"now": 100.0, **asked, **more}
     return scorer.answer(body, "print")
 
 
@@ -78,8 +79,8 @@ def test_a_read_is_waited_for_and_given_up(scorer: DocumentScorer, tiers: Tiers)
     tiers.slow.add(key_of(DOCUMENTS[0]))
     waits = ask(scorer)
     assert set(waits) == {"pending"}
-    assert ask(scorer, **waits) == waits, "the same end, however often it is asked"
-    scores = ask(scorer, pending=1.0)["scores"]
+    assert ask(scorer, now=104.9, **waits) == waits, "the same end, however often it is asked"
+    scores = ask(scorer, now=105.1, **waits)["scores"]
     assert [score is None for score in scores] == [True, False, True]
 
 

@@ -23,9 +23,11 @@ from sglang_ext.context.scheduler.composition import Composition
 from sglang_ext.context.scheduler.document_analyses import DocumentAnalyses
 from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.context.scheduler.sglang_req import DocumentRequest
+from sglang_ext.context.selection.anchors import anchors_of
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.recompute_rules import Kept
 from sglang_ext.context.selection.strategies import partial_selection
+from sglang_ext.documents.summaries import SummaryTicket
 from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.stages import stages
@@ -77,10 +79,17 @@ def selector(begin: Callable[..., Any] = lambda *args: lambda: None) -> SimpleNa
 
 
 def stage_of(
-    store: TierStore, analyser: Any, ranks: Ranks | None = None, *, complete: bool = True
+    store: TierStore,
+    analyser: Any,
+    ranks: Ranks | None = None,
+    *,
+    complete: bool = True,
+    memory_bytes: int = 2**20,
 ) -> SelectionStage:
     ranks = ranks or Ranks()
-    analyses = DocumentAnalyses(analyser, store, ranks, device="cpu", memory_bytes=2**20, complete=complete)
+    analyses = DocumentAnalyses(
+        analyser, store, ranks, device="cpu", memory_bytes=memory_bytes, complete=complete
+    )
     parts: dict[str, Any] = {
         "locator": SimpleNamespace(resolve=lambda context: [], unlock=lambda context: None),
         "analyser": analyser,
@@ -366,3 +375,74 @@ def test_a_cpu_computes_the_sensitivity_of_long_documents_for_rules_only_that_kn
         assert context.decided is not None
         assert sorted(itertools.chain(*analyser.passes)) == ([24] if rule == "sentences" else [24, 40, 50])
         assert context.unknown == ([2, 3] if rule == "sentences" else [])
+
+
+def analysed(store: TierStore, *documents: Sample) -> None:
+    """Put documents with their analyses into the tiers."""
+    for document in documents:
+        document.put(store)
+        store.put_summary(document.key, Analyser().analyse(document.ids, Analyser.cut).encode())
+
+
+@pytest.mark.parametrize("rule", ["sensitivity", "sentences", "anchors"])
+def test_a_request_with_its_selection_keeps_nothing_on_the_device(rule: str) -> None:
+    """It may wait for room for long, and many of them."""
+    with opened(None) as store:
+        analysed(store, *DOCUMENTS)
+        analyser: Any = Analyser()
+        analyser.critical_layers = (1,)
+        context = about(*DOCUMENTS, rule=rule)
+        advanced(stage_of(store, analyser), context)
+    assert context.decided is not None
+    assert context.selection.needs_question_attention == (rule != "sensitivity")
+    if rule == "sensitivity":
+        assert context.in_order == []
+        return
+    whole = [analyser.analyse(each.ids, Analyser.cut) for each in DOCUMENTS]
+    for own in context.in_order:
+        for name in ("mean_k", "mean_k_scale", "local_q", "local_q_scale", "token_k", "token_k_scale"):
+            assert not getattr(own, name).nbytes, name
+    kept, wanted = (Kept(context.plan, context.selection.kept, each) for each in (context.in_order, whole))
+    for got, want in zip(anchors_of(kept, LAYERS), anchors_of(wanted, LAYERS), strict=True):
+        assert torch.equal(got, want)
+    attention = torch.rand(114, generator=torch.Generator().manual_seed(1))
+    got, want = (
+        context.partial.recomputed(context.selection.kept, each, attention)
+        for each in (context.in_order, whole)
+    )
+    assert torch.equal(got, want)
+
+
+def test_waiting_requests_hold_no_more_analyses_than_the_budget() -> None:
+    """The first one goes on in any case, and each that has its selection makes room for the next."""
+    with opened(None) as store:
+        analysed(store, *DOCUMENTS, DOCUMENT)
+        stage = stage_of(store, Analyser(), memory_bytes=1)
+        contexts = [about(*DOCUMENTS[:2]), about(DOCUMENTS[2]), about(DOCUMENT)]
+        for context in contexts:
+            stage.add(context)
+        for settled in (1, 2, 3):
+            stage.advance(Step())
+            assert [context.decided is not None for context in contexts] == [n < settled for n in range(3)]
+        assert not stage.waits
+
+
+def test_what_a_request_waits_with_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(None) as store:
+        analysed(store, *DOCUMENTS, DOCUMENT)
+        analyser = Analyser()
+        nbytes = [analyser.analyse(each.ids, Analyser.cut).nbytes for each in DOCUMENTS]
+        stage = stage_of(store, analyser, memory_bytes=nbytes[0] + nbytes[1])
+        read = store.summary
+        slow = [DOCUMENTS[2].key]
+        monkeypatch.setattr(store, "summary", lambda key: SummaryTicket() if key in slow else read(key))
+        waits, second, last = about(DOCUMENTS[2]), about(*DOCUMENTS), about(DOCUMENT)
+        advanced(stage, waits, second, last)
+        assert len(second.in_order) == 2
+        assert last.in_order == []
+        assert last.decided is None, "the second holds all that the budget has"
+        slow.clear()
+        stage.analyses.read_only(())  # begins to read again
+        for _ in range(3):
+            stage.advance(Step())
+        assert all(each.decided is not None for each in (waits, second, last))

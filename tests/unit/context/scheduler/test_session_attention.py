@@ -13,6 +13,7 @@ from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.document_analysis import Cut
 from sglang_ext.analysis.forward import Text, run
 from sglang_ext.analysis.texts import Texts
+from sglang_ext.context.scheduler import session_attention
 from sglang_ext.context.scheduler.session_attention import SessionAttention
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.ranks.ranks import Ranks
@@ -135,6 +136,17 @@ def test_parts_without_all_of_their_kv_have_none(tree: Tree, turns: SessionAtten
     assert len(first or ()) == 3, "composed turns lie under a key of their own"
     assert second is None
     assert ask(turns, key="session:n:other") == [None, None]
+
+
+def test_no_more_than_the_most_tokens_are_computed(
+    tree: Tree, turns: SessionAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_attention, "_MOST_TOKENS", 8 + len(QUESTION))
+    hold(tree, len(FIRST), len(SECOND) - 8)
+    assert None not in ask(turns, parts=PARTS[:1])
+    assert ask(turns, question=[*QUESTION, 1]) == [None, None]
+    hold(tree, len(FIRST), len(SECOND) - 9)
+    assert ask(turns) == [None, None], "the end of the last prompt is not held"
 
 
 def test_another_question_attends_elsewhere(tree: Tree, turns: SessionAttention) -> None:
