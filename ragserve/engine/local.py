@@ -169,6 +169,7 @@ class LocalEngine(ControlledCache):
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """See `CachingEngine`; `sglang_ext.process.control` lists the operations. Waits while pending."""
         wait = _FIRST_LOOK_S
+        self._documents.controlled(operation, arguments, self._fingerprint)
         while "pending" in (answer := await self._ask(operation, arguments)):
             arguments["pending"] = answer["pending"]
             await asyncio.sleep(wait)

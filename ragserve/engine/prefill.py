@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -63,6 +63,12 @@ class Documents:
                     yield chunk
         finally:
             self._later.end()
+
+    def controlled(self, operation: str, arguments: Mapping[str, Any], fingerprint: str) -> None:
+        """A control operation is about to run: analyse later nothing that it removes. ``fingerprint``: of the
+        model."""
+        if operation in ("remove", "remove_namespace", "clear"):
+            self._later.forget(arguments.get("namespace"), arguments.get("keys"), fingerprint)
 
     def counted(self, stat: dict[str, Any]) -> dict[str, Any]:
         """Figures of the cache, with the number of analyses that wait for an idle moment."""

@@ -90,6 +90,7 @@ class WorkerEngine(ControlledCache, RemoteEngine):
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """See `CachingEngine`."""
+        self._documents.controlled(operation, arguments, self._fingerprint)
         body = {"operation": operation, "arguments": arguments}
         answer = await self._call("POST", "/worker/control", body)
         return self._documents.counted(answer) if operation == "stat" else answer

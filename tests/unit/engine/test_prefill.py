@@ -24,6 +24,7 @@ from sglang_ext.wire.protocol import (
     PlanError,
     SessionPart,
     Span,
+    document_key,
     session_key,
 )
 
@@ -206,6 +207,40 @@ def test_what_a_question_did_without_is_analysed_when_nothing_is_asked(
         await engine.documents.close()
         await asyncio.sleep(0.1)
         assert len(engine.messages) == 3, "a server that stops analyses nothing more"
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments", "left"),
+    [
+        ("remove", {"namespace": "n", "keys": [document_key("n", "print", [2])]}, [[[3, 3]]]),
+        ("remove", {"namespace": "other", "keys": [document_key("n", "print", [2])]}, [[[3, 3]], [[2]]]),
+        ("remove_namespace", {"namespace": "n"}, []),
+        ("remove_namespace", {"namespace": "other"}, [[[3, 3]], [[2]]]),
+        ("clear", {}, []),
+        ("evict", {"tiers": ["device"]}, [[[3, 3]], [[2]]]),
+    ],
+)
+def test_what_is_removed_is_not_analysed_later(
+    monkeypatch: pytest.MonkeyPatch, operation: str, arguments: dict[str, Any], left: list[list[list[int]]]
+) -> None:
+    """Its KV would be computed again, and written to disk, after its removal."""
+    monkeypatch.setattr(later_analyses, "QUIET_S", 0.01)
+
+    async def work() -> None:
+        engine = Engine()
+        asked = request([1, 1], [2], [3, 3])
+        await answer(engine, asked)
+        engine.unknown = (1, 2)
+        await answer(engine, asked)
+        engine.documents.controlled(operation, arguments, "print")
+        assert engine.documents.counted({"analyses": {}}) == {"analyses": {"waiting": sum(map(len, left))}}
+        async with asyncio.timeout(240):
+            while engine.documents.counted({"analyses": {}})["analyses"]["waiting"]:
+                await asyncio.sleep(0.01)
+        assert engine.prefilled[1:] == left
+        await engine.documents.close()
 
     asyncio.run(work())
 

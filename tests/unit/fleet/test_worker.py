@@ -80,6 +80,20 @@ def test_documents_are_warmed_located_and_forgotten(worker: FakeWorker) -> None:
     assert on(worker, work) == [["absent"] * 3, ["device"] * 3, ["device", "absent", "device"]]
 
 
+def test_what_is_removed_is_not_analysed_later(worker: FakeWorker) -> None:
+    async def work(engine: WorkerEngine) -> list[int]:
+        await engine.start()
+        engine._documents._later.begin()  # nothing is analysed meanwhile
+        left = []
+        for forgotten in ([IDS[4:20]], None):
+            engine._documents._later.add(request(), [1, 2])
+            await engine.forget("n", forgotten)
+            left.append(len(engine._documents._later))
+        return left
+
+    assert on(worker, work) == [1, 0]
+
+
 def test_leaving_early_aborts(worker: FakeWorker) -> None:
     worker.ledger.after_first.clear()
 
