@@ -73,7 +73,7 @@ def _check_plan(scope: CacheScope, text: str) -> None:
     try:
         plan = json.loads(text)
         namespace, session = plan["namespace"], plan.get("session")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError("the plan cannot be read") from None
     if session is not None:
         raise ValueError("sessions go on over /rag/query and /v1/chat/completions only")

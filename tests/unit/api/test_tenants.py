@@ -231,6 +231,13 @@ def test_sglangs_routes_reach_no_session() -> None:
     assert obj.extra_key == f"somebody:{key}"
 
 
+@pytest.mark.parametrize("plan", ["", "{", "[]", "1" * 5000, "[" * 100_000], ids=lambda plan: plan[:2])
+def test_a_plan_that_cannot_be_read_is_refused(plan: str) -> None:
+    obj = SimpleNamespace(rid="1", sampling_params={"custom_params": {"ragserve": plan}})
+    with CacheScope("somebody", lambda _: True).active(), pytest.raises(ValueError, match="cannot be read"):
+        confine(obj)
+
+
 def test_sglangs_routes_use_the_cache_of_several_namespaces_with_the_right_to_each() -> None:
     spans = (Span(0, 1), Span(1, 2))
     for names, fits in (("acme+acme-old", True), ("acme+beta", False), ("beta+acme", False)):
