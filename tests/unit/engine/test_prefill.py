@@ -16,7 +16,7 @@ from ragserve.engine import later_analyses
 from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.engine.prefill import ROUNDS, Documents
 from ragserve.engine.stream import DocumentsMissing
-from ragserve.errors import EngineError, InvalidRequest, Unavailable
+from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
 from sglang_ext.wire.protocol import (
     PLAN_FIELD,
     ContextPlan,
@@ -31,7 +31,7 @@ from sglang_ext.wire.protocol import (
 
 class Engine:
     """Keeps documents by their ids. ``hold`` makes prefills wait; ``loses`` keeps none; ``fails`` is raised
-    by the next prefill; ``forgets`` keeps no dialogue.
+    by the next prefill, ``bad`` are documents whose own fail; ``forgets`` keeps no dialogue.
     """
 
     def __init__(self) -> None:
@@ -41,6 +41,7 @@ class Engine:
         self.hold.set()
         self.loses = False
         self.fails: Exception | None = None
+        self.bad: list[list[int]] = []
         self.forgets = False
         self.dialogues: set[tuple[int, ...]] = set()  # beginnings of what a session's key has
         self.asked: list[list[int]] = []  # prompts of composed requests
@@ -76,14 +77,16 @@ class Engine:
         text, usage = "composed" if plan else "exact", EngineUsage(prompt_tokens, there)
         yield GenerateChunk(text, usage, EngineTimings(), "stop", report)
 
-    async def _run_together(self, requests: Sequence[dict[str, Any]]) -> None:
+    async def _run_together(self, requests: Sequence[dict[str, Any]]) -> dict[str, RagserveError]:
         self.messages.append(list(requests))
         await self.hold.wait()
         if self.fails is not None:
             failure, self.fails = self.fails, None
             raise failure
+        failed = [request for request in requests if request["input_ids"] in self.bad]
         if not self.loses:
-            self.cached |= {tuple(request["input_ids"]) for request in requests}
+            self.cached |= {tuple(each["input_ids"]) for each in requests if each not in failed}
+        return {each["rid"]: EngineError(f"no {each['input_ids']}") for each in failed}
 
     @property
     def prefilled(self) -> list[list[list[int]]]:
@@ -358,6 +361,26 @@ def test_an_error_reaches_all_who_wait_and_the_next_one_tries_again() -> None:
                 await query
         assert (await answer(engine, request([1], [2]))).text == "composed"
         assert len(engine.messages) == 2
+
+    asyncio.run(work())
+
+
+def test_a_document_that_fails_is_the_error_of_those_only_who_asked_for_it() -> None:
+    """Though another one of theirs was computed in the same message."""
+
+    async def work() -> None:
+        engine = Engine()
+        engine.hold.clear()
+        engine.bad = [[2]]
+        both = asyncio.create_task(answer(engine, request([1], [2])))
+        await started()
+        one = asyncio.create_task(answer(engine, request([1], [3])))
+        await started()
+        engine.hold.set()
+        with pytest.raises(EngineError, match=r"no \[2\]"):
+            await both
+        assert (await one).text == "composed"
+        assert engine.prefilled == [[[1], [2]], [[3]]]
 
     asyncio.run(work())
 
