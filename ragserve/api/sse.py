@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ragserve.api.errors import as_error
+from ragserve.disconnects import cancel, left, until_left
 from ragserve.errors import RagserveError
 
 T = TypeVar("T")
@@ -29,15 +30,7 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await ``work``. If the client leaves first, cancel it, await its clean-up and raise ClientDisconnect.
 
     The request's body must have been read."""
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnected(request.receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
-        await _cancel(task, gone)
+    return await until_left(request.receive, work)
 
 
 class Pump(Generic[T]):
@@ -57,7 +50,7 @@ class Pump(Generic[T]):
 
     async def close(self) -> None:
         """Stop reading, and wait for the stream's clean-up."""
-        await _cancel(self._task)
+        await cancel(self._task)
 
     async def _run(self) -> None:
         try:
@@ -108,7 +101,7 @@ class EventStream(Response, Generic[T]):
         self._keepalive_s = keepalive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(_disconnected(receive))
+        gone = asyncio.create_task(left(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             event = self._first
@@ -122,7 +115,7 @@ class EventStream(Response, Generic[T]):
             with contextlib.suppress(ClientDisconnect):
                 await _write(send, self._encode_error(as_error(error, self._request_id)))
         finally:
-            await _cancel(gone)
+            await cancel(gone)
             await self._pump.close()
         await send({"type": "http.response.body", "body": b""})
 
@@ -139,7 +132,7 @@ class EventStream(Response, Generic[T]):
                     await _write(send, KEEPALIVE_COMMENT)
             return following.result()
         finally:
-            await _cancel(following)
+            await cancel(following)
 
 
 async def _write(send: Send, data: bytes) -> None:
@@ -149,20 +142,3 @@ async def _write(send: Send, data: bytes) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": True})
     except TimeoutError:
         raise ClientDisconnect from None
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        continue
-
-
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and wait for their clean-up; errors were read before or no longer matter."""
-    pending = [task for task in tasks if not task.done()]
-    for task in pending:
-        task.cancel()
-    if pending:
-        await asyncio.wait(pending)
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()

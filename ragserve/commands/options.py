@@ -179,7 +179,7 @@ def json_object(flag: str, text: str | None, *, example: str) -> dict[str, Any] 
     hint = f"Example: {flag} '{example}'."
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
         raise InvalidRequest(f"{flag} is not JSON: {error}.", hint=hint) from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"{flag} must be a JSON object.", hint=hint)

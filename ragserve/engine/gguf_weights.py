@@ -18,7 +18,6 @@ from ragserve.errors import InvalidRequest, StorageFull
 from ragserve.files import scratch_folder
 
 _SHARD = "4GB"
-_SAMPLE = 2**20  # bytes of each end of a file by which it is known
 _ADVICE = "Give --model the folder in Hugging Face's layout that it was made from, or that model's id."
 
 
@@ -93,15 +92,12 @@ def made_once(
 
 
 def digest(files: Sequence[Path]) -> str:
-    """Eight hex digits over the files' sizes and both ends of each."""
+    """Eight hex digits over the files' sizes and samples of them, as those of a model's fingerprint."""
+    from sglang_ext.documents.fingerprint import add_samples
+
     found = hashlib.blake2b(digest_size=4)
     for file in files:
-        size = file.stat().st_size
-        found.update(str(size).encode())
-        with file.open("rb") as stream:
-            found.update(stream.read(_SAMPLE))
-            stream.seek(max(0, size - _SAMPLE))
-            found.update(stream.read(_SAMPLE))
+        add_samples(found, file)
     return found.hexdigest()
 
 

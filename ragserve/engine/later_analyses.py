@@ -6,12 +6,12 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from ragserve.engine.base import GenerateRequest
 from ragserve.errors import RagserveError
-from sglang_ext.wire.protocol import Span
+from sglang_ext.wire.protocol import Span, document_key
 
 log = logging.getLogger(__name__)
 QUIET_S = 1.0  # without a request before the next document is analysed
@@ -59,6 +59,13 @@ class LaterAnalyses:
             self._wanted.popitem(last=False)
         if self._wanted and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run())
+
+    def forget(self, namespace: str | None, keys: Collection[str] | None, fingerprint: str) -> None:
+        """Drop the documents of a ``namespace`` (None: of all), or those with ``keys``: they are being
+        removed, and an analysis would compute their KV again. ``fingerprint``: of the model, as in keys."""
+        for owner, ids in list(self._wanted):
+            if namespace in (None, owner) and (keys is None or document_key(owner, fingerprint, ids) in keys):
+                del self._wanted[owner, ids]
 
     async def close(self) -> None:
         """Stop; what is being computed is not waited for."""

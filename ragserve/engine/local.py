@@ -22,7 +22,7 @@ from ragserve.engine.document_cache import ControlledCache
 from ragserve.engine.ports import KEEP_ALIVE_S, hold_port, port_of
 from ragserve.engine.prefill import Documents
 from ragserve.engine.server_args import resolve_sparse_attention, server_args, sparse_defaults
-from ragserve.engine.stream import DocumentsMissing, StreamReader, timed_out
+from ragserve.engine.stream import DocumentsMissing, StreamReader, note_failure, timed_out
 from ragserve.engine.warm_up import NAMESPACE, warm_up
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
 from sglang_ext.wire.measuring import measuring
@@ -169,6 +169,7 @@ class LocalEngine(ControlledCache):
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """See `CachingEngine`; `sglang_ext.process.control` lists the operations. Waits while pending."""
         wait = _FIRST_LOOK_S
+        self._documents.controlled(operation, arguments, self._fingerprint)
         while "pending" in (answer := await self._ask(operation, arguments)):
             arguments["pending"] = answer["pending"]
             await asyncio.sleep(wait)
@@ -243,38 +244,36 @@ class LocalEngine(ControlledCache):
                 abandoned = True
                 manager.abort_request(rid)
 
-    async def _run_together(self, requests: Sequence[dict[str, Any]]) -> None:
-        """Run requests to their ends as one scheduler message, and so in one batch.
-
-        Raises the first error."""
+    async def _run_together(self, requests: Sequence[dict[str, Any]]) -> dict[str, RagserveError]:
+        """Run requests to their ends as one scheduler message, and so in one batch. Returns the errors of
+        those that failed by their ids; raises one that is of all."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         manager = self._running_manager()
         fields = {name: [request[name] for request in requests] for name in requests[0]} | {"stream": True}
-        failures: list[Exception] = []
+        failed: dict[str, RagserveError] = {}
 
-        async def read() -> None:
+        async def read() -> Exception | None:
             try:
                 async for out in _own(manager, GenerateReqInput(**fields, **_traced())):
-                    try:
-                        StreamReader(0).read(out)
-                    except RagserveError as error:  # the others go on
-                        failures.append(error)
+                    note_failure(out, failed)
             except Exception as error:  # noqa: BLE001 - raised below
-                failures.append(error)
+                return error
+            return None
 
         task = self._start_pump(read())
         try:
             async with asyncio.timeout(self._settings.engine_timeout_s):
-                await task
+                error = await task
         except TimeoutError:
             raise timed_out(self._settings.engine_timeout_s) from None
         finally:
             if not task.done() or task.cancelled():
                 for request in requests:
                     manager.abort_request(request["rid"])
-        if failures:
-            raise _translate(failures[0]) from failures[0]
+        if error is not None:
+            raise _translate(error) from error
+        return failed
 
     def _running_manager(self) -> Any:
         if self._crash is not None:

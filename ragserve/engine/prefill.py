@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 from ragserve.engine.base import EngineTimings, GenerateChunk, GenerateRequest
 from ragserve.engine.later_analyses import LaterAnalyses
 from ragserve.engine.stream import DocumentsMissing, document_payload, new_rid, payload
-from ragserve.errors import InvalidRequest, Unavailable
+from ragserve.errors import InvalidRequest, RagserveError, Unavailable
 from sglang_ext.sglang_internals.background_prefill import OwnChunk
 from sglang_ext.wire.protocol import BACKGROUND_FIELD, EXACT_STRATEGIES, Span
 from sglang_ext.wire.request_options import reads_sensitivity
@@ -27,8 +27,9 @@ ROUNDS = 3
 Run = Callable[[dict[str, Any], int], AsyncGenerator[GenerateChunk, None]]
 """Sends one payload, given the prompt's tokens, and streams the answer."""
 
-RunTogether = Callable[[Sequence[dict[str, Any]]], Coroutine[Any, Any, None]]
-"""Sends several payloads at once and waits until all have ended."""
+RunTogether = Callable[[Sequence[dict[str, Any]]], Coroutine[Any, Any, dict[str, RagserveError]]]
+"""Sends several payloads at once, waits until all have ended, and returns the errors of those that failed, by
+their ids. Raises an error that is of all."""
 
 _Key = tuple[str, bool, bool, bool, tuple[int, ...]]
 """Key of a running prefill: namespace, analysed or not, lasting or not, system text or not, and token ids. A
@@ -48,7 +49,7 @@ class Documents:
         self._chunk = background_chunk
         self._run = run
         self._run_together = run_together
-        self._running: dict[_Key, asyncio.Task[None]] = {}
+        self._running: dict[_Key, tuple[asyncio.Task[dict[str, RagserveError]], str]] = {}  # with its id
         self._later = LaterAnalyses(partial(self.prefill, analyse=True))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
@@ -63,6 +64,12 @@ class Documents:
                     yield chunk
         finally:
             self._later.end()
+
+    def controlled(self, operation: str, arguments: Mapping[str, Any], fingerprint: str) -> None:
+        """A control operation is about to run: analyse later nothing that it removes. ``fingerprint``: of the
+        model."""
+        if operation in ("remove", "remove_namespace", "clear"):
+            self._later.forget(arguments.get("namespace"), arguments.get("keys"), fingerprint)
 
     def counted(self, stat: dict[str, Any]) -> dict[str, Any]:
         """Figures of the cache, with the number of analyses that wait for an idle moment."""
@@ -142,7 +149,7 @@ class Documents:
 
     async def prefill(self, request: GenerateRequest, spans: Sequence[Span], *, analyse: bool) -> None:
         """Compute documents of a request in one batch and leave them in every tier, with their analyses if
-        ``analyse``. Unregistered ones stay in memory."""
+        ``analyse``. Unregistered ones stay in memory. Raises the first error of one of them."""
         passing = {request.spans[number] for number in request.unregistered}
         wanted: dict[_Key, Span] = {
             (
@@ -154,21 +161,23 @@ class Documents:
             ): span
             for span in spans
         }
-        new = {key: span for key, span in wanted.items() if key not in self._running}
-        if new:
-            name = f"{request.rid}-document"
+        if new := {key: new_rid(f"{request.rid}-document") for key in wanted if key not in self._running}:
             task = asyncio.create_task(
                 self._run_together(
                     [
-                        document_payload(request, span, new_rid(name), analyse=analyse, lasting=key[2])
-                        for key, span in new.items()
+                        document_payload(request, wanted[key], rid, analyse=analyse, lasting=key[2])
+                        for key, rid in new.items()
                     ]
                 )
             )
-            self._running |= dict.fromkeys(new, task)
+            self._running |= {key: (task, rid) for key, rid in new.items()}
             task.add_done_callback(lambda _: [self._running.pop(key) for key in new])
+        awaited = [self._running[key] for key in wanted]
         # Shielded: a client that leaves must not cancel a prefill that others wait for.
-        await asyncio.gather(*(asyncio.shield(task) for task in {self._running[key] for key in wanted}))
+        await asyncio.gather(*(asyncio.shield(task) for task in {task for task, _ in awaited}))
+        for task, rid in awaited:
+            if rid in task.result():
+                raise task.result()[rid]
 
 
 def _after(timings: EngineTimings, tokens: int, seconds: float) -> EngineTimings:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import httpx
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ragserve.config import Settings
+from ragserve.disconnects import until_left
 from ragserve.errors import InvalidRequest, Unavailable
 
 # RFC 9110 section 7.6.1
@@ -62,24 +63,38 @@ class ReverseProxy:
         query = scope.get("query_string", b"")
         target = url.raw_path.rstrip(b"/") + path + (b"?" + query if query else b"")
         has_body = any(k.lower() in (b"content-length", b"transfer-encoding") for k, _ in scope["headers"])
+        forwarded = asyncio.Event()
         request = self._client.build_request(
             scope["method"],
             url.copy_with(raw_path=target),
             headers=headers,
-            content=_body(receive) if has_body else None,
+            content=_body(receive, forwarded) if has_body else None,
         )
+        if not has_body:
+            forwarded.set()
+
+        async def receive_behind() -> Message:
+            await forwarded.wait()  # one at a time may receive
+            return await receive()
+
+        # From here on: the headers of an answer that is not streamed come at its end.
+        try:
+            await until_left(receive_behind, self._forward(request, forwarded, send))
+        except Unavailable as failure:
+            await JSONResponse(failure.body(), failure.status)(scope, receive, send)
+
+    async def _forward(self, request: httpx.Request, forwarded: asyncio.Event, send: Send) -> None:
+        """Send a request and its answer. Cancelled, it closes the connection, so that the engine aborts.
+        Raises Unavailable."""
         try:
             response = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
-            failure = Unavailable(
-                f"The engine at {url} does not answer: {error!r}.",
+            raise Unavailable(
+                f"The engine at {request.url.copy_with(raw_path=b'/')} does not answer: {error!r}.",
                 hint="Is it running?",
                 code="engine_unreachable",
-            )
-            await JSONResponse(failure.body(), failure.status)(scope, receive, send)
-            return
-        streaming = asyncio.current_task()
-        watcher = asyncio.create_task(cancel_on_disconnect(receive, streaming))
+            ) from error
+        forwarded.set()  # an engine that refuses does not read all of a body
         try:
             kept = [(k.lower(), v) for k, v in response.headers.raw if k.lower() not in _HOP_BY_HOP]
             await send({"type": "http.response.start", "status": response.status_code, "headers": kept})
@@ -87,23 +102,17 @@ class ReverseProxy:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         finally:
-            watcher.cancel()
             await response.aclose()
 
 
-async def _body(receive: Receive) -> AsyncIterator[bytes]:
-    while True:
+async def _body(receive: Receive, forwarded: asyncio.Event) -> AsyncIterator[bytes]:
+    """The body of the client's request; then set ``forwarded``. Raises ClientDisconnect, so that the engine
+    takes no part of a body for the whole."""
+    more = True
+    while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return
+            raise ClientDisconnect
         yield message.get("body", b"")
-        if not message.get("more_body"):
-            return
-
-
-async def cancel_on_disconnect(receive: Receive, task: asyncio.Task[Any] | None) -> None:
-    """Cancel the task when the client leaves, so that the engine aborts. The body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        continue
-    if task is not None:
-        task.cancel()
+        more = message.get("more_body", False)
+    forwarded.set()

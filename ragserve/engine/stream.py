@@ -207,6 +207,17 @@ class StreamReader:
         return EngineTimings(queue * 1e3, max(0.0, (self._first - self._start - queue) * 1e3))
 
 
+def note_failure(out: dict[str, Any], failed: dict[str, RagserveError]) -> None:
+    """Note the error of an output of several requests, if it is one, by its request's id. Raises one that is
+    of all."""
+    try:
+        StreamReader(0).read(out)
+    except RagserveError as error:
+        if "meta_info" not in out:
+            raise
+        failed[out["meta_info"]["id"]] = error
+
+
 def _error(error: Any) -> RagserveError:
     message = str(error.get("message", error)) if isinstance(error, dict) else str(error)
     code = error.get("code") if isinstance(error, dict) else None

@@ -3,7 +3,6 @@ half a millisecond of every answer's time to its first token, on one core."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Any
@@ -14,7 +13,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragserve.api.body import Replayed
-from ragserve.engine.proxy import cancel_on_disconnect
+from ragserve.disconnects import until_left
 
 PATH = "/generate"
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -49,11 +48,7 @@ class PlainGenerate:
         if fields is None:
             await Replayed(self._app, body)(scope, receive, send)
             return
-        watcher = asyncio.create_task(cancel_on_disconnect(receive, asyncio.current_task()))
-        try:
-            await self._stream(fields, send)
-        finally:
-            watcher.cancel()
+        await until_left(receive, self._stream(fields, send))  # which ends the engine's request
 
     async def _stream(self, fields: dict[str, Any], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})

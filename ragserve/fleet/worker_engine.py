@@ -14,7 +14,7 @@ from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import ControlledCache
 from ragserve.engine.prefill import Documents
 from ragserve.engine.remote import FAILURES, LOST, RemoteEngine, refusal, told
-from ragserve.engine.stream import StreamReader, new_rid
+from ragserve.engine.stream import new_rid, note_failure
 from ragserve.errors import InvalidRequest, RagserveError, Unavailable
 from ragserve.fleet.router import MISDIRECTED, ROUTER_LOST, UNDELIVERED, UNTAKEN, Router
 from ragserve.fleet.routing_key import ROUTING_KEY, WORKER
@@ -90,6 +90,7 @@ class WorkerEngine(ControlledCache, RemoteEngine):
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         """See `CachingEngine`."""
+        self._documents.controlled(operation, arguments, self._fingerprint)
         body = {"operation": operation, "arguments": arguments}
         answer = await self._call("POST", "/worker/control", body)
         return self._documents.counted(answer) if operation == "stat" else answer
@@ -175,16 +176,12 @@ class WorkerEngine(ControlledCache, RemoteEngine):
             return answer
         raise refusal(f"The worker at {self.url}", response.status, answer, NO_WORKER)
 
-    async def _run_together(self, requests: Sequence[dict[str, Any]]) -> None:
-        """Run requests to their ends as one scheduler message, and so in one batch. Raises the first
-        error."""
+    async def _run_together(self, requests: Sequence[dict[str, Any]]) -> dict[str, RagserveError]:
+        """Run requests to their ends as one scheduler message, and so in one batch. Returns the errors of
+        those that failed by their ids; raises one that is of all."""
         fields = {name: [request[name] for request in requests] for name in requests[0]} | {"stream": True}
-        failures: list[RagserveError] = []
+        failed: dict[str, RagserveError] = {}
         async with aclosing(self._outputs(fields)) as outputs:
             async for out in outputs:
-                try:
-                    StreamReader(0).read(out)
-                except RagserveError as error:  # the others go on
-                    failures.append(error)
-        if failures:
-            raise failures[0]
+                note_failure(out, failed)
+        return failed

@@ -32,16 +32,22 @@ def model_fingerprint(path: str, details: str = "", *, options: Mapping[str, Any
     if not files:
         digest.update(path.encode())
     for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with file.open("rb", buffering=0) as stream:
-            digest.update(stream.read(_ENDS))
-            for offset in range(_STEP, size - _ENDS, _STEP):
-                stream.seek(offset)
-                digest.update(stream.read(_SAMPLE))
-            stream.seek(max(0, size - _ENDS))
-            digest.update(stream.read(_ENDS))
+        digest.update(f"{file.name}:".encode())
+        add_samples(digest, file)
     return digest.hexdigest()
+
+
+def add_samples(digest: hashlib.blake2b, file: Path) -> None:
+    """Update a digest with a file's size, 4 KiB of every MiB of it, and both its ends."""
+    size = file.stat().st_size
+    digest.update(str(size).encode())
+    with file.open("rb", buffering=0) as stream:
+        digest.update(stream.read(_ENDS))
+        for offset in range(_STEP, size - _ENDS, _STEP):
+            stream.seek(offset)
+            digest.update(stream.read(_SAMPLE))
+        stream.seek(max(0, size - _ENDS))
+        digest.update(stream.read(_ENDS))
 
 
 def _folder(path: str, revision: str | None) -> Path | None:

@@ -39,7 +39,7 @@ class CacheScope:
 
 def confine(obj: Any) -> None:
     """Keep a request within the active scope: set its extra key, mark its id, which SGLang aborts by prefix,
-    and raise ValueError for a plan of a namespace that the owner may not read."""
+    and raise ValueError for a plan of a namespace that the owner may not read, or that writes to one."""
     scope = _scope.get()
     if scope is None:
         return
@@ -72,10 +72,12 @@ def _reads(scope: CacheScope, name: str) -> bool:
 def _check_plan(scope: CacheScope, text: str) -> None:
     try:
         plan = json.loads(text)
-        namespace, session = plan["namespace"], plan.get("session")
-    except (ValueError, KeyError, TypeError, AttributeError):
+        namespace, session, operation = plan["namespace"], plan.get("session"), plan["op"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError("the plan cannot be read") from None
     if session is not None:
         raise ValueError("sessions go on over /rag/query and /v1/chat/completions only")
+    if operation == "document":  # would last, though no index has its text and so no removal names it
+        raise ValueError("documents are computed for the cache by the server only")
     if not isinstance(namespace, str) or not _reads(scope, namespace):
         raise ValueError(f"this API key may not use the cache of namespace {str(namespace)[:64]!r}")

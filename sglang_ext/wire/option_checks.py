@@ -47,7 +47,7 @@ def given_in(text: str, what: str, names: Mapping[str, str] = MappingProxyType({
     by old ones. Raises PlanError."""
     try:
         given = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
         raise PlanError(f"{what} options are not JSON: {error}") from None
     if not isinstance(given, dict):
         raise PlanError(f"{what} options must be a JSON object")

@@ -12,6 +12,7 @@ from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import ControlledCache
 from ragserve.engine.prefill import Documents
 from ragserve.engine.remote import RemoteEngine
+from ragserve.errors import RagserveError
 from sglang_ext.documents.fingerprint import model_fingerprint
 from tests.integration.engines import Server
 
@@ -42,10 +43,11 @@ class ServedEngine(ControlledCache, RemoteEngine):
     async def warm(self, request: GenerateRequest) -> None:
         await Documents(self._run, self._run_together).prefill(request, request.spans, analyse=True)
 
-    async def _run_together(self, requests: Sequence[dict[str, Any]]) -> None:
+    async def _run_together(self, requests: Sequence[dict[str, Any]]) -> dict[str, RagserveError]:
         for fields in requests:
             async for _ in self._run(fields | {"stream": True}, 0):
                 pass
+        return {}
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:
         while True:

@@ -231,6 +231,26 @@ def test_sglangs_routes_reach_no_session() -> None:
     assert obj.extra_key == f"somebody:{key}"
 
 
+@pytest.mark.parametrize("plan", ["", "{", "[]", "1" * 5000, "[" * 100_000], ids=lambda plan: plan[:2])
+def test_a_plan_that_cannot_be_read_is_refused(plan: str) -> None:
+    obj = SimpleNamespace(rid="1", sampling_params={"custom_params": {"ragserve": plan}})
+    with CacheScope("somebody", lambda _: True).active(), pytest.raises(ValueError, match="cannot be read"):
+        confine(obj)
+
+
+def test_sglangs_routes_put_no_document_into_a_namespace() -> None:
+    """A key that only reads would write KV to disk that no index knows, and displace that of documents."""
+    params = {"custom_params": {"ragserve": ContextPlan("document", "acme").to_json()}}
+    for sampling in (params, [{}, params]):
+        obj = SimpleNamespace(rid="1", sampling_params=sampling)
+        confine(obj)  # the server's own
+        with (
+            CacheScope("somebody", lambda _: True).active(),
+            pytest.raises(ValueError, match="by the server only"),
+        ):
+            confine(obj)
+
+
 def test_sglangs_routes_use_the_cache_of_several_namespaces_with_the_right_to_each() -> None:
     spans = (Span(0, 1), Span(1, 2))
     for names, fits in (("acme+acme-old", True), ("acme+beta", False), ("beta+acme", False)):
@@ -314,7 +334,7 @@ async def _caches(folder: Path, model: Path) -> None:
     # When a client leaves, SGLang ends all requests whose ids begin with that client's.
     assert (await key_of(first, rid="12345678"))[0] == f"key:{one.key_id}:12345678"
     assert (await key_of(operator, rid="12345678"))[0] == "12345678"
-    plan = ContextPlan("document", "one").to_json()
+    plan = ContextPlan("compose", "one", "concat", (Span(0, 1),)).to_json()
     assert await key_of(first, plan=plan) == f"key:{one.key_id}:"
     assert "namespace 'one'" in await key_of(second, plan=plan)
     document, chunks, vectors = chunk_of("hidden", "A lamp.")

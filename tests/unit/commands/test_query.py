@@ -119,6 +119,7 @@ def test_no_server(live: Live, stream: list[str]) -> None:
         run(live, "--url", "http://127.0.0.1:9", *stream)
 
 
-def test_a_filter_that_is_no_json(live: Live) -> None:
+@pytest.mark.parametrize("text", ["lang=en", "1" * 5000, "[" * 100_000], ids=lambda text: text[:2])
+def test_a_filter_that_is_no_json(live: Live, text: str) -> None:
     with pytest.raises(InvalidRequest, match="--filter is not JSON"):
-        run(live, "--filter", "lang=en")
+        run(live, "--filter", text)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from ragserve.config import load
+from ragserve.engine.base import GenerateRequest
 from ragserve.engine.local import LocalEngine
+from sglang_ext.wire.protocol import Span
 
 
 def test_a_pending_operation_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +50,28 @@ def test_a_short_operation_is_asked_for_soon_and_a_long_one_seldom(monkeypatch: 
     assert waits == sorted(waits)
     assert waits[0] < 0.005
     assert waits[-1] == 0.05
+
+
+def test_a_removal_is_one_of_what_waits_for_its_analysis_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def dumper_control(request: Any) -> list[Any]:
+        return [SimpleNamespace(success=True, response=[{"analyses": {}}], error="")]
+
+    monkeypatch.setattr(
+        "ragserve.engine.local._manager", lambda: SimpleNamespace(dumper_control=dumper_control)
+    )
+
+    async def work() -> None:
+        engine = LocalEngine(load())
+        engine._documents._later.begin()  # nothing is analysed meanwhile
+        asked = GenerateRequest("q", [1, 2, 3], "n", spans=(Span(0, 1), Span(1, 2)))
+        for forgotten in ([[2]], None):
+            engine._documents._later.add(asked, [1])
+            assert await engine.control("stat") == {"analyses": {"waiting": 1}}
+            await engine.forget("n", forgotten)
+            assert await engine.control("stat") == {"analyses": {"waiting": 0}}
+        await engine._documents.close()
+
+    asyncio.run(work())
 
 
 @pytest.mark.parametrize("stuck", [False, True])

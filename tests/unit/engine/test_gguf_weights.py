@@ -50,6 +50,17 @@ def test_the_folder_has_the_models_weights_and_its_tokens(file: Path, model: Any
     assert [path.name for path in (tmp_path / "models").iterdir()] == [folder.name], "nothing else is left"
 
 
+def test_a_file_that_is_replaced_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Another fine-tune of a model has a file of the same size, and the same tokenizer at its beginning."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(5 * 2**20))
+    before = gguf_weights.digest([path])
+    with path.open("r+b") as stream:
+        stream.seek(2**20 + 17)
+        stream.write(b"x" * 2**20)
+    assert gguf_weights.digest([path]) != before
+
+
 def test_a_full_disk_leaves_nothing(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: Path, folder: Path) -> None:
         folder.mkdir()

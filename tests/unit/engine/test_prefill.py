@@ -6,105 +6,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from ragserve.engine import later_analyses
-from ragserve.engine.base import EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
-from ragserve.engine.prefill import ROUNDS, Documents
-from ragserve.engine.stream import DocumentsMissing
-from ragserve.errors import EngineError, InvalidRequest, Unavailable
+from ragserve.engine.base import GenerateChunk, GenerateRequest
+from ragserve.engine.prefill import ROUNDS
+from ragserve.errors import EngineError, Unavailable
 from sglang_ext.wire.protocol import (
     PLAN_FIELD,
     ContextPlan,
-    ContextReport,
     PlanError,
     SessionPart,
     Span,
     session_key,
 )
-
-
-class Engine:
-    """Keeps documents by their ids. ``hold`` makes prefills wait; ``loses`` keeps none; ``fails`` is raised
-    by the next prefill; ``forgets`` keeps no dialogue.
-    """
-
-    def __init__(self) -> None:
-        self.cached: set[tuple[int, ...]] = set()
-        self.messages: list[list[dict[str, Any]]] = []
-        self.hold = asyncio.Event()
-        self.hold.set()
-        self.loses = False
-        self.fails: Exception | None = None
-        self.forgets = False
-        self.dialogues: set[tuple[int, ...]] = set()  # beginnings of what a session's key has
-        self.asked: list[list[int]] = []  # prompts of composed requests
-        self.largest = 1000  # tokens of an exact prompt
-        self.unknown: tuple[int, ...] = ()  # spans whose sensitivity composed requests do without
-        self.documents = Documents(self._run, self._run_together)
-
-    async def _run(self, fields: dict[str, Any], prompt_tokens: int) -> AsyncGenerator[GenerateChunk, None]:
-        plan, report, there = fields["sampling_params"].get("custom_params"), None, 0
-        if plan is not None:
-            spans = json.loads(plan[PLAN_FIELD])["spans"]
-            _, held = json.loads(plan[PLAN_FIELD]).get("session", (None, 0))
-            ids = fields["input_ids"]
-            missing = [i for i, (a, b) in enumerate(spans) if tuple(ids[a:b]) not in self.cached]
-            if held:
-                missing = [i for i in missing if i]
-                missing += [0] * (tuple(ids[:held]) not in self.dialogues)
-            self.asked.append(list(ids))
-            if missing:
-                raise DocumentsMissing(missing)
-            if held:
-                there = max(n for n in range(held, spans[0][1] + 1) if tuple(ids[:n]) in self.dialogues)
-            report = ContextReport(
-                *("concat", 1, 1, 0, {}, 0.0, 0.0, 0.0),
-                session_held=there,
-                session_computed=spans[0][1] - there,
-                unknown_sensitivity=self.unknown,
-            )
-            if not self.forgets:
-                self.dialogues |= {tuple(ids[:end]) for end in range(1, len(ids) + 1)}
-        elif prompt_tokens > self.largest:
-            raise InvalidRequest("The engine refused the request: it is too large.")
-        text, usage = "composed" if plan else "exact", EngineUsage(prompt_tokens, there)
-        yield GenerateChunk(text, usage, EngineTimings(), "stop", report)
-
-    async def _run_together(self, requests: Sequence[dict[str, Any]]) -> None:
-        self.messages.append(list(requests))
-        await self.hold.wait()
-        if self.fails is not None:
-            failure, self.fails = self.fails, None
-            raise failure
-        if not self.loses:
-            self.cached |= {tuple(request["input_ids"]) for request in requests}
-
-    @property
-    def prefilled(self) -> list[list[list[int]]]:
-        return [[request["input_ids"] for request in message] for message in self.messages]
-
-    @property
-    def analysed(self) -> list[bool]:
-        plans = (
-            request["sampling_params"]["custom_params"][PLAN_FIELD]
-            for message in self.messages
-            for request in message
-        )
-        return [json.loads(plan)["options"]["analyse"] for plan in plans]
-
-
-def request(*documents: list[int], namespace: str = "n") -> GenerateRequest:
-    ids: list[int] = []
-    spans = []
-    for document in documents:
-        spans.append(Span(len(ids), len(ids) + len(document)))
-        ids += document
-    return GenerateRequest("q", [*ids, 99], namespace, "concat", spans=tuple(spans))
+from tests.unit.engine.keeping_engine import Engine, answer, request
 
 
 def test_documents_of_several_namespaces_are_each_prefilled_in_their_own() -> None:
@@ -142,11 +61,6 @@ def test_a_plan_names_one_of_its_namespaces_for_each_document(
         ContextPlan.from_json(ContextPlan("document", "a+b").to_json(), 3)
 
 
-async def answer(engine: Engine, asked: GenerateRequest) -> GenerateChunk:
-    chunks = [chunk async for chunk in engine.documents.generate(asked)]
-    return chunks[-1]
-
-
 def test_all_that_a_query_lacks_is_prefilled_in_one_message_and_not_analysed() -> None:
     async def work() -> None:
         engine = Engine()
@@ -173,39 +87,6 @@ def test_the_time_of_documents_that_were_computed_is_a_stage_of_its_own() -> Non
         assert cold.timings.documents_ms is not None
         assert cold.timings.documents_ms > 0
         assert (warm.timings.documents_ms, warm.timings.documents_tokens) == (None, None)
-
-    asyncio.run(work())
-
-
-def test_what_a_question_did_without_is_analysed_when_nothing_is_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(later_analyses, "QUIET_S", 0.02)
-
-    async def work() -> None:
-        engine = Engine()
-        asked = replace(request([1, 1], [2], [3, 3], [4] * 5000), unregistered=[2])
-        await answer(engine, asked)
-        engine.unknown = (1, 2, 3)
-        await answer(engine, asked)
-        busy = engine.documents.generate(replace(request([1, 1]), strategy="full"))
-        await anext(busy)
-        await asyncio.sleep(0.1)
-        assert engine.analysed == [False] * 4, "not while a request is being answered"
-        await busy.aclose()
-        assert engine.documents.counted({"analyses": {}}) == {"analyses": {"waiting": 2}}
-        async with asyncio.timeout(240):
-            while len(engine.messages) < 3:
-                await asyncio.sleep(0.01)
-        assert engine.prefilled[1:] == [[[3, 3]], [[2]]], "the newest first, and none that takes long"
-        assert engine.analysed[4:] == [True, True]
-        plans = (each[0]["sampling_params"]["custom_params"][PLAN_FIELD] for each in engine.messages[1:])
-        assert [json.loads(plan)["options"]["lasting"] for plan in plans] == [False, True]
-        assert engine.documents.counted({"analyses": {}}) == {"analyses": {"waiting": 0}}
-        await answer(engine, asked)
-        await engine.documents.close()
-        await asyncio.sleep(0.1)
-        assert len(engine.messages) == 3, "a server that stops analyses nothing more"
 
     asyncio.run(work())
 
@@ -323,6 +204,26 @@ def test_an_error_reaches_all_who_wait_and_the_next_one_tries_again() -> None:
                 await query
         assert (await answer(engine, request([1], [2]))).text == "composed"
         assert len(engine.messages) == 2
+
+    asyncio.run(work())
+
+
+def test_a_document_that_fails_is_the_error_of_those_only_who_asked_for_it() -> None:
+    """Though another one of theirs was computed in the same message."""
+
+    async def work() -> None:
+        engine = Engine()
+        engine.hold.clear()
+        engine.bad = [[2]]
+        both = asyncio.create_task(answer(engine, request([1], [2])))
+        await started()
+        one = asyncio.create_task(answer(engine, request([1], [3])))
+        await started()
+        engine.hold.set()
+        with pytest.raises(EngineError, match=r"no \[2\]"):
+            await both
+        assert (await one).text == "composed"
+        assert engine.prefilled == [[[1], [2]], [[3]]]
 
     asyncio.run(work())
 

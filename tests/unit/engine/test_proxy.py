@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import SecretStr
+from starlette.requests import ClientDisconnect
 
 from ragserve.config import load
 from ragserve.engine.proxy import ReverseProxy
@@ -74,3 +75,114 @@ def test_paths_arrive_as_they_were_sent(seen: list[httpx.Request]) -> None:
         "http://engine.internal:30001/base/v1/models/a%3Fb%2Fc",
         "http://engine.internal:30001/base/generate?x=1&y=%20",
     ]
+
+
+class Leaving:
+    """An ASGI connection whose client sends ``pieces`` of a body, waits until it is told to leave, and never
+    receives twice at once. ``status`` of the answer."""
+
+    def __init__(self, *pieces: bytes, ends: bool = True) -> None:
+        self.left = asyncio.Event()
+        self.status = 0
+        self._messages = [
+            {"type": "http.request", "body": piece, "more_body": not ends or n < len(pieces) - 1}
+            for n, piece in enumerate(pieces)
+        ]
+        self._receiving = asyncio.Lock()
+
+    async def receive(self) -> dict[str, Any]:
+        assert not self._receiving.locked()
+        async with self._receiving:
+            await asyncio.sleep(0)
+            if self._messages:
+                return self._messages.pop(0)
+            await self.left.wait()
+            return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.status = message.get("status", self.status)
+
+    async def through(self, proxy: ReverseProxy, *headers: tuple[bytes, bytes]) -> None:
+        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
+        await proxy(scope, self.receive, self.send)
+
+
+def engine_of(monkeypatch: pytest.MonkeyPatch, answer: Any) -> ReverseProxy:
+    """A proxy before an engine that answers by an async function, which reads the body."""
+    transport = httpx.AsyncBaseTransport()
+    transport.handle_async_request = answer  # type: ignore[method-assign]
+    client = httpx.AsyncClient
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **options: client(transport=transport, **options))
+    return ReverseProxy(load(engine_url="http://engine.internal"))
+
+
+@pytest.mark.parametrize("pieces", [(), (b"{}",), (b"{", b"}")], ids=len)
+def test_a_client_that_leaves_before_the_answers_headers_ends_the_request(
+    monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...]
+) -> None:
+    """Those of an answer that is not streamed come when all of it has been generated."""
+    seen: list[Any] = []
+
+    async def run() -> None:
+        asked = asyncio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            seen.append(await request.aread())
+            asked.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                seen.append("ended")
+            raise AssertionError
+
+        client = Leaving(*pieces)
+        headers = [(b"transfer-encoding", b"chunked")] if pieces else []
+        asking = asyncio.create_task(client.through(engine_of(monkeypatch, answer), *headers))
+        await asked.wait()
+        client.left.set()
+        with pytest.raises(ClientDisconnect):
+            await asking
+
+    asyncio.run(asyncio.wait_for(run(), 240))
+    assert seen == [b"".join(pieces), "ended"]
+
+
+def test_a_part_of_a_body_is_not_forwarded_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bytes] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(await request.aread())
+        return httpx.Response(200, stream=httpx.ByteStream(b""))
+
+    async def run() -> None:
+        client = Leaving(b"{}", ends=False)
+        client.left.set()
+        with pytest.raises(ClientDisconnect):
+            await client.through(engine_of(monkeypatch, answer), (b"content-length", b"9"))
+
+    asyncio.run(asyncio.wait_for(run(), 240))
+    assert seen == []
+
+
+def test_an_engine_may_answer_before_it_has_read_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(413, stream=httpx.ByteStream(b""))
+
+    async def run() -> int:
+        client = Leaving(b"{", b"}")
+        await client.through(engine_of(monkeypatch, answer), (b"content-length", b"2"))
+        return client.status
+
+    assert asyncio.run(asyncio.wait_for(run(), 240)) == 413
+
+
+def test_an_engine_that_is_gone_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    async def run() -> int:
+        client = Leaving(b"{}")
+        await client.through(engine_of(monkeypatch, answer), (b"content-length", b"2"))
+        return client.status
+
+    assert asyncio.run(asyncio.wait_for(run(), 240)) == 503

@@ -63,6 +63,7 @@ class Ledger:
     aborted: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)  # requests whose reader left before their end
     refusal: Exception | None = None  # of every request
+    bad: list[list[int]] = field(default_factory=list)  # documents that cannot be computed
     operations: list[str] = field(default_factory=list)
     memory_tokens: int = 4096
     deaf: bool = False  # its control operations fail
@@ -240,6 +241,10 @@ async def _answer(ledger: Ledger, row: dict[str, Any]) -> AsyncGenerator[dict[st
     }
     if text is not None:
         plan = ContextPlan.from_json(text, len(ids))
+        if plan.operation == "document" and ids in ledger.bad:
+            reason = {"type": "abort", "message": f"no {ids}", "status_code": 500}
+            yield {"text": "", "meta_info": meta | {"finish_reason": reason}}
+            return
         if plan.operation == "document":
             key = document_key(plan.namespace, PRINT, ids)
             ledger.prefilled.append(key)
@@ -248,11 +253,8 @@ async def _answer(ledger: Ledger, row: dict[str, Any]) -> AsyncGenerator[dict[st
             return
         keys = [document_key(plan.namespace, PRINT, ids[span.start : span.end]) for span in plan.spans]
         if missing := [number for number, key in enumerate(keys) if key not in ledger.documents]:
-            reason = {
-                "type": "abort",
-                "message": f"{MISSING_PREFIX}{json.dumps(missing)}",
-                "status_code": 400,
-            }
+            message = f"{MISSING_PREFIX}{json.dumps(missing)}"
+            reason = {"type": "abort", "message": message, "status_code": 400}
             yield {"text": "", "meta_info": meta | {"finish_reason": reason}}
             return
         strategy = plan.strategy

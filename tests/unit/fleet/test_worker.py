@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,6 +79,36 @@ def test_documents_are_warmed_located_and_forgotten(worker: FakeWorker) -> None:
         return found
 
     assert on(worker, work) == [["absent"] * 3, ["device"] * 3, ["device", "absent", "device"]]
+
+
+def test_of_several_documents_the_one_that_fails_is_told(worker: FakeWorker) -> None:
+    worker.ledger.bad.append(IDS[4:20])
+
+    async def work(engine: WorkerEngine) -> None:
+        with pytest.raises(EngineError, match=r"no \[5, 6"):
+            await engine.warm(request())
+        found = await engine.where("n", [IDS[span.start : span.end] for span in SPANS])
+        assert found.on_device == (True, False, True)
+        await engine.warm(replace(request(), spans=(SPANS[0], SPANS[2])))
+
+    try:
+        on(worker, work)
+    finally:
+        worker.ledger.bad.clear()
+
+
+def test_what_is_removed_is_not_analysed_later(worker: FakeWorker) -> None:
+    async def work(engine: WorkerEngine) -> list[int]:
+        await engine.start()
+        engine._documents._later.begin()  # nothing is analysed meanwhile
+        left = []
+        for forgotten in ([IDS[4:20]], None):
+            engine._documents._later.add(request(), [1, 2])
+            await engine.forget("n", forgotten)
+            left.append(len(engine._documents._later))
+        return left
+
+    assert on(worker, work) == [1, 0]
 
 
 def test_leaving_early_aborts(worker: FakeWorker) -> None:

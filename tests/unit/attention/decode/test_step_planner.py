@@ -11,6 +11,7 @@ import torch
 
 from sglang_ext.attention.decode.step_planner import Step, StepPlanner, Variant
 from sglang_ext.wire.attention_config import AttentionConfig, from_environment
+from sglang_ext.wire.prefill_options import PrefillOptions
 from sglang_ext.wire.protocol import ATTENTION_CONFIG_VARIABLE, DECODE_FIELD, DecodeOptions, PlanError
 
 
@@ -227,9 +228,10 @@ def test_a_budget_of_the_whole_context_is_dense() -> None:
 
 
 def test_options_that_are_no_object() -> None:
-    for text in ("[1]", "{"):
-        with pytest.raises(PlanError, match="JSON"):
-            DecodeOptions().from_request(text)
+    for text in ("[1]", "{", '{"budget": ' + "1" * 5000 + "}", "[" * 100_000):
+        for options in (DecodeOptions(), PrefillOptions()):
+            with pytest.raises(PlanError, match="JSON"):
+                options.from_request(text)
 
 
 def test_configuration_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
