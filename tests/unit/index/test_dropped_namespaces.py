@@ -1,0 +1,62 @@
+"""Namespaces that are dropped while another store works on them: nothing of them stays or comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragserve.errors import NotFound
+from ragserve_index import IndexStore, lexical_indexes
+from ragserve_index.index import file_format
+from ragserve_index.lexical_index import LexicalIndex
+from tests.unit.index.index_samples import fill, on_both_registries, open_store
+
+
+@pytest.fixture
+def other(store: IndexStore, tmp_path: Path) -> Iterator[IndexStore]:
+    """The store of another process on the same data folder."""
+    with open_store(tmp_path / "data") as other:
+        yield other
+
+
+def files(store: IndexStore) -> list[str]:
+    """Names of the files of indexes."""
+    return sorted(path.name for path in (store.data_dir / "indexes").glob("ns-*"))
+
+
+@on_both_registries
+def test_a_save_does_not_bring_a_dropped_namespace_back(
+    registry: str, store: IndexStore, other: IndexStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = file_format.write
+
+    def dropped_meanwhile(*given: Any) -> None:
+        other.drop_namespace("n")
+        write(*given)
+
+    fill(store, 2)
+    monkeypatch.setattr(file_format, "write", dropped_meanwhile)
+    with pytest.raises(NotFound):
+        store.save()
+    assert files(store) == []
+
+
+@on_both_registries
+def test_a_lexical_index_of_a_dropped_namespace_does_not_stay(
+    registry: str, store: IndexStore, other: IndexStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow = LexicalIndex.follow
+
+    def dropped_meanwhile(index: LexicalIndex, *given: Any) -> None:
+        other.drop_namespace("n")
+        follow(index, *given)
+
+    monkeypatch.setattr(lexical_indexes, "FROM", 1)
+    monkeypatch.setattr(LexicalIndex, "follow", dropped_meanwhile)
+    fill(store, 2)
+    with pytest.raises(NotFound):
+        store.save()
+    assert files(store) == []
