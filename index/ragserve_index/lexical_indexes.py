@@ -126,6 +126,11 @@ class LexicalIndexes:
             return f"{index.n_chunks()} chunks are in {self._path(ns.id)} instead of {now.n_chunks}"
         return None
 
+    def held(self) -> set[int]:
+        """Ids of the namespaces whose indexes are open."""
+        with self._lock:
+            return set(self._indexes)
+
     def remove(self, namespace_id: int) -> None:
         """Remove a namespace's index; where the namespace goes on, it is built again."""
         with self._lock:

@@ -160,11 +160,12 @@ class IndexStore(LabelledStore):
             job_cancellation.cancel(connection, namespace=name)
             connection.execute("DELETE FROM namespaces WHERE id = ?", (ns.id,))
             connection.dialect.lexical.drop(connection, ns.id)
-        self._pool.forget(ns.id)
-        self._searcher.forget(name)
-        self._lexical.remove(ns.id)
-        file_format.index_path(self._directory, ns.id).unlink(missing_ok=True)
+        self._searcher.forget(ns.id)
         return ns.info()
+
+    def forget_dropped(self) -> None:
+        """Let go of the indexes, in memory and on disk, of namespaces that other processes have dropped."""
+        self._searcher.forget_dropped(file_format.namespace_ids(self._directory))
 
     # documents
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from ragserve.errors import NotFound
 from ragserve_index import IndexStore, lexical_indexes
 from ragserve_index.index import file_format
 from ragserve_index.lexical_index import LexicalIndex
-from tests.unit.index.index_samples import fill, on_both_registries, open_store
+from tests.unit.index.index_samples import DIM, fill, item, on_both_registries, open_store, texts, vectors_of
 
 
 @pytest.fixture
@@ -60,3 +62,31 @@ def test_a_lexical_index_of_a_dropped_namespace_does_not_stay(
     with pytest.raises(NotFound):
         store.save()
     assert files(store) == []
+
+
+@on_both_registries
+def test_what_another_process_dropped_is_let_go(
+    registry: str, store: IndexStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers with folders of their own share a registry in Postgres."""
+    monkeypatch.setattr(lexical_indexes, "FROM", 1)
+    fill(store, 2)
+    store.ensure_namespace("kept", embedder="e", dim=DIM)
+    fill(store, 2, namespace="kept")
+    store.save()
+    kept = [name for name in files(store) if name.startswith("ns-000002")]
+    assert len(files(store)) == 2 * len(kept) == 4
+    index = weakref.ref(store.faiss_index("n"))
+    with open_store(tmp_path / ("data" if registry == "sqlite" else "another")) as other:
+        other.drop_namespace("n")
+        other.ensure_namespace("n", embedder="e", dim=DIM)
+        other.replace_documents("n", [item("new", 1)])
+        store.forget_dropped()
+        gc.collect()
+        assert index() is None
+        assert files(store) == kept
+        assert texts(store, vectors_of("q"), 9) == ["new#0.0"]
+        store.save("n")
+        after = files(store)
+        store.forget_dropped()
+        assert files(store) == after > kept
