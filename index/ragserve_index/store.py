@@ -108,8 +108,7 @@ class IndexStore(LabelledStore):
             ns = registry.find_namespace(connection, name)
         if ns is None:
             with self.database.write() as connection:
-                if job_id is not None:
-                    job_cancellation.check_goes_on(connection, job_id)
+                job_cancellation.check_goes_on(connection, job_id)
                 ns = registry.find_namespace(connection, name) or registry.create_namespace(
                     connection, name, embedder, dim, kind
                 )
@@ -175,6 +174,7 @@ class IndexStore(LabelledStore):
         batch: Iterable[tuple[NewDocument, Sequence[NewChunk], Any]],
         *,
         as_read: Iterable[Document] | None = None,
+        job_id: str | None = None,
     ) -> list[Document]:
         """Write documents with their chunks and vectors, [n_chunks, dim] float32 of length 1, replacing those
         of the same sources, and return what was written.
@@ -182,14 +182,15 @@ class IndexStore(LabelledStore):
         ``as_read``: the versions to replace. A document that was written or removed since is left alone. One
         transaction: when this returns, all of it is on disk; when it raises or the process dies, none of it
         is. What was attached to a replaced version and is not to the new one is removed if the viewer sees
-        it."""
+        it. Raises Conflict where a cancelled job, as all are with their namespace, would write."""
         ns = self._namespace(namespace)
         prepared = batches.prepare(ns.name, ns.dim, batch)
         if not prepared:
             return []
         with self.database.write() as connection:
+            job_cancellation.check_goes_on(connection, job_id)
             now = registry.namespace(connection, namespace)
-            if now.dim != ns.dim:
+            if (now.embedder, now.dim) != (ns.embedder, ns.dim):
                 raise Conflict(
                     f"Namespace {namespace!r} was dropped and created again with another embedder.",
                     code="embedder_mismatch",

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ragserve.errors import NotFound
-from ragserve_index import IndexStore, lexical_indexes
+from ragserve.errors import Conflict, NotFound
+from ragserve_index import IndexStore, JobStore, batch, lexical_indexes
 from ragserve_index.index import file_format
 from ragserve_index.lexical_index import LexicalIndex
 from tests.unit.index.index_samples import DIM, fill, item, on_both_registries, open_store, texts, vectors_of
@@ -90,3 +90,30 @@ def test_what_another_process_dropped_is_let_go(
         after = files(store)
         store.forget_dropped()
         assert files(store) == after > kept
+
+
+@on_both_registries
+def test_a_cancelled_job_writes_nothing(registry: str, store: IndexStore, other: IndexStore) -> None:
+    """Its namespace may be another by now, with another embedder."""
+    job = JobStore(store).create("n", {"kind": "upload"}, ["a"])
+    store.replace_documents("n", [item("a", 1)], job_id=job.job_id)
+    other.drop_namespace("n")
+    other.ensure_namespace("n", embedder="another", dim=DIM)
+    with pytest.raises(Conflict) as caught:
+        store.replace_documents("n", [item("b", 1)], job_id=job.job_id)
+    assert caught.value.code == "job_cancelled"
+    assert store.documents("n") == []
+
+
+def test_a_batch_for_another_embedder_is_refused(store: IndexStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = batch.prepare
+
+    def made_again_meanwhile(*given: Any) -> Any:
+        store.drop_namespace("n")
+        store.ensure_namespace("n", embedder="another", dim=DIM)
+        return prepare(*given)
+
+    monkeypatch.setattr(batch, "prepare", made_again_meanwhile)
+    with pytest.raises(Conflict) as caught:
+        store.replace_documents("n", [item("a", 1)])
+    assert caught.value.code == "embedder_mismatch"

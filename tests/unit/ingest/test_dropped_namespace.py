@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,9 +62,9 @@ def seen_by_all(store: IndexStore) -> list[str]:
     return sources(store.seen_by(UNLABELLED))
 
 
-def made_again(store: IndexStore) -> None:
+def made_again(store: IndexStore, embedder: str = "meanwhile") -> None:
     store.drop_namespace("lab")
-    store.ensure_namespace("lab", embedder="meanwhile", dim=DIM)
+    store.ensure_namespace("lab", embedder=embedder, dim=DIM)
     document = NewDocument("theirs", "theirs", "0", "text/plain", 1)
     store.replace_documents("lab", [(document, [NewChunk("theirs", 0, 6, 1)], np.eye(1, DIM))])
 
@@ -81,6 +82,22 @@ def test_a_running_job_does_not_bring_it_back(
     else:
         with pytest.raises(NotFound):
             store.namespace("lab")
+
+
+@pytest.mark.parametrize("embedder", ["meanwhile", "another"])
+def test_a_batch_that_waits_to_be_written_is_not(
+    writer: Ingestor, store: IndexStore, monkeypatch: pytest.MonkeyPatch, embedder: str
+) -> None:
+    prepare = writer.editor.prepare
+
+    def made_again_meanwhile(namespace: str, *given: Any) -> Any:
+        found = prepare(namespace, *given)
+        made_again(store, embedder)
+        return found
+
+    monkeypatch.setattr(writer.editor, "prepare", made_again_meanwhile)
+    assert writer.run(writer.submit_texts("lab", again("a", "c")).job_id).state == "cancelled"
+    assert sources(store) == ["theirs"]
 
 
 def test_waiting_jobs_end_with_it_and_new_ones_begin_afresh(writer: Ingestor, store: IndexStore) -> None:
