@@ -19,8 +19,10 @@ def cancel(connection: Connection, *, job_id: str | None = None, namespace: str 
     )
 
 
-def check_goes_on(connection: Connection, job_id: str) -> None:
-    """Raise Conflict (``job_cancelled``) for a job that is cancelled or forgotten."""
+def check_goes_on(connection: Connection, job_id: str | None) -> None:
+    """Raise Conflict (``job_cancelled``) for a job that is cancelled or forgotten. None: for no job."""
+    if job_id is None:
+        return
     row = connection.execute("SELECT cancel_requested FROM jobs WHERE job_id = ?", (job_id,)).fetchone()
     if row is None or row[0]:
         raise Conflict(f"Job {job_id} is cancelled.", hint="Submit it again.", code="job_cancelled")

@@ -7,7 +7,7 @@ from copy import copy
 from typing import Self
 
 from ragserve_index import batch as batches
-from ragserve_index import labelling, registry
+from ragserve_index import job_cancellation, labelling, registry
 from ragserve_index.chunk_changes import ChunkChanges
 from ragserve_index.database import Database
 from ragserve_index.joint_search import JointSearcher
@@ -69,14 +69,16 @@ class LabelledStore:
         remove: Iterable[str] = (),
         only: Iterable[str] | None = None,
         content_hash: str | None = None,
+        job_id: str | None = None,
     ) -> list[Document]:
         """Add labels to documents and remove others, or with ``only`` replace those that the viewer holds.
         Returns the documents, in a version of their own, so that searches that begin later see it.
         ``content_hash``: of the texts that the labels are for.
 
         Raises NotFound, InvalidRequest, Forbidden for labels that the viewer does not hold, and Conflict for
-        a document that has another text by now; then nothing is changed."""
+        a document that has another text by now, and for a cancelled job; then nothing is changed."""
         change = labelling.change(self._viewer, add, remove, only)
         with self.database.write() as connection:
+            job_cancellation.check_goes_on(connection, job_id)
             ns = registry.namespace(connection, namespace)
             return labelling.set_labels(connection, ns, doc_ids, change, self._viewer, content_hash)

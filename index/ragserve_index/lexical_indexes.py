@@ -93,7 +93,18 @@ class LexicalIndexes:
         self._background.start(ns.id, partial(self._bring_up_later, ns))
 
     def bring_up(self, ns: registry.Namespace) -> LexicalIndex:
-        """Open the index of a large namespace and bring it to the newest version, building it if need be."""
+        """Open the index of a large namespace and bring it to the newest version, building it if need be.
+        Raises NotFound once the namespace is dropped, leaving none."""
+        try:
+            index = self._brought_up(ns)
+            with self._database.read() as connection:  # building takes minutes
+                registry.namespace_by_id(connection, ns.id, ns.name)
+        except NotFound:
+            self.remove(ns.id)
+            raise
+        return index
+
+    def _brought_up(self, ns: registry.Namespace) -> LexicalIndex:
         with self._database.read() as connection:
             now = registry.namespace_by_id(connection, ns.id, ns.name)
             index = self._of(now)
@@ -114,6 +125,11 @@ class LexicalIndexes:
         if index.version == now.version and index.n_chunks() != now.n_chunks:
             return f"{index.n_chunks()} chunks are in {self._path(ns.id)} instead of {now.n_chunks}"
         return None
+
+    def held(self) -> set[int]:
+        """Ids of the namespaces whose indexes are open."""
+        with self._lock:
+            return set(self._indexes)
 
     def remove(self, namespace_id: int) -> None:
         """Remove a namespace's index; where the namespace goes on, it is built again."""

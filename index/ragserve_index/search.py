@@ -63,9 +63,21 @@ class Searcher:
         # namespace -> (commit mark, time of the check, index, version): right while the mark is the same
         self._located: dict[str, tuple[int, float, NamespaceIndex, int]] = {}
 
-    def forget(self, namespace: str) -> None:
-        """Let go of the index of a namespace that is gone: it takes memory, also on a GPU."""
-        self._located.pop(namespace, None)
+    def forget(self, namespace_id: int) -> None:
+        """Let go of the indexes of a namespace that is gone: they take memory, also on a GPU, and disk."""
+        for name, (_, _, index, _) in list(self._located.items()):
+            if index.namespace_id == namespace_id:
+                self._located.pop(name, None)
+        self._pool.forget(namespace_id)
+        self._lexical.remove(namespace_id)
+
+    def forget_dropped(self, on_disk: set[int]) -> None:
+        """See :meth:`IndexStore.forget_dropped`. ``on_disk``: ids of the namespaces that have files."""
+        held = on_disk | self._pool.held() | self._lexical.held()  # before the look at those there are
+        with self._database.read() as connection:
+            there = {ns.id for ns in registry.namespaces(connection)}
+        for namespace_id in held - there:
+            self.forget(namespace_id)
 
     def search(
         self, namespace: str, queries: np.ndarray, k: int, filter: AnyFilter | None, viewer: Viewer

@@ -108,8 +108,7 @@ class IndexStore(LabelledStore):
             ns = registry.find_namespace(connection, name)
         if ns is None:
             with self.database.write() as connection:
-                if job_id is not None:
-                    job_cancellation.check_goes_on(connection, job_id)
+                job_cancellation.check_goes_on(connection, job_id)
                 ns = registry.find_namespace(connection, name) or registry.create_namespace(
                     connection, name, embedder, dim, kind
                 )
@@ -160,11 +159,12 @@ class IndexStore(LabelledStore):
             job_cancellation.cancel(connection, namespace=name)
             connection.execute("DELETE FROM namespaces WHERE id = ?", (ns.id,))
             connection.dialect.lexical.drop(connection, ns.id)
-        self._pool.forget(ns.id)
-        self._searcher.forget(name)
-        self._lexical.remove(ns.id)
-        file_format.index_path(self._directory, ns.id).unlink(missing_ok=True)
+        self._searcher.forget(ns.id)
         return ns.info()
+
+    def forget_dropped(self) -> None:
+        """Let go of the indexes, in memory and on disk, of namespaces that other processes have dropped."""
+        self._searcher.forget_dropped(file_format.namespace_ids(self._directory))
 
     # documents
 
@@ -174,6 +174,7 @@ class IndexStore(LabelledStore):
         batch: Iterable[tuple[NewDocument, Sequence[NewChunk], Any]],
         *,
         as_read: Iterable[Document] | None = None,
+        job_id: str | None = None,
     ) -> list[Document]:
         """Write documents with their chunks and vectors, [n_chunks, dim] float32 of length 1, replacing those
         of the same sources, and return what was written.
@@ -181,14 +182,15 @@ class IndexStore(LabelledStore):
         ``as_read``: the versions to replace. A document that was written or removed since is left alone. One
         transaction: when this returns, all of it is on disk; when it raises or the process dies, none of it
         is. What was attached to a replaced version and is not to the new one is removed if the viewer sees
-        it."""
+        it. Raises Conflict where a cancelled job, as all are with their namespace, would write."""
         ns = self._namespace(namespace)
         prepared = batches.prepare(ns.name, ns.dim, batch)
         if not prepared:
             return []
         with self.database.write() as connection:
+            job_cancellation.check_goes_on(connection, job_id)
             now = registry.namespace(connection, namespace)
-            if now.dim != ns.dim:
+            if (now.embedder, now.dim) != (ns.embedder, ns.dim):
                 raise Conflict(
                     f"Namespace {namespace!r} was dropped and created again with another embedder.",
                     code="embedder_mismatch",

@@ -124,6 +124,8 @@ class Evictor:
     async def _act(self, last_id: int, *, before: float | None = None) -> int:
         """Evict the texts of the rows behind ``last_id``; returns the last row's id."""
         while rows := await asyncio.to_thread(self._log.after, last_id, _BATCH, before=before):
+            if any(row.text is None for row in rows):
+                await asyncio.to_thread(self._store.forget_dropped)
             for namespace, gone in by_namespace(rows).items():
                 if drops := [row.id for row in gone if row.text is None]:
                     await self._act_on_drops(namespace, drops, again=before is not None)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ragserve.verification.costs import CostSchedule
 
 SETTINGS = (
-    *("model", "data_dir", "embedder", "embed_device", "system_prompt", "kv_disk_bytes"),
+    *("model", "data_dir", "registry_url", "embedder", "embed_device", "system_prompt", "kv_disk_bytes"),
     *ENGINE_SETTINGS,
     *("sparse_attention", "prefill_mode", "prefill_alpha", "prefill_observe", "prefill_dense_last"),
     "prefill_kernels",  # of dense prefill, which sparse prefill is measured against
@@ -187,10 +187,10 @@ def _at_least(name: str, tokens: int | None, least: int, part: Part) -> None:
 
 
 def _passages(settings: Settings, namespace: str) -> list[NamespacePassage]:
+    from ragserve.retrieval.document_store import open_store
     from ragserve.verification.calibration.namespace_weights import drawn_passages
-    from ragserve_index import IndexStore
 
-    with IndexStore(settings.data_dir) as store:
+    with open_store(settings) as store:
         return drawn_passages(store, namespace)
 
 

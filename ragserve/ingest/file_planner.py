@@ -45,7 +45,7 @@ class FilePlanner:
         folders: JobFolders,
     ) -> None:
         self._settings = settings
-        self._namespace = job.namespace
+        self._namespace, self._job_id = job.namespace, job.job_id
         self._tokenizer = tokenizer
         self._downloads = downloads
         self._fetcher = fetcher
@@ -184,4 +184,4 @@ class FilePlanner:
     def _label(self, document: Document, labels: tuple[str, ...] | None) -> None:
         if labels is not None and labels != document.labels:
             ids, read = [document.doc_id], document.content_hash
-            self._seen.set_labels(self._namespace, ids, only=labels, content_hash=read)
+            self._seen.set_labels(self._namespace, ids, only=labels, content_hash=read, job_id=self._job_id)

@@ -42,5 +42,5 @@ class JobWriter:
         for source in self._store.hidden(self._namespace, titles):  # an attachment's, which is refused below
             del titles[source]
         notes = self._editor.prepare(self._namespace, titles)
-        written = self._store.replace_documents(self._namespace, batch)
+        written = self._store.replace_documents(self._namespace, batch, job_id=self._job_id)
         return [Written(d.doc_id, note) for d, note in zip(written, notes(written), strict=True)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from ragserve.errors import Forbidden, NotFound
 from ragserve.ingest.jobs.lease import JobRun
@@ -12,7 +13,7 @@ from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.ingest.sources import matches
 from ragserve_index import IndexStore, JobStore
 from ragserve_index.attached_documents import PARENT
-from ragserve_index.types import Document, JobItem
+from ragserve_index.types import Document, Job, JobItem
 
 _PAGE = 1000
 
@@ -35,34 +36,63 @@ def is_attachment(document: Document) -> bool:
     return document.source.startswith(f"{document.metadata.get(PARENT)}/")
 
 
-def vanished_documents(
-    store: IndexStore, namespace: str, roots: Sequence[str], *, recursive: bool, globs: Sequence[str]
-) -> list[Document]:
-    """Find documents under ``roots`` whose file is gone and that a scan with these options would otherwise
-    find.
+def _is_gone(path: str) -> bool:
+    """Return whether a real path leads nowhere or has become a link. One that cannot be looked at is there:
+    its disk or the rights of a folder may come back."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return os.path.realpath(path) != path
 
-    A file that was replaced by a symbolic link is gone: its target is another document. A missing root is
-    treated as an unmounted disk, not as a deletion.
-    """
+
+def _has_files(folder: str) -> bool:
+    """Return whether a folder has a file, at any depth. Hidden ones do not count."""
+    for _, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if any(not name.startswith(".") for name in files):
+            return True
+    return False
+
+
+def _vanished(store: IndexStore, job: Job, root: str, unread: Container[str]) -> list[Document]:
+    """Find documents under ``root`` whose file is gone and that a scan with the job's options would otherwise
+    find. ``unread``: paths below which the scan could not look.
+
+    A file that was replaced by a symbolic link is gone: its target is another document. Raises NotFound."""
+    prefix, recursive, globs = os.path.join(root, ""), job.spec["recursive"], job.spec["globs"]
+    gone = []
+    for document in every_document(store, job.namespace, source_prefix=prefix):
+        if not document.source.startswith(prefix):
+            continue  # of a directory whose name is in another Unicode form
+        relative = document.source.removeprefix(prefix)
+        within = (recursive or os.sep not in relative) and matches(relative, globs)
+        if within and not is_attachment(document) and _is_gone(document.source):
+            gone.append(document)
+    return [one for one in gone if not any(str(above) in unread for above in Path(one.source).parents)]
+
+
+def _vanished_of(
+    store: IndexStore, jobs: JobStore, run: JobRun, record: Callable[[Sequence[JobItem]], None]
+) -> list[Document]:
+    """Find the vanished documents of a job's roots. A root that is missing or without any file is taken for
+    a disk that is not mounted: nothing of it has vanished, and the latter is a failure of the job."""
+    unread = {item.source for item in jobs.items(run.job.job_id, "failed")}
     gone: dict[str, Document] = {}
-    for root in filter(os.path.isdir, roots):
-        prefix = os.path.join(root, "")
+    for root in filter(os.path.isdir, run.job.spec.get("roots", ())):
         try:
-            for document in every_document(store, namespace, source_prefix=prefix):
-                if not document.source.startswith(prefix):
-                    continue  # of a directory whose name is in another Unicode form
-                if is_attachment(document):
-                    continue
-                relative = document.source.removeprefix(prefix)
-                within = (recursive or os.sep not in relative) and matches(relative, globs)
-                # sources are real paths: one that has become a link leads to another document, or out
-                if within and (
-                    not os.path.lexists(document.source)
-                    or os.path.realpath(document.source) != document.source
-                ):
-                    gone[document.doc_id] = document
+            found = _vanished(store, run.job, root, unread)
         except NotFound:  # nothing was ever indexed in this namespace
             return []
+        if found and not _has_files(root):
+            reason = f"no file is in it, as in a disk that is not mounted: its {len(found):,} documents stay"
+            run.progress.total += 1
+            run.progress.failed += 1
+            record([JobItem(root, "failed", reason, 0, 0, 0, None)])
+            continue
+        gone |= {document.doc_id: document for document in found}
     return list(gone.values())
 
 
@@ -76,11 +106,7 @@ def prune(
     """Find documents whose file vanished from the folders of a job, and remove them if the job says so;
     returns their sources. ``elsewhere``: those of folders that are not of this machine."""
     job, spec = run.job, run.job.spec
-    gone = list(elsewhere)
-    if spec.get("roots"):
-        gone += vanished_documents(
-            store, job.namespace, spec["roots"], recursive=spec["recursive"], globs=spec["globs"]
-        )
+    gone = [*elsewhere, *_vanished_of(store, jobs, run, record)]
     if spec.get("prune") and gone:
         seen, items = store.seen_by(Submitter.of(job).viewer), list[JobItem]()
         jobs.add_items(job.job_id, [document.source for document in gone])

@@ -12,6 +12,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import struct
 import zlib
@@ -31,6 +32,7 @@ FORMAT = 1
 _MAGIC = b"RGSVIDX1"
 _TAIL = struct.Struct("<II8s")
 _BLOCK = 1 << 20
+_FILE = re.compile(r"ns-(\d+)\.(faiss|words)")
 
 
 class Damaged(Exception):
@@ -60,6 +62,12 @@ class Footer:
 def index_path(directory: Path, namespace_id: int) -> Path:
     """Path of a namespace's index file."""
     return directory / f"ns-{namespace_id:06d}.faiss"
+
+
+def namespace_ids(directory: Path) -> set[int]:
+    """Ids of the namespaces that have files."""
+    found = (_FILE.fullmatch(path.name) for path in directory.glob("ns-*"))
+    return {int(match[1]) for match in found if match}
 
 
 class _Counted:

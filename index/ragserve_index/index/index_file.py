@@ -81,7 +81,7 @@ class IndexFile:
         new and was kept, else None.
 
         ``force`` replaces a file of the same version. Raises StorageFull or Unavailable, leaving the old file
-        as it was."""
+        as it was, and NotFound once the namespace is dropped, leaving none."""
         with file_lock(self._lock):
             there = self.ours_on_disk()
             if there is not None and (there.version > version or (there.version == version and not force)):
@@ -98,11 +98,20 @@ class IndexFile:
                 state=structure.state(),
             )
             file_format.write(self.path, footer, structure.write)
+            self._remove_if_dropped()
         try:
             self._prune_log(version)
         except StorageFull as error:  # the file is saved; the next save prunes
             log.warning("The change log of namespace %s was not pruned: %s", self._name, error)
         return None
+
+    def _remove_if_dropped(self) -> None:
+        """Remove the file if the namespace was dropped while it was written: who dropped it has removed the
+        one before. Raises NotFound then."""
+        with self._database.read() as connection:
+            if not registry.namespaces(connection, "uid = ?", self._uid):
+                self.path.unlink(missing_ok=True)
+                raise registry.namespace_not_found(self._name)
 
     def _prune_log(self, version: int) -> None:
         """Indexes of other processes that are older than ``version`` compare ids from now on."""

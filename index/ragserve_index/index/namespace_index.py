@@ -318,7 +318,7 @@ class NamespaceIndex:
     def save(self) -> bool:
         """Write the index to its file unless the file is as new; True if it wrote. Searches go on meanwhile.
 
-        Raises StorageFull or Unavailable, leaving the old file as it was.
+        Raises StorageFull or Unavailable, leaving the old file as it was, and NotFound.
         """
         with self.updating:
             structure = self.structure

@@ -14,6 +14,7 @@ from ragserve_index import registry
 from ragserve_index.background_work import BackgroundWork
 from ragserve_index.database import Database
 from ragserve_index.gpu import ON_GPU, GpuMirror
+from ragserve_index.index import file_format
 from ragserve_index.index.namespace_index import NamespaceIndex
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,20 @@ class IndexPool:
                 self._indexes[ns.id] = index
             return index
 
+    def held(self) -> set[int]:
+        """Ids of the namespaces whose indexes are in memory."""
+        with self._lock:
+            return set(self._indexes)
+
     def forget(self, namespace_id: int) -> None:
-        """Drop the index of a namespace that is gone."""
+        """Drop the index of a namespace that is gone, and its file."""
         with self._lock:
             self._indexes.pop(namespace_id, None)
+        path = file_format.index_path(self._directory, namespace_id)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:  # the next start tries again
+            log.warning("%s, of a dropped namespace, cannot be removed: %s", path, error)
 
     def after_write(self, ns: registry.Namespace) -> None:
         """Do the upkeep that a commit made due. Never fails: the documents are safe in the registry, and the

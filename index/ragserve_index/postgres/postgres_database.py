@@ -48,6 +48,13 @@ _SESSION = (
     # a server whose machine dies must not keep the others waiting
     " SET tcp_keepalives_idle = 30; SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 3"
 )
+# Nor may a database whose machine dies keep us waiting, and deaf to its notifications: seconds, and ms.
+_DEAD_AFTER = {
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}
 
 
 class PostgresConnection:
@@ -141,7 +148,8 @@ class PostgresDatabase(Database):
                 code="registry_url",
                 param="registry_url",
             ) from None
-        self._url = url
+        limits = {name: value for name, value in _DEAD_AFTER.items() if name not in parts}
+        self._url = conninfo.make_conninfo(url, **limits)
         place = f"{parts.get('host') or 'localhost'}:{parts.get('port') or 5432}"
         self.name = f"postgresql://{place}/{parts.get('dbname') or ''}"
         self._idle: list[psycopg.Connection] = []  # list.append and list.pop are atomic

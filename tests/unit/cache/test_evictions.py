@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import sqlite3
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,9 +103,12 @@ def test_a_server_acts_at_once_and_on_what_other_processes_remove(
                 "import sys; from pathlib import Path; from ragserve_index import IndexStore\n"
                 "with IndexStore(Path(sys.argv[1])) as store: store.drop_namespace('birds')"
             )
+            index = weakref.ref(store.faiss_index("birds"))
             other = await asyncio.create_subprocess_exec(sys.executable, "-c", code, str(settings.data_dir))
             assert await other.wait() == 0
             await until(lambda: engine.forgotten[2:] == [("birds", None)])
+            gc.collect()
+            assert index() is None, "its vectors are not kept either"
 
     asyncio.run(scenario())
     assert len(EvictionLog(store.database)) == 1, "kept for other servers and for queries under way"

@@ -11,6 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -207,6 +208,27 @@ def test_connections_that_were_cut_are_made_again(
         connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
     assert caught.value.code == "registry_unreachable"
     assert one.namespace("n").version == 1
+
+
+def test_a_dead_machine_is_noticed(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By TCP itself, in a minute or what the URL says: by default a connection waits for hours."""
+    connect, asked = psycopg.connect, list[dict[str, str]]()
+
+    def noted(*given: Any, **options: Any) -> Any:
+        made = connect(*given, **options)
+        asked.append(made.info.get_parameters())
+        return made
+
+    monkeypatch.setattr(psycopg, "connect", noted)
+    for more, idle in (("", "30"), ("&keepalives_idle=7", "7")):
+        with IndexStore(tmp_path, registry_url=url + more) as store:
+            log = EvictionLog(store.database)
+            until(lambda: log.mark() is not None)  # noqa: B023 - at once
+        for name, value in (("idle", idle), ("interval", "10"), ("count", "3")):
+            assert {each[f"keepalives_{name}"] for each in asked} == {value}
+        assert {each["tcp_user_timeout"] for each in asked} == {"60000"}
+        assert len(asked) >= 2, "the one that listens, too"
+        asked.clear()
 
 
 # what cannot work says why

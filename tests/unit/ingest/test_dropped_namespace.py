@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import pytest
 
 from ragserve.config import Settings
 from ragserve.errors import Conflict, NotFound
+from ragserve.ingest.file_planner import FilePlanner
 from ragserve.ingest.ingestor import Ingestor
 from ragserve.ingest.submissions import SubmittedText, Upload
 from ragserve_index import IndexStore
@@ -61,9 +63,9 @@ def seen_by_all(store: IndexStore) -> list[str]:
     return sources(store.seen_by(UNLABELLED))
 
 
-def made_again(store: IndexStore) -> None:
+def made_again(store: IndexStore, embedder: str = "meanwhile") -> None:
     store.drop_namespace("lab")
-    store.ensure_namespace("lab", embedder="meanwhile", dim=DIM)
+    store.ensure_namespace("lab", embedder=embedder, dim=DIM)
     document = NewDocument("theirs", "theirs", "0", "text/plain", 1)
     store.replace_documents("lab", [(document, [NewChunk("theirs", 0, 6, 1)], np.eye(1, DIM))])
 
@@ -81,6 +83,40 @@ def test_a_running_job_does_not_bring_it_back(
     else:
         with pytest.raises(NotFound):
             store.namespace("lab")
+
+
+@pytest.mark.parametrize("embedder", ["meanwhile", "another"])
+def test_a_batch_that_waits_to_be_written_is_not(
+    writer: Ingestor, store: IndexStore, monkeypatch: pytest.MonkeyPatch, embedder: str
+) -> None:
+    prepare = writer.editor.prepare
+
+    def made_again_meanwhile(namespace: str, *given: Any) -> Any:
+        found = prepare(namespace, *given)
+        made_again(store, embedder)
+        return found
+
+    monkeypatch.setattr(writer.editor, "prepare", made_again_meanwhile)
+    assert writer.run(writer.submit_texts("lab", again("a", "c")).job_id).state == "cancelled"
+    assert sources(store) == ["theirs"]
+
+
+def test_labels_are_for_the_documents_of_before(
+    writer: Ingestor, store: IndexStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may have made the namespace again, with the same text for fewer eyes."""
+    relabel, before = FilePlanner.relabel, store.find_source("lab", "a")
+    assert before is not None
+
+    def made_again_meanwhile(*given: Any) -> None:
+        made_again(store)
+        document = NewDocument("a", "a", before.content_hash, "text/plain", 1, labels=("hr",))
+        store.replace_documents("lab", [(document, [NewChunk("a", 0, 1, 1)], np.eye(1, DIM))])
+        relabel(*given)
+
+    monkeypatch.setattr(FilePlanner, "relabel", made_again_meanwhile)
+    writer.run(writer.submit_texts("lab", [SubmittedText("a", "first words of a", labels=())]).job_id)
+    assert seen_by_all(store) == ["theirs"]
 
 
 def test_waiting_jobs_end_with_it_and_new_ones_begin_afresh(writer: Ingestor, store: IndexStore) -> None:

@@ -243,6 +243,35 @@ def test_an_absent_directory_prunes_nothing(ingestor: Ingestor, store: IndexStor
     assert store.namespace("sea").n_documents == 3
 
 
+def test_a_directory_without_files_prunes_nothing(
+    ingestor: Ingestor, store: IndexStore, folder: Path
+) -> None:
+    ingest(ingestor, folder)
+    folder.rename(folder.with_name("unmounted"))
+    (folder / "lost+found").mkdir(parents=True)
+    (folder / ".hidden").touch()
+    report = ingest(ingestor, folder, recursive=True, prune=True)
+    assert (report.vanished, outcomes(report)) == ((), (0, 0, 1, 0))
+    assert "3 documents stay" in report.failures[0][1]
+    assert store.namespace("sea").n_documents == 3
+
+
+@pytest.mark.parametrize("target", ["sub", "nowhere"])
+def test_what_is_below_an_unreadable_directory_has_not_vanished(
+    ingestor: Ingestor, store: IndexStore, folder: Path, target: str
+) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "seals.md").write_text("Seals.")
+    ingest(ingestor, folder, recursive=True)
+    (folder / "sub").rename(folder.parent / "away")
+    (folder / "sub").symlink_to(target)
+    (folder / "otters.md").unlink()
+    report = ingest(ingestor, folder, recursive=True, prune=True)
+    assert (report.vanished, outcomes(report)) == ((str(folder / "otters.md"),), (0, 2, 1, 1))
+    assert report.failures[0][0] == str(folder / "sub")
+    assert "seals.md" in contents(store)
+
+
 def test_urls_are_documents_too(ingestor: Ingestor, store: IndexStore, tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()

@@ -22,6 +22,7 @@ from ragserve.verification.calibration import namespace_weights, signal_weights
 from ragserve.verification.calibration.namespace_weights import NamespacePassage, drawn_passages, learn_on
 from ragserve_index import IndexStore
 from sglang_ext.analysis.texts import Texts
+from tests.unit.index.postgres_server import PostgresServer
 from tests.unit.verification.calibration.test_signal_weights import FakeEmbedder, noise, passages_of
 
 
@@ -92,3 +93,23 @@ def test_the_command_learns_for_the_samkv_profile_only(tmp_path: Path) -> None:
     for part, error in (("costs", InvalidRequest), ("samkv", NotFound)):
         asked = ["calibrate", "--part", part, "-n", "own", "--data-dir", str(tmp_path)]
         assert isinstance(CliRunner().invoke(app, asked).exception, error)
+
+
+def test_the_command_reads_the_registry_of_the_settings(
+    tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = postgres.database()
+    with IndexStore(tmp_path, registry_url=url) as store:
+        store.ensure_namespace("own", embedder="fake", dim=4)
+        store.replace_documents("own", [written(each) for each in passages_of(6)])
+        store.save()
+    before = sorted((tmp_path / "indexes").glob("ns-*"))
+    monkeypatch.setenv("RAGSERVE_REGISTRY_URL", url)
+    app = typer.Typer()
+    calibrate.register(app)
+    app.command("other")(lambda: None)
+    asked = ["calibrate", "--part", "samkv", "-n", "absent", "--data-dir", str(tmp_path)]
+    assert isinstance(CliRunner().invoke(app, asked).exception, NotFound)
+    assert before
+    assert sorted((tmp_path / "indexes").glob("ns-*")) == before, "another registry would know none of them"
+    postgres.give_back(url)
