@@ -207,6 +207,7 @@ def parallel(folder: Path) -> Iterator[Server]:
     }
     env = {
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * RANKS),  # SGLang wants a NUMA node for each otherwise
+        "TORCHDYNAMO_DISABLE": "1",  # each rank would compile SGLang's lookup of embeddings at its start
         **_FAULTS,
     }
     with started(folder / "data", storage=storage, model=model, env=env, **flags) as server:

@@ -51,7 +51,7 @@ def test_load(server: Any, tmp_path: Path) -> None:
 
 
 def test_mixed(server: Any, tmp_path: Path) -> None:
-    progress = Progress(tmp_path, "mixed", seed=1, target=60)
+    progress = Progress(tmp_path, "mixed", seed=1, target=40)
     with Site(server.running) as site:
         mixed.run(progress, site, clients=3, schemas=2)
     assert progress.violations == []

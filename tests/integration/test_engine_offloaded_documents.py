@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.wire.protocol import DECODE_FIELD, PLAN_FIELD, ContextPlan, Span
+from tests.conftest import EXHAUSTIVE
 from tests.integration import context_client
 from tests.integration.context_client import result
 from tests.integration.engines import Server
@@ -106,9 +107,13 @@ def until(client: Any, ids: list[int], n_new: int, done: Event, offloaded: dict[
     raise AssertionError("the answer ended first")
 
 
-@MODES
+@pytest.mark.parametrize(
+    "offloaded",
+    [OFFLOADED_PROGRESSIVE, OFFLOADED] if EXHAUSTIVE else [OFFLOADED_PROGRESSIVE],
+    ids=lambda offloaded: offloaded["mode"],
+)
 def test_documents_stay_as_they_are_while_they_are_read(
-    stress_server: Server, decode: dict[str, Any], offloaded: dict[str, Any]
+    stress_server: Server, offloaded: dict[str, Any]
 ) -> None:
     """They are evicted, removed and put again, and others come, while an answer reads them."""
     client, n_new, done = stress_server.client, 60, Event()

@@ -25,7 +25,7 @@ from tests.unit.api.scripted_server import DOCUMENTS, Live, Tenants, serving
 SPACE = "docs"
 WAIT_S = 60.0  # for /health, beside four clients: what stops the server stops it for longer
 ERROR_CHARS = 8_192
-OF_A_FIELD = 4  # values that are drawn, unless the tests are exhaustive
+OF_A_FIELD = 2  # values that are drawn, unless the tests are exhaustive
 NAMES = sorted(
     {name for name, need in NEEDS.items() if need not in CLOSED}
     | {

@@ -10,11 +10,12 @@ import faiss
 import pytest
 
 from ragserve_index import IndexStore
+from tests.conftest import EXHAUSTIVE
 from tests.unit.index.index_samples import DIM, REGISTRY, make
 from tests.unit.index.postgres_server import PostgresServer
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+@pytest.fixture(params=["sqlite", "postgres"] if EXHAUSTIVE else ["sqlite"])
 def registry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The kind of registry that `open_store` opens in the test, and in processes that it starts."""
     if request.param == "sqlite":

@@ -1,9 +1,9 @@
 """Run by the kill tests in a process of its own: writes until it is killed, and says what was committed
 before it goes on.
 
-Usage: killed_writer.py DATA_DIR INDEX_TYPE MODE START. Modes: ``replace`` writes rounds of the same
-documents; ``save`` also saves after each; ``remove`` removes and writes anew; ``correct`` edits and disables
-chunks."""
+Usage: python -m tests.unit.index.killed_writer DATA_DIR INDEX_TYPE MODE START. Modes: ``replace`` writes
+rounds of the same documents; ``save`` also saves after each; ``remove`` removes and writes anew; ``correct``
+edits and disables chunks."""
 
 from __future__ import annotations
 

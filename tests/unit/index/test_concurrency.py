@@ -155,6 +155,7 @@ with open_store(Path(sys.argv[1])) as store:
 """
 
 
+@on_both_registries
 def test_another_process_writes(tmp_path: Path) -> None:
     with make(tmp_path, "hnsw") as store:
         process = subprocess.Popen(

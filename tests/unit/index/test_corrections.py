@@ -154,6 +154,7 @@ def test_sentences_follow_the_text(store: IndexStore) -> None:
     assert len(store.sentence_vectors("n", [chunk.chunk_id])[chunk.chunk_id]) == 1
 
 
+@on_both_registries
 def test_a_change_that_has_not_seen_another_one_is_refused(store: IndexStore) -> None:
     store.replace_documents("n", [item("a")])
     seen = store.chunk_changes.state("n", A, 1).version
@@ -290,6 +291,7 @@ def test_another_process_sees_the_change(tmp_path: Path, store: IndexStore, regi
         assert_clean(other)
 
 
+@on_both_registries
 def test_what_fails_on_the_way_changes_nothing(store: IndexStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.replace_documents("n", [item("a")])
     change(store, 0, "before")
@@ -342,6 +344,7 @@ def test_a_registry_of_the_format_before_is_migrated(store: IndexStore, registry
         assert_clean(migrated)
 
 
+@on_both_registries
 def test_embedding_again_leaves_a_text_that_was_changed_meanwhile(store: IndexStore) -> None:
     store.replace_documents("n", [item("a")])
     change(store, 0, "first")
@@ -371,6 +374,7 @@ def test_of_changes_at_once_one_wins(store: IndexStore) -> None:
     assert_clean(store)
 
 
+@on_both_registries
 def test_ingestions_at_the_same_time_lose_no_change(store: IndexStore) -> None:
     """The same cut is written again and again while chunks are changed."""
     store.replace_documents("n", [item("a")])

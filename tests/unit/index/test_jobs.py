@@ -173,6 +173,7 @@ def test_reasons_are_stored_whatever_they_quote(job_store: JobStore) -> None:
     assert job_store.finish(job.job_id, "failed", "bytes \udcff").error == "bytes \ufffd"
 
 
+@on_both_registries
 def test_cancelling(job_store: JobStore) -> None:
     queued, running, finished = (job_store.create("n", {}, ["a"]) for _ in range(3))
     for job in (running, finished):
@@ -195,6 +196,7 @@ def test_listing(job_store: JobStore) -> None:
     assert failed.error == "why"
 
 
+@on_both_registries
 def test_unknown_jobs_and_states(job_store: JobStore) -> None:
     for call in (
         lambda: job_store.get("job_x"),
@@ -283,6 +285,7 @@ while store.heartbeat(job.job_id, "worker", 2):
 """
 
 
+@on_both_registries
 def test_a_killed_workers_job_goes_on_elsewhere(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         job_store = JobStore(store)
@@ -309,6 +312,7 @@ def test_a_killed_workers_job_goes_on_elsewhere(tmp_path: Path) -> None:
         assert taken.chunks == 1
 
 
+@on_both_registries
 def test_jobs_survive_a_restart(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         job = JobStore(store).create("n", {"x": 1}, ["a"])

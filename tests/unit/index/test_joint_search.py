@@ -158,6 +158,7 @@ def test_an_empty_namespace_adds_nothing_and_a_missing_one_is_said(parted: Index
             parted.search_several([*PARTS, "lost"], 10, **options)  # type: ignore[arg-type]
 
 
+@on_both_registries
 def test_writers_meanwhile_leave_whole_versions(parted: IndexStore) -> None:
     """One transaction reads all namespaces: a document that moves from one to another is in exactly one."""
     write(parted, {"moving": "lamp lamp lamp"}, namespace="a")

@@ -8,14 +8,13 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import EXHAUSTIVE
+from tests.integration.forked_starts import start_module
 from tests.unit.index.index_samples import (
     TYPES,
     all_chunks,
@@ -28,7 +27,6 @@ from tests.unit.index.index_samples import (
 )
 from tests.unit.index.killed_child import child_killed_at, make_old, old_or_new
 
-HERE = Path(__file__).parent
 pytestmark = on_registries
 
 
@@ -38,20 +36,18 @@ def run_and_kill(
     """Start the writer, kill it ``after_s`` seconds after it is ready and has said ``said`` editions; the
     last edition it said was committed, or -1.
     """
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "killed_writer.py"), str(data_dir), index_type, mode, str(start)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None
-    with process:
-        assert process.stdout.readline() == "ready\n"
-        committed = [int(process.stdout.readline()) for _ in range(said)]
+    arguments = (str(data_dir), index_type, mode, str(start))
+    readable, writable = os.pipe()
+    with open(readable, encoding="utf-8") as lines:
+        with open(writable, "wb") as said_by_it:
+            module = "tests.unit.index.killed_writer"
+            process = start_module(module, arguments, {}, said_by_it, said_by_it)
+        assert lines.readline() == "ready\n"
+        committed = [int(lines.readline()) for _ in range(said)]
         time.sleep(after_s)
         process.send_signal(signal.SIGKILL)
-        committed += [int(line) for line in process.stdout.read().split()]
-    assert process.returncode == -signal.SIGKILL, "it ended on its own"
+        committed += [int(line) for line in lines.read().split()]
+    assert process.wait(240) == -signal.SIGKILL, "it ended on its own"
     return committed[-1] if committed else -1
 
 

@@ -165,6 +165,7 @@ def test_a_label_that_is_taken_away_is_gone_from_the_next_search(labels: IndexSt
         assert_clean(labels)
 
 
+@on_both_registries
 def test_a_search_under_way_does_not_show_what_is_hidden_meanwhile(
     labels: IndexStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,11 +9,12 @@ import pytest
 
 from ragserve.errors import NotFound
 from ragserve_index import IndexStore
-from tests.unit.index.index_samples import UP_TO_FORMAT_6, make, open_store
+from tests.unit.index.index_samples import UP_TO_FORMAT_6, make, on_both_registries, open_store
 
 OWN = {"k": 3, "system": "Répondez."}
 
 
+@on_both_registries
 @pytest.mark.usefixtures("registry")
 def test_they_are_replaced_and_go_with_the_namespace(store: IndexStore, tmp_path: Path) -> None:
     assert store.settings("n") == {}

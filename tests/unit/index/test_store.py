@@ -91,6 +91,7 @@ def test_chunk_ids_are_never_used_twice(store: IndexStore) -> None:
     assert not seen & {chunk.chunk_id for chunk in store.document_chunks("n", document.doc_id)}
 
 
+@on_both_registries
 def test_a_batch_is_one_version_and_an_empty_one_none(store: IndexStore) -> None:
     store.replace_documents("n", [item("a"), item("b"), item("c", 0)])
     assert store.namespace("n").version == 1
@@ -248,6 +249,7 @@ def test_another_embedder_conflicts(store: IndexStore) -> None:
             store.ensure_namespace("n", embedder=embedder, dim=dim)
 
 
+@on_both_registries
 @pytest.mark.parametrize("name", ["", ".a", "../x", "a b", "a/b", "é", "a" * 65, "a\n"])
 def test_names_that_are_none(store: IndexStore, name: str) -> None:
     with pytest.raises(InvalidRequest):
@@ -269,6 +271,7 @@ def broken(**changes: Any) -> tuple[NewDocument, list[NewChunk], np.ndarray]:
     return dataclasses.replace(document, **changes), chunks, vectors
 
 
+@on_both_registries
 @pytest.mark.parametrize(
     "bad",
     [
