@@ -34,8 +34,9 @@ _WARM_HELP = (
 _REEMBED_HELP = (
     "Embed documents again, from their stored text: the passages, and the sentences in them. For documents "
     "that were ingested by a version which embedded less. Searches go on meanwhile, and the document cache "
-    "stays. Exit status: 0 if all are embedded; 3 if some were replaced meanwhile, each listed; 130 after "
-    "Ctrl-C. After an interruption or a kill, run the same command again: it goes on."
+    "stays. Exit status: 0 if all are embedded; 3 if some were replaced meanwhile, each listed, or the job "
+    "was cancelled; 130 after Ctrl-C. After an interruption or a kill, run the same command again: it goes "
+    "on."
 )
 
 
@@ -307,7 +308,7 @@ def reembed(
         print_report(console, report, pruned=False)
     if signals.received:
         raise typer.Exit(128 + signals.received)
-    if report.failures:
+    if report.failures or report.state != "done":
         raise typer.Exit(3)
 
 

@@ -8,13 +8,16 @@ import signal
 import subprocess
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ragserve.engine.ports import hold_port, port_of
 from ragserve.files import locked
 from ragserve.ingest.jobs.lease import worker_name
+from ragserve.metrics import exposition
 from ragserve_index import IndexStore, JobStore
 from tests.unit.commands.test_ingest import ENVIRONMENT, QUICK, Cli, Done
 from tests.unit.ingest.git_server import Repository
@@ -100,6 +103,36 @@ def test_one_source_that_fails_leaves_the_others_alone(
     assert [files(each) for each in reports(done)] == [{"indexed": 1}, {"failed": 1}]
     assert "no branch or tag 'gone'" in done.stdout
     assert "1 failed" in ragserve("sync", "ls").stdout
+
+
+def test_a_job_that_is_cancelled_is_no_success(
+    ragserve: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may cancel it, or somebody drops its namespace meanwhile."""
+
+    class Cancelling(OneVector):
+        def encode(self, texts: Sequence[str]) -> Any:
+            with IndexStore(tmp_path / "ragserve-data") as store:
+                jobs = JobStore(store)
+                for job in jobs.list("default", state="running"):
+                    jobs.request_cancel(job.job_id)
+            return super().encode(texts)
+
+    monkeypatch.setattr("ragserve.retrieval.embedder.Embedder.of", lambda *_args, **_options: Cancelling())
+    ragserve("sync", "add", "notes")
+    line = re.compile(r'ragserve_syncs_total\{outcome="partly"\} (.+)\n')
+
+    def partly() -> float:
+        found = line.search(exposition()[0].decode())
+        return 0.0 if found is None else float(found[1])
+
+    before = partly()
+    done = ragserve("sync", "run", "--json")
+    assert [(each["state"], files(each)) for each in reports(done)] == [("cancelled", {})]
+    assert done.returncode == 3
+    assert partly() == before + 1
+    assert f'source="{folder}"' not in exposition()[0].decode()
+    assert ragserve("ingest", "notes").returncode == 3
 
 
 def test_what_vanished_is_kept_where_the_source_says_so(ragserve: Cli, folder: Path) -> None:

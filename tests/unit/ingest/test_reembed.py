@@ -19,7 +19,7 @@ from ragserve.errors import Conflict, NotFound
 from ragserve.ingest import reembed as reembedding
 from ragserve.ingest.chunk_embedding import embedding_text
 from ragserve.ingest.jobs import lease
-from ragserve.ingest.jobs.job_report import JobReport
+from ragserve.ingest.jobs.job_report import JobReport, Progress
 from ragserve.ingest.reembed import reembed, submit_reembed
 from ragserve.retrieval.embedder import Embedder
 from ragserve.retrieval.remote_embedder import RefusedText
@@ -210,6 +210,19 @@ def test_the_command_reports(data: Path, store: IndexStore, monkeypatch: pytest.
     ran = CliRunner().invoke(app, ["docs", "reembed", "n", *here])
     assert "namespace n: done" in ran.output
     assert all(is_new(store, document) for document in store.documents("n"))
+
+
+def test_a_command_whose_job_is_cancelled_has_failed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cancelled(_store: IndexStore, _embedder: Embedder, job_id: str, **_: object) -> JobReport:
+        return JobReport(job_id, "n", "cancelled", 0.0, Progress())
+
+    app = typer.Typer()
+    docs.register(app)
+    monkeypatch.setattr(Embedder, "of", lambda settings: NewEdition())
+    monkeypatch.setattr(reembedding, "reembed", cancelled)
+    ran = CliRunner().invoke(app, ["docs", "reembed", "n", "--data-dir", str(data)])
+    assert "namespace n: cancelled" in ran.output
+    assert ran.exit_code == 3
 
 
 def test_corrections_stay_and_are_embedded_again(store: IndexStore) -> None:
