@@ -282,6 +282,15 @@ class IngestSession:
                 if not last:  # nothing was done
                     raise
                 report, ended = self._failed(job_id, time.monotonic() - started, last[0], error), error
+        record_command(
+            self._settings,
+            "ingest",
+            namespace=report.namespace,
+            job=job_id,
+            documents=report.progress.done,
+            removed=report.progress.removed,
+            result=report.state,
+        )
         if not self._as_json:
             print_report(self._console, report, pruned=pruned)
             if report.state == "interrupted":
@@ -293,15 +302,6 @@ class IngestSession:
         if self._as_json:
             body = report.as_json() | {"warm": warmed and warmed.as_json()}
             print(json.dumps(body, indent=None if compact else 1, ensure_ascii=False), flush=True)
-        record_command(
-            self._settings,
-            "ingest",
-            namespace=report.namespace,
-            job=job_id,
-            documents=report.progress.done,
-            removed=len(report.vanished),
-            result=report.state,
-        )
         self.failed += report.progress.failed + (report.state != "done")
         if warmed is not None:
             self.failed += len(warmed.failures) + (warmed.state != "done")

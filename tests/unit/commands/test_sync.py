@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ragserve.engine.ports import hold_port, port_of
+from ragserve.errors import EngineError
 from ragserve.files import locked
 from ragserve.ingest.jobs.lease import worker_name
 from ragserve.metrics import exposition
@@ -50,6 +51,11 @@ def folder(tmp_path: Path) -> Path:
 
 def reports(done: Done) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def audited(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "ragserve-data" / "audit" / "audit.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def files(report: dict[str, object]) -> dict[str, int]:
@@ -135,13 +141,27 @@ def test_a_job_that_is_cancelled_is_no_success(
     assert ragserve("ingest", "notes").returncode == 3
 
 
-def test_what_vanished_is_kept_where_the_source_says_so(ragserve: Cli, folder: Path) -> None:
+def test_what_was_ingested_is_audited_though_it_cannot_be_warmed(
+    ragserve: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def show_warm(*_: object, **__: object) -> None:
+        raise EngineError("The engine has died.")
+
+    monkeypatch.setattr("ragserve.commands.ingest.check_warm", lambda *_, **__: None)
+    monkeypatch.setattr("ragserve.commands.ingest.show_warm", show_warm)
+    assert ragserve("ingest", "notes", "--warm").returncode == 1
+    (told,) = audited(tmp_path)
+    assert (told["documents"], told["result"]) == (1, "done")
+
+
+def test_what_vanished_is_kept_where_the_source_says_so(ragserve: Cli, folder: Path, tmp_path: Path) -> None:
     (folder / "two.md").write_text("# Two\n\nAnother note.\n")
     ragserve("sync", "add", "notes", "--keep")
     ragserve("sync", "run")
     (folder / "one.md").unlink()
     (report,) = reports(ragserve("sync", "run", "--json"))
     assert (files(report), report["vanished"]) == ({"unchanged": 1}, [str(folder / "one.md")])
+    assert audited(tmp_path)[-1]["removed"] == 0
     assert ragserve("sync", "add", "notes").stdout.startswith("changed:")
     (report,) = reports(ragserve("sync", "run", "--json"))
     assert files(report) == {"unchanged": 1, "removed": 1}
