@@ -50,15 +50,15 @@ BUGS = (
     Bug(
         "composed KV enters the exact prefix cache",
         "sglang_ext/documents",
-        "        if self.observer.is_composed(req):\n            # One call",
-        "        if False:\n            # One call",
+        "return not self.observer.is_composed(req) and not _is_private(req)",
+        "return not _is_private(req)",
         ("tests/unit/documents/test_radix.py",),
     ),
     Bug(
         "a batch is committed after each of its documents",
         "index/ragserve_index",
-        "        _insert_chunks(connection, ns, version, document, first_id, item)\n",
-        "        _insert_chunks(connection, ns, version, document, first_id, item)\n"
+        "        _insert_chunks(connection, ns, version, document, first_id, cut)\n",
+        "        _insert_chunks(connection, ns, version, document, first_id, cut)\n"
         '        connection.execute("COMMIT")\n'
         '        connection.execute("BEGIN IMMEDIATE")\n',
         ("tests/unit/index/test_kill.py",),

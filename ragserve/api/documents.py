@@ -27,7 +27,7 @@ from ragserve_index.filters import parse_filter
 from ragserve_index.types import Document, NamespaceInfo
 
 router = APIRouter(tags=["documents"], route_class=JsonRoute)
-DocId = Annotated[str, Path(min_length=1, max_length=128, description="As in citations and listings.")]
+DocId = Annotated[Text, Path(min_length=1, max_length=128, description="As in citations and listings.")]
 NamespaceName = Annotated[Namespace, Path(description="The namespace.")]
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ragserve.api import examples
 from ragserve.api.access import Access, Caller
-from ragserve.api.body import RequestModel, media_type, parse_json
+from ragserve.api.body import RequestModel, Text, media_type, parse_json
 from ragserve.api.errors import UnsupportedMediaType, validated
 from ragserve.api.openapi import documented
 from ragserve.api.schemas import GivenLabels, IngestTexts, IngestUrls, Metadata
@@ -22,7 +22,7 @@ from ragserve_index.types import Job
 
 _MAX_NAMES = 100_000  # of a body: a thousand texts may have metadata of 64 fields each
 router = APIRouter(tags=["ingest"])
-JobId = Annotated[str, Path(min_length=1, max_length=128, description="As returned by POST /rag/ingest.")]
+JobId = Annotated[Text, Path(min_length=1, max_length=128, description="As returned by POST /rag/ingest.")]
 JobState = Literal["queued", "running", "done", "failed", "cancelled"]
 ItemState = Literal["pending", "indexed", "warmed", "unchanged", "removed", "failed", "skipped"]
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import Depends, Request
@@ -43,6 +44,7 @@ from ragserve.retrieval.spelling import SpellingCorrector
 from ragserve.setting_groups.per_namespace import NamespaceSettings
 from ragserve.verification.answer_watch import AnswerWatch
 from ragserve.verification.background import BackgroundVerification
+from ragserve.verification.dropped import forget_outdated
 from ragserve.verification.idle_tuner import IdleTuner
 from sglang_ext.wire.joint_names import is_joint, names_of
 
@@ -342,7 +344,9 @@ async def _evictions(
     runs."""
     if info.kind != "remote":
         await asyncio.to_thread(note_engine, settings, info.tokenizer, elsewhere=info.kind == "fleet")
-        evictor = Evictor(store, engine, prompts, limiter.queries)
+        forget = partial(forget_outdated, settings.data_dir, store)
+        await asyncio.to_thread(forget)  # the log keeps no row for long
+        evictor = Evictor(store, engine, prompts, limiter.queries, forget)
         async with evictor.running():
             yield evictor.drain
     else:

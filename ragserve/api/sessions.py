@@ -9,12 +9,13 @@ from fastapi import APIRouter, Path
 from ragserve.answering.sessions.dialogues import Dialogue
 from ragserve.api import examples
 from ragserve.api.access import Caller
+from ragserve.api.body import Text
 from ragserve.api.openapi import documented
 from ragserve.api.services import Svc
 from ragserve.api.views import SessionList, SessionView
 
 router = APIRouter(tags=["sessions"])
-SessionId = Annotated[str, Path(min_length=1, max_length=64, description="As in answers and listings.")]
+SessionId = Annotated[Text, Path(min_length=1, max_length=64, description="As in answers and listings.")]
 
 
 @router.get(

@@ -93,7 +93,7 @@ def run_worker(shape: str, work: Callable[[WorkerEngine], Awaitable[T]], **setti
 
 
 def _settings(shape: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    settings = {"data_dir": folder / "data", **settings}
+    settings = {"data_dir": folder / "data", "kv_storage": "file", **settings}
     if shape == "embedded":
         return settings
     arguments = {"load_format": "dummy", **settings.get("engine_args", {})}

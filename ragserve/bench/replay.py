@@ -156,6 +156,7 @@ def _measured(trace: Trace, share: float, folder: Path) -> list[dict[str, Any]]:
         max_total_tokens=max(int(trace.tokens * share), 2 * longest + NEW_TOKENS),
         kv_host_bytes=int(kv_bytes * HOST_SHARE),
         kv_disk_bytes=int(kv_bytes * DISK_SHARE),
+        kv_storage="file",
     )
     settings, _ = resolve_sparse_attention(given)  # its record is in the data folder
     settings = settings.model_copy(update={"data_dir": folder / "data"})

@@ -83,7 +83,7 @@ def run(
     sets = [read(path, questions or (10 if quick else 0)) for path in data]
     report = GrowingReport("rerank", out_dir / "rerank.json" if out_dir else None, note=_NOTE)
     with tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder:
-        settings = load(data_dir=Path(folder), kv_disk_bytes=0)
+        settings = load(data_dir=Path(folder), kv_disk_bytes=0, kv_storage="file")
         named: dict[str, Reranker] = {
             name: CrossEncoderReranker(name, device=settings.embed_device, batch_size=settings.embed_batch)
             for name in rerankers

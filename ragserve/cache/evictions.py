@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,8 @@ WORKERS = "workers"
 class Evictor:
     """A server's reader of the log. Runs on the server's event loop.
 
-    ``queries`` are those in flight, a set that changes: they may hold texts that were removed since."""
+    ``queries`` are those in flight, a set that changes: they may hold texts that were removed since.
+    ``dropped`` is called in a thread for namespaces that were dropped, which may have been made again."""
 
     def __init__(
         self,
@@ -59,7 +60,9 @@ class Evictor:
         engine: Engine,
         prompts: PromptBuilder,
         queries: Set[InFlight] = frozenset(),
+        dropped: Callable[[], None] = lambda: None,
     ) -> None:
+        self._dropped = dropped
         self._queries = queries
         self._left_behind: dict[int, list[InFlight]] = {}  # by row of a dropped namespace
         self._store = store
@@ -126,6 +129,8 @@ class Evictor:
         while rows := await asyncio.to_thread(self._log.after, last_id, _BATCH, before=before):
             if any(row.text is None for row in rows):
                 await asyncio.to_thread(self._store.forget_dropped)
+                if before is None:
+                    await asyncio.to_thread(self._dropped)
             for namespace, gone in by_namespace(rows).items():
                 if drops := [row.id for row in gone if row.text is None]:
                     await self._act_on_drops(namespace, drops, again=before is not None)

@@ -61,6 +61,7 @@ def calibrate_decode(
         own = {
             "data_dir": Path(folder),
             "kv_disk_bytes": 0,
+            "kv_storage": "file",
             "sparse_attention": "on",
             "decode_dense_below": 0,
         }

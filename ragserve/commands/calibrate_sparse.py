@@ -42,6 +42,7 @@ def calibrate_sparse(settings: Settings, data: Sequence[Path], limit: int | None
         own = {
             "data_dir": Path(folder),
             "kv_disk_bytes": 0,
+            "kv_storage": "file",
             "sparse_attention": "on",
             "decode_mode": "dense",
             "decode_max_budget": max(settings.decode_max_budget, *BUDGETS),

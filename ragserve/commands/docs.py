@@ -34,8 +34,9 @@ _WARM_HELP = (
 _REEMBED_HELP = (
     "Embed documents again, from their stored text: the passages, and the sentences in them. For documents "
     "that were ingested by a version which embedded less. Searches go on meanwhile, and the document cache "
-    "stays. Exit status: 0 if all are embedded; 3 if some were replaced meanwhile, each listed; 130 after "
-    "Ctrl-C. After an interruption or a kill, run the same command again: it goes on."
+    "stays. Exit status: 0 if all are embedded; 3 if some were replaced meanwhile, each listed, or the job "
+    "was cancelled; 130 after Ctrl-C. After an interruption or a kill, run the same command again: it goes "
+    "on."
 )
 
 
@@ -188,14 +189,16 @@ def rm(
     missing: list[str] = []
     with open_data(settings) as store:
         store.namespace(namespace)  # must exist
-        for name in documents:
-            try:
-                removed.append(store.remove_document(namespace, resolve(store, namespace, name).doc_id))
-            except NotFound:
-                missing.append(name)
-        clean_files(settings, store)
-    removed_ids = [document.doc_id for document in removed]
-    record_command(settings, "docs rm", namespace=namespace, documents=removed_ids, result="removed")
+        try:
+            for name in documents:
+                try:
+                    removed.append(store.remove_document(namespace, resolve(store, namespace, name).doc_id))
+                except NotFound:
+                    missing.append(name)
+        finally:  # an error leaves those before it removed
+            clean_files(settings, store)
+            ids = [document.doc_id for document in removed]
+            record_command(settings, "docs rm", namespace=namespace, documents=ids, result="removed")
     if as_json:
         print_json({"removed": [_plain(document) for document in removed], "missing": missing})
     else:
@@ -283,31 +286,34 @@ def reembed(
     from rich.console import Console
 
     from ragserve.commands.job_console import print_report, progress_bar
+    from ragserve.ingest.jobs.job_report import progress_of
     from ragserve.ingest.reembed import reembed as run_reembed
     from ragserve.ingest.reembed import submit_reembed
     from ragserve.retrieval.embedder import Embedder
+    from ragserve_index import JobStore
 
     console = Console(quiet=as_json)
     with signals_stop() as signals, open_data(settings) as store:
         sources = None if doc is None else [resolve(store, namespace, name).source for name in doc]
         job_id = submit_reembed(store, namespace, settings.sentence_bytes, sources).job_id
-        with progress_bar(console, enabled=not as_json, phase="embedding") as show:
-            report = run_reembed(store, Embedder.of(settings), job_id, on_progress=show, stop=signals.stop)
-    record_command(
-        settings,
-        "docs reembed",
-        namespace=namespace,
-        job=job_id,
-        documents=report.progress.done,
-        result=report.state,
-    )
+        state = "failed"
+        try:
+            with progress_bar(console, enabled=not as_json, phase="embedding") as show:
+                embedder, stop = Embedder.of(settings), signals.stop
+                report = run_reembed(store, embedder, job_id, on_progress=show, stop=stop)
+            state = report.state
+        finally:  # an error leaves those before it embedded
+            done = progress_of(JobStore(store).get(job_id)).done
+            record_command(
+                settings, "docs reembed", namespace=namespace, job=job_id, documents=done, result=state
+            )
     if as_json:
         print_json(report.as_json())
     else:
         print_report(console, report, pruned=False)
     if signals.received:
         raise typer.Exit(128 + signals.received)
-    if report.failures:
+    if report.failures or report.state != "done":
         raise typer.Exit(3)
 
 

@@ -42,9 +42,9 @@ INGEST_SETTINGS = (
 )
 _EPILOG = (
     "Exit status: 0 if all files are indexed or unchanged; 3 if some files failed (each is listed with its "
-    "reason); 1 if nothing could run, or an error such as a full disk ended the run; 2 for wrong options; "
-    "130 after Ctrl-C, 143 after SIGTERM, 129 for a closed terminal. After an interruption, a crash or a "
-    "kill, run the same command again: it skips what is already indexed."
+    "reason), or the job was cancelled; 1 if nothing could run, or an error such as a full disk ended the "
+    "run; 2 for wrong options; 130 after Ctrl-C, 143 after SIGTERM, 129 for a closed terminal. After an "
+    "interruption, a crash or a kill, run the same command again: it skips what is already indexed."
 )
 
 
@@ -231,7 +231,8 @@ def _server_runs(settings: Settings) -> bool:
 
 
 class IngestSession:
-    """The ingestor of one command; counts ``files`` looked at and ``failed``."""
+    """The ingestor of one command; counts ``files`` looked at, and files and jobs that ``failed``, those that
+    were cancelled among them."""
 
     def __init__(
         self,
@@ -281,6 +282,15 @@ class IngestSession:
                 if not last:  # nothing was done
                     raise
                 report, ended = self._failed(job_id, time.monotonic() - started, last[0], error), error
+        record_command(
+            self._settings,
+            "ingest",
+            namespace=report.namespace,
+            job=job_id,
+            documents=report.progress.done,
+            removed=report.progress.removed,
+            result=report.state,
+        )
         if not self._as_json:
             print_report(self._console, report, pruned=pruned)
             if report.state == "interrupted":
@@ -292,16 +302,9 @@ class IngestSession:
         if self._as_json:
             body = report.as_json() | {"warm": warmed and warmed.as_json()}
             print(json.dumps(body, indent=None if compact else 1, ensure_ascii=False), flush=True)
-        record_command(
-            self._settings,
-            "ingest",
-            namespace=report.namespace,
-            job=job_id,
-            documents=report.progress.done,
-            removed=len(report.vanished),
-            result=report.state,
-        )
-        self.failed += report.progress.failed + (len(warmed.failures) if warmed is not None else 0)
+        self.failed += report.progress.failed + (report.state != "done")
+        if warmed is not None:
+            self.failed += len(warmed.failures) + (warmed.state != "done")
         self.files += report.progress.done + len(report.vanished) + (report.state != "done")
         if ended is not None:
             raise ended

@@ -28,9 +28,10 @@ _HELP = (
     "are ingested again, and documents whose file vanished are removed."
 )
 _EPILOG = (
-    "Exit status: 0 if all files are indexed or unchanged; 3 if some failed; 1 if no source could be synced, "
-    "or another `ragserve sync run` works on the data folder; 130 after Ctrl-C, 143 after SIGTERM. A run "
-    "that was interrupted or killed goes on with the next one, which skips what is indexed."
+    "Exit status: 0 if all files are indexed or unchanged; 3 if some failed, or a job was cancelled; 1 if no "
+    "source could be synced, or another `ragserve sync run` works on the data folder; 130 after Ctrl-C, 143 "
+    "after SIGTERM. A run that was interrupted or killed goes on with the next one, which skips what is "
+    "indexed."
 )
 _EVERY = re.compile(r"(\d{1,6})([smhd])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

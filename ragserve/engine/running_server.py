@@ -22,6 +22,7 @@ from ragserve.engine.ports import hold_port, port_of
 from ragserve.errors import Unavailable
 
 START_TIMEOUT_S = 300
+_NOTHING_SHARED = {"REGISTRY_URL": "", "KV_STORAGE": "file"}  # also where ragserve.toml names them
 STOP_TIMEOUT_S = 30
 
 
@@ -71,12 +72,15 @@ def running_server(
 ) -> Iterator[RunningServer]:
     """Start `ragserve serve` (``--worker``) with the settings ``flags`` (``port=0``: a free one), wait until
     /ready, and stop it at the end of the block. It verifies nothing by itself and keeps no questions unless
-    ``flags`` say so.
+    ``flags`` say so. Without a ``data_dir`` it has an empty one, and shares neither a registry nor a store
+    of documents' KV with other servers.
 
     The server is killed when the thread that started it ends, for instance by a kill, unless ``outlive``.
     Raises Unavailable with the end of the log if the server does not come up."""
     with contextlib.ExitStack() as stack:
+        env = env or {}
         if data_dir is None:
+            env = {f"RAGSERVE_{name}": value for name, value in _NOTHING_SHARED.items()} | env
             data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ragserve-")))
         data_dir.mkdir(parents=True, exist_ok=True)
         port = port_of(stack.enter_context(hold_port(port=flags.pop("port", 0))))
@@ -88,7 +92,7 @@ def running_server(
             command += ["--" + name.replace("_", "-"), str(value)]
         started = time.monotonic()
         output = stack.enter_context(log.open("wb"))
-        process = spawn(command, output, env or {}, outlive=outlive)
+        process = spawn(command, output, env, outlive=outlive)
         api_key = str(flags["api_key"]) if "api_key" in flags else None
         server = RunningServer(f"http://127.0.0.1:{port}", data_dir, process, log, 0.0, api_key)
         stack.callback(_stop, server)

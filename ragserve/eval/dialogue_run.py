@@ -61,7 +61,7 @@ def lead_dialogues(
 
     settings, _ = resolve_sparse_attention(settings)  # its record is in the data folder
     with tempfile.TemporaryDirectory(prefix="ragserve-eval-") as folder:
-        own: dict[str, Any] = {"data_dir": Path(folder), "kv_disk_bytes": 0}
+        own: dict[str, Any] = {"data_dir": Path(folder), "kv_disk_bytes": 0, "kv_storage": "file"}
         if decode_budget is not None:
             own |= {"sparse_attention": "on", "decode_mode": "dense", "decode_max_budget": decode_budget}
             own["decode_budget"] = decode_budget

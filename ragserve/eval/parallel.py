@@ -142,8 +142,9 @@ def _work(plan: Plan, folder: Path, tick: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _worker(plan: Plan, folder: Path, index: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    # Documents serve one question each, so they need no disk; every engine needs its own folder.
-    own = {"kv_disk_bytes": 0, "data_dir": folder / f"data-{index}"}
+    # Documents serve one question each, so they need no disk, and no store that engines share; every engine
+    # needs its own folder.
+    own = {"kv_disk_bytes": 0, "kv_storage": "file", "data_dir": folder / f"data-{index}"}
     settings, _ = resolve_sparse_attention(plan.settings)  # its record is in the data folder
     settings = settings.model_copy(update=own)
     job = {

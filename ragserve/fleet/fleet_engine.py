@@ -149,7 +149,7 @@ class FleetEngine:
         """Say why a worker may not serve beside the others; the first that answers sets what they serve."""
         if self._reference is None:
             self._reference = about
-        urls = [link.url for link in self._links if link.about is not None and link.about.id == about.id]
+        urls = [link.url for link in self._links if link.answers_as(about.id)]
         if len(urls) > 1:
             return f"{' and '.join(urls)} are one worker, or use one data folder"
         if different := differences(self._reference, about):

@@ -7,15 +7,18 @@ from typing import Any
 
 from ragserve.engine.document_cache import Whereabouts
 
+_OF_ALL = ("remote.bytes", "remote.budget_bytes")  # figures of the store, not of the worker
+
 
 def merged(answers: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
     """Return sums of figures, lists after each other with the worker's name before text, and True where all
-    say so. ``names``: of the workers that answered."""
+    say so. The store that they share is away where one of them does not reach it, and each worker counts the
+    bytes of all; of shares the largest counts. ``names``: of the workers that answered."""
     found: dict[str, Any] = _together(answers, names)
     return found
 
 
-def _together(values: Sequence[Any], names: Sequence[str]) -> Any:
+def _together(values: Sequence[Any], names: Sequence[str], figure: str = "") -> Any:
     first = next((value for value in values if value is not None), None)
     if isinstance(first, dict):
         keys = {key: None for value in values if value is not None for key in value}  # in order
@@ -27,6 +30,7 @@ def _together(values: Sequence[Any], names: Sequence[str]) -> Any:
                     for value, name in zip(values, names, strict=True)
                     if value is not None and key in value
                 ],
+                f"{figure}.{key}" if figure else key,
             )
             for key in keys
         }
@@ -37,9 +41,10 @@ def _together(values: Sequence[Any], names: Sequence[str]) -> Any:
             for each in value or ()
         ]
     if isinstance(first, bool):
-        return all(values)
+        return any(values) if figure == "remote.away" else all(values)
     if isinstance(first, int | float):
-        return None if None in values else sum(values)
+        largest = figure in _OF_ALL or figure.endswith("_share")
+        return None if None in values else max(values) if largest else sum(values)
     return first
 
 

@@ -76,6 +76,10 @@ class WorkerLink:
     def serving(self) -> bool:
         return self.state == "serving"
 
+    def answers_as(self, worker: str) -> bool:
+        """Whether the last probe was answered, and by this worker: one that is gone may be elsewhere now."""
+        return self.error is None and self.about is not None and self.about.id == worker
+
     def describe(self) -> dict[str, Any]:
         """Figures of `/info`."""
         return {

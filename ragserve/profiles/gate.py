@@ -69,7 +69,7 @@ class Figures:
     that is excluded at 95 %, below 0 where a gain is shown; ``different``: percent of the answers that differ
     from full's, ``unsupported`` of those that stand in no passage though full's do; ``retriever``: what
     brought the passages; ``ttft_ms`` and ``full_ttft_ms``: medians to the first token, the strategy's and
-    full's. Earlier versions have none of these."""
+    full's; ``made_at``: when the namespace was made, Unix seconds. Earlier versions have none of these."""
 
     n: int
     f1: float | None
@@ -95,6 +95,7 @@ class Figures:
     unsupported: float | None = None
     ttft_ms: float | None = None
     full_ttft_ms: float | None = None
+    made_at: float = 0.0
 
     @property
     def full_f1(self) -> float | None:
@@ -411,6 +412,19 @@ def record(place: Path, fingerprint: str, entries: Mapping[str, Entry], *, keep_
         return known | new
 
     _FILE.update(place, fingerprint, change)
+
+
+def made_at(place: Path) -> dict[str, set[float]]:
+    """By namespace with records of its own, of any model, what these say of when it was made, in Unix
+    seconds; 0 in those of earlier versions. Raises OSError, InvalidRequest for a foreign file."""
+    found: dict[str, set[float]] = {}
+    for fingerprint in _FILE.models(place):
+        for entry in (_FILE.load(place, fingerprint) or {}).values():
+            for name, figures in entry.sets.items():
+                if name.startswith(_NAMESPACE):
+                    own = found.setdefault(name.removeprefix(_NAMESPACE).partition(_BY)[0], set())
+                    own.add(figures.made_at)
+    return found
 
 
 def forget(place: Path, namespace: str) -> None:

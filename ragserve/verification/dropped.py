@@ -7,9 +7,10 @@ import re
 import shutil
 from pathlib import Path
 
-from ragserve.errors import RagserveError
+from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.profiles import gate, in_use
 from ragserve.verification.verdicts import FOLDER
+from ragserve_index import IndexStore
 
 log = logging.getLogger(__name__)
 _DIGEST = re.compile("[0-9a-f]{12}")  # ends the name of a folder of rows (`state_name`)
@@ -35,3 +36,19 @@ def forget_or_log(data_dir: Path, namespace: str) -> None:
         forget(data_dir, namespace)
     except (OSError, RagserveError) as error:
         log.warning("What was measured in %s, which was dropped, is left on disk: %s", namespace, error)
+
+
+def forget_outdated(data_dir: Path, store: IndexStore) -> None:
+    """Forget what was measured in namespaces that are gone or were made again, whoever dropped them. Records
+    of earlier versions do not say when theirs was made, and stay. What cannot be read or removed is logged.
+
+    Raises the errors of a registry that cannot be read."""
+    try:
+        measured = gate.made_at(data_dir / gate.FILE_NAME)
+    except (OSError, InvalidRequest) as error:
+        log.warning("What was measured in namespaces that were dropped may be left on disk: %s", error)
+        return
+    made_at = store.made_at() if measured else {}
+    for namespace, of_records in measured.items():
+        if of_records - {0.0, made_at.get(namespace)}:
+            forget_or_log(data_dir, namespace)

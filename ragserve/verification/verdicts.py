@@ -127,6 +127,7 @@ def record_verdicts(
                 gate.set_of(queries.namespace, queries.retriever): replace(
                     one.figures,
                     retriever=queries.retriever,
+                    made_at=queries.made_at,
                     ttft_ms=one.ttft_ms,
                     full_ttft_ms=one.full_ms,
                 )

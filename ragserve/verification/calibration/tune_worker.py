@@ -136,6 +136,7 @@ async def _tune(
     from ragserve.verification import rows
     from ragserve.verification.comparison import Comparison, compare_all
     from ragserve.verification.course import Course, course
+    from ragserve.verification.dropped import forget_outdated
     from ragserve.verification.questions import asked, drawn, given
     from ragserve.verification.tuned_queries import TunedQueries
     from ragserve.verification.verdicts import full_figures, record_verdicts, state_name, verdict, verdicts
@@ -205,8 +206,9 @@ async def _tune(
             at_once=job.at_once,
             course=following,
         )
-    found = verdicts(labels, comparison.rows, margin=margin)
-    record_verdicts(settings, engine.info, queries, found)
+        found = verdicts(labels, comparison.rows, margin=margin)
+        record_verdicts(settings, engine.info, queries, found)
+        forget_outdated(settings.data_dir, store)  # where it was dropped while it was compared
     in_use.clear(job.namespace, [one.label for one in found if one.decision in ("verified", "refused")])
     priced = await _costs(
         job.namespace, settings, engine, comparison, report, time_left=lambda: time.time() < job.until

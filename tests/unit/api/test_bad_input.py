@@ -222,6 +222,9 @@ def test_many_errors_are_told_together_and_not_echoed(client: httpx.Client) -> N
         "/rag/documents?namespace=docs&filter=%7B%7D",
         "/rag/documents?namespace=docs&after=%00",
         "/rag/namespaces/..%00",
+        "/rag/documents/a%00?namespace=docs",
+        "/rag/documents/a%00/chunks?namespace=docs",
+        "/rag/jobs/a%00",
         "/rag/jobs?state=lost",
         "/rag/jobs?limit=1001",
     ],
@@ -230,6 +233,16 @@ def test_bad_parameters(client: httpx.Client, docs: str, path: str) -> None:
     response = client.get(path)
     assert response.status_code == 400
     assert error_of(response)["param"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/rag/documents/a%00?namespace=docs", "/rag/jobs/a%00", "/rag/sessions/a%00"]
+)
+def test_names_that_no_registry_takes_are_not_looked_for(client: httpx.Client, docs: str, path: str) -> None:
+    """Postgres refuses a NUL, which was an answer of 503."""
+    response = client.delete(path)
+    assert response.status_code == 400
+    assert "NUL" in error_of(response)["message"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 from ragserve.profiles.gate import FILE_NAME, Entry, Figures, record, set_of
 from ragserve.verification.background import BackgroundVerification
+from ragserve_index import IndexStore
 from tests.unit.api.scripted_server import DOCUMENTS, eventually, serving
 
 GOOD = Figures(n=500, f1=99.0, f1_vs_full=0.0, kl=0.01, kept=100.0, recomputed=10.0)
@@ -48,6 +49,27 @@ def test_a_namespace_takes_its_verdicts_with_it(tmp_path: Path, model_path: Path
         assert measured() == ["docs", "other"]
         assert client.delete("/rag/namespaces/docs").is_success
         assert measured() == ["other"]
+
+
+def test_a_namespace_that_another_process_drops_takes_its_verdicts_with_it(
+    tmp_path: Path, model_path: Path
+) -> None:
+    """Also while the server was away, and where no log says so any more."""
+    with IndexStore(tmp_path) as store:
+        store.ensure_namespace("docs", embedder="words", dim=4)
+        made_at = store.made_at()["docs"]
+    sets = {set_of("docs"): replace(GOOD, made_at=made_at), set_of("gone"): replace(GOOD, made_at=1.0)}
+    record(tmp_path / FILE_NAME, "print", {"epic:first=8": Entry(sets, "tiny", "d", "h", "float32")})
+    with serving(tmp_path, model_path) as live, live.client() as client:
+
+        def measured() -> list[str]:
+            return [each["namespace"] for each in client.get("/info").json()["verification"]["measured"]]
+
+        assert measured() == ["docs"]
+        with IndexStore(tmp_path) as other:
+            other.drop_namespace("docs")
+            other.ensure_namespace("docs", embedder="words", dim=4)
+        eventually(lambda: measured() == [], "the server hears of it")
 
 
 def test_a_caller_is_told_of_its_own_namespaces_only() -> None:

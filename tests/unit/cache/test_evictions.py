@@ -114,6 +114,26 @@ def test_a_server_acts_at_once_and_on_what_other_processes_remove(
     assert len(EvictionLog(store.database)) == 1, "kept for other servers and for queries under way"
 
 
+def test_what_else_goes_with_a_namespace_goes_before_its_kv(
+    store: IndexStore, prompts: PromptBuilder
+) -> None:
+    """Other processes drop namespaces, and know nothing of this server's data folder."""
+    engine, forgotten = Engine(), []
+
+    async def scenario() -> None:
+        evictor = Evictor(store, engine, prompts, dropped=lambda: forgotten.append(len(engine.forgotten)))  # type: ignore[arg-type]
+        async with evictor.running():
+            remove(store, "otter")
+            await evictor.drain()
+            assert not forgotten, "the namespace is there"
+            with IndexStore(store.data_dir) as other:
+                other.drop_namespace("birds")
+            await until(lambda: len(engine.forgotten) == 2)
+            assert forgotten == [1]
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     "error", [EngineError("busy"), KeyError("tokens"), sqlite3.OperationalError("locked")]
 )

@@ -14,10 +14,10 @@ import typer
 from typer.testing import CliRunner
 
 from ragserve.commands import docs, keys
-from ragserve.errors import InvalidRequest
+from ragserve.errors import InvalidRequest, StorageFull
 from ragserve.profiles import gate
 from ragserve_index import IndexStore
-from ragserve_index.types import NewChunk, NewDocument
+from ragserve_index.types import Document, NewChunk, NewDocument
 
 
 def run(module: Any, *arguments: str) -> Any:
@@ -130,6 +130,27 @@ def test_removals_by_command_are_audited(tmp_path: Path) -> None:
     run(docs, "docs", "drop", "acme", "--data-dir", str(tmp_path))
     told = [(one["what"], one["namespace"], one["documents"]) for one in audited(tmp_path)]
     assert told == [("ragserve docs rm", "acme", [stored.doc_id]), ("ragserve docs drop", "acme", 0)]
+
+
+def test_removals_before_one_that_fails_are_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with IndexStore(tmp_path) as store:
+        store.ensure_namespace("acme", embedder="words", dim=4)
+        given: Any = [
+            (NewDocument(name, name, "1", "text/plain", 4, {}), [], np.empty((0, 4))) for name in "abc"
+        ]
+        first = store.replace_documents("acme", given)[0].doc_id
+    remove = IndexStore.remove_document
+
+    def full(store: IndexStore, namespace: str, doc_id: str) -> Document:
+        if doc_id != first:
+            raise StorageFull("The disk is full.")
+        return remove(store, namespace, doc_id)
+
+    monkeypatch.setattr(IndexStore, "remove_document", full)
+    with pytest.raises(StorageFull):
+        run(docs, "docs", "rm", "a", "b", "c", "-n", "acme", "--data-dir", str(tmp_path))
+    (told,) = audited(tmp_path)
+    assert told["documents"] == [first]
 
 
 def test_a_namespace_is_dropped_though_its_verdicts_cannot_be_removed(tmp_path: Path) -> None:

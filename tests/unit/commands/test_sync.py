@@ -8,13 +8,17 @@ import signal
 import subprocess
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ragserve.engine.ports import hold_port, port_of
+from ragserve.errors import EngineError
 from ragserve.files import locked
 from ragserve.ingest.jobs.lease import worker_name
+from ragserve.metrics import exposition
 from ragserve_index import IndexStore, JobStore
 from tests.unit.commands.test_ingest import ENVIRONMENT, QUICK, Cli, Done
 from tests.unit.ingest.git_server import Repository
@@ -47,6 +51,11 @@ def folder(tmp_path: Path) -> Path:
 
 def reports(done: Done) -> list[dict[str, object]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def audited(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "ragserve-data" / "audit" / "audit.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def files(report: dict[str, object]) -> dict[str, int]:
@@ -102,13 +111,57 @@ def test_one_source_that_fails_leaves_the_others_alone(
     assert "1 failed" in ragserve("sync", "ls").stdout
 
 
-def test_what_vanished_is_kept_where_the_source_says_so(ragserve: Cli, folder: Path) -> None:
+def test_a_job_that_is_cancelled_is_no_success(
+    ragserve: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may cancel it, or somebody drops its namespace meanwhile."""
+
+    class Cancelling(OneVector):
+        def encode(self, texts: Sequence[str]) -> Any:
+            with IndexStore(tmp_path / "ragserve-data") as store:
+                jobs = JobStore(store)
+                for job in jobs.list("default", state="running"):
+                    jobs.request_cancel(job.job_id)
+            return super().encode(texts)
+
+    monkeypatch.setattr("ragserve.retrieval.embedder.Embedder.of", lambda *_args, **_options: Cancelling())
+    ragserve("sync", "add", "notes")
+    line = re.compile(r'ragserve_syncs_total\{outcome="partly"\} (.+)\n')
+
+    def partly() -> float:
+        found = line.search(exposition()[0].decode())
+        return 0.0 if found is None else float(found[1])
+
+    before = partly()
+    done = ragserve("sync", "run", "--json")
+    assert [(each["state"], files(each)) for each in reports(done)] == [("cancelled", {})]
+    assert done.returncode == 3
+    assert partly() == before + 1
+    assert f'source="{folder}"' not in exposition()[0].decode()
+    assert ragserve("ingest", "notes").returncode == 3
+
+
+def test_what_was_ingested_is_audited_though_it_cannot_be_warmed(
+    ragserve: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def show_warm(*_: object, **__: object) -> None:
+        raise EngineError("The engine has died.")
+
+    monkeypatch.setattr("ragserve.commands.ingest.check_warm", lambda *_, **__: None)
+    monkeypatch.setattr("ragserve.commands.ingest.show_warm", show_warm)
+    assert ragserve("ingest", "notes", "--warm").returncode == 1
+    (told,) = audited(tmp_path)
+    assert (told["documents"], told["result"]) == (1, "done")
+
+
+def test_what_vanished_is_kept_where_the_source_says_so(ragserve: Cli, folder: Path, tmp_path: Path) -> None:
     (folder / "two.md").write_text("# Two\n\nAnother note.\n")
     ragserve("sync", "add", "notes", "--keep")
     ragserve("sync", "run")
     (folder / "one.md").unlink()
     (report,) = reports(ragserve("sync", "run", "--json"))
     assert (files(report), report["vanished"]) == ({"unchanged": 1}, [str(folder / "one.md")])
+    assert audited(tmp_path)[-1]["removed"] == 0
     assert ragserve("sync", "add", "notes").stdout.startswith("changed:")
     (report,) = reports(ragserve("sync", "run", "--json"))
     assert files(report) == {"unchanged": 1, "removed": 1}

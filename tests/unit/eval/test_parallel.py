@@ -96,3 +96,12 @@ def test_engines_have_what_auto_stands_for_with_the_data_folder(
     assert {each.data_dir for each in asked} == {given.settings.data_dir}
     job = json.loads((tmp_path / "work" / "job-0.json").read_text())
     assert (job["settings"]["sparse_attention"], job["settings"]["decode_budget"]) == ("on", 512)
+
+
+def test_engines_keep_documents_in_no_store_that_others_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = Settings(kv_storage="shared", kv_storage_args={"folder": str(tmp_path), "bytes": 1})
+    run(replace(plan(tmp_path, monkeypatch, "99"), settings=shared), tmp_path / "work")
+    job = json.loads((tmp_path / "work" / "job-0.json").read_text())
+    assert not Settings(**job["settings"]).shared_store

@@ -15,11 +15,11 @@ import typer
 from typer.testing import CliRunner
 
 from ragserve.commands import docs
-from ragserve.errors import Conflict, NotFound
+from ragserve.errors import Conflict, NotFound, StorageFull
 from ragserve.ingest import reembed as reembedding
 from ragserve.ingest.chunk_embedding import embedding_text
 from ragserve.ingest.jobs import lease
-from ragserve.ingest.jobs.job_report import JobReport
+from ragserve.ingest.jobs.job_report import JobReport, Progress
 from ragserve.ingest.reembed import reembed, submit_reembed
 from ragserve.retrieval.embedder import Embedder
 from ragserve.retrieval.remote_embedder import RefusedText
@@ -39,11 +39,11 @@ class NewEdition:
     name, dim = "e", DIM
 
     def __init__(self, before: Callable[[Sequence[str]], object] = lambda texts: None) -> None:
-        self._before = before
+        self.before = before
         self.batches = 0
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        self._before(texts)
+        self.before(texts)
         self.batches += 1
         return np.concatenate([vectors_of("new", text) for text in texts])
 
@@ -210,6 +210,36 @@ def test_the_command_reports(data: Path, store: IndexStore, monkeypatch: pytest.
     ran = CliRunner().invoke(app, ["docs", "reembed", "n", *here])
     assert "namespace n: done" in ran.output
     assert all(is_new(store, document) for document in store.documents("n"))
+
+
+def test_a_command_whose_job_is_cancelled_has_failed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cancelled(_store: IndexStore, _embedder: Embedder, job_id: str, **_: object) -> JobReport:
+        return JobReport(job_id, "n", "cancelled", 0.0, Progress())
+
+    app = typer.Typer()
+    docs.register(app)
+    monkeypatch.setattr(Embedder, "of", lambda settings: NewEdition())
+    monkeypatch.setattr(reembedding, "reembed", cancelled)
+    ran = CliRunner().invoke(app, ["docs", "reembed", "n", "--data-dir", str(data)])
+    assert "namespace n: cancelled" in ran.output
+    assert ran.exit_code == 3
+
+
+def test_what_was_embedded_before_an_error_is_audited(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_texts: Sequence[str]) -> None:
+        embedder.before = full
+
+    def full(_texts: Sequence[str]) -> None:
+        raise StorageFull("The disk is full.")
+
+    embedder = NewEdition(fail)
+    app = typer.Typer()
+    docs.register(app)
+    monkeypatch.setattr(Embedder, "of", lambda settings: embedder)
+    ran = CliRunner().invoke(app, ["docs", "reembed", "n", "--data-dir", str(data)])
+    assert isinstance(ran.exception, StorageFull)
+    told = json.loads((data / "audit" / "audit.jsonl").read_text())
+    assert (told["result"], told["documents"]) == ("failed", 2)
 
 
 def test_corrections_stay_and_are_embedded_again(store: IndexStore) -> None:

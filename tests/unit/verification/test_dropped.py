@@ -15,7 +15,8 @@ from ragserve.profiles.in_use import FILE_NAME as IN_USE
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval.retriever import Retriever
 from ragserve.verification import rows
-from ragserve.verification.dropped import forget
+from ragserve.verification.dropped import forget, forget_outdated
+from ragserve_index import IndexStore
 from tests.unit.verification.idle_engine import VERIFIED, entry, fill
 from tests.unit.verification.tuned_server import LABELS, Tuned, steps
 
@@ -53,6 +54,39 @@ def test_a_record_that_is_none_is_left_and_said(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="not a gate's file"):
         forget(tmp_path, "a")
     assert (tmp_path / FILE_NAME).read_text() == text
+
+
+@pytest.mark.usefixtures("_few_questions")
+def test_what_another_server_drops_is_not_verified_when_it_is_made_again(tuned: Tuned) -> None:
+    """The other one cleans its own data folder, and this one's tuner may be off."""
+    fill(tuned.store, "notes", 18)
+    tuned.run()
+    forget_outdated(tuned.folder, tuned.store)
+    assert sorted(tuned.gate.verified("notes")) == sorted(LABELS), "it is the one that was measured"
+    record(tuned.folder / FILE_NAME, "other", {"epic": entry({set_of("notes"): VERIFIED})})
+    with IndexStore(tuned.store.data_dir) as other:
+        other.drop_namespace("notes")
+    fill(tuned.store, "notes", 18)
+    forget_outdated(tuned.folder, tuned.store)
+    assert tuned.gate.verified("notes") == []
+    assert not list((tuned.folder / "tune").rglob("rows-*.jsonl"))
+
+
+def test_records_that_do_not_say_when_their_namespace_was_made_count(
+    store: IndexStore, tmp_path: Path
+) -> None:
+    fill(store, "notes", 1)
+    record(tmp_path / FILE_NAME, "m", {"epic": entry({set_of("notes"): VERIFIED})})
+    forget_outdated(tmp_path, store)
+    assert Gate([tmp_path / FILE_NAME], "m", model="m", dtype="float32").verified("notes") == ["epic"]
+
+
+def test_a_record_that_cannot_be_read_is_said(
+    store: IndexStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / FILE_NAME).write_text("?")
+    forget_outdated(tmp_path, store)
+    assert "not a gate's file" in caplog.text
 
 
 @pytest.mark.usefixtures("_few_questions")
