@@ -128,9 +128,7 @@ class Evictor:
         """Evict the texts of the rows behind ``last_id``; returns the last row's id."""
         while rows := await asyncio.to_thread(self._log.after, last_id, _BATCH, before=before):
             if any(row.text is None for row in rows):
-                await asyncio.to_thread(self._store.forget_dropped)
-                if before is None:
-                    await asyncio.to_thread(self._dropped)
+                await asyncio.to_thread(self._forget_dropped, again=before is not None)
             for namespace, gone in by_namespace(rows).items():
                 if drops := [row.id for row in gone if row.text is None]:
                     await self._act_on_drops(namespace, drops, again=before is not None)
@@ -139,6 +137,15 @@ class Evictor:
                     await self._engine.forget(namespace, ids)
             last_id = rows[-1].id
         return last_id
+
+    def _forget_dropped(self, *, again: bool) -> None:
+        """Free what else belonged to dropped namespaces. A failure must not keep their KV."""
+        try:
+            if not again:
+                self._dropped()
+            self._store.forget_dropped()
+        except Exception as error:  # noqa: BLE001 - as in drain
+            _log_failure("What belonged to dropped namespaces could not all be removed", error)
 
     async def _act_on_drops(self, namespace: str, rows: list[int], *, again: bool) -> None:
         """Evict all of a namespace. If it was made anew meanwhile, its new KV stays when rows are acted on

@@ -28,6 +28,7 @@ class LaterAnalyses:
     def __init__(self, analyse: Analyse) -> None:
         self._analyse = analyse
         self._wanted: OrderedDict[tuple[str, tuple[int, ...]], bool] = OrderedDict()  # and whether it lasts
+        self._keys: dict[tuple[str, tuple[int, ...]], str] = {}  # of those compared with removed ones
         self._requests = 0
         self._analysing = False
         self._last = 0.0  # when a request has ended
@@ -63,9 +64,15 @@ class LaterAnalyses:
     def forget(self, namespace: str | None, keys: Collection[str] | None, fingerprint: str) -> None:
         """Drop the documents of a ``namespace`` (None: of all), or those with ``keys``: they are being
         removed, and an analysis would compute their KV again. ``fingerprint``: of the model, as in keys."""
-        for owner, ids in list(self._wanted):
-            if namespace in (None, owner) and (keys is None or document_key(owner, fingerprint, ids) in keys):
-                del self._wanted[owner, ids]
+        gone = None if keys is None else set(keys)
+        for owner, ids in [each for each in self._wanted if namespace in (None, each[0])]:
+            if gone is not None:
+                own = self._keys.get((owner, ids)) or document_key(owner, fingerprint, ids)
+                self._keys[owner, ids] = own  # removals come in many parts, and hashing takes time
+                if own not in gone:
+                    continue
+            del self._wanted[owner, ids]
+        self._keys = {each: key for each, key in self._keys.items() if each in self._wanted}
 
     async def close(self) -> None:
         """Stop; what is being computed is not waited for."""

@@ -77,8 +77,8 @@ def _vanished(store: IndexStore, job: Job, root: str, unread: Container[str]) ->
 def _vanished_of(
     store: IndexStore, jobs: JobStore, run: JobRun, record: Callable[[Sequence[JobItem]], None]
 ) -> list[Document]:
-    """Find the vanished documents of a job's roots. A root that is missing or without any file is taken for
-    a disk that is not mounted: nothing of it has vanished, and the latter is a failure of the job."""
+    """Find the vanished documents of a job's roots. A root that is missing or, if the job removes them,
+    without any file is taken for a disk that is not mounted: nothing is removed, and the latter fails."""
     unread = {item.source for item in jobs.items(run.job.job_id, "failed")}
     gone: dict[str, Document] = {}
     for root in filter(os.path.isdir, run.job.spec.get("roots", ())):
@@ -86,8 +86,11 @@ def _vanished_of(
             found = _vanished(store, run.job, root, unread)
         except NotFound:  # nothing was ever indexed in this namespace
             return []
-        if found and not _has_files(root):
-            reason = f"no file is in it, as in a disk that is not mounted: its {len(found):,} documents stay"
+        if found and run.job.spec.get("prune") and not _has_files(root):
+            reason = (
+                f"no file is in it, as in a disk that is not mounted: its {len(found):,} documents stay "
+                "(ragserve docs rm removes them)"
+            )
             run.progress.total += 1
             run.progress.failed += 1
             record([JobItem(root, "failed", reason, 0, 0, 0, None)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from pydantic import TypeAdapter
 from ragserve.errors import InvalidRequest, RagserveError, Unavailable
 from ragserve.files import locked, write_json
 
+log = logging.getLogger(__name__)
 _LOCK_WAIT_S = 10.0
 T = TypeVar("T")
 
@@ -60,6 +62,14 @@ class ProfileFile(Generic[T]):
                 f"{self.command} again.",
             ) from error
         return found
+
+    def dump_or_log(self, profile: T, what: str) -> dict[str, Any]:
+        """As `dump`; empty, with a warning that ``what`` is not recorded, where a figure is not finite."""
+        try:
+            return dict(self.dump(profile))
+        except RagserveError as error:
+            log.warning("%s is not recorded: %s", what, error)
+            return {}
 
     def update(
         self, place: Path, fingerprint: str, change: Callable[[dict[str, Any]], dict[str, Any]]

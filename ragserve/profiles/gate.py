@@ -400,10 +400,12 @@ class Gate:
 def record(place: Path, fingerprint: str, entries: Mapping[str, Entry], *, keep_sets: bool = False) -> None:
     """Add records to a gate's file, replacing those of the same model and strategy; atomic. Figures of other
     namespaces' own questions and, with ``keep_sets``, of other sets stay where they were measured in the same
-    precision, with the same samkv profile and prefix. Raises InvalidRequest for a foreign file."""
+    precision, with the same samkv profile and prefix. A strategy with a figure that is not finite is logged
+    instead. Raises InvalidRequest for a foreign file."""
+    dumped = [_FILE.dump_or_log({label: entry}, label) for label, entry in entries.items()]
+    new = {label: entry for one in dumped for label, entry in one.items()}
 
     def change(known: dict[str, Any]) -> dict[str, Any]:
-        new = _FILE.dump(dict(entries))
         for label, entry in new.items():
             before = known.get(label)
             if before and all(before.get(name, "") == entry[name] for name in _MEASURED_WITH):

@@ -39,8 +39,9 @@ def forget_or_log(data_dir: Path, namespace: str) -> None:
 
 
 def forget_outdated(data_dir: Path, store: IndexStore) -> None:
-    """Forget what was measured in namespaces that are gone or were made again, whoever dropped them. Records
-    of earlier versions do not say when theirs was made, and stay. What cannot be read or removed is logged.
+    """Forget what was measured in namespaces that were made again, whoever dropped them. What is not in the
+    registry is kept: this may be the wrong one, or an older copy of it. Records of earlier versions do not
+    say when their namespace was made, and stay. What cannot be read or removed is logged.
 
     Raises the errors of a registry that cannot be read."""
     try:
@@ -50,5 +51,6 @@ def forget_outdated(data_dir: Path, store: IndexStore) -> None:
         return
     made_at = store.made_at() if measured else {}
     for namespace, of_records in measured.items():
-        if of_records - {0.0, made_at.get(namespace)}:
+        now = made_at.get(namespace)
+        if now is not None and of_records - {0.0, now}:
             forget_or_log(data_dir, namespace)

@@ -134,6 +134,21 @@ def test_what_else_goes_with_a_namespace_goes_before_its_kv(
     asyncio.run(scenario())
 
 
+def test_a_failure_of_what_else_goes_keeps_no_kv(store: IndexStore, prompts: PromptBuilder) -> None:
+    engine = Engine()
+
+    def fail() -> None:
+        raise OSError("no such device")
+
+    async def scenario() -> None:
+        async with Evictor(store, engine, prompts, dropped=fail).running():  # type: ignore[arg-type]
+            with IndexStore(store.data_dir) as other:
+                other.drop_namespace("birds")
+            await until(lambda: bool(engine.forgotten))
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     "error", [EngineError("busy"), KeyError("tokens"), sqlite3.OperationalError("locked")]
 )

@@ -254,6 +254,8 @@ def test_a_directory_without_files_prunes_nothing(
     assert (report.vanished, outcomes(report)) == ((), (0, 0, 1, 0))
     assert "3 documents stay" in report.failures[0][1]
     assert store.namespace("sea").n_documents == 3
+    report = ingest(ingestor, folder, recursive=True)
+    assert (len(report.vanished), outcomes(report)) == (3, (0, 0, 0, 0)), "said, and no failure"
 
 
 @pytest.mark.parametrize("target", ["sub", "nowhere"])

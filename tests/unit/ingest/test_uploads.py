@@ -143,6 +143,7 @@ def test_a_job_that_was_running_when_two_servers_died_is_not_run_again(
     failed = ingestor.jobs.get(job.job_id)
     assert (failed.state, failed.counts["pending"]) == ("failed", 1)
     assert "died twice" in (failed.error or "")
+    runner.stop()  # it tidies, too
     ingestor.tidy()
     assert spools(settings) == []
 

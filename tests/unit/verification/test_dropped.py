@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,24 @@ def test_what_another_server_drops_is_not_verified_when_it_is_made_again(tuned: 
     forget_outdated(tuned.folder, tuned.store)
     assert tuned.gate.verified("notes") == []
     assert not list((tuned.folder / "tune").rglob("rows-*.jsonl"))
+
+
+@pytest.mark.usefixtures("_few_questions")
+def test_a_registry_without_the_namespace_forgets_nothing(tuned: Tuned, tmp_path: Path) -> None:
+    """It may be another one, of a start without its settings, or restored after the data folder."""
+    fill(tuned.store, "notes", 18)
+    tuned.run()
+    with IndexStore(tmp_path / "empty") as other:
+        forget_outdated(tuned.folder, other)
+    assert sorted(tuned.gate.verified("notes")) == sorted(LABELS)
+    assert list((tuned.folder / "tune").rglob("rows-*.jsonl"))
+
+
+def test_a_figure_that_is_not_finite_costs_its_own_strategy_alone(tmp_path: Path) -> None:
+    place = tmp_path / FILE_NAME
+    odd = replace(VERIFIED, answer_kl=float("inf"))
+    record(place, "m", {"epic": entry({set_of("n"): odd}), "concat": entry({set_of("n"): VERIFIED})})
+    assert Gate([place], "m", model="m", dtype="float32").verified("n") == ["concat"]
 
 
 def test_records_that_do_not_say_when_their_namespace_was_made_count(
