@@ -79,18 +79,20 @@ class ReverseProxy:
 
         # From here on: the headers of an answer that is not streamed come at its end.
         try:
-            await until_left(receive_behind, self._forward(request, forwarded, send))
+            await until_left(receive_behind, self._forward(url, request, forwarded, send))
         except Unavailable as failure:
             await JSONResponse(failure.body(), failure.status)(scope, receive, send)
 
-    async def _forward(self, request: httpx.Request, forwarded: asyncio.Event, send: Send) -> None:
-        """Send a request and its answer. Cancelled, it closes the connection, so that the engine aborts.
-        Raises Unavailable."""
+    async def _forward(
+        self, address: httpx.URL, request: httpx.Request, forwarded: asyncio.Event, send: Send
+    ) -> None:
+        """Send a request to the engine at ``address``, and its answer back. Cancelled, it closes the
+        connection, so that the engine aborts. Raises Unavailable."""
         try:
             response = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
             raise Unavailable(
-                f"The engine at {request.url.copy_with(raw_path=b'/')} does not answer: {error!r}.",
+                f"The engine at {address} does not answer: {error!r}.",
                 hint="Is it running?",
                 code="engine_unreachable",
             ) from error
