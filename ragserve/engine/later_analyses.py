@@ -7,6 +7,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ragserve.engine.base import GenerateRequest
@@ -22,13 +23,20 @@ _LONGEST = 4096
 Analyse = Callable[[GenerateRequest, Sequence[Span]], Coroutine[Any, Any, None]]
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """A document that waits: whether it lasts, and its key once that was compared with removed ones."""
+
+    lasting: bool
+    key: str = ""
+
+
 class LaterAnalyses:
     """Waits for idle moments, and analyses the newest documents first. On the event loop."""
 
     def __init__(self, analyse: Analyse) -> None:
         self._analyse = analyse
-        self._wanted: OrderedDict[tuple[str, tuple[int, ...]], bool] = OrderedDict()  # and whether it lasts
-        self._keys: dict[tuple[str, tuple[int, ...]], str] = {}  # of those compared with removed ones
+        self._wanted: OrderedDict[tuple[str, tuple[int, ...]], _Waiting] = OrderedDict()
         self._requests = 0
         self._analysing = False
         self._last = 0.0  # when a request has ended
@@ -53,9 +61,9 @@ class LaterAnalyses:
             span = request.spans[number]
             if span.end - span.start > _LONGEST:
                 continue
-            key = (request.owner(span), tuple(request.input_ids[span.start : span.end]))
-            self._wanted[key] = number not in request.unregistered
-            self._wanted.move_to_end(key)
+            document = (request.owner(span), tuple(request.input_ids[span.start : span.end]))
+            self._wanted[document] = _Waiting(number not in request.unregistered)
+            self._wanted.move_to_end(document)
         while len(self._wanted) > _MOST:
             self._wanted.popitem(last=False)
         if self._wanted and (self._task is None or self._task.done()):
@@ -65,14 +73,15 @@ class LaterAnalyses:
         """Drop the documents of a ``namespace`` (None: of all), or those with ``keys``: they are being
         removed, and an analysis would compute their KV again. ``fingerprint``: of the model, as in keys."""
         gone = None if keys is None else set(keys)
-        for owner, ids in [each for each in self._wanted if namespace in (None, each[0])]:
+        for (owner, ids), waiting in list(self._wanted.items()):
+            if namespace not in (None, owner):
+                continue
             if gone is not None:
-                own = self._keys.get((owner, ids)) or document_key(owner, fingerprint, ids)
-                self._keys[owner, ids] = own  # removals come in many parts, and hashing takes time
-                if own not in gone:
+                # kept: removals come in many parts, and hashing takes time
+                waiting.key = waiting.key or document_key(owner, fingerprint, ids)
+                if waiting.key not in gone:
                     continue
             del self._wanted[owner, ids]
-        self._keys = {each: key for each, key in self._keys.items() if each in self._wanted}
 
     async def close(self) -> None:
         """Stop; what is being computed is not waited for."""
@@ -86,14 +95,14 @@ class LaterAnalyses:
             if self._requests or time.monotonic() - self._last < QUIET_S:
                 await asyncio.sleep(QUIET_S)
                 continue
-            (namespace, ids), lasting = self._wanted.popitem()
+            (namespace, ids), waiting = self._wanted.popitem()
             whole = Span(0, len(ids))
             request = GenerateRequest(
                 "analysis",
                 list(ids),
                 namespace,
                 spans=(whole,),
-                unregistered=() if lasting else (0,),
+                unregistered=() if waiting.lasting else (0,),
                 system=False,
             )
             self._analysing = True
