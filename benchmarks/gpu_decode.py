@@ -64,7 +64,7 @@ def parent(out: Path, given: argparse.Namespace) -> int:
     if given.points:
         extra += ["--points", ",".join(f"{context}x{batch}" for context, batch in given.points)]
     if given.minutes is not None:
-        extra += ["--until", str(time.time() + 60 * given.minutes)]
+        extra += ["--until", str(time.monotonic() + 60 * given.minutes)]
     start = [*this_script(), str(out)]
     failed = fan_out({name: [*start, name, "--child", *extra] for name in given.backends}, given.gpus)
     merge(out)

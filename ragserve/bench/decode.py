@@ -96,7 +96,7 @@ def run(
         shape: `llama-3.1-8b` with random weights, or `embedded`, the small model.
         threshold: Measure progressive decoding as well.
         modes: Of an engine with sparse decoding, instead of OURS.
-        until: Seconds since the epoch: points that would begin later are ``left out``.
+        until: Seconds of ``time.monotonic``: points that would begin later are ``left out``.
         tp_size: GPUs of the engine.
 
     Raises:
@@ -162,7 +162,7 @@ async def _measure(
     contexts = [random_tokens(draw, length) for _ in range(max(batches))]
     prefilled = 0
     for batch in batches:
-        if until is not None and time.time() > until:
+        if until is not None and time.monotonic() > until:
             report.setdefault("left out", []).append([length, batch])
             write(report)
             continue

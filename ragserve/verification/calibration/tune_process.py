@@ -45,12 +45,12 @@ def tune(
     data folder, and the next run goes on from there.
 
     Raises EngineError if the worker fails: with what it says, or else with the end of its log."""
-    began = last = time.time()
+    began = last = time.monotonic()
     phases: dict[str, float] = {}
 
     def noted(phase: str, done: int) -> None:
         nonlocal last
-        now, name = time.time(), phase.split()[0].rstrip(":,")
+        now, name = time.monotonic(), phase.split()[0].rstrip(":,")
         phases[name] = phases.get(name, 0.0) + now - last
         last = now
         on_progress(phase, done)
@@ -101,7 +101,7 @@ def _followed(
             with contextlib.suppress(FileNotFoundError):
                 now = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
                 on_progress(str(now["phase"]), int(now["done"]))
-            if time.time() > until + _GRACE_S:
+            if time.monotonic() > until + _GRACE_S:
                 raise EngineError(
                     f"Tuning did not end {_GRACE_S:.0f} s after its time was up.",
                     hint="Give it a smaller --context-length, or fewer --strategies.",

@@ -42,9 +42,9 @@ _PROFILE = 1 / 3  # share of the time for samkv's profile, at most
 
 @dataclass(frozen=True, slots=True)
 class TuneJob:
-    """A run, until ``until`` (``time.time``). ``questions``: a file; None asks those of the query log, then
-    about the namespace's chunks. ``at_once``: questions in flight. ``folder``: of progress and result;
-    ``state``: of the rows of all runs."""
+    """A run, from ``began`` until ``until`` (``time.monotonic``, one clock for all processes of a machine).
+    ``questions``: a file; None asks those of the query log, then about the namespace's chunks. ``at_once``:
+    questions in flight. ``folder``: of progress and result; ``state``: of the rows of all runs."""
 
     namespace: str
     strategies: list[str]
@@ -81,7 +81,7 @@ def run(job: TuneJob) -> int:
     specs = [spec for label in job.strategies for spec in parse(label)]
 
     def report(phase: str, done: int = 0) -> None:
-        left = max(0.0, job.until - time.time()) / 60
+        left = max(0.0, job.until - time.monotonic()) / 60
         phase = f"{phase}, {left:.0f} min left"
         write_json(Path(job.folder) / PROGRESS, {"phase": phase, "done": done})
 
@@ -111,7 +111,7 @@ async def _profile(
     from ragserve.verification.calibration.samkv import ProbeSchedule, find_and_save
 
     try:
-        async with asyncio.timeout(max(1.0, _PROFILE * (job.until - time.time()))):
+        async with asyncio.timeout(max(1.0, _PROFILE * (job.until - time.monotonic()))):
             await find_and_save(settings, engine, ProbeSchedule(), lambda line: report(f"samkv: {line}"))
     except TimeoutError:
         report("samkv is left out: there was no time for its profile")
@@ -175,7 +175,7 @@ async def _tune(
             out_at=in_use.out_at(job.namespace),
         )
         logged = LoggedQuestions(settings.data_dir, store, job.namespace, job.most)
-        picking = job.compare_until - (1 - _PICKING) * (job.compare_until - time.time())
+        picking = job.compare_until - (1 - _PICKING) * (job.compare_until - time.monotonic())
 
         any_verified = False
 
@@ -194,14 +194,14 @@ async def _tune(
                 margin=margin,
                 open_=lambda label: decided.get(label) not in ("verified", "refused"),
                 verified=lambda label: decided.get(label) == "verified",
-                pick_time=lambda: time.time() < picking,
+                pick_time=lambda: time.monotonic() < picking,
             )
 
         finished = await compare_all(
             comparison,
             () if job.questions else drawn(store, job.namespace),
             given(Path(job.questions)) if job.questions else asked(logged),
-            time_left=lambda: time.time() < (job.compare_until if any_verified else job.compare_longest),
+            time_left=lambda: time.monotonic() < (job.compare_until if any_verified else job.compare_longest),
             most=job.most,
             at_once=job.at_once,
             course=following,
@@ -211,9 +211,11 @@ async def _tune(
         forget_outdated(settings.data_dir, store)  # where it was dropped while it was compared
     in_use.clear(job.namespace, [one.label for one in found if one.decision in ("verified", "refused")])
     priced = await _costs(
-        job.namespace, settings, engine, comparison, report, time_left=lambda: time.time() < job.until
+        job.namespace, settings, engine, comparison, report, time_left=lambda: time.monotonic() < job.until
     )
-    decode = await _decode(settings, engine, comparison, report, time_left=lambda: time.time() < job.until)
+    decode = await _decode(
+        settings, engine, comparison, report, time_left=lambda: time.monotonic() < job.until
+    )
     result = {
         "verdicts": [asdict(one) | {"line": one.line} for one in found],
         "questions": comparison.kinds,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import sys
+import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,11 @@ def test_a_worker_is_started_again_with_the_profile_that_it_found(tmp_path: Path
     assert job["until"] - job["began"] == pytest.approx(60)
     assert job["state"] == str(tmp_path / "data" / "tune")
     assert "secret" not in str(job)
+
+
+def test_a_wall_clock_that_is_set_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", count(step=86_400).__next__)
+    assert run(tmp_path, WORKER, [])["phases"]["comparing"] < 3600
 
 
 def test_a_worker_gets_the_url_of_the_registry_from_its_environment_only(tmp_path: Path) -> None:

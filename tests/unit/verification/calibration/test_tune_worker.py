@@ -50,6 +50,15 @@ class Vectors:
         return np.tile(np.asarray([1.0, 0.0, 0.0, 0.0], dtype=np.float32), (len(texts), 1))
 
 
+@pytest.fixture
+def decidable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """Settings with which the documents of "notes" are enough for a verdict."""
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    with IndexStore(tmp_path) as store:
+        fill(store, "notes", 30)
+    return Settings(data_dir=tmp_path, model=str(MODEL), top_k=2, verify_margin=30.0)
+
+
 def tuned(
     settings: Settings,
     questions: Path | None,
@@ -62,7 +71,7 @@ def tuned(
     result."""
     folder = settings.data_dir / "job"
     folder.mkdir(exist_ok=True)
-    now = time.time()
+    now = time.monotonic()
     job = TuneJob(
         "notes",
         ["concat"],
@@ -134,12 +143,8 @@ def test_comparisons_have_the_time_of_costs_while_there_is_nothing_to_measure(
 
 
 def test_a_record_without_room_is_written_by_the_next_run_from_what_was_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    decidable: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedder, "Embedder", Vectors)
-    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2, verify_margin=30.0)
-    with IndexStore(tmp_path) as store:
-        fill(store, "notes", 30)
     place = tmp_path / gate.FILE_NAME
     gate.record(place, FINGERPRINT, {"epic": entry()})
     before = place.read_text()
@@ -150,28 +155,21 @@ def test_a_record_without_room_is_written_by_the_next_run_from_what_was_compared
     with monkeypatch.context() as disk:
         disk.setattr(os, "fsync", full)
         with pytest.raises(OSError, match=f"No space left on device: '{re.escape(str(place))}'"):
-            tuned(settings, None, 30)
+            tuned(decidable, None, 30)
     assert place.read_text() == before, "the old record is whole"
     assert not list(tmp_path.glob("*.tmp"))
-    assert [one["decision"] for one in tuned(settings, None, 30)["verdicts"]] == ["verified"]
+    assert [one["decision"] for one in tuned(decidable, None, 30)["verdicts"]] == ["verified"]
     assert Vectors.asked == [], "no question is asked again"
     assert sorted(json.loads(place.read_text())["models"][FINGERPRINT]) == ["concat", "epic"]
 
 
-def test_what_use_has_taken_out_comes_back_by_new_questions_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(embedder, "Embedder", Vectors)
-    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2, verify_margin=30.0)
-    with IndexStore(tmp_path) as store:
-        fill(store, "notes", 30)
-
+def test_what_use_has_taken_out_comes_back_by_new_questions_alone(decidable: Settings) -> None:
     def decision(engine: IdleEngine, spent: float = 0.0) -> list[str]:
-        return [one["decision"] for one in tuned(settings, None, 30, engine, spent=spent)["verdicts"]]
+        return [one["decision"] for one in tuned(decidable, None, 30, engine, spent=spent)["verdicts"]]
 
     engine = IdleEngine()
     assert decision(engine) == ["verified"]
-    in_use = InUseRecord.of(settings, **engine.info.gate_identity)
+    in_use = InUseRecord.of(decidable, **engine.info.gate_identity)
     shown = in_use.add("notes", "concat", False, existing={"notes"})
     assert decision(engine) == ["verified"], "from the same rows"
     assert in_use.entries()["notes"]["concat"] == shown, "what use has shown goes on"
@@ -192,7 +190,7 @@ def test_samkvs_profile_has_a_share_of_the_time(tmp_path: Path, monkeypatch: pyt
     async def at_once(*_: Any) -> None:
         return None
 
-    now, said = time.time(), list[str]()
+    now, said = time.monotonic(), list[str]()
     job = TuneJob("notes", ["samkv"], str(tmp_path), str(tmp_path), now, now, 6, at_once=1)
     settings = Settings(data_dir=tmp_path, model=str(MODEL))
     given: Any = (job, settings, IdleEngine(), said.append)
