@@ -28,7 +28,7 @@ _WARM_HELP = (
     "Compute documents' KV ahead of queries, into every cache tier down to the disk. The server at --url, or "
     "the one that uses the data folder, computes it; if none runs, an engine started for it does, and a "
     "later server finds the result. Cached documents are skipped. Exit status: 0 if all are cached; 3 if "
-    "some are not, each listed with its reason; 130 after Ctrl-C."
+    "some are not, each listed with its reason, or the job was cancelled; 130 after Ctrl-C."
 )
 
 _REEMBED_HELP = (
@@ -341,9 +341,7 @@ def warm(
         print_json(report.as_json())
     if signals.received:
         raise typer.Exit(128 + signals.received)
-    if report.state != "done":
-        raise typer.Exit(1)
-    if report.failures:
+    if report.failures or report.state != "done":
         raise typer.Exit(3)
 
 
