@@ -37,6 +37,22 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ragserve"
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError of the block name the file ``path``, as that of a write that fails does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write ``data`` to an open file, by one call where there is room."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
 def write_text(path: Path, text: str, *, durable: bool = False, mode: int = 0o666) -> None:
     """Write UTF-8 text atomically: readers see the old file or the new one. Parent folders are made.
 
@@ -45,18 +61,17 @@ def write_text(path: Path, text: str, *, durable: bool = False, mode: int = 0o66
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8", opener=partial(os.open, mode=mode)) as file:
-            file.write(text)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            error.filename = str(path)  # a write that fails does not name its file
-        raise
+    with naming(path):
+        try:
+            with open(temporary, "w", encoding="utf-8", opener=partial(os.open, mode=mode)) as file:
+                file.write(text)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     if durable:
         sync_folder(path.parent)
 
@@ -70,7 +85,8 @@ def sync_folder(folder: Path) -> None:
     """Flush a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with naming(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

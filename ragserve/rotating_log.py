@@ -3,7 +3,6 @@ write to one."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ragserve.errors import Unavailable
-from ragserve.files import locked, sync_folder
+from ragserve.files import locked, naming, sync_folder, write_all
 
 FILES = 8
 _WAIT_S = 5.0
@@ -64,12 +63,12 @@ class RotatingLog:
             size = 0
         descriptor = os.open(current, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, _MODE)
         try:
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":  # torn by a power cut or a full disk
-                line = b"\n" + line
-            if os.write(descriptor, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(current))
-            if self._durable:
-                os.fsync(descriptor)
+            with naming(current):
+                if size and os.pread(descriptor, 1, size - 1) != b"\n":  # torn by a power cut or a full disk
+                    line = b"\n" + line
+                write_all(descriptor, line)
+                if self._durable:
+                    os.fsync(descriptor)
         finally:
             os.close(descriptor)
         if self._durable and not size:

@@ -86,7 +86,7 @@ def tune(
     from ragserve.commands.serve_checks import check_engine
     from ragserve.eval.console import progress
     from ragserve.eval.tune_map import map_of, page
-    from ragserve.files import write_json
+    from ragserve.files import write_json, write_text
     from ragserve.retrieval.document_store import open_store
     from ragserve.strategy_spec import candidates, parse
     from ragserve.verification.calibration.tune_process import tune as run
@@ -116,10 +116,9 @@ def tune(
     before: dict[str, Any] = json.loads(known.read_text(encoding="utf-8")) if known.exists() else {}
     found = map_of(result, before["points"] if before.get("model") == result["model"] else [])
     typer.echo(found["why"])
-    place.mkdir(parents=True, exist_ok=True)
     write_json(known, found)
     shown = known.with_suffix(".html")
-    shown.write_text(page(found), encoding="utf-8")
+    write_text(shown, page(found))
     typer.echo(f"map: {shown}")
     typer.echo(f"written to {settings.data_dir}; a running server reads it at once")
 

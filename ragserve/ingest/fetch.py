@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from ragserve.errors import TooLarge, Unavailable, UnsupportedDocument
+from ragserve.files import naming
 from ragserve.ingest.fetch_watch import FetchWatch
 from ragserve.ingest.parsers.base import one_line
 from ragserve.ingest.robots import AGENT, Robots
@@ -100,7 +101,7 @@ class Fetcher:
         with self._response(url) as response:
             _require_ok(response)
             path = folder / "download"
-            with open(path, "wb") as file:
+            with naming(path), open(path, "wb") as file:
                 for block in self._body(response):
                     if file.tell() + len(block) > self._max_bytes:
                         limit = f"{self._max_bytes:,} bytes (RAGSERVE_MAX_UPLOAD_BYTES)"

@@ -26,18 +26,19 @@ _BLOCK = 1 << 20  # bytes
 
 @contextmanager
 def unusable_disk_explained(where: Path) -> Iterator[None]:
-    """Raise ``StorageFull`` for a full disk, or an exhausted quota, under ``where``, ``Unavailable`` for a
-    read-only one."""
+    """Raise ``StorageFull`` for a full disk, or an exhausted quota, ``Unavailable`` for a read-only one: that
+    of the file that the error names, else that of ``where``."""
     try:
         yield
     except OSError as error:
+        disk = f"disk of {error.filename or where}"
         if error.errno == errno.EROFS:
             hint = "Make it writable and run the same ingestion again: it skips what is already indexed."
-            raise Unavailable(f"The disk of {where} is read-only.", hint=hint) from error
+            raise Unavailable(f"The {disk} is read-only.", hint=hint) from error
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise
         hint = "Free some and run the same ingestion again: it skips what is already indexed."
-        raise StorageFull(f"No space left on the disk of {where}.", hint=hint) from error
+        raise StorageFull(f"No space left on the {disk}.", hint=hint) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ overruns."""
 
 from __future__ import annotations
 
-import json
 import struct
 import tempfile
 from collections.abc import Iterator
@@ -14,10 +13,10 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ragserve.errors import InvalidRequest
-from ragserve.files import scratch_folder, user_cache
+from ragserve.files import scratch_folder, user_cache, write_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -153,18 +152,18 @@ def _write(raw: bytes, folder: Path) -> None:
         "pad_token_id": pad,
         "transformers_version": transformers_version,  # of old ones without it a fault is suspected
     }
-    _write_json(folder / "config.json", config)
-    _write_json(folder / "config_sentence_transformers.json", {"prompts": PROMPTS})
+    write_json(folder / "config.json", config)
+    write_json(folder / "config_sentence_transformers.json", {"prompts": PROMPTS})
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for i, (path, kind) in enumerate(kinds.items())
     ]
-    _write_json(folder / "modules.json", modules)
-    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": positions, "do_lower_case": False})
+    write_json(folder / "modules.json", modules)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": positions, "do_lower_case": False})
     pooling = folder / "1_Pooling"
     pooling.mkdir()
-    _write_json(
+    write_json(
         pooling / "config.json", {"word_embedding_dimension": hidden, "pooling_mode_mean_tokens": True}
     )
 
@@ -221,11 +220,7 @@ def _write_tokenizer(folder: Path, pieces: list[tuple[str, float]], ids: tuple[i
     special = {"bos": bos, "cls": bos, "eos": eos, "sep": eos, "pad": pad, "unk": unknown}
     named = {f"{name}_token": text for name, text in special.items()}
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": _LENGTH}
-    _write_json(folder / "tokenizer_config.json", kind | named)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value), encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", kind | named)
 
 
 def _missing(reason: str) -> InvalidRequest:

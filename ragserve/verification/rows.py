@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.errors import InvalidRequest
-from ragserve.files import write_json
+from ragserve.files import naming, write_all, write_json
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -24,15 +24,20 @@ def key(row: Mapping[str, Any]) -> Key:
 
 
 @contextmanager
-def appending(path: Path) -> Iterator[Callable[[Row], object]]:
+def appending(path: Path) -> Iterator[Callable[[Row], None]]:
     """Yield a function that appends a row to a file, one JSON object per line and write.
 
-    Cuts off a line that a killed process left unfinished."""
+    Cuts off a line that a killed process, or a full disk, left unfinished."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not (text := path.read_bytes()).endswith(b"\n"):
         os.truncate(path, text.rfind(b"\n") + 1)
-    with path.open("a", encoding="utf-8", buffering=1) as file:
-        yield lambda row: file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    with path.open("ab", buffering=0) as file:  # what a buffer keeps of a failed write fails again at the end
+
+        def append(row: Row) -> None:
+            with naming(path):
+                write_all(file.fileno(), json.dumps(row, ensure_ascii=False).encode() + b"\n")
+
+        yield append
 
 
 def read(folder: Path) -> dict[Key, Row]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ragserve.errors import TooLarge
+from ragserve.files import naming
 from ragserve.ingest.parsers.sniff import BEGINNING, refuse_never_text
 
 
@@ -71,7 +72,7 @@ def write_blocks(
     """Write a file's content; ``check`` is called between blocks. Raises ``TooLarge``, and, by the first
     block, ``UnsupportedDocument`` for a file that is never text."""
     size = 0
-    with open(path, "wb") as out:
+    with naming(path), open(path, "wb") as out:
         for block in blocks:
             check()
             if not size:

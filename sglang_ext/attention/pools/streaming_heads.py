@@ -28,8 +28,13 @@ def save_pattern(path: Path, gates: torch.Tensor, *, share: float, model: str, *
     }
     text = json.dumps(pattern | details, allow_nan=False) + "\n"
     temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        error.filename = str(path)  # a write that fails does not name its file
+        raise
 
 
 def streaming_heads(gates: torch.Tensor, share: float) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ragserve.commands import calibrate
+from ragserve.commands import calibrate, serve_checks, tune
 from ragserve.errors import InvalidRequest
+from ragserve.eval import tune_map
 from ragserve.eval.tune_map import map_of, page
+from ragserve.verification.calibration import tune_process
+from ragserve_index import IndexStore
+from tests.unit.no_room import no_room
+from tests.unit.verification.idle_engine import fill
 
 
 def test_costs_of_strategies_that_choose_passages_are_not_measured_on_one_prompt(tmp_path: Path) -> None:
@@ -74,3 +80,23 @@ def test_the_map_has_the_front_the_chosen_point_and_why() -> None:
     nothing = map_of(RESULT | {"verdicts": []})
     assert nothing["chosen"] is None
     assert "auto stays with prefix" in nothing["why"]
+
+
+def test_a_map_without_room_names_its_file_and_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with IndexStore(tmp_path) as store:
+        fill(store, "notes", 1)
+    shown = tmp_path / "tune" / "tune-notes.html"
+    shown.parent.mkdir()
+    shown.write_text("the one before")
+    more = {"questions": {}, "tried": 0, "costs": "", "decode": None}
+    monkeypatch.setattr(tune_process, "tune", lambda *_, **__: RESULT | more)
+    monkeypatch.setattr(serve_checks, "check_engine", lambda _: None)
+    monkeypatch.setattr(tune_map, "page", lambda _: "x" * 2**21)
+    app = typer.Typer()
+    tune.register(app)
+    with no_room(2**20):
+        ran = CliRunner().invoke(app, ["--namespace", "notes", "--data-dir", str(tmp_path)])
+    assert re.search(f"'{re.escape(str(shown))}'", str(ran.exception)), ran.output
+    assert shown.read_text() == "the one before"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import threading
 import time
 import tracemalloc
@@ -15,6 +16,7 @@ import pytest
 from ragserve.errors import RagserveError, TooLarge, Unavailable, UnsupportedDocument
 from ragserve.ingest import fetch as fetch_module
 from ragserve.ingest.fetch import Downloaded, Fetcher
+from tests.unit.no_room import no_room
 
 
 def fetch(url: str, folder: Path, *, max_bytes: int) -> Downloaded:
@@ -162,3 +164,8 @@ def test_a_download_has_one_time_limit_and_ends_with_its_job(
 def test_unreachable(url: str, tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="not reachable"):
         fetch(url, tmp_path, max_bytes=1000)
+
+
+def test_a_page_without_room_names_its_file(site: str, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=re.escape(str(tmp_path / "download"))), no_room():
+        fetch(f"{site}/page", tmp_path, max_bytes=1000)

@@ -3,6 +3,7 @@ that a complete listing does not show."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import pytest
 
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest, RagserveError
-from ragserve.ingest.connectors.base import Limits
+from ragserve.ingest.connectors.base import Limits, write_blocks
 from ragserve.ingest.connectors.s3_folder import S3Folder
 from ragserve.ingest.connectors.source_addresses import S3Address, is_elsewhere, parse_address
 from ragserve.ingest.ingestor import Ingestor, PathOptions
 from ragserve.ingest.jobs.job_report import JobReport
 from ragserve_index import IndexStore
 from tests.unit.ingest.s3_server import S3Server, s3_server
+from tests.unit.no_room import no_room
 
 LIMITS = Limits(file_bytes=2**20, all_bytes=2**20, files=100_000)
 
@@ -338,3 +340,9 @@ def test_an_address_has_one_form() -> None:
     for text in ("s3://bucket/docs", "S3://bucket/docs/", "s3://bucket/docs//"):
         assert str(parse_address(text)) == "s3://bucket/docs"
     assert str(parse_address("s3://bucket")) == str(parse_address("s3://bucket/")) == "s3://bucket/"
+
+
+def test_a_file_without_room_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "download"
+    with pytest.raises(OSError, match=re.escape(str(path))), no_room():
+        write_blocks(iter([b"text"]), path, "a.txt", Limits(100, 100, 1), lambda: None)

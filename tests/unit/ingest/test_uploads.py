@@ -14,12 +14,12 @@ import numpy.typing as npt
 import pytest
 
 from ragserve.config import Settings, load
-from ragserve.errors import Conflict, InvalidRequest, NotFound, TooLarge
+from ragserve.errors import Conflict, InvalidRequest, NotFound, StorageFull, TooLarge
 from ragserve.ingest.ingestor import Ingestor, SubmittedText, Upload
 from ragserve.ingest.jobs.job_report import Interrupted, JobReport, Progress
 from ragserve.ingest.jobs.lease import JobRun, run_leased
 from ragserve.ingest.jobs.runner import JobRunner
-from ragserve.ingest.spool import Spool
+from ragserve.ingest.spool import Spool, unusable_disk_explained
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore, Job, JobStore
 from tests.unit.ingest.ingest_samples import make_pdf
@@ -345,3 +345,9 @@ def test_a_spool_removed_from_outside_fails_the_job_plainly(ingestor: Ingestor, 
     with pytest.raises(NotFound, match="gone"):
         ingestor.run(job.job_id)
     assert ingestor.jobs.get(job.job_id).state == "failed"
+
+
+@pytest.mark.parametrize(("named", "said"), [(None, "/data"), ("/tmp/download", "/tmp/download")])
+def test_the_disk_that_is_full_is_that_of_the_file(named: str | None, said: str) -> None:
+    with pytest.raises(StorageFull, match=f"on the disk of {said}"), unusable_disk_explained(Path("/data")):
+        raise OSError(errno.ENOSPC, "No space left on device", named)

@@ -14,6 +14,7 @@ import pytest
 from ragserve.config import load
 from ragserve.rotating_log import FILES
 from ragserve.tenants.audit_log import AuditLog, record_command
+from tests.unit.no_room import no_room
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -84,3 +85,11 @@ def test_a_log_that_cannot_be_written_is_an_error_of_the_servers_log(
 def test_no_bytes_keep_no_log(tmp_path: Path) -> None:
     record_command(load(data_dir=tmp_path, audit_log_bytes=0), "docs rm")
     assert not (tmp_path / "audit").exists()
+
+
+def test_a_record_without_room_names_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with no_room():
+        AuditLog(tmp_path, 2**20).write(what="delete", document="d1")
+    assert str(tmp_path / "audit" / "audit.jsonl") in caplog.text
+    AuditLog(tmp_path, 2**20).write(what="delete", document="d2")
+    assert [one["document"] for one in records(tmp_path)] == ["d2"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from pathlib import Path
 
 import pytest
 
 from ragserve.verification import rows
+from tests.unit.no_room import no_room
 
 
 def row(number: int, text: str) -> rows.Row:
@@ -38,3 +41,21 @@ def test_lines_that_are_no_rows_are_left_out_and_said(
         append(row(1, "after"))
     assert [key[1] for key in rows.read(tmp_path)] == ["0", "1"]
     assert "rows-0.jsonl: lines that are damaged and left out: 1" in caplog.text
+
+
+def test_a_row_without_room_names_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows-0.jsonl"
+    with rows.appending(path) as append:
+        append(row(0, "before"))
+    named = pytest.raises(OSError, match=re.escape(str(path)))
+    with named as failed, no_room(path.stat().st_size + 20), rows.appending(path) as append:
+        append(row(1, "no room"))
+    assert failed.value.errno == errno.EFBIG
+    with rows.appending(path) as append:
+        append(row(2, "after"))
+    assert [key[1] for key in rows.read(tmp_path)] == ["0", "2"]
+
+
+def test_errors_of_others_keep_their_files(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="elsewhere"), rows.appending(tmp_path / "rows-0.jsonl"):
+        (tmp_path / "elsewhere").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from sglang_ext.attention.pools.streaming_heads import (
     save_pattern,
     streaming_heads,
 )
+from tests.unit.no_room import no_room
 
 GATES = torch.tensor([[0.9, 0.1, 0.5, 0.2], [0.3, 0.8, 0.4, 0.7]])
 
@@ -75,3 +77,13 @@ def test_gates_that_are_not_finite_are_neither_written_nor_read(tmp_path: Path, 
     path.write_text(path.read_text().replace("NaN", "null").replace("1e999", "null"))
     with pytest.raises(ValueError, match=r"heads\.json is no pattern file"):
         load_pattern(path, 2, 4)
+
+
+def test_a_pattern_without_room_names_its_file_and_leaves_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "heads.json"
+    path.write_text("the one before")
+    with pytest.raises(OSError, match=f"'{re.escape(str(path))}'"), no_room():
+        save_pattern(path, GATES, share=0.5, model="m")
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [
+        ("heads.json", "the one before")
+    ]
