@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +22,7 @@ from ragserve.tenants.audit_log import record_command
 
 if TYPE_CHECKING:
     from ragserve.ingest.sync_list import SyncSource
+    from ragserve_index import IndexStore
     from ragserve_index.types import Job
 
 _HELP = (
@@ -180,7 +182,7 @@ def run(
     _chosen(listed.all(), sources, namespace)
     with signals_stop() as signals, listed.running(), open_store(settings) as store:
         session = IngestSession(settings, store, signals.stop, as_json, None)
-        rounds = _Rounds(session, signals.stop)
+        rounds = _Rounds(session, store, signals.stop)
         if metrics_port is not None:
             _serve_metrics(metrics_port)
         while True:
@@ -198,8 +200,9 @@ def run(
 class _Rounds:
     """Syncs sources one after the other. ``done`` and ``errors`` count those that ran, and did not."""
 
-    def __init__(self, session: IngestSession, stop: threading.Event) -> None:
+    def __init__(self, session: IngestSession, store: IndexStore, stop: threading.Event) -> None:
         self._session = session
+        self._store = store
         self._stop = stop
         self.done = self.errors = 0
 
@@ -207,6 +210,8 @@ class _Rounds:
         """Sync each source. One that fails leaves the others alone; a full disk ends them all."""
         from ragserve.metrics import metrics
 
+        with suppress(RagserveError):  # of the registry, which the sources meet and tell
+            self._store.forget_dropped()  # else their indexes would stay in memory
         for each in sources:
             if self._stop.is_set():
                 return

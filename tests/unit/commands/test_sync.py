@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import re
 import signal
 import subprocess
@@ -14,12 +16,14 @@ from typing import Any
 
 import pytest
 
+from ragserve.commands import sync
 from ragserve.engine.ports import hold_port, port_of
 from ragserve.errors import EngineError
 from ragserve.files import locked
 from ragserve.ingest.jobs.lease import worker_name
 from ragserve.metrics import exposition
 from ragserve_index import IndexStore, JobStore
+from ragserve_index.index.namespace_index import NamespaceIndex
 from tests.unit.commands.test_ingest import ENVIRONMENT, QUICK, Cli, Done
 from tests.unit.ingest.git_server import Repository
 from tests.unit.ingest.test_s3 import OneVector, sources
@@ -228,6 +232,32 @@ def test_a_source_that_another_machine_syncs_is_left_to_it(
         assert "does this already" in done.stderr
         jobs.finish(job.job_id, "done", None)
     assert ragserve("sync", "run").returncode == 0
+
+
+def test_a_schedule_holds_no_index_of_a_namespace_that_was_dropped(
+    ragserve: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    chosen = sync._chosen
+
+    def between_rounds(*given: Any, **how: Any) -> Any:
+        gc.collect()
+        held.append(sum(isinstance(each, NamespaceIndex) for each in gc.get_objects()) - before)
+        if len(held) == 3:  # after a round
+            with IndexStore(tmp_path / "ragserve-data") as other:
+                other.drop_namespace("default")
+            return []
+        if len(held) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return chosen(*given, **how)
+
+    monkeypatch.setitem(sync._SECONDS, "s", 0)
+    monkeypatch.setattr(sync, "_chosen", between_rounds)
+    ragserve("sync", "add", "notes")
+    gc.collect()
+    before = sum(isinstance(each, NamespaceIndex) for each in gc.get_objects())
+    assert ragserve("sync", "run", "--every", "1s").returncode == 130
+    assert held == [0, 0, 1, 0]
 
 
 def test_a_schedule_syncs_again_shows_metrics_and_survives_a_kill(
