@@ -52,7 +52,7 @@ class Evictor:
     """A server's reader of the log. Runs on the server's event loop.
 
     ``queries`` are those in flight, a set that changes: they may hold texts that were removed since.
-    ``dropped`` is called in a thread for namespaces that were dropped, which may have been made again."""
+    ``dropped`` is called in a thread with namespaces that were dropped, which may have been made again."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Evictor:
         engine: Engine,
         prompts: PromptBuilder,
         queries: Set[InFlight] = frozenset(),
-        dropped: Callable[[], None] = lambda: None,
+        dropped: Callable[[Set[str]], None] = lambda _: None,
     ) -> None:
         self._dropped = dropped
         self._queries = queries
@@ -127,8 +127,8 @@ class Evictor:
     async def _act(self, last_id: int, *, before: float | None = None) -> int:
         """Evict the texts of the rows behind ``last_id``; returns the last row's id."""
         while rows := await asyncio.to_thread(self._log.after, last_id, _BATCH, before=before):
-            if any(row.text is None for row in rows):
-                await asyncio.to_thread(self._forget_dropped, again=before is not None)
+            if dropped := {row.namespace for row in rows if row.text is None}:
+                await asyncio.to_thread(self._forget_dropped, dropped, again=before is not None)
             for namespace, gone in by_namespace(rows).items():
                 if drops := [row.id for row in gone if row.text is None]:
                     await self._act_on_drops(namespace, drops, again=before is not None)
@@ -138,11 +138,11 @@ class Evictor:
             last_id = rows[-1].id
         return last_id
 
-    def _forget_dropped(self, *, again: bool) -> None:
+    def _forget_dropped(self, dropped: Set[str], *, again: bool) -> None:
         """Free what else belonged to dropped namespaces. A failure must not keep their KV."""
         try:
             if not again:
-                self._dropped()
+                self._dropped(dropped)
             self._store.forget_dropped()
         except Exception as error:  # noqa: BLE001 - as in drain
             _log_failure("What belonged to dropped namespaces could not all be removed", error)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,8 @@ class InUse:
     answers. ``engine``: precision, samkv profile and prefix of the engine. ``out``: taken out of ``auto``.
     ``retriever``: what brings the passages of queries; empty in earlier records, which count for any.
     ``out_at``: when it was last taken out, Unix seconds; 0 where it never was; None where that is not known.
-    What an earlier version took out has 0."""
+    What an earlier version took out has 0. ``made_at``: when the namespace was made, Unix seconds; 0 in
+    earlier records."""
 
     engine: str
     rate: float = 0.0
@@ -85,6 +86,7 @@ class InUse:
     unsupported: int = 0
     retriever: str = ""
     out_at: float | None = 0.0
+    made_at: float = 0.0
 
     def with_answer(
         self, different: bool, unsupported: bool = False, recorded: RecordedRates = RecordedRates()
@@ -217,19 +219,20 @@ class InUseRecord:
         unsupported: bool = False,
         recorded: RecordedRates = RecordedRates(),
         *,
-        existing: Container[str],
+        made_at: Mapping[str, float],
     ) -> InUse:
-        """Add an answer, as `InUse.with_answer`, and return what is known; durable. Drops namespaces that are
-        not ``existing``."""
-        new = self._new
+        """Add an answer, as `InUse.with_answer`, and return what is known; durable. ``made_at``: when each
+        namespace was made, Unix seconds; others are dropped, and one that was made again begins anew."""
+        new, made = self._new, made_at.get(namespace, 0.0)
 
         def change(known: dict[str, Any]) -> dict[str, Any]:
             nonlocal new
-            spaces = {name: own for name, own in known.items() if name in existing}
+            spaces = {name: own for name, own in known.items() if name in made_at}
             own = spaces.pop(namespace, {})
             before = _ENTRY.validate_python(own[label]) if label in own else self._new
-            earlier = before if self._is_like(before) else self._new
-            new = earlier.with_answer(different, unsupported, recorded)
+            same = self._is_like(before) and before.made_at in (0.0, made)
+            earlier = before if same else self._new
+            new = replace(earlier.with_answer(different, unsupported, recorded), made_at=made)
             if new.out and not earlier.out:
                 new = replace(new, out_at=round(time.time(), 3))
             own[label] = _ENTRY.dump_python(new, mode="json")
@@ -249,13 +252,25 @@ class InUseRecord:
         def change(known: dict[str, Any]) -> dict[str, Any]:
             own = dict(known.get(namespace, {}))
             for label in out & own.keys():
-                own[label] = _ENTRY.dump_python(replace(self._new, out_at=since[label]), mode="json")
+                made = own[label].get("made_at", 0.0)
+                new = replace(self._new, out_at=since[label], made_at=made)
+                own[label] = _ENTRY.dump_python(new, mode="json")
             return known | {namespace: own}
 
         _FILE.update(self._place, self._fingerprint, change)
 
     def _is_like(self, one: InUse) -> bool:
         return one.engine == self._new.engine and one.retriever in ("", self._new.retriever)
+
+
+def made_at(place: Path) -> dict[str, set[float]]:
+    """By namespace, what records of any model say of when it was made, in Unix seconds; 0 in those of earlier
+    versions. Raises OSError, InvalidRequest for a foreign file."""
+    found: dict[str, set[float]] = {}
+    for fingerprint in _FILE.models(place):
+        for namespace, own in (_FILE.load(place, fingerprint) or {}).items():
+            found.setdefault(namespace, set()).update(one.made_at for one in own.values())
+    return found
 
 
 def forget(place: Path, namespace: str) -> None:

@@ -20,7 +20,7 @@ from ragserve.answering.in_flight import QueryLimiter
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import Engine, GenerateRequest, Sampling
 from ragserve.engine.document_cache import CachingEngine, answering
-from ragserve.errors import RagserveError
+from ragserve.errors import NotFound, RagserveError
 from ragserve.metrics import metrics
 from ragserve.profiles.costs import ABSENT
 from ragserve.profiles.gate import Gate
@@ -129,8 +129,8 @@ class AnswerWatch:
         namespace = answer.request.namespace
         try:
             async with asyncio.timeout(_LIMIT_S):
-                versions = await self._versions()
-                shown = await self._compared(answer, versions.get(namespace))
+                made_at, version = await asyncio.to_thread(self._current, namespace)
+                shown = await self._compared(answer, version)
         except asyncio.CancelledError:
             self._waiting.appendleft(answer)
             raise
@@ -139,9 +139,7 @@ class AnswerWatch:
             return
         if shown is not None:
             known = self._gate.recorded(answer.label, namespace)
-            add = asyncio.to_thread(
-                self._record.add, namespace, answer.label, *shown, known, existing=versions
-            )
+            add = asyncio.to_thread(self._record.add, namespace, answer.label, *shown, known, made_at=made_at)
             try:
                 found = await asyncio.shield(add)  # counted once
             except (OSError, RagserveError) as error:
@@ -150,8 +148,13 @@ class AnswerWatch:
             _show(namespace, answer.label, found)
             _report(namespace, answer.label, found)
 
-    async def _versions(self) -> dict[str, int]:
-        return {one.name: one.version for one in await asyncio.to_thread(self._store.namespaces)}
+    def _current(self, namespace: str) -> tuple[dict[str, float], int | None]:
+        """When each namespace was made, and the version of this one, None for one that does not exist."""
+        made_at = self._store.made_at()  # first: one that is made again now has another version
+        try:
+            return made_at, self._store.namespace(namespace).version
+        except NotFound:
+            return made_at, None
 
     async def _compared(self, answer: WaitingAnswer, version: int | None) -> tuple[bool, bool] | None:
         """Whether the answers differ, and whether only full's stands in a passage; None if the documents have

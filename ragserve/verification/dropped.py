@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from ragserve.errors import InvalidRequest, RagserveError
@@ -38,19 +39,21 @@ def forget_or_log(data_dir: Path, namespace: str) -> None:
         log.warning("What was measured in %s, which was dropped, is left on disk: %s", namespace, error)
 
 
-def forget_outdated(data_dir: Path, store: IndexStore) -> None:
-    """Forget what was measured in namespaces that were made again, whoever dropped them. What is not in the
-    registry is kept: this may be the wrong one, or an older copy of it. Records of earlier versions do not
-    say when their namespace was made, and stay. What cannot be read or removed is logged.
+def forget_outdated(data_dir: Path, store: IndexStore, dropped: Collection[str] = ()) -> None:
+    """Forget what was measured in namespaces that were made again, whoever dropped them, and in ``dropped``
+    ones, by the registry's log, that are gone. What else is not in the registry is kept: this may be the
+    wrong one, or an older copy of it. Records of earlier versions do not say when their namespace was made,
+    and stay. What cannot be read or removed is logged.
 
     Raises the errors of a registry that cannot be read."""
-    try:
-        measured = gate.made_at(data_dir / gate.FILE_NAME)
-    except (OSError, InvalidRequest) as error:
-        log.warning("What was measured in namespaces that were dropped may be left on disk: %s", error)
-        return
-    made_at = store.made_at() if measured else {}
+    measured: dict[str, set[float]] = {name: set() for name in dropped}
+    for file in (gate, in_use):
+        try:
+            for namespace, of_records in file.made_at(data_dir / file.FILE_NAME).items():
+                measured.setdefault(namespace, set()).update(of_records)
+        except (OSError, InvalidRequest) as error:
+            log.warning("What was measured in namespaces that were dropped may be left on disk: %s", error)
+    now = store.made_at() if measured else {}
     for namespace, of_records in measured.items():
-        now = made_at.get(namespace)
-        if now is not None and of_records - {0.0, now}:
+        if of_records - {0.0, now[namespace]} if namespace in now else namespace in dropped:
             forget_or_log(data_dir, namespace)

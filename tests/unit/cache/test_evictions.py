@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +118,13 @@ def test_what_else_goes_with_a_namespace_goes_before_its_kv(
     store: IndexStore, prompts: PromptBuilder
 ) -> None:
     """Other processes drop namespaces, and know nothing of this server's data folder."""
-    engine, forgotten = Engine(), []
+    engine, forgotten = Engine(), list[tuple[Set[str], int]]()
 
     async def scenario() -> None:
-        evictor = Evictor(store, engine, prompts, dropped=lambda: forgotten.append(len(engine.forgotten)))  # type: ignore[arg-type]
+        def note(names: Set[str]) -> None:
+            forgotten.append((names, len(engine.forgotten)))
+
+        evictor = Evictor(store, engine, prompts, dropped=note)  # type: ignore[arg-type]
         async with evictor.running():
             remove(store, "otter")
             await evictor.drain()
@@ -129,7 +132,7 @@ def test_what_else_goes_with_a_namespace_goes_before_its_kv(
             with IndexStore(store.data_dir) as other:
                 other.drop_namespace("birds")
             await until(lambda: len(engine.forgotten) == 2)
-            assert forgotten == [1]
+            assert forgotten == [({"birds"}, 1)]
 
     asyncio.run(scenario())
 
@@ -137,7 +140,7 @@ def test_what_else_goes_with_a_namespace_goes_before_its_kv(
 def test_a_failure_of_what_else_goes_keeps_no_kv(store: IndexStore, prompts: PromptBuilder) -> None:
     engine = Engine()
 
-    def fail() -> None:
+    def fail(_: Set[str]) -> None:
         raise OSError("no such device")
 
     async def scenario() -> None:

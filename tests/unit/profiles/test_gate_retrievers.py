@@ -91,7 +91,7 @@ def test_what_use_has_shown_is_of_the_servers_search(tmp_path: Path) -> None:
         return InUseRecord.of(settings(tmp_path, retrieval), **INFO.gate_identity)
 
     for _ in range(12):
-        in_use("dense").add("a", "concat", True, recorded=RecordedRates(), existing={"a"})
+        in_use("dense").add("a", "concat", True, recorded=RecordedRates(), made_at={"a": 1.0})
     assert (in_use("dense").taken_out("a"), in_use("hybrid").taken_out("a")) == ({"concat"}, set())
     in_use("hybrid").clear("a", ["concat"])
     assert in_use("dense").taken_out("a") == {"concat"}

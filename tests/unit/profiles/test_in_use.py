@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ragserve.profiles import in_use
 from ragserve.profiles.in_use import InUse, InUseRecord, RecordedRates, recorded_rate
 
 TENTH = RecordedRates((0.1, 350))
@@ -61,7 +62,7 @@ def test_what_was_kept_before_unsupported_answers_were_counted_goes_on(tmp_path:
     place = tmp_path / "in-use.json"
     own = {"engine": "float32", "rate": 0.11, "statistics": [5.0, 5.0, 5.0], "compared": 9, "different": 1}
     place.write_text(json.dumps({"version": 2, "models": {"abc": {"a": {"concat": own}}}}))
-    found = record(place).add("a", "concat", True, True, existing={"a"})
+    found = record(place).add("a", "concat", True, True, made_at={"a": 1.0})
     assert (found.compared, found.different, found.unsupported) == (10, 2, 1)
 
 
@@ -78,7 +79,7 @@ def test_what_version_1_took_out_stays_out(tmp_path: Path) -> None:
     place.write_text(json.dumps({"version": 1, "models": {"abc": {"a": {"concat": own}}}}))
     found = record(place)
     assert found.taken_out("a") == {"concat"}
-    assert found.add("a", "concat", False, existing={"a"}).compared == 7
+    assert found.add("a", "concat", False, made_at={"a": 1.0}).compared == 7
     assert found.out_at("a") == {"concat": None}, "nobody knows when"
     found.clear("a", ["concat"])
     assert (found.taken_out("a"), found.out_at("a")) == (set(), {"concat": None})
@@ -89,8 +90,8 @@ def test_what_was_taken_out_stays_out_for_its_namespace_until_it_is_cleared(tmp_
     place = tmp_path / "in-use.json"
     first = record(place)
     for _ in range(12):
-        first.add("a", "concat", True, existing={"a", "b"})
-    first.add("b", "concat", False, existing={"a", "b"})
+        first.add("a", "concat", True, made_at={"a": 1.0, "b": 1.0})
+    first.add("b", "concat", False, made_at={"a": 1.0, "b": 1.0})
     again = record(place)
     assert (again.taken_out("a"), again.taken_out("b")) == ({"concat"}, set())
     assert record(place, dtype="bfloat16").taken_out("a") == set(), "another precision"
@@ -102,12 +103,12 @@ def test_what_was_taken_out_stays_out_for_its_namespace_until_it_is_cleared(tmp_
     assert again.entries()["b"]["concat"].compared == 1
     assert list(first.out_at("a")) == ["concat"], "what was compared before is known to be old"
     assert first.entries()["a"]["concat"].figures["recorded"] is None
-    assert first.add("a", "concat", False, existing={"a"}).compared == 1
+    assert first.add("a", "concat", False, made_at={"a": 1.0}).compared == 1
 
 
 def test_what_is_not_out_is_not_forgotten_by_a_verdict(tmp_path: Path) -> None:
     found = record(tmp_path / "in-use.json")
-    before = [found.add("a", "concat", number % 3 == 0, existing={"a"}) for number in range(6)][-1]
+    before = [found.add("a", "concat", number % 3 == 0, made_at={"a": 1.0}) for number in range(6)][-1]
     found.clear("a", ["concat"])
     assert record(tmp_path / "in-use.json").entries()["a"]["concat"] == before
 
@@ -115,9 +116,21 @@ def test_what_is_not_out_is_not_forgotten_by_a_verdict(tmp_path: Path) -> None:
 def test_namespaces_that_are_gone_leave_nothing(tmp_path: Path) -> None:
     place = tmp_path / "in-use.json"
     found = record(place)
-    found.add("a", "concat", False, existing={"a"})
-    found.add("b", "concat", False, existing={"b"})
+    found.add("a", "concat", False, made_at={"a": 1.0})
+    found.add("b", "concat", False, made_at={"b": 1.0})
     assert list(json.loads(place.read_text())["models"]["abc"]) == ["b"]
+
+
+def test_a_namespace_that_was_made_again_begins_anew(tmp_path: Path) -> None:
+    place = tmp_path / "in-use.json"
+    found = record(place)
+    for _ in range(12):
+        found.add("a", "concat", True, made_at={"a": 1.0})
+    found.clear("a", ["concat"])
+    assert found.add("a", "concat", False, made_at={"a": 1.0}).compared == 1
+    assert in_use.made_at(place) == {"a": {1.0}}
+    again = found.add("a", "concat", False, made_at={"a": 2.0})
+    assert (again.compared, again.out_at, in_use.made_at(place)) == (1, 0.0, {"a": {2.0}})
 
 
 def test_a_file_that_is_none_takes_nothing_out(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_all_of_a_namespace_goes_and_nothing_of_others(tmp_path: Path) -> None:
         record(tmp_path / FILE_NAME, "one model", {"concat": entry(own)}, keep_sets=True)
         record(tmp_path / FILE_NAME, "other", {"epic": entry({set_of(name): VERIFIED})})
         use = InUseRecord(tmp_path / IN_USE, "other", dtype="float32", samkv="")
-        use.add(name, "epic", False, existing=spaces)
+        use.add(name, "epic", False, made_at=dict.fromkeys(spaces, 1.0))
         folder = tmp_path / "tune" / f"{name}-ba9876543210"
         with rows.appending(folder / "rows-0.jsonl") as append:
             append({"set": "s", "id": "1", "strategy": "full"})
@@ -82,6 +82,37 @@ def test_a_registry_without_the_namespace_forgets_nothing(tuned: Tuned, tmp_path
         forget_outdated(tuned.folder, other)
     assert sorted(tuned.gate.verified("notes")) == sorted(LABELS)
     assert list((tuned.folder / "tune").rglob("rows-*.jsonl"))
+
+
+def test_what_use_has_shown_goes_without_verdicts_too(store: IndexStore, tmp_path: Path) -> None:
+    fill(store, "notes", 1)
+    use = InUseRecord(tmp_path / IN_USE, "m", dtype="float32", samkv="")
+    use.add("notes", "epic", False, made_at=store.made_at())
+    with IndexStore(tmp_path / "empty") as other:
+        forget_outdated(tmp_path, other)
+    forget_outdated(tmp_path, store)
+    assert list(use.entries()) == ["notes"], "it is the one that was asked"
+    store.drop_namespace("notes")
+    fill(store, "notes", 1)
+    forget_outdated(tmp_path, store)
+    assert not use.entries()
+
+
+def test_what_the_log_says_was_dropped_goes_before_it_is_made_again(
+    store: IndexStore, tmp_path: Path
+) -> None:
+    for name in ("notes", "others"):
+        fill(store, name, 1)
+        record(tmp_path / FILE_NAME, "m", {"epic": entry({set_of(name): VERIFIED})})
+        InUseRecord(tmp_path / IN_USE, "m", dtype="float32", samkv="").add(
+            name, "epic", False, made_at=store.made_at()
+        )
+        store.drop_namespace(name)
+    fill(store, "others", 1)
+    forget_outdated(tmp_path, store, {"notes", "nowhere"})
+    gate = Gate([tmp_path / FILE_NAME], "m", model="m", dtype="float32")
+    assert gate.namespaces() == []
+    assert not InUseRecord(tmp_path / IN_USE, "m", dtype="float32", samkv="").entries()
 
 
 def test_a_figure_that_is_not_finite_costs_its_own_strategy_alone(tmp_path: Path) -> None:

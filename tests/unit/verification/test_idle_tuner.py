@@ -227,7 +227,7 @@ def test_what_use_has_taken_out_is_not_verified_again(tuned: Tuned) -> None:
     fill(tuned.store, "notes", 30)
     for label in LABELS:
         for _ in range(12):
-            tuned.in_use.add("notes", label, True, existing={"notes"})
+            tuned.in_use.add("notes", label, True, made_at={"notes": 1.0})
     assert tuned.run()[-1] == {"state": "waiting"}
     assert not tuned.engine.asked
 

@@ -170,11 +170,11 @@ def test_what_use_has_taken_out_comes_back_by_new_questions_alone(decidable: Set
     engine = IdleEngine()
     assert decision(engine) == ["verified"]
     in_use = InUseRecord.of(decidable, **engine.info.gate_identity)
-    shown = in_use.add("notes", "concat", False, existing={"notes"})
+    shown = in_use.add("notes", "concat", False, made_at={"notes": 0.0})
     assert decision(engine) == ["verified"], "from the same rows"
     assert in_use.entries()["notes"]["concat"] == shown, "what use has shown goes on"
     while not in_use.taken_out("notes"):
-        in_use.add("notes", "concat", True, existing={"notes"})
+        in_use.add("notes", "concat", True, made_at={"notes": 0.0})
     assert decision(IdleEngine(), spent=0.95) == [], "its rows are older"
     assert in_use.taken_out("notes") == {"concat"}
     asked = IdleEngine()
