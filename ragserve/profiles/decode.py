@@ -10,6 +10,7 @@ from typing import Any
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.file import ProfileFile
+from sglang_ext.wire.decode_fields import decided_scores
 
 FILE_NAME = "ragserve-decode.json"
 VERSION = 1
@@ -54,11 +55,10 @@ def options_of(settings: Settings) -> dict[str, Any]:
 
 
 def scores_of(settings: Settings) -> str:
-    """What pages are chosen by where ``decode_scores`` is auto: `exact`, or `bound` for keys that have few
-    bits or may be on the host. Else the setting."""
-    if settings.decode_scores != "auto":
-        return settings.decode_scores
-    return "exact" if settings.kv_bits == 16 and settings.decode_offload == "off" else "bound"
+    """What pages are chosen by: ``decode_scores``, decided where it is auto."""
+    return decided_scores(
+        settings.decode_scores, kv_bits=settings.kv_bits, on_device=settings.decode_offload == "off"
+    )
 
 
 def crossover(points: Sequence[Point]) -> int:

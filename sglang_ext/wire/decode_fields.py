@@ -90,3 +90,11 @@ InjectTokens = Annotated[
         "such prompts wait, or are refused.",
     ),
 ]
+
+
+def decided_scores(scores: Scores, *, kv_bits: int, on_device: bool) -> Scores:
+    """``scores``, decided where they are auto, for keys of ``kv_bits`` that do, or do not, stay on the
+    device."""
+    if scores != "auto":
+        return scores
+    return "exact" if kv_bits == 16 and on_device else "bound"

@@ -12,6 +12,7 @@ from sglang_ext.attention.decode.decode_state import DecodeState, Row
 from sglang_ext.attention.decode.observed_queries import ObservedQueries
 from sglang_ext.attention.prefill.planner import ExtendRow
 from sglang_ext.wire.attention_config import AttentionConfig
+from sglang_ext.wire.decode_fields import decided_scores
 from sglang_ext.wire.protocol import DECODE_FIELD, DecodeOptions, PlanError
 
 FORCED_PAGES = 2  # the first and the newest page, attended to whatever their score
@@ -136,10 +137,9 @@ class StepPlanner:
 
     def _with_scores(self, options: DecodeOptions) -> DecodeOptions:
         """Options whose scores are not left open."""
-        if options.scores != "auto":
-            return options
-        by_keys = options.mode == "hierarchical" and self._config.kv_bits == 16 and not options.lag_steps
-        return options.model_copy(update={"scores": "exact" if by_keys else "bound"})
+        on_device = options.mode == "hierarchical" and not options.lag_steps
+        scores = decided_scores(options.scores, kv_bits=self._config.kv_bits, on_device=on_device)
+        return options.model_copy(update={"scores": scores})
 
     def check(self, options: DecodeOptions) -> None:
         """Check options against this server.
