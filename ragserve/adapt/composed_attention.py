@@ -10,7 +10,6 @@ gradients."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby
@@ -229,18 +228,30 @@ def flex_differs(model: Any, device: torch.device, tokens: int) -> str:
     return ""
 
 
-@contextmanager
-def packed_attention(model: Any) -> Iterator[None]:
-    """Let a model of transformers attend by the `PackedAttention` that its forward is given as ``packed``."""
+class DecodeAttention:
+    """The attention of a decode step: one token a row, over a cache that is padded on the left. A group's
+    heads are rows of one product, so that K and V are read once, not copied for each head."""
+
+    def __init__(self, seen: torch.Tensor) -> None:
+        """``seen``: bool [rows, keys]."""
+        self._unseen = ~seen[:, None, None]
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        """q [rows, heads, 1, head_dim], k and v [rows, kv_heads, keys, head_dim]; returns [rows, 1, heads,
+        head_dim]."""
+        rows, heads, _, size = q.shape
+        scores = (q.view(rows, k.shape[1], -1, size) @ k.transpose(2, 3)).float() * scaling
+        weights = scores.masked_fill_(self._unseen, float("-inf")).softmax(-1)
+        return (weights.to(v.dtype) @ v).view(rows, 1, heads, size)
+
+
+def attend_packed(model: Any) -> None:
+    """Let a model of transformers attend by the `PackedAttention` or `DecodeAttention` that its forward is
+    given as ``packed``."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attend)
-    before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def _attend(
@@ -251,7 +262,7 @@ def _attend(
     attention_mask: Any,
     scaling: float,
     *,
-    packed: PackedAttention,
+    packed: PackedAttention | DecodeAttention,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     return packed(query, key, value, scaling), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ragserve.adapt.composed_attention import DecodeAttention
 from ragserve.adapt.packing import TrainingSequence, in_packs
 
 if TYPE_CHECKING:
@@ -12,9 +13,9 @@ if TYPE_CHECKING:
 
     from ragserve.adapt.low_rank import AdaptedModel
 
-_MOST = 64  # prompts at once
-_CACHED = 2**32  # bytes of KV that a batch of a GPU has
-_CACHED_CPU = 2**30
+_MOST = 256  # prompts at once
+_CACHED = 1 / 16  # of a GPU's memory: KV of a batch
+_CACHED_CPU = 2**30  # bytes
 
 
 def answers(
@@ -45,7 +46,7 @@ def text_of(model: AdaptedModel, ids: Sequence[int]) -> str:
 
 def _batches(model: AdaptedModel, lengths: Sequence[int]) -> Iterator[list[int]]:
     """Numbers of prompts of about the same length. ``lengths``: in tokens, with the answers'."""
-    room = (_CACHED if model.device.type == "cuda" else _CACHED_CPU) // model.kv_bytes
+    room = _cached_bytes(model.device) // model.kv_bytes
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda each: lengths[each]):
         if batch and (len(batch) == _MOST or (len(batch) + 1) * lengths[number] > room):
@@ -54,6 +55,14 @@ def _batches(model: AdaptedModel, lengths: Sequence[int]) -> Iterator[list[int]]
         batch.append(number)
     if batch:
         yield batch
+
+
+def _cached_bytes(device: torch.device) -> int:
+    import torch
+
+    if device.type != "cuda":
+        return _CACHED_CPU
+    return int(_CACHED * torch.cuda.get_device_properties(device).total_memory)
 
 
 def _prefilled(
@@ -101,7 +110,7 @@ def _decoded(
     found: list[list[int]] = [[] for _ in lengths]
     live = set(range(len(found)))
     places = torch.tensor(lengths, device=model.device)[:, None]
-    mask = torch.arange(max(lengths), device=model.device) >= max(lengths) - places
+    seen = torch.arange(max(lengths), device=model.device) >= max(lengths) - places
     for _ in range(tokens):
         chosen = logits.argmax(-1)
         for row, token in enumerate(chosen.tolist()):
@@ -111,13 +120,13 @@ def _decoded(
                     live.discard(row)
         if not live:
             break
-        mask = torch.cat((mask, mask.new_ones(len(found), 1)), 1)
+        seen = torch.cat((seen, seen.new_ones(len(found), 1)), 1)
         output = model.causal(
             input_ids=chosen[:, None],
-            attention_mask=mask.long(),
             position_ids=places,
             past_key_values=cache,
             use_cache=True,
+            packed=DecodeAttention(seen),
         )
         logits, places = output.logits[:, -1], places + 1
     return found

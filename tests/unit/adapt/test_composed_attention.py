@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
 from ragserve.adapt import greedy
-from ragserve.adapt.composed_attention import PackedAttention
+from ragserve.adapt.composed_attention import DecodeAttention, PackedAttention, attend_packed
 from ragserve.adapt.low_rank import AdaptedModel
 from ragserve.adapt.packing import TrainingSequence, packed
 from tests.unit.adapt.tiny_models import load, make_model, tokens
@@ -36,8 +37,14 @@ def extended(model: AdaptedModel, ids: list[int], start: int, past: list | None 
     for layer, (k, v) in enumerate(past or []):
         cache.update(k, v, layer)
     places = torch.arange(start, start + len(ids))[None]
-    with torch.no_grad():
-        out = model.causal(torch.tensor([ids]), position_ids=places, past_key_values=cache, use_cache=True)
+    model.causal.set_attn_implementation("sdpa")
+    try:
+        with torch.no_grad():
+            out = model.causal(
+                torch.tensor([ids]), position_ids=places, past_key_values=cache, use_cache=True
+            )
+    finally:
+        attend_packed(model.causal)
     return out.logits[0], [(layer.keys, layer.values) for layer in out.past_key_values.layers]
 
 
@@ -150,3 +157,32 @@ def test_greedy_answers_continue_each_prompt_as_it_would_alone(model: AdaptedMod
             [logits] = target_logits(model, [known])
             best = logits[-1]
             assert best[token] >= best.max() - 1e-3
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (3, 1)])
+def test_a_decode_step_sees_what_is_not_padding(heads: int, kv_heads: int) -> None:
+    rows, keys, size = 3, 11, 8
+    q, k, v = (
+        torch.randn(rows, count, n, size) for count, n in ((heads, 1), (kv_heads, keys), (kv_heads, keys))
+    )
+    seen = torch.arange(keys) >= torch.tensor([[0], [4], [10]])
+    groups = heads // kv_heads
+    wanted = scaled_dot_product_attention(
+        q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), seen[:, None, None], scale=0.3
+    )
+    found = DecodeAttention(seen)(q, k, v, 0.3)
+    torch.testing.assert_close(found, wanted.transpose(1, 2))
+
+
+def test_the_base_answers_as_without_the_adapter(tmp_path: Path) -> None:
+    model = load(make_model(tmp_path, "qwen2"))
+    prompts = [sequence((9, 17, 6, 3), composed=True)]
+    before = target_logits(model, prompts)
+    model.add_adapter(4, 0)
+    for value in model.parameters().values():
+        torch.nn.init.normal_(value.data)
+    changed = target_logits(model, prompts)
+    with model.base():
+        assert torch.equal(target_logits(model, prompts)[0], before[0])
+    assert not torch.allclose(changed[0], before[0])
+    assert torch.equal(target_logits(model, prompts)[0], changed[0])

@@ -117,8 +117,11 @@ def test_tensors_are_on_disk_before_latest_names_them(
     assert order[:4] == ["adapter", "optimiser", "checkpoint-2", "latest"]
 
 
-def test_time_may_end_among_the_answers_of_a_block(folder: Path, tmp_path: Path) -> None:
-    """20 steps' prompts are answered before the first one is taken."""
+def test_time_may_end_among_the_answers_of_a_block(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40 steps' prompts are answered before the first one is taken, in several batches."""
+    monkeypatch.setattr(greedy, "_MOST", 64)
     times = itertools.count(step=10.0)
     options = TrainingOptions(**{**vars_of(OPTIONS), "seconds": 15.0, "steps": None, "every": 40})
     run = make(folder, tmp_path, options, clock=lambda: next(times))
@@ -133,7 +136,6 @@ def test_batches_of_answers_are_bound_by_bytes(folder: Path, monkeypatch: pytest
     model = load(folder)
     assert model.kv_bytes == 2 * 2 * 2 * 8 * 4
     monkeypatch.setattr(greedy, "_CACHED_CPU", 100 * model.kv_bytes)
-    monkeypatch.setattr(greedy, "_CACHED", 100 * model.kv_bytes)
     assert [len(each) for each in greedy._batches(model, [20] * 12)] == [5, 5, 2]
     assert [len(each) for each in greedy._batches(model, [400] * 2)] == [1, 1]
 
