@@ -67,7 +67,7 @@ def adapt(
     rows = read_rows(job.data) if job.data else None
     if rows is not None:
         divided(rows, job.held_out, job.seed)  # before a model is loaded for nothing
-    job.work.mkdir(parents=True, exist_ok=True)
+    job.work.mkdir(mode=0o700, parents=True, exist_ok=True)  # users' questions will be in it
     with locked(job.work / LOCK) as alone, _explained():
         if not alone:
             raise Conflict(
@@ -244,7 +244,7 @@ class _AdaptRun:
             self._progress("before", "references")
             wanted = guards.references(self._model, mix, rows)
             before = self._measured("before", mix, rows, wanted)
-            write_json(place, {"before": asdict(before), "wanted": wanted})
+            write_json(place, {"before": asdict(before), "wanted": wanted}, mode=0o600)
         there = json.loads(place.read_text(encoding="utf-8"))
         return guards.Measured(**there["before"]), [tuple(each) for each in there["wanted"]]
 

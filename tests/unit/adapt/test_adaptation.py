@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ragserve.adapt import adaptation, guards, model_folder
+from ragserve.adapt import adaptation, guards, model_folder, namespace_rows
 from ragserve.adapt.adaptation import Adaptation, adapt
 from ragserve.adapt.guards import Measured
 from ragserve.adapt.training import TrainingOptions
@@ -84,6 +84,22 @@ def test_a_guard_that_fails_writes_nothing(
     assert (job.work / "refused.json").exists()
     with pytest.raises(RagserveError, match="differs in rank"):
         adapt(settings(tmp_path), changed(job, rank=2))
+
+
+def test_what_users_asked_is_readable_by_nobody_else(
+    job: Adaptation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespace_rows, "make_rows", lambda *args: rows(60, passages=3))
+    monkeypatch.setattr(guards, "PERPLEXITY", 0.5)
+    before = os.umask(0o022)
+    try:
+        with pytest.raises(RagserveError, match="Nothing is written"):
+            adapt(settings(tmp_path), changed(job, data=None, namespace="papers"))
+    finally:
+        os.umask(before)
+    assert job.work.stat().st_mode & 0o777 == 0o700
+    for name in ("rows.jsonl", "before.json"):
+        assert (job.work / name).stat().st_mode & 0o777 == 0o600
 
 
 def test_each_guard_is_about_what_it_says() -> None:
