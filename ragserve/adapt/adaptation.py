@@ -17,21 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 from ragserve.adapt import guards
 from ragserve.adapt.checkpoints import Checkpoints, TrainingCourse
-from ragserve.adapt.low_rank import AdaptedModel, check_model, digest_of
+from ragserve.adapt.low_rank import AdaptedModel, check_model, digest_of, pack_room
 from ragserve.adapt.model_folder import check_out, check_room, remove_unfinished, write_model
-from ragserve.adapt.sample_mix import SampleMix
+from ragserve.adapt.sample_mix import SampleMix, leaves_room
 from ragserve.adapt.training import OnProgress, Training, TrainingOptions
 from ragserve.adapt.training_rows import TrainingRow, digest_of_rows, divided, read_rows, write_rows
 from ragserve.adapt.work_folder import LOCK, RUN, check_work, remove_work
 from ragserve.errors import Conflict, InvalidRequest, RagserveError, StorageFull
 from ragserve.files import locked, write_json
+from ragserve.json_lines import json_lines
 from ragserve.verification.report import environment
 
 if TYPE_CHECKING:
+    from ragserve.answering.prompt import PromptBuilder
     from ragserve.config import Settings
 
 _ROWS, _BEFORE = "rows.jsonl", "before.json"
 _LEAST_ROOM = 512  # tokens of a pack
+_NAMED = 10  # lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,20 @@ def _check_numbers(job: Adaptation, config: dict[str, Any]) -> None:
         )
 
 
+def _check_questions(rows: Sequence[TrainingRow], data: Path, builder: PromptBuilder, room: int) -> None:
+    """Raise InvalidRequest for questions that leave no room for a passage."""
+    long = [n for n, row in enumerate(rows) if not leaves_room(row, builder, room)]
+    if long:
+        lines = [number for number, _ in json_lines(data)]
+        named = ", ".join(f"{lines[n]:,}" for n in long[:_NAMED])
+        more = f" and {len(long) - _NAMED:,} more" if len(long) > _NAMED else ""
+        raise InvalidRequest(
+            f"{data}: the questions of {len(long):,} of {len(rows):,} lines leave no room for a passage in a "
+            f"prompt of {room:,} tokens: line {named}{more}.",
+            hint="Shorten these questions, leave them out, or give a larger --pack-tokens.",
+        )
+
+
 @contextmanager
 def _explained() -> Iterator[None]:
     """Raise RagserveError for memory or a disk that is full."""
@@ -143,6 +160,10 @@ class _AdaptRun:
                 f"{job.model} has no chat template.",
                 hint="Give an instruction-tuned model: others do not answer.",
             )
+        longest = int(config.get("max_position_embeddings", pack_room(job.room)))
+        self._room = min(pack_room(job.room), longest) - job.training.answer_tokens
+        if given is not None and job.data is not None:
+            _check_questions(given, job.data, self._builder, self._room)
         prefix = prefix_ids(settings, self._builder.tokenizer)
         self._identity = self._identified(prefix)
         self._model = AdaptedModel.load(job.model, prefix, self._builder.tokenizer, room=job.room)
@@ -155,9 +176,7 @@ class _AdaptRun:
         """Train, measure and write."""
         job, model, rows = self._job, self._model, self._rows()
         train, held_out = divided(rows, job.held_out, job.seed)
-        longest = int(self._config.get("max_position_embeddings", model.room))
-        room = min(model.room, longest) - job.training.answer_tokens
-        mix = SampleMix(train, self._builder, k=self._settings.top_k, room=room, seed=job.seed)
+        mix = SampleMix(train, self._builder, k=self._settings.top_k, room=self._room, seed=job.seed)
         before, wanted = self._before(mix, held_out)
         model.add_adapter(job.rank, job.seed)
         prompts = [
@@ -230,7 +249,13 @@ class _AdaptRun:
             from ragserve.adapt.namespace_rows import make_rows
 
             made = make_rows(
-                self._settings, job.namespace, self._model, self._builder, job.questions, self._progress
+                self._settings,
+                job.namespace,
+                self._model,
+                self._builder,
+                self._room,
+                job.questions,
+                self._progress,
             )
             write_rows(place, made)
         return read_rows(place)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ragserve.adapt.packing import TrainingSequence
 from ragserve.adapt.training_rows import TrainingPassage, TrainingRow
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
+from ragserve.errors import PromptTooLong
 from ragserve.verification.question_probes import SHORT
 
 if TYPE_CHECKING:
@@ -31,6 +32,21 @@ def shuffled(count: int, seed: str) -> list[int]:
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return order
+
+
+def leaves_room(row: TrainingRow, builder: PromptBuilder, room: int) -> bool:
+    """Whether a row's question, with the longer system text, leaves room for the beginning of a passage in
+    ``room`` tokens."""
+    first = row.passages[0]
+    documents = [PromptDocument("", first.title, first.text)]
+    try:
+        prompts = [
+            builder.build(row.question, documents, max_prompt_tokens=room, system=system, cut=True)
+            for system in (SHORT, None)
+        ]
+    except PromptTooLong:
+        return False
+    return all(prompt.documents_kept for prompt in prompts)
 
 
 class SampleMix:

@@ -191,6 +191,15 @@ def test_bad_rows_are_named(job: Adaptation, tmp_path: Path, line: str, words: s
     assert not job.work.exists(), "mended rows would be another run's"
 
 
+def test_questions_that_do_not_fit_are_named_before_anything_is_made(job: Adaptation, tmp_path: Path) -> None:
+    long = [row.model_copy(update={"question": f"{row.question} {'so ' * 600}?"}) for row in rows(2)]
+    data = write(tmp_path / "long.jsonl", [*rows(6, passages=3), long[0], *rows(60)[8:], long[1]])
+    data.write_text("\n" + data.read_text())
+    with pytest.raises(RagserveError, match=r"2 of 60 lines leave no room .* 509 tokens: line 8, 61\."):
+        adapt(settings(tmp_path), changed(job, data=data))
+    assert {path.name for path in job.work.iterdir()} <= {"lock"}, "mended rows would be another run's"
+
+
 def test_too_few_questions(job: Adaptation, tmp_path: Path) -> None:
     data = write(tmp_path / "few.jsonl", rows(49))
     with pytest.raises(RagserveError, match="There are 49 questions; at least 50"):
