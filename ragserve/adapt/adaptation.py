@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -267,7 +268,7 @@ class _AdaptRun:
         place = self._job.work / _BEFORE
         if not place.exists():
             self._progress("before", "references")
-            wanted = guards.references(self._model, mix, rows)
+            wanted = guards.references(self._model, mix, rows, partial(self._progress, "held-out questions"))
             before = self._measured("before", mix, rows, wanted)
             write_json(place, {"before": asdict(before), "wanted": wanted}, mode=0o600)
         there = json.loads(place.read_text(encoding="utf-8"))

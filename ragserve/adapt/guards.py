@@ -12,12 +12,12 @@ from ragserve.adapt import greedy
 from ragserve.adapt.packing import TrainingSequence, in_packs
 from ragserve.adapt.training_rows import LEAST_HELD_OUT
 from ragserve.errors import InvalidRequest
-from ragserve.verification.metrics import is_refusal, token_f1
+from ragserve.verification.metrics import contains_answer, is_refusal, token_f1
 
 if TYPE_CHECKING:
     from ragserve.adapt.low_rank import AdaptedModel
     from ragserve.adapt.sample_mix import SampleMix
-    from ragserve.adapt.training_rows import TrainingRow
+    from ragserve.adapt.training_rows import TrainingPassage, TrainingRow
 
 LOST_F1 = 1.0  # points of F1 of whole prompts
 LOST_REFUSALS = 2.0  # points
@@ -58,15 +58,30 @@ class Measured:
         }
 
 
-def references(model: AdaptedModel, mix: SampleMix, rows: Sequence[TrainingRow]) -> list[tuple[str, ...]]:
+def references(
+    model: AdaptedModel,
+    mix: SampleMix,
+    rows: Sequence[TrainingRow],
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> list[tuple[str, ...]]:
     """What a right answer says, by row: the row's answer, or else the base's over the passages that answer,
-    alone; empty where neither is known. Raises InvalidRequest for fewer than `LEAST_HELD_OUT`."""
+    alone; empty where neither is known, and where it is not in what fits into the prompt. Raises
+    InvalidRequest for fewer than `LEAST_HELD_OUT`, and where it does not fit for more than half."""
     asked = [n for n, row in enumerate(rows) if row.answer is None and row.gold]
     prompts = [mix.sequence(rows[n].question, [rows[n].passages[at] for at in rows[n].gold]) for n in asked]
     found: list[tuple[str, ...]] = [() if row.answer is None else (row.answer,) for row in rows]
     for n, ids in zip(asked, greedy.answers(model, prompts, _REFERENCE_TOKENS), strict=True):
         text = greedy.text_of(model, ids)
         found[n] = (text,) if text and not is_refusal(text, [" "]) else ()
+    cut = [n for n, row in enumerate(rows) if not _shows(mix.context(row, n), row, found[n])]
+    if 2 * len(cut) > len(rows):
+        raise InvalidRequest(
+            f"{len(cut)} of {len(rows)} held-out questions have passages that answer but do not fit.",
+            hint="Give rows with shorter passages, or a larger --pack-tokens, with another --work.",
+        )
+    if cut:
+        on_progress(f"{len(cut)} of {len(rows)} are not measured: the passages that answer do not fit")
+        found = [() if n in cut else each for n, each in enumerate(found)]
     if sum(map(bool, found)) < LEAST_HELD_OUT:
         raise InvalidRequest(
             f"Only {sum(map(bool, found))} of {len(rows)} held-out questions have an answer that is known; "
@@ -74,6 +89,12 @@ def references(model: AdaptedModel, mix: SampleMix, rows: Sequence[TrainingRow])
             hint="Give rows with an `answer`, or with `gold` passages, or more of them.",
         )
     return found
+
+
+def _shows(context: Sequence[TrainingPassage], row: TrainingRow, answers: Sequence[str]) -> bool:
+    """Whether a prompt's passages have all that answers, or one of the answers."""
+    whole = row.gold_texts <= {each.text for each in context}
+    return whole or contains_answer(" ".join(f"{each.title} {each.text}" for each in context), answers)
 
 
 def measure(

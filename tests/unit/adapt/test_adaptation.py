@@ -19,7 +19,7 @@ from ragserve.adapt.guards import Measured
 from ragserve.adapt.training import TrainingOptions
 from ragserve.config import Settings
 from ragserve.errors import RagserveError
-from tests.unit.adapt.tiny_models import load, make_model, rows, write
+from tests.unit.adapt.tiny_models import load, longer, make_model, rows, write
 
 OPTIONS = TrainingOptions(seconds=1e9, steps=2, batch=2, every=1, rate=5e-3, answer_tokens=3)
 
@@ -205,6 +205,31 @@ def test_too_few_questions(job: Adaptation, tmp_path: Path) -> None:
     with pytest.raises(RagserveError, match="There are 49 questions; at least 50"):
         adapt(settings(tmp_path), changed(job, data=data))
     assert not job.work.exists()
+
+
+def test_held_out_questions_whose_passage_does_not_fit_are_not_measured(
+    job: Adaptation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "failures", lambda before, after: [])
+    given = [longer(row, 600) if n % 6 == 0 else row for n, row in enumerate(rows(96, passages=2))]
+    data = write(tmp_path / "long.jsonl", given)
+    said: list[str] = []
+    record = adapt(
+        settings(tmp_path), changed(job, data=data, held_out=19), lambda phase, counts: said.append(counts)
+    )
+    [left_out] = [each for each in said if "are not measured" in each]
+    count = int(left_out.split()[0])
+    assert left_out == f"{count} of 19 are not measured: the passages that answer do not fit"
+    assert count > 0
+    assert record["after"]["questions"] == 19 - count
+
+
+def test_passages_that_mostly_do_not_fit_are_refused(job: Adaptation, tmp_path: Path) -> None:
+    data = write(tmp_path / "long.jsonl", [longer(row, 600) for row in rows(60, passages=2)])
+    with pytest.raises(
+        RagserveError, match="10 of 10 held-out questions have passages that answer but do not"
+    ):
+        adapt(settings(tmp_path), changed(job, data=data))
 
 
 def test_two_runs_at_once_are_one_too_many(job: Adaptation, tmp_path: Path) -> None:
