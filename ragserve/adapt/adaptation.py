@@ -20,7 +20,7 @@ from ragserve.adapt import guards
 from ragserve.adapt.checkpoints import Checkpoints, TrainingCourse
 from ragserve.adapt.low_rank import AdaptedModel, check_model, digest_of, pack_room
 from ragserve.adapt.model_folder import check_out, check_room, remove_unfinished, write_model
-from ragserve.adapt.sample_mix import SampleMix, leaves_room
+from ragserve.adapt.sample_mix import SampleMix, leaves_room, shuffled
 from ragserve.adapt.training import OnProgress, Training, TrainingOptions
 from ragserve.adapt.training_rows import TrainingRow, digest_of_rows, divided, read_rows, write_rows
 from ragserve.adapt.work_folder import LOCK, RUN, check_work, remove_work
@@ -36,12 +36,14 @@ if TYPE_CHECKING:
 _ROWS, _BEFORE = "rows.jsonl", "before.json"
 _LEAST_ROOM = 512  # tokens of a pack
 _NAMED = 10  # lines
+_KL_QUESTIONS = 100  # held-out ones that are compared in training, every few steps
 
 
 @dataclass(frozen=True, slots=True)
 class Adaptation:
     """``model`` and ``out`` are folders. Questions come from the file ``data``, else from ``namespace``, at
-    most ``questions`` of them. ``room``: tokens of a pack; 0 for what suits the machine."""
+    most ``questions`` of them. ``held_out``: for the guards, at most a fifth. ``room``: tokens of a pack; 0
+    for what suits the machine."""
 
     model: Path
     out: Path
@@ -50,7 +52,7 @@ class Adaptation:
     namespace: str = ""
     data: Path | None = None
     questions: int = 4000
-    held_out: int = 100
+    held_out: int = 400
     rank: int = 16
     seed: int = 0
     room: int = 0
@@ -180,8 +182,9 @@ class _AdaptRun:
         mix = SampleMix(train, self._builder, k=self._settings.top_k, room=self._room, seed=job.seed)
         before, wanted = self._before(mix, held_out)
         model.add_adapter(job.rank, job.seed)
+        compared = sorted(shuffled(len(held_out), f"{job.seed} KL")[:_KL_QUESTIONS])
         prompts = [
-            mix.sequence(row.question, mix.context(row, n), composed=True) for n, row in enumerate(held_out)
+            mix.sequence(held_out[n].question, mix.context(held_out[n], n), composed=True) for n in compared
         ]
         checkpoints = Checkpoints(job.work)
         training = Training(model, mix, prompts, checkpoints, job.training, self._progress, on_step=on_step)
@@ -191,7 +194,7 @@ class _AdaptRun:
         model.save_adapter(job.work / "adapter", str(job.model))
         model.merge(job.model, job.work / "merged")
         after = self._measured("after", mix, held_out, wanted)
-        record = self._record(course, before, after, len(train), digest_of_rows(rows))
+        record = self._record(course, before, after, len(train), len(prompts), digest_of_rows(rows))
         if failed := guards.failures(before, after):
             write_json(job.work / "refused.json", record)
             raise RagserveError(
@@ -293,6 +296,7 @@ class _AdaptRun:
         before: guards.Measured,
         after: guards.Measured,
         questions: int,
+        compared: int,
         digest: str,
     ) -> dict[str, Any]:
         best = next(each for each in course.history if each["step"] == course.best_step)
@@ -308,8 +312,10 @@ class _AdaptRun:
             "training_seconds": round(course.seconds),
             "kl_before": course.history[0],
             "kl_after": best,
+            "kl_questions": compared,
             "before": before.row(),
             "after": after.row(),
+            "lost": guards.losses(before, after),
             "recovered": guards.recovered(before, after),
             "attention": "masks" if self._model.no_flex else "FlexAttention",
             "machine": {name: ran[name] for name in ("gpu", "cpu", "cores")},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 from ragserve.adapt import adaptation, guards, model_folder, namespace_rows
 from ragserve.adapt.adaptation import Adaptation, adapt
 from ragserve.adapt.guards import Measured
 from ragserve.adapt.training import TrainingOptions
+from ragserve.commands import adapt as commands
 from ragserve.config import Settings
 from ragserve.errors import RagserveError
 from tests.unit.adapt.tiny_models import load, longer, make_model, rows, write
@@ -67,7 +72,8 @@ def test_the_folder_is_a_model_with_its_adapter_and_record(
     there = json.loads((job.out / "ragserve-adapt.json").read_text())
     assert there == record
     assert there["questions"] == 50
-    assert there["after"]["questions"] == 10
+    assert there["after"]["questions"] == there["lost"]["whole_f1"]["n"] == there["kl_questions"] == 10
+    assert there["lost"]["whole_f1"]["at_least"] <= there["lost"]["whole_f1"]["points"]
     assert there["kl_after"]["composed"] < there["kl_before"]["composed"]
     assert not (job.out / "ragserve-gate.json").exists(), "what was verified of the base is not of this model"
     assert not job.work.exists()
@@ -84,6 +90,38 @@ def test_a_guard_that_fails_writes_nothing(
     assert (job.work / "refused.json").exists()
     with pytest.raises(RagserveError, match="differs in rank"):
         adapt(settings(tmp_path), changed(job, rank=2))
+
+
+def test_a_fifth_is_held_out_of_which_training_looks_at_100(
+    job: Adaptation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "failures", lambda before, after: [])
+    data = write(tmp_path / "many.jsonl", rows(525, passages=1))
+    options = TrainingOptions(seconds=1e9, steps=1, batch=2, every=1, rate=5e-3, answer_tokens=1)
+    more = Adaptation(job.model, job.out, job.work, options, data=data, rank=4, room=512)
+    record = adapt(settings(tmp_path), more)
+    assert record["lost"]["whole_f1"]["n"] == record["after"]["unanswerable"] + 105 == 105
+    assert record["kl_questions"] == 100
+    assert record["questions"] == 420
+
+
+def test_the_table_says_what_its_questions_can_show(
+    job: Adaptation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "failures", lambda before, after: [])
+    app = typer.Typer()
+    commands.register(app)
+    app.command("other")(lambda: None)  # a Typer app with one command takes no command name
+    options = {"data": job.data, "data-dir": tmp_path / "data", "top-k": 2, "kv-prefix": "none"}
+    options |= {"steps": 1, "batch": 2, "every": 1, "rate": 5e-3, "answer-tokens": 2, "pack-tokens": 512}
+    arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    done = CliRunner().invoke(
+        app, ["adapt", str(job.model), str(job.out), *arguments], catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.output
+    [row] = [line for line in done.stdout.splitlines() if "F1, whole prompts" in line]
+    assert re.search(r"-?[\d.]+ \[-[\d.]+, [\d.]+\] │ +12 ", row)
+    assert re.search(r"so few questions .* whole prompts may lose \d\d points of F1", done.stdout)
 
 
 def test_what_users_asked_is_readable_by_nobody_else(
@@ -103,20 +141,41 @@ def test_what_users_asked_is_readable_by_nobody_else(
 
 
 def test_each_guard_is_about_what_it_says() -> None:
+    """One of 20 answers lost is no proof, nor are two of 50 refusals."""
     before = Measured([80.0] * 20, [40.0] * 20, [True] * 50, 2.0, 1000)
-    assert (
-        guards.failures(before, Measured([79.0] * 20, [70.0] * 20, [True] * 49 + [False], 2.009, 1000)) == []
-    )
-    [one] = guards.failures(before, Measured([78.9] * 20, [70.0] * 20, [True] * 50, 2.0, 1000))
-    assert one == "whole prompts lose 1.1 points of F1 (n 20; allowed 1)"
+    few = Measured([80.0] * 19 + [0.0], [70.0] * 20, [True] * 48 + [False] * 2, 2.009, 1000)
+    assert guards.failures(before, few) == []
+    [one] = guards.failures(before, Measured([0.0] * 8 + [80.0] * 12, [70.0] * 20, [True] * 50, 2.0, 1000))
+    assert one == "whole prompts lose 32.0 points of F1 (n 20, at 95 % at least 7.4; allowed 1)"
     [one] = guards.failures(before, Measured([80.0] * 20, [70.0] * 20, [True] * 50, 2.0101, 1000))
     assert one.startswith("perplexity on 1,000 tokens of text rises by 1.0 %")
-    [one] = guards.failures(before, Measured([80.0] * 20, [70.0] * 20, [True] * 48 + [False] * 2, 2.0, 1000))
-    assert one == "questions without an answer are refused less often by 4.0 points (n 50; allowed 2)"
+    fewer = [True] * 40 + [False] * 10
+    [one] = guards.failures(before, Measured([80.0] * 20, [70.0] * 20, fewer, 2.0, 1000))
+    assert one == (
+        "questions without an answer are refused less often by 20.0 points (n 50, at 95 % at least 7.5; "
+        "allowed 2)"
+    )
     broken = Measured([float("nan")] * 20, [70.0] * 20, [False] * 50, float("nan"), 1000)
     assert len(guards.failures(before, broken)) == 3
     assert guards.recovered(before, Measured([80.0] * 20, [70.0] * 20)) == 0.75
     assert guards.recovered(Measured([80.0], [79.5]), Measured([80.0], [80.0])) is None
+
+
+@pytest.mark.parametrize(
+    ("n", "lost", "least", "most"), [(20, 0.0, 0, 0.02), (100, 0.01, 0, 0.05), (400, 0.1, 0.95, 1)]
+)
+def test_a_model_is_refused_by_what_is_shown(n: int, lost: float, least: float, most: float) -> None:
+    """A 25th of the answers is lost and as many are gained by chance, beside what is really lost."""
+    draw = random.Random(0)
+    refused = 0
+    for _ in range(200):
+        before, after = Measured(loss=2.0), Measured(loss=2.0)
+        for _ in range(n):
+            at = draw.random()
+            before.whole.append(0.0 if at < 0.04 else 100.0)
+            after.whole.append(0.0 if 0.04 <= at < 0.08 + lost else 100.0)
+        refused += bool(guards.failures(before, after))
+    assert least <= refused / 200 <= most
 
 
 @pytest.mark.parametrize(
