@@ -76,9 +76,9 @@ def write_text(path: Path, text: str, *, durable: bool = False, mode: int = 0o66
         sync_folder(path.parent)
 
 
-def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
+def write_json(path: Path, value: Any, *, durable: bool = False, mode: int = 0o666) -> None:
     """Write ``value`` as indented JSON with a final newline, as `write_text` does."""
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", durable=durable)
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", durable=durable, mode=mode)
 
 
 def sync_folder(folder: Path) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -17,27 +18,32 @@ from typing import TYPE_CHECKING, Any
 
 from ragserve.adapt import guards
 from ragserve.adapt.checkpoints import Checkpoints, TrainingCourse
-from ragserve.adapt.low_rank import AdaptedModel, check_model, digest_of
+from ragserve.adapt.low_rank import AdaptedModel, check_model, digest_of, pack_room
 from ragserve.adapt.model_folder import check_out, check_room, remove_unfinished, write_model
-from ragserve.adapt.sample_mix import SampleMix
+from ragserve.adapt.sample_mix import SampleMix, leaves_room, shuffled
 from ragserve.adapt.training import OnProgress, Training, TrainingOptions
 from ragserve.adapt.training_rows import TrainingRow, digest_of_rows, divided, read_rows, write_rows
 from ragserve.adapt.work_folder import LOCK, RUN, check_work, remove_work
 from ragserve.errors import Conflict, InvalidRequest, RagserveError, StorageFull
 from ragserve.files import locked, write_json
+from ragserve.json_lines import json_lines
 from ragserve.verification.report import environment
 
 if TYPE_CHECKING:
+    from ragserve.answering.prompt import PromptBuilder
     from ragserve.config import Settings
 
 _ROWS, _BEFORE = "rows.jsonl", "before.json"
 _LEAST_ROOM = 512  # tokens of a pack
+_NAMED = 10  # lines
+_KL_QUESTIONS = 100  # held-out ones that are compared in training, every few steps
 
 
 @dataclass(frozen=True, slots=True)
 class Adaptation:
     """``model`` and ``out`` are folders. Questions come from the file ``data``, else from ``namespace``, at
-    most ``questions`` of them. ``room``: tokens of a pack; 0 for what suits the machine."""
+    most ``questions`` of them. ``held_out``: for the guards, at most a fifth. ``room``: tokens of a pack; 0
+    for what suits the machine."""
 
     model: Path
     out: Path
@@ -46,7 +52,7 @@ class Adaptation:
     namespace: str = ""
     data: Path | None = None
     questions: int = 4000
-    held_out: int = 100
+    held_out: int = 400
     rank: int = 16
     seed: int = 0
     room: int = 0
@@ -67,7 +73,7 @@ def adapt(
     rows = read_rows(job.data) if job.data else None
     if rows is not None:
         divided(rows, job.held_out, job.seed)  # before a model is loaded for nothing
-    job.work.mkdir(parents=True, exist_ok=True)
+    job.work.mkdir(mode=0o700, parents=True, exist_ok=True)  # users' questions will be in it
     with locked(job.work / LOCK) as alone, _explained():
         if not alone:
             raise Conflict(
@@ -92,6 +98,20 @@ def _check_numbers(job: Adaptation, config: dict[str, Any]) -> None:
     if longest < _LEAST_ROOM:
         raise InvalidRequest(
             f"{job.model} reads {longest} tokens; {_LEAST_ROOM} are needed.", hint="Give another model."
+        )
+
+
+def _check_questions(rows: Sequence[TrainingRow], data: Path, builder: PromptBuilder, room: int) -> None:
+    """Raise InvalidRequest for questions that leave no room for a passage."""
+    long = [n for n, row in enumerate(rows) if not leaves_room(row, builder, room)]
+    if long:
+        lines = [number for number, _ in json_lines(data)]
+        named = ", ".join(f"{lines[n]:,}" for n in long[:_NAMED])
+        more = f" and {len(long) - _NAMED:,} more" if len(long) > _NAMED else ""
+        raise InvalidRequest(
+            f"{data}: the questions of {len(long):,} of {len(rows):,} lines leave no room for a passage in a "
+            f"prompt of {room:,} tokens: line {named}{more}.",
+            hint="Shorten these questions, leave them out, or give a larger --pack-tokens.",
         )
 
 
@@ -143,6 +163,10 @@ class _AdaptRun:
                 f"{job.model} has no chat template.",
                 hint="Give an instruction-tuned model: others do not answer.",
             )
+        longest = int(config.get("max_position_embeddings", pack_room(job.room)))
+        self._room = min(pack_room(job.room), longest) - job.training.answer_tokens
+        if given is not None and job.data is not None:
+            _check_questions(given, job.data, self._builder, self._room)
         prefix = prefix_ids(settings, self._builder.tokenizer)
         self._identity = self._identified(prefix)
         self._model = AdaptedModel.load(job.model, prefix, self._builder.tokenizer, room=job.room)
@@ -155,13 +179,12 @@ class _AdaptRun:
         """Train, measure and write."""
         job, model, rows = self._job, self._model, self._rows()
         train, held_out = divided(rows, job.held_out, job.seed)
-        longest = int(self._config.get("max_position_embeddings", model.room))
-        room = min(model.room, longest) - job.training.answer_tokens
-        mix = SampleMix(train, self._builder, k=self._settings.top_k, room=room, seed=job.seed)
+        mix = SampleMix(train, self._builder, k=self._settings.top_k, room=self._room, seed=job.seed)
         before, wanted = self._before(mix, held_out)
         model.add_adapter(job.rank, job.seed)
+        compared = sorted(shuffled(len(held_out), f"{job.seed} KL")[:_KL_QUESTIONS])
         prompts = [
-            mix.sequence(row.question, mix.context(row, n), composed=True) for n, row in enumerate(held_out)
+            mix.sequence(held_out[n].question, mix.context(held_out[n], n), composed=True) for n in compared
         ]
         checkpoints = Checkpoints(job.work)
         training = Training(model, mix, prompts, checkpoints, job.training, self._progress, on_step=on_step)
@@ -171,7 +194,7 @@ class _AdaptRun:
         model.save_adapter(job.work / "adapter", str(job.model))
         model.merge(job.model, job.work / "merged")
         after = self._measured("after", mix, held_out, wanted)
-        record = self._record(course, before, after, len(train), digest_of_rows(rows))
+        record = self._record(course, before, after, len(train), len(prompts), digest_of_rows(rows))
         if failed := guards.failures(before, after):
             write_json(job.work / "refused.json", record)
             raise RagserveError(
@@ -230,7 +253,13 @@ class _AdaptRun:
             from ragserve.adapt.namespace_rows import make_rows
 
             made = make_rows(
-                self._settings, job.namespace, self._model, self._builder, job.questions, self._progress
+                self._settings,
+                job.namespace,
+                self._model,
+                self._builder,
+                self._room,
+                job.questions,
+                self._progress,
             )
             write_rows(place, made)
         return read_rows(place)
@@ -242,9 +271,9 @@ class _AdaptRun:
         place = self._job.work / _BEFORE
         if not place.exists():
             self._progress("before", "references")
-            wanted = guards.references(self._model, mix, rows)
+            wanted = guards.references(self._model, mix, rows, partial(self._progress, "held-out questions"))
             before = self._measured("before", mix, rows, wanted)
-            write_json(place, {"before": asdict(before), "wanted": wanted})
+            write_json(place, {"before": asdict(before), "wanted": wanted}, mode=0o600)
         there = json.loads(place.read_text(encoding="utf-8"))
         return guards.Measured(**there["before"]), [tuple(each) for each in there["wanted"]]
 
@@ -267,6 +296,7 @@ class _AdaptRun:
         before: guards.Measured,
         after: guards.Measured,
         questions: int,
+        compared: int,
         digest: str,
     ) -> dict[str, Any]:
         best = next(each for each in course.history if each["step"] == course.best_step)
@@ -282,8 +312,10 @@ class _AdaptRun:
             "training_seconds": round(course.seconds),
             "kl_before": course.history[0],
             "kl_after": best,
+            "kl_questions": compared,
             "before": before.row(),
             "after": after.row(),
+            "lost": guards.losses(before, after),
             "recovered": guards.recovered(before, after),
             "attention": "masks" if self._model.no_flex else "FlexAttention",
             "machine": {name: ran[name] for name in ("gpu", "cpu", "cores")},

@@ -76,6 +76,14 @@ def digest_of(folder: Path) -> str:
     return found.hexdigest()[:16]
 
 
+def pack_room(room: int) -> int:
+    """Tokens of a pack; ``room``: those asked for, 0 for what suits the machine."""
+    import torch
+
+    room = room or (8192 if torch.cuda.is_available() else 2048)
+    return room + -room % 128
+
+
 @dataclass(eq=False)
 class AdaptedModel:
     """A causal model, its tokenizer, and the adapter once `add_adapter` has been called.
@@ -123,9 +131,7 @@ class AdaptedModel:
         ends = causal.generation_config.eos_token_id
         ends = {*ends} if isinstance(ends, list) else {ends}
         ends = {*ends, tokenizer.eos_token_id} - {None}
-        room = room or (8192 if device.type == "cuda" else 2048)
-        room += -room % 128
-        found = cls(causal, tokenizer, device, frozenset(ends), list(prefix), room, "")
+        found = cls(causal, tokenizer, device, frozenset(ends), list(prefix), pack_room(room), "")
         found.no_flex = flex_differs(causal, device, max(1024, found.padded))
         return found
 

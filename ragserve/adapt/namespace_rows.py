@@ -6,14 +6,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from ragserve.adapt.batched_engine import BatchedEngine
+from ragserve.adapt.sample_mix import leaves_room
 from ragserve.adapt.training_rows import TrainingPassage, TrainingRow
 from ragserve.answering.follow_ups import passages
-from ragserve.errors import InvalidRequest
+from ragserve.errors import InvalidRequest, PromptTooLong
 from ragserve.retrieval.search_options import SearchOptions
 from ragserve.verification.metrics import contains_answer
 from ragserve.verification.questions import DrawnQuestion, asked, drawn
@@ -35,12 +36,14 @@ def make_rows(
     namespace: str,
     model: AdaptedModel,
     builder: PromptBuilder,
+    room: int,
     most: int,
     on_progress: Callable[[str, str], None],
 ) -> list[TrainingRow]:
-    """Make at most ``most`` rows, one a chunk. Raises NotFound for an unknown namespace, and InvalidRequest
+    """Make at most ``most`` rows, one a chunk. Chunks and users' questions that do not fit into a prompt of
+    ``room`` tokens are left out. Raises NotFound for an unknown namespace, and InvalidRequest
     for one without passages."""
-    return asyncio.run(_make(settings, namespace, model, builder, most, on_progress))
+    return asyncio.run(_make(settings, namespace, model, builder, room, most, on_progress))
 
 
 async def _make(
@@ -48,6 +51,7 @@ async def _make(
     namespace: str,
     model: AdaptedModel,
     builder: PromptBuilder,
+    room: int,
     most: int,
     on_progress: Callable[[str, str], None],
 ) -> list[TrainingRow]:
@@ -68,9 +72,8 @@ async def _make(
         retriever = Retriever(store, embedder)
         stack.push_async_callback(retriever.close)
         search = PassageSearch(retriever)
-        maker = _RowMaker(
-            Probes(BatchedEngine(model), search, builder, namespace, model.room), search, settings, namespace
-        )
+        probes = Probes(BatchedEngine(model), search, builder, namespace, room)
+        maker = _RowMaker(probes, search, settings, namespace, builder, room)
         while len(rows) < most:
             batch = [each for _ in range(_AT_ONCE) if (each := next(source, None)) is not None]
             if not batch:
@@ -80,7 +83,8 @@ async def _make(
             )
             tried += len(batch)
             rows += [row for row in found if row is not None]
-            on_progress("questions", f"{len(rows):,} of {tried:,} that were tried")
+            long = f"; {maker.too_long:,} do not fit into {room:,} tokens" if maker.too_long else ""
+            on_progress("questions", f"{len(rows):,} of {tried:,} that were tried{long}")
     if not tried:
         raise InvalidRequest(
             f"Namespace {namespace!r} has no passages to ask about.", hint="Ingest documents first."
@@ -89,14 +93,32 @@ async def _make(
 
 
 class _RowMaker:
-    """Makes rows with one search and prober."""
+    """Makes rows with one search and prober. ``too_long``: chunks and questions that did not fit so far."""
 
-    def __init__(self, probes: Probes, search: PassageSearch, settings: Settings, namespace: str) -> None:
+    def __init__(
+        self,
+        probes: Probes,
+        search: PassageSearch,
+        settings: Settings,
+        namespace: str,
+        builder: PromptBuilder,
+        room: int,
+    ) -> None:
         self._probes, self._search, self._namespace = probes, search, namespace
+        self._builder, self._room = builder, room
+        self.too_long = 0
         self._options = SearchOptions(settings.top_k, retrieval=settings.retrieval)
 
     async def row(self, about: DrawnQuestion | Chunk, *, two: bool) -> TrainingRow | None:
         """The row of a user's question or of one about a chunk; None where none can be used."""
+        with suppress(PromptTooLong):
+            found = await self._made(about, two=two)
+            if found is None or leaves_room(found, self._builder, self._room):
+                return found
+        self.too_long += 1
+        return None
+
+    async def _made(self, about: DrawnQuestion | Chunk, *, two: bool) -> TrainingRow | None:
         chunk = about if isinstance(about, Chunk) else None
         if isinstance(about, Chunk):
             question = await self._probes.about(about, two=two)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ragserve.adapt.packing import TrainingSequence
 from ragserve.adapt.training_rows import TrainingPassage, TrainingRow
 from ragserve.answering.prompt import PromptBuilder, PromptDocument
+from ragserve.errors import PromptTooLong
 from ragserve.verification.question_probes import SHORT
 
 if TYPE_CHECKING:
@@ -31,6 +32,21 @@ def shuffled(count: int, seed: str) -> list[int]:
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return order
+
+
+def leaves_room(row: TrainingRow, builder: PromptBuilder, room: int) -> bool:
+    """Whether a row's question, with the longer system text, leaves room for the beginning of a passage in
+    ``room`` tokens."""
+    first = row.passages[0]
+    documents = [PromptDocument("", first.title, first.text)]
+    try:
+        prompts = [
+            builder.build(row.question, documents, max_prompt_tokens=room, system=system, cut=True)
+            for system in (SHORT, None)
+        ]
+    except PromptTooLong:
+        return False
+    return all(prompt.documents_kept for prompt in prompts)
 
 
 class SampleMix:
@@ -56,7 +72,7 @@ class SampleMix:
             return self._text(draw.choice(row.passages), draw)
         short = draw.random() < _SHORT_ANSWERS
         return self.sequence(
-            row.question, self._context(row, draw), short=short, composed=kind >= _TEXT + _WHOLE
+            row.question, self._context(row, draw, short=short), short=short, composed=kind >= _TEXT + _WHOLE
         )
 
     def sequence(
@@ -69,22 +85,19 @@ class SampleMix:
     ) -> TrainingSequence:
         """Lay a question out over passages, as many as fit. ``short``: with the system text that asks for few
         words."""
-        documents = [PromptDocument("", each.title, each.text) for each in passages]
-        prompt = self._builder.build(
-            question, documents, max_prompt_tokens=self._room, system=SHORT if short else None, cut=True
-        )
-        head, *shown, tail = _parts(prompt)
+        head, *shown, tail = _parts(self._prompt(question, passages, short=short))
         return TrainingSequence(head, shown, tail, composed=composed)
 
     def context(self, row: TrainingRow, number: int, *, without_gold: bool = False) -> list[TrainingPassage]:
-        """The passages of held-out row ``number``: at most k, in an order of its own; ``without_gold``: none
-        that answers."""
+        """The passages of held-out row ``number``: at most k, or those that answer where these are more, in
+        an order of its own; ``without_gold``: none that answers. Where not all fit, those that answer are
+        there before others, and the last one that fits is cut."""
         draw = random.Random(f"{self._seed} held out {number}")
         others = [each for place, each in enumerate(row.passages) if place not in row.gold]
         gold = [] if without_gold else [row.passages[place] for place in row.gold]
-        return _shuffled(gold, others, self._k, draw)
+        return self._chosen(row.question, gold, others, self._k, draw, short=True)
 
-    def _context(self, row: TrainingRow, draw: random.Random) -> list[TrainingPassage]:
+    def _context(self, row: TrainingRow, draw: random.Random, *, short: bool) -> list[TrainingPassage]:
         gold = [row.passages[place] for place in row.gold]
         others = [each for place, each in enumerate(row.passages) if place not in row.gold]
         if len(others) < self._k // 2:  # a row that brings few: those of other rows
@@ -95,21 +108,38 @@ class SampleMix:
             gold = []
         one = draw.random() < _ONE
         count = max(1, len(gold)) if one else draw.randint(min(2, self._k), self._k)
-        return _shuffled(gold, others, count, draw)
+        return self._chosen(row.question, gold, others, count, draw, short=short)
+
+    def _chosen(
+        self,
+        question: str,
+        gold: list[TrainingPassage],
+        others: list[TrainingPassage],
+        count: int,
+        draw: random.Random,
+        *,
+        short: bool,
+    ) -> list[TrainingPassage]:
+        """All of ``gold`` and the first of ``others``, ``count`` together where gold is fewer: those that
+        fit, the last one cut, in any order."""
+        found = [*gold, *others[: max(0, count - len(gold))]]
+        prompt = self._prompt(question, found, short=short)
+        del found[prompt.documents_kept :]
+        if prompt.cut_to is not None:
+            found[-1] = found[-1].model_copy(update={"text": found[-1].text[: prompt.cut_to]})
+        draw.shuffle(found)
+        return found
+
+    def _prompt(self, question: str, passages: Sequence[TrainingPassage], *, short: bool) -> Prompt:
+        documents = [PromptDocument("", each.title, each.text) for each in passages]
+        return self._builder.build(
+            question, documents, max_prompt_tokens=self._room, system=SHORT if short else None, cut=True
+        )
 
     def _text(self, passage: TrainingPassage, draw: random.Random) -> TrainingSequence:
         ids = self._builder.plain_ids(f"{passage.title}\n\n{passage.text}".strip())[: self._room]
         rows = range(len(ids))
         return TrainingSequence(ids, rows=sorted(draw.sample(rows, min(_TEXT_ROWS, len(ids)))))
-
-
-def _shuffled(
-    gold: list[TrainingPassage], others: list[TrainingPassage], count: int, draw: random.Random
-) -> list[TrainingPassage]:
-    """All of ``gold`` and the first of ``others``, ``count`` together where gold is fewer, in any order."""
-    found = [*gold, *others[: max(0, count - len(gold))]]
-    draw.shuffle(found)
-    return found
 
 
 def _parts(prompt: Prompt) -> list[list[int]]:

@@ -83,9 +83,9 @@ def read_rows(path: Path) -> list[TrainingRow]:
 
 
 def write_rows(path: Path, rows: Iterable[TrainingRow]) -> None:
-    """Write rows as `read_rows` reads them, atomically."""
+    """Write rows as `read_rows` reads them, atomically, readable by this user alone."""
     lines = (json.dumps(row.model_dump(mode="json"), ensure_ascii=False) for row in rows)
-    write_text(path, "".join(f"{line}\n" for line in lines))
+    write_text(path, "".join(f"{line}\n" for line in lines), mode=0o600)
 
 
 def digest_of_rows(rows: Sequence[TrainingRow]) -> str:

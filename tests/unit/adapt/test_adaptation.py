@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
-from ragserve.adapt import adaptation, guards, model_folder
+from ragserve.adapt import adaptation, guards, model_folder, namespace_rows
 from ragserve.adapt.adaptation import Adaptation, adapt
 from ragserve.adapt.guards import Measured
 from ragserve.adapt.training import TrainingOptions
+from ragserve.commands import adapt as commands
 from ragserve.config import Settings
 from ragserve.errors import RagserveError
-from tests.unit.adapt.tiny_models import load, make_model, rows, write
+from tests.unit.adapt.tiny_models import load, longer, make_model, rows, write
 
 OPTIONS = TrainingOptions(seconds=1e9, steps=2, batch=2, every=1, rate=5e-3, answer_tokens=3)
 
@@ -67,7 +72,8 @@ def test_the_folder_is_a_model_with_its_adapter_and_record(
     there = json.loads((job.out / "ragserve-adapt.json").read_text())
     assert there == record
     assert there["questions"] == 50
-    assert there["after"]["questions"] == 10
+    assert there["after"]["questions"] == there["lost"]["whole_f1"]["n"] == there["kl_questions"] == 10
+    assert there["lost"]["whole_f1"]["at_least"] <= there["lost"]["whole_f1"]["points"]
     assert there["kl_after"]["composed"] < there["kl_before"]["composed"]
     assert not (job.out / "ragserve-gate.json").exists(), "what was verified of the base is not of this model"
     assert not job.work.exists()
@@ -86,21 +92,90 @@ def test_a_guard_that_fails_writes_nothing(
         adapt(settings(tmp_path), changed(job, rank=2))
 
 
-def test_each_guard_is_about_what_it_says() -> None:
-    before = Measured([80.0] * 20, [40.0] * 20, [True] * 50, 2.0, 1000)
-    assert (
-        guards.failures(before, Measured([79.0] * 20, [70.0] * 20, [True] * 49 + [False], 2.009, 1000)) == []
+def test_a_fifth_is_held_out_of_which_training_looks_at_100(
+    job: Adaptation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "failures", lambda before, after: [])
+    data = write(tmp_path / "many.jsonl", rows(525, passages=1))
+    options = TrainingOptions(seconds=1e9, steps=1, batch=2, every=1, rate=5e-3, answer_tokens=1)
+    more = Adaptation(job.model, job.out, job.work, options, data=data, rank=4, room=512)
+    record = adapt(settings(tmp_path), more)
+    assert record["lost"]["whole_f1"]["n"] == record["after"]["unanswerable"] + 105 == 105
+    assert record["kl_questions"] == 100
+    assert record["questions"] == 420
+
+
+def test_the_table_says_what_its_questions_can_show(
+    job: Adaptation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "failures", lambda before, after: [])
+    app = typer.Typer()
+    commands.register(app)
+    app.command("other")(lambda: None)  # a Typer app with one command takes no command name
+    options = {"data": job.data, "data-dir": tmp_path / "data", "top-k": 2, "kv-prefix": "none"}
+    options |= {"steps": 1, "batch": 2, "every": 1, "rate": 5e-3, "answer-tokens": 2, "pack-tokens": 512}
+    arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    done = CliRunner().invoke(
+        app, ["adapt", str(job.model), str(job.out), *arguments], catch_exceptions=False
     )
-    [one] = guards.failures(before, Measured([78.9] * 20, [70.0] * 20, [True] * 50, 2.0, 1000))
-    assert one == "whole prompts lose 1.1 points of F1 (n 20; allowed 1)"
+    assert done.exit_code == 0, done.output
+    [row] = [line for line in done.stdout.splitlines() if "F1, whole prompts" in line]
+    assert re.search(r"-?[\d.]+ \[-[\d.]+, [\d.]+\] │ +12 ", row)
+    assert re.search(r"so few questions .* whole prompts may lose \d\d points of F1", done.stdout)
+
+
+def test_what_users_asked_is_readable_by_nobody_else(
+    job: Adaptation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespace_rows, "make_rows", lambda *args: rows(60, passages=3))
+    monkeypatch.setattr(guards, "PERPLEXITY", 0.5)
+    before = os.umask(0o022)
+    try:
+        with pytest.raises(RagserveError, match="Nothing is written"):
+            adapt(settings(tmp_path), changed(job, data=None, namespace="papers"))
+    finally:
+        os.umask(before)
+    assert job.work.stat().st_mode & 0o777 == 0o700
+    for name in ("rows.jsonl", "before.json"):
+        assert (job.work / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_each_guard_is_about_what_it_says() -> None:
+    """One of 20 answers lost is no proof, nor are two of 50 refusals."""
+    before = Measured([80.0] * 20, [40.0] * 20, [True] * 50, 2.0, 1000)
+    few = Measured([80.0] * 19 + [0.0], [70.0] * 20, [True] * 48 + [False] * 2, 2.009, 1000)
+    assert guards.failures(before, few) == []
+    [one] = guards.failures(before, Measured([0.0] * 8 + [80.0] * 12, [70.0] * 20, [True] * 50, 2.0, 1000))
+    assert one == "whole prompts lose 32.0 points of F1 (n 20, at 95 % at least 7.4; allowed 1)"
     [one] = guards.failures(before, Measured([80.0] * 20, [70.0] * 20, [True] * 50, 2.0101, 1000))
     assert one.startswith("perplexity on 1,000 tokens of text rises by 1.0 %")
-    [one] = guards.failures(before, Measured([80.0] * 20, [70.0] * 20, [True] * 48 + [False] * 2, 2.0, 1000))
-    assert one == "questions without an answer are refused less often by 4.0 points (n 50; allowed 2)"
+    fewer = [True] * 40 + [False] * 10
+    [one] = guards.failures(before, Measured([80.0] * 20, [70.0] * 20, fewer, 2.0, 1000))
+    assert one == (
+        "questions without an answer are refused less often by 20.0 points (n 50, at 95 % at least 7.5; "
+        "allowed 2)"
+    )
     broken = Measured([float("nan")] * 20, [70.0] * 20, [False] * 50, float("nan"), 1000)
     assert len(guards.failures(before, broken)) == 3
     assert guards.recovered(before, Measured([80.0] * 20, [70.0] * 20)) == 0.75
     assert guards.recovered(Measured([80.0], [79.5]), Measured([80.0], [80.0])) is None
+
+
+@pytest.mark.parametrize(
+    ("n", "lost", "least", "most"), [(20, 0.0, 0, 0.02), (100, 0.01, 0, 0.05), (400, 0.1, 0.95, 1)]
+)
+def test_a_model_is_refused_by_what_is_shown(n: int, lost: float, least: float, most: float) -> None:
+    """A 25th of the answers is lost and as many are gained by chance, beside what is really lost."""
+    draw = random.Random(0)
+    refused = 0
+    for _ in range(200):
+        before, after = Measured(loss=2.0), Measured(loss=2.0)
+        for _ in range(n):
+            at = draw.random()
+            before.whole.append(0.0 if at < 0.04 else 100.0)
+            after.whole.append(0.0 if 0.04 <= at < 0.08 + lost else 100.0)
+        refused += bool(guards.failures(before, after))
+    assert least <= refused / 200 <= most
 
 
 @pytest.mark.parametrize(
@@ -175,11 +250,45 @@ def test_bad_rows_are_named(job: Adaptation, tmp_path: Path, line: str, words: s
     assert not job.work.exists(), "mended rows would be another run's"
 
 
+def test_questions_that_do_not_fit_are_named_before_anything_is_made(job: Adaptation, tmp_path: Path) -> None:
+    long = [row.model_copy(update={"question": f"{row.question} {'so ' * 600}?"}) for row in rows(2)]
+    data = write(tmp_path / "long.jsonl", [*rows(6, passages=3), long[0], *rows(60)[8:], long[1]])
+    data.write_text("\n" + data.read_text())
+    with pytest.raises(RagserveError, match=r"2 of 60 lines leave no room .* 509 tokens: line 8, 61\."):
+        adapt(settings(tmp_path), changed(job, data=data))
+    assert {path.name for path in job.work.iterdir()} <= {"lock"}, "mended rows would be another run's"
+
+
 def test_too_few_questions(job: Adaptation, tmp_path: Path) -> None:
     data = write(tmp_path / "few.jsonl", rows(49))
     with pytest.raises(RagserveError, match="There are 49 questions; at least 50"):
         adapt(settings(tmp_path), changed(job, data=data))
     assert not job.work.exists()
+
+
+def test_held_out_questions_whose_passage_does_not_fit_are_not_measured(
+    job: Adaptation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "failures", lambda before, after: [])
+    given = [longer(row, 600) if n % 6 == 0 else row for n, row in enumerate(rows(96, passages=2))]
+    data = write(tmp_path / "long.jsonl", given)
+    said: list[str] = []
+    record = adapt(
+        settings(tmp_path), changed(job, data=data, held_out=19), lambda phase, counts: said.append(counts)
+    )
+    [left_out] = [each for each in said if "are not measured" in each]
+    count = int(left_out.split()[0])
+    assert left_out == f"{count} of 19 are not measured: the passages that answer do not fit"
+    assert count > 0
+    assert record["after"]["questions"] == 19 - count
+
+
+def test_passages_that_mostly_do_not_fit_are_refused(job: Adaptation, tmp_path: Path) -> None:
+    data = write(tmp_path / "long.jsonl", [longer(row, 600) for row in rows(60, passages=2)])
+    with pytest.raises(
+        RagserveError, match="10 of 10 held-out questions have passages that answer but do not"
+    ):
+        adapt(settings(tmp_path), changed(job, data=data))
 
 
 def test_two_runs_at_once_are_one_too_many(job: Adaptation, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from ragserve.adapt.batched_engine import BatchedEngine
 from ragserve.adapt.low_rank import AdaptedModel
 from ragserve.adapt.namespace_rows import make_rows
 from ragserve.adapt.packing import TrainingSequence
+from ragserve.adapt.training_rows import TrainingRow
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.config import Settings
 from ragserve.engine.base import GenerateRequest, Sampling
@@ -21,6 +22,7 @@ from ragserve.verification.engine_run import first_token
 from ragserve_index import IndexStore
 from ragserve_index.types import NewChunk, NewDocument
 from tests.unit.adapt.tiny_models import TOKENIZER, load, make_model, tokens
+from tests.unit.verification.tuned_server import logged
 
 TEXTS = {
     "Norway": "Norway is a country in the north of Europe with many fjords. The capital of Norway is Oslo.",
@@ -40,15 +42,8 @@ def test_rows_have_the_passage_that_answers_among_those_that_a_search_finds(
     monkeypatch.setattr(Embedder, "of", lambda _: embedder)
     settings = settings.model_copy(update={"top_k": 2})
     with IndexStore(settings.data_dir) as store:
-        store.ensure_namespace("n", embedder=embedder.name, dim=embedder.dim)
-        for name, text in TEXTS.items():
-            document = NewDocument(name, name, name, "text/plain", 1)
-            chunk = NewChunk(text, 0, len(text), len(text.split()))
-            store.replace_documents("n", [(document, [chunk], embedder.encode([text]))])
-    said: list[str] = []
-    rows = make_rows(
-        settings, "n", reader, PromptBuilder(reader.tokenizer), 10, lambda phase, counts: said.append(counts)
-    )
+        ingest(store, embedder, TEXTS)
+    rows, said = made(reader, settings)
     assert said == [f"{len(rows)} of 3 that were tried"]
     assert rows
     for row in rows:
@@ -59,6 +54,46 @@ def test_rows_have_the_passage_that_answers_among_those_that_a_search_finds(
     assert len({row.question for row in rows}) == len(rows)
 
 
+def ingest(store: IndexStore, embedder: Embedder, texts: dict[str, str]) -> None:
+    """Put each text into namespace `notes` as a document of one chunk."""
+    store.ensure_namespace("notes", embedder=embedder.name, dim=embedder.dim)
+    for name, text in texts.items():
+        document = NewDocument(name, name, name, "text/plain", 1)
+        chunk = NewChunk(text, 0, len(text), len(text.split()))
+        store.replace_documents("notes", [(document, [chunk], embedder.encode([text]))])
+
+
+def made(reader: AdaptedModel, settings: Settings) -> tuple[list[TrainingRow], list[str]]:
+    """The rows of namespace `notes`, and what was said of the progress."""
+    said: list[str] = []
+    rows = make_rows(
+        settings,
+        "notes",
+        reader,
+        PromptBuilder(reader.tokenizer),
+        400,
+        10,
+        lambda phase, counts: said.append(counts),
+    )
+    return rows, said
+
+
+def test_chunks_and_questions_that_do_not_fit_are_left_out(
+    reader: AdaptedModel, settings: Settings, embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the first that are tried: a question of a user, and a chunk that the model is to ask about."""
+    monkeypatch.setattr(Embedder, "of", lambda _: embedder)
+    settings = settings.model_copy(update={"top_k": 2})
+    with IndexStore(settings.data_dir) as store:
+        ingest(store, embedder, TEXTS)
+        expected, _ = made(reader, settings)
+        ingest(store, embedder, {"Long": f"{TEXTS['Norway']} {'Nothing is said here of it. ' * 99}"})
+        asyncio.run(logged(settings.data_dir, store, ["What is the capital of Norway? " * 99]))
+    rows, said = made(reader, settings)
+    assert said == [f"{len(rows)} of 5 that were tried; 2 do not fit into 400 tokens"]
+    assert {row.question for row in expected} <= {row.question for row in rows}
+
+
 def test_a_namespace_without_passages(
     reader: AdaptedModel, settings: Settings, embedder: Embedder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,9 +102,9 @@ def test_a_namespace_without_passages(
         store.ensure_namespace("n", embedder=embedder.name, dim=embedder.dim)
     builder = PromptBuilder(reader.tokenizer)
     with pytest.raises(RagserveError, match="no passages to ask about"):
-        make_rows(settings, "n", reader, builder, 10, lambda phase, counts: None)
+        make_rows(settings, "n", reader, builder, 400, 10, lambda phase, counts: None)
     with pytest.raises(RagserveError, match="missing"):
-        make_rows(settings, "missing", reader, builder, 10, lambda phase, counts: None)
+        make_rows(settings, "missing", reader, builder, 400, 10, lambda phase, counts: None)
 
 
 def test_requests_that_wait_together_are_answered_together(

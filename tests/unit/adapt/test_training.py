@@ -21,7 +21,7 @@ from ragserve.adapt.training import Training, TrainingOptions
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.errors import RagserveError
 from tests.integration.forked_starts import run_module
-from tests.unit.adapt.tiny_models import load, make_model, rows
+from tests.unit.adapt.tiny_models import load, longer, make_model, rows
 
 OPTIONS = TrainingOptions(seconds=1e9, steps=8, batch=4, every=2, rate=3e-2, answer_tokens=3)
 KILLED_AT = 5
@@ -192,6 +192,27 @@ def test_samples_are_the_same_for_a_seed(folder: Path) -> None:
     assert {len(each.documents) for each in composed} == {1, 2, 3}
     assert any(each.rows for each in drawn[0]), "plain text"
     assert any(each.documents and not each.composed for each in drawn[0]), "whole prompts"
+
+
+def test_the_passage_that_answers_is_there_where_not_all_fit(folder: Path) -> None:
+    """In every prompt but those that are to lack it, in any place, as long as it is before others."""
+    builder = PromptBuilder(load(folder).tokenizer)
+    given = [longer(row, 120) for row in rows(12, passages=5)]
+    mix = SampleMix(given, builder, k=5, room=400, seed=0)
+    places = set()
+    for n, row in enumerate(given):
+        context = mix.context(row, n)
+        assert 1 < len(context) < 5
+        prompt = mix.sequence(row.question, context)
+        assert len(prompt) <= 400
+        assert len(prompt.documents) == len(context)
+        places.add(context.index(row.passages[0]))
+        assert row.passages[0] not in mix.context(row, n, without_gold=True)
+    assert len(places) > 1
+    gold = [builder.document_ids(row.passages[0].title, row.passages[0].text) for row in given]
+    drawn = [each for number in range(200) if not (each := mix.sample(number)).rows]
+    shown = sum(any(ids in gold for ids in each.documents) for each in drawn)
+    assert shown > 0.8 * len(drawn)
 
 
 def test_what_is_not_finite_is_named_before_the_first_step(folder: Path, tmp_path: Path) -> None:

@@ -68,6 +68,12 @@ def rows(count: int, passages: int = 4) -> list[TrainingRow]:
     return found
 
 
+def longer(row: TrainingRow, words: int) -> TrainingRow:
+    """A row whose passages have so many words before what they say."""
+    passages = [each.model_copy(update={"text": f"{'Once ' * words}{each.text}"}) for each in row.passages]
+    return row.model_copy(update={"passages": tuple(passages)})
+
+
 def write(path: Path, given: list[TrainingRow]) -> Path:
     """Write rows as a data file."""
     path.write_text("".join(json.dumps(row.model_dump(mode="json")) + "\n" for row in given))
