@@ -23,13 +23,7 @@ def divergence(model: AdaptedModel, sequences: Sequence[TrainingSequence]) -> to
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    whole, pack = (
-        model.pack([replace(each, composed=False) for each in sequences]),
-        model.pack(sequences),
-    )
-    with torch.no_grad(), model.base():
-        hidden, *_ = model.run(whole)
-        wanted = hidden[whole.targets]
+    pack, wanted = model.pack(sequences), torch.cat(_taught(model, sequences))
     hidden, *_ = model.run(pack)
     given = hidden[pack.targets]
 
@@ -46,3 +40,20 @@ def divergence(model: AdaptedModel, sequences: Sequence[TrainingSequence]) -> to
         chunk = given[at : at + _ROWS], wanted[at : at + _ROWS]
         total = total + checkpoint(part, *chunk, use_reentrant=False)
     return total
+
+
+def _taught(model: AdaptedModel, sequences: Sequence[TrainingSequence]) -> list[torch.Tensor]:
+    """The base's hidden states that predict each sequence's compared tokens, over the whole prompt."""
+    import torch
+
+    known = [each.taught for each in sequences]
+    asked = [n for n, each in enumerate(known) if each is None]
+    if asked:
+        whole = [replace(sequences[n], composed=False) for n in asked]
+        pack = model.pack(whole)
+        with torch.no_grad(), model.base():
+            hidden, *_ = model.run(pack)
+        parts = hidden[pack.targets].split([len(each.targets) for each in whole])
+        for n, part in zip(asked, parts, strict=True):
+            known[n] = part
+    return known

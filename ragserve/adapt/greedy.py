@@ -26,17 +26,26 @@ def answers(
 ) -> list[list[int]]:
     """At most ``tokens`` ids for each prompt, the one that ends the answer included. ``on_batch``: called
     before each batch; what it raises ends the call."""
+    return [ids for ids, _ in taught(model, prompts, tokens, on_batch)]
+
+
+def taught(
+    model: AdaptedModel,
+    prompts: Sequence[TrainingSequence],
+    tokens: int,
+    on_batch: Callable[[], None] = lambda: None,
+) -> list[tuple[list[int], torch.Tensor]]:
+    """Each answer of `answers`, and the hidden states that predict it [ids, hidden]."""
     import torch
 
-    found: list[list[int]] = [[] for _ in prompts]
-    with torch.inference_mode():
+    found: dict[int, tuple[list[int], torch.Tensor]] = {}
+    with torch.no_grad():  # no inference tensors, which a step could not be computed with
         for numbers in _batches(model, [len(each) + tokens for each in prompts]):
             on_batch()
             batch = [prompts[number] for number in numbers]
-            logits, cache, lengths = _prefilled(model, batch)
-            for number, ids in zip(numbers, _decoded(model, logits, cache, lengths, tokens), strict=True):
-                found[number] = ids
-    return found
+            hidden, cache, lengths = _prefilled(model, batch)
+            found |= zip(numbers, _decoded(model, hidden, cache, lengths, tokens), strict=True)
+    return [found[number] for number in range(len(prompts))]
 
 
 def text_of(model: AdaptedModel, ids: Sequence[int]) -> str:
@@ -68,18 +77,18 @@ def _cached_bytes(device: torch.device) -> int:
 def _prefilled(
     model: AdaptedModel, prompts: Sequence[TrainingSequence]
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], list[int]]:
-    """Logits [prompts, vocabulary] of the next tokens, by layer K and V [prompts, kv_heads, longest,
-    head_dim], padded on the left, and the prompts' lengths. A composed prompt's prefix is not among them."""
+    """Hidden states [prompts, hidden] that predict the next tokens, by layer K and V [prompts, kv_heads,
+    longest, head_dim], padded on the left, and the prompts' lengths. A composed prompt's prefix is not among
+    them."""
     import torch
 
     longest = max(map(len, prompts))
-    logits: list[torch.Tensor] = []
+    states: list[torch.Tensor] = []
     layers: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
     for part in in_packs(prompts, model.room):
         pack = model.pack(part)
         hidden, attention, cache = model.run(pack, keep=True)
-        last = [end - 1 for _, end in pack.bounds]
-        logits.append(model.logits(hidden[last]))
+        states.append(hidden[[end - 1 for _, end in pack.bounds]])
         layers = layers or [[] for _ in cache.layers]
         for own, layer in zip(layers, cache.layers, strict=True):
             k = attention.turned(layer.keys)
@@ -90,16 +99,16 @@ def _prefilled(
                 )
             layer.keys = layer.values = None  # frees a layer once its copies are made
     joined = [tuple(torch.cat(each) for each in zip(*own, strict=True)) for own in layers]
-    return torch.cat(logits), joined, [len(each) for each in prompts]  # type: ignore[return-value]
+    return torch.cat(states), joined, [len(each) for each in prompts]  # type: ignore[return-value]
 
 
 def _decoded(
     model: AdaptedModel,
-    logits: torch.Tensor,
+    hidden: torch.Tensor,
     layers: list[tuple[torch.Tensor, torch.Tensor]],
     lengths: Sequence[int],
     tokens: int,
-) -> list[list[int]]:
+) -> list[tuple[list[int], torch.Tensor]]:
     import torch
     from transformers import DynamicCache
 
@@ -108,11 +117,13 @@ def _decoded(
         cache.update(k, v, number)
     layers.clear()
     found: list[list[int]] = [[] for _ in lengths]
+    states: list[torch.Tensor] = []  # by step
     live = set(range(len(found)))
     places = torch.tensor(lengths, device=model.device)[:, None]
     seen = torch.arange(max(lengths), device=model.device) >= max(lengths) - places
     for _ in range(tokens):
-        chosen = logits.argmax(-1)
+        states.append(hidden)
+        chosen = model.logits(hidden).argmax(-1)
         for row, token in enumerate(chosen.tolist()):
             if row in live:
                 found[row].append(token)
@@ -121,12 +132,13 @@ def _decoded(
         if not live:
             break
         seen = torch.cat((seen, seen.new_ones(len(found), 1)), 1)
-        output = model.causal(
+        output = model.causal.model(
             input_ids=chosen[:, None],
             position_ids=places,
             past_key_values=cache,
             use_cache=True,
             packed=DecodeAttention(seen),
         )
-        logits, places = output.logits[:, -1], places + 1
-    return found
+        hidden, places = output.last_hidden_state[:, -1], places + 1
+    by_row = torch.stack(states, 1)
+    return [(ids, each[: len(ids)].clone()) for ids, each in zip(found, by_row, strict=True)]

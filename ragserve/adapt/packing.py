@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 NOBODY = -1  # sample of the prefix and of padding
 
@@ -19,7 +20,8 @@ class TrainingSequence:
     """A prompt and its answer, as token ids. ``composed``: the documents do not see each other. ``rows``:
     places whose next token is compared; empty for those that predict the answers. ``more``: further questions
     over the same documents, each with its answer, that see no other question. An answer's last token is
-    predicted only."""
+    predicted only. ``taught``: the base's hidden states that predict ``answer`` over the whole prompt,
+    [answer tokens, hidden]; None: they are not known."""
 
     head: Sequence[int]
     documents: Sequence[Sequence[int]] = ()
@@ -28,6 +30,7 @@ class TrainingSequence:
     composed: bool = False
     rows: Sequence[int] = ()
     more: Sequence[tuple[Sequence[int], Sequence[int]]] = ()
+    taught: Any = None
 
     def __len__(self) -> int:
         return self.context + sum(map(len, self.tails))

@@ -200,15 +200,15 @@ class Training:
     def _answered(
         self, sequences: Sequence[TrainingSequence], on_batch: Callable[[], None] = lambda: None
     ) -> list[TrainingSequence]:
-        """Sequences with the base's greedy answers over the whole prompt; plain texts as they are.
-        ``on_batch``: called before each batch of answers."""
+        """Sequences with the base's greedy answers over the whole prompt, and what predicts them; plain texts
+        as they are. ``on_batch``: called before each batch of answers."""
         asked = [n for n, each in enumerate(sequences) if not each.rows]
         prompts = [replace(sequences[n], composed=False) for n in asked]
         with self._model.base():
-            found = greedy.answers(self._model, prompts, self._options.answer_tokens, on_batch)
+            found = greedy.taught(self._model, prompts, self._options.answer_tokens, on_batch)
         made = list(sequences)
-        for n, answer in zip(asked, found, strict=True):
-            made[n] = replace(sequences[n], answer=answer)
+        for n, (answer, taught) in zip(asked, found, strict=True):
+            made[n] = replace(sequences[n], answer=answer, taught=taught)
         return made
 
     def _resume(self) -> None:

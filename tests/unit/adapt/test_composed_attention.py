@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from ragserve.adapt import greedy
 from ragserve.adapt.composed_attention import DecodeAttention, PackedAttention, attend_packed
+from ragserve.adapt.distillation import divergence
 from ragserve.adapt.low_rank import AdaptedModel
 from ragserve.adapt.packing import TrainingSequence, packed
 from tests.unit.adapt.tiny_models import load, make_model, tokens
@@ -186,3 +187,21 @@ def test_the_base_answers_as_without_the_adapter(tmp_path: Path) -> None:
         assert torch.equal(target_logits(model, prompts)[0], before[0])
     assert not torch.allclose(changed[0], before[0])
     assert torch.equal(target_logits(model, prompts)[0], changed[0])
+
+
+def test_what_the_base_said_teaches_as_the_base_does(model: AdaptedModel) -> None:
+    prompts = [sequence((9, 17, 31, 6, 1), composed=True), sequence((5, 40, 3, 1), composed=False, seed=1)]
+    prompts = [replace(each, answer=()) for each in prompts]
+    whole = [replace(each, composed=False) for each in prompts]
+    answered = [
+        replace(each, answer=ids, taught=states)
+        for each, (ids, states) in zip(prompts, greedy.taught(model, whole, 7), strict=True)
+    ]
+    assert [len(each.taught) for each in answered] == [len(each.answer) for each in answered]
+    unknown = [replace(each, taught=None) for each in answered]
+    with torch.no_grad():
+        own, wanted = (divergence(model, each) for each in (answered, unknown))
+        mixed = divergence(model, [answered[0], unknown[1]])
+    assert wanted > 1e-4
+    torch.testing.assert_close(own, wanted, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(mixed, wanted, rtol=1e-3, atol=1e-5)
