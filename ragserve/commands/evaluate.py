@@ -201,7 +201,7 @@ def evaluate(
     the answers, their citations, and the time. The questions' format is in docs/evaluation.md."""
     from ragserve.answering.auto import AUTO
     from ragserve.commands.serve_checks import check_engine
-    from ragserve.eval.data import find
+    from ragserve.eval.data import by_name, find
     from ragserve.eval.run import Options
     from ragserve.strategy_spec import parse
 
@@ -223,7 +223,8 @@ def evaluate(
         )
     if model:
         settings = settings.model_copy(update={"model": model})
-    paths = [find(name.strip(), sets) for part in data for name in part.split(",") if name.strip()]
+    named = [find(name.strip(), sets) for part in data for name in part.split(",") if name.strip()]
+    paths = list(by_name(named).values())
     if write_gate and (mode is not EvalMode.given or url is not None or own):
         raise InvalidRequest(
             "--write-gate needs the comparison with full prefill.",

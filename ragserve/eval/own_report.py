@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ragserve.client import Client, Info
-from ragserve.errors import InvalidRequest
 from ragserve.eval.console import progress
-from ragserve.eval.data import Half, set_name
+from ragserve.eval.data import Half, by_name, set_name
 from ragserve.eval.judging import METRICS
 from ragserve.eval.own_questions import OwnQuestion, load_own
 from ragserve.eval.run import Options
@@ -54,11 +53,7 @@ def load_sets(
 ) -> dict[Path, list[OwnQuestion]]:
     """Load the questions of each file, or of ``half`` of each. Raises InvalidRequest for bad lines and two
     sets of one name."""
-    if len({set_name(path) for path in paths}) < len(paths):
-        raise InvalidRequest(
-            "Two sets have the same name.", hint="A set's name is that of its file, up to the first dot."
-        )
-    return {path: load_own(path, limit, half) for path in paths}
+    return {path: load_own(path, limit, half) for path in by_name(paths).values()}
 
 
 def evaluate_own(

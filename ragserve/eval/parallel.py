@@ -18,7 +18,7 @@ from ragserve.config import SECRETS, Settings
 from ragserve.engine.running_server import kill_session, spawn
 from ragserve.engine.server_args import resolve_sparse_attention
 from ragserve.errors import EngineError
-from ragserve.eval.data import Half, load, set_name
+from ragserve.eval.data import Half, by_name, load
 from ragserve.eval.engine import Tier
 from ragserve.files import write_json
 from ragserve.strategy_spec import StrategySpec
@@ -97,7 +97,9 @@ def known(plan: Plan, folder: Path) -> tuple[list[rows.Row], dict[str, Any]]:
 
 def _keys(plan: Plan) -> list[rows.Key]:
     questions = [
-        (set_name(path), question) for path in plan.sets for question in load(path, plan.limit, plan.half)
+        (name, question)
+        for name, path in by_name(plan.sets).items()
+        for question in load(path, plan.limit, plan.half)
     ]
     return [(name, question.id, spec.label) for name, question in questions for spec in plan.strategies]
 
@@ -106,7 +108,9 @@ def _identity(plan: Plan) -> dict[str, Any]:
     """The facts that all rows of one table must share."""
     names = ("model", "tokenizer", "dtype", "engine_args", "sentence_bytes", "system_prompt", "embedder")
     engine = {name: getattr(plan.settings, name) for name in names}
-    sets = {set_name(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in plan.sets}
+    sets = {
+        name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in by_name(plan.sets).items()
+    }
     return {
         **engine,
         "max_new_tokens": plan.max_new_tokens,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ragserve.config import Settings
-from ragserve.errors import EngineError
+from ragserve.errors import EngineError, InvalidRequest
 from ragserve.eval import parallel
 from ragserve.eval.parallel import Plan, known, run
 from ragserve.strategy_spec import parse
@@ -105,3 +105,13 @@ def test_engines_keep_documents_in_no_store_that_others_read(
     run(replace(plan(tmp_path, monkeypatch, "99"), settings=shared), tmp_path / "work")
     job = json.loads((tmp_path / "work" / "job-0.json").read_text())
     assert not Settings(**job["settings"]).shared_store
+
+
+def test_two_sets_of_one_name_are_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = plan(tmp_path, monkeypatch, "99")
+    other = tmp_path / "s.more.jsonl"
+    other.write_text(one.sets[0].read_text())
+    for asked in (run, known):
+        with pytest.raises(InvalidRequest, match="'s'"):
+            asked(replace(one, sets=[*one.sets, other]), tmp_path / "work")
+    assert not (tmp_path / "work").exists(), "nothing is asked"

@@ -97,3 +97,16 @@ def test_rivals_stand_for_published_rules() -> None:
     assert {"passages:keep=0.15", "passages:keep=0.25"} < set(labels)
     assert {"full", "concat", "cacheblend:share=0.15", "epic:first=16", "random:share=0.15"} < set(labels)
     assert {f"concat:recompute={rule},share=0.15" for rule in ("question", "anchors")} < set(labels)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("--url", "http://localhost:1"), ("--mode", "retrieved"), ("--mode", "multiturn"), ("-n", "papers")],
+    ids=["given", "REST", "retrieved", "multiturn", "own documents"],
+)
+def test_two_sets_of_one_name_are_refused_in_every_mode(
+    tmp_path: Path, plans: list[Plan], arguments: tuple[str, ...]
+) -> None:
+    with pytest.raises(InvalidRequest, match="Two sets have the same name, 's'"):
+        invoked(tmp_path, "--data", f"{tmp_path}/more/s.test.jsonl", *arguments)
+    assert not plans
