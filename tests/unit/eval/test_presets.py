@@ -110,3 +110,28 @@ def test_two_sets_of_one_name_are_refused_in_every_mode(
     with pytest.raises(InvalidRequest, match="Two sets have the same name, 's'"):
         invoked(tmp_path, "--data", f"{tmp_path}/more/s.test.jsonl", *arguments)
     assert not plans
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unused"),
+    [
+        (("--work", "work", "--url", "http://localhost:1"), "--work"),
+        (("--work", "work", "--mode", "retrieved"), "--work"),
+        (("--work", "work", "--mode", "multiturn"), "--work"),
+        (("--tier", "host", "--workers", "2", "--mode", "multiturn"), "--workers and --tier"),
+        (("--tier", "host", "-n", "papers"), "--tier"),
+        (("--turns", "3", "--asked-at", "middle", "--ahead", "2"), "--turns and --asked-at and --ahead"),
+        (("--decode-budget", "512", "--session-budget", "99"), "--decode-budget and --session-budget"),
+        (("--refresh-turns", "2"), "--refresh-turns"),
+        (("--refresh-turns", "2", "--mode", "multiturn", "--url", "http://localhost:1"), "--refresh-turns"),
+        (("--concurrency", "2", "--mode", "multiturn"), "--concurrency"),
+        (("--k", "3"), "--k"),
+        (("--mode", "retrieved", "-n", "papers"), "--mode"),
+    ],
+)
+def test_options_that_a_run_would_ignore_are_refused(
+    tmp_path: Path, plans: list[Plan], arguments: tuple[str, ...], unused: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{unused} would change nothing"):
+        invoked(tmp_path, *arguments)
+    assert not plans
