@@ -27,7 +27,7 @@ from ragserve.config import Settings
 from ragserve.engine.base import GenerateChunk, GenerateRequest
 from ragserve.engine.local import LocalEngine
 from ragserve.engine.offline import run_once
-from ragserve.eval.data import find, interleaved, load, set_name
+from ragserve.eval.data import by_name, find, interleaved, load
 from ragserve.eval.engine import Ask, evaluate
 from ragserve.files import write_json
 from ragserve.retrieval.embedder import Embedder
@@ -93,7 +93,7 @@ def asked(options: argparse.Namespace) -> None:
     given = {"data_dir": folder / "data", "kv_disk_bytes": 0, "kv_page_bits": options.bits}
     settings = Settings(**given | json.loads(options.set))
     sets = [find(name, options.data) for name in options.sets]
-    questions = interleaved({set_name(path): load(path, options.limit) for path in sets})
+    questions = interleaved({name: load(path, options.limit) for name, path in by_name(sets).items()})
     end = time.monotonic() + options.seconds
     open_questions = (each for each in questions if time.monotonic() < end)
     finished = {key for key, row in read(folder).items() if not row.get("error")}

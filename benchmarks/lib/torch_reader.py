@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.model_recipe import architecture as model
-from ragserve.eval.data import Question, interleaved, set_name
+from ragserve.eval.data import Question, by_name, interleaved
 from ragserve.eval.data import load as load_questions
 from ragserve.verification import rows
 
@@ -89,7 +89,7 @@ def write_rows(
     """Ask all sets' questions in turn while there is time. ``asked`` gives a question's rows; it is told the
     set and the strategies that have a row already."""
     ends, known = time.monotonic() + given.seconds, rows.read(given.work)
-    sets = {set_name(path): load_questions(path, given.limit) for path in given.data}
+    sets = {name: load_questions(path, given.limit) for name, path in by_name(given.data).items()}
     with rows.appending(given.work / "rows-0.jsonl") as write:
         for name, question in interleaved(sets):
             if time.monotonic() > ends:

@@ -21,6 +21,7 @@ from ragserve.answering.prompt import Message
 from ragserve.bench.retrieval import document_of
 from ragserve.config import Settings, load
 from ragserve.errors import InvalidRequest
+from ragserve.eval.data import by_name
 from ragserve.eval.ir_metrics import ndcg, recall
 from ragserve.json_lines import json_lines
 from ragserve.retrieval.retriever import Retriever
@@ -67,7 +68,7 @@ def run(out_dir: Path | None, *, quick: bool = False, data: Sequence[Path] = ())
     from ragserve_index import IndexStore
 
     limit = _QUICK if quick else None
-    given = {path: list(itertools.islice(_mtrag_rows(path), limit)) for path in data}
+    given = {path: list(itertools.islice(_mtrag_rows(path), limit)) for path in by_name(data).values()}
     settings = load()
     embedder = Embedder.of(settings)
     rows: list[dict[str, Any]] = []

@@ -70,7 +70,8 @@ def run(
     """Measure no reranking, `keys` and CrossEncoders (``rerankers``, by name) per collection; the JSON is
     rewritten after each row. ``questions``: spread over each collection; 0: all, or 10 with ``quick``.
 
-    Raises InvalidRequest without ``data``, or for a reranker that is not there."""
+    Raises InvalidRequest without ``data``, for two collections of one name, or for a reranker that is not
+    there."""
     from ragserve.engine.offline import run_once
     from ragserve.retrieval.embedder import Embedder
 
@@ -81,6 +82,11 @@ def run(
             "`ragserve eval`; more than once for several.",
         )
     sets = [read(path, questions or (10 if quick else 0)) for path in data]
+    names = [each.collection.name for each in sets]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise InvalidRequest(
+            f"Two collections have the same name, {min(twice)!r}.", hint="Rename the folder or file of one."
+        )
     report = GrowingReport("rerank", out_dir / "rerank.json" if out_dir else None, note=_NOTE)
     with tempfile.TemporaryDirectory(prefix="ragserve-bench-") as folder:
         settings = load(data_dir=Path(folder), kv_disk_bytes=0, kv_storage="file")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ragserve.config import DEFAULT_MODEL
 from ragserve.config import load as load_settings
 from ragserve.errors import InvalidRequest
-from ragserve.eval.data import Question, load, set_name
+from ragserve.eval.data import Question, by_name, load
 from ragserve.verification import report
 from ragserve.verification.metrics import contains_answer
 from sglang_ext.wire.protocol import RetrievalScores
@@ -48,7 +48,8 @@ _VARIED = ("token ids", "words", "all with feedback")  # asked in other spelling
 
 
 def run(out_dir: Path | None, *, quick: bool = False, data: Sequence[Path] = ()) -> dict[str, Any]:
-    """Measure question sets; ``quick``: 10 questions of each. Raises InvalidRequest without ``data``."""
+    """Measure question sets; ``quick``: 10 questions of each. Raises InvalidRequest without ``data``, and
+    for two sets of one name."""
     from ragserve.answering.prompt import PromptBuilder, load_tokenizer
     from ragserve.answering.sessions.sentence_choice import SentenceChooser
     from ragserve.retrieval.embedder import Embedder
@@ -63,14 +64,14 @@ def run(out_dir: Path | None, *, quick: bool = False, data: Sequence[Path] = ())
     choosers = {by_ids: SentenceChooser(tokenizer, by_ids=by_ids) for by_ids in (False, True)}
     embedder, sentence_bytes = Embedder(), load_settings().sentence_bytes
     rows: list[dict[str, Any]] = []
-    for path in data:
+    for name, path in by_name(data).items():
         questions = [q for q in load(path, _QUICK if quick else _LIMIT) if _answerable(q)]
         asked = [_Asked(q, builder, embedder, sentence_bytes) for q in questions]
         for signal in SIGNALS:
             chooser = choosers[signal == "token ids"]
             for spelling in SPELLINGS if signal in _VARIED else ("as asked",):
-                rows.append(_row(set_name(path), signal, spelling, asked, chooser))
-        rows.append(_whole(set_name(path), asked))
+                rows.append(_row(name, signal, spelling, asked, chooser))
+        rows.append(_whole(name, asked))
     return report.write(
         "selection",
         {"questions": f"at most {_QUICK if quick else _LIMIT} a set", "embedder": embedder.name},

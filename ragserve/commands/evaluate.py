@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ragserve.eval.parallel import Plan
 
 Line = dict[str, Any]
-_PASSAGES, _TOKENS = 5, 24  # for question sets
+_PASSAGES, _TOKENS, _TURNS = 5, 24, 4  # for question sets
 _SETTINGS = ("data_dir", "system_prompt", "embedder", "embed_device")
 
 
@@ -91,7 +91,7 @@ def evaluate(
             min=1, max=64, help="Passages retrieved for a question. Default: 5; of your own, the server's."
         ),
     ] = None,
-    turns: Annotated[int, typer.Option(min=2, max=16, help="Questions of a dialogue of multiturn.")] = 4,
+    turns: Annotated[int, typer.Option(min=2, max=16, help="Questions of a dialogue of multiturn.")] = _TURNS,
     asked_at: Annotated[
         Literal["beginning", "middle", "end"],
         typer.Option(
@@ -150,7 +150,8 @@ def evaluate(
         typer.Option(
             min=1,
             max=64,
-            help="Engines side by side. On one GPU they share its memory: give --max-total-tokens.",
+            help="given, without --url: engines side by side. On one GPU they share its memory: give "
+            "--max-total-tokens.",
         ),
     ] = 1,
     tier: Annotated[
@@ -162,7 +163,10 @@ def evaluate(
     ] = "device",
     work: Annotated[
         Path | None,
-        typer.Option(help="Folder that keeps every answer: a run that was stopped continues from it."),
+        typer.Option(
+            help="given without --url, and your own documents: folder that keeps every answer. A run that "
+            "was stopped continues from it."
+        ),
     ] = None,
     url: Annotated[
         str | None,
@@ -201,7 +205,7 @@ def evaluate(
     the answers, their citations, and the time. The questions' format is in docs/evaluation.md."""
     from ragserve.answering.auto import AUTO
     from ragserve.commands.serve_checks import check_engine
-    from ragserve.eval.data import find
+    from ragserve.eval.data import by_name, find
     from ragserve.eval.run import Options
     from ragserve.strategy_spec import parse
 
@@ -223,7 +227,8 @@ def evaluate(
         )
     if model:
         settings = settings.model_copy(update={"model": model})
-    paths = [find(name.strip(), sets) for part in data for name in part.split(",") if name.strip()]
+    named = [find(name.strip(), sets) for part in data for name in part.split(",") if name.strip()]
+    paths = list(by_name(named).values())
     if write_gate and (mode is not EvalMode.given or url is not None or own):
         raise InvalidRequest(
             "--write-gate needs the comparison with full prefill.",
@@ -233,13 +238,29 @@ def evaluate(
         raise InvalidRequest(
             "--html is for your own documents.", hint="Give --namespace or --documents, too."
         )
-    if refresh_turns and (url or mode is not EvalMode.multiturn):
-        raise InvalidRequest(
-            "--refresh-turns leads strategies along dialogues on an engine of its own.",
-            hint="Give --mode multiturn, and omit --url.",
-        )
     if namespace and documents:
         raise InvalidRequest("--namespace and --documents say where to ask.", hint="Give one of them.")
+    engines = mode is EvalMode.given and url is None and not own
+    dialogues = mode is EvalMode.multiturn and not own
+    ignored = {
+        "--mode": own and mode is not EvalMode.given,
+        "--work": work is not None and not (own or engines),
+        "--workers": workers != 1 and not engines,
+        "--tier": tier != "device" and not engines,
+        "--turns": turns != _TURNS and not dialogues,
+        "--asked-at": asked_at != "end" and not dialogues,
+        "--ahead": ahead != 1 and not dialogues,
+        "--decode-budget": decode_budget is not None and not dialogues,
+        "--session-budget": bool(session_budget) and not dialogues,
+        "--refresh-turns": bool(refresh_turns) and not (dialogues and url is None),
+        "--concurrency": concurrency is not None and dialogues and url is None,
+        "--k": k is not None and not (own or mode is EvalMode.retrieved),
+    }
+    if unused := [name for name, is_ignored in ignored.items() if is_ignored]:
+        raise InvalidRequest(
+            f"{' and '.join(unused)} would change nothing in this run.",
+            hint="Leave it away. `ragserve eval --help` says which runs it is for.",
+        )
     if url is None:
         check_engine(settings, writes=write_gate)
     concurrency = concurrency or _in_flight(settings, url, api_key)
@@ -253,7 +274,7 @@ def evaluate(
         questions = load_sets(paths, limit, half)
         with _client(settings, url, api_key, keeps_data=namespace is not None) as client:
             lines = evaluate_own(client, questions, runs, OwnRun(namespace, documents, work, out, html))
-    elif mode is EvalMode.given and url is None:
+    elif engines:
         from ragserve.eval.parallel import Plan
 
         plan = Plan(
@@ -270,7 +291,7 @@ def evaluate(
             benchmark=benchmark,
         )
         lines = _engines(plan, work, out, write_gate=write_gate)
-    elif mode is EvalMode.multiturn and url is None:
+    elif dialogues and url is None:
         shape = turns, limit, asked_at, ahead, half
         budgets = decode_budget, session_budget or [], refresh_turns or []
         from ragserve.eval.dialogue_run import lead_dialogues

@@ -6,7 +6,7 @@ A row is ``{id, docs: [[title, text], ...], question, answers, kind}`` or ``{id,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -50,15 +50,23 @@ def load(path: Path, limit: int | None = None, half: Half | None = None) -> list
     """Load the questions of a file, or of ``half`` of it, in order; with ``limit``, that many spread evenly
     over it, the same ones each time.
 
-    Raises InvalidRequest with file, line and reason."""
-    rows = [
-        _question(row, path, number) for number, row in json_lines(path, "Give a .jsonl or .jsonl.gz file.")
-    ]
+    Raises InvalidRequest with file, line and reason; of two rows with one id, too."""
+    rows: list[Question] = []
+    lines: dict[str, int] = {}
+    for number, row in json_lines(path, "Give a .jsonl or .jsonl.gz file."):
+        question = _question(row, path, number)
+        first = lines.setdefault(question.id, number)
+        if first != number:
+            raise InvalidRequest(
+                f"{path}, line {number}: id {question.id!r} is that of line {first}, too.",
+                hint="Give each row an id of its own. A row without one has its line's number.",
+            )
+        rows.append(question)
     if not rows:
         raise InvalidRequest(
             f"{path} holds no questions.", hint="Expected one JSON object a line; see ragserve/eval/data.py."
         )
-    return spread(halved(rows, half), limit)
+    return spread(half_of(rows, half, path), limit)
 
 
 def halved(rows: list[T], half: Half | None) -> list[T]:
@@ -66,6 +74,16 @@ def halved(rows: list[T], half: Half | None) -> list[T]:
     all."""
     middle = (len(rows) + 1) // 2
     return rows if half is None else rows[:middle] if half == "first" else rows[middle:]
+
+
+def half_of(rows: list[T], half: Half | None, path: Path) -> list[T]:
+    """As `halved`, of the rows of a file. Raises InvalidRequest for a half without rows."""
+    found = halved(rows, half)
+    if not found:
+        raise InvalidRequest(
+            f"The {half} half of {path} has no questions.", hint="Leave --half away, or give more questions."
+        )
+    return found
 
 
 def spread(rows: list[T], limit: int | None) -> list[T]:
@@ -78,6 +96,21 @@ def spread(rows: list[T], limit: int | None) -> list[T]:
 def set_name(path: Path) -> str:
     """A set's name: its file name up to the first dot."""
     return path.name.split(".")[0]
+
+
+def by_name(paths: Iterable[Path]) -> dict[str, Path]:
+    """The files by the names of their sets, which rows and reports are kept by. Raises InvalidRequest for two
+    sets of one name."""
+    named: dict[str, Path] = {}
+    for path in paths:
+        name = set_name(path)
+        if name in named:
+            raise InvalidRequest(
+                f"Two sets have the same name, {name!r}: {named[name]} and {path}.",
+                hint="A set's name is that of its file, up to the first dot: rename one of them.",
+            )
+        named[name] = path
+    return named
 
 
 def find(name: str, folder: Path | None) -> Path:

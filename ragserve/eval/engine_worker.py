@@ -23,7 +23,7 @@ def run(job: dict[str, Any]) -> None:
     from ragserve.answering.scores import SCORED
     from ragserve.engine.local import LocalEngine
     from ragserve.engine.offline import run_once
-    from ragserve.eval.data import interleaved, load, set_name
+    from ragserve.eval.data import by_name, interleaved, load
     from ragserve.eval.engine import Ask, evaluate
     from ragserve.files import write_json
     from ragserve.retrieval.embedder import Embedder
@@ -34,7 +34,10 @@ def run(job: dict[str, Any]) -> None:
     folder, index = Path(job["folder"]), job["index"]
     settings = Settings(**job["settings"])
     every = interleaved(
-        {set_name(path): load(path, job["limit"], job["half"]) for path in map(Path, job["sets"])}
+        {
+            name: load(path, job["limit"], job["half"])
+            for name, path in by_name(map(Path, job["sets"])).items()
+        }
     )
     finished = {key for key, row in read(folder).items() if not row.get("error")}
     specs = [spec for label in job["strategies"] for spec in parse(label)]

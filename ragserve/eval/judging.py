@@ -75,15 +75,17 @@ def ranking_of(passages: Sequence[Passage], question: OwnQuestion) -> list[str]:
     return ranking
 
 
-def judged(question: OwnQuestion, passages: Sequence[Passage], answer: Answer) -> dict[str, Any]:
+def judged(question: OwnQuestion, passages: Sequence[Passage], answer: Answer, k: int) -> dict[str, Any]:
     """The metrics of an answer, and ``gold_ranks``, the place of each thing to be found, from 1, None if it
-    was not found. ``passages``: all that the search returned, best first."""
+    was not found. ``passages``: all that the search returned, best first, of the ``k`` that it was asked
+    for."""
     found = missed(question)
     if gold := question.passages or question.documents:
         ranking, relevant = ranking_of(passages, question), dict.fromkeys(gold, 1)
         found["gold_ranks"] = [ranking.index(each) + 1 if each in ranking else None for each in relevant]
         found["recall"] = recall(ranking, relevant, len(ranking))
-        found["ndcg"] = ndcg(ranking, relevant, len(ranking))
+        # Not at the ranking's own length: with all passages of one document that is 1.
+        found["ndcg"] = ndcg(ranking, relevant, max(k, len(passages), len(ranking)))
         found["mrr"] = reciprocal_rank(ranking, relevant)
     if question.answers:
         said = _MARKER.sub("", answer.answer)
@@ -100,8 +102,7 @@ def missed(question: OwnQuestion) -> dict[str, Any]:
     labelled = {
         **dict.fromkeys(("recall", "ndcg", "mrr"), bool(gold)),
         **dict.fromkeys(("answer_found", "f1", "em", "contains"), bool(question.answers)),
-        "citation_recall": bool(gold or question.answers),
-        "citation_precision": False,  # nothing is cited
+        **dict.fromkeys(("citation_precision", "citation_recall"), bool(gold or question.answers)),
     }
     return {name: 0.0 if labelled[name] else None for name in METRICS} | {"gold_ranks": [None] * len(gold)}
 

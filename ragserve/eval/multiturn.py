@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ragserve.client import Client, ContextDocument, Turn
-from ragserve.errors import InvalidRequest, NotFound, RagserveError
+from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.eval.data import GivenPassage, Question
 from ragserve.eval.run import AnswerOutcome, Options, Progress, failed, outcome_of, summary
 from ragserve.strategy_spec import FULL
@@ -165,7 +165,7 @@ def _in_session(client: Client, dialogue: Sequence[DialogueTurn], options: Optio
                 number, turn, outcome_of(turn.question, answer), use.tokens_held, use.tokens_computed
             )
     finally:
-        with suppress(NotFound):
+        with suppress(RagserveError):  # it ends by itself in time, and the turns' failures are known
             if session != "new":
                 client.end_session(session)
 
@@ -208,11 +208,16 @@ def _sent(documents: Sequence[GivenPassage]) -> list[ContextDocument]:
 
 def by_turn(label: str, outcomes: Sequence[TurnOutcome], full: Sequence[TurnOutcome]) -> list[dict[str, Any]]:
     """A line for each turn of a strategy. ``full``: the outcomes of full prefill, or none."""
-    same = {id(one.turn): one.answer.answer for one in full}
+    same = {id(one.turn): one.answer.answer for one in full if not one.answer.error}
     lines = []
     for number in sorted({one.number for one in outcomes}):
         own = [one for one in outcomes if one.number == number]
-        beside = [one.answer.answer == same[id(one.turn)] for one in own if id(one.turn) in same]
+        answered = [one for one in own if not one.answer.error]
+        beside = [
+            not one.answer.error and one.answer.answer == same[id(one.turn)]
+            for one in own
+            if id(one.turn) in same
+        ]
         figures = summary([one.answer for one in own])
         names = ("n", "em", "f1", "failed", "ttft_ms_mean", "ttft_ms_p50", "prompt_tokens", "cached_tokens")
         lines.append(
@@ -225,12 +230,16 @@ def by_turn(label: str, outcomes: Sequence[TurnOutcome], full: Sequence[TurnOutc
                     place: _f1([one for one in own if one.turn.place == place])
                     for place in ("here", "earlier")
                 },
-                "held": round(sum(one.held for one in own) / len(own), 1),
-                "computed": round(sum(one.computed for one in own) / len(own), 1),
+                "held": _mean([one.held for one in answered]),
+                "computed": _mean([one.computed for one in answered]),
                 "documents_dropped": figures["documents_dropped"],
             }
         )
     return lines
+
+
+def _mean(tokens: Sequence[int]) -> float | None:
+    return round(sum(tokens) / len(tokens), 1) if tokens else None
 
 
 def _f1(outcomes: Sequence[TurnOutcome]) -> float | None:

@@ -40,6 +40,8 @@ NOTE = (
     "tokens in each KV head, of pages "
     "chosen as named; read: percent of the context's pages. anew every N: every N turns the whole dialogue "
     "before the new documents is prefilled exactly, and turns go on from that. "
+    "failed: turns without an answer, which count as 0 in f1 and as_full, and in no other mean; a turn "
+    "that full fails has failed for all, and is the last of its dialogue. "
     "documents first: no session; all documents so far, the newest in front, then the history."
 )
 Line = dict[str, Any]
@@ -59,8 +61,9 @@ async def led_along(
     first: int = 0,
     progress: Progress,
 ) -> list[Line]:
-    """Return a line for each turn and strategy, `full` and the rival without sessions included. A turn that
-    fails ends its dialogue with a line that says why.
+    """Return a line for each turn and strategy, `full` and the rival without sessions included. The line of
+    one that failed says why, and the others go on. Where `full` failed nothing can be compared: the turn has
+    failed for all, and ends its dialogue.
 
     ``budget``: with sparse decoding, whose default must be dense; see `page_rivals`. ``session_budgets``: for
     each, every strategy but `full` also answers over so many tokens of the turns before the last one.
@@ -90,13 +93,11 @@ async def led_along(
         talk = _Talk(engine, builder, others, f"{number:032x}", max_new_tokens)
         for place, turn in enumerate(dialogue, 1):
             head = {"id": turn.question.id, "turn": place, "place": turn.place}
-            try:
-                lines += [head | line | {"error": None} for line in await talk.turn(turn)]
-            except RagserveError as error:
-                lines.append(head | {"strategy": FULL.label, "error": f"{error.code}: {error.message}"})
+            own = await talk.turn(turn)
+            lines += [head | line for line in own]
+            progress()
+            if own[0]["error"]:
                 break
-            finally:
-                progress()
     return lines
 
 
@@ -142,21 +143,29 @@ class _Talk:
         self._documents: list[PromptDocument] = []
 
     async def turn(self, turn: DialogueTurn) -> list[Line]:
-        """Ask under `full`, lead every other strategy along its answer, and go on from that."""
+        """Ask under `full`, lead every other strategy along its answer, and go on from that. Lines of all
+        strategies, that of `full` first."""
         asked, new = turn.question.question, _laid_out(turn.documents)
         self._answers = turn.question.answers
-        prompt = self._prompt(self._past, asked, new)
-        request = self._request(prompt, FULL)
-        reference = await answer_of(self._engine, request)
+        try:
+            prompt = self._prompt(self._past, asked, new)
+            reference = await answer_of(self._engine, self._request(prompt, FULL))
+        except RagserveError as error:
+            labels = (FULL.label, *(side.label for side in self._sides), DOCUMENTS_FIRST)
+            return [_failed(label, error) for label in labels]
         same = Closeness.none(len(reference.ids))
         lines = [self._line(FULL.label, prompt, reference.timed, reference.timed.text, same)]
-        lines += [await self._along(side, asked, new, reference) for side in self._sides]
+        for side in self._sides:
+            self._pasts[side.label] = tuple(self._past)
+            try:
+                lines.append(await self._along(side, asked, new, reference))
+            except RagserveError as error:
+                lines.append(_failed(side.label, error))
         self._documents = [*new, *self._documents]
-        first = self._builder.build(
-            asked, self._documents, max_prompt_tokens=self._room, history=self._history
-        )
-        rival = await first_token(self._engine, self._request(first, _EXACT))
-        lines.append(self._line(DOCUMENTS_FIRST, first, rival, rival.text, None))
+        try:
+            lines.append(await self._first(asked))
+        except RagserveError as error:
+            lines.append(_failed(DOCUMENTS_FIRST, error))
         text = reference.timed.text
         answer = self._builder.answer_ids(reference.ids, text)
         behind = len(ids_of(self._past))
@@ -165,6 +174,14 @@ class _Talk:
             self._prompts[label].append((*past, self._past[-1]))
         self._history += [Message("user", asked), Message("assistant", text.strip())]
         return lines
+
+    async def _first(self, asked: str) -> Line:
+        """The rival without sessions."""
+        prompt = self._builder.build(
+            asked, self._documents, max_prompt_tokens=self._room, history=self._history
+        )
+        rival = await first_token(self._engine, self._request(prompt, _EXACT))
+        return self._line(DOCUMENTS_FIRST, prompt, rival, rival.text, None)
 
     async def _along(
         self, side: _Side, asked: str, new: Sequence[PromptDocument], reference: ReferenceAnswer
@@ -232,7 +249,15 @@ class _Talk:
             "recomputed": report.recomputed if report else 0,
             "read": 1.0 if read is None else read.share,
             "fallback": timed.last.fallback,
+            "error": None,
         }
+
+
+def _failed(label: str, error: RagserveError) -> Line:
+    """The line of a strategy that did not answer a turn."""
+    failure = f"{error.code}: {error.message}"
+    as_full = None if label == DOCUMENTS_FIRST else False
+    return {"strategy": label, "as_full": as_full, "f1": 0.0, "error": failure}
 
 
 def answered_turn(
@@ -269,32 +294,33 @@ def kept_of(earlier: Sequence[EarlierTurn]) -> Line:
 
 
 def by_turn(lines: Sequence[Line]) -> list[Line]:
-    """Average the lines of each strategy and turn, strategies in order of first appearance."""
+    """Average the lines of each strategy and turn, strategies in order of first appearance. Failed ones count
+    as 0 in ``f1`` and ``as_full``, and in no other mean."""
     found: list[Line] = []
-    answered = [line for line in lines if not line["error"]]
-    for label in dict.fromkeys(line["strategy"] for line in answered):
-        for turn in sorted({line["turn"] for line in answered}):
-            own = [line for line in answered if (line["strategy"], line["turn"]) == (label, turn)]
+    for label in dict.fromkeys(line["strategy"] for line in lines):
+        for turn in sorted({line["turn"] for line in lines}):
+            own = [line for line in lines if (line["strategy"], line["turn"]) == (label, turn)]
             if not own:
                 continue
-            kls = [line["answer_kl"] for line in own if line["answer_kl"] is not None]
+            answered = [line for line in own if not line["error"]]
+            kls = [line["answer_kl"] for line in answered if line["answer_kl"] is not None]
             found.append(
                 {
                     "strategy": label,
                     "turn": turn,
                     "n": len(own),
+                    "failed": len(own) - len(answered),
                     "answer_kl": float(f"{_mean(kls):.3g}") if kls else None,
                     "kl_worst": float(f"{max(kls):.3g}") if kls else None,
+                    "agrees": _percent([line["agrees"] for line in answered]),
+                    **{name: _percent([line[name] for line in own]) for name in ("as_full", "f1")},
+                    **{name: _percent([line[name] for line in answered]) for name in ("in_prompt", "read")},
                     **{
-                        name: _percent([line[name] for line in own])
-                        for name in ("agrees", "as_full", "f1", "in_prompt", "read")
-                    },
-                    **{
-                        name: round(_mean([line[name] for line in own]), 1)
+                        name: round(_mean([line[name] for line in answered]), 1) if answered else None
                         for name in ("ttft_ms", "prompt_tokens", "held", "computed", "recomputed")
                     },
-                    "fallbacks": sum(line["fallback"] is not None for line in own),
-                    **earlier_of([line for line in own if "kept" in line]),
+                    "fallbacks": sum(line["fallback"] is not None for line in answered),
+                    **earlier_of([line for line in answered if "kept" in line]),
                 }
             )
     return found

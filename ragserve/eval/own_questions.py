@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError, 
 
 from ragserve.config import Namespace
 from ragserve.errors import InvalidRequest
-from ragserve.eval.data import Half, halved, spread
+from ragserve.eval.data import Half, half_of, spread
 from ragserve.json_lines import json_lines
 
 _HINT = 'A line is {"question": "...", "answers": ["..."], "documents": ["..."]}; see docs/evaluation.md.'
@@ -55,7 +55,7 @@ def load_own(path: Path, limit: int | None = None, half: Half | None = None) -> 
     """Load the questions of a file, or of ``half`` of it, in order; with ``limit``, that many spread evenly
     over it.
 
-    Raises InvalidRequest that names the bad lines, each with its reason."""
+    Raises InvalidRequest that names the bad lines, each with its reason, and for a half without questions."""
     found: dict[str, OwnQuestion] = {}
     bad: list[str] = []
     for number, row in json_lines(path, _HINT):
@@ -73,7 +73,7 @@ def load_own(path: Path, limit: int | None = None, half: Half | None = None) -> 
         raise InvalidRequest(f"{path}: {'; '.join(bad[:_SHOWN])}{more}.", hint=_HINT)
     if not found:
         raise InvalidRequest(f"{path} holds no questions.", hint=_HINT)
-    return spread(halved(list(found.values()), half), limit)
+    return spread(half_of(list(found.values()), half, path), limit)
 
 
 def _reasons(error: ValidationError) -> str:

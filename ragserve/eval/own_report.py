@@ -15,25 +15,28 @@ from rich.console import Console
 from rich.table import Table
 
 from ragserve.client import Client, Info
-from ragserve.errors import InvalidRequest
 from ragserve.eval.console import progress
-from ragserve.eval.data import Half, set_name
+from ragserve.eval.data import Half, by_name, set_name
 from ragserve.eval.judging import METRICS
 from ragserve.eval.own_questions import OwnQuestion, load_own
 from ragserve.eval.run import Options
 from ragserve.eval.scoreboard import TIMES, lines
-from ragserve.eval.served import ServedPlan, ask_served, ingested_folder
+from ragserve.eval.served import ServedPlan, ask_served, ingested_folder, namespaces_of
 from ragserve.files import write_json, write_text
+from ragserve.setting_groups.per_namespace import NamespaceSettings
 from ragserve.verification.report import assemble
 from ragserve.verification.rows import Row
 
 NOTE = (
     "In brackets: 95 % confidence intervals. Recall, nDCG and MRR: of the gold passages or, where none are "
-    "given, documents, among what the search returned. F1, exact match: SQuAD's normalisation. Citation "
-    "precision: share of the cited passages that hold a gold passage, or are of a gold document and hold an "
-    "accepted answer; recall: share of what was to be found that such citations cover. Milliseconds are the "
-    "client's. Failed requests count as 0."
+    "given, documents, among the passages that the search was asked for. F1, exact match: SQuAD's "
+    "normalisation. Citation precision: share of the cited passages that hold a gold passage, or are of a "
+    "gold document and hold an accepted answer, over the answers that cite any; recall: share of what was to "
+    "be found that such citations cover. Milliseconds are the client's. Failed requests count as 0."
 )
+# what answers depend on, beside the model and the defaults of queries
+_OF_ENGINE = ("fingerprint", "dtype", "context_length", "page_bits", "samkv", "prefix", "sparse")
+_OF_INDEX = ("default_type", "chunk_tokens")
 _LOG_COLUMNS = 200  # width of a table printed to a file
 
 
@@ -54,11 +57,7 @@ def load_sets(
 ) -> dict[Path, list[OwnQuestion]]:
     """Load the questions of each file, or of ``half`` of each. Raises InvalidRequest for bad lines and two
     sets of one name."""
-    if len({set_name(path) for path in paths}) < len(paths):
-        raise InvalidRequest(
-            "Two sets have the same name.", hint="A set's name is that of its file, up to the first dot."
-        )
-    return {path: load_own(path, limit, half) for path in paths}
+    return {path: load_own(path, limit, half) for path in by_name(paths).values()}
 
 
 def evaluate_own(
@@ -75,8 +74,10 @@ def evaluate_own(
                 how = {"fresh": run.work is None, "warm": any(each.is_composed for each in options)}
                 taken = ingested_folder(client, run.documents, progress=step, **how)
                 namespace, facts = stack.enter_context(taken)
-        plan = ServedPlan({set_name(path): sets[path] for path in sets}, options, namespace)
-        identity = _identity(client, info, plan, list(sets), facts)
+        own = {name: client.namespace_settings(name) for name in namespaces_of(sets, namespace)}
+        k = {name: each.k or info.defaults["k"] for name, each in own.items()}
+        plan = ServedPlan({set_name(path): sets[path] for path in sets}, options, namespace, k)
+        identity = _identity(client, info, plan, list(sets), facts, own)
         with progress("answers", sum(map(len, sets.values())) * len(options)) as step:
             rows = ask_served(client, plan, folder, identity, step)
     report = assemble("eval of own documents", _workload(info, plan, run.documents, facts), lines(rows), NOTE)
@@ -93,15 +94,24 @@ def evaluate_own(
 
 
 def _identity(
-    client: Client, info: Info, plan: ServedPlan, paths: Sequence[Path], facts: Mapping[str, Any]
+    client: Client,
+    info: Info,
+    plan: ServedPlan,
+    paths: Sequence[Path],
+    facts: Mapping[str, Any],
+    own: Mapping[str, NamespaceSettings],
 ) -> dict[str, Any]:
-    """The facts that all rows of one table must share."""
-    versions = {name: client.namespace(name).version for name in plan.namespaces}
+    """The facts that all rows of one table must share. ``own``: the settings of the namespaces."""
+    made = facts.get("digest")  # of a namespace of the run's own, whose name is no fact
     return {
         "model": info.model,
+        "engine": {name: info.engine.get(name) for name in _OF_ENGINE},
         "embedder": info.embedder,
         "defaults": info.defaults,
-        "documents": facts.get("digest") or versions,
+        "system text": [info.system_prompt, plan.options[0].system],
+        "namespaces": {} if made else {name: each.given() for name, each in own.items()},
+        "documents": made or {name: client.namespace(name).version for name in own},
+        "index": {name: info.index.get(name) for name in _OF_INDEX} if made else {},
         "k": plan.options[0].k,
         "max_new_tokens": plan.options[0].max_new_tokens,
         "sets": {set_name(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in paths},
@@ -118,7 +128,7 @@ def _workload(
         "sets": ", ".join(plan.sets),
         "questions": len(every),
         **given,
-        **({"namespace": ", ".join(plan.namespaces)} if documents is None else {"folder": documents.name}),
+        **({"namespace": ", ".join(plan.k)} if documents is None else {"folder": documents.name}),
         **{name: facts[name] for name in ("documents", "unreadable") if facts.get(name)},
         "model": Path(info.model).name,
         "embedder": info.embedder["name"],

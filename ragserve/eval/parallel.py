@@ -9,16 +9,17 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ragserve.config import SECRETS, Settings
+from ragserve.engine.document_prefix import prefix_text
 from ragserve.engine.running_server import kill_session, spawn
 from ragserve.engine.server_args import resolve_sparse_attention
 from ragserve.errors import EngineError
-from ragserve.eval.data import Half, load, set_name
+from ragserve.eval.data import Half, by_name, load
 from ragserve.eval.engine import Tier
 from ragserve.files import write_json
 from ragserve.strategy_spec import StrategySpec
@@ -26,6 +27,13 @@ from ragserve.verification import rows
 
 _POLL_S = 0.2
 _RESTARTS = 1  # per engine: several that start at once may pick the same port
+# settings that change what is read or answered, and those that begin so
+_DEPENDED_ON = (
+    *("model", "tokenizer", "dtype", "context_length", "engine_args", "sentence_bytes", "system_prompt"),
+    *("embedder", "query_prompt", "passage_prompt"),
+    *("kv_bits", "kv_page_bits", "kv_block_tokens", "sparse_attention"),
+)
+_OF_ATTENTION = ("decode_", "prefill_")
 Progress = Callable[[int, int], None]
 
 
@@ -97,23 +105,33 @@ def known(plan: Plan, folder: Path) -> tuple[list[rows.Row], dict[str, Any]]:
 
 def _keys(plan: Plan) -> list[rows.Key]:
     questions = [
-        (set_name(path), question) for path in plan.sets for question in load(path, plan.limit, plan.half)
+        (name, question)
+        for name, path in by_name(plan.sets).items()
+        for question in load(path, plan.limit, plan.half)
     ]
     return [(name, question.id, spec.label) for name, question in questions for spec in plan.strategies]
 
 
 def _identity(plan: Plan) -> dict[str, Any]:
     """The facts that all rows of one table must share."""
-    names = ("model", "tokenizer", "dtype", "engine_args", "sentence_bytes", "system_prompt", "embedder")
-    engine = {name: getattr(plan.settings, name) for name in names}
-    sets = {set_name(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in plan.sets}
+    settings, _ = resolve_sparse_attention(plan.settings)
+    names = {*_DEPENDED_ON, *(name for name in Settings.model_fields if name.startswith(_OF_ATTENTION))}
+    files = {"kv_prefix": prefix_text(settings).encode()}
+    if settings.decode_heads is not None:
+        files["decode_heads"] = settings.decode_heads.read_bytes()
+    sets = {name: path.read_bytes() for name, path in by_name(plan.sets).items()}
     return {
-        **engine,
+        **settings.model_dump(mode="json", include=names),
+        **_digests(files),
         "max_new_tokens": plan.max_new_tokens,
         "compared": plan.compare,
         "tier": plan.tier,
-        "sets": sets,
+        "sets": _digests(sets),
     }
+
+
+def _digests(contents: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(content).hexdigest()[:16] for name, content in contents.items()}
 
 
 def _work(plan: Plan, folder: Path, tick: Callable[[], None]) -> None:

@@ -45,15 +45,16 @@ def evaluate_set(
         workload = {"questions": len(questions)}
         rows, lost, lines, more = (_retrieved if mode == "retrieved" else _given)(client, questions, runs)
         workload |= more
+    name = set_name(path)
     workload = {
-        "set": set_name(path),
+        "set": name,
         "half": half,
         "mode": mode,
         "model": Path(client.info().model).name,
         **workload,
     }
     _write(rows, lost, workload, out)
-    return lines
+    return [{"set": name, **line} for line in lines]
 
 
 def report_of(path: Path, paths: Sequence[Path], out: Path | None) -> Path | None:
@@ -123,9 +124,10 @@ def _write(rows: list[Line], lost: list[Line], workload: dict[str, Any], out: Pa
     report.write(f"eval {workload['set']} {workload['mode']}", workload, rows, out=out, note=note)
     if lost:
         note = (
-            "Percent of all questions; right to lost_reading sum to 100. found: a retrieved passage of a "
-            "gold document holds the answer. lost_reading_context: right with the gold documents alone; "
-            "lost_reading: wrong even then."
+            "Percent of all questions; right to failed sum to 100. found: a retrieved passage of a gold "
+            "document holds the answer, of the questions whose search did not fail. lost_reading_context: "
+            "right with the gold documents alone; lost_reading: wrong even then. failed: not answered, or "
+            "wrong and not answered with the gold documents alone."
         )
         path = out.with_name(f"{out.stem}-losses{out.suffix}") if out else None
         report.write(f"eval {workload['set']} losses", workload, lost, out=path, note=note)

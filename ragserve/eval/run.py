@@ -205,26 +205,34 @@ def summary(outcomes: Sequence[AnswerOutcome]) -> dict[str, Any]:
 
 
 def losses(retrieved: Sequence[AnswerOutcome], ceiling: Sequence[AnswerOutcome]) -> dict[str, Any]:
-    """Attribute every question's outcome, in percent; the five shares from ``right`` on sum to 100.
+    """Attribute every question's outcome, in percent; the six shares from ``right`` on sum to 100.
 
-    ``found``: questions for which a retrieved passage of a gold document holds the answer.
-    ``lost_reading_context``: right with the gold documents alone, so the other passages misled the model.
-    ``lost_reading``: wrong even then."""
+    ``found``: of the questions whose search did not fail, those for which a retrieved passage of a gold
+    document holds the answer; ``gold_recall`` is of these questions, too, and ``em_where_found`` of those
+    that were answered. ``lost_reading_context``: right with the gold documents alone, so the other passages
+    misled the model. ``lost_reading``: wrong even then. ``failed``: not answered, or wrong and not answered
+    with the gold documents alone."""
     n = len(retrieved)
-    kinds = ("right", "right_by_chance", "lost_retrieval", "lost_reading_context", "lost_reading")
+    kinds = ("right", "right_by_chance", "lost_retrieval", "lost_reading_context", "lost_reading", "failed")
     counts = dict.fromkeys(kinds, 0)
     for outcome, best in zip(retrieved, ceiling, strict=True):
-        if outcome.em:
+        if outcome.error:
+            counts["failed"] += 1
+        elif outcome.em:
             counts["right" if outcome.found else "right_by_chance"] += 1
         elif not outcome.found:
             counts["lost_retrieval"] += 1
+        elif best.error:
+            counts["failed"] += 1
         else:
             counts["lost_reading_context" if best.em else "lost_reading"] += 1
-    found = [o for o in retrieved if o.found]
+    searched = [o for o in retrieved if o.passages or not o.error]
+    recalls = [o.gold_recall or 0.0 for o in searched]
+    read = [o.em for o in searched if o.found and not o.error]
     return {
-        "found": round(100 * len(found) / n, 2),
-        "gold_recall": round(100 * sum(o.gold_recall or 0.0 for o in retrieved) / n, 2),
-        "em_where_found": round(100 * sum(o.em for o in found) / len(found), 2) if found else None,
+        "found": round(100 * sum(bool(o.found) for o in searched) / len(searched), 2) if searched else None,
+        "gold_recall": round(100 * sum(recalls) / len(searched), 2) if searched else None,
+        "em_where_found": round(100 * sum(read) / len(read), 2) if read else None,
         **{name: round(100 * count / n, 2) for name, count in counts.items()},
     }
 
@@ -239,7 +247,7 @@ def _ask(
     try:
         answer = client.query(question.question, **options.fields, **fields)
     except RagserveError as error:
-        return failed(question, error)
+        return failed(question, error, passages)
     return outcome_of(question, answer, passages)
 
 
@@ -247,11 +255,6 @@ def outcome_of(
     question: Question, answer: Answer, passages: tuple[RetrievedPassage, ...] = ()
 ) -> AnswerOutcome:
     """Score an answer; ``passages``: those that were retrieved for it."""
-    gold = {p.key for p in question.gold}
-    from_gold = [p for p in passages if p.source in gold]
-    # Answers such as "yes" are not in the text: then any passage of a gold document counts as found.
-    literal = any(contains_answer(p.text, question.answers) for p in question.gold)
-    found = any(contains_answer(p.text, question.answers) for p in from_gold) if literal else bool(from_gold)
     return AnswerOutcome(
         question=question,
         answer=answer.answer,
@@ -266,15 +269,29 @@ def outcome_of(
         completion_tokens=answer.usage.completion,
         documents_kept=answer.context.documents_kept,
         documents=answer.context.documents_retrieved,
-        found=found if passages else None,
-        gold_recall=len({p.source for p in from_gold}) / len(gold) if passages and gold else None,
-        passages=passages,
+        **_found(question, passages),
     )
 
 
-def failed(question: Question, error: RagserveError) -> AnswerOutcome:
-    """The outcome of a question that was not answered."""
-    return AnswerOutcome(question, "", error=f"{error.code}: {error.message}")
+def failed(
+    question: Question, error: RagserveError, passages: tuple[RetrievedPassage, ...] = ()
+) -> AnswerOutcome:
+    """The outcome of a question that was not answered; ``passages``: those that were retrieved for it."""
+    failure = f"{error.code}: {error.message}"
+    return AnswerOutcome(question, "", error=failure, **_found(question, passages))
+
+
+def _found(question: Question, passages: tuple[RetrievedPassage, ...]) -> dict[str, Any]:
+    """The fields of an outcome that say what a search found; of none without passages."""
+    if not passages:
+        return {}
+    gold = {p.key for p in question.gold}
+    from_gold = [p for p in passages if p.source in gold]
+    # Answers such as "yes" are not in the text: then any passage of a gold document counts as found.
+    literal = any(contains_answer(p.text, question.answers) for p in question.gold)
+    found = any(contains_answer(p.text, question.answers) for p in from_gold) if literal else bool(from_gold)
+    recall = len({p.source for p in from_gold}) / len(gold) if gold else None
+    return {"found": found, "gold_recall": recall, "passages": passages}
 
 
 def _each(

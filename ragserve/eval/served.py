@@ -28,17 +28,19 @@ from ragserve.verification.rows import Row
 
 @dataclass(frozen=True, slots=True)
 class ServedPlan:
-    """Questions by the name of their set, and how to ask; ``namespace``: of questions that name none."""
+    """Questions by the name of their set, and how to ask; ``namespace``: of questions that name none. ``k``:
+    passages that a search of each namespace returns where the options name no number."""
 
     sets: Mapping[str, Sequence[OwnQuestion]]
     options: Sequence[Options]
     namespace: str
+    k: Mapping[str, int]
 
-    @property
-    def namespaces(self) -> list[str]:
-        """All that are asked."""
-        every = (question.namespace for questions in self.sets.values() for question in questions)
-        return sorted({name or self.namespace for name in every})
+
+def namespaces_of(sets: Mapping[Any, Sequence[OwnQuestion]], default: str) -> list[str]:
+    """All that are asked; ``default``: of questions that name none."""
+    every = (question.namespace for questions in sets.values() for question in questions)
+    return sorted({name or default for name in every})
 
 
 def ask_served(
@@ -47,9 +49,7 @@ def ask_served(
     """Return a row for each strategy and question, in this order. Failures are rows, too, and are asked again
     by the next run with the same ``folder``; ``identity`` says what its rows must have in common.
 
-    Raises NotFound without a namespace to ask, InvalidRequest for the folder of another run."""
-    for name in plan.namespaces:
-        client.namespace(name)
+    Raises InvalidRequest for the folder of another run."""
     rows.claim(folder, identity)
     done = {key: row for key, row in rows.read(folder).items() if not row.get("error")}
     found: list[Row] = []
@@ -58,7 +58,7 @@ def ask_served(
 
             def ask(asked: tuple[str, OwnQuestion], options: Options = options) -> Row:
                 head = {"set": asked[0], "id": asked[1].id, "strategy": str(options.label)}
-                row = done.get(rows.key(head)) or head | _asked(client, asked[1], options, plan.namespace)
+                row = done.get(rows.key(head)) or head | _asked(client, asked[1], options, plan)
                 progress()
                 return row
 
@@ -108,7 +108,8 @@ def ingested_folder(
             client.drop_namespace(namespace)
 
 
-def _asked(client: Client, question: OwnQuestion, options: Options, namespace: str) -> Row:
+def _asked(client: Client, question: OwnQuestion, options: Options, plan: ServedPlan) -> Row:
+    namespace = question.namespace or plan.namespace
     try:
         found, answer, times = _streamed(client, question, options, namespace)
     except RagserveError as error:
@@ -117,7 +118,7 @@ def _asked(client: Client, question: OwnQuestion, options: Options, namespace: s
     cited = {citation.index: citation.basis for citation in answer.citations}
     return (
         _labels(question)
-        | judged(question, found.results, answer)
+        | judged(question, found.results, answer, options.k or plan.k[namespace])
         | times
         | {
             "answer": answer.answer,
@@ -138,7 +139,7 @@ def _streamed(
     client: Client, question: OwnQuestion, options: Options, namespace: str
 ) -> tuple[SearchResults, Answer, dict[str, float | None]]:
     """The passages, the answer, and the client's milliseconds to the first token and to the end."""
-    fields = options.fields | {"namespace": question.namespace or namespace, "k": options.k}
+    fields = options.fields | {"namespace": namespace, "k": options.k}
     found, answer, first_ms = None, None, None
     started = time.perf_counter()
     for event in client.stream(question.question, **fields):

@@ -10,7 +10,7 @@ from ragserve.answering.prompt import PromptBuilder
 from ragserve.config import Settings
 from ragserve.engine.base import WarmEngine
 from ragserve.errors import InvalidRequest
-from ragserve.eval.data import interleaved, load, set_name
+from ragserve.eval.data import by_name, interleaved, load
 from ragserve.eval.sparse_answers import DENSE, SparseSetting, SparseTask, ask_all, recorded
 from ragserve.profiles.decode import scores_of
 from ragserve.profiles.sparse_attention import FILE_NAME, SPARSE, SparseEntry, SparseRecord, under
@@ -22,8 +22,9 @@ ALPHAS = (0.9, 0.955)
 
 
 def tasks_of(paths: Sequence[Path], limit: int | None) -> list[SparseTask]:
-    """The questions of all sets, mixed. Raises InvalidRequest for a file that is no question set."""
-    sets = {set_name(path): load(path, limit) for path in paths}
+    """The questions of all sets, mixed. Raises InvalidRequest for a file that is no question set, and two
+    sets of one name."""
+    sets = {name: load(path, limit) for name, path in by_name(paths).items()}
     return [SparseTask(name, question) for name, question in interleaved(sets)]
 
 

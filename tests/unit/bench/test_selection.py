@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from ragserve.bench import selection
+from ragserve.bench import dialogue, rerank, selection
 from ragserve.commands import bench
 from ragserve.errors import InvalidRequest
 
@@ -71,3 +72,11 @@ def test_a_typo_is_one_swap_and_always_the_same() -> None:
     assert sorted(wrong) == sorted(question)
     assert wrong != question or sum(a != b for a, b in zip(wrong, question, strict=True)) in (0, 2)
     assert selection.with_typo("a b c") == "a b c"
+
+
+@pytest.mark.parametrize("run", [selection.run, rerank.run, dialogue.run], ids=lambda run: run.__module__)
+def test_two_sets_of_one_name_are_refused(data: Path, tmp_path: Path, run: Callable[..., object]) -> None:
+    other = tmp_path / "small.test.jsonl"
+    other.write_text(data.read_text())
+    with pytest.raises(InvalidRequest, match="same name, 'small'"):
+        run(None, data=[data, other])

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ragserve.errors import InvalidRequest
-from ragserve.eval.data import GivenPassage, distinct_passages, load
+from ragserve.eval.data import GivenPassage, by_name, distinct_passages, load
+from ragserve.eval.own_questions import load_own
+from ragserve.eval.sparse_calibration import tasks_of
 
 DATA = Path(__file__).parents[2] / "data" / "questions"
 
@@ -64,6 +67,41 @@ def test_halves_are_apart_and_together_the_set(tmp_path: Path) -> None:
     assert [q.id for q in first] == ["0", "1", "2", "3"]
     assert first + second == load(path)
     assert [q.id for q in load(path, 2, "second")] == ["4", "5"], "the limit is of the half"
+
+
+def test_a_half_without_questions_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text(json.dumps({"question": "q", "answers": ["a"], "docs": [["t", "a"]]}) + "\n")
+    assert len(load(path, half="first")) == len(load_own(path, half="first")) == 1
+    for read in (load, load_own):
+        with pytest.raises(InvalidRequest, match=r"second half of .*set\.jsonl has no questions"):
+            read(path, half="second")
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        (["a", "b", "a"], "line 3: id 'a' is that of line 1"),
+        ([7, "7"], "line 2: id '7' is that of line 1"),
+        (["2", None], "line 2: id '2' is that of line 1"),
+    ],
+    ids=["repeated", "as number and as text", "a line's number"],
+)
+def test_rows_that_share_an_id_are_refused(tmp_path: Path, ids: list[Any], says: str) -> None:
+    row = {"question": "q", "answers": ["a"], "docs": [["t", "a"]]}
+    path = tmp_path / "set.jsonl"
+    path.write_text("\n".join(json.dumps(row if one is None else row | {"id": one}) for one in ids))
+    with pytest.raises(InvalidRequest, match=says):
+        load(path)
+
+
+def test_sets_that_share_a_name_are_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / "hotpot.dev.jsonl", tmp_path / "squad.jsonl.gz", tmp_path / "hotpot.test.jsonl"]
+    assert by_name(paths[:2]) == {"hotpot": paths[0], "squad": paths[1]}
+    with pytest.raises(InvalidRequest, match=r"'hotpot': .*hotpot\.dev\.jsonl and .*hotpot\.test\.jsonl"):
+        by_name(paths)
+    with pytest.raises(InvalidRequest, match="'hotpot'"):
+        tasks_of([paths[0], paths[0]], None)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,17 @@ class Server:
         said = answered(number if f"d{number}" in titles else "unknown")
         return Answer.model_validate(said.model_dump() | {"session": session})
 
+    def retrieve(self, text: str, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(results=[])
+
+    def ingest_texts(self, texts: Any, *, namespace: str) -> str:
+        return "job"
+
+    def wait(self, job: str) -> SimpleNamespace:
+        return SimpleNamespace(job_id=job, counts={})
+
+    def drop_namespace(self, name: str) -> None: ...
+
     def info(self) -> SimpleNamespace:
         return SimpleNamespace(model="models/tiny")
 
@@ -127,6 +138,25 @@ def test_a_turn_that_fails_counts_as_wrong_and_the_others_go_on() -> None:
     assert server.asked[4]["session"] == "new", "the first turn that is answered begins the session"
     assert by_turn("prefix", outcomes, ())[0]["failed"] == 1
     assert by_turn("prefix", outcomes, ())[0]["as_full"] is None
+    first = by_turn("prefix", outcomes, outcomes)[0]
+    assert (first["as_full"], first["f1"], first["held"]) == (100.0, 50.0, 0.0), "of what was answered"
+    dead = by_turn("prefix", outcomes[3:4], outcomes[3:4])[0]
+    assert (dead["as_full"], dead["held"], dead["failed"]) == (None, None, 1)
+
+
+def test_a_server_that_goes_away_leaves_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+
+    def gone(session_id: str) -> None:
+        raise Unavailable("gone")
+
+    monkeypatch.setattr(server, "end_session", gone)
+    server.down = {"What is 2?", "What is 5?"}
+    client: Any = server
+    outcomes = ask_dialogues(
+        client, dialogues_of(QUESTIONS, 3), Options("prefix", concurrency=1), progress=lambda: None
+    )
+    assert [bool(one.answer.error) for one in outcomes] == [False, False, True] * 2
 
 
 def test_a_set_over_rest(tmp_path: Path) -> None:
@@ -144,6 +174,7 @@ def test_a_set_over_rest(tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     lines = evaluate_set(client, tmp_path / "set.jsonl", runs, mode="multiturn", turns=3, limit=None, out=out)
     assert len(lines) == 9 * 6
+    assert {line["set"] for line in lines} == {"set"}
     begun = [asked for asked in client.asked if asked.get("session") == "new"]
     assert [asked["session_budget"] for asked in begun if "session_budget" in asked] == [300, 300, 900, 900]
     observed = [asked["decode"]["observe"] for asked in client.asked if asked.get("decode")]
@@ -154,3 +185,17 @@ def test_a_set_over_rest(tmp_path: Path) -> None:
     shortened = ("prefix, earlier in 300", "prefix, earlier in 900")
     labels = ("prefix", "full", *shortened, *(label for label, _ in rivals), "prefix, documents first")
     assert found == [(label, turn, 100.0) for label in labels for turn in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("mode", ["given", "retrieved"])
+def test_lines_of_every_mode_say_of_which_set_they_are(tmp_path: Path, mode: str) -> None:
+    row = {"question": "What is 1?", "answers": ["1"], "docs": [["d1", "It is 1."]]}
+    (tmp_path / "set.jsonl").write_text(json.dumps(row))
+    server = Server()
+    server.down = {"What is 1?"}
+    client: Any = server
+    lines = evaluate_set(
+        client, tmp_path / "set.jsonl", [Options("full")], mode=mode, turns=2, limit=None, out=None
+    )
+    assert {(line["set"], line["id"]) for line in lines} == {("set", "1")}
+    assert all("down" in line["error"] for line in lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ class Engine:
         self.asked: list[GenerateRequest] = []
         self.warmed: list[GenerateRequest] = []
         self.fails_at = 10**9
+        self.broken: Callable[[GenerateRequest], bool] = lambda request: False
         self.differs = False  # a composed answer would be another one
         self.info = EngineInfo("local", str(MODEL), str(MODEL), "0", "cpu", "", 8192, 8192, ("full",))
         self._ids = builder.question_ids(" red")
@@ -44,7 +45,7 @@ class Engine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         self.asked.append(request)
-        if len(self.asked) > self.fails_at:
+        if len(self.asked) > self.fails_at or self.broken(request):
             raise EngineError("no memory")
         composed, held = request.strategy == "concat", request.session.held if request.session else 0
         report = None
@@ -216,11 +217,47 @@ def test_another_answer_has_its_own_f1_and_the_dialogue_goes_on_from_that_of_ful
     assert (own.forced, own.session, own.input_ids) == ((), forced.session, forced.input_ids)
 
 
-def test_a_turn_that_fails_ends_its_dialogue_with_the_reason(builder: PromptBuilder) -> None:
+def test_a_turn_that_full_fails_has_failed_for_all_and_ends_its_dialogue(builder: PromptBuilder) -> None:
     engine = Engine(builder)
     engine.fails_at = 4  # the first turn is asked four times
     lines = led(engine, builder)
     failed = [line for line in lines if line["error"]]
-    assert [line["turn"] for line in failed] == [2, 1]
+    assert [line["turn"] for line in failed] == [2] * 4 + [1] * 4
     assert all("no memory" in line["error"] for line in failed)
-    assert {line["turn"] for line in by_turn(lines)} == {1}
+    found = by_turn(lines)
+    labels = [*(spec.label for spec in SPECS), DOCUMENTS_FIRST]
+    assert [(line["strategy"], line["turn"], line["n"], line["failed"], line["f1"]) for line in found] == [
+        (label, *figures) for label in labels for figures in ((1, 2, 1, 50.0), (2, 1, 1, 0.0))
+    ]
+    assert found[1]["ttft_ms"] is None
+
+
+def label_of(request: GenerateRequest) -> str:
+    if request.session is not None:
+        return request.session.key.partition("-")[2]
+    return DOCUMENTS_FIRST if request.strategy == "prefix" else request.strategy
+
+
+@pytest.mark.parametrize("fails", [SPECS[2].label, "prefix, earlier in 12", DOCUMENTS_FIRST])
+def test_a_strategy_that_fails_counts_as_wrong_and_the_others_go_on(
+    builder: PromptBuilder, fails: str
+) -> None:
+    engine = Engine(builder)
+    engine.broken = lambda request: fails == label_of(request)
+    lines = led(engine, builder, session_budgets=[12])
+    whole = led(Engine(builder), builder, session_budgets=[12])
+    assert [(line["id"], line["strategy"]) for line in lines] == [
+        (line["id"], line["strategy"]) for line in whole
+    ]
+    failed = [line for line in lines if line["error"]]
+    assert {line["strategy"] for line in failed} == {fails}
+    assert all("no memory" in line["error"] for line in failed)
+    figures = {(line["strategy"], line["turn"]): line for line in by_turn(lines)}
+    for line in by_turn(whole):
+        own = figures[line["strategy"], line["turn"]]
+        if line["strategy"] != fails:
+            assert own | {"ttft_ms": line["ttft_ms"]} == line, "nothing of the others is lost"
+    last = figures[fails, TURNS]
+    assert (last["n"], last["failed"], last["f1"]) == (2, 2, 0.0)
+    assert last["as_full"] == (None if fails == DOCUMENTS_FIRST else 0.0)
+    assert last["prompt_tokens"] is None

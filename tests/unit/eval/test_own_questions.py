@@ -78,7 +78,7 @@ def test_every_bad_line_is_named(tmp_path: Path) -> None:
 
 def test_documents_are_judged_by_source_and_answer() -> None:
     question = OwnQuestion(id="1", question="q", answers=("Oslo",), documents=("a/norway.html", "iceland.md"))
-    row = judged(question, FOUND, answer("The answer is Oslo.", 1, 2, 3))
+    row = judged(question, FOUND, answer("The answer is Oslo.", 1, 2, 3), 5)
     assert row["gold_ranks"] == [2, None]  # after the other document: its two passages count once
     assert metrics(row, "recall", "mrr", "answer_found") == [0.5, 0.5, 1.0]
     assert row["ndcg"] == pytest.approx((1 / math.log2(3)) / (1 + 1 / math.log2(3)))
@@ -88,9 +88,22 @@ def test_documents_are_judged_by_source_and_answer() -> None:
     assert row["citation_recall"] == 0.5
 
 
+def test_ndcg_is_of_the_passages_asked_for_not_of_the_documents_found() -> None:
+    def ndcg(documents: tuple[str, ...], found: list[RetrievedPassage], k: int) -> float:
+        question = OwnQuestion(id="1", question="q", documents=documents)
+        return float(judged(question, found, answer("Oslo"), k)["ndcg"])
+
+    norway = [FOUND[1], FOUND[2]]  # of one document
+    one_of_two = 1 / (1 + 1 / math.log2(3))
+    assert ndcg(("a/norway.html", "iceland.md"), norway, 2) == pytest.approx(one_of_two)
+    assert ndcg(("a/norway.html", "iceland.md"), norway[:1], 5) == pytest.approx(one_of_two)
+    assert ndcg(("a/norway.html", "iceland.md"), norway[:1], 1) == 1.0, "one passage cannot be of both"
+    assert ndcg(("a/norway.html",), norway, 5) == 1.0
+
+
 def test_an_answer_that_no_text_holds_is_judged_by_its_document() -> None:
     question = OwnQuestion(id="1", question="Is it?", answers=("yes",), documents=("id-/data/b/norway.html",))
-    row = judged(question, FOUND, answer("Yes", 4, 1))
+    row = judged(question, FOUND, answer("Yes", 4, 1), 5)
     assert metrics(row, "em", "citation_precision", "citation_recall") == [1.0, 0.5, 1.0]
 
 
@@ -100,29 +113,29 @@ def test_passages_are_judged_by_their_words() -> None:
     assert not holds(FOUND[3].text, gold)
     assert holds("It is in Oslo.", "Oslo")
     question = OwnQuestion(id="1", question="q", passages=(gold, "nowhere to be found at all"))
-    row = judged(question, FOUND, answer("Oslo", 3))
+    row = judged(question, FOUND, answer("Oslo", 3), 5)
     assert row["gold_ranks"] == [3, None]
     assert metrics(row, "recall", "citation_precision", "citation_recall") == [0.5, 1.0, 0.5]
     assert metrics(row, "f1", "em", "contains", "answer_found") == [None] * 4
 
 
 def test_answers_alone_judge_citations_and_no_ranking() -> None:
-    row = judged(OwnQuestion(id="1", question="q", answers=("Oslo",)), FOUND, answer("Oslo", 1, 4))
+    row = judged(OwnQuestion(id="1", question="q", answers=("Oslo",)), FOUND, answer("Oslo", 1, 4), 5)
     assert metrics(row, "recall", "ndcg", "mrr") == [None] * 3
     assert metrics(row, "citation_precision", "citation_recall", "answer_found") == [0.5, 1.0, 1.0]
-    uncited = judged(OwnQuestion(id="1", question="q", answers=("Oslo",)), FOUND, answer("Oslo"))
+    uncited = judged(OwnQuestion(id="1", question="q", answers=("Oslo",)), FOUND, answer("Oslo"), 5)
     assert metrics(uncited, "citation_precision", "citation_recall") == [None, 0.0]
 
 
 def test_without_labels_nothing_is_judged() -> None:
     question = OwnQuestion(id="1", question="q")
-    assert set(metrics(judged(question, FOUND, answer("Oslo", 1)), *METRICS)) == {None}
+    assert set(metrics(judged(question, FOUND, answer("Oslo", 1), 5), *METRICS)) == {None}
     assert set(metrics(missed(question), *METRICS)) == {None}
 
 
 def row(id_: str, strategy: str, f1: float, *, error: str | None = None) -> dict[str, Any]:
     question = OwnQuestion(id=id_, question="q", answers=("Oslo",), documents=("norway.html",))
-    own = missed(question) if error else judged(question, FOUND, answer("Oslo" if f1 else "Bergen", 3))
+    own = missed(question) if error else judged(question, FOUND, answer("Oslo" if f1 else "Bergen", 3), 5)
     own |= {} if error else {"ttft_ms": 10.0, "total_ms": 30.0}
     passages = [] if error else FOUND
     return {"set": "s", "id": id_, "strategy": strategy, "error": error, "passages": passages} | own
@@ -139,6 +152,8 @@ def test_lines_average_and_compare() -> None:
     assert concat["causes"] == {"right": 2, "read wrongly": 1, "not retrieved": 0, "failed": 1}
     assert full["ttft_ms"]["p50"] == 10.0
     assert "f1_vs_first" not in full
+    assert (full["citation_precision"], full["citation_precision_n"]) == (100.0, 4)
+    assert (concat["citation_precision"], concat["citation_precision_n"]) == (75.0, 4), "0 where it failed"
     assert [group[0]["id"] for group in worst(rows, 2)] == ["3", "0"]
     faultless = rows[0] | dict.fromkeys(METRICS, 1.0)
     assert worst([faultless], 2) == []

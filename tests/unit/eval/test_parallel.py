@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ragserve.config import Settings
-from ragserve.errors import EngineError
+from ragserve.errors import EngineError, InvalidRequest
 from ragserve.eval import parallel
 from ragserve.eval.parallel import Plan, known, run
 from ragserve.strategy_spec import parse
@@ -105,3 +105,47 @@ def test_engines_keep_documents_in_no_store_that_others_read(
     run(replace(plan(tmp_path, monkeypatch, "99"), settings=shared), tmp_path / "work")
     job = json.loads((tmp_path / "work" / "job-0.json").read_text())
     assert not Settings(**job["settings"]).shared_store
+
+
+def test_two_sets_of_one_name_are_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = plan(tmp_path, monkeypatch, "99")
+    other = tmp_path / "s.more.jsonl"
+    other.write_text(one.sets[0].read_text())
+    for asked in (run, known):
+        with pytest.raises(InvalidRequest, match="'s'"):
+            asked(replace(one, sets=[*one.sets, other]), tmp_path / "work")
+    assert not (tmp_path / "work").exists(), "nothing is asked"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("context_length", 4096),
+        ("kv_prefix", "none"),
+        ("kv_page_bits", 8),
+        ("kv_block_tokens", 16),
+        ("query_prompt", "query: "),
+        ("sparse_attention", "on"),
+        ("decode_budget", 512),
+        ("prefill_alpha", 0.9),
+    ],
+)
+def test_rows_under_other_settings_are_another_run_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    one, work = plan(tmp_path, monkeypatch, "99"), tmp_path / "work"
+    run(one, work)
+    with pytest.raises(InvalidRequest, match=f"{name} differ"):
+        run(replace(one, settings=Settings(**{name: value})), work)
+    rows, _ = run(replace(one, settings=Settings(kv_host_bytes=0, log_level="error")), work)
+    assert len(rows) == 6, "the sizes of caches change no answer"
+
+
+def test_a_prefix_is_known_by_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tmp_path / "prefix.txt"
+    text.write_text("Once upon a time.")
+    given = replace(plan(tmp_path, monkeypatch, "99"), settings=Settings(kv_prefix=str(text)))
+    run(given, tmp_path / "work")
+    text.write_text("It was a dark and stormy night.")
+    with pytest.raises(InvalidRequest, match="kv_prefix differ"):
+        run(given, tmp_path / "work")

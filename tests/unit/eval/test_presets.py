@@ -97,3 +97,41 @@ def test_rivals_stand_for_published_rules() -> None:
     assert {"passages:keep=0.15", "passages:keep=0.25"} < set(labels)
     assert {"full", "concat", "cacheblend:share=0.15", "epic:first=16", "random:share=0.15"} < set(labels)
     assert {f"concat:recompute={rule},share=0.15" for rule in ("question", "anchors")} < set(labels)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("--url", "http://localhost:1"), ("--mode", "retrieved"), ("--mode", "multiturn"), ("-n", "papers")],
+    ids=["given", "REST", "retrieved", "multiturn", "own documents"],
+)
+def test_two_sets_of_one_name_are_refused_in_every_mode(
+    tmp_path: Path, plans: list[Plan], arguments: tuple[str, ...]
+) -> None:
+    with pytest.raises(InvalidRequest, match="Two sets have the same name, 's'"):
+        invoked(tmp_path, "--data", f"{tmp_path}/more/s.test.jsonl", *arguments)
+    assert not plans
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unused"),
+    [
+        (("--work", "work", "--url", "http://localhost:1"), "--work"),
+        (("--work", "work", "--mode", "retrieved"), "--work"),
+        (("--work", "work", "--mode", "multiturn"), "--work"),
+        (("--tier", "host", "--workers", "2", "--mode", "multiturn"), "--workers and --tier"),
+        (("--tier", "host", "-n", "papers"), "--tier"),
+        (("--turns", "3", "--asked-at", "middle", "--ahead", "2"), "--turns and --asked-at and --ahead"),
+        (("--decode-budget", "512", "--session-budget", "99"), "--decode-budget and --session-budget"),
+        (("--refresh-turns", "2"), "--refresh-turns"),
+        (("--refresh-turns", "2", "--mode", "multiturn", "--url", "http://localhost:1"), "--refresh-turns"),
+        (("--concurrency", "2", "--mode", "multiturn"), "--concurrency"),
+        (("--k", "3"), "--k"),
+        (("--mode", "retrieved", "-n", "papers"), "--mode"),
+    ],
+)
+def test_options_that_a_run_would_ignore_are_refused(
+    tmp_path: Path, plans: list[Plan], arguments: tuple[str, ...], unused: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{unused} would change nothing"):
+        invoked(tmp_path, *arguments)
+    assert not plans

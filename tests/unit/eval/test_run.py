@@ -49,6 +49,8 @@ class Table:
         return answered(said)
 
     def retrieve(self, text: str, **_: Any) -> Any:
+        if text not in self.retrieved:
+            raise NotFound("no such thing")
         found = enumerate(self.retrieved[text], 1)
         return SimpleNamespace(
             results=[RetrievedPassage(index=i, source=p.key, title=p.title, text=p.text) for i, p in found]
@@ -106,6 +108,25 @@ def test_each_lost_answer_has_one_cause() -> None:
     causes = ("right", "right_by_chance", "lost_retrieval", "lost_reading_context", "lost_reading")
     assert [lost[cause] for cause in causes] == [20.0] * 5
     assert [o.record()["found"] for o in retrieved] == [True, False, False, True, True]
+
+
+def test_a_request_that_fails_is_lost_by_neither_search_nor_reading() -> None:
+    rows = [question(name) for name in ("right", "unsearched", "unanswered", "unread")]
+    right, unsearched, unanswered, unread = rows
+    answers: dict[tuple[str, int | None], str] = {(right.question, None): "red"}
+    answers[unread.question, None] = "blue"
+    answers |= {(one.question, 1): "red" for one in (right, unsearched, unanswered)}
+    table = Table(answers, {one.question: one.gold for one in (right, unanswered, unread)})
+    retrieved = ask_retrieved(table, "n", rows, Options(), progress=lambda: None)  # type: ignore[arg-type]
+    ceiling = ask_given(table, rows, Options(), gold=True, progress=lambda: None)  # type: ignore[arg-type]
+    lost = losses(retrieved, ceiling)
+    causes = ("right", "right_by_chance", "lost_retrieval", "lost_reading_context", "lost_reading", "failed")
+    assert [lost[cause] for cause in causes] == [25.0, 0.0, 0.0, 0.0, 0.0, 75.0]
+    assert lost["found"] == lost["gold_recall"] == 100.0, "of the questions whose search did not fail"
+    assert lost["em_where_found"] == 50.0
+    assert [(o.found, len(o.passages)) for o in retrieved] == [(True, 1), (None, 0), (True, 1), (True, 1)]
+    nothing = losses(retrieved[1:2], ceiling[1:2])
+    assert (nothing["found"], nothing["gold_recall"], nothing["failed"]) == (None, None, 100.0)
 
 
 def test_a_chunk_of_the_gold_document_without_the_answer_is_not_found() -> None:

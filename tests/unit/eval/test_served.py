@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -116,6 +117,47 @@ def test_a_run_goes_on_where_it_stopped(live: Live, docs: str, data: Path, tmp_p
     live.index(docs, {"new": "Something else."})
     with pytest.raises(InvalidRequest, match="documents differ"):
         run(live, data, *arguments)
+
+
+def test_rows_under_another_system_text_or_other_settings_are_another_run_s(
+    live: Live, docs: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("-n", docs, "--strategies", "full", "--work", str(tmp_path / "work"))
+    assert run(live, data, *arguments).startswith("0\n")
+    live.engine.requests.clear()
+    assert run(live, data, *arguments).startswith("0\n")
+    assert not live.engine.requests, "the same run has all its answers"
+    with pytest.raises(InvalidRequest, match="system text differ"):
+        run(live, data, *arguments, "--system-prompt", "Be brief.")
+    with monkeypatch.context() as patch:
+        patch.setattr(live.settings, "system_prompt", "Be brief.")
+        with pytest.raises(InvalidRequest, match="system text differ"):
+            run(live, data, *arguments)
+    with live.client() as client:
+        client.put(f"/rag/namespaces/{docs}/settings", json={"system": "Be brief."}).raise_for_status()
+        with pytest.raises(InvalidRequest, match="namespaces differ"):
+            run(live, data, *arguments)
+        client.put(f"/rag/namespaces/{docs}/settings", json={}).raise_for_status()
+    engine = replace(live.engine.info, sparse="hierarchical 512")
+    monkeypatch.setattr(type(live.engine), "info", engine)
+    with pytest.raises(InvalidRequest, match="engine differ"):
+        run(live, data, *arguments)
+    assert not live.engine.requests
+
+
+def test_ndcg_is_at_the_k_of_the_namespace(live: Live, tmp_path: Path) -> None:
+    live.index("two", {"skerryvore": DOCUMENTS["skerryvore"]})
+    data, report = tmp_path / "own.jsonl", tmp_path / "report.json"
+    data.write_text(json.dumps(QUESTIONS[0] | {"documents": ["skerryvore", "elsewhere"]}) + "\n")
+
+    def ndcg() -> float:
+        run(live, data, "-n", "two", "--strategies", "full", "--json", str(report))
+        return float(json.loads(report.read_text())["rows"][0]["ndcg"])
+
+    assert ndcg() == 61.3, "of five passages asked for one was found"
+    with live.client() as client:
+        client.put("/rag/namespaces/two/settings", json={"k": 1}).raise_for_status()
+    assert ndcg() == 100.0
 
 
 def test_a_folder_is_ingested_for_the_run(live: Live, tmp_path: Path) -> None:
