@@ -54,7 +54,8 @@ NOTE = (
     "F1 of whole answers, percent; vs before: points, and half the width of the 95 % interval of the paired "
     "difference. "
     "ttft: milliseconds from the request to the first piece of the answer, at the client, median and 90th "
-    "percentile. read: document tokens in the prompt, computed: of these anew, means."
+    "percentile. read: document tokens in the prompt, computed: of these anew, means. embed to prefill: medians of the "
+    "stages, as the server reports them; prompt includes the choice."
 )
 Row = dict[str, Any]
 
@@ -212,6 +213,7 @@ def _answered(client: Client, question: Row, strategy: str, options: Mapping[str
         "kept": answer.context.tokens_kept,
         "recomputed": answer.context.tokens_recomputed,
         "prompt": answer.usage.prompt,
+        "timings": answer.timings.model_dump(exclude_none=True),
     }
 
 
@@ -261,6 +263,11 @@ def _row(name: str, own: Mapping[str, Row], before: Mapping[str, Row]) -> Row:
     ttft = [row["ttft_ms"] for row in found]
     gain, interval = _beside(own, before)
     strategies = sorted({row["used"] for row in found})
+    stages = {
+        name.removesuffix("_ms") + " ms": round(statistics.median(each), 1)
+        for name in ("embed_ms", "search_ms", "prompt_ms", "queue_ms", "prefill_ms")
+        if (each := [row["timings"][name] for row in found if name in row.get("timings", {})])
+    }
     return {
         "pass": name,
         "n": len(found),
@@ -274,7 +281,7 @@ def _row(name: str, own: Mapping[str, Row], before: Mapping[str, Row]) -> Row:
         "computed": round(statistics.fmean(row["recomputed"] for row in found)),
         "strategy": ", ".join(strategies),
         "choice": found[-1]["choice"],
-    }
+    } | stages
 
 
 def main() -> int:

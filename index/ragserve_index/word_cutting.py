@@ -42,6 +42,8 @@ _IDEOGRAPHS = (
     "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 )
 _LETTERS_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\uaa60-\uaa7f"
+UNSPACED = f"{_IDEOGRAPHS}{_LETTERS_UNSPACED}"
+"""Characters of scripts that do not separate words, for a character class."""
 _UNSPACED = re.compile(f"([{_IDEOGRAPHS}]+)|[{_LETTERS_UNSPACED}]+")
 # groups of three digits, with the same sign between them
 _GROUPS = re.compile(r"(?<![\d.,])\d{1,3}([ ,.])\d{3}(?:\1\d{3})*+(?![.,]?\d)")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LOST_F1 = 1.0  # points of F1 of whole prompts that may be shown to be lost
 LOST_REFUSALS = 2.0  # points
-PERPLEXITY = 1.01  # times the base's, of the same tokens: this ratio's error is below 0.1 %
+PERPLEXITY = 1.01  # times the base's; both read the same tokens, so that chance adds little
 _ROUNDING = 1e-6
 _REFERENCE_TOKENS = 24
 _TEXTS = 64  # held-out passages in the perplexity

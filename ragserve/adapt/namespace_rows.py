@@ -87,7 +87,8 @@ async def _make(
             on_progress("questions", f"{len(rows):,} of {tried:,} that were tried{long}")
     if not tried:
         raise InvalidRequest(
-            f"Namespace {namespace!r} has no passages to ask about.", hint="Ingest documents first."
+            f"Namespace {namespace!r} has no passages to ask about.",
+            hint="Ingest documents first, with passages of 12 words or more.",
         )
     return rows[:most]
 

@@ -141,6 +141,10 @@ def _print(record: dict[str, Any]) -> None:
     Console().print(table)
     if record["recovered"] is not None:
         typer.echo(f"{100 * record['recovered']:.0f} % of what composed prompts lost is recovered")
+    if after["unanswerable"] and not before["refused_percent"]:
+        typer.echo(
+            "the base refused nothing, as far as English words tell: whether refusals are lost is not known"
+        )
     most = lost["whole_f1"]["at_most"]
     if most > _SURE:
         typer.echo(

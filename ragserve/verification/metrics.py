@@ -1,13 +1,19 @@
-"""Exact match and token F1 as SQuAD defines them, on normalised text."""
+"""Exact match and token F1 as SQuAD defines them, on normalised text of any script.
+
+As MLQA (Lewis et al., ACL 2020) has it for other languages, punctuation is what Unicode calls so, and each
+character of Chinese, and here of all scripts that do not separate words, is a word."""
 
 from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+from ragserve_index.word_cutting import UNSPACED
+
+_UNSPACED = re.compile(f"[{UNSPACED}]")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _REFUSAL = re.compile(  # of normalised text
     r"^(?:unknown|unanswerable|unclear|none|na|no answer|not enough information)$"
@@ -19,9 +25,37 @@ _REFUSAL = re.compile(  # of normalised text
 )
 
 
+class _Normalised(dict[int, str]):
+    """What `str.translate` puts in the place of each character."""
+
+    def __missing__(self, code: int) -> str:
+        character = chr(code)
+        width = unicodedata.east_asian_width(character)
+        if width == "F":
+            character = unicodedata.normalize("NFKC", character)
+        if character in string.punctuation or unicodedata.category(character).startswith("P"):
+            own = " " if width in "FW" else ""  # no blank follows a wide one
+        else:
+            own = f" {character} " if _UNSPACED.match(character) else character
+        if code < 0x10000:  # the other characters would take 100 MB
+            self[code] = own
+        return own
+
+
+_NORMALISED = _Normalised()
+
+
 def normalise(text: str) -> str:
-    """Convert to lower case without ASCII punctuation and articles, with single spaces."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    """Convert to lower case without punctuation and English articles, with single spaces between words and
+    around each character of a script that does not separate words."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NORMALISED)).split())
+
+
+def count_words(text: str) -> int:
+    """Count the words that blanks separate; two characters of scripts that do not are about one."""
+    spaced = _UNSPACED.sub(" ", text).split()
+    words = sum(any(map(str.isalnum, each)) for each in spaced)
+    return words + (len(_UNSPACED.findall(text)) + 1) // 2
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float:

@@ -22,7 +22,7 @@ from ragserve.retrieval.passage_search import FoundPassages
 from ragserve.retrieval.search_options import SearchOptions
 from ragserve.verification.engine_run import first_token
 from ragserve.verification.given_scores import TitledText
-from ragserve.verification.metrics import contains_answer, is_refusal, normalise, token_f1
+from ragserve.verification.metrics import contains_answer, count_words, is_refusal, normalise, token_f1
 from ragserve.verification.questions import DrawnQuestion, Kind, cloze, written
 from ragserve_index.types import Chunk
 
@@ -177,7 +177,7 @@ class Probes:
         if is_refusal(said, [" "]):
             return None
         answer = standing(said, question, [_text(each) for each in texts])
-        return answer if answer and len(normalise(answer).split()) <= _MOST_WORDS else None
+        return answer if answer and count_words(normalise(answer)) <= _MOST_WORDS else None
 
     @staticmethod
     def _gives(answer: str, references: Sequence[str]) -> bool:

@@ -16,8 +16,10 @@ from ragserve.answering.query_log import LoggedQuestions, question_id
 from ragserve.errors import InvalidRequest, NotFound
 from ragserve.ingest.prune import every_document
 from ragserve.json_lines import json_lines
+from ragserve.verification.metrics import count_words
 from ragserve_index import IndexStore
 from ragserve_index.types import Chunk
+from ragserve_index.word_cutting import UNSPACED
 from sglang_ext.wire.sentence_ends import ends_sentence, sentence_ends
 
 Kind = Literal["asked", "given", "written", "pair", "cloze"]
@@ -27,7 +29,8 @@ _QUESTION_WORDS = range(4, 41)
 _CLOZE_WORDS = range(7, 41)
 _GAP = "_____"
 _LABEL = re.compile(r"^(?:question\s*+(?:\d++\s*+)?[:.]|\d++[.)])\s*+", re.I)  # before a question
-_WORD = re.compile(r"\w[\w'.,-]*\w|\w")
+_LETTER = rf"[^\W{UNSPACED}]"  # words of scripts that do not separate them cannot be told
+_WORD = re.compile(rf"{_LETTER}(?:{_LETTER}|['.,-])*{_LETTER}|{_LETTER}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ def drawn(store: IndexStore, namespace: str, seed: int = 0) -> Iterator[Chunk]:
                 left.pop(doc_id, None)
                 continue
             for place, chunk in enumerate(chunks):
-                if place == wanted and len(chunk.text.split()) >= _MIN_WORDS:
+                if place == wanted and count_words(chunk.text) >= _MIN_WORDS:
                     yield chunk
 
 
@@ -70,7 +73,7 @@ def written(answer: str, shown: Sequence[str] = ()) -> str | None:
     ``shown``."""
     line = next((line.strip() for line in answer.splitlines() if line.strip()), "")
     line = _LABEL.sub("", line).strip("\"'“”*` ")
-    asks = line.endswith(("?", "？")) and len(line.split()) in _QUESTION_WORDS
+    asks = line.endswith(("?", "？", "؟")) and count_words(line) in _QUESTION_WORDS
     return line if asks and line not in shown else None
 
 
@@ -80,7 +83,7 @@ def cloze(text: str, draw: random.Random, earlier: int = 0) -> tuple[str, tuple[
     further sentence has a fitting length."""
     cuts = [0, *sentence_ends(text), len(text)]
     sentences = [text[start:end].strip() for start, end in pairwise(cuts)]
-    sentences = [s for s in sentences if ends_sentence(s) and len(s.split()) in _CLOZE_WORDS]
+    sentences = [s for s in sentences if ends_sentence(s) and count_words(s) in _CLOZE_WORDS]
     if not sentences:
         return None
     sentence = draw.choice(sentences)
@@ -90,7 +93,9 @@ def cloze(text: str, draw: random.Random, earlier: int = 0) -> tuple[str, tuple[
         if earlier > len(others):
             return None
         sentence = others[earlier - 1]
-    words = list(_WORD.finditer(sentence))[1:]  # the first has a capital in any case
+    words = list(_WORD.finditer(sentence))
+    if words and not count_words(sentence[: words[0].start()]):
+        words.pop(0)  # it has a capital in any case
     telling = [word for word in words if word[0][0].isupper() or word[0][0].isdigit()]
     gap = draw.choice(telling) if telling else max(words, key=lambda word: len(word[0]), default=None)
     if gap is None:

@@ -121,6 +121,7 @@ def test_the_table_says_what_its_questions_can_show(
     assert done.exit_code == 0, done.output
     [row] = [line for line in done.stdout.splitlines() if "F1, whole prompts" in line]
     assert re.search(r"-?[\d.]+ \[-[\d.]+, [\d.]+\] │ +12 ", row)
+    assert "the base refused nothing, as far as English words tell" in done.stdout
     assert re.search(r"so few questions .* whole prompts may lose \d\d points of F1", done.stdout)
 
 

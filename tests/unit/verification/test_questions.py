@@ -70,6 +70,7 @@ def test_a_document_that_is_removed_meanwhile_ends_no_draw_and_its_namespace_doe
         ("Who built the bridge of Oslo?", "Who built the bridge of Oslo?"),
         ('\n Question: "When was Ada Berg born?"\nAnswer: 1810', "When was Ada Berg born?"),
         ("1. What is the capital of Norway?", "What is the capital of Norway?"),
+        ("挪威的首都是哪里？", "挪威的首都是哪里？"),
         ("The bridge was built by Ada.", None),
         ("Who?", None),
         ("", None),
@@ -95,6 +96,21 @@ def test_a_gap_is_a_name_or_a_number_but_not_the_first_word() -> None:
     assert "sentence" not in plain[0]
     assert cloze("Too short. And so is this.", random.Random(0)) is None
     assert cloze("", random.Random(0)) is None
+
+
+def test_a_gap_in_a_script_that_does_not_separate_words_is_a_number_or_a_name_of_another() -> None:
+    asked = cloze("斯克里沃尔灯塔由艾伦·史蒂文森建造，于1844年首次点亮。", random.Random(0))
+    assert asked == (
+        'What is missing in "斯克里沃尔灯塔由艾伦·史蒂文森建造，于_____年首次点亮。"?',
+        ("1844",),
+    )
+    assert cloze("斯克里沃尔灯塔由艾伦·史蒂文森建造，由石头砌成。", random.Random(0)) is None
+
+
+def test_chunks_of_a_script_that_does_not_separate_words_are_drawn() -> None:
+    text = "斯克里沃尔灯塔由艾伦·史蒂文森建造，高48米，于1844年首次点亮。"
+    store: Any = Store(a=[text, "首次点亮。"])
+    assert [chunk.text for chunk in drawn(store, "n")] == [text]
 
 
 def test_a_text_is_asked_about_by_another_sentence_each_time() -> None:
