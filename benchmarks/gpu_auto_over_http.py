@@ -54,8 +54,8 @@ NOTE = (
     "F1 of whole answers, percent; vs before: points, and half the width of the 95 % interval of the paired "
     "difference. "
     "ttft: milliseconds from the request to the first piece of the answer, at the client, median and 90th "
-    "percentile. read: document tokens in the prompt, computed: of these anew, means. embed to prefill: medians of the "
-    "stages, as the server reports them; prompt includes the choice."
+    "percentile. read: document tokens in the prompt, computed: of these anew, means. embed to prefill: "
+    "medians of the stages, as the server reports them; prompt includes the choice."
 )
 Row = dict[str, Any]
 
