@@ -8,9 +8,8 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, get_args
 
 from ragserve.answering.accounting import context_use
@@ -31,7 +30,7 @@ from ragserve.verification.engine_run import TimedAnswer, first_token
 from ragserve.verification.metrics import normalise
 from ragserve.verification.question_probes import SHORT, Probes, Search, differ, scored
 from ragserve.verification.questions import DrawnQuestion, Kind
-from ragserve.verification.rows import Key, Row
+from ragserve.verification.rows import Key, Row, without_texts
 from ragserve.verification.tuned_queries import TunedQueries
 from ragserve.verification.unsupported import unsupported
 from ragserve_index.types import Chunk
@@ -40,7 +39,7 @@ ALONE = 10  # usable questions that are asked one at a time, for times of an idl
 _LED = 20  # answers, after which a strategy that is far from full is led along no more
 _FAR = 3 * MAX_ANSWER_KL
 _AWAY = (RequestTimeout.status, TooManyRequests.status)
-_MISSED = 3  # questions in a row that find the engine or the search away, of as many as are asked at once
+_BEST = 3  # passages, with which what is known of a question goes
 _TWO = 4  # of so many chunks one is asked about together with another
 
 
@@ -87,11 +86,12 @@ class Comparison:
         known: Mapping[Key, Row],
         write: Callable[[Row], object],
         out_at: Mapping[str, float | None] | None = None,
+        present: Callable[[Collection[int]], Collection[int]] | None = None,
     ) -> None:
         """``known``: the rows of earlier runs, which are not asked again; ``write`` gets each new row. Of the
         known ones do not count: failures, which may have passed, and rows of samkv with another profile,
-        of a strategy that use has taken out since (``out_at``: `InUseRecord.out_at`), and of a namespace that
-        was made again since."""
+        of a strategy that use has taken out since (``out_at``: `InUseRecord.out_at`), of a namespace that was
+        made again since, and of texts that are gone: ``present`` tells which of some chunks are there."""
         self._engine = engine
         self._search = search
         self._builder = builder
@@ -99,7 +99,9 @@ class Comparison:
         self._every = {spec.label: spec for spec in specs}
         self._course = Course("pick", list(self._every))
         self._out_at = out_at or {}
+        self._present = present
         self._rows = {key: row for key, row in known.items() if self._counts(row)}
+        self.leave_out_gone()
         self._write = write
         self._chunks = 0
         self.away_in_a_row = 0
@@ -136,6 +138,11 @@ class Comparison:
     def steer(self, course: Course) -> None:
         """Ask new questions for this part, under these strategies. Rows of others stay."""
         self._course = course
+
+    def leave_out_gone(self) -> None:
+        """Leave out the rows of questions about texts that are not in the namespace any more."""
+        if self._present is not None:
+            self._rows = without_gone(self._rows, self._present)
 
     def rows_of(self, kind: Kind) -> list[Row]:
         """The rows of questions of a kind, under all strategies."""
@@ -217,6 +224,7 @@ class Comparison:
             return self._fail(question, FULL, part, error)
         self._doubtful, self.away_in_a_row = [], 0
         usable = bool(question.references or normalise(answer.text))
+        best = [each.chunk_id for each in whole.shown[:_BEST]]
         self._full(
             question,
             part,
@@ -225,6 +233,7 @@ class Comparison:
             score=scored(answer.text, question) if question.references else None,
             ttft_ms=round(answer.ttft_ms, 3) if alone else None,
             prompt_tokens=len(whole.prompt.input_ids),
+            passages=best,
         )
         asked = FullAnswered(question, whole, request, led, answer, alone, {tuple(request.input_ids): answer})
         for spec in left if usable else ():
@@ -234,8 +243,8 @@ class Comparison:
                 self._fail(question, spec, part, error)
                 continue
             self._doubtful = []
-            ttft = row.pop("ttft_ms")
-            self._add(question.id, spec, part=part, ttft_ms=ttft if alone else None, error=None, **row)
+            row |= {"ttft_ms": row["ttft_ms"] if alone else None, "passages": best}
+            self._add(question.id, spec, part=part, error=None, **row)
         return None
 
     async def _answered(self, spec: StrategySpec, asked: FullAnswered) -> Row:
@@ -382,58 +391,16 @@ def _is_samkv(label: str) -> bool:
     return label.partition(":")[0] == "samkv"
 
 
-def without_texts(row: Row) -> Row:
-    """The row without question, reference and answer. An empty question stays: it says that none could be
-    made."""
-    texts = ("answer", "question", "references")
-    return {name: value for name, value in row.items() if name not in texts or not value}
+def without_gone(
+    rows: Mapping[Key, Row], present: Callable[[Collection[int]], Collection[int]]
+) -> dict[Key, Row]:
+    """The rows whose chunk and best passages are ``present``. Rows of questions that are about no chunk do
+    not say, in earlier versions, what was read, and are left out."""
+    about = {row["id"] for row in rows.values() if row.get("kind") in ("written", "pair", "cloze")}
 
+    def texts(row: Row) -> list[int]:
+        return [*([int(row["id"])] if row["id"] in about else []), *row.get("passages", [])]
 
-async def compare_all(
-    comparison: Comparison,
-    chunks: Iterable[Chunk],
-    questions: Iterable[DrawnQuestion],
-    *,
-    time_left: Callable[[], bool],
-    most: int,
-    at_once: int = 1,
-    course: Callable[[], Course] | None = None,
-) -> bool:
-    """Ask ``questions``, then about ``chunks``, until the time is up, ``most`` are compared, or the
-    ``course``, which is called after each question, has no strategy left that is to be compared. Questions
-    are asked ``at_once``, the first `ALONE` usable ones one at a time. Return whether all have been asked.
-    Raises what drawing and writing raise, and why several questions in a row could not be asked."""
-    left: Iterator[DrawnQuestion | Chunk] = chain(questions, chunks)
-    finished = False
-
-    def may_go_on() -> bool:
-        labels = comparison.course.labels
-        return not finished and bool(labels) and time_left() and comparison.compared < most
-
-    async def one(*, alone: bool) -> None:
-        nonlocal finished
-        drawn = next(left, None)
-        if drawn is None:
-            finished = True
-        else:
-            away = await comparison.ask_or_make(drawn, alone=alone)
-            if away is not None and comparison.away_in_a_row >= _MISSED * (1 if alone else at_once):
-                raise away
-        if course is not None:
-            comparison.steer(course())
-
-    async def several() -> None:
-        while may_go_on():
-            await one(alone=False)
-
-    if course is not None:
-        comparison.steer(course())
-    while may_go_on() and (at_once == 1 or comparison.compared < ALONE):
-        await one(alone=True)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(at_once if at_once > 1 else 0):
-                tasks.create_task(several())
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return finished
+    here = set(present({text for row in rows.values() for text in texts(row)}))
+    known = {key: row for key, row in rows.items() if row["id"] in about or "passages" in row or row["error"]}
+    return {key: row for key, row in known.items() if here.issuperset(texts(row))}

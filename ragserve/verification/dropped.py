@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.profiles import gate, in_use
+from ragserve.verification import rows
 from ragserve.verification.verdicts import FOLDER
 from ragserve_index import IndexStore
 
@@ -39,12 +40,15 @@ def forget_or_log(data_dir: Path, namespace: str) -> None:
 
 
 def forget_outdated(data_dir: Path, store: IndexStore) -> None:
-    """Forget what was measured in namespaces that were made again, whoever dropped them. What is not in the
-    registry is kept: this may be the wrong one, or an older copy of it. Records of earlier versions do not
-    say when their namespace was made, and stay. What cannot be read or removed is logged.
+    """Forget what was measured in namespaces that were made again, whoever dropped them, and the texts in
+    rows of earlier versions. What is not in the registry is kept: this may be the wrong one, or an older copy
+    of it. Records of earlier versions do not say when their namespace was made, and stay. What cannot be read
+    or removed is logged.
 
     Raises the errors of a registry that cannot be read."""
     try:
+        for folder in sorted((data_dir / FOLDER).glob("*")):
+            rows.strip(folder)
         measured = gate.made_at(data_dir / gate.FILE_NAME)
     except (OSError, InvalidRequest) as error:
         log.warning("What was measured in namespaces that were dropped may be left on disk: %s", error)

@@ -33,7 +33,7 @@ from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval.passage_search import PassageSearch
 from ragserve.strategy_spec import candidates, parse
 from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS, rows
-from ragserve.verification.comparison import Comparison, without_texts
+from ragserve.verification.comparison import Comparison
 from ragserve.verification.costs import CostEngine
 from ragserve.verification.course import course
 from ragserve.verification.dropped import forget_or_log
@@ -261,6 +261,7 @@ class IdleTuner:
             known=rows.read(state),
             write=lambda row: _keep(state, row),
             out_at=self._in_use.out_at(namespace),
+            present=lambda ids: self._store.chunks_around(namespace, ids, 0),
         )
         comparison.steer(
             course(
@@ -319,7 +320,13 @@ class IdleTuner:
 
     def _decide(self, run: NamespaceRun, ended: bool) -> bool:
         """Record new verdicts and margins, and return whether nothing can still change: all that was picked
-        is refused or at the last margin, or will not be there in time. ``ended``: nothing more is asked."""
+        is refused or at the last margin, or will not be there in time. ``ended``: nothing more is asked.
+
+        Raises NotFound where the namespace is gone."""
+        version = self._store.namespace(run.namespace).version
+        if version != run.checked:
+            run.comparison.leave_out_gone()
+            run.checked = version
         found = {one.label: one for one in self._verdicts(run, ended)}
         new = [
             one
@@ -399,4 +406,4 @@ class IdleTuner:
 def _keep(state: Path, row: rows.Row) -> None:
     """Append a row without texts, which would outlive their documents."""
     with rows.appending(state / "rows-idle.jsonl") as append:
-        append(without_texts(row))
+        append(rows.without_texts(row))

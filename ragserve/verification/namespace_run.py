@@ -37,6 +37,7 @@ class NamespaceRun:
     chunks: Callable[[], Iterator[Chunk]] | None
     left: Iterator[Chunk] | None = None  # of the chunks
     least: int = 0
+    checked: int = -1  # version of the documents that its rows are known to be about
     drawn: asyncio.Task[DrawnQuestion | Chunk | None] | None = None
     decided: dict[str, str] = field(default_factory=dict)  # by label
     margins: dict[str, float] = field(default_factory=dict)  # recorded, by label

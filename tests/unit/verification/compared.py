@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from ragserve.errors import EngineError
 from ragserve.retrieval.passage_search import FoundPassage, FoundPassages
 from ragserve.retrieval.search_options import SearchOptions
 from ragserve.strategy_spec import parse
-from ragserve.verification.comparison import Comparison, compare_all
+from ragserve.verification.comparison import Comparison
+from ragserve.verification.comparison_run import compare_all
 from ragserve.verification.question_probes import BOTH, SHOTS
 from ragserve.verification.questions import DrawnQuestion
 from ragserve.verification.rows import Key, Row
@@ -128,6 +129,7 @@ def compared(
     questions: tuple[DrawnQuestion, ...] = (),
     every: list[Row] | None = None,
     out_at: dict[str, float | None] | None = None,
+    present: Callable[[Collection[int]], Collection[int]] | None = None,
     **limits: Any,
 ) -> tuple[list[Row], bool]:
     """The new rows, and whether all was asked. ``every`` gets those that count, old and new."""
@@ -141,6 +143,7 @@ def compared(
         known=known or {},
         write=written.append,
         out_at=out_at,
+        present=present,
     )
     options = {"time_left": lambda: True, "most": 100} | limits
     finished = asyncio.run(compare_all(comparison, chunks, questions, **options))

@@ -10,7 +10,8 @@ import pytest
 
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.strategy_spec import parse
-from ragserve.verification.comparison import ALONE, Comparison, compare_all
+from ragserve.verification.comparison import ALONE, Comparison
+from ragserve.verification.comparison_run import compare_all
 from ragserve.verification.course import Course
 from ragserve.verification.question_probes import TRIED, scored
 from ragserve.verification.questions import DrawnQuestion

@@ -116,7 +116,8 @@ def test_users_questions_come_first_and_the_report_says_how_many(
     assert result["questions"] == {"asked": 2, "cloze": 4}
     _print(result, "notes", 10, 6)
     assert "2 asked by users, 4 sentences with a gap" in capsys.readouterr().out
-    assert "stone" not in "".join(path.read_text() for path in (tmp_path / "tune").rglob("*.jsonl"))
+    kept = "".join(path.read_text() for path in (tmp_path / "tune").rglob("*.jsonl"))
+    assert not [text for text in ("stone", "granite", "tower") if text in kept], "nor of chunks"
 
     given = tmp_path / "questions.txt"
     given.write_text("Where is it?\n")
@@ -212,6 +213,59 @@ def test_a_run_that_the_engine_does_not_survive_records_nothing(
         tuned(settings, None, 30, engine)
     assert here.entries("notes") == {}
     assert [one["decision"] for one in tuned(settings, None, 30)["verdicts"]] == ["verified"]
+
+
+def test_what_was_measured_on_documents_that_are_gone_is_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2, verify_margin=30.0)
+    right, wrong = IdleEngine(), IdleEngine(wrong=["concat"])
+    here = gate.Gate.of(settings, **right.info.gate_identity)
+
+    def ingest(*names: str) -> None:
+        with IndexStore(tmp_path) as store:
+            fill(store, "notes", 30, names=names)
+
+    def asked(engine: IdleEngine, questions: Path | None = None) -> int:
+        tuned(settings, questions, 30, engine)
+        return len(set(Vectors.asked))
+
+    ingest()
+    with IndexStore(tmp_path) as store:
+        asyncio.run(logged(tmp_path, store, USERS))
+    assert (asked(right) > 12, here.verified("notes")) == (True, ["concat"])
+    assert asked(right) == 0
+    ingest()
+    assert (asked(wrong) > 7, here.verified("notes")) == (True, [])
+    assert {*USERS} <= {*Vectors.asked}, "over the new documents"
+    given = tmp_path / "given.txt"
+    given.write_text("Where is it?")
+    assert (asked(right, given), asked(right, given)) == (1, 0)
+    ingest("d7")
+    assert asked(right, given) == 0, "it was answered from others"
+    ingest()
+    assert asked(right, given) == 1
+
+
+def test_documents_that_change_during_a_run_leave_nothing_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are replaced before the last question: the first twelve verify otherwise."""
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2, verify_margin=30.0)
+    engine, composed = IdleEngine(), count()
+    answer = engine.generate
+    with IndexStore(tmp_path) as store:
+        fill(store, "notes", 12)
+
+        def generate(request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+            if request.strategy == "concat" and next(composed) == 11:
+                fill(store, "notes", 12)
+            return answer(request)
+
+        monkeypatch.setattr(engine, "generate", generate)
+        assert tuned(settings, None, 30, engine)["verdicts"] == []
 
 
 def test_what_failed_most_is_said(
