@@ -98,6 +98,7 @@ class Comparison:
         self._queries = queries
         self._every = {spec.label: spec for spec in specs}
         self._course = Course("pick", list(self._every))
+        self._held: set[str] = set()  # strategies that have been asked questions of the first part
         self._out_at = out_at or {}
         self._present = present
         self._rows = {key: row for key, row in known.items() if self._counts(row)}
@@ -138,6 +139,7 @@ class Comparison:
     def steer(self, course: Course) -> None:
         """Ask new questions for this part, under these strategies. Rows of others stay."""
         self._course = course
+        self._held = {row["strategy"] for row in self._rows.values() if row.get("part") == "pick"}
 
     def leave_out_gone(self) -> None:
         """Leave out the rows of questions about texts that are not in the namespace any more."""
@@ -190,11 +192,12 @@ class Comparison:
         return not first["usable"] or not any(self._open(id_, spec) for spec in self._specs(id_))
 
     def _specs(self, id_: str) -> list[StrategySpec]:
-        """The strategies that a question is asked under, by its part."""
-        first = self._rows.get(self._key(id_, FULL.label)) or {}
-        if first.get("part", self._course.part) != self._course.part:
-            return []
-        return [self._every[label] for label in self._course.labels]
+        """The strategies that a question is asked under, by its part. Those of the first part verify what was
+        not held against others there."""
+        first, labels = self._rows.get(self._key(id_, FULL.label)) or {}, self._course.labels
+        if (part := first.get("part", self._course.part)) != self._course.part:
+            labels = [label for label in labels if label not in self._held] if part == "pick" else []
+        return [self._every[label] for label in labels]
 
     async def ask(self, question: DrawnQuestion, *, alone: bool = True) -> RagserveError | None:
         """Ask a question under `full` and all strategies that have no row of it yet. Failures become rows.

@@ -227,6 +227,28 @@ def test_questions_of_the_second_part_are_asked_under_what_was_picked(builder: P
     assert comparison.compared == 5, "nothing is left to ask of any"
 
 
+def test_questions_of_the_first_part_verify_what_comes_later(builder: PromptBuilder) -> None:
+    """Three questions have held concat and epic against each other. Then another one is given alone."""
+    rows: list[Row] = []
+    compared(builder, Speaker(builder, writes=True), CHUNKS[3:6], "concat,epic", every=rows)
+    alone = "passages:count=1"
+
+    def course() -> Course:
+        return Course("verify", ["concat", alone])
+
+    known, strategies = by_key(rows), f"concat,{alone}"
+    more, finished = compared(
+        builder, Speaker(builder, writes=True), CHUNKS[3:8], strategies, known=known, course=course
+    )
+    assert finished
+    asked = [(row["id"], row["strategy"], row["part"]) for row in more if row["strategy"] != "full"]
+    assert [each for each in asked if each[1] == alone] == [(f"{n}", alone, "verify") for n in range(3, 8)]
+    assert [each[0] for each in asked if each[1] == "concat"] == ["6", "7"], "it may have been picked there"
+    found = verdict(alone, more)
+    assert found is not None
+    assert found.figures.references == 5
+
+
 def test_several_questions_are_asked_at_once_after_a_few_alone(builder: PromptBuilder) -> None:
     busy = Busy(builder)
     questions = tuple(DrawnQuestion(f"g{n}", "given", f"Who built number {n} of them?") for n in range(40))
