@@ -290,9 +290,10 @@ def record(
 
 
 def _is_longer(before: Mapping[str, Any] | None, own: Mapping[str, Any]) -> bool:
-    """Whether figures of a set rest on more questions, about the same documents."""
-    same = before and all(before.get(name, 0) == own[name] for name in ("made_at", "version"))
-    return bool(before and same and before["n"] > own["n"])
+    """Whether figures of a set rest on more answers, about the same documents."""
+    if not before or any(before.get(name, 0) != own[name] for name in ("made_at", "version")):
+        return False
+    return bool(before["n"] - before.get("failed", 0) > own["n"] - own["failed"])
 
 
 def made_at(place: Path) -> dict[str, set[float]]:

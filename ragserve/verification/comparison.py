@@ -107,7 +107,7 @@ class Comparison:
         self._chunks = 0
         self.away_in_a_row = 0
         """Questions that found the engine, or a part of the search, away since full answered last."""
-        self._doubtful: list[Key] = []  # failures of strategies since then: of an outage, if full fails, too
+        self._doubtful: list[Key] = []  # failures of strategies since anything was answered
         room = engine.info.max_prompt_tokens
         self.probes = Probes(engine, search, builder, queries.namespace, room)
         for row in self._rows.values():
@@ -116,8 +116,9 @@ class Comparison:
 
     @property
     def rows(self) -> list[Row]:
-        """All rows, those of earlier runs first."""
-        return list(self._rows.values())
+        """All rows, those of earlier runs first, without failures of strategies that nothing was answered
+        after: they may be of an outage."""
+        return [row for key, row in self._rows.items() if key not in self._doubtful]
 
     @property
     def compared(self) -> int:
@@ -149,7 +150,7 @@ class Comparison:
     def rows_of(self, kind: Kind) -> list[Row]:
         """The rows of questions of a kind, under all strategies."""
         ids = {row["id"] for row in self._rows.values() if row.get("kind") == kind}
-        return [row for row in self._rows.values() if row["id"] in ids]
+        return [row for row in self.rows if row["id"] in ids]
 
     def settled(self, kind: Kind) -> set[str]:
         """The ids of questions of a kind of which nothing is left to ask."""

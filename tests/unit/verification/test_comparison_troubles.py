@@ -61,6 +61,8 @@ def test_failures_of_an_outage_are_no_failures_of_a_strategy(builder: PromptBuil
     failed = [row["strategy"] for row in every if row["error"]]
     assert failed == ["full", "full"]
     assert sum(row["strategy"] == "concat" for row in every) == 9 - 3
+    compared(builder, Away(builder, 2 * 3, 1000), CHUNKS[3:6], "concat,epic", every=every)
+    assert [row["strategy"] for row in every] == ["full", "concat", "epic"] * 2 + ["full"], "nor the last"
     both = [verdict(label, [row | {"part": "verify"} for row in every]) for label in ("concat", "epic")]
     assert [one and one.figures.failed for one in both] == [0, 0]
 
