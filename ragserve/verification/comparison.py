@@ -7,9 +7,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, get_args
 
 from ragserve.answering.accounting import context_use
@@ -20,8 +20,8 @@ from ragserve.answering.results import RetrievedPassage
 from ragserve.answering.scores import retrieval_scores
 from ragserve.best_passages import NOT_COMPOSED, choice_of
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
-from ragserve.errors import RagserveError, RequestTimeout, TooManyRequests
-from ragserve.profiles.gate import MAX_ANSWER_KL
+from ragserve.errors import ModelUnavailable, RagserveError, RequestTimeout, TooManyRequests
+from ragserve.profiles.figures import MAX_ANSWER_KL
 from ragserve.retrieval.retriever import SentenceScores
 from ragserve.strategy_spec import FULL, StrategySpec
 from ragserve.verification.course import Course, Part
@@ -30,7 +30,7 @@ from ragserve.verification.engine_run import TimedAnswer, first_token
 from ragserve.verification.metrics import normalise
 from ragserve.verification.question_probes import SHORT, Probes, Search, differ, scored
 from ragserve.verification.questions import DrawnQuestion, Kind
-from ragserve.verification.rows import Key, Row
+from ragserve.verification.rows import Key, Row, without_texts
 from ragserve.verification.tuned_queries import TunedQueries
 from ragserve.verification.unsupported import unsupported
 from ragserve_index.types import Chunk
@@ -39,6 +39,7 @@ ALONE = 10  # usable questions that are asked one at a time, for times of an idl
 _LED = 20  # answers, after which a strategy that is far from full is led along no more
 _FAR = 3 * MAX_ANSWER_KL
 _AWAY = (RequestTimeout.status, TooManyRequests.status)
+_BEST = 3  # passages, with which what is known of a question goes
 _TWO = 4  # of so many chunks one is asked about together with another
 
 
@@ -85,23 +86,28 @@ class Comparison:
         known: Mapping[Key, Row],
         write: Callable[[Row], object],
         out_at: Mapping[str, float | None] | None = None,
+        present: Callable[[Collection[int]], Collection[int]] | None = None,
     ) -> None:
         """``known``: the rows of earlier runs, which are not asked again; ``write`` gets each new row. Of the
-        known ones do not count: failures, which may be of an outage, and rows of samkv with another profile,
-        of a strategy that use has taken out since (``out_at``: `InUseRecord.out_at`), and of a namespace that
-        was made again since."""
+        known ones do not count: failures, which may have passed, and rows of samkv with another profile,
+        of a strategy that use has taken out since (``out_at``: `InUseRecord.out_at`), of a namespace that was
+        made again since, and of texts that are gone: ``present`` tells which of some chunks are there."""
         self._engine = engine
         self._search = search
         self._builder = builder
         self._queries = queries
         self._every = {spec.label: spec for spec in specs}
         self._course = Course("pick", list(self._every))
+        self._held: set[str] = set()  # strategies that have been asked questions of the first part
         self._out_at = out_at or {}
+        self._present = present
         self._rows = {key: row for key, row in known.items() if self._counts(row)}
+        self.leave_out_gone()
         self._write = write
         self._chunks = 0
-        self.away: RagserveError | None = None
-        """Why the question that was asked last was not: the engine, or a part of the search, was away."""
+        self.away_in_a_row = 0
+        """Questions that found the engine, or a part of the search, away since full answered last."""
+        self._doubtful: list[Key] = []  # failures of strategies since anything was answered
         room = engine.info.max_prompt_tokens
         self.probes = Probes(engine, search, builder, queries.namespace, room)
         for row in self._rows.values():
@@ -110,8 +116,9 @@ class Comparison:
 
     @property
     def rows(self) -> list[Row]:
-        """All rows, those of earlier runs first."""
-        return list(self._rows.values())
+        """All rows, those of earlier runs first, without failures of strategies that nothing was answered
+        after: they may be of an outage."""
+        return [row for key, row in self._rows.items() if key not in self._doubtful]
 
     @property
     def compared(self) -> int:
@@ -133,24 +140,40 @@ class Comparison:
     def steer(self, course: Course) -> None:
         """Ask new questions for this part, under these strategies. Rows of others stay."""
         self._course = course
+        self._held = {row["strategy"] for row in self._rows.values() if row.get("part") == "pick"}
+
+    def leave_out_gone(self) -> None:
+        """Leave out the rows of questions about texts that are not in the namespace any more."""
+        if self._present is not None:
+            self._rows = without_gone(self._rows, self._present)
 
     def rows_of(self, kind: Kind) -> list[Row]:
         """The rows of questions of a kind, under all strategies."""
         ids = {row["id"] for row in self._rows.values() if row.get("kind") == kind}
-        return [row for row in self._rows.values() if row["id"] in ids]
+        return [row for row in self.rows if row["id"] in ids]
 
     def settled(self, kind: Kind) -> set[str]:
         """The ids of questions of a kind of which nothing is left to ask."""
         ids = {row["id"] for row in self._rows.values() if row.get("kind") == kind}
         return {id_ for id_ in ids if self._settled(id_)}
 
-    async def about(self, chunk: Chunk, *, alone: bool = True) -> None:
-        """Make a probe about a chunk, which counts once, and ask it. ``alone`` as in `ask`."""
+    @property
+    def failures(self) -> Counter[str]:
+        """What failed in this run, of questions and strategies, and how often."""
+        return Counter(row["error"] for row in self._rows.values() if row["error"])
+
+    async def ask_or_make(self, drawn: DrawnQuestion | Chunk, *, alone: bool) -> RagserveError | None:
+        """`ask` a question, or one `about` a chunk."""
+        if isinstance(drawn, DrawnQuestion):
+            return await self.ask(drawn, alone=alone)
+        return await self.about(drawn, alone=alone)
+
+    async def about(self, chunk: Chunk, *, alone: bool = True) -> RagserveError | None:
+        """Make a probe about a chunk, which counts once, and ask it, as `ask`."""
         id_, number = str(chunk.chunk_id), self._chunks
         self._chunks += 1
-        self.away = None
         if self._settled(id_):
-            return
+            return None
         row = self._rows.get(self._key(id_, FULL.label)) or {}
         if row.get("question") and row.get("references"):
             question = DrawnQuestion(id_, row["kind"], row["question"], tuple(row["references"]))
@@ -158,10 +181,9 @@ class Comparison:
             try:
                 found = await self.probes.about(chunk, two=number % _TWO == _TWO - 1)
             except RagserveError as error:
-                self._fail(DrawnQuestion(id_, "written", ""), FULL, self._course.part, error)
-                return
+                return self._fail(DrawnQuestion(id_, "written", ""), FULL, self._course.part, error)
             question = found or DrawnQuestion(id_, "cloze", "")
-        await self.ask(question, alone=alone)
+        return await self.ask(question, alone=alone)
 
     def _settled(self, id_: str) -> bool:
         """Whether nothing is left to ask of a question; a question without a usable answer is one."""
@@ -171,24 +193,25 @@ class Comparison:
         return not first["usable"] or not any(self._open(id_, spec) for spec in self._specs(id_))
 
     def _specs(self, id_: str) -> list[StrategySpec]:
-        """The strategies that a question is asked under, by its part."""
-        first = self._rows.get(self._key(id_, FULL.label)) or {}
-        if first.get("part", self._course.part) != self._course.part:
-            return []
-        return [self._every[label] for label in self._course.labels]
+        """The strategies that a question is asked under, by its part. Those of the first part verify what was
+        not held against others there."""
+        first, labels = self._rows.get(self._key(id_, FULL.label)) or {}, self._course.labels
+        if (part := first.get("part", self._course.part)) != self._course.part:
+            labels = [label for label in labels if label not in self._held] if part == "pick" else []
+        return [self._every[label] for label in labels]
 
-    async def ask(self, question: DrawnQuestion, *, alone: bool = True) -> None:
+    async def ask(self, question: DrawnQuestion, *, alone: bool = True) -> RagserveError | None:
         """Ask a question under `full` and all strategies that have no row of it yet. Failures become rows.
-        ``alone``: nothing else is asked meanwhile, and times to the first token are kept. Otherwise exact
-        prefills begin with what is in the prefix cache: most candidates read what `full` has read."""
-        self.away = None
+        Return why it was not asked, where the engine, or a part of the search, was away: it may be asked
+        again. ``alone``: nothing else is asked meanwhile, and times to the first token are kept. Otherwise
+        exact prefills begin with what is in the prefix cache: most candidates read what `full` has read."""
         if self._settled(question.id):
-            return
+            return None
         left = [spec for spec in self._specs(question.id) if self._open(question.id, spec)]
         part = self._course.part
         if not question.text:
             self._full(question, part, usable=False)
-            return
+            return None
         try:
             if question.kind in ("asked", "given") and not question.references:
                 question = await self.probes.of_user(question) or question
@@ -202,9 +225,10 @@ class Comparison:
             else:
                 answer = await first_token(self._engine, request)
         except RagserveError as error:
-            self._fail(question, FULL, part, error)
-            return
+            return self._fail(question, FULL, part, error)
+        self._doubtful, self.away_in_a_row = [], 0
         usable = bool(question.references or normalise(answer.text))
+        best = [each.chunk_id for each in whole.shown[:_BEST]]
         self._full(
             question,
             part,
@@ -213,6 +237,7 @@ class Comparison:
             score=scored(answer.text, question) if question.references else None,
             ttft_ms=round(answer.ttft_ms, 3) if alone else None,
             prompt_tokens=len(whole.prompt.input_ids),
+            passages=best,
         )
         asked = FullAnswered(question, whole, request, led, answer, alone, {tuple(request.input_ids): answer})
         for spec in left if usable else ():
@@ -221,8 +246,10 @@ class Comparison:
             except RagserveError as error:
                 self._fail(question, spec, part, error)
                 continue
-            ttft = row.pop("ttft_ms")
-            self._add(question.id, spec, part=part, ttft_ms=ttft if alone else None, error=None, **row)
+            self._doubtful = []
+            row |= {"ttft_ms": row["ttft_ms"] if alone else None, "passages": best}
+            self._add(question.id, spec, part=part, error=None, **row)
+        return None
 
     async def _answered(self, spec: StrategySpec, asked: FullAnswered) -> Row:
         """The row of one strategy."""
@@ -288,6 +315,8 @@ class Comparison:
     async def _found(self, text: str) -> tuple[list[RetrievedPassage], list[SentenceScores]]:
         queries = self._queries
         found = await self._search.search(queries.namespace, text, queries.search, sentences=True)
+        if (missing := found.by_words_alone or found.not_reranked) is not None:
+            raise ModelUnavailable(missing)  # the verdict is of the whole search
         return passages(found.passages), found.sentences
 
     def _laid_out(self, text: str, found: list[RetrievedPassage], sentences: list[SentenceScores]) -> Laid:
@@ -316,12 +345,11 @@ class Comparison:
         return self._queries.set_name, id_, label
 
     def _open(self, id_: str, spec: StrategySpec) -> bool:
-        row = self._rows.get(self._key(id_, spec.label))
-        return row is None or bool(row["error"])
+        return self._key(id_, spec.label) not in self._rows
 
     def _counts(self, row: Row) -> bool:
         """Whether a row of an earlier run says something of what is compared now."""
-        if row["error"] and row["strategy"] != FULL.label:
+        if row["error"]:
             return False
         made_at, at = self._queries.made_at, row.get("at", 0.0)
         out_at = self._out_at.get(row["strategy"], 0.0)
@@ -336,13 +364,24 @@ class Comparison:
         before = self._rows.get(self._key(question.id, FULL.label)) or {}
         self._add(question.id, FULL, **about, part=before.get("part", part), **({"error": None} | figures))
 
-    def _fail(self, question: DrawnQuestion, spec: StrategySpec, part: Part, error: RagserveError) -> None:
+    def _fail(
+        self, question: DrawnQuestion, spec: StrategySpec, part: Part, error: RagserveError
+    ) -> RagserveError | None:
+        """Add the row of a failure, and return the error of a question that may be asked again."""
         failure = f"{error.code}: {error.message}"
-        if spec is FULL:
-            self.away = error if error.status in _AWAY or error.status >= 500 else None
-            self._full(question, part, usable=False, error=failure)
-        else:
+        away = error.status in _AWAY or error.status >= 500
+        if spec is not FULL:
             self._add(question.id, spec, part=part, error=failure)
+            self._doubtful += [self._key(question.id, spec.label)] if away else []
+            return None
+        self._full(question, part, usable=False, error=failure)
+        if not away:
+            return None
+        self.away_in_a_row += 1
+        for key in self._doubtful:
+            self._rows.pop(key, None)
+        self._doubtful = []
+        return error
 
     def _add(self, id_: str, spec: StrategySpec, **figures: Any) -> None:
         about = {"set": self._queries.set_name, "id": id_, "strategy": spec.label}
@@ -356,58 +395,16 @@ def _is_samkv(label: str) -> bool:
     return label.partition(":")[0] == "samkv"
 
 
-def without_texts(row: Row) -> Row:
-    """The row without question, reference and answer. An empty question stays: it says that none could be
-    made."""
-    texts = ("answer", "question", "references")
-    return {name: value for name, value in row.items() if name not in texts or not value}
+def without_gone(
+    rows: Mapping[Key, Row], present: Callable[[Collection[int]], Collection[int]]
+) -> dict[Key, Row]:
+    """The rows whose chunk and best passages are ``present``. Rows of questions that are about no chunk do
+    not say, in earlier versions, what was read, and are left out."""
+    about = {row["id"] for row in rows.values() if row.get("kind") in ("written", "pair", "cloze")}
 
+    def texts(row: Row) -> list[int]:
+        return [*([int(row["id"])] if row["id"] in about else []), *row.get("passages", [])]
 
-async def compare_all(
-    comparison: Comparison,
-    chunks: Iterable[Chunk],
-    questions: Iterable[DrawnQuestion],
-    *,
-    time_left: Callable[[], bool],
-    most: int,
-    at_once: int = 1,
-    course: Callable[[], Course] | None = None,
-) -> bool:
-    """Ask ``questions``, then about ``chunks``, until the time is up, ``most`` are compared, or the
-    ``course``, which is called after each question, has no strategy left that is to be compared. Questions
-    are asked ``at_once``, the first `ALONE` usable ones one at a time. Return whether all have been asked.
-    Raises what drawing and writing raise."""
-    left: Iterator[DrawnQuestion | Chunk] = chain(questions, chunks)
-    finished = False
-
-    def may_go_on() -> bool:
-        labels = comparison.course.labels
-        return not finished and bool(labels) and time_left() and comparison.compared < most
-
-    async def one(*, alone: bool) -> None:
-        nonlocal finished
-        drawn = next(left, None)
-        if drawn is None:
-            finished = True
-        elif isinstance(drawn, DrawnQuestion):
-            await comparison.ask(drawn, alone=alone)
-        else:
-            await comparison.about(drawn, alone=alone)
-        if course is not None:
-            comparison.steer(course())
-
-    async def several() -> None:
-        while may_go_on():
-            await one(alone=False)
-
-    if course is not None:
-        comparison.steer(course())
-    while may_go_on() and (at_once == 1 or comparison.compared < ALONE):
-        await one(alone=True)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(at_once if at_once > 1 else 0):
-                tasks.create_task(several())
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return finished
+    here = set(present({text for row in rows.values() for text in texts(row)}))
+    known = {key: row for key, row in rows.items() if row["id"] in about or "passages" in row or row["error"]}
+    return {key: row for key, row in known.items() if here.issuperset(texts(row))}

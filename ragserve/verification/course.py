@@ -86,7 +86,8 @@ def course(
     and is asked no more. ``pick_time``: there is time left for the first part, which ends after `PICK`
     probes of every candidate, sooner where these no longer change what is picked, or when one of the
     candidates has been asked questions of the second."""
-    first = [row for row in rows if row.get("part") == "pick"]
+    pick = {row["id"] for row in rows if row["strategy"] == FULL.label and row.get("part") == "pick"}
+    first = [row for row in rows if row["id"] in pick]  # rows by which one was verified alone among them
     if len(labels) > PICKED:
         left = survivors(labels, first, margin)
         probes = _probes(left, first)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.profiles import gate, in_use
+from ragserve.verification import rows
 from ragserve.verification.verdicts import FOLDER
 from ragserve_index import IndexStore
 
@@ -41,11 +42,16 @@ def forget_or_log(data_dir: Path, namespace: str) -> None:
 
 def forget_outdated(data_dir: Path, store: IndexStore, dropped: Collection[str] = ()) -> None:
     """Forget what was measured in namespaces that were made again, whoever dropped them, and in ``dropped``
-    ones, by the registry's log, that are gone. What else is not in the registry is kept: this may be the
-    wrong one, or an older copy of it. Records of earlier versions do not say when their namespace was made,
-    and stay. What cannot be read or removed is logged.
+    ones, by the registry's log, that are gone; and the texts in rows of earlier versions. What else is not in
+    the registry is kept: this may be the wrong one, or an older copy of it. Records of earlier versions do
+    not say when their namespace was made, and stay. What cannot be read or removed is logged.
 
     Raises the errors of a registry that cannot be read."""
+    try:
+        for folder in sorted((data_dir / FOLDER).glob("*")):
+            rows.strip(folder)
+    except OSError as error:
+        log.warning("Texts in rows of earlier versions may be left on disk: %s", error)
     measured: dict[str, set[float]] = {name: set() for name in dropped}
     for file in (gate, in_use):
         try:

@@ -33,7 +33,7 @@ from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval.passage_search import PassageSearch
 from ragserve.strategy_spec import candidates, parse
 from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS, rows
-from ragserve.verification.comparison import Comparison, without_texts
+from ragserve.verification.comparison import Comparison
 from ragserve.verification.costs import CostEngine
 from ragserve.verification.course import course
 from ragserve.verification.dropped import forget_or_log
@@ -248,7 +248,8 @@ class IdleTuner:
         ]
         if not specs:
             return None
-        queries = TunedQueries.of(settings, namespace, MAX_TOKENS, self._made_at.get(namespace, 0.0))
+        made_at = self._made_at.get(namespace, 0.0)
+        queries = TunedQueries.of(settings, namespace, MAX_TOKENS, made_at, version)
         state = settings.data_dir / FOLDER / state_name(info, queries, None)
         engine = GivingWay(self._engine)
         comparison = Comparison(
@@ -260,6 +261,7 @@ class IdleTuner:
             known=rows.read(state),
             write=lambda row: _keep(state, row),
             out_at=self._in_use.out_at(namespace),
+            present=lambda ids: self._store.chunks_around(namespace, ids, 0),
         )
         comparison.steer(
             course(
@@ -289,8 +291,8 @@ class IdleTuner:
                 raise
             if question is not None:
                 with self._limiter.background(run.namespace):
-                    await run.ask(question)
-                if (error := run.comparison.away) is not None and run.tries < _TRIES - 1:
+                    error = await run.ask(question)
+                if error is not None and run.tries < _TRIES - 1:
                     run.tries += 1
                     raise error  # it rests, and asks the same question again
                 run.failed = run.failed + 1 if error is not None else 0
@@ -318,9 +320,14 @@ class IdleTuner:
 
     def _decide(self, run: NamespaceRun, ended: bool) -> bool:
         """Record new verdicts and margins, and return whether nothing can still change: all that was picked
-        is refused or at the last margin, or will not be there in time. ``ended``: nothing more is asked."""
-        answered = [row for row in run.rows if not row["error"]]  # an engine may end meanwhile
-        found = {one.label: one for one in self._verdicts(run, answered, ended)}
+        is refused or at the last margin, or will not be there in time. ``ended``: nothing more is asked.
+
+        Raises NotFound where the namespace is gone."""
+        version = self._store.namespace(run.namespace).version
+        if version != run.checked:
+            run.comparison.leave_out_gone()
+            run.checked = version
+        found = {one.label: one for one in self._verdicts(run, ended)}
         new = [
             one
             for one in found.values()
@@ -328,7 +335,9 @@ class IdleTuner:
             and (one.decision != run.decided.get(one.label) or self._nearer(run, one))
         ]
         if new:
-            record_verdicts(self._settings, self._info, run.queries, new)
+            # users' questions alone decide anew, however many of others decided before
+            replaces = run.labels if run.chunks is None else ()
+            record_verdicts(self._settings, self._info, run.queries, new, replaces=replaces)
         for one in new:
             run.decided[one.label] = one.decision
             if one.figures.margin is not None:
@@ -355,8 +364,8 @@ class IdleTuner:
         return not following.labels
 
     @staticmethod
-    def _verdicts(run: NamespaceRun, answered: list[rows.Row], ended: bool) -> list[Verdict]:
-        return verdicts(run.labels, answered, margin=run.margin, project=False, ended=ended)
+    def _verdicts(run: NamespaceRun, ended: bool) -> list[Verdict]:
+        return verdicts(run.labels, run.rows, margin=run.margin, project=False, ended=ended)
 
     @staticmethod
     def _nearer(run: NamespaceRun, one: Verdict) -> bool:
@@ -370,8 +379,7 @@ class IdleTuner:
         if figures.references < _PROJECTED or figures.references % _PROJECTED:
             return True
         label = one.label
-        answered = [row for row in run.rows if not row["error"]]
-        projected = verdict(label, answered, margin=run.margin, ended=False)
+        projected = verdict(label, run.rows, margin=run.margin, ended=False)
         count = None if projected is None else projected.needed
         hours = 0.0 if count is None else run.pace * (count - figures.n) / 3600
         if count is not None and 3600 * hours > left:
@@ -398,4 +406,4 @@ class IdleTuner:
 def _keep(state: Path, row: rows.Row) -> None:
     """Append a row without texts, which would outlive their documents."""
     with rows.appending(state / "rows-idle.jsonl") as append:
-        append(without_texts(row))
+        append(rows.without_texts(row))

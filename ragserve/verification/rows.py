@@ -7,12 +7,12 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ragserve.errors import InvalidRequest
-from ragserve.files import naming, write_all, write_json
+from ragserve.files import naming, write_all, write_json, write_text
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -41,8 +41,9 @@ def appending(path: Path) -> Iterator[Callable[[Row], None]]:
 
 
 def read(folder: Path) -> dict[Key, Row]:
-    """Read all rows of a folder (``rows-*.jsonl``); of several with one key, the last one that did not
-    fail. Lines that are no rows, as a crash of the machine may leave them, are left out, and logged."""
+    """Read all rows of a folder (``rows-*.jsonl``); of several with one key, the newest one that did not
+    fail, and where they do not say when they were written, the last. Lines that are no rows, as a crash of
+    the machine may leave them, are left out, and logged."""
     found: dict[Key, Row] = {}
     for path in sorted(folder.glob("rows-*.jsonl")):
         *lines, _ = path.read_bytes().split(b"\n")  # the rest is still being written, or cut off
@@ -54,11 +55,36 @@ def read(folder: Path) -> dict[Key, Row]:
             except (ValueError, KeyError, TypeError):
                 damaged += 1
                 continue
-            if not row.get("error") or own not in found:
+            if own not in found or _rank(row) >= _rank(found[own]):
                 found[own] = row
         if damaged:
             log.warning("%s: lines that are damaged and left out: %d", path, damaged)
     return found
+
+
+def _rank(row: Row) -> tuple[bool, float]:
+    """Greater for the row that counts."""
+    return not row.get("error"), row.get("at", 0.0)
+
+
+def without_texts(row: Row) -> Row:
+    """The row without question, reference and answer. An empty question stays: it says that none could be
+    made."""
+    texts = ("answer", "question", "references")
+    return {name: value for name, value in row.items() if name not in texts or not value}
+
+
+def strip(folder: Path) -> None:
+    """Remove the texts from rows that an earlier version wrote with them; lines that are no rows go, too."""
+    for path in sorted(folder.glob("rows-*.jsonl")):
+        kept, has_texts = list[str](), False
+        for line in path.read_bytes().split(b"\n"):
+            with suppress(ValueError, AttributeError):
+                row = json.loads(line)
+                kept.append(json.dumps(without_texts(row), ensure_ascii=False) + "\n")
+                has_texts = has_texts or without_texts(row) != row
+        if has_texts:
+            write_text(path, "".join(kept))
 
 
 def count(folder: Path) -> int:

@@ -20,7 +20,8 @@ from ragserve.retrieval.passage_search import PassageSearch
 from ragserve.retrieval.retriever import Retriever
 from ragserve.retrieval.search_options import SearchOptions
 from ragserve.strategy_spec import parse
-from ragserve.verification.comparison import Comparison, compare_all
+from ragserve.verification.comparison import Comparison
+from ragserve.verification.comparison_run import compare_all
 from ragserve.verification.distribution import answer_of, decode, forced_along, given_answer
 from ragserve.verification.engine_run import first_token
 from ragserve.verification.questions import DrawnQuestion, drawn

@@ -134,7 +134,8 @@ async def _tune(
     from ragserve.retrieval.passage_search import PassageSearch
     from ragserve.retrieval.retriever import Retriever
     from ragserve.verification import rows
-    from ragserve.verification.comparison import Comparison, compare_all
+    from ragserve.verification.comparison import Comparison
+    from ragserve.verification.comparison_run import compare_all
     from ragserve.verification.course import Course, course
     from ragserve.verification.dropped import forget_outdated
     from ragserve.verification.questions import asked, drawn, given
@@ -147,7 +148,8 @@ async def _tune(
     async with AsyncExitStack() as stack:
         store = stack.enter_context(open_store(settings))
         made_at = store.made_at().get(job.namespace, 0.0)
-        queries = TunedQueries.of(settings, job.namespace, settings.max_new_tokens, made_at)
+        version = store.namespace(job.namespace).version
+        queries = TunedQueries.of(settings, job.namespace, settings.max_new_tokens, made_at, version)
         folder = Path(job.state) / state_name(engine.info, queries, job.questions)
         embedder = await asyncio.to_thread(Embedder.of, settings)
         retriever = Retriever(store, embedder)
@@ -156,10 +158,11 @@ async def _tune(
         rerankers = make_rerankers(settings, engine, builder)
         for reranker in rerankers.values():
             stack.push_async_callback(reranker.close)
+        rows.strip(folder)
         append = stack.enter_context(rows.appending(folder / "rows-0.jsonl"))
 
         def write(row: rows.Row) -> None:
-            append(row)
+            append(rows.without_texts(row))  # which would outlive their documents
             now = comparison.course
             what = "comparing" if now.part == "pick" else "verifying"
             report(f"{what} {len(now.labels)} of {len(labels)} strategies", comparison.compared)
@@ -173,6 +176,7 @@ async def _tune(
             known=rows.read(folder),
             write=write,
             out_at=in_use.out_at(job.namespace),
+            present=lambda ids: store.chunks_around(job.namespace, ids, 0),
         )
         logged = LoggedQuestions(settings.data_dir, store, job.namespace, job.most)
         picking = job.compare_until - (1 - _PICKING) * (job.compare_until - time.monotonic())
@@ -206,8 +210,10 @@ async def _tune(
             at_once=job.at_once,
             course=following,
         )
+        comparison.leave_out_gone()  # meanwhile
         found = verdicts(labels, comparison.rows, margin=margin)
-        record_verdicts(settings, engine.info, queries, found)
+        out = in_use.taken_out(job.namespace)  # what was verified before that counts no more
+        kept = record_verdicts(settings, engine.info, queries, found, replaces=out)
         forget_outdated(settings.data_dir, store)  # where it was dropped while it was compared
     in_use.clear(job.namespace, [one.label for one in found if one.decision in ("verified", "refused")])
     priced = await _costs(
@@ -218,6 +224,7 @@ async def _tune(
     )
     result = {
         "verdicts": [asdict(one) | {"line": one.line} for one in found],
+        "kept": kept,
         "questions": comparison.kinds,
         "tried": sum("usable" in row for row in comparison.rows),
         "full": full_figures(comparison.rows),
@@ -225,6 +232,7 @@ async def _tune(
         "namespace": job.namespace,
         "margin": margin,
         "finished": finished,
+        "failures": dict(comparison.failures.most_common()),
         "costs": priced,
         "decode": decode,
         "model": engine.info.model,

@@ -61,6 +61,19 @@ def test_what_earlier_runs_asked_other_candidates_picks_none() -> None:
     assert following([*shared, *some, *rows(3, {}, part="verify")]).part == "verify"
 
 
+def test_what_was_verified_on_the_first_part_is_held_against_others_there() -> None:
+    """It was given later, and alone: questions that others were picked by may verify it."""
+    known = rows(PICK, {"concat": 0.5})
+    for row in known:
+        if row["strategy"] == "concat":
+            row |= {"part": "verify"}
+    assert following(known) == Course("verify", ["passages:count=1"])
+    for row in known:
+        if row["strategy"] == "concat":
+            row |= {"score": 1.0}
+    assert following(known) == Course("verify", ["passages:count=1", "concat"])
+
+
 def test_a_candidate_that_always_fails_does_not_hold_up_the_others() -> None:
     known = rows(PICK, {})
     for row in known:

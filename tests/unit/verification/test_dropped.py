@@ -73,6 +73,18 @@ def test_what_another_server_drops_is_not_verified_when_it_is_made_again(tuned: 
     assert not list((tuned.folder / "tune").rglob("rows-*.jsonl"))
 
 
+def test_texts_of_an_earlier_version_go_and_its_figures_stay(store: IndexStore, tmp_path: Path) -> None:
+    folder, about = tmp_path / "tune" / "notes-0123456789ab", {"set": "s", "id": "1", "strategy": "full"}
+    texts = {"question": "Who is it?", "answer": "Ada", "references": ["Ada"]}
+    with rows.appending(folder / "rows-0.jsonl") as append:
+        append(about | texts | {"score": 1.0})
+    with (folder / "rows-0.jsonl").open("a") as file:
+        file.write('{"question": "Who is\n')
+    forget_outdated(tmp_path, store)
+    assert list(rows.read(folder).values()) == [about | {"score": 1.0}]
+    assert "Who" not in (folder / "rows-0.jsonl").read_text()
+
+
 @pytest.mark.usefixtures("_few_questions")
 def test_a_registry_without_the_namespace_forgets_nothing(tuned: Tuned, tmp_path: Path) -> None:
     """It may be another one, of a start without its settings, or restored after the data folder."""

@@ -29,6 +29,15 @@ def test_rows_are_read_whatever_their_text_and_a_cut_one_is_not(tmp_path: Path) 
     assert [key[1] for key in rows.read(tmp_path)] == ["0", "1", "2"]
 
 
+def test_the_newest_row_counts_in_whichever_file_it_is(tmp_path: Path) -> None:
+    """Of a question that was asked again, and one that failed then."""
+    for name, at in (("rows-0.jsonl", 2.0), ("rows-idle.jsonl", 1.0)):
+        with rows.appending(tmp_path / name) as append:
+            append(row(0, name) | {"at": at})
+            append(row(1, name) | {"at": at, "error": "x" if at == 2.0 else ""})
+    assert [each["answer"] for each in rows.read(tmp_path).values()] == ["rows-0.jsonl", "rows-idle.jsonl"]
+
+
 @pytest.mark.parametrize("line", [b"\0" * 40, b'{"set": ', b"[]", b"3", b"\xff\xfe", b"", b'{"set": "s"}'])
 def test_lines_that_are_no_rows_are_left_out_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, line: bytes

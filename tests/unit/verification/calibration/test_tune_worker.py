@@ -8,7 +8,9 @@ import json
 import os
 import re
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import pytest
 
 from ragserve.commands.tune import _print
 from ragserve.config import Settings
+from ragserve.engine.base import GenerateChunk, GenerateRequest
+from ragserve.errors import EngineError, Unavailable
 from ragserve.profiles import gate
 from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, Point, options_of
 from ragserve.profiles.in_use import InUseRecord
@@ -124,7 +128,8 @@ def test_users_questions_come_first_and_the_report_says_how_many(
     assert result["questions"] == {"asked": 2, "cloze": 4}
     _print(result, "notes", 10, 6)
     assert "2 asked by users, 4 sentences with a gap" in capsys.readouterr().out
-    assert "stone" not in "".join(path.read_text() for path in (tmp_path / "tune").rglob("*.jsonl"))
+    kept = "".join(path.read_text() for path in (tmp_path / "tune").rglob("*.jsonl"))
+    assert not [text for text in ("stone", "granite", "tower") if text in kept], "nor of chunks"
 
     given = tmp_path / "questions.txt"
     given.write_text("Where is it?\n")
@@ -184,6 +189,133 @@ def test_what_use_has_taken_out_comes_back_by_new_questions_alone(decidable: Set
     assert decision(asked) == ["verified"]
     assert (in_use.taken_out("notes"), bool(asked.asked)) == (set(), True)
     assert decision(IdleEngine(), spent=0.95) == ["verified"], "the new rows count"
+
+
+def test_a_run_that_the_engine_does_not_survive_records_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has answered five questions, and is asked one more under the strategy when it dies."""
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2, verify_margin=30.0)
+    with IndexStore(tmp_path) as store:
+        fill(store, "notes", 30)
+    engine, composed = IdleEngine(), count()
+    answer, here = engine.generate, gate.Gate.of(settings, **engine.info.gate_identity)
+
+    def generate(request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        if next(composed) >= 5 if request.strategy == "concat" else dead:
+            dead.append(True)
+            raise Unavailable("The engine has died.")
+        return answer(request)
+
+    dead: list[bool] = []
+    monkeypatch.setattr(engine, "generate", generate)
+    with pytest.raises(Unavailable, match="has died"):
+        tuned(settings, None, 30, engine)
+    assert here.entries("notes") == {}
+    assert [one["decision"] for one in tuned(settings, None, 30)["verdicts"]] == ["verified"]
+
+
+def test_what_was_measured_on_documents_that_are_gone_is_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2, verify_margin=30.0)
+    right, wrong = IdleEngine(), IdleEngine(wrong=["concat"])
+    here = gate.Gate.of(settings, **right.info.gate_identity)
+
+    def ingest(*names: str) -> None:
+        with IndexStore(tmp_path) as store:
+            fill(store, "notes", 30, names=names)
+
+    def asked(engine: IdleEngine, questions: Path | None = None) -> int:
+        tuned(settings, questions, 30, engine)
+        return len(set(Vectors.asked))
+
+    ingest()
+    with IndexStore(tmp_path) as store:
+        asyncio.run(logged(tmp_path, store, USERS))
+    assert (asked(right) > 12, here.verified("notes")) == (True, ["concat"])
+    assert asked(right) == 0
+    ingest()
+    assert (asked(wrong) > 7, here.verified("notes")) == (True, [])
+    assert {*USERS} <= {*Vectors.asked}, "over the new documents"
+    given = tmp_path / "given.txt"
+    given.write_text("Where is it?")
+    assert (asked(right, given), asked(right, given)) == (1, 0)
+    ingest("d7")
+    assert asked(right, given) == 0, "it was answered from others"
+    ingest()
+    assert asked(right, given) == 1
+
+
+def test_documents_that_change_during_a_run_leave_nothing_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are replaced before the last question: the first twelve verify otherwise."""
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2, verify_margin=30.0)
+    engine, composed = IdleEngine(), count()
+    answer = engine.generate
+    with IndexStore(tmp_path) as store:
+        fill(store, "notes", 12)
+
+        def generate(request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+            if request.strategy == "concat" and next(composed) == 11:
+                fill(store, "notes", 12)
+            return answer(request)
+
+        monkeypatch.setattr(engine, "generate", generate)
+        assert tuned(settings, None, 30, engine)["verdicts"] == []
+
+
+def test_what_failed_most_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2)
+    with IndexStore(tmp_path) as store:
+        fill(store, "notes", 5)
+    engine = IdleEngine()
+    answer = engine.generate
+
+    def generate(request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        if request.strategy == "concat":
+            raise EngineError("There is no room.")
+        return answer(request)
+
+    monkeypatch.setattr(engine, "generate", generate)
+    result = tuned(settings, None, 30, engine)
+    assert result["failures"] == {"engine_error: There is no room.": 5}
+    _print(result, "notes", 10, 30)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "failures of questions and strategies: 5, most often (5) engine_error: There is no room." in said
+    assert "when what failed has passed" in said
+
+
+def test_a_short_run_takes_away_nothing_but_what_use_has_taken_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2, verify_margin=30.0)
+    with IndexStore(tmp_path) as store:
+        fill(store, "notes", 30)
+    questions = tmp_path / "questions.txt"
+    questions.write_text("".join(f"What is tower {number} made of?\n" for number in range(10)))
+    engine = IdleEngine()
+    here = gate.Gate.of(settings, **engine.info.gate_identity)
+    in_use = InUseRecord.of(settings, **engine.info.gate_identity)
+    assert tuned(settings, None, 30, engine)["kept"] == []
+    short = tuned(settings, questions, 30, IdleEngine(wrong=["concat"]))
+    assert ([one["decision"] for one in short["verdicts"]], short["kept"]) == (["refused"], ["concat"])
+    assert here.verified("notes") == ["concat"]
+    _print(short, "notes", 10, 30)
+    assert "an earlier verdict by more questions stays" in capsys.readouterr().out
+    while not in_use.taken_out("notes"):
+        in_use.add("notes", "concat", True, made_at={"notes": 1.0})
+    again = tuned(settings, questions, 30, IdleEngine(wrong=["concat"]))
+    assert again["kept"] == []
+    assert here.verified("notes") == []
 
 
 def test_samkvs_profile_has_a_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
