@@ -98,13 +98,15 @@ class Chooser:
         candidates: Candidates | None = None,
         *,
         whole: bool = False,
+        shared: bool = True,
         choose: ChoosePassages | None = None,
     ) -> StrategyChoice:
         """Choose for one prompt of all passages, among ``candidates`` if they are known already; with
         ``whole`` only among strategies that keep whole documents, and without ``choose`` among those that
-        read all. The choice is exact, and the reason says what to do, where nothing is verified or measured,
-        or the engine cannot be asked; and where the prompt is offloaded because the KV pool cannot take
-        it."""
+        read all. ``shared``: the prompt uses the prefix cache of its namespace.
+
+        The choice is exact, and the reason says what to do, where nothing is verified or measured, or the
+        engine cannot be asked; and where the prompt is offloaded because the KV pool cannot take it."""
         if len(prompt.input_ids) > self._engine.info.max_prompt_tokens:
             return StrategyChoice(_EXACT, "the prompt is larger than the KV pool: it is prefilled")
         found = self.candidates(namespace) if candidates is None else candidates
@@ -112,12 +114,13 @@ class Chooser:
             return StrategyChoice(_EXACT, found.reason)
         labels = [label for label in found.labels if not whole or keeps_whole(parse(label)[0])]
         if not labels:
-            return StrategyChoice(_EXACT, "no verified strategy keeps documents whole, as a session needs")
+            why = "no verified strategy keeps documents whole, as sessions and given documents need"
+            return StrategyChoice(_EXACT, why)
         if choose is None:
             labels = [label for label in labels if not parse(label)[0].chooses_passages]
         try:
             return await self._soonest(
-                prompt, namespace, self._engine, found.costs, labels, choose, shared=not whole
+                prompt, namespace, self._engine, found.costs, labels, choose, shared=shared
             )
         except RagserveError as error:  # a cache that does not answer
             return StrategyChoice(_EXACT, str(error))
@@ -168,8 +171,7 @@ class Chooser:
         *,
         shared: bool,
     ) -> StrategyChoice:
-        """The strategy with the lowest expected TTFT, by where the prompt and its documents are cached. A
-        session does not use the ``shared`` prefix cache of its namespace."""
+        """The strategy with the lowest expected TTFT, by where the prompt and its documents are cached."""
         pieces = pieces_of(prompt.input_ids, prompt.spans)
         owners = prompt.owners(namespace)
         engine = answering(engine, namespace, pieces, owners)

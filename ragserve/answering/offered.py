@@ -1,4 +1,4 @@
-"""What an engine offers, beside what a request asks for."""
+"""What an engine offers and the gate has verified, beside what a request asks for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from ragserve.answering.laid_out import own_options
 from ragserve.best_passages import PASSAGES
 from ragserve.engine.base import EngineInfo, GenerateRequest
 from ragserve.errors import InvalidRequest
+from ragserve.profiles.gate import Gate
+from ragserve.strategy_spec import FORCE, StrategySpec
+from sglang_ext.wire.joint_names import names_of
 from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 
@@ -43,3 +46,16 @@ def check_offered(request: GenerateRequest, info: EngineInfo) -> None:
             hint=f"One of: {', '.join((*info.strategies, PASSAGES))}.",
             param="strategy",
         )
+
+
+def check_verified(request: GenerateRequest, gate: Gate | None) -> None:
+    """Raise InvalidRequest where a request names a composed strategy that is not verified in all of its
+    namespaces, unless it is forced. Without a gate everything may answer."""
+    if request.strategy in (AUTO, *EXACT_STRATEGIES) or gate is None:
+        return
+    force = request.options.get(FORCE, False)
+    if not isinstance(force, bool):
+        raise InvalidRequest(f"{FORCE} must be true or false.", param="strategy_options")
+    if not force:
+        for name in names_of(request.namespace):
+            gate.check(StrategySpec(request.strategy, own_options(request)).label, name)
