@@ -271,6 +271,7 @@ async def _costs(
         while not step.finished and (time_left() or label == gate.EXACT):
             await step.step()
         if not step.finished:
+            await step.forget()
             break
         samples += step.samples
         measured += [spec.label for spec in specs]
