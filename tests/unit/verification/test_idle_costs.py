@@ -1,4 +1,4 @@
-"""What the measurement of costs leaves in the cache of a server: nothing of its own, and all that is users'."""
+"""What a measurement of costs leaves in the cache of a server: nothing of its own, and all that is users'."""
 
 from __future__ import annotations
 
