@@ -161,15 +161,18 @@ class IdleTuner:
             self._rest(_AFTER_ERROR_S)
 
     async def _forget_dropped(self) -> None:
-        """Forget what is known of namespaces that are gone, or were made again."""
-        before, self._made_at = self._made_at, await asyncio.to_thread(self._store.made_at)
-        for name in [name for name, made_at in before.items() if self._made_at.get(name) != made_at]:
+        """Forget what is known of namespaces that are gone, or were made again: one by one, as a request may
+        stop it."""
+        made_at = await asyncio.to_thread(self._store.made_at)
+        for name in [name for name, before in self._made_at.items() if made_at.get(name) != before]:
             if self._run is not None and self._run.namespace == name:
                 self._run = None
             self._ended.pop(name, None)
             self._spent.pop(name, None)
             self._set_aside.pop(name, None)
             await asyncio.to_thread(forget_or_log, self._settings.data_dir, name)
+            del self._made_at[name]
+        self._made_at = made_at
 
     def _rest(self, seconds: float) -> None:
         self._rest_until = self._clock() + seconds
