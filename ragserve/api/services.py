@@ -309,6 +309,9 @@ def _verification(
     gate: Gate,
     limiter: QueryLimiter,
 ) -> BackgroundVerification:
+    from ragserve.cache.warm import KIND as WARM
+    from ragserve.ingest.jobs.runner import UPLOADS
+    from ragserve.ingest.url_sources import KIND as URL_JOBS
     from ragserve_index import JobStore
 
     info = engine.info
@@ -316,7 +319,7 @@ def _verification(
     watch = AnswerWatch(engine, store, gate, in_use, limiter, prompts, settings.verify_share)
     tuner = None
     if settings.idle_tuning and isinstance(engine, CachingEngine) and not info.only_exact:
-        every = JobStore(store)
+        every, kinds = JobStore(store), (UPLOADS, URL_JOBS, WARM)
         tuner = IdleTuner(
             settings,
             cast("CostEngine", engine.measured() if isinstance(engine, ManyEngines) else engine),
@@ -326,7 +329,7 @@ def _verification(
             gate,
             in_use,
             limiter,
-            jobs=lambda: any(every.list(state=state, limit=1) for state in ("queued", "running")),
+            jobs=lambda: every.any_active(kinds),
         )
     return BackgroundVerification(gate, in_use, watch, tuner)
 

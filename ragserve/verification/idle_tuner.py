@@ -62,6 +62,7 @@ _REST_S = 10.0  # between two looks for something to do
 _AFTER_ERROR_S = 60.0
 _TRIES = 3  # of a question while the engine or the search is away, and such questions in a row
 _ASIDE_S = 3600.0  # until a namespace is tried again after these
+_JOBS = "ingestions and warm-ups that run or wait"
 _ASKED = 100  # namespaces remembered, which come first
 
 
@@ -82,7 +83,8 @@ class IdleTuner:
         jobs: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``jobs``: an ingestion or a warm-up is waiting or running, for which tuning waits."""
+        """``jobs``: an ingestion or a warm-up of a server is waiting, or one is running, for which tuning
+        waits."""
         self._settings = settings
         self._engine: Any = Gently(engine)
         self._store = store
@@ -92,6 +94,7 @@ class IdleTuner:
         self._in_use = in_use
         self._limiter = limiter
         self._jobs = jobs
+        self._waits_for_jobs = False
         self._clock = clock
         self._rest_until = -1.0
         self._run: NamespaceRun | None = None
@@ -108,6 +111,8 @@ class IdleTuner:
         self._asked[namespace] = None
         if len(self._asked) > _ASKED:
             del self._asked[next(iter(self._asked))]
+        if self._waits_for_jobs:
+            return f"the server tunes itself while it is idle, after {_JOBS}"
         if self._costs.measuring is not None:
             return "the server measures costs while it is idle"
         if self._run is not None and self._run.namespace == namespace:
@@ -123,6 +128,8 @@ class IdleTuner:
 
     def info(self) -> dict[str, Any]:
         """Describe the state for `/info`."""
+        if self._waits_for_jobs:
+            return {"state": "waiting", "for": _JOBS}
         if self._costs.measuring is not None:
             return {"state": "measuring costs", "strategies": [self._costs.measuring]}
         if self._run is not None:
@@ -146,7 +153,8 @@ class IdleTuner:
     async def _step(self) -> None:
         try:
             await self._forget_dropped()
-            if await asyncio.to_thread(self._jobs):
+            self._waits_for_jobs = await asyncio.to_thread(self._jobs)
+            if self._waits_for_jobs:
                 self._rest(_REST_S)
             elif label := await asyncio.to_thread(self._costs.next):
                 await self._costs.step(label)

@@ -237,7 +237,8 @@ def test_time_for_a_namespace_is_bounded_and_jobs_come_first(
 ) -> None:
     fill(tuned.store, "notes", 30)
     tuned.job = True
-    assert tuned.run() == [{"state": "waiting"}]
+    (waiting,) = tuned.run()
+    assert waiting == {"state": "waiting", "for": "ingestions and warm-ups that run or wait"}
     assert not tuned.engine.asked
     tuned.job = False
     monkeypatch.setattr(idle_tuner, "MOST_S", 0.0)
