@@ -37,7 +37,8 @@ from ragserve.engine.offline import run_once
 from ragserve.eval.data import Question
 from ragserve.eval.data import load as load_set
 from ragserve.profiles import gate, in_use
-from ragserve.profiles.gate import Entry, Figures, Gate
+from ragserve.profiles.figures import Figures
+from ragserve.profiles.gate import Entry, Gate
 from ragserve.profiles.in_use import InUse, InUseRecord
 from ragserve.strategy_spec import StrategySpec, parse
 from ragserve.verification import report

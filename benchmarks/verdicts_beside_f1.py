@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ragserve.profiles.gate import MAX_ANSWER_KL, MAX_F1_LOSS, MAX_KL, MAX_REGRET
+from ragserve.profiles.figures import MAX_ANSWER_KL, MAX_F1_LOSS, MAX_KL, MAX_REGRET
 from ragserve.verification import report
 
 NOTE = (

@@ -36,7 +36,7 @@ from ragserve.engine.local import LocalEngine
 from ragserve.eval.data import Question, distinct_passages, find, set_name, spread
 from ragserve.eval.data import load as load_set
 from ragserve.ingest.chunk_embedding import embedding_text
-from ragserve.profiles.gate import MARGIN
+from ragserve.profiles.figures import MARGIN
 from ragserve.retrieval.embedder import Embedder
 from ragserve.retrieval.passage_search import FoundPassage, FoundPassages
 from ragserve.retrieval.search_options import SearchOptions

@@ -167,7 +167,9 @@ def _print(result: dict[str, Any], namespace: str, minutes: float, most: int) ->
     Console().print(table)
     for one in result["verdicts"]:
         if one["decision"] != "passed over":
-            typer.echo(f"{one['label']}: {one['line']}")
+            stays = one["label"] in result["kept"]
+            more_before = "; an earlier verdict by more questions stays" if stays else ""
+            typer.echo(f"{one['label']}: {one['line']}{more_before}")
     if advice := more(result, minutes, most):
         typer.echo(advice)
 

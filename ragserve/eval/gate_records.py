@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ragserve.best_passages import NOT_COMPOSED
-from ragserve.profiles.gate import Entry, Figures
+from ragserve.profiles.figures import Figures
+from ragserve.profiles.gate import Entry
 
 
 def measured(report: Mapping[str, Any]) -> dict[str, Entry]:

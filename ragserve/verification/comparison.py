@@ -21,7 +21,7 @@ from ragserve.answering.scores import retrieval_scores
 from ragserve.best_passages import NOT_COMPOSED, choice_of
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
 from ragserve.errors import RagserveError, RequestTimeout, TooManyRequests
-from ragserve.profiles.gate import MAX_ANSWER_KL
+from ragserve.profiles.figures import MAX_ANSWER_KL
 from ragserve.retrieval.retriever import SentenceScores
 from ragserve.strategy_spec import FULL, StrategySpec
 from ragserve.verification.course import Course, Part

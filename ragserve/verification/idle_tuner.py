@@ -259,7 +259,8 @@ class IdleTuner:
         ]
         if not specs:
             return None
-        queries = TunedQueries.of(settings, namespace, MAX_TOKENS, self._made_at.get(namespace, 0.0))
+        made_at = self._made_at.get(namespace, 0.0)
+        queries = TunedQueries.of(settings, namespace, MAX_TOKENS, made_at, version)
         state = settings.data_dir / FOLDER / state_name(info, queries, None)
         engine = GivingWay(self._engine)
         comparison = Comparison(
@@ -339,7 +340,9 @@ class IdleTuner:
             and (one.decision != run.decided.get(one.label) or self._nearer(run, one))
         ]
         if new:
-            record_verdicts(self._settings, self._info, run.queries, new)
+            # users' questions alone decide anew, however many of others decided before
+            replaces = run.labels if run.chunks is None else ()
+            record_verdicts(self._settings, self._info, run.queries, new, replaces=replaces)
         for one in new:
             run.decided[one.label] = one.decision
             if one.figures.margin is not None:

@@ -14,17 +14,24 @@ from ragserve.retrieval.search_options import SearchOptions
 @dataclass(frozen=True, slots=True)
 class TunedQueries:
     """They are searched for as ``/rag/query`` does by the server's settings. ``retriever``: these in words;
-    ``max_new_tokens`` of an answer; ``made_at``: when the namespace was made, Unix seconds."""
+    ``max_new_tokens`` of an answer; ``made_at``: when the namespace was made, Unix seconds; ``version``: that
+    of its documents."""
 
     namespace: str
     search: SearchOptions
     max_new_tokens: int
     retriever: str = ""
     made_at: float = 0.0
+    version: int = 0
 
     @classmethod
     def of(
-        cls, settings: Settings, namespace: str, max_new_tokens: int, made_at: float = 0.0
+        cls,
+        settings: Settings,
+        namespace: str,
+        max_new_tokens: int,
+        made_at: float = 0.0,
+        version: int = 0,
     ) -> TunedQueries:
         """The queries of a server with these settings."""
         search = SearchOptions(
@@ -40,7 +47,7 @@ class TunedQueries:
             dedupe=settings.dedupe,
             not_found=settings.not_found,
         )
-        return cls(namespace, search, max_new_tokens, retriever_of(settings), made_at)
+        return cls(namespace, search, max_new_tokens, retriever_of(settings), made_at, version)
 
     @property
     def set_name(self) -> str:

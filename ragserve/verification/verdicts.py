@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from ragserve.profiles.bounds import (
     loses_at_all_times,
     margin_at_all_times,
 )
-from ragserve.profiles.gate import MARGIN, Figures
+from ragserve.profiles.figures import MARGIN, MIN_QUESTIONS, Figures
 from ragserve.strategy_spec import FULL
 from ragserve.verification.course import full_ms
 from ragserve.verification.report import environment, measured_on, percentile
@@ -27,8 +27,7 @@ from ragserve.verification.tuned_queries import TunedQueries
 
 FOLDER = "tune"  # in the data folder: rows of all runs
 _FORM = 2  # of rows: those of an earlier one have no references
-_ENOUGH = 20  # questions, before a mean beyond the limits refuses
-_FEWEST = 8  # questions, before the distribution of their losses does
+_FEWEST = 8  # questions, before the distribution of their losses refuses
 _FACTORS = (1.1, 1.25, 1.5, 2, 3, 5, 10, 20)
 
 Rows = Sequence[Mapping[str, Any]]
@@ -36,7 +35,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``undecided``: the means are good, and too few questions show it; ``passed over``: it was compared on
+    """``undecided``: too few questions show whether it loses too much; ``passed over``: it was compared on
     the first part of the probes only, and another was picked. ``figures`` of the probes that decide, for what
     was passed over of those that it has. ``needed``: about how many would verify it, if the others go like
     these; None if unknown. ``score``: mean and 95 % interval over all its probes, percent. ``ttft_ms`` and
@@ -79,7 +78,8 @@ def verdict(
 
     What verifies are the rows of the second part (`ragserve.verification.course`) and those without a part. A
     strategy is refused when its losses show, at 95 %, that it loses more than the ``margin``, and, once the
-    comparison has ``ended``, when their mean does."""
+    comparison has ``ended``, when too many of `MIN_QUESTIONS` or more failed: fewer, like the mean of a few
+    losses, show it by chance."""
     every = [row for row in rows if row["strategy"] == label]
     own = [row for row in every if row.get("part") != "pick"]
     if not every:
@@ -96,11 +96,10 @@ def verdict(
     if why is None:
         return Verdict(label, "verified", figures.basis(margin), figures, **about)
     losses = losses_of(own)
-    bad = figures.failing or (bool(losses) and 100 * math.fsum(losses) / len(losses) > margin)
-    refused = bad and figures.n >= _ENOUGH and ended
-    if refused or (len(losses) >= _FEWEST and loses_at_all_times(losses, margin / 100)):
+    fails = figures.failing and figures.n >= MIN_QUESTIONS and ended
+    if fails or (len(losses) >= _FEWEST and loses_at_all_times(losses, margin / 100)):
         return Verdict(label, "refused", why, figures, **about)
-    count = None if bad or not project else needed(own, margin, earlier)
+    count = needed(own, margin, earlier) if project else None
     return Verdict(label, "undecided", why, figures, needed=count, **about)
 
 
@@ -115,10 +114,16 @@ def state_name(info: EngineInfo, queries: TunedQueries, questions: str | None) -
 
 
 def record_verdicts(
-    settings: Settings, info: EngineInfo, queries: TunedQueries, verdicts: Sequence[Verdict]
-) -> None:
+    settings: Settings,
+    info: EngineInfo,
+    queries: TunedQueries,
+    verdicts: Sequence[Verdict],
+    *,
+    replaces: Collection[str] = (),
+) -> list[str]:
     """Write what is decided to the gate's record in the data folder. Something undecided leaves what was
-    recorded before.
+    recorded before, and so does what fewer questions decide about the same documents, but for strategies
+    that it ``replaces`` in any case. Return those whose record stays by more questions.
 
     Raises InvalidRequest for a foreign file."""
     entries = {
@@ -128,6 +133,7 @@ def record_verdicts(
                     one.figures,
                     retriever=queries.retriever,
                     made_at=queries.made_at,
+                    version=queries.version,
                     ttft_ms=one.ttft_ms,
                     full_ttft_ms=one.full_ms,
                 )
@@ -142,8 +148,10 @@ def record_verdicts(
         for one in verdicts
         if one.decision in ("verified", "refused")
     }
-    if entries:
-        gate.record(settings.data_dir / gate.FILE_NAME, info.fingerprint, entries, keep_sets=True)
+    if not entries:
+        return []
+    place, kept = settings.data_dir / gate.FILE_NAME, entries.keys() - set(replaces)
+    return gate.record(place, info.fingerprint, entries, keep_sets=True, keep_longer=kept)
 
 
 def figures_of(rows: Rows, earlier: Sequence[float] = ()) -> Figures:

@@ -17,8 +17,9 @@ from ragserve.commands import calibrate as command_module
 from ragserve.config import Settings
 from ragserve.profiles.costs import COSTS, Costs
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
+from ragserve.profiles.figures import Figures
 from ragserve.profiles.gate import FILE_NAME as GATE_FILE
-from ragserve.profiles.gate import Entry, Figures, record
+from ragserve.profiles.gate import Entry, record
 from ragserve.profiles.samkv import FILE_NAME as SAMKV_FILE
 from ragserve.profiles.samkv import SAMKV
 from sglang_ext.documents.fingerprint import model_fingerprint

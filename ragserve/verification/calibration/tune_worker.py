@@ -147,7 +147,8 @@ async def _tune(
     async with AsyncExitStack() as stack:
         store = stack.enter_context(open_store(settings))
         made_at = store.made_at().get(job.namespace, 0.0)
-        queries = TunedQueries.of(settings, job.namespace, settings.max_new_tokens, made_at)
+        version = store.namespace(job.namespace).version
+        queries = TunedQueries.of(settings, job.namespace, settings.max_new_tokens, made_at, version)
         folder = Path(job.state) / state_name(engine.info, queries, job.questions)
         embedder = await asyncio.to_thread(Embedder.of, settings)
         retriever = Retriever(store, embedder)
@@ -207,7 +208,8 @@ async def _tune(
             course=following,
         )
         found = verdicts(labels, comparison.rows, margin=margin)
-        record_verdicts(settings, engine.info, queries, found)
+        out = in_use.taken_out(job.namespace)  # what was verified before that counts no more
+        kept = record_verdicts(settings, engine.info, queries, found, replaces=out)
         forget_outdated(settings.data_dir, store)  # where it was dropped while it was compared
     in_use.clear(job.namespace, [one.label for one in found if one.decision in ("verified", "refused")])
     priced = await _costs(
@@ -216,6 +218,7 @@ async def _tune(
     decode = await _decode(settings, engine, comparison, report, time_left=lambda: time.time() < job.until)
     result = {
         "verdicts": [asdict(one) | {"line": one.line} for one in found],
+        "kept": kept,
         "questions": comparison.kinds,
         "tried": sum("usable" in row for row in comparison.rows),
         "full": full_figures(comparison.rows),

@@ -14,7 +14,8 @@ from ragserve.answering.prompt import Message, PromptBuilder, PromptDocument
 from ragserve.errors import EngineError, TooManyRequests
 from ragserve.profiles.costs import COSTS, Costs
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
-from ragserve.profiles.gate import FILE_NAME, Entry, Figures, record
+from ragserve.profiles.figures import Figures
+from ragserve.profiles.gate import FILE_NAME, Entry, record
 from tests.unit.api.scripted_server import DOCUMENTS, Live, serving
 
 QUESTION = "Who built the lighthouse of Skerryvore?"

@@ -7,7 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ragserve.profiles.gate import FILE_NAME, Entry, Figures, record, set_of
+from ragserve.profiles.figures import Figures
+from ragserve.profiles.gate import FILE_NAME, Entry, record, set_of
 from ragserve.verification.background import BackgroundVerification
 from ragserve_index import IndexStore
 from tests.unit.api.scripted_server import DOCUMENTS, eventually, serving

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import verify_share
-from ragserve.profiles.gate import FILE_NAME, Entry, Figures, record
+from ragserve.profiles.figures import Figures
+from ragserve.profiles.gate import FILE_NAME, Entry, record
 from tests.conftest import EXHAUSTIVE
 from tests.unit.api.scripted_server import serving
 

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 from ragserve.eval.gate_records import measured
-from ragserve.profiles.gate import Figures, Gate, record
+from ragserve.profiles.figures import Figures
+from ragserve.profiles.gate import Gate, record
 
 GOOD = Figures(n=500, f1=97.5, f1_vs_full=-1.5, kl=0.3, kept=100.0, recomputed=10.0)
 

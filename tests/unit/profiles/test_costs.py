@@ -20,7 +20,8 @@ from ragserve.engine.base import EngineInfo, GenerateRequest
 from ragserve.engine.document_cache import Whereabouts
 from ragserve.errors import EngineError, InvalidRequest, RagserveError
 from ragserve.profiles.costs import COSTS, Costs, CostSample, fit
-from ragserve.profiles.gate import Entry, Figures, Gate, record
+from ragserve.profiles.figures import Figures
+from ragserve.profiles.gate import Entry, Gate, record
 from ragserve.profiles.hardware import cpu_name
 
 LENGTHS = (512, 1024, 2048, 4096)

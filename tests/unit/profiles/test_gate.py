@@ -14,7 +14,8 @@ import pytest
 from ragserve.config import DEFAULT_MODEL, Settings, load
 from ragserve.engine.base import EngineInfo
 from ragserve.errors import InvalidRequest
-from ragserve.profiles.gate import EXACT, FILE_NAME, Entry, Figures, Gate, record, set_of
+from ragserve.profiles.figures import Figures
+from ragserve.profiles.gate import EXACT, FILE_NAME, Entry, Gate, record, set_of
 from ragserve.profiles.in_use import RecordedRates
 from sglang_ext.documents.fingerprint import model_fingerprint
 from tests.campaigns.troubles import few_descriptors

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo
 from ragserve.errors import InvalidRequest
-from ragserve.profiles.gate import FILE_NAME, Entry, Figures, Gate, record, set_of
+from ragserve.profiles.figures import Figures
+from ragserve.profiles.gate import FILE_NAME, Entry, Gate, record, set_of
 from ragserve.profiles.in_use import InUseRecord, RecordedRates
 from ragserve.verification.tuned_queries import TunedQueries
 from ragserve.verification.verdicts import record_verdicts, verdict
@@ -40,12 +42,13 @@ def gate(folder: Path, retrieval: str = "dense") -> Gate:
     return Gate.of(settings(folder, retrieval), **INFO.gate_identity)
 
 
-def tune(folder: Path, retrieval: str, score: float) -> None:
-    """Decide as `ragserve tune --retrieval` does."""
+def tune(folder: Path, retrieval: str, score: float, n: int = 90, **decides: Any) -> list[str]:
+    """Decide as `ragserve tune --retrieval` does, by ``n`` questions."""
     own = settings(folder, retrieval)
-    found = verdict("concat", [row(score)] * 90)
+    found = verdict("concat", [row(score)] * n)
     assert found is not None
-    record_verdicts(own, INFO, TunedQueries.of(own, "a", 8), [found])
+    queries = TunedQueries.of(own, "a", 8, version=decides.pop("version", 3))
+    return record_verdicts(own, INFO, queries, [found], **decides)
 
 
 def test_a_run_with_another_search_leaves_the_verdict_of_the_servers(tmp_path: Path) -> None:
@@ -63,6 +66,18 @@ def test_a_run_with_another_search_leaves_the_verdict_of_the_servers(tmp_path: P
         gate(tmp_path).check("concat", "a")
     with pytest.raises(InvalidRequest, match="with another retriever than the server has"):
         gate(tmp_path, "lexical").check("concat", "a")
+
+
+def test_fewer_questions_replace_no_verdict_by_more_unless_the_documents_changed(tmp_path: Path) -> None:
+    assert tune(tmp_path, "dense", 1.0) == []
+    assert tune(tmp_path, "dense", 0.0, 20) == ["concat"], "a short run of another file of questions"
+    assert gate(tmp_path).verified("a") == ["concat"]
+    assert tune(tmp_path, "dense", 0.0, 20, version=4) == []
+    assert gate(tmp_path).verified("a") == []
+    assert tune(tmp_path, "dense", 1.0, 100, version=4) == []
+    assert gate(tmp_path).verified("a") == ["concat"]
+    assert tune(tmp_path, "dense", 0.0, 20, version=4, replaces={"concat"}) == [], "use has taken it out"
+    assert gate(tmp_path).verified("a") == []
 
 
 def test_records_that_name_no_search_count_until_there_is_one_of_the_servers(tmp_path: Path) -> None:

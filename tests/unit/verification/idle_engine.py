@@ -13,7 +13,8 @@ import numpy as np
 from ragserve.answering.prompt import PromptBuilder
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
 from ragserve.engine.document_cache import Whereabouts
-from ragserve.profiles.gate import Entry, Figures
+from ragserve.profiles.figures import Figures
+from ragserve.profiles.gate import Entry
 from ragserve_index import IndexStore
 from ragserve_index.types import NewChunk, NewDocument
 from sglang_ext.wire.protocol import ContextReport

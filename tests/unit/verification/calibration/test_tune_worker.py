@@ -185,6 +185,31 @@ def test_what_use_has_taken_out_comes_back_by_new_questions_alone(
     assert decision(IdleEngine(), spent=0.95) == ["verified"], "the new rows count"
 
 
+def test_a_short_run_takes_away_nothing_but_what_use_has_taken_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2, verify_margin=30.0)
+    with IndexStore(tmp_path) as store:
+        fill(store, "notes", 30)
+    questions = tmp_path / "questions.txt"
+    questions.write_text("".join(f"What is tower {number} made of?\n" for number in range(10)))
+    engine = IdleEngine()
+    here = gate.Gate.of(settings, **engine.info.gate_identity)
+    in_use = InUseRecord.of(settings, **engine.info.gate_identity)
+    assert tuned(settings, None, 30, engine)["kept"] == []
+    short = tuned(settings, questions, 30, IdleEngine(wrong=["concat"]))
+    assert ([one["decision"] for one in short["verdicts"]], short["kept"]) == (["refused"], ["concat"])
+    assert here.verified("notes") == ["concat"]
+    _print(short, "notes", 10, 30)
+    assert "an earlier verdict by more questions stays" in capsys.readouterr().out
+    while not in_use.taken_out("notes"):
+        in_use.add("notes", "concat", True, existing={"notes"})
+    again = tuned(settings, questions, 30, IdleEngine(wrong=["concat"]))
+    assert again["kept"] == []
+    assert here.verified("notes") == []
+
+
 def test_samkvs_profile_has_a_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def for_ever(*_: Any) -> None:
         await asyncio.sleep(3600)
