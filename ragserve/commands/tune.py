@@ -130,6 +130,9 @@ def _print(result: dict[str, Any], namespace: str, minutes: float, most: int) ->
 
     counts = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in result["questions"].items()) or "none"
     typer.echo(f"{namespace}: of {result['tried']} questions tried: {counts}; {result['costs']}")
+    for failure, count in [*result["failures"].items()][:1]:
+        every = sum(result["failures"].values())
+        typer.echo(f"failures of questions and strategies: {every}, most often ({count}) {failure}")
     if phases := result.get("phases"):
         typer.echo("time: " + ", ".join(f"{name} {seconds:,} s" for name, seconds in phases.items()))
     if result["decode"]:
@@ -180,6 +183,8 @@ def more(result: dict[str, Any], minutes: float, most: int) -> str | None:
     undecided = [one for one in result["verdicts"] if one["decision"] == "undecided"]
     if not undecided and any(one["decision"] in ("verified", "refused") for one in result["verdicts"]):
         return None
+    if result["finished"] and result["failures"]:
+        return "Run the same command again when what failed has passed: it is asked again."
     if result["finished"]:
         return (
             "All questions have been asked: more documents, a longer --questions, or a query log of the "

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -20,7 +21,7 @@ from ragserve.answering.results import RetrievedPassage
 from ragserve.answering.scores import retrieval_scores
 from ragserve.best_passages import NOT_COMPOSED, choice_of
 from ragserve.engine.base import GenerateRequest, Sampling, WarmEngine
-from ragserve.errors import RagserveError, RequestTimeout, TooManyRequests
+from ragserve.errors import ModelUnavailable, RagserveError, RequestTimeout, TooManyRequests
 from ragserve.profiles.figures import MAX_ANSWER_KL
 from ragserve.retrieval.retriever import SentenceScores
 from ragserve.strategy_spec import FULL, StrategySpec
@@ -39,6 +40,7 @@ ALONE = 10  # usable questions that are asked one at a time, for times of an idl
 _LED = 20  # answers, after which a strategy that is far from full is led along no more
 _FAR = 3 * MAX_ANSWER_KL
 _AWAY = (RequestTimeout.status, TooManyRequests.status)
+_MISSED = 3  # questions in a row that find the engine or the search away, of as many as are asked at once
 _TWO = 4  # of so many chunks one is asked about together with another
 
 
@@ -87,7 +89,7 @@ class Comparison:
         out_at: Mapping[str, float | None] | None = None,
     ) -> None:
         """``known``: the rows of earlier runs, which are not asked again; ``write`` gets each new row. Of the
-        known ones do not count: failures, which may be of an outage, and rows of samkv with another profile,
+        known ones do not count: failures, which may have passed, and rows of samkv with another profile,
         of a strategy that use has taken out since (``out_at``: `InUseRecord.out_at`), and of a namespace that
         was made again since."""
         self._engine = engine
@@ -100,8 +102,9 @@ class Comparison:
         self._rows = {key: row for key, row in known.items() if self._counts(row)}
         self._write = write
         self._chunks = 0
-        self.away: RagserveError | None = None
-        """Why the question that was asked last was not: the engine, or a part of the search, was away."""
+        self.away_in_a_row = 0
+        """Questions that found the engine, or a part of the search, away since full answered last."""
+        self._doubtful: list[Key] = []  # failures of strategies since then: of an outage, if full fails, too
         room = engine.info.max_prompt_tokens
         self.probes = Probes(engine, search, builder, queries.namespace, room)
         for row in self._rows.values():
@@ -144,13 +147,23 @@ class Comparison:
         ids = {row["id"] for row in self._rows.values() if row.get("kind") == kind}
         return {id_ for id_ in ids if self._settled(id_)}
 
-    async def about(self, chunk: Chunk, *, alone: bool = True) -> None:
-        """Make a probe about a chunk, which counts once, and ask it. ``alone`` as in `ask`."""
+    @property
+    def failures(self) -> Counter[str]:
+        """What failed in this run, of questions and strategies, and how often."""
+        return Counter(row["error"] for row in self._rows.values() if row["error"])
+
+    async def ask_or_make(self, drawn: DrawnQuestion | Chunk, *, alone: bool) -> RagserveError | None:
+        """`ask` a question, or one `about` a chunk."""
+        if isinstance(drawn, DrawnQuestion):
+            return await self.ask(drawn, alone=alone)
+        return await self.about(drawn, alone=alone)
+
+    async def about(self, chunk: Chunk, *, alone: bool = True) -> RagserveError | None:
+        """Make a probe about a chunk, which counts once, and ask it, as `ask`."""
         id_, number = str(chunk.chunk_id), self._chunks
         self._chunks += 1
-        self.away = None
         if self._settled(id_):
-            return
+            return None
         row = self._rows.get(self._key(id_, FULL.label)) or {}
         if row.get("question") and row.get("references"):
             question = DrawnQuestion(id_, row["kind"], row["question"], tuple(row["references"]))
@@ -158,10 +171,9 @@ class Comparison:
             try:
                 found = await self.probes.about(chunk, two=number % _TWO == _TWO - 1)
             except RagserveError as error:
-                self._fail(DrawnQuestion(id_, "written", ""), FULL, self._course.part, error)
-                return
+                return self._fail(DrawnQuestion(id_, "written", ""), FULL, self._course.part, error)
             question = found or DrawnQuestion(id_, "cloze", "")
-        await self.ask(question, alone=alone)
+        return await self.ask(question, alone=alone)
 
     def _settled(self, id_: str) -> bool:
         """Whether nothing is left to ask of a question; a question without a usable answer is one."""
@@ -177,18 +189,18 @@ class Comparison:
             return []
         return [self._every[label] for label in self._course.labels]
 
-    async def ask(self, question: DrawnQuestion, *, alone: bool = True) -> None:
+    async def ask(self, question: DrawnQuestion, *, alone: bool = True) -> RagserveError | None:
         """Ask a question under `full` and all strategies that have no row of it yet. Failures become rows.
-        ``alone``: nothing else is asked meanwhile, and times to the first token are kept. Otherwise exact
-        prefills begin with what is in the prefix cache: most candidates read what `full` has read."""
-        self.away = None
+        Return why it was not asked, where the engine, or a part of the search, was away: it may be asked
+        again. ``alone``: nothing else is asked meanwhile, and times to the first token are kept. Otherwise
+        exact prefills begin with what is in the prefix cache: most candidates read what `full` has read."""
         if self._settled(question.id):
-            return
+            return None
         left = [spec for spec in self._specs(question.id) if self._open(question.id, spec)]
         part = self._course.part
         if not question.text:
             self._full(question, part, usable=False)
-            return
+            return None
         try:
             if question.kind in ("asked", "given") and not question.references:
                 question = await self.probes.of_user(question) or question
@@ -202,8 +214,8 @@ class Comparison:
             else:
                 answer = await first_token(self._engine, request)
         except RagserveError as error:
-            self._fail(question, FULL, part, error)
-            return
+            return self._fail(question, FULL, part, error)
+        self._doubtful, self.away_in_a_row = [], 0
         usable = bool(question.references or normalise(answer.text))
         self._full(
             question,
@@ -221,8 +233,10 @@ class Comparison:
             except RagserveError as error:
                 self._fail(question, spec, part, error)
                 continue
+            self._doubtful = []
             ttft = row.pop("ttft_ms")
             self._add(question.id, spec, part=part, ttft_ms=ttft if alone else None, error=None, **row)
+        return None
 
     async def _answered(self, spec: StrategySpec, asked: FullAnswered) -> Row:
         """The row of one strategy."""
@@ -288,6 +302,8 @@ class Comparison:
     async def _found(self, text: str) -> tuple[list[RetrievedPassage], list[SentenceScores]]:
         queries = self._queries
         found = await self._search.search(queries.namespace, text, queries.search, sentences=True)
+        if (missing := found.by_words_alone or found.not_reranked) is not None:
+            raise ModelUnavailable(missing)  # the verdict is of the whole search
         return passages(found.passages), found.sentences
 
     def _laid_out(self, text: str, found: list[RetrievedPassage], sentences: list[SentenceScores]) -> Laid:
@@ -316,12 +332,11 @@ class Comparison:
         return self._queries.set_name, id_, label
 
     def _open(self, id_: str, spec: StrategySpec) -> bool:
-        row = self._rows.get(self._key(id_, spec.label))
-        return row is None or bool(row["error"])
+        return self._key(id_, spec.label) not in self._rows
 
     def _counts(self, row: Row) -> bool:
         """Whether a row of an earlier run says something of what is compared now."""
-        if row["error"] and row["strategy"] != FULL.label:
+        if row["error"]:
             return False
         made_at, at = self._queries.made_at, row.get("at", 0.0)
         out_at = self._out_at.get(row["strategy"], 0.0)
@@ -336,13 +351,24 @@ class Comparison:
         before = self._rows.get(self._key(question.id, FULL.label)) or {}
         self._add(question.id, FULL, **about, part=before.get("part", part), **({"error": None} | figures))
 
-    def _fail(self, question: DrawnQuestion, spec: StrategySpec, part: Part, error: RagserveError) -> None:
+    def _fail(
+        self, question: DrawnQuestion, spec: StrategySpec, part: Part, error: RagserveError
+    ) -> RagserveError | None:
+        """Add the row of a failure, and return the error of a question that may be asked again."""
         failure = f"{error.code}: {error.message}"
-        if spec is FULL:
-            self.away = error if error.status in _AWAY or error.status >= 500 else None
-            self._full(question, part, usable=False, error=failure)
-        else:
+        away = error.status in _AWAY or error.status >= 500
+        if spec is not FULL:
             self._add(question.id, spec, part=part, error=failure)
+            self._doubtful += [self._key(question.id, spec.label)] if away else []
+            return None
+        self._full(question, part, usable=False, error=failure)
+        if not away:
+            return None
+        self.away_in_a_row += 1
+        for key in self._doubtful:
+            self._rows.pop(key, None)
+        self._doubtful = []
+        return error
 
     def _add(self, id_: str, spec: StrategySpec, **figures: Any) -> None:
         about = {"set": self._queries.set_name, "id": id_, "strategy": spec.label}
@@ -376,7 +402,7 @@ async def compare_all(
     """Ask ``questions``, then about ``chunks``, until the time is up, ``most`` are compared, or the
     ``course``, which is called after each question, has no strategy left that is to be compared. Questions
     are asked ``at_once``, the first `ALONE` usable ones one at a time. Return whether all have been asked.
-    Raises what drawing and writing raise."""
+    Raises what drawing and writing raise, and why several questions in a row could not be asked."""
     left: Iterator[DrawnQuestion | Chunk] = chain(questions, chunks)
     finished = False
 
@@ -389,10 +415,10 @@ async def compare_all(
         drawn = next(left, None)
         if drawn is None:
             finished = True
-        elif isinstance(drawn, DrawnQuestion):
-            await comparison.ask(drawn, alone=alone)
         else:
-            await comparison.about(drawn, alone=alone)
+            away = await comparison.ask_or_make(drawn, alone=alone)
+            if away is not None and comparison.away_in_a_row >= _MISSED * (1 if alone else at_once):
+                raise away
         if course is not None:
             comparison.steer(course())
 

@@ -301,8 +301,8 @@ class IdleTuner:
                 raise
             if question is not None:
                 with self._limiter.background(run.namespace):
-                    await run.ask(question)
-                if (error := run.comparison.away) is not None and run.tries < _TRIES - 1:
+                    error = await run.ask(question)
+                if error is not None and run.tries < _TRIES - 1:
                     run.tries += 1
                     raise error  # it rests, and asks the same question again
                 run.failed = run.failed + 1 if error is not None else 0
@@ -331,8 +331,7 @@ class IdleTuner:
     def _decide(self, run: NamespaceRun, ended: bool) -> bool:
         """Record new verdicts and margins, and return whether nothing can still change: all that was picked
         is refused or at the last margin, or will not be there in time. ``ended``: nothing more is asked."""
-        answered = [row for row in run.rows if not row["error"]]  # an engine may end meanwhile
-        found = {one.label: one for one in self._verdicts(run, answered, ended)}
+        found = {one.label: one for one in self._verdicts(run, ended)}
         new = [
             one
             for one in found.values()
@@ -369,8 +368,8 @@ class IdleTuner:
         return not following.labels
 
     @staticmethod
-    def _verdicts(run: NamespaceRun, answered: list[rows.Row], ended: bool) -> list[Verdict]:
-        return verdicts(run.labels, answered, margin=run.margin, project=False, ended=ended)
+    def _verdicts(run: NamespaceRun, ended: bool) -> list[Verdict]:
+        return verdicts(run.labels, run.rows, margin=run.margin, project=False, ended=ended)
 
     @staticmethod
     def _nearer(run: NamespaceRun, one: Verdict) -> bool:
@@ -384,8 +383,7 @@ class IdleTuner:
         if figures.references < _PROJECTED or figures.references % _PROJECTED:
             return True
         label = one.label
-        answered = [row for row in run.rows if not row["error"]]
-        projected = verdict(label, answered, margin=run.margin, ended=False)
+        projected = verdict(label, run.rows, margin=run.margin, ended=False)
         count = None if projected is None else projected.needed
         hours = 0.0 if count is None else run.pace * (count - figures.n) / 3600
         if count is not None and 3600 * hours > left:

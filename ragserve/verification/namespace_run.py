@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ragserve.answering.query_log import LoggedQuestions
+from ragserve.errors import RagserveError
 from ragserve.verification import MOST_QUESTIONS, rows
 from ragserve.verification.comparison import ALONE, Comparison
 from ragserve.verification.giving_way import GivingWay
@@ -57,13 +58,11 @@ class NamespaceRun:
             self.left = None
             raise
 
-    async def ask(self, drawn: DrawnQuestion | Chunk) -> None:
-        """Ask a user's question, or one about a chunk. The first usable ones are timed, where some are."""
+    async def ask(self, drawn: DrawnQuestion | Chunk) -> RagserveError | None:
+        """Ask a user's question, or one about a chunk; return what `Comparison.ask` does. The first usable
+        ones are timed, where some are."""
         alone = self.engine.timed = self.comparison.compared < ALONE and self.asked < 3 * ALONE
-        if isinstance(drawn, DrawnQuestion):
-            await self.comparison.ask(drawn, alone=alone)
-        else:
-            await self.comparison.about(drawn, alone=alone)
+        return await self.comparison.ask_or_make(drawn, alone=alone)
 
     @property
     def rows(self) -> list[rows.Row]:

@@ -226,6 +226,7 @@ async def _tune(
         "namespace": job.namespace,
         "margin": margin,
         "finished": finished,
+        "failures": dict(comparison.failures.most_common()),
         "costs": priced,
         "decode": decode,
         "model": engine.info.model,

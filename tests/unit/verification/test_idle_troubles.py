@@ -95,6 +95,24 @@ def test_a_namespace_that_is_never_answered_holds_no_other_up(
     assert 0 < next(failed) < 20
 
 
+@pytest.mark.parametrize("one_of", [1, 10])
+def test_a_strategy_that_fails_is_not_verified_and_leaves_the_others(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch, one_of: int
+) -> None:
+    """Of all questions, or of every tenth; 83 good answers verify."""
+    fill(tuned.store, "notes", 99)
+    answer, asked = tuned.engine.generate, count()
+
+    def generate(request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        if request.options.get("share") == 0.15 and next(asked) % one_of == 0:
+            raise EngineError("it took too long")
+        return answer(request)
+
+    monkeypatch.setattr(tuned.engine, "generate", generate)
+    asyncio.run(worked(tuned, 130))
+    assert tuned.gate.verified("notes") == [LABELS[1]]
+
+
 @pytest.fixture
 def broken(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Namespaces in which the engine fails."""

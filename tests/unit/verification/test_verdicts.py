@@ -127,7 +127,8 @@ def test_the_command_says_what_more_time_would_bring() -> None:
             {"decision": decision, "needed": count, "figures": {"n": asked - picked}}
             for decision, count in verdicts
         ]
-        return {"questions": {"cloze": asked}, "finished": finished, "verdicts": found}
+        about: dict[str, Any] = {"questions": {"cloze": asked}, "finished": finished, "failures": {}}
+        return about | {"verdicts": found}
 
     assert more(result(140, False, ("verified", None), ("refused", None)), 10, 400) is None
     said = more(result(70, False, ("verified", None), ("undecided", 140)), 10, 400)
@@ -140,6 +141,8 @@ def test_the_command_says_what_more_time_would_bring() -> None:
     assert said is not None
     assert "--max-questions 700" in said
     assert "All questions" in str(more(result(9, True, ("undecided", 140)), 10, 400))
+    failed = {"failures": {"model_unavailable: it is away": 9}}
+    assert "when what failed has passed" in str(more(result(0, True) | failed, 10, 400))
     assert "again" in str(more(result(0, False), 10, 400))
     said = more(result(36, False, ("verified", None), ("undecided", 35)), 10, 400)
     assert said is not None

@@ -8,7 +8,9 @@ import json
 import os
 import re
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import pytest
 
 from ragserve.commands.tune import _print
 from ragserve.config import Settings
+from ragserve.engine.base import GenerateChunk, GenerateRequest
+from ragserve.errors import EngineError, Unavailable
 from ragserve.profiles import gate
 from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, Point, options_of
 from ragserve.profiles.in_use import InUseRecord
@@ -183,6 +187,55 @@ def test_what_use_has_taken_out_comes_back_by_new_questions_alone(
     assert decision(asked) == ["verified"]
     assert (in_use.taken_out("notes"), bool(asked.asked)) == (set(), True)
     assert decision(IdleEngine(), spent=0.95) == ["verified"], "the new rows count"
+
+
+def test_a_run_that_the_engine_does_not_survive_records_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has answered five questions, and is asked one more under the strategy when it dies."""
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2, verify_margin=30.0)
+    with IndexStore(tmp_path) as store:
+        fill(store, "notes", 30)
+    engine, composed = IdleEngine(), count()
+    answer, here = engine.generate, gate.Gate.of(settings, **engine.info.gate_identity)
+
+    def generate(request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        if next(composed) >= 5 if request.strategy == "concat" else dead:
+            dead.append(True)
+            raise Unavailable("The engine has died.")
+        return answer(request)
+
+    dead: list[bool] = []
+    monkeypatch.setattr(engine, "generate", generate)
+    with pytest.raises(Unavailable, match="has died"):
+        tuned(settings, None, 30, engine)
+    assert here.entries("notes") == {}
+    assert [one["decision"] for one in tuned(settings, None, 30)["verdicts"]] == ["verified"]
+
+
+def test_what_failed_most_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(embedder, "Embedder", Vectors)
+    settings = Settings(data_dir=tmp_path, model=str(MODEL), top_k=2)
+    with IndexStore(tmp_path) as store:
+        fill(store, "notes", 5)
+    engine = IdleEngine()
+    answer = engine.generate
+
+    def generate(request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        if request.strategy == "concat":
+            raise EngineError("There is no room.")
+        return answer(request)
+
+    monkeypatch.setattr(engine, "generate", generate)
+    result = tuned(settings, None, 30, engine)
+    assert result["failures"] == {"engine_error: There is no room.": 5}
+    _print(result, "notes", 10, 30)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "failures of questions and strategies: 5, most often (5) engine_error: There is no room." in said
+    assert "when what failed has passed" in said
 
 
 def test_a_short_run_takes_away_nothing_but_what_use_has_taken_out(
