@@ -159,7 +159,7 @@ class Answerer:
         if named == PASSAGES:
             request = replace(request, strategy="prefix", options={})
         check_offered(request, self._engine.info)
-        check_verified(request, self._gate)
+        check_verified(query, request, self._gate)
         form = await self._forms.of(query)
         if best is not None:
             request = replace(request, options=options)
@@ -169,7 +169,7 @@ class Answerer:
         if private and (turn is not None or request.strategy == AUTO):
             # a session's exact KV is its own; what `auto` asks and says is about the namespace's cache
             request = replace(request, strategy="prefix", options={})
-        candidates = self._chooser.candidates(request.namespace) if request.strategy == AUTO else None
+        candidates = self._chooser.candidates(request.namespace, query) if request.strategy == AUTO else None
         search = await self._found(query, candidates)
         if search is not None:
             query = replace(query, question=search.reads.question, history=search.reads.history)
@@ -270,7 +270,8 @@ class Answerer:
             raise EngineError(
                 "The engine aborted the generation.", hint="It may be shutting down; retry.", code="aborted"
             )
-        if self._on_chosen is not None and turn is None and whole is not None and not last.fallback:
+        watched = turn is None and query.is_usual and not last.fallback
+        if self._on_chosen is not None and watched and whole is not None:
             spec = StrategySpec(request.strategy, own_options(request)) if choice is None else choice.spec
             if spec.name not in EXACT_STRATEGIES:
                 full = laid_out_request(query, replace(request, strategy=FULL.name, options={}), whole.prompt)

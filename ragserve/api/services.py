@@ -217,7 +217,8 @@ async def open_services(
                 submitting = asyncio.create_task(asyncio.to_thread(submit_cold, store, room))
                 stack.push_async_callback(asyncio.wait, [submitting])
             stack.push_async_callback(asyncio.to_thread, warm_runner.stop)
-        gate = Gate.of(settings, **info.gate_identity)
+        usual = partial(NamespaceSettings.usual, settings, store)
+        gate = Gate.of(settings, usual, **info.gate_identity)
         rerankers = make_rerankers(settings, engine, prompts)
         for reranker in rerankers.values():
             stack.push_async_callback(reranker.close)
@@ -315,7 +316,8 @@ def _verification(
     from ragserve_index import JobStore
 
     info = engine.info
-    in_use = InUseRecord.of(settings, **info.gate_identity)
+    usual = partial(NamespaceSettings.usual, settings, store)
+    in_use = InUseRecord.of(settings, usual, **info.gate_identity)
     watch = AnswerWatch(engine, store, gate, in_use, limiter, prompts, settings.verify_share)
     tuner = None
     if settings.idle_tuning and isinstance(engine, CachingEngine) and not info.only_exact:

@@ -138,7 +138,7 @@ class AnswerWatch:
             log.info("An answer of strategy %s could not be compared: %r", answer.label, error)
             return
         if shown is not None:
-            known = self._gate.recorded(answer.label, namespace)
+            known = await asyncio.to_thread(self._gate.recorded, answer.label, namespace)
             add = asyncio.to_thread(
                 self._record.add, namespace, answer.label, *shown, known, existing=versions
             )

@@ -10,9 +10,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ragserve.commands import calibrate
+from ragserve.commands import calibrate, serve_checks, tune
+from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
 from ragserve.eval.tune_map import map_of, page
+from ragserve.verification.calibration import tune_process
+from ragserve_index import IndexStore
+from tests.conftest import MODEL
 
 
 def test_costs_of_strategies_that_choose_passages_are_not_measured_on_one_prompt(tmp_path: Path) -> None:
@@ -74,3 +78,36 @@ def test_the_map_has_the_front_the_chosen_point_and_why() -> None:
     nothing = map_of(RESULT | {"verdicts": []})
     assert nothing["chosen"] is None
     assert "auto stays with prefix" in nothing["why"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "searched"),
+    [
+        ([], (20, "hybrid", 0.3)),
+        (["--top-k", "40"], (40, "hybrid", 0.3)),
+        (["--retrieval", "dense"], (20, "dense", 0.3)),
+    ],
+)
+def test_tune_searches_by_the_namespaces_own_settings_but_for_its_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], searched: tuple[Any, ...]
+) -> None:
+    with IndexStore(tmp_path) as store:
+        store.ensure_namespace("notes", embedder="words", dim=4)
+        store.set_settings("notes", {"k": 20, "retrieval": "hybrid", "min_score": 0.3})
+    seen: list[Any] = []
+
+    def run(settings: Settings, namespace: str, labels: list[str], **_: Any) -> None:
+        seen.append(((settings.top_k, settings.retrieval, settings.min_score), labels))
+        raise InvalidRequest("It ends here.")
+
+    monkeypatch.setattr(tune_process, "tune", run)
+    monkeypatch.setattr(serve_checks, "check_engine", lambda settings: None)
+    app = typer.Typer()
+    tune.register(app)
+    app.command("other")(lambda: None)
+    arguments = ["tune", "-n", "notes", "--data-dir", str(tmp_path), "--model", str(MODEL), *flags]
+    with pytest.raises(InvalidRequest, match="It ends here"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False, standalone_mode=False)
+    ((asked, labels),) = seen
+    assert asked == searched
+    assert "passages:by=score,count=10" in labels, "fewer of the passages that are found"
