@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     *("model", "data_dir", "registry_url", "embedder", "embed_device", "system_prompt", "kv_disk_bytes"),
+    "kv_prefix",  # verdicts depend on it, and costs are those of what is verified
     *ENGINE_SETTINGS,
     *("sparse_attention", "prefill_mode", "prefill_alpha", "prefill_observe", "prefill_dense_last"),
     "prefill_kernels",  # of dense prefill, which sparse prefill is measured against

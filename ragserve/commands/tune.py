@@ -14,9 +14,12 @@ from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS
 
 SETTINGS = (
     *("model", "data_dir", "registry_url", "embedder", "embed_device", "top_k", "retrieval", "rerank"),
-    *("verify_margin", "system_prompt"),
-    *("kv_disk_bytes", *ENGINE_SETTINGS, "sparse_attention", *DECODE_SETTINGS),
+    *("rerank_candidates", "neighbours", "context_tokens", "min_score", "dedupe", "spelling"),
+    *("verify_margin", "system_prompt", "kv_prefix"),
+    *("kv_disk_bytes", *ENGINE_SETTINGS, "sparse_attention", *DECODE_SETTINGS, "decode_heads"),
+    *("prefill_mode", "prefill_alpha", "prefill_observe", "prefill_dense_last", "prefill_dense_below"),
 )
+"""All that verdicts depend on are among them, so that a run can be like any server."""
 
 _KINDS = {
     "asked": "asked by users",

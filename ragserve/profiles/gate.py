@@ -267,7 +267,8 @@ class Gate:
         elif entry.prefix != self._prefix:
             reason = f"was measured for {self._model} with another kv_prefix than the engine has now"
         elif entry.sparse != self._sparse:
-            reason = f"was measured for {self._model} with other sparse attention than the engine has now"
+            reason = f"was measured for {self._model} with other sparse attention than the engine has now: "
+            reason += f"{entry.sparse or 'none'}, now {self._sparse or 'none'}"
         elif not entry.is_by(now := self._retriever_in(namespace)):
             reason = (
                 f"was measured for {self._model} with another retriever than the server has now there: "
@@ -286,7 +287,7 @@ class Gate:
         tune = f"ragserve tune{where} --strategies '{label}', or "
         raise InvalidRequest(
             f"Strategy {label} {reason}.",
-            hint=f"Measure it: {tune}with labels ragserve eval "
+            hint=f"Measure it, with the server's settings: {tune}with labels ragserve eval "
             f"--data SET --strategies 'full,{label}' --write-gate. "
             'Or force it: strategy_options {"force": true}, or the server\'s --force-strategies true.',
             code="strategy_not_verified",

@@ -12,8 +12,12 @@ from typer.testing import CliRunner
 
 from ragserve.commands import calibrate, serve_checks, tune
 from ragserve.config import Settings
+from ragserve.engine.document_prefix import prefix_text
+from ragserve.engine.server_args import sparse_defaults
 from ragserve.errors import InvalidRequest
 from ragserve.eval.tune_map import map_of, page
+from ragserve.profiles.prefill_crossover import options_of
+from ragserve.profiles.retriever_name import UsualSearch
 from ragserve.verification.calibration import tune_process
 from ragserve_index import IndexStore
 from tests.conftest import MODEL
@@ -80,10 +84,41 @@ def test_the_map_has_the_front_the_chosen_point_and_why() -> None:
     assert "auto stays with prefix" in nothing["why"]
 
 
+class Read:
+    """Settings that note which of them are read."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self.names = settings, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(self._settings, name)
+
+
+def test_a_run_can_be_like_any_server(tmp_path: Path) -> None:
+    """What verdicts depend on are flags: the search, the text before documents, and sparse attention."""
+    names = set[str]()
+    for mode in ("progressive", "hierarchical"):
+        for prefill, below in (("vertical_slash", 512), ("block_sparse", None)):
+            options = {"decode_mode": mode, "prefill_mode": prefill, "prefill_dense_below": below}
+            settings = Settings(data_dir=tmp_path, model=str(MODEL), sparse_attention="on", **options)  # type: ignore[arg-type]
+            given: Any = Read(settings)
+            UsualSearch.of(given)
+            prefix_text(given)
+            sparse_defaults(given)
+            options_of(given)
+            names |= given.names
+    names -= {"follow_ups", "not_found"}  # of dialogues, and of what is done with what is found
+    assert names > {"neighbours", "kv_prefix", "prefill_mode"}
+    assert names <= set(tune.SETTINGS)
+    assert "kv_prefix" in calibrate.SETTINGS
+
+
 @pytest.mark.parametrize(
     ("flags", "searched"),
     [
         ([], (20, "hybrid", 0.3)),
+        (["--min-score", "0.1", "--neighbours", "1"], (20, "hybrid", 0.1)),
         (["--top-k", "40"], (40, "hybrid", 0.3)),
         (["--retrieval", "dense"], (20, "dense", 0.3)),
     ],
