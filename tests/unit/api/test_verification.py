@@ -91,7 +91,7 @@ def test_a_caller_is_told_of_its_own_namespaces_only() -> None:
     parts: list[Any] = [
         gate,
         SimpleNamespace(entries=lambda: entries),
-        SimpleNamespace(waiting=0),
+        SimpleNamespace(waiting=0, dropped=0),
         SimpleNamespace(info=lambda: state),
     ]
     background = BackgroundVerification(*parts)
