@@ -82,6 +82,7 @@ class Metrics:
             "unsupported_percent", "Of those compared, those in no passage though full prefill's are."
         )
         self.use_taken_out = in_use("taken_out", "1: strategy auto does not take it in this namespace.")
+        self.use_dropped = in_use("dropped", "Answered requests that could not be compared since the start.")
         self.tuning_compared = own(
             "ragserve_tuning_compared",
             "Questions that the idle server has compared strategies on.",
@@ -97,7 +98,8 @@ class Metrics:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of files that processes share, where these gauges are not
             rates = (self.use_different, self.use_recorded, self.use_unsupported)
-            for gauge in (self.use_compared, *rates, self.use_taken_out, self.tuning_compared):
+            others = (self.use_taken_out, self.use_dropped, self.tuning_compared)
+            for gauge in (self.use_compared, *rates, *others):
                 gauge.remove_by_labels({"namespace": namespace})
 
 

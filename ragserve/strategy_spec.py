@@ -80,6 +80,14 @@ def keeps_whole(spec: StrategySpec) -> bool:
     return spec.name != "samkv" and not spec.chooses_passages and whole and "experimental" not in given
 
 
+def reads_as_many(spec: StrategySpec) -> bool:
+    """Return whether a strategy leaves out no more of fewer passages: it keeps all, or a number of passages
+    or tokens, but no share."""
+    best, rest = choice_of(spec.name, spec.options)
+    by_number = best is None or (best.share == 1 and not best.adaptive)
+    return by_number and (spec.name == PASSAGES or keeps_whole(StrategySpec(spec.name, rest)))
+
+
 def without_passages(spec: StrategySpec) -> StrategySpec:
     """A composed strategy without its choice of passages: what it costs depends on those that it reads."""
     options = {name: value for name, value in spec.options.items() if name != PASSAGES}

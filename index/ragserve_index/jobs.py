@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -95,6 +95,17 @@ class JobStore:
                 (*parameters, limit),
             ).fetchall()
             return [_to_job(connection, row) for row in rows]
+
+    def any_active(self, kinds: Collection[str]) -> bool:
+        """Return whether a process works on a job, or one of these kinds waits for its first. Not so a job
+        that its worker gave back, or died with: nobody may ever take it up."""
+        with self._database.read() as connection:
+            now = time.time()
+            leased = "SELECT 1 FROM jobs WHERE state = 'running' AND lease_until > ? LIMIT 1"
+            if connection.execute(leased, (now,)).fetchone():
+                return True
+            queued = connection.execute("SELECT spec FROM jobs WHERE state = 'queued'").fetchall()
+        return any(json.loads(spec).get("kind") in kinds for (spec,) in queued)
 
     def claim(self, worker: str, lease_s: float, job_id: str | None = None) -> Job | None:
         """Claim the oldest job (or the given one) that is queued, or running with an expired lease; None if

@@ -22,7 +22,7 @@ from ragserve.answering.doubts import doubts, refuses
 from ragserve.answering.follow_ups import DialogueSearch, Found
 from ragserve.answering.in_flight import InFlight, QueryLimiter
 from ragserve.answering.laid_out import LaidOutTurn, apart, check_room, laid_out_request, own_options
-from ragserve.answering.offered import check_offered
+from ragserve.answering.offered import check_offered, check_verified
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument
 from ragserve.answering.query import Query
 from ragserve.answering.results import (
@@ -46,8 +46,7 @@ from ragserve.engine.tool_calls import ToolCall
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate
-from ragserve.strategy_spec import FORCE, FULL, StrategySpec
-from sglang_ext.wire.joint_names import names_of
+from ragserve.strategy_spec import FULL, StrategySpec
 from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 if TYPE_CHECKING:
@@ -159,7 +158,8 @@ class Answerer:
         best, options = choice_of(named, own_options(request))
         if named == PASSAGES:
             request = replace(request, strategy="prefix", options={})
-        self._check(request)
+        check_offered(request, self._engine.info)
+        check_verified(query, request, self._gate)
         form = await self._forms.of(query)
         if best is not None:
             request = replace(request, options=options)
@@ -169,7 +169,7 @@ class Answerer:
         if private and (turn is not None or request.strategy == AUTO):
             # a session's exact KV is its own; what `auto` asks and says is about the namespace's cache
             request = replace(request, strategy="prefix", options={})
-        candidates = self._chooser.candidates(request.namespace) if request.strategy == AUTO else None
+        candidates = self._chooser.candidates(request.namespace, query) if request.strategy == AUTO else None
         search = await self._found(query, candidates)
         if search is not None:
             query = replace(query, question=search.reads.question, history=search.reads.history)
@@ -211,7 +211,8 @@ class Answerer:
                     whole.prompt,
                     request.namespace,
                     candidates,
-                    whole=turn is not None,
+                    whole=turn is not None or query.documents is not None,  # no verdict is about these
+                    shared=turn is None,
                     choose=partial(choose, self._prompts, asked_for, found),
                 )
             named, chosen = choice.spec.name, choice.passages
@@ -269,7 +270,8 @@ class Answerer:
             raise EngineError(
                 "The engine aborted the generation.", hint="It may be shutting down; retry.", code="aborted"
             )
-        if self._on_chosen is not None and turn is None and whole is not None and not last.fallback:
+        watched = turn is None and query.is_usual and not last.fallback
+        if self._on_chosen is not None and watched and whole is not None:
             spec = StrategySpec(request.strategy, own_options(request)) if choice is None else choice.spec
             if spec.name not in EXACT_STRATEGIES:
                 full = laid_out_request(query, replace(request, strategy=FULL.name, options={}), whole.prompt)
@@ -343,19 +345,6 @@ class Answerer:
         )
         observe(result)
         yield FinalAnswer(result, (), by_model=False)
-
-    def _check(self, request: GenerateRequest) -> None:
-        check_offered(request, self._engine.info)
-        if request.strategy == AUTO:
-            return
-        if request.strategy in EXACT_STRATEGIES or self._gate is None:
-            return
-        force = request.options.get(FORCE, False)
-        if not isinstance(force, bool):
-            raise InvalidRequest(f"{FORCE} must be true or false.", param="strategy_options")
-        if not force:
-            for name in names_of(request.namespace):
-                self._gate.check(StrategySpec(request.strategy, own_options(request)).label, name)
 
     async def _found(self, query: Query, candidates: Candidates | None) -> Found | None:
         """Search for the query's passages; None if it brings its own. ``candidates``: those of ``auto``."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ragserve.answering.chosen_passages import ChosenPassages
 from ragserve.answering.prompt import Prompt
+from ragserve.answering.query import Query
 from ragserve.best_passages import PASSAGES, PassagesOptions, choice_of
 from ragserve.engine.base import Engine
 from ragserve.engine.document_cache import CachingEngine, answering, fastest_tiers
@@ -17,7 +18,7 @@ from ragserve.profiles.costs import ABSENT, Costs, costs_here
 from ragserve.profiles.file import changed_at
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUseRecord
-from ragserve.strategy_spec import StrategySpec, keeps_whole, parse, without_passages
+from ragserve.strategy_spec import StrategySpec, keeps_whole, parse, reads_as_many, without_passages
 from sglang_ext.wire.joint_names import names_of
 from sglang_ext.wire.protocol import pieces_of
 
@@ -40,12 +41,12 @@ class StrategyChoice:
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """What a namespace's requests may be answered by beside ``prefix``; of several, what is verified in each.
-    Without ``labels``, ``reason`` says
-    why there are none."""
+    Without ``labels``, ``reason`` says why there are none."""
 
     labels: tuple[str, ...] = ()
     costs: Costs | None = None
     reason: str = ""
+    bases: Mapping[str, str] = field(default_factory=dict)  # what each is verified by, in words
 
     def include(self, strategy: str) -> bool:
         """Return whether a strategy, with any options, is among them."""
@@ -84,10 +85,11 @@ class Chooser:
             self._stamp = stamp
         return self._costs
 
-    def candidates(self, namespace: str) -> Candidates:
-        """Find what may answer in a namespace. Asks nothing of the engine."""
+    def candidates(self, namespace: str, query: Query | None = None) -> Candidates:
+        """Find what may answer a query in a namespace: what was verified by such a search. Without a query,
+        what is verified by the namespace's usual one. Asks nothing of the engine."""
         try:
-            return self._candidates(namespace)
+            return self._candidates(namespace, query)
         except RagserveError as error:  # a broken profile
             return Candidates(reason=str(error))
 
@@ -98,13 +100,15 @@ class Chooser:
         candidates: Candidates | None = None,
         *,
         whole: bool = False,
+        shared: bool = True,
         choose: ChoosePassages | None = None,
     ) -> StrategyChoice:
         """Choose for one prompt of all passages, among ``candidates`` if they are known already; with
         ``whole`` only among strategies that keep whole documents, and without ``choose`` among those that
-        read all. The choice is exact, and the reason says what to do, where nothing is verified or measured,
-        or the engine cannot be asked; and where the prompt is offloaded because the KV pool cannot take
-        it."""
+        read all. ``shared``: the prompt uses the prefix cache of its namespace.
+
+        The choice is exact, and the reason says what to do, where nothing is verified or measured, or the
+        engine cannot be asked; and where the prompt is offloaded because the KV pool cannot take it."""
         if len(prompt.input_ids) > self._engine.info.max_prompt_tokens:
             return StrategyChoice(_EXACT, "the prompt is larger than the KV pool: it is prefilled")
         found = self.candidates(namespace) if candidates is None else candidates
@@ -112,40 +116,61 @@ class Chooser:
             return StrategyChoice(_EXACT, found.reason)
         labels = [label for label in found.labels if not whole or keeps_whole(parse(label)[0])]
         if not labels:
-            return StrategyChoice(_EXACT, "no verified strategy keeps documents whole, as a session needs")
+            why = "no verified strategy keeps documents whole, as sessions and given documents need"
+            return StrategyChoice(_EXACT, why)
         if choose is None:
             labels = [label for label in labels if not parse(label)[0].chooses_passages]
         try:
             return await self._soonest(
-                prompt, namespace, self._engine, found.costs, labels, choose, shared=not whole
+                prompt, namespace, self._engine, found, found.costs, labels, choose, shared=shared
             )
         except RagserveError as error:  # a cache that does not answer
             return StrategyChoice(_EXACT, str(error))
 
-    def _candidates(self, namespace: str) -> Candidates:
+    def _candidates(self, namespace: str, query: Query | None) -> Candidates:
         if not isinstance(self._engine, CachingEngine):
             return Candidates(reason="the engine does not report its cache")
-        each = [self._candidates_in(name) for name in names_of(namespace)]
+        names = names_of(namespace)
+        each = [self._candidates_in(name, query) for name in names]
         lacking = next((one for one in each if not one.labels), None)
         if lacking is not None:
             return lacking
         labels = [label for label in each[0].labels if all(label in one.labels for one in each)]
         if not labels:
             return Candidates(reason="no strategy is verified in all of these namespaces")
-        return Candidates(tuple(labels), each[0].costs)
+        if len(names) == 1:
+            return each[0]
+        bases = {
+            label: "; ".join(f"{name}: {one.bases[label]}" for name, one in zip(names, each, strict=True))
+            for label in labels
+        }
+        return Candidates(tuple(labels), each[0].costs, bases=bases)
 
-    def _candidates_in(self, namespace: str) -> Candidates:
+    def _candidates_in(self, namespace: str, query: Query | None) -> Candidates:
         """Those of one namespace."""
-        info = self._engine.info
+        info, usual = self._engine.info, None if query is None else query.usual
+        gate = self._gate if usual is None else self._gate.searched_by(usual.retriever)
         run = f"run ragserve tune --namespace {namespace}"
         progress = self._idle_tuning(namespace)
         tune = run if progress is None else f"{run}, or wait: {progress}"
-        known = self._gate.verified(namespace)
+        known = gate.verified(namespace)
         verified = [label for label in known if parse(label)[0].name in (*info.strategies, PASSAGES)]
         if not verified:
             return Candidates(reason=info.only_exact or f"no strategy is verified here: {tune}")
-        out = set() if self._in_use is None else self._in_use.taken_out(namespace)
-        left = self._gate.good([label for label in verified if label not in out], namespace)
+        if query is not None and usual is not None and not query.is_usual:
+            fewer, entries = usual.is_like(query.search), gate.entries(namespace)
+            alike = [
+                label
+                for label in verified
+                if not entries[label].retrievers or (fewer and reads_as_many(parse(label)[0]))
+            ]
+            if not alike:
+                names = "; ".join(verified)
+                return Candidates(reason=f"{names} verified here by another search: {usual.retriever}")
+            verified = alike
+        by = None if usual is None else usual.retriever
+        out = set() if self._in_use is None else self._in_use.taken_out(namespace, by)
+        left = gate.good([label for label in verified if label not in out], namespace)
         if not left:
             names = "; ".join(verified)
             return Candidates(reason=f"{names} differed too often from full prefill in use: {run}")
@@ -155,21 +180,21 @@ class Chooser:
         calibrated = tuple(label for label in left if _priced(label, costs))
         if not calibrated:
             return Candidates(reason=f"calibrated is none of the verified {'; '.join(left)}: {tune}")
-        return Candidates(calibrated, costs)
+        return Candidates(calibrated, costs, bases={name: gate.basis(name, namespace) for name in calibrated})
 
     async def _soonest(
         self,
         prompt: Prompt,
         namespace: str,
         engine: CachingEngine,
+        found: Candidates,
         costs: Costs,
         labels: Sequence[str],
         choose: ChoosePassages | None,
         *,
         shared: bool,
     ) -> StrategyChoice:
-        """The strategy with the lowest expected TTFT, by where the prompt and its documents are cached. A
-        session does not use the ``shared`` prefix cache of its namespace."""
+        """The strategy with the lowest expected TTFT, by where the prompt and its documents are cached."""
         pieces = pieces_of(prompt.input_ids, prompt.spans)
         owners = prompt.owners(namespace)
         engine = answering(engine, namespace, pieces, owners)
@@ -213,16 +238,10 @@ class Chooser:
         )
         if ms > (1 - MIN_GAIN) * exact:
             return StrategyChoice(_EXACT, f"expected {facts}: exact unless another is {MIN_GAIN:.0%} faster")
-        names = names_of(namespace)
-        bases = [self._gate.basis(spec.label, name) for name in names]
-        if len(names) > 1:
-            bases = [f"{name}: {basis}" for name, basis in zip(names, bases, strict=True)]
-        basis = "; ".join(bases)
         kept = f"all {len(documents) - 1}"  # beside the system text
         if chosen is not None:
             kept = f"the best {chosen.kept} of {len(chosen.order)}"
-        basis = f"{kept} passages; {basis}"
-        return StrategyChoice(spec, f"expected {facts}; {basis}", chosen)
+        return StrategyChoice(spec, f"expected {facts}; {kept} passages; {found.bases[spec.label]}", chosen)
 
 
 def _priced(label: str, costs: Costs) -> bool:

@@ -1,12 +1,16 @@
-"""What an engine offers, beside what a request asks for."""
+"""What an engine offers and the gate has verified, beside what a request asks for."""
 
 from __future__ import annotations
 
 from ragserve.answering.auto import AUTO
 from ragserve.answering.laid_out import own_options
+from ragserve.answering.query import Query
 from ragserve.best_passages import PASSAGES
 from ragserve.engine.base import EngineInfo, GenerateRequest
 from ragserve.errors import InvalidRequest
+from ragserve.profiles.gate import Gate
+from ragserve.strategy_spec import FORCE, StrategySpec
+from sglang_ext.wire.joint_names import names_of
 from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 
@@ -43,3 +47,18 @@ def check_offered(request: GenerateRequest, info: EngineInfo) -> None:
             hint=f"One of: {', '.join((*info.strategies, PASSAGES))}.",
             param="strategy",
         )
+
+
+def check_verified(query: Query, request: GenerateRequest, gate: Gate | None) -> None:
+    """Raise InvalidRequest where a query's request names a composed strategy that is not verified in all of
+    its namespaces by their usual search, unless it is forced. Without a gate everything may answer."""
+    if request.strategy in (AUTO, *EXACT_STRATEGIES) or gate is None:
+        return
+    force = request.options.get(FORCE, False)
+    if not isinstance(force, bool):
+        raise InvalidRequest(f"{FORCE} must be true or false.", param="strategy_options")
+    if not force:
+        if query.usual is not None:
+            gate = gate.searched_by(query.usual.retriever)
+        for name in names_of(request.namespace):
+            gate.check(StrategySpec(request.strategy, own_options(request)).label, name)

@@ -12,6 +12,7 @@ from ragserve.engine.base import GenerateRequest
 from ragserve.engine.tool_calls import Tools
 
 if TYPE_CHECKING:
+    from ragserve.profiles.retriever_name import UsualSearch
     from ragserve.retrieval.search_options import SearchOptions
 
 
@@ -35,6 +36,7 @@ class Query:
     ``by_pattern``: its namespaces were found by a pattern. ``private``: not for the query log. ``spend`` is
     called with numbers of tokens, those of the prompt and of the answer as it comes. ``turns``: what followed
     the question, calls of ``tools`` and their results. ``schema``: the JSON schema that the answer keeps to.
+    ``usual``: the search of a query that gives none of its options; None where that is not known.
     """
 
     question: str
@@ -54,3 +56,10 @@ class Query:
     turns: tuple[Message, ...] = ()
     tools: ToolUse | None = None
     schema: Mapping[str, Any] | None = None
+    usual: UsualSearch | None = None
+
+    @property
+    def is_usual(self) -> bool:
+        """It is searched for as its namespace's queries that give no options, so far as that is known, or not
+        at all."""
+        return self.usual is None or self.documents is not None or self.usual.is_same(self.search)

@@ -356,6 +356,7 @@ INFO: dict[str, Any] = {
             }
         ],
         "waiting": 1,
+        "dropped": 0,
         "idle_tuning": {"state": "waiting"},
     },
 }

@@ -29,6 +29,7 @@ from ragserve.api.views import EVENTS
 from ragserve.config import Settings
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import EngineError
+from ragserve.profiles.retriever_name import UsualSearch
 from ragserve.setting_groups.per_namespace import NamespaceSettings
 
 router = APIRouter(tags=["query"], route_class=JsonRoute)
@@ -123,6 +124,7 @@ def to_query(
         session=body.session,
         session_budget=body.session_budget,
         names_strategy=body.strategy is not None or bool(body.strategy_options),
+        usual=UsualSearch.of(settings),
         documents=None
         if body.documents is None
         else [

@@ -217,7 +217,8 @@ async def open_services(
                 submitting = asyncio.create_task(asyncio.to_thread(submit_cold, store, room))
                 stack.push_async_callback(asyncio.wait, [submitting])
             stack.push_async_callback(asyncio.to_thread, warm_runner.stop)
-        gate = Gate.of(settings, **info.gate_identity)
+        usual = partial(NamespaceSettings.usual, settings, store)
+        gate = Gate.of(settings, usual, **info.gate_identity)
         rerankers = make_rerankers(settings, engine, prompts)
         for reranker in rerankers.values():
             stack.push_async_callback(reranker.close)
@@ -309,14 +310,18 @@ def _verification(
     gate: Gate,
     limiter: QueryLimiter,
 ) -> BackgroundVerification:
+    from ragserve.cache.warm import KIND as WARM
+    from ragserve.ingest.jobs.runner import UPLOADS
+    from ragserve.ingest.url_sources import KIND as URL_JOBS
     from ragserve_index import JobStore
 
     info = engine.info
-    in_use = InUseRecord.of(settings, **info.gate_identity)
+    usual = partial(NamespaceSettings.usual, settings, store)
+    in_use = InUseRecord.of(settings, usual, **info.gate_identity)
     watch = AnswerWatch(engine, store, gate, in_use, limiter, prompts, settings.verify_share)
     tuner = None
     if settings.idle_tuning and isinstance(engine, CachingEngine) and not info.only_exact:
-        every = JobStore(store)
+        every, kinds = JobStore(store), (UPLOADS, URL_JOBS, WARM)
         tuner = IdleTuner(
             settings,
             cast("CostEngine", engine.measured() if isinstance(engine, ManyEngines) else engine),
@@ -326,7 +331,7 @@ def _verification(
             gate,
             in_use,
             limiter,
-            jobs=lambda: any(every.list(state=state, limit=1) for state in ("queued", "running")),
+            jobs=lambda: every.any_active(kinds),
         )
     return BackgroundVerification(gate, in_use, watch, tuner)
 

@@ -309,7 +309,7 @@ class Info(BaseModel):
         "margins in points, medians to the first token beside full prefill's), what answers in use showed of "
         "them (`in_use`: percent that differ from full prefill's, and that stand in no passage though those "
         "do, and what these are held against, null where it was not measured), answers `waiting` to be "
-        "compared, and `idle_tuning`."
+        "compared and, since the start, `dropped` as they could not be, and `idle_tuning`."
     )
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     *("model", "data_dir", "registry_url", "embedder", "embed_device", "system_prompt", "kv_disk_bytes"),
+    "kv_prefix",  # verdicts depend on it, and costs are those of what is verified
     *ENGINE_SETTINGS,
     *("sparse_attention", "prefill_mode", "prefill_alpha", "prefill_observe", "prefill_dense_last"),
     "prefill_kernels",  # of dense prefill, which sparse prefill is measured against
@@ -218,7 +219,7 @@ async def _costs(
 ) -> None:
     """Measure and fit costs. With a ``new_profile``, which the running engine does not have and nothing was
     verified with, samkv is left out by default."""
-    from ragserve.profiles.costs import COSTS, FILE_NAME, fit
+    from ragserve.profiles.costs import FILE_NAME, add_costs, fit
     from ragserve.profiles.gate import EXACT, Gate
     from ragserve.strategy_spec import parse
     from ragserve.verification.costs import measure
@@ -240,7 +241,7 @@ async def _costs(
     samples = await measure(engine, specs, schedule, say)
     costs = fit(samples, **measured_on(settings.model))
     place = settings.data_dir / FILE_NAME
-    COSTS.save(place, info.fingerprint, costs)
+    add_costs(place, info.fingerprint, info.device, costs)
     typer.echo(f"{len(samples)} measurements, mean error of the fit {costs.error:.1%}")
     for label in costs.composed:
         for tokens in (1024, 4096):

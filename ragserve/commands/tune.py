@@ -14,9 +14,13 @@ from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS
 
 SETTINGS = (
     *("model", "data_dir", "registry_url", "embedder", "embed_device", "top_k", "retrieval", "rerank"),
-    *("verify_margin", "system_prompt"),
-    *("kv_disk_bytes", *ENGINE_SETTINGS, "sparse_attention", *DECODE_SETTINGS),
+    *("rerank_candidates", "neighbours", "context_tokens", "min_score", "dedupe", "spelling"),
+    *("verify_margin", "system_prompt", "kv_prefix"),
+    *("kv_disk_bytes", *ENGINE_SETTINGS, "sparse_attention", *DECODE_SETTINGS, "decode_heads"),
+    "decode_dense_below",
+    *("prefill_mode", "prefill_alpha", "prefill_observe", "prefill_dense_last", "prefill_dense_below"),
 )
+"""All that verdicts depend on are among them, so that a run can be like any server."""
 
 _KINDS = {
     "asked": "asked by users",
@@ -33,6 +37,7 @@ def register(app: typer.Typer) -> None:
 
 def tune(
     settings: Settings,
+    context: typer.Context,
     namespace: Namespace = "default",
     minutes: Annotated[
         float, typer.Option(min=1, help="Time to spend, engine start included. A later run goes on.")
@@ -78,7 +83,8 @@ def tune(
     """Find what answers your own documents as well as full prefill, and sooner, without labels.
 
     Makes questions about a namespace's chunks whose answers are known: those that the model gives over the
-    chunk alone. Asks them as /rag/query does, under every candidate; picks the soonest of the best, and
+    chunk alone. Asks them as /rag/query does, by the namespace's own settings where it has some and no flag
+    gives another, under every candidate; picks the soonest of the best, and
     verifies them on other questions: what loss against full prefill is excluded? Writes a map of quality over
     time to the first token, the gate's record and the cost profile that strategy auto needs; samkv's profile
     where samkv is a candidate and there is none and, with --sparse-attention on, from which length sparse
@@ -88,15 +94,18 @@ def tune(
     from ragserve.eval.tune_map import map_of, page
     from ragserve.files import write_json, write_text
     from ragserve.retrieval.document_store import open_store
+    from ragserve.setting_groups.per_namespace import NamespaceSettings
     from ragserve.strategy_spec import candidates, parse
     from ragserve.verification.calibration.tune_process import tune as run
     from ragserve.verification.verdicts import FOLDER
 
     names = [name for name in get_args(StrategyName) if name not in ("full", "prefix", "auto")]
-    specs = parse(strategies or candidates(settings.top_k), names)
-    labels = [spec.label for spec in specs]
+    given = {name for name, value in context.params.items() if value is not None}  # of flags
     with open_store(settings) as store:
         store.namespace(namespace)  # before an engine is started for nothing
+        settings = NamespaceSettings.usual(settings, store, namespace, given)
+    specs = parse(strategies or candidates(settings.top_k), names)
+    labels = [spec.label for spec in specs]
     check_engine(settings)
     settings = settings.model_copy(update={"max_new_tokens": max_new_tokens})
     with progress("tune", most) as step:

@@ -16,10 +16,11 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sampling
+from ragserve.engine.own_names import own_name
 from ragserve.errors import RagserveError
 from sglang_ext.wire.protocol import EXACT_STRATEGIES, SessionPart, Span, session_key
 
-NAMESPACE = "ragserve-warm-up"
+NAMESPACE = own_name("warm-up")
 STRATEGIES: tuple[tuple[str, dict[str, Any]], ...] = (  # each has passes that the others have not
     ("concat", {}),
     ("concat", {"keep": 0.3}),

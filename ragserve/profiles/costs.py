@@ -152,4 +152,16 @@ def costs_here(place: Path, fingerprint: str, device: str) -> Costs | None:
     return None if found is None or is_elsewhere(found.hardware, device) else found
 
 
+def add_costs(place: Path, fingerprint: str, device: str, found: Costs) -> None:
+    """Write a model's costs, beside what is known by then of other strategies on this hardware. ``device`` as
+    in `costs_here`. Raises InvalidRequest for a file that is no cost profile."""
+
+    def added(known: Costs | None) -> Costs:
+        if known is None or is_elsewhere(known.hardware, device):
+            return found
+        return replace(found, composed={**known.composed, **found.composed})
+
+    COSTS.revise(place, fingerprint, added)
+
+
 COSTS: ProfileFile[Costs] = ProfileFile(VERSION, "cost profile", "ragserve calibrate", Costs)

@@ -50,6 +50,16 @@ class ProfileFile(Generic[T]):
         """Write a model's profile; see :meth:`update`."""
         self.update(place, fingerprint, lambda _: self.dump(profile))
 
+    def revise(self, place: Path, fingerprint: str, change: Callable[[T | None], T]) -> None:
+        """Replace a model's profile, None if there is none, by ``change(profile)``; see :meth:`update`."""
+
+        def changed(entry: dict[str, Any]) -> dict[str, Any]:
+            with self._checked(place):
+                known = self._entry.validate_python(entry) if entry else None
+            return dict(self.dump(change(known)))
+
+        self.update(place, fingerprint, changed)
+
     def dump(self, profile: T) -> Any:
         """Return a profile as JSON. Raises RagserveError for a figure that is not finite."""
         found = self._entry.dump_python(profile, mode="json")

@@ -15,8 +15,9 @@ brings. Measurements with other searches lie beside each other."""
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,20 @@ class Entry:
         sets = {name: figures for name, figures in self.sets.items() if not name.startswith(_NAMESPACE)}
         return replace(self, sets=sets)
 
+    @property
+    def each_own(self) -> list[Entry]:
+        """The records of namespaces' own questions, one by one."""
+        return [replace(self, sets={n: o}) for n, o in self.sets.items() if n.startswith(_NAMESPACE)]
+
+    @property
+    def retrievers(self) -> set[str]:
+        """What brought the passages, so far as that is known."""
+        return {each.retriever for each in self.sets.values() if each.retriever}
+
+    def is_by(self, retriever: str) -> bool:
+        """Return whether this brought all passages, or it is not known what did."""
+        return self.retrievers <= {retriever}
+
     def own(self, namespace: str, retriever: str = "") -> Entry:
         """The record of a namespace's own questions alone, as set `set_of` (namespace): with passages of this
         ``retriever`` or, without any, of another."""
@@ -105,11 +120,11 @@ class Gate:
         samkv: str = "",
         prefix: str = "",
         sparse: str = "",
-        retriever: str = "",
+        retriever: str | Callable[[str], str] = "",
         margin: float = MARGIN,
     ) -> None:
-        """``retriever``: what brings the passages of queries (`retriever_of`); ``margin``: most points that a
-        strategy may lose by references."""
+        """``retriever``: what brings the passages of queries (`retriever_of`), by namespace where it is not
+        one for all; ``margin``: most points that a strategy may lose by references."""
         self.margin = margin
         self._retriever = retriever
         self._places = tuple(places)
@@ -123,32 +138,60 @@ class Gate:
         self._records: list[dict[str, Entry]] = []  # by place
 
     @classmethod
-    def of(cls, settings: Settings, *, model: str, fingerprint: str, **about: str) -> Gate:
-        """Make a gate of the data folder's record and the one in the folder ``model``. The arguments are
+    def of(
+        cls,
+        settings: Settings,
+        usual: Callable[[str], Settings] | None = None,
+        /,
+        *,
+        model: str,
+        fingerprint: str,
+        **about: str,
+    ) -> Gate:
+        """Make a gate of the data folder's record and the one in the folder ``model``. ``usual``: the
+        settings that queries of a namespace have; without it they are the server's. The other arguments are
         `EngineInfo`'s."""
         places = (settings.data_dir / FILE_NAME, Path(model) / FILE_NAME)
-        own: dict[str, Any] = {**about, "retriever": retriever_of(settings), "margin": settings.verify_margin}
+        retriever = (lambda name: retriever_of(usual(name))) if usual else retriever_of(settings)
+        own: dict[str, Any] = {**about, "retriever": retriever, "margin": settings.verify_margin}
         return cls(places, fingerprint, model=Path(model).name, **own)
+
+    def searched_by(self, retriever: str) -> Gate:
+        """Return the same gate where this brings the passages of queries in all namespaces."""
+        self._read_again()
+        found = copy.copy(self)
+        found._retriever = retriever
+        return found
 
     def entries(self, namespace: str | None = None) -> Mapping[str, Entry]:
         """The records of this model that count in a namespace (None: in one without its own), by strategy. A
         file that cannot be read is logged and ignored."""
+        self._read_again()
+        every = [item for record in reversed(self._records) for item in record.items()]
+        found = {label: entry.general for label, entry in every if entry.general.sets}
+        if namespace is not None:
+            retriever = self._retriever_in(namespace)
+            for label, entry in every:
+                own = entry.own(namespace, retriever)
+                if own.sets and (label not in found or own.is_by(retriever)):
+                    found[label] = own
+        return found
+
+    def _read_again(self) -> None:
         stamps = tuple(changed_at(place) for place in self._places)
         if stamps != self._stamps:
             self._stamps = stamps
             self._records = [self._read(place) for place in self._places]  # without a file nothing
-        every = [item for record in reversed(self._records) for item in record.items()]
-        found = {label: entry.general for label, entry in every if entry.general.sets}
-        if namespace is not None:
-            for label, entry in every:
-                own = entry.own(namespace, self._retriever)
-                if own.sets and (label not in found or self._same_retriever(own)):
-                    found[label] = own
-        return found
+
+    def _retriever_in(self, namespace: str | None) -> str:
+        if isinstance(self._retriever, str):
+            return self._retriever
+        return "" if namespace is None else self._retriever(namespace)
 
     def verified(self, namespace: str | None = None) -> list[str]:
         """The strategies that may answer in a namespace (None: in one without records of its own)."""
-        return [label for label, entry in self.entries(namespace).items() if self._lets(label, entry)]
+        entries, retriever = self.entries(namespace), self._retriever_in(namespace)
+        return [name for name, one in entries.items() if one.is_by(retriever) and self._lets(name, one)]
 
     def basis(self, label: str, namespace: str | None = None) -> str:
         """What a strategy is verified by in a namespace, in words."""
@@ -182,17 +225,19 @@ class Gate:
 
     def namespaces(self) -> list[str]:
         """The namespaces that have records of their own."""
-        self.entries()
+        self._read_again()
         every = [entry for record in self._records for entry in record.values()]
         names = {name for entry in every for name in entry.sets if name.startswith(_NAMESPACE)}
         return sorted({name.removeprefix(_NAMESPACE).partition(_BY)[0] for name in names})
 
     def to_price(self) -> list[str]:
-        """What the cost profile must know for the strategies that may answer in some namespace: the composed
-        ones without their choice of passages, and `EXACT` where there is any. Those that compute everything
-        again are references for the others, and save nothing."""
-        found = [self.verified(), *(self.verified(namespace) for namespace in self.namespaces())]
-        labels = dict.fromkeys(label for labels in found for label in labels)
+        """What the cost profile must know for the strategies that may answer in some namespace, whatever
+        brings its passages: the composed ones without their choice of passages, and `EXACT` where there is
+        any. Those that compute everything again are references for the others, and save nothing."""
+        self._read_again()
+        every = [item for record in reversed(self._records) for item in record.items()]
+        each = [(label, one) for label, entry in every for one in (entry.general, *entry.each_own)]
+        labels = dict.fromkeys(label for label, one in each if self._lets(label, one))
         composed = [without_passages(parse(label)[0]) for label in labels]
         named = [
             s.label for s in composed if s.name not in NOT_COMPOSED and s.options.get("recompute") != "all"
@@ -201,11 +246,8 @@ class Gate:
 
     def _lets(self, label: str, entry: Entry) -> bool:
         same = self._same_defaults(label, entry) and entry.prefix == self._prefix
-        same = same and self._same_retriever(entry) and entry.sparse == self._sparse
-        return same and as_precise(entry.dtype, self._dtype) and entry.verifies(self.margin)
-
-    def _same_retriever(self, entry: Entry) -> bool:
-        return all(each.retriever in ("", self._retriever) for each in entry.sets.values())
+        same = same and entry.sparse == self._sparse and as_precise(entry.dtype, self._dtype)
+        return same and entry.verifies(self.margin)
 
     def _same_defaults(self, label: str, entry: Entry) -> bool:
         """Return whether the options that the label leaves out are the ones it was measured with."""
@@ -225,9 +267,13 @@ class Gate:
         elif entry.prefix != self._prefix:
             reason = f"was measured for {self._model} with another kv_prefix than the engine has now"
         elif entry.sparse != self._sparse:
-            reason = f"was measured for {self._model} with other sparse attention than the engine has now"
-        elif not self._same_retriever(entry):
-            reason = f"was measured for {self._model} with another retriever than the server has now"
+            reason = f"was measured for {self._model} with other sparse attention than the engine has now: "
+            reason += f"{entry.sparse or 'none'}, now {self._sparse or 'none'}"
+        elif not entry.is_by(now := self._retriever_in(namespace)):
+            reason = (
+                f"was measured for {self._model} with another retriever than the server has now there: "
+                f"{'; '.join(sorted(entry.retrievers))}, now {now}"
+            )
         elif entry.verifies(self.margin):
             reason = (
                 f"was verified for {self._model} in {entry.dtype}, "
@@ -241,7 +287,7 @@ class Gate:
         tune = f"ragserve tune{where} --strategies '{label}', or "
         raise InvalidRequest(
             f"Strategy {label} {reason}.",
-            hint=f"Measure it: {tune}with labels ragserve eval "
+            hint=f"Measure it, with the server's settings: {tune}with labels ragserve eval "
             f"--data SET --strategies 'full,{label}' --write-gate. "
             'Or force it: strategy_options {"force": true}, or the server\'s --force-strategies true.',
             code="strategy_not_verified",

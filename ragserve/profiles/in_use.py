@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,10 @@ class InUse:
         )
         return replace(after, out=self.out or after.risen >= ALARM)
 
+    def is_like(self, new: InUse) -> bool:
+        """Return whether it was found with the engine and the retriever of a ``new`` one."""
+        return self.engine == new.engine and self.retriever in ("", new.retriever)
+
     @property
     def risen(self) -> float:
         """The statistic of both kinds."""
@@ -164,27 +168,56 @@ class InUseRecord:
         dtype: str,
         samkv: str,
         prefix: str = "",
-        retriever: str = "",
+        retriever: str | Callable[[str], str] = "",
     ) -> None:
-        """``retriever``: what brings the passages of queries (`retriever_of`). The other arguments after
-        ``place`` are `EngineInfo`'s."""
+        """``retriever``: what brings the passages of queries (`retriever_of`), by namespace where it is not
+        one for all. The other arguments after ``place`` are `EngineInfo`'s."""
         self._place = place
         self._fingerprint = fingerprint
-        self._new = InUse(" ".join(filter(None, (dtype, samkv, prefix))), retriever=retriever)
+        self._engine = " ".join(filter(None, (dtype, samkv, prefix)))
+        self._retriever = retriever
         self._stamp = 0
         self._known: dict[str, dict[str, InUse]] = {}
 
     @classmethod
     def of(
-        cls, settings: Settings, *, fingerprint: str, dtype: str, samkv: str, prefix: str, **_: str
+        cls,
+        settings: Settings,
+        usual: Callable[[str], Settings] | None = None,
+        /,
+        *,
+        fingerprint: str,
+        dtype: str,
+        samkv: str,
+        prefix: str,
+        **_: str,
     ) -> InUseRecord:
-        """The record in the data folder. The arguments are `EngineInfo.gate_identity`."""
-        about = {"dtype": dtype, "samkv": samkv, "prefix": prefix, "retriever": retriever_of(settings)}
-        return cls(settings.data_dir / FILE_NAME, fingerprint, **about)
+        """The record in the data folder. ``usual`` as in `Gate.of`; the other arguments are
+        `EngineInfo.gate_identity`."""
+        retriever = (lambda name: retriever_of(usual(name))) if usual else retriever_of(settings)
+        about = {"dtype": dtype, "samkv": samkv, "prefix": prefix}
+        return cls(settings.data_dir / FILE_NAME, fingerprint, **about, retriever=retriever)
 
     def entries(self) -> Mapping[str, Mapping[str, InUse]]:
         """Estimates by namespace and strategy, of engines and searches like this one's. A file that cannot be
         read is logged and ignored."""
+        return {name: self._own(name) for name in self._entries()}
+
+    def _own(self, namespace: str, retriever: str | None = None) -> dict[str, InUse]:
+        """Those of one namespace, with passages of its ``retriever``."""
+        own = self._entries().get(namespace)
+        if not own:
+            return {}
+        new = self._new(namespace, retriever)
+        return {label: one for label, one in own.items() if one.is_like(new)}
+
+    def _new(self, namespace: str, retriever: str | None = None) -> InUse:
+        if retriever is None:
+            known = self._retriever
+            retriever = known if isinstance(known, str) else known(namespace)
+        return InUse(self._engine, retriever=retriever)
+
+    def _entries(self) -> Mapping[str, Mapping[str, InUse]]:
         stamp = changed_at(self._place)
         if stamp != self._stamp:
             try:
@@ -194,21 +227,19 @@ class InUseRecord:
                 if isinstance(error, OSError):
                     return self._known  # and read again: a process may be short of descriptors
                 found = {}
-            self._known = {
-                namespace: {label: one for label, one in own.items() if self._is_like(one)}
-                for namespace, own in found.items()
-            }
+            self._known = found
             self._stamp = stamp
         return self._known
 
-    def taken_out(self, namespace: str) -> set[str]:
-        """The strategies that ``auto`` does not take in a namespace."""
-        return {label for label, one in self.entries().get(namespace, {}).items() if one.out}
+    def taken_out(self, namespace: str, retriever: str | None = None) -> set[str]:
+        """The strategies that ``auto`` does not take in a namespace. ``retriever``: what brings its passages,
+        where that is known."""
+        return {label for label, one in self._own(namespace, retriever).items() if one.out}
 
     def out_at(self, namespace: str) -> dict[str, float | None]:
         """When strategies were last taken out in a namespace, Unix seconds, those that came back since among
         them; None where that is not known. Comparisons from before say nothing of them."""
-        own = self.entries().get(namespace, {})
+        own = self._own(namespace)
         return {label: one.out_at or None for label, one in own.items() if one.out or one.out_at != 0.0}
 
     def add(
@@ -223,15 +254,16 @@ class InUseRecord:
     ) -> InUse:
         """Add an answer, as `InUse.with_answer`, and return what is known; durable. ``made_at``: when each
         namespace was made, Unix seconds; others are dropped, and one that was made again begins anew."""
-        new, made = self._new, made_at.get(namespace, 0.0)
+        new = begun = self._new(namespace)
+        made = made_at.get(namespace, 0.0)
 
         def change(known: dict[str, Any]) -> dict[str, Any]:
             nonlocal new
             spaces = {name: own for name, own in known.items() if name in made_at}
             own = spaces.pop(namespace, {})
-            before = _ENTRY.validate_python(own[label]) if label in own else self._new
-            same = self._is_like(before) and before.made_at in (0.0, made)
-            earlier = before if same else self._new
+            before = _ENTRY.validate_python(own[label]) if label in own else begun
+            same = before.is_like(begun) and before.made_at in (0.0, made)
+            earlier = before if same else begun
             new = replace(earlier.with_answer(different, unsupported, recorded), made_at=made)
             if new.out and not earlier.out:
                 new = replace(new, out_at=round(time.time(), 3))
@@ -247,20 +279,17 @@ class InUseRecord:
         out = {label for label in self.taken_out(namespace) if label in labels}
         if not out:
             return
-        since = self.out_at(namespace)
+        since, new = self.out_at(namespace), self._new(namespace)
 
         def change(known: dict[str, Any]) -> dict[str, Any]:
             own = dict(known.get(namespace, {}))
             for label in out & own.keys():
                 made = own[label].get("made_at", 0.0)
-                new = replace(self._new, out_at=since[label], made_at=made)
-                own[label] = _ENTRY.dump_python(new, mode="json")
+                again = replace(new, out_at=since[label], made_at=made)
+                own[label] = _ENTRY.dump_python(again, mode="json")
             return known | {namespace: own}
 
         _FILE.update(self._place, self._fingerprint, change)
-
-    def _is_like(self, one: InUse) -> bool:
-        return one.engine == self._new.engine and one.retriever in ("", self._new.retriever)
 
 
 def made_at(place: Path) -> dict[str, set[float]]:

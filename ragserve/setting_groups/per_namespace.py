@@ -4,7 +4,7 @@ behind. Several namespaces that are asked together have what they set alike."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 _SERVERS = {"k": "top_k"}  # names of settings that differ from the field's
 _NEW = (None, "new")  # sessions of a query that has no earlier turn
 Strategy = Annotated[str, AfterValidator(lambda text: one_label(text, get_args(StrategyName)))]
+
+
+class HasSettings(Protocol):
+    """The part of `IndexStore` that is read here."""
+
+    def settings(self, name: str) -> Mapping[str, Any]: ...
 
 
 class NamespaceSettings(BaseModel):
@@ -80,6 +86,15 @@ class NamespaceSettings(BaseModel):
         found = settings.model_copy(update={_SERVERS.get(name, name): value for name, value in given.items()})
         found.__dict__.pop("default_strategy", None)  # cached for the server's
         return found
+
+    @classmethod
+    def usual(
+        cls, settings: Settings, store: HasSettings, namespace: str, given: Collection[str] = ()
+    ) -> Settings:
+        """The settings of a namespace's queries that give none: the server's, and its own in their place, but
+        for the settings ``given``, which come before its own."""
+        before = {field: None for field in cls.model_fields if _SERVERS.get(field, field) in given}
+        return cls.of(store.settings(namespace)).model_copy(update=before).over(settings)
 
     def system_text(self, asked: str | None, session: str | None) -> str | None:
         """The system text of a query: what it asks for itself, else the namespace's. A later turn keeps that

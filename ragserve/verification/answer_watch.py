@@ -12,7 +12,7 @@ import logging
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from ragserve.errors import NotFound, RagserveError
 from ragserve.metrics import metrics
 from ragserve.profiles.costs import ABSENT
 from ragserve.profiles.gate import Gate
-from ragserve.profiles.in_use import InUse, InUseRecord
+from ragserve.profiles.in_use import InUse, InUseRecord, RecordedRates
 from ragserve.strategy_spec import StrategySpec
 from ragserve.verification import MAX_TOKENS
 from ragserve.verification.engine_run import first_token
@@ -77,6 +77,8 @@ class AnswerWatch:
         self._draw = draw
         self._waiting: deque[WaitingAnswer] = deque()
         self._comparing = 0
+        self.dropped = 0
+        """Answers that were drawn and could not be compared."""
         for namespace, own in record.entries().items():
             for label, found in own.items():
                 _show(namespace, label, found)
@@ -127,26 +129,45 @@ class AnswerWatch:
 
     async def _compare(self, answer: WaitingAnswer) -> None:
         namespace = answer.request.namespace
+        made_at: dict[str, float] = {}
+        why = "its documents have left the cache, or its namespace has changed"
         try:
             async with asyncio.timeout(_LIMIT_S):
                 made_at, version = await asyncio.to_thread(self._current, namespace)
                 shown = await self._compared(answer, version)
+                known = await asyncio.to_thread(self._gate.recorded, answer.label, namespace)
         except asyncio.CancelledError:
             self._waiting.appendleft(answer)
             raise
-        except (RagserveError, TimeoutError) as error:
-            log.info("An answer of strategy %s could not be compared: %r", answer.label, error)
-            return
-        if shown is not None:
-            known = self._gate.recorded(answer.label, namespace)
-            add = asyncio.to_thread(self._record.add, namespace, answer.label, *shown, known, made_at=made_at)
-            try:
-                found = await asyncio.shield(add)  # counted once
-            except (OSError, RagserveError) as error:
-                log.warning("What an answer in use has shown could not be kept: %s", error)
+        except TimeoutError:
+            why = f"full prefill and the strategy together took more than {_LIMIT_S:g} s"
+        except RagserveError as error:
+            why = str(error)
+        else:
+            if shown is not None:
+                await self._add(answer, shown, known, made_at)
                 return
-            _show(namespace, answer.label, found)
-            _report(namespace, answer.label, found)
+        self.dropped += 1
+        if namespace in made_at:
+            metrics().use_dropped.labels(namespace, answer.label).inc()
+        log.info("An answer of strategy %s could not be compared: %s", answer.label, why)
+
+    async def _add(
+        self,
+        answer: WaitingAnswer,
+        shown: tuple[bool, bool],
+        known: RecordedRates,
+        made_at: Mapping[str, float],
+    ) -> None:
+        namespace, label = answer.request.namespace, answer.label
+        add = asyncio.to_thread(self._record.add, namespace, label, *shown, known, made_at=made_at)
+        try:
+            found = await asyncio.shield(add)  # counted once
+        except (OSError, RagserveError) as error:
+            log.warning("What an answer in use has shown could not be kept: %s", error)
+            return
+        _show(namespace, label, found)
+        _report(namespace, label, found)
 
     def _current(self, namespace: str) -> tuple[dict[str, float], int | None]:
         """When each namespace was made, and the version of this one, None for one that does not exist."""

@@ -54,6 +54,7 @@ class BackgroundVerification:
             "measured": list(islice(self._measured(visible), _SHOWN)),
             "in_use": list(islice(reversed(every), _SHOWN)),
             "waiting": self.watch.waiting,
+            "dropped": self.watch.dropped,
             "idle_tuning": tuning,
         }
 

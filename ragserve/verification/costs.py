@@ -7,6 +7,7 @@ on counts and tiers, not on words. Runs in an engine without the product around 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 from collections import deque
@@ -17,13 +18,14 @@ from typing import Protocol
 
 from ragserve.engine.base import Engine, GenerateRequest, Sampling
 from ragserve.engine.document_cache import CachingEngine
-from ragserve.errors import InvalidRequest
+from ragserve.engine.own_names import own_name
+from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.profiles.costs import ABSENT, CostSample
 from ragserve.strategy_spec import StrategySpec
 from ragserve.verification.engine_run import REMOTE, TIERS, doubling, first_token, in_tier, random_tokens
 from sglang_ext.wire.protocol import Span, document_key, pieces_of
 
-NAMESPACE = "calibration"
+NAMESPACE = own_name("calibration")
 SYSTEM_TOKENS, QUESTION_TOKENS = 16, 32
 _RESERVED_TOKENS = 8
 _MIN_TOKENS = 256
@@ -93,7 +95,7 @@ class CostMeasurement:
             for spec in strategies:
                 self._cases += [partial(self._composed, spec, tier, length) for tier in (*TIERS, REMOTE)]
                 self._cases.append(partial(self._absent, spec, length))
-            self._cases.append(self._forget)
+            self._cases.append(self.forget)
 
     @property
     def finished(self) -> bool:
@@ -102,7 +104,12 @@ class CostMeasurement:
 
     async def step(self) -> None:
         """Measure the next case. Raises what the engine raises."""
-        self.samples += await self._cases[0]()
+        try:
+            self.samples += await self._cases[0]()
+        except RagserveError:
+            with contextlib.suppress(RagserveError):  # which may be away
+                await self.forget()
+            raise
         self._cases.popleft()
 
     async def _exact(self, length: int) -> list[CostSample]:
@@ -124,7 +131,8 @@ class CostMeasurement:
         self._report(f"{spec.label}, {length} document tokens, cached nowhere: {found.ms:.1f} ms")
         return [found]
 
-    async def _forget(self) -> list[CostSample]:
+    async def forget(self) -> list[CostSample]:
+        """Remove the documents that are measured with from every tier."""
         await self._engine.forget(NAMESPACE, None)
         return []
 

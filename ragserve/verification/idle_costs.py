@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from ragserve.config import Settings
 from ragserve.errors import RagserveError
-from ragserve.profiles.costs import COSTS, FILE_NAME, Costs, costs_here, fit
+from ragserve.profiles.costs import FILE_NAME, Costs, add_costs, costs_here, fit
 from ragserve.profiles.gate import EXACT, Gate
 from ragserve.strategy_spec import parse
 from ragserve.verification.costs import CostEngine, CostMeasurement, CostSchedule
@@ -65,9 +64,8 @@ class IdleCosts:
             self._failures[label] = before + 1, self._clock() + _AFTER_ERROR_S * 2 ** (before + 1)
             self._measurement = self.measuring = None
             raise
-        if (known := await asyncio.to_thread(self._known)) is not None:
-            found = replace(found, composed={**known.composed, **found.composed})
-        await asyncio.to_thread(COSTS.save, self._place, self._engine.info.fingerprint, found)
+        info = self._engine.info
+        await asyncio.to_thread(add_costs, self._place, info.fingerprint, info.device, found)
         self._measurement = self.measuring = None
         self._failures.pop(label, None)
         log.info("Costs of %s were measured: strategy auto may take it", label)

@@ -30,7 +30,9 @@ from ragserve.errors import NotFound, RagserveError
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUseRecord
+from ragserve.profiles.retriever_name import retriever_of
 from ragserve.retrieval.passage_search import PassageSearch
+from ragserve.setting_groups.per_namespace import NamespaceSettings
 from ragserve.strategy_spec import candidates, parse
 from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS, rows
 from ragserve.verification.comparison import Comparison
@@ -62,6 +64,7 @@ _REST_S = 10.0  # between two looks for something to do
 _AFTER_ERROR_S = 60.0
 _TRIES = 3  # of a question while the engine or the search is away, and such questions in a row
 _ASIDE_S = 3600.0  # until a namespace is tried again after these
+_JOBS = "ingestions and warm-ups that run or wait"
 _ASKED = 100  # namespaces remembered, which come first
 
 
@@ -82,7 +85,8 @@ class IdleTuner:
         jobs: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``jobs``: an ingestion or a warm-up is waiting or running, for which tuning waits."""
+        """``jobs``: an ingestion or a warm-up of a server is waiting, or one is running, for which tuning
+        waits."""
         self._settings = settings
         self._engine: Any = Gently(engine)
         self._store = store
@@ -92,6 +96,7 @@ class IdleTuner:
         self._in_use = in_use
         self._limiter = limiter
         self._jobs = jobs
+        self._waits_for_jobs = False
         self._clock = clock
         self._rest_until = -1.0
         self._run: NamespaceRun | None = None
@@ -108,6 +113,8 @@ class IdleTuner:
         self._asked[namespace] = None
         if len(self._asked) > _ASKED:
             del self._asked[next(iter(self._asked))]
+        if self._waits_for_jobs:
+            return f"the server tunes itself while it is idle, after {_JOBS}"
         if self._costs.measuring is not None:
             return "the server measures costs while it is idle"
         if self._run is not None and self._run.namespace == namespace:
@@ -123,6 +130,8 @@ class IdleTuner:
 
     def info(self) -> dict[str, Any]:
         """Describe the state for `/info`."""
+        if self._waits_for_jobs:
+            return {"state": "waiting", "for": _JOBS}
         if self._costs.measuring is not None:
             return {"state": "measuring costs", "strategies": [self._costs.measuring]}
         if self._run is not None:
@@ -146,7 +155,8 @@ class IdleTuner:
     async def _step(self) -> None:
         try:
             await self._forget_dropped()
-            if await asyncio.to_thread(self._jobs):
+            self._waits_for_jobs = await asyncio.to_thread(self._jobs)
+            if self._waits_for_jobs:
                 self._rest(_REST_S)
             elif label := await asyncio.to_thread(self._costs.next):
                 await self._costs.step(label)
@@ -161,15 +171,18 @@ class IdleTuner:
             self._rest(_AFTER_ERROR_S)
 
     async def _forget_dropped(self) -> None:
-        """Forget what is known of namespaces that are gone, or were made again."""
-        before, self._made_at = self._made_at, await asyncio.to_thread(self._store.made_at)
-        for name in [name for name, made_at in before.items() if self._made_at.get(name) != made_at]:
+        """Forget what is known of namespaces that are gone, or were made again: one by one, as a request may
+        stop it."""
+        made_at = await asyncio.to_thread(self._store.made_at)
+        for name in [name for name, before in self._made_at.items() if made_at.get(name) != before]:
             if self._run is not None and self._run.namespace == name:
                 self._run = None
             self._ended.pop(name, None)
             self._spent.pop(name, None)
             self._set_aside.pop(name, None)
             await asyncio.to_thread(forget_or_log, self._settings.data_dir, name)
+            del self._made_at[name]
+        self._made_at = made_at
 
     def _rest(self, seconds: float) -> None:
         self._rest_until = self._clock() + seconds
@@ -181,8 +194,8 @@ class IdleTuner:
 
     async def _next_run(self) -> NamespaceRun | None:
         """The next namespace with documents that is not settled: what was asked last comes first. Then come
-        those whose users have asked new questions, and those that ended and whose documents have changed
-        since, which have their time again."""
+        those whose users have asked new questions, and those that ended and whose documents or own settings
+        have changed since, which have their time again."""
         versions = {n.name: n.version for n in await asyncio.to_thread(self._store.namespaces) if n.n_chunks}
         self._ended = {name: ended for name, ended in self._ended.items() if name in versions}
         self._spent = {name: seconds for name, seconds in self._spent.items() if name in versions}
@@ -195,18 +208,23 @@ class IdleTuner:
                 if (run := await self._next_opened_again()) is not None:
                     return run
                 ended = self._ended[name]
-            if (ended and ended.version == versions[name]) or self._is_settled(name):
+            retriever = retriever_of(await asyncio.to_thread(self._usual, name))
+            if ended and (ended.version, ended.retriever) == (versions[name], retriever):
                 continue
-            if self._is_aside(name):
+            if self._is_aside(name) or await asyncio.to_thread(self._is_settled, name):
                 continue
-            if ended and not self._gate.verified(name):
+            if ended and not await asyncio.to_thread(self._gate.verified, name):
                 self._spent[name] = 0.0
             run = await asyncio.to_thread(self._made, name, versions[name])
             if run is not None and self._spent.get(name, 0.0) < MOST_S:
                 return run
             usable = ended.usable if ended else 0
-            self._ended[name] = EndedRun(versions[name], usable, run.logged if run else None)
+            self._ended[name] = EndedRun(versions[name], retriever, usable, run.logged if run else None)
         return None if looked_again else await self._next_opened_again()
+
+    def _usual(self, namespace: str) -> Settings:
+        """The settings of a namespace's queries that give none."""
+        return NamespaceSettings.usual(self._settings, self._store, namespace)
 
     def _is_settled(self, namespace: str) -> bool:
         """Something is verified there, and what was by references is at the last margin."""
@@ -220,8 +238,12 @@ class IdleTuner:
     async def _next_opened_again(self) -> NamespaceRun | None:
         """Look at one ended namespace in which nothing is verified, another one each time, whether its users
         have asked enough."""
-        open_ = (name for name in self._ended if not self._gate.verified(name) and not self._is_aside(name))
-        name = next(open_, None)
+
+        def open_() -> str | None:
+            each = (name for name in self._ended if not self._is_aside(name))
+            return next((name for name in each if not self._gate.verified(name)), None)
+
+        name = await asyncio.to_thread(open_)
         if name is None:
             return None
         ended = self._ended[name] = self._ended.pop(name)  # the last one now
@@ -239,7 +261,7 @@ class IdleTuner:
 
     def _made(self, namespace: str, version: int, *, users_only: bool = False) -> NamespaceRun | None:
         """Prepare a namespace; None without candidates."""
-        info, settings = self._info, self._settings
+        info, settings = self._info, self._usual(namespace)
         out = self._in_use.taken_out(namespace)
         specs = [
             spec
@@ -399,7 +421,7 @@ class IdleTuner:
     def _end(self, run: NamespaceRun, what: str) -> None:
         kinds = ", ".join(f"{count} {kind}" for kind, count in run.comparison.kinds.items()) or "none"
         log.info("Namespace %s, questions compared: %s: %s", run.namespace, kinds, what)
-        self._ended[run.namespace] = EndedRun(run.version, run.usable, run.logged)
+        self._ended[run.namespace] = EndedRun(run.version, run.queries.retriever, run.usable, run.logged)
         self._run = None
 
 

@@ -91,9 +91,10 @@ class NamespaceRun:
 @dataclass(frozen=True, slots=True)
 class EndedRun:
     """A namespace's last run: ``usable`` questions decided, or left it open. ``logged``: its users'
-    questions; None where there is no candidate."""
+    questions; None where there is no candidate. ``retriever``: what brought the passages."""
 
     version: int
+    retriever: str
     usable: int
     logged: LoggedQuestions | None
 

@@ -6,16 +6,15 @@ from dataclasses import dataclass
 
 from ragserve.config import Settings
 from ragserve.profiles.gate import set_of
-from ragserve.profiles.retriever_name import retriever_of
-from ragserve.retrieval.remote_reranker import public_name
+from ragserve.profiles.retriever_name import UsualSearch
 from ragserve.retrieval.search_options import SearchOptions
 
 
 @dataclass(frozen=True, slots=True)
 class TunedQueries:
-    """They are searched for as ``/rag/query`` does by the server's settings. ``retriever``: these in words;
-    ``max_new_tokens`` of an answer; ``made_at``: when the namespace was made, Unix seconds; ``version``: that
-    of its documents."""
+    """They are searched for as ``/rag/query`` does for a query that gives no options. ``retriever``: that in
+    words; ``max_new_tokens`` of an answer; ``made_at``: when the namespace was made, Unix seconds;
+    ``version``: that of its documents."""
 
     namespace: str
     search: SearchOptions
@@ -33,21 +32,9 @@ class TunedQueries:
         made_at: float = 0.0,
         version: int = 0,
     ) -> TunedQueries:
-        """The queries of a server with these settings."""
-        search = SearchOptions(
-            settings.top_k,
-            retrieval=settings.retrieval,
-            follow_ups=settings.follow_ups,
-            spelling=settings.spelling,
-            rerank=public_name(settings.rerank),
-            candidates=settings.rerank_candidates,
-            neighbours=settings.neighbours,
-            context_tokens=settings.context_tokens,
-            min_score=settings.min_score,
-            dedupe=settings.dedupe,
-            not_found=settings.not_found,
-        )
-        return cls(namespace, search, max_new_tokens, retriever_of(settings), made_at, version)
+        """The queries of a server with these settings, the namespace's own among them."""
+        usual = UsualSearch.of(settings)
+        return cls(namespace, usual.options, max_new_tokens, usual.retriever, made_at, version)
 
     @property
     def set_name(self) -> str:

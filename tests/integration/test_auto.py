@@ -95,10 +95,11 @@ def test_auto_reads_fewer_passages_where_they_are_verified(server: Any) -> None:
     body = {
         "query": "Who built the lighthouse of Corran 20?",
         "namespace": "auto-fewer",
-        "documents": [{"title": f"Corran {n}", "text": text} for n, text in enumerate(texts)],
         "strategy": "auto",
         "max_new_tokens": 4,
     }
+    named = [{"name": f"Corran {n}", "text": text} for n, text in enumerate(texts)]
+    server.finished(server.client.post("/rag/ingest", json={"namespace": "auto-fewer", "texts": named}))
     try:
         for label, kept in (
             ("passages:by=score,count=1", 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragserve.errors import InvalidRequest
-from ragserve.strategy_spec import StrategySpec, parse
+from ragserve.strategy_spec import StrategySpec, parse, reads_as_many
 
 
 def test_options_belong_to_the_strategy_before_them() -> None:
@@ -92,3 +92,21 @@ def test_the_same_strategy_is_asked_once() -> None:
 def test_what_is_no_strategy(text: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         parse(text, ("epic", "full"))
+
+
+@pytest.mark.parametrize(
+    ("label", "as_many"),
+    [
+        ("passages:by=score,count=3", True),
+        ("passages:tokens=500", True),
+        ("passages:keep=0.5", False),
+        ("passages:keep=1,adaptive=true", False),
+        ("concat:recompute=question,share=0.15", True),
+        ("concat:passages.count=3,recompute=question,share=0.2", True),
+        ("concat:passages.keep=0.5,recompute=question,share=0.2", False),
+        ("concat:keep=0.5", False),
+        ("samkv", False),
+    ],
+)
+def test_what_leaves_out_no_more_of_fewer_passages(label: str, as_many: bool) -> None:
+    assert reads_as_many(parse(label)[0]) == as_many

@@ -17,6 +17,7 @@ from ragserve_index import JobStore
 from ragserve_index.types import Job
 
 log = logging.getLogger(__name__)
+UPLOADS = "upload"
 _POLL_S = 1.0
 _CLEAN_S = 300.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0  # of a job whose remote embedder does not answer
@@ -42,7 +43,7 @@ class JobRunner:
     next turn is twice as long, so that a file which takes longer than a turn is finished in the end.
     """
 
-    def __init__(self, worker: RunsJobs, kind: str = "upload") -> None:
+    def __init__(self, worker: RunsJobs, kind: str = UPLOADS) -> None:
         self._worker = worker
         self._kind = kind
         self._stop = threading.Event()

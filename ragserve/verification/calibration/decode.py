@@ -8,6 +8,7 @@ from typing import Any
 
 from ragserve.config import Settings
 from ragserve.engine.base import Engine
+from ragserve.engine.own_names import own_name
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, Point, crossover, options_of
 from ragserve.verification.engine_run import DECODE_TOKENS, decode_step, doubling, prefill, random_tokens
@@ -16,7 +17,7 @@ from ragserve.verification.report import measured_on
 _SHORTEST = 1024
 _RUNS = 3
 _FEWEST = 2  # lengths that show a crossover
-_NAMESPACE = "calibration"
+_NAMESPACE = own_name("calibration")
 BATCH = 4  # requests that decode at once, by default
 
 

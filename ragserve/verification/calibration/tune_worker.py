@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,8 @@ from ragserve.config import Settings
 from ragserve.errors import InvalidRequest, RagserveError, explained
 from ragserve.files import write_json
 from ragserve.profiles import gate
-from ragserve.profiles.costs import COSTS, CostSample, costs_here, fit
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
+from ragserve.profiles.costs import CostSample, add_costs, costs_here, fit
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.profiles.samkv import FILE_NAME as SAMKV_FILE
 
@@ -281,13 +281,12 @@ async def _costs(
         while not step.finished and (time_left() or label == gate.EXACT):
             await step.step()
         if not step.finished:
+            await step.forget()
             break
         samples += step.samples
         measured += [spec.label for spec in specs]
     found = fit(samples, **measured_on(settings.model))
-    if known is not None:
-        found = replace(found, composed={**known.composed, **found.composed})
-    COSTS.save(place, info.fingerprint, found)
+    add_costs(place, info.fingerprint, info.device, found)
     left = len(wanted) - len(measured)
     more = f"; no time was left for {left} more" if left else ""
     return f"costs of {', '.join(['exact prefill', *measured])} were measured{more}"

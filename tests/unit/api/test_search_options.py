@@ -233,9 +233,9 @@ def test_what_auto_may_choose_is_found_once_for_a_query(
         body = {"query": QUESTION, "namespace": "docs", "strategy": strategy}
         assert client.post("/rag/query", json=body).status_code == 200
 
-    def find(self: Chooser, namespace: str) -> Any:
+    def find(self: Chooser, namespace: str, query: Any) -> Any:
         looked.append(namespace)
-        return whole(self, namespace)
+        return whole(self, namespace, query)
 
     whole = Chooser._candidates
     monkeypatch.setattr(Chooser, "_candidates", find)

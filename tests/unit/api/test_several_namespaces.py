@@ -215,14 +215,20 @@ def test_auto_takes_what_is_verified_in_all(live: Live, monkeypatch: pytest.Monk
     known = {"docs-lights": ["epic", "samkv"], "docs-food": ["samkv", "epic"], "docs-secret": ["concat"]}
     out = {"docs-food": {"epic"}}
     costs = SimpleNamespace(composed=("epic", "samkv", "concat"))
-    gate = SimpleNamespace(verified=known.get, good=lambda labels, name: labels)
+    gate = SimpleNamespace(
+        verified=known.get, good=lambda labels, name: labels, basis=lambda label, name: f"of {name}"
+    )
     info = SimpleNamespace(strategies=("epic", "samkv", "concat"), only_exact="")
-    in_use = SimpleNamespace(taken_out=lambda name: out.get(name, set()))
+    in_use = SimpleNamespace(taken_out=lambda name, _: out.get(name, set()))
     chooser = Chooser(SimpleNamespace(info=info), gate, live.settings.data_dir / "costs.json", in_use)  # type: ignore[arg-type]
     monkeypatch.setattr(auto, "CachingEngine", SimpleNamespace)
     monkeypatch.setattr(chooser, "_profile", lambda: costs)
     assert chooser.candidates("docs-lights").labels == ("epic", "samkv")
-    assert chooser.candidates(JOINT).labels == ("samkv",)
+    joint = chooser.candidates(JOINT)
+    assert (joint.labels, joint.bases["samkv"]) == (
+        ("samkv",),
+        "docs-food: of docs-food; docs-lights: of docs-lights",
+    )
     none = chooser.candidates("docs-lights+docs-secret")
     assert (none.labels, none.reason) == ((), "no strategy is verified in all of these namespaces")
 

@@ -25,9 +25,12 @@ def test_answers_are_compared_when_no_request_is_being_answered(tmp_path: Path, 
         def shown() -> list[dict[str, Any]]:
             return list(client.get("/info").json()["verification"]["in_use"])
 
-        assert client.post("/rag/query", json={"query": "Who built it?", **composed}).status_code == 200
+        for fields in ({"k": 1}, {}):  # the rates that were recorded say nothing of another search
+            asked = {"query": "Who built it?", **composed, **fields}
+            assert client.post("/rag/query", json=asked).status_code == 200
         assert client.post("/rag/query", json={"query": "Who built it?", "namespace": "docs"}).is_success
         eventually(lambda: bool(shown()), "the answer is compared")
+        eventually(lambda: not client.get("/info").json()["verification"]["waiting"], "all are")
         (found,) = shown()
         assert (found["namespace"], found["strategy"], found["compared"]) == ("docs", "epic:first=8", 1)
         assert (found["different"], found["taken_out"]) == (0.0, False)
@@ -88,7 +91,7 @@ def test_a_caller_is_told_of_its_own_namespaces_only() -> None:
     parts: list[Any] = [
         gate,
         SimpleNamespace(entries=lambda: entries),
-        SimpleNamespace(waiting=0),
+        SimpleNamespace(waiting=0, dropped=0),
         SimpleNamespace(info=lambda: state),
     ]
     background = BackgroundVerification(*parts)

@@ -206,6 +206,7 @@ def test_series_of_a_removed_namespace_go(store: IndexStore, prompts: PromptBuil
             recorded.use_recorded,
             recorded.use_unsupported,
             recorded.use_taken_out,
+            recorded.use_dropped,
         ):
             gauge.labels(namespace, "epic:first=8").set(1)
     engine = Engine()

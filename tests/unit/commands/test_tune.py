@@ -12,11 +12,17 @@ import typer
 from typer.testing import CliRunner
 
 from ragserve.commands import calibrate, serve_checks, tune
+from ragserve.config import Settings
+from ragserve.engine.document_prefix import prefix_text
+from ragserve.engine.server_args import sparse_defaults
 from ragserve.errors import InvalidRequest
 from ragserve.eval import tune_map
 from ragserve.eval.tune_map import map_of, page
+from ragserve.profiles.prefill_crossover import options_of
+from ragserve.profiles.retriever_name import UsualSearch
 from ragserve.verification.calibration import tune_process
 from ragserve_index import IndexStore
+from tests.conftest import MODEL
 from tests.unit.no_room import no_room
 from tests.unit.verification.idle_engine import fill
 
@@ -90,7 +96,7 @@ def test_a_map_without_room_names_its_file_and_leaves_the_one_before(
     shown = tmp_path / "tune" / "tune-notes.html"
     shown.parent.mkdir()
     shown.write_text("the one before")
-    more = {"questions": {}, "tried": 0, "costs": "", "decode": None}
+    more = {"questions": {}, "tried": 0, "costs": "", "decode": None, "failures": {}, "kept": []}
     monkeypatch.setattr(tune_process, "tune", lambda *_, **__: RESULT | more)
     monkeypatch.setattr(serve_checks, "check_engine", lambda _: None)
     monkeypatch.setattr(tune_map, "page", lambda _: "x" * 2**21)
@@ -100,3 +106,67 @@ def test_a_map_without_room_names_its_file_and_leaves_the_one_before(
         ran = CliRunner().invoke(app, ["--namespace", "notes", "--data-dir", str(tmp_path)])
     assert re.search(f"'{re.escape(str(shown))}'", str(ran.exception)), ran.output
     assert shown.read_text() == "the one before"
+
+
+class Read:
+    """Settings that note which of them are read."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self.names = settings, set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(self._settings, name)
+
+
+def test_a_run_can_be_like_any_server(tmp_path: Path) -> None:
+    """What verdicts depend on are flags: the search, the text before documents, and sparse attention."""
+    names = set[str]()
+    for mode in ("progressive", "hierarchical"):
+        for prefill, below in (("vertical_slash", 512), ("block_sparse", None)):
+            options = {"decode_mode": mode, "prefill_mode": prefill, "prefill_dense_below": below}
+            settings = Settings(data_dir=tmp_path, model=str(MODEL), sparse_attention="on", **options)  # type: ignore[arg-type]
+            given: Any = Read(settings)
+            UsualSearch.of(given)
+            prefix_text(given)
+            sparse_defaults(given)
+            options_of(given)
+            names |= given.names
+    names -= {"follow_ups", "not_found"}  # of dialogues, and of what is done with what is found
+    assert names > {"neighbours", "kv_prefix", "prefill_mode"}
+    assert names <= set(tune.SETTINGS)
+    assert "kv_prefix" in calibrate.SETTINGS
+
+
+@pytest.mark.parametrize(
+    ("flags", "searched"),
+    [
+        ([], (20, "hybrid", 0.3)),
+        (["--min-score", "0.1", "--neighbours", "1"], (20, "hybrid", 0.1)),
+        (["--top-k", "40"], (40, "hybrid", 0.3)),
+        (["--retrieval", "dense"], (20, "dense", 0.3)),
+    ],
+)
+def test_tune_searches_by_the_namespaces_own_settings_but_for_its_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], searched: tuple[Any, ...]
+) -> None:
+    with IndexStore(tmp_path) as store:
+        store.ensure_namespace("notes", embedder="words", dim=4)
+        store.set_settings("notes", {"k": 20, "retrieval": "hybrid", "min_score": 0.3})
+    seen: list[Any] = []
+
+    def run(settings: Settings, namespace: str, labels: list[str], **_: Any) -> None:
+        seen.append(((settings.top_k, settings.retrieval, settings.min_score), labels))
+        raise InvalidRequest("It ends here.")
+
+    monkeypatch.setattr(tune_process, "tune", run)
+    monkeypatch.setattr(serve_checks, "check_engine", lambda settings: None)
+    app = typer.Typer()
+    tune.register(app)
+    app.command("other")(lambda: None)
+    arguments = ["tune", "-n", "notes", "--data-dir", str(tmp_path), "--model", str(MODEL), *flags]
+    with pytest.raises(InvalidRequest, match="It ends here"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False, standalone_mode=False)
+    ((asked, labels),) = seen
+    assert asked == searched
+    assert "passages:by=score,count=10" in labels, "fewer of the passages that are found"

@@ -164,6 +164,25 @@ def test_a_job_that_ends_after_one_death_has_no_error(job_store: JobStore) -> No
 
 
 @on_both_registries
+def test_a_job_is_active_while_a_process_works_on_it_or_a_server_is_to_begin_it(job_store: JobStore) -> None:
+    def active() -> bool:
+        return job_store.any_active(["upload", "warm"])
+
+    assert not active()
+    job = job_store.create("ns", {"kind": "paths"})
+    assert not active(), "its command line may have gone"
+    assert job_store.claim("command", 60) is not None
+    assert active()
+    job_store.release(job.job_id, "command")
+    assert not active(), "it was interrupted"
+    assert job_store.claim("killed", -1) is not None
+    assert not active()
+    upload = job_store.create("ns", {"kind": "upload"})
+    assert active()
+    job_store.finish(upload.job_id, "done")
+    assert not active()
+
+
 def test_reasons_are_stored_whatever_they_quote(job_store: JobStore) -> None:
     job = job_store.create("n", {}, ["a"])
     job_store.update_items(job.job_id, [outcome("a", "failed", "not \udcff nor \0" + "x" * 10_000)])

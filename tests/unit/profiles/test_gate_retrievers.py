@@ -112,3 +112,30 @@ def test_what_use_has_shown_is_of_the_servers_search(tmp_path: Path) -> None:
     assert in_use("dense").taken_out("a") == {"concat"}
     in_use("dense").clear("a", ["concat"])
     assert in_use("dense").taken_out("a") == set()
+
+
+def test_each_namespace_has_the_search_of_its_own_settings(tmp_path: Path) -> None:
+    def usual(namespace: str) -> Settings:
+        return settings(tmp_path, "hybrid" if namespace == "b" else "dense")
+
+    where = ("tiny", "d", "h", "float32")
+    dense = dataclasses.replace(GOOD, retriever="words, dense, k 5")
+    sets = {set_of(name, dense.retriever): dense for name in "ab"}
+    record(tmp_path / FILE_NAME, "f", {"concat": Entry(sets, *where)})
+    found = Gate.of(settings(tmp_path, "dense"), usual, **INFO.gate_identity)
+    assert (found.verified("a"), found.verified("b")) == (["concat"], [])
+    assert found.searched_by(dense.retriever).verified("b") == ["concat"]
+    assert "concat" in found.to_price()
+    record(tmp_path / FILE_NAME, "f", {"epic": Entry({set_of("b", dense.retriever): dense}, *where)})
+    assert "epic" in found.to_price(), "by whatever search it was verified"
+    assert found.searched_by(dense.retriever).verified("b") == ["concat", "epic"], "it is read again"
+
+    in_use = InUseRecord.of(settings(tmp_path, "dense"), usual, **INFO.gate_identity)
+    for name in "ab":
+        for _ in range(12):
+            in_use.add(name, "concat", True, recorded=RecordedRates(), made_at={"a": 1.0, "b": 1.0})
+    server = InUseRecord.of(settings(tmp_path, "dense"), **INFO.gate_identity)
+    assert (in_use.taken_out("a"), in_use.taken_out("b")) == ({"concat"}, {"concat"})
+    assert (server.taken_out("a"), server.taken_out("b")) == ({"concat"}, set())
+    assert in_use.taken_out("b", dense.retriever) == set()
+    assert sorted(in_use.entries()["b"]) == ["concat"]

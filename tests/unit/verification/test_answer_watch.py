@@ -18,6 +18,7 @@ from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate, record
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.strategy_spec import StrategySpec
+from ragserve.verification import answer_watch
 from ragserve.verification.answer_watch import MAX_TOKENS, MOST_WAITING, AnswerWatch
 from ragserve.verification.question_probes import SHORT
 from ragserve_index import IndexStore
@@ -166,6 +167,7 @@ def test_texts_that_may_be_gone_are_not_computed_again(watched: Watched, how: st
     watched.work()
     assert not watched.engine.asked
     assert not watched.record.entries()
+    assert watched.watch.dropped == 1
 
 
 def test_what_reads_no_stored_kv_is_compared_wherever_that_is(watched: Watched) -> None:
@@ -198,3 +200,29 @@ def test_what_is_stopped_is_compared_later_and_known_to_removals_meanwhile(watch
     watched.answered()
     asyncio.run(run())
     assert watched.record.entries()["notes"]["concat"].compared == 1
+
+
+def test_what_takes_too_long_is_dropped_and_counted(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(answer_watch, "_LIMIT_S", 0.0)
+    watched.engine.hold.clear()
+    watched.answered()
+    with caplog.at_level(logging.INFO, "ragserve"):
+        watched.work()
+    assert (watched.watch.dropped, watched.watch.waiting) == (1, 0)
+    assert not watched.record.entries()
+    assert "took more than 0 s" in caplog.text
+
+
+def test_drops_are_shown_by_namespace_as_long_as_there_is_one(watched: Watched) -> None:
+    shown = metrics().use_dropped.labels("notes", "concat")
+    before = shown._value.get()
+    watched.engine.tier = "absent"
+    watched.answered()
+    watched.work()
+    assert shown._value.get() == before + 1
+    watched.answered()
+    watched.store.drop_namespace("notes")
+    watched.work()
+    assert (watched.watch.dropped, shown._value.get()) == (2, before + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ragserve.profiles.gate import FILE_NAME, Gate, record, set_of
 from ragserve.profiles.in_use import FILE_NAME as IN_USE
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval.retriever import Retriever
-from ragserve.verification import rows
+from ragserve.verification import idle_tuner, rows
 from ragserve.verification.dropped import forget, forget_outdated
 from ragserve_index import IndexStore
 from tests.unit.verification.idle_engine import VERIFIED, entry, fill
@@ -174,6 +175,44 @@ def test_a_namespace_that_is_made_again_is_verified_anew(tuned: Tuned) -> None:
         (tuned.folder / gates.FILE_NAME).unlink()
         await steps(tuned.tuner(retriever), 3)
         assert tuned.gate.verified("notes") == [], "rows from before are not its own"
+        await retriever.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_stops_the_forgetting_leaves_it_to_the_next_step(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two namespaces that ended without a verdict are made again; a request comes while the first is
+    forgotten."""
+    held, go = threading.Event(), threading.Event()
+
+    def slow(data_dir: Path, namespace: str) -> None:
+        held.set()
+        go.wait(240)
+        forget(data_dir, namespace)
+
+    async def run() -> None:
+        retriever = Retriever(tuned.store, tuned.searched)
+        tuner = tuned.tuner(retriever)
+        for name in ("first", "second"):
+            fill(tuned.store, name, 3)
+        await steps(tuner)
+        assert {tuner.progress("first"), tuner.progress("second")} == {None}, "they ended"
+        for name in ("first", "second"):
+            tuned.store.drop_namespace(name)
+            fill(tuned.store, name, 3)
+        tuned.now += 60
+        monkeypatch.setattr(idle_tuner, "forget_or_log", slow)
+        work = tuner.work()
+        assert work is not None
+        step = asyncio.create_task(work)
+        await asyncio.to_thread(held.wait, 240)
+        step.cancel()
+        go.set()
+        await asyncio.gather(step, return_exceptions=True)
+        states = await steps(tuner)
+        assert {state["namespace"] for state in states if "namespace" in state} == {"first", "second"}
         await retriever.close()
 
     asyncio.run(run())

@@ -237,7 +237,8 @@ def test_time_for_a_namespace_is_bounded_and_jobs_come_first(
 ) -> None:
     fill(tuned.store, "notes", 30)
     tuned.job = True
-    assert tuned.run() == [{"state": "waiting"}]
+    (waiting,) = tuned.run()
+    assert waiting == {"state": "waiting", "for": "ingestions and warm-ups that run or wait"}
     assert not tuned.engine.asked
     tuned.job = False
     monkeypatch.setattr(idle_tuner, "MOST_S", 0.0)
@@ -326,3 +327,33 @@ def test_a_question_that_a_request_stops_is_asked_again(tuned: Tuned) -> None:
 
     asyncio.run(run())
     assert not tuned.gate.verified("notes"), "two texts decide nothing"
+
+
+@pytest.mark.usefixtures("_few_questions")
+def test_a_namespace_is_verified_by_its_own_search_and_anew_when_that_changes(tuned: Tuned) -> None:
+    fill(tuned.store, "notes", 40)
+    tuned.store.set_settings("notes", {"k": 3})
+
+    def retrievers() -> list[str]:
+        entries = tuned.gate.entries("notes")
+        return [entries[label].sets[set_of("notes")].retriever for label in tuned.gate.verified("notes")]
+
+    async def run() -> None:
+        retriever = Retriever(tuned.store, tuned.searched)
+        tuner = tuned.tuner(retriever)
+        await steps(tuner)
+        assert retrievers() == ["words, dense, k 3"] * 2
+        assert any(len(request.spans) == 4 for request in tuned.engine.asked), "the system text and three"
+        tuned.store.set_settings("notes", {})
+        tuned.engine.wrong = {"concat"}
+        tuned.now += 60
+        assert "verifying" in [state["state"] for state in await steps(tuner)]
+        assert tuned.gate.verified("notes") == []
+        tuned.store.set_settings("notes", {"retrieval": "lexical"})
+        tuned.engine.wrong = set()
+        tuned.now += 60
+        assert "verifying" in [state["state"] for state in await steps(tuner)], "it had ended"
+        assert retrievers() == ["words, lexical, k 2"] * 2
+        await retriever.close()
+
+    asyncio.run(run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from ragserve.profiles.gate import Gate
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.retrieval.passage_search import PassageSearch
 from ragserve.retrieval.retriever import Retriever
+from ragserve.setting_groups.per_namespace import NamespaceSettings
 from ragserve.verification.idle_tuner import IdleTuner
 from ragserve_index import IndexStore
 from ragserve_index.viewers import EVERYTHING
@@ -54,7 +56,8 @@ class Tuned:
         settings = Settings(
             data_dir=self.folder, model=str(MODEL), top_k=2, verify_margin=self.margin, embedder="words"
         )
-        self.gate = Gate.of(settings, model="tiny", fingerprint=FINGERPRINT, dtype="float32")
+        usual = partial(NamespaceSettings.usual, settings, self.store)
+        self.gate = Gate.of(settings, usual, model="tiny", fingerprint=FINGERPRINT, dtype="float32")
         engine: Any = self.engine
         given = (PassageSearch(retriever), self.builder, self.gate, self.in_use, self.limiter)
         return IdleTuner(settings, engine, self.store, *given, jobs=lambda: self.job, clock=lambda: self.now)

@@ -66,7 +66,7 @@ def chosen(tmp_path: Path, verified: list[str], *, whole: bool) -> StrategyChoic
         verified=lambda namespace: verified, basis=lambda label, namespace: "", good=lambda labels, _: labels
     )
     chooser = Chooser(engine, gate, tmp_path / "costs.json")
-    return asyncio.run(chooser.choose(PROMPT, "n", whole=whole))
+    return asyncio.run(chooser.choose(PROMPT, "n", whole=whole, shared=not whole))
 
 
 def test_auto_leaves_out_what_keeps_a_part_of_the_documents(tmp_path: Path) -> None:
@@ -76,5 +76,5 @@ def test_auto_leaves_out_what_keeps_a_part_of_the_documents(tmp_path: Path) -> N
     only = chosen(tmp_path, ["samkv"], whole=True)
     assert (only.spec.label, only.reason) == (
         "prefix",
-        "no verified strategy keeps documents whole, as a session needs",
+        "no verified strategy keeps documents whole, as sessions and given documents need",
     )
