@@ -11,6 +11,7 @@ import typer
 
 from ragserve.config import DEFAULT_MODEL
 from ragserve.errors import InvalidRequest
+from ragserve.files import temporary_folder
 from ragserve.setting_groups.ingestion import IndexType
 
 
@@ -56,6 +57,7 @@ def register(app: typer.Typer) -> None:
     app.command("bench")(bench)
 
 
+@temporary_folder()
 def bench(
     name: Annotated[Name, typer.Argument(help="Which one.")],
     quick: Annotated[

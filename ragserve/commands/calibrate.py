@@ -18,6 +18,7 @@ from ragserve.commands.calibrate_sparse import calibrate_sparse
 from ragserve.commands.options import DECODE_SETTINGS, ENGINE_SETTINGS, say, with_settings
 from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
+from ragserve.files import temporary_folder
 
 if TYPE_CHECKING:
     from ragserve.engine.local import LocalEngine
@@ -51,6 +52,7 @@ def register(app: typer.Typer) -> None:
     app.command("calibrate")(with_settings(calibrate, SETTINGS))
 
 
+@temporary_folder()
 def calibrate(
     settings: Settings,
     part: Annotated[

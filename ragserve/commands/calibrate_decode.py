@@ -11,6 +11,7 @@ import typer
 
 from ragserve.commands.options import DECODE_SETTINGS, ENGINE_SETTINGS, say, with_settings
 from ragserve.config import Settings
+from ragserve.files import temporary_folder
 
 if TYPE_CHECKING:
     from ragserve.engine.local import LocalEngine
@@ -26,6 +27,7 @@ def register(app: typer.Typer) -> None:
     )
 
 
+@temporary_folder()
 def calibrate_decode(
     settings: Settings,
     batch: Annotated[

@@ -16,7 +16,7 @@ from ragserve.commands.options import ENGINE_SETTINGS, with_settings
 from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
 from ragserve.eval.presets import BENCHMARKS, expanded, fixed_by
-from ragserve.files import write_text
+from ragserve.files import temporary_folder, write_text
 
 if TYPE_CHECKING:
     from ragserve.client import Client
@@ -38,6 +38,7 @@ def register(app: typer.Typer) -> None:
     app.command("eval")(with_settings(evaluate, (*ENGINE_SETTINGS, *_SETTINGS)))
 
 
+@temporary_folder()
 def evaluate(
     settings: Settings,
     data: Annotated[

@@ -20,6 +20,7 @@ from ragserve.commands.options import with_settings
 from ragserve.commands.warm import check_warm, show_warm
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest, ModelUnavailable, RagserveError, TooLarge
+from ragserve.files import temporary_folder
 from ragserve.tenants.audit_log import record_command
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def register(app: typer.Typer) -> None:
     app.command("ingest", epilog=_EPILOG)(with_settings(ingest, INGEST_SETTINGS))
 
 
+@temporary_folder()  # which the next command removes if this one is killed
 def ingest(
     settings: Settings,
     inputs: Annotated[

@@ -63,12 +63,13 @@ def _serve(settings: Settings, listener: socket.socket, worker: bool) -> None:
     if not settings.has_key:
         _say(settings, "no API key set, so only this machine can connect")
     try:
-        if settings.engine_url:
-            _serve_remote(settings, listener)
-        elif settings.engine_elsewhere:
-            _serve_workers(settings, listener)
-        else:
-            _serve_local(settings, listener, worker)
+        with temporary_folder():
+            if settings.engine_url:
+                _serve_remote(settings, listener)
+            elif settings.engine_elsewhere:
+                _serve_workers(settings, listener)
+            else:
+                _serve_local(settings, listener, worker)
     finally:
         tracing.stop()
 
@@ -76,9 +77,8 @@ def _serve(settings: Settings, listener: socket.socket, worker: bool) -> None:
 def _serve_local(settings: Settings, listener: socket.socket, worker: bool) -> None:
     from ragserve.engine.compat import start_template
 
-    with temporary_folder():
-        start_template()  # before the imports that it is to be beside
-        _serve_engine(settings, listener, worker)
+    start_template()  # before the imports that it is to be beside
+    _serve_engine(settings, listener, worker)
 
 
 def _serve_engine(settings: Settings, listener: socket.socket, worker: bool) -> None:

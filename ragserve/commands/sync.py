@@ -18,6 +18,7 @@ from ragserve.commands.job_console import print_json, shown
 from ragserve.commands.options import AsJson, Namespace, say, with_settings
 from ragserve.config import Settings
 from ragserve.errors import Conflict, InvalidRequest, NotFound, RagserveError, StorageFull
+from ragserve.files import temporary_folder
 from ragserve.tenants.audit_log import record_command
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ def rm(
     typer.echo(f"removed from the list: {shown(source)}")
 
 
+@temporary_folder()  # which the next command removes if this one is killed
 def run(
     settings: Settings,
     sources: _Sources = None,

@@ -10,6 +10,7 @@ import typer
 
 from ragserve.commands.options import DECODE_SETTINGS, ENGINE_SETTINGS, Namespace, with_settings
 from ragserve.config import Settings, StrategyName
+from ragserve.files import temporary_folder
 from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS
 
 SETTINGS = (
@@ -35,6 +36,7 @@ def register(app: typer.Typer) -> None:
     app.command("tune")(with_settings(tune, SETTINGS))
 
 
+@temporary_folder()
 def tune(
     settings: Settings,
     context: typer.Context,

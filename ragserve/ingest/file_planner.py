@@ -161,8 +161,9 @@ class FilePlanner:
         found: bool = False,
         **known: Any,
     ) -> PlannedFile:
+        read_as = {"ext": ext, "parser": known.get("parser"), "charset": known.get("charset")}
         ext = os.path.splitext(filename)[1].lower() if ext is None else ext
-        salt = self._salt(title, metadata)
+        salt = self._salt(title, metadata, read_as)
         given = None if labels is None else tuple(labels)
         before = self._before(source)
         read, kept = (None, ()) if before is None else (before.content_hash, before.labels)
@@ -171,8 +172,8 @@ class FilePlanner:
             source, request, title, metadata, found, given, labels_before=kept if given is None else ()
         )
 
-    def _salt(self, title: str, metadata: Mapping[str, Any]) -> str:
-        return content_salt(self._settings, self._tokenizer, title, metadata)
+    def _salt(self, title: str, metadata: Mapping[str, Any], read_as: Mapping[str, str | None] = {}) -> str:
+        return content_salt(self._settings, self._tokenizer, title, metadata, read_as)
 
     def _before(self, source: str) -> Document | None:
         """The document that is replaced."""

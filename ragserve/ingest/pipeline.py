@@ -73,13 +73,22 @@ class Written(NamedTuple):
 Commit = Callable[[list[tuple[NewDocument, Sequence[Any], Vectors]]], Sequence[Written]]
 
 
-def content_salt(settings: Settings, tokenizer: str, title: str, metadata: Mapping[str, Any]) -> str:
+def content_salt(
+    settings: Settings,
+    tokenizer: str,
+    title: str,
+    metadata: Mapping[str, Any],
+    read_as: Mapping[str, str | None] = {},
+) -> str:
     """Hash everything but the bytes that shapes a document, as 64 hex digits.
 
-    It goes into the content hash, so that a changed setting counts as a changed file.
+    It goes into the content hash, so that a changed setting counts as a changed file. ``read_as``: how the
+    bytes are read, where a request or a web server said so.
     """
     taken = [settings.chunk_tokens, settings.ingest_hidden, settings.ingest_comments]
     shape = [PARSER_VERSION, CHUNKING_VERSION, tokenizer, *taken, title, sorted(metadata.items())]
+    if said := sorted(item for item in read_as.items() if item[1] is not None):
+        shape.append(said)
     return hashlib.blake2b(json.dumps(shape).encode(), digest_size=32).hexdigest()
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ragserve.errors import Forbidden, NotFound
+from ragserve.ingest.jobs.job_report import Interrupted
 from ragserve.ingest.jobs.lease import JobRun
 from ragserve.ingest.jobs.submitter import Submitter
 from ragserve.ingest.sources import matches
@@ -107,21 +108,23 @@ def prune(
     record: Callable[[Sequence[JobItem]], None],
 ) -> tuple[str, ...]:
     """Find documents whose file vanished from the folders of a job, and remove them if the job says so;
-    returns their sources. ``elsewhere``: those of folders that are not of this machine."""
+    returns their sources. ``elsewhere``: those of folders that are not of this machine. Each becomes an item
+    of the job when it is removed, so that what an interruption leaves is found by the next run. Raises
+    ``Interrupted``."""
     job, spec = run.job, run.job.spec
     gone = [*elsewhere, *_vanished_of(store, jobs, run, record)]
     if spec.get("prune") and gone:
-        seen, items = store.seen_by(Submitter.of(job).viewer), list[JobItem]()
-        jobs.add_items(job.job_id, [document.source for document in gone])
+        seen = store.seen_by(Submitter.of(job).viewer)
         for document in gone:
+            if run.should_stop():
+                raise Interrupted
             try:
                 with suppress(NotFound):  # removed by somebody else meanwhile
                     seen.remove_document(job.namespace, document.doc_id)
             except Forbidden as error:
                 run.progress.failed += 1
-                items.append(JobItem(document.source, "failed", str(error), 0, 0, 0, document.doc_id))
+                record([JobItem(document.source, "failed", str(error), 0, 0, 0, document.doc_id)])
             else:
                 run.progress.removed += 1
-                items.append(JobItem(document.source, "removed", None, 0, 0, 0, document.doc_id))
-        record(items)
+                record([JobItem(document.source, "removed", None, 0, 0, 0, document.doc_id)])
     return tuple(document.source for document in gone)

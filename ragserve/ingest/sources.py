@@ -46,8 +46,11 @@ class Scan:
         self._seen.add(identity)
         return new
 
-    def _walk(self, root: str, status: os.stat_result, *, recursive: bool, globs: Sequence[str]) -> None:
-        stack = [(root, status)]
+    def _walk(
+        self, start: str, status: os.stat_result, *, root: str, recursive: bool, globs: Sequence[str]
+    ) -> None:
+        """Take the files below ``start`` whose path within ``root`` matches."""
+        stack = [(start, status)]
         while stack:
             directory, status = stack.pop()
             if not self._is_new(status):
@@ -140,8 +143,9 @@ def scan(
     themselves. A symbolic link in a directory is followed if it leads into one of the given directories or of
     ``within`` (real paths), or with ``follow_symlinks``; else it is skipped. A file or directory reached
     twice (a loop, a second link) counts once, under its real path. ``globs`` filter the files of directories,
-    see `matches`. ``exclude`` is a directory that is never entered: our own data. Addresses of folders
-    elsewhere are taken in their normal form. Raises ``InvalidRequest`` for one that is wrong.
+    see `matches`: by the path within the first of ``within`` that has the directory, else within itself.
+    ``exclude`` is a directory that is never entered: our own data. Addresses of folders elsewhere are taken
+    in their normal form. Raises ``InvalidRequest`` for one that is wrong.
     """
     paths = [os.path.realpath(os.path.expanduser(given)) for given in inputs if is_path(given)]
     found = Scan(folders=None if follow_symlinks else [*filter(os.path.isdir, paths), *within])
@@ -160,7 +164,8 @@ def scan(
         if stat.S_ISDIR(status.st_mode):
             if path not in found.roots:
                 found.roots.append(path)
-            found._walk(path, status, recursive=recursive, globs=globs)
+            root = next((folder for folder in within if is_within(path, [folder])), path)
+            found._walk(path, status, root=root, recursive=recursive, globs=globs)
         elif stat.S_ISREG(status.st_mode):
             found.named.append(path)
             found._take(path, status)

@@ -3,6 +3,7 @@ without the files that have not changed where the repository's server can leave 
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -41,6 +42,8 @@ _OPTIONS = {
     "http.lowSpeedTime": "30",
     "init.defaultBranch": "main",
 }
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_OF_THE_SERVER = re.compile("remote(?: error)?:")
 _KEPT = ("GIT_SSH", "GIT_SSL_", "GIT_CONFIG", "GIT_HTTP_", "GIT_EXEC_PATH", "GIT_PROXY_")
 
 
@@ -98,7 +101,8 @@ class GitFolder(RemoteFolder):
                     _no_pointer(blocks), path, file.name.rpartition("/")[2], self._limits, self._check
                 )
                 if process.wait():
-                    raise Unavailable(f"git cat-file: {_said(errors.fileno())}", code="git_error")
+                    why = self._why(errors.fileno())
+                    raise Unavailable(f"git cat-file: {why}", code="git_error")
             finally:
                 _kill(process)
         return file.version
@@ -158,7 +162,8 @@ class GitFolder(RemoteFolder):
         time_s: float = _ASK_S,
     ) -> str:
         """Run git and return its output. Raises ``NotFound`` if it fails and ``missing`` says what for,
-        else ``Unavailable`` with what it said, and ``TooLarge`` once the clone takes too many bytes."""
+        else ``Unavailable`` with what it said, ``TooLarge`` once the clone takes too many bytes, and
+        ``OSError`` for this machine's disk."""
         with open(self._where / "input", "w+") as given, open(self._where / "errors", "w+b") as errors:
             given.write(wanted)
             given.seek(0)
@@ -171,9 +176,9 @@ class GitFolder(RemoteFolder):
                 finally:
                     _kill(process)
                 if process.returncode:
+                    why = self._why(errors.fileno())
                     if missing:
                         raise NotFound(f"{self._address.url} has {missing} in {self._address.branch!r}.")
-                    why = _said(errors.fileno())
                     raise Unavailable(
                         f"git {arguments[0]} of {self._address.url}: {why}",
                         hint="Give the address that it redirects to." if _REDIRECTED.search(why) else "",
@@ -181,6 +186,14 @@ class GitFolder(RemoteFolder):
                     )
                 own.seek(0)
                 return own.read(1 << 20).decode("utf-8", "replace")
+
+    def _why(self, errors: int) -> str:
+        """What git said last. Raises ``OSError`` if that is of this machine's disk."""
+        why = _said(errors)
+        for code in _OF_THE_DISK:
+            if os.strerror(code) in why and not _OF_THE_SERVER.search(why):
+                raise OSError(code, os.strerror(code), str(self._where))
+        return why
 
     def _start(self, command: list[str], **options: object) -> subprocess.Popen[bytes]:
         parent = os.getpid()

@@ -47,8 +47,9 @@ OnProgress = Callable[[Progress], None]
 
 def progress_of(job: Job, *, chunks: int = 0, tokens: int = 0) -> Progress:
     """Progress of a job as recorded so far: at its scan, before an interruption, or by another process."""
-    progress = Progress(total=job.n_items, chunks=chunks, tokens=tokens)
-    for outcome in ("indexed", "unchanged", "failed", "skipped", "warmed"):
+    there = job.n_items - job.counts.get("removed", 0)  # files
+    progress = Progress(total=there, chunks=chunks, tokens=tokens)
+    for outcome in ("indexed", "unchanged", "failed", "skipped", "removed", "warmed"):
         setattr(progress, outcome, job.counts.get(outcome, 0))
     return progress
 

@@ -152,12 +152,24 @@ class ParseProcess:
     def parse(self, request: ParseRequest) -> ParsedFile | Unchanged | Failed:
         """Parse one file. Whatever the file does to the process is ``Failed``.
 
-        Raises ``Unavailable`` if the process cannot be started at all.
+        Raises ``Unavailable`` if the process cannot be started at all, and ``OSError`` if attachments cannot
+        be stored.
         """
         if self._interrupted:
             return Failed("interrupted", INTERRUPTED)
         if self.pid is None:
             self._start()
+        waiting = set(os.listdir(self._attachments()))
+        result: ParsedFile | Unchanged | Failed | None = None
+        try:
+            result = self._parsed(request)
+        finally:
+            if not isinstance(result, ParsedFile):  # nobody gets those that were stored
+                for file in set(os.listdir(self._attachments())) - waiting:
+                    os.unlink(os.path.join(self._attachments(), file))
+        return result
+
+    def _parsed(self, request: ParseRequest) -> ParsedFile | Unchanged | Failed:
         try:
             self._send(asdict(request))
             reply = self._receive(self.timeout_s)
@@ -167,6 +179,8 @@ class ParseProcess:
             return Failed(reason, "timeout")
         except (EOFError, BrokenPipeError):
             return Failed(f"the parser crashed on this file ({self._reap()})", "crash")
+        if "not_stored" in reply:
+            raise OSError(*reply["not_stored"])
         if "failed" in reply:
             return Failed(reply["failed"], reply["code"])
         if "unchanged" in reply:

@@ -52,6 +52,10 @@ class _Unused(ModuleType):
             raise AttributeError(name)
 
 
+class _NotStored(Exception):
+    """Internal: the disk for temporary files took no attachment. Made with what its OSError is made of."""
+
+
 class _Worker:
     def __init__(self, config: dict[str, Any]) -> None:
         limit = int(config["memory_bytes"])
@@ -86,6 +90,8 @@ class _Worker:
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             return self._document(request)
+        except _NotStored as error:
+            return {"not_stored": error.args}
         except RagserveError as error:
             return {"failed": str(error), "code": error.code}
         except MemoryError:
@@ -135,9 +141,12 @@ class _Worker:
 
     def _stored(self, attachment: Attachment) -> tuple[str, str, str | None]:
         """Write an attachment to a file of its own. Its name there, in the message, and its charset."""
-        handle, path = tempfile.mkstemp(dir=self._attachments)
-        with os.fdopen(handle, "wb") as file:
-            file.write(attachment.data)
+        try:
+            handle, path = tempfile.mkstemp(dir=self._attachments)
+            with os.fdopen(handle, "wb") as file:
+                file.write(attachment.data)
+        except OSError as error:
+            raise _NotStored(error.errno, error.strerror, self._attachments) from error
         return os.path.basename(path), attachment.name, attachment.charset
 
     def _too_long(self, chunks: Sequence[NewChunk]) -> str:

@@ -13,11 +13,12 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -40,10 +41,10 @@ ENVIRONMENT = {
 
 
 def start(
-    *args: str, cwd: Path, command: tuple[str, ...] = COMMAND, **options: Any
+    *args: str, cwd: Path, command: tuple[str, ...] = COMMAND, env: dict[str, str] = ENVIRONMENT
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [*command, *args], cwd=cwd, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+        [*command, *args], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 
@@ -210,8 +211,15 @@ def wait_for_documents(data_dir: Path, n: int, process: subprocess.Popen[bytes])
             time.sleep(0.01)
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for temporary files whose name is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def test_a_run_killed_at_any_moment_loses_and_doubles_nothing(
-    folder: Path, tmp_path: Path, quick: Cli
+    folder: Path, tmp_path: Path, quick: Cli, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # kill before, between and within batches of writing; `index/test_kill.py` kills at lines of one
     notes, moments = (500, [0, 1, 100, 200, 300] * 4) if EXHAUSTIVE else (150, [1])
@@ -219,10 +227,12 @@ def test_a_run_killed_at_any_moment_loses_and_doubles_nothing(
     data_dir = tmp_path / "ragserve-data"
     dice = random.Random(7)
     held = tmp_path / HELD
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    environment = ENVIRONMENT | {"TMPDIR": str(temporary)}
     for documents in moments:
         if documents == 1:
             held.touch()
-        process = start("ingest", "docs", "--json", cwd=tmp_path, command=QUICK)
+        process = start("ingest", "docs", "--json", cwd=tmp_path, command=QUICK, env=environment)
         if documents:
             wait_for_documents(data_dir, documents, process)
             time.sleep(dice.uniform(0, 0.05))
@@ -236,8 +246,10 @@ def test_a_run_killed_at_any_moment_loses_and_doubles_nothing(
                 assert (
                     "".join(text for text, _, _ in chunks) == Path(source).read_text()
                 )  # a document is there whole or not at all
+    assert list(temporary.iterdir())
     done = quick("ingest", "docs", "--json")
     assert done.returncode == 0, done.stderr
+    assert list(temporary.iterdir()) == []
     report = json.loads(done.stdout)
     assert report["files"]["indexed"] + report["files"]["unchanged"] == report["files"]["total"] == notes + 2
     assert report["files"]["unchanged"] > 0

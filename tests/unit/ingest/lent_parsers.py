@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ class Process:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.parser = ParseProcess(**dict(options))  # type: ignore[arg-type]
+        self.temporary = tempfile.gettempdir()  # where attachments will wait
         self._thread = ThreadPoolExecutor(1)
 
     def parse(self, request: ParseRequest) -> ParsedFile | Unchanged | Failed:
@@ -39,8 +41,9 @@ class Process:
 class LentParser:
     """What a job takes for a `ParseProcess`. The process ends only if it is interrupted while it parses."""
 
-    def __init__(self, left: list[Process], **options: Any) -> None:
+    def __init__(self, left: list[Process], temporary: str, **options: Any) -> None:
         self._left = left
+        self._temporary = temporary
         self.timeout_s: float = options["timeout_s"]
         self._options: Options = tuple(sorted(options.items()))
         self._process: Process | None = None
@@ -84,7 +87,8 @@ class LentParser:
             self._interrupted = True
         if self._process is None:
             return
-        if self._ended or self._parses or len(self._left) >= _KEPT:
+        stays = self._process.temporary == self._temporary  # not a folder that goes with a command
+        if self._ended or self._parses or not stays or len(self._left) >= _KEPT:
             self._process.close()
         else:
             self._left.append(self._process)
@@ -94,9 +98,10 @@ class LentParser:
 def lent_parsers() -> Iterator[None]:
     """Lend processes to the jobs of every `Ingestor`."""
     left: list[Process] = []
+    temporary = tempfile.gettempdir()
 
     def lent(**options: Any) -> LentParser:
-        return LentParser(left, **options)
+        return LentParser(left, temporary, **options)
 
     with mock.patch.object(ingestor, "ParseProcess", lent), mock.patch.object(preview, "ParseProcess", lent):
         yield

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ragserve.config import Settings
-from ragserve.errors import InvalidRequest
+from ragserve.errors import InvalidRequest, StorageFull
 from ragserve.ingest.connectors import git_folder
 from ragserve.ingest.connectors.source_addresses import covers, parse_address
 from ragserve.ingest.ingestor import Ingestor
@@ -277,6 +277,35 @@ def test_a_wrong_address_gets_one_error_that_repeats_no_secret(
 )
 def test_an_allowed_folder_covers_what_is_in_it(allowed: str, asked: str, yes: bool) -> None:
     assert covers(parse_address(allowed), parse_address(asked)) is yes
+
+
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [
+        ("fatal: write error: No space left on device", True),
+        ("fatal: remote error: No space left on device", False),
+        ("remote: No space left on device", False),
+    ],
+    ids=["ours", "the server's", "told by it"],
+)
+def test_a_disk_without_room_for_a_clone_ends_the_run(
+    ingestor: Ingestor,
+    repository: Repository,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: str,
+    ends: bool,
+) -> None:
+    program = tmp_path / "bin" / "git"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 128\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    if ends:
+        with pytest.raises(StorageFull):
+            ingest(ingestor, repository.address)
+    else:
+        assert outcomes(ingest(ingestor, repository.address)) == (0, 0, 1, 0)
 
 
 def test_what_git_says_shows_no_password_of_a_rewritten_address(tmp_path: Path) -> None:

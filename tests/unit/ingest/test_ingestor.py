@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 from ragserve.config import Settings, load
-from ragserve.errors import Conflict, InvalidRequest
+from ragserve.errors import Conflict, InvalidRequest, StorageFull
 from ragserve.ingest.ingestor import Ingestor, PathOptions
 from ragserve.ingest.jobs.job_report import JobReport
 from ragserve.ingest.jobs.lease import LEASE_S
 from ragserve.ingest.sentence_plan import sentence_starts
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore
+from ragserve_index.types import Document
 from tests.data.formats.make_files import samples
 from tests.unit.ingest.ingest_samples import make_docx, make_pdf
 
@@ -233,6 +234,41 @@ def test_vanished_files_are_reported_and_removed_only_with_prune(
     assert sorted(report.vanished) == [str(folder / "otters.md"), str(folder / "sub" / "seals.md")]
     assert outcomes(report) == (0, 2, 0, 2)
     assert sorted(contents(store)) == ["dolphins.md", "whales.md"]
+
+
+@pytest.mark.parametrize("how", ["stopped", "full disk"])
+def test_removals_that_were_interrupted_go_on(
+    ingestor: Ingestor, store: IndexStore, folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """What is removed is recorded as such, and what is not is no item that fails for want of its file."""
+    (folder / "seals.md").write_text("Seals.")
+    ingest(ingestor, folder)
+    for name in ("dolphins.md", "otters.md", "seals.md"):
+        (folder / name).unlink()
+    stop, removed = threading.Event(), list[str]()
+    remove = IndexStore.remove_document
+
+    def interrupted(self: IndexStore, namespace: str, doc_id: str) -> Document:
+        if how == "full disk" and removed:
+            raise StorageFull("No space left.")
+        removed.append(doc_id)
+        stop.set()
+        return remove(self, namespace, doc_id)
+
+    job = ingestor.submit_paths("sea", [str(folder)], PathOptions(prune=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexStore, "remove_document", interrupted)
+        if how == "stopped":
+            assert ingestor.run(job.job_id, stop=stop).state == "interrupted"
+        else:
+            with pytest.raises(StorageFull):
+                ingestor.run(job.job_id)
+    counts = ingestor.jobs.get(job.job_id).counts
+    assert (len(removed), counts["removed"], counts["pending"]) == (1, 1, 0)
+    if how == "stopped":
+        report = ingestor.run(job.job_id)
+        assert (report.state, outcomes(report), report.progress.total) == ("done", (0, 1, 0, 3), 1)
+        assert sorted(contents(store)) == ["whales.md"]
 
 
 def test_an_absent_directory_prunes_nothing(ingestor: Ingestor, store: IndexStore, folder: Path) -> None:

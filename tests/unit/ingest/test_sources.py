@@ -110,6 +110,15 @@ def test_globs_choose_by_name_or_by_path(tmp_path: Path) -> None:
     assert scan([str(tmp_path / "a.txt")], globs=["*.md"]).sources == [str((tmp_path / "a.txt").resolve())]
 
 
+def test_a_directory_that_came_into_a_followed_one_is_matched_from_there(tmp_path: Path) -> None:
+    root = tmp_path.resolve()
+    tree(root, "guides/a.md", "old/guides/b.md", "other/c.md")
+    whole = scan([str(root)], recursive=True, globs=["guides/*.md"])
+    moved = [str(root / name) for name in ("guides", "old", "other")]
+    followed = scan(moved, recursive=True, globs=["guides/*.md"], within=[str(root)])
+    assert relative(followed.sources, root) == relative(whole.sources, root) == ["guides/a.md"]
+
+
 def test_the_data_directory_is_never_ingested(tmp_path: Path) -> None:
     tree(tmp_path, "a.txt", "ragserve-data/registry.txt")
     found = scan([str(tmp_path)], recursive=True, exclude=tmp_path / "ragserve-data")

@@ -96,6 +96,20 @@ def test_inline_text_is_text_whatever_it_looks_like(ingestor: Ingestor, store: I
     assert store.document_chunks("sea", document.doc_id)[0].text == "<html><body>kept as it is</body></html>"
 
 
+def test_a_text_that_comes_as_a_file_is_read_as_one(ingestor: Ingestor, store: IndexStore) -> None:
+    page = "<html><body><p>Kept as it is.</p></body></html>"
+    shown = []
+    for _ in range(2):
+        for job in (
+            ingestor.submit_texts("sea", [SubmittedText("a.html", page)]),
+            ingestor.submit_files("sea", [Upload("a.html", io.BytesIO(page.encode()))]),
+        ):
+            ingestor.run(job.job_id)
+            [document] = store.documents("sea")
+            shown += [chunk.text for chunk in store.document_chunks("sea", document.doc_id)]
+    assert shown == [page, "Kept as it is.", page, "Kept as it is."]
+
+
 def test_blank_texts_fail_as_empty(ingestor: Ingestor) -> None:
     report = ingestor.run(
         ingestor.submit_texts("sea", [SubmittedText("blank", " \n\t"), SubmittedText("none", "")]).job_id

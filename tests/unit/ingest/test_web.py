@@ -38,6 +38,7 @@ def _site() -> Iterator[WebSite]:
 @pytest.fixture
 def site(_site: WebSite) -> WebSite:
     _site.pages.clear()
+    _site.types.clear()
     _site.asked.clear()
     return _site
 
@@ -297,6 +298,33 @@ def test_a_site_is_ingested_by_its_sitemap(site: WebSite, crawler: Ingestor, sto
     assert "robots.txt forbids it" in (states["secret.html"][1] or "")
     assert report.progress.total == 5
     assert {document.source for document in store.documents("web")} == {home, *pages[:2]}
+
+
+@pytest.mark.parametrize(
+    ("body", "wrong", "right", "text"),
+    [
+        (
+            "стоимость билета".encode("koi8-r"),
+            "text/plain; charset=iso-8859-1",
+            "text/plain; charset=koi8-r",
+            "стоимость билета",
+        ),
+        (b"part,price\nKX-1,20\n", "text/plain", "text/csv", "| KX-1 | 20 |"),
+    ],
+    ids=["charset", "type"],
+)
+def test_a_page_that_is_declared_anew_is_read_anew(
+    site: WebSite, crawler: Ingestor, store: IndexStore, body: bytes, wrong: str, right: str, text: str
+) -> None:
+    url = site.put("/a", body)
+    read = []
+    for declared in (wrong, right, right):
+        site.types["/a"] = declared
+        report = crawler.run(crawler.submit_paths("web", [url]).job_id)
+        [document] = store.documents("web")
+        shown = "".join(chunk.text for chunk in store.document_chunks("web", document.doc_id))
+        read.append((report.progress.indexed, report.progress.unchanged, text in shown))
+    assert read == [(1, 0, False), (1, 0, True), (0, 1, True)]
 
 
 def test_a_source_whose_fetch_breaks_fails_alone(

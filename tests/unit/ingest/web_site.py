@@ -11,10 +11,12 @@ from tests.http_server import QuietHandler, served
 
 @dataclass
 class WebSite:
-    """``pages``: status, or address to redirect to, and body, by path. ``asked``: the paths, in order."""
+    """``pages``: status, or address to redirect to, and body, by path. ``types``: of their content, where it
+    is declared. ``asked``: the paths, in order."""
 
     port: int = 0
     pages: dict[str, tuple[int | str, bytes]] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
 
     def url(self, path: str, host: str = "127.0.0.1") -> str:
@@ -43,6 +45,8 @@ def web_site() -> Iterator[WebSite]:
             self.send_response(302 if isinstance(status, str) else status)
             if isinstance(status, str):
                 self.send_header("Location", status)
+            if self.path in site.types:
+                self.send_header("Content-Type", site.types[self.path])
             self.end_headers()
             self.wfile.write(body)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from email.message import EmailMessage
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +104,61 @@ def test_what_is_no_readable_file_fails_with_the_reason(
     result = parser.parse(request(path))
     assert isinstance(result, Failed)
     assert result.code == "unreadable"
+
+
+@pytest.fixture
+def mail(tmp_path: Path) -> Path:
+    message = EmailMessage()
+    message.set_content("See the attached files.")
+    for name, text in (("short.txt", "Whales."), ("long.txt", "Whales sing. " * 9)):
+        message.add_attachment(text, filename=name)
+    path = tmp_path / "mail.eml"
+    path.write_bytes(message.as_bytes())
+    return path
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_a_disk_that_takes_no_attachment_is_no_failure_of_the_file(
+    tokenizer: TokenizerSource, mail: Path, temporary: Path
+) -> None:
+    with process(tokenizer) as parser:
+        first = parser.parse(request(mail))
+        assert isinstance(first, ParsedFile)
+        waiting = {Path(attached.path) for attached in first.attachments}
+        assert len(waiting) == 2
+        pid = parser.pid
+        assert pid is not None
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (20, 20))  # bytes of a file
+        with pytest.raises(OSError, match="large") as caught:
+            parser.parse(request(mail))
+        [folder] = temporary.iterdir()
+        assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(folder))
+        assert set(folder.iterdir()) == waiting
+
+
+def test_attachments_that_nobody_gets_are_removed(
+    tokenizer: TokenizerSource, mail: Path, temporary: Path
+) -> None:
+    class Killed(ParseProcess):
+        def _receive(self, timeout_s: float) -> dict[str, Any]:
+            reply = super()._receive(timeout_s)
+            if self.pid is not None and reply.get("attachments"):
+                os.kill(self.pid, signal.SIGKILL)
+                raise EOFError
+            return reply
+
+    options: dict[str, Any] = {"chunk_tokens": 64, "max_bytes": 2**26, "timeout_s": 30.0}
+    with Killed(tokenizer_json=tokenizer.json, **options) as parser:
+        assert isinstance(parser.parse(request(mail)), Failed)
+        [folder] = temporary.iterdir()
+        assert list(folder.iterdir()) == []
 
 
 def test_after_an_interrupt_nothing_is_parsed(tokenizer: TokenizerSource, document: Path) -> None:
