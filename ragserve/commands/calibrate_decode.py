@@ -43,9 +43,9 @@ def calibrate_decode(
 ) -> None:
     """Time dense and sparse decode steps over context lengths and write a profile to the data folder.
 
-    `ragserve serve --sparse-attention on` keeps requests dense up to the length found, or all of them if
-    sparse steps do not gain at the longest, unless --decode-dense-below is given. Stop a server on the same
-    machine first: it would disturb the measurement."""
+    `ragserve serve --sparse-attention on` keeps requests dense up to the length found, unless
+    --decode-dense-below is given. Stop a server on the same machine first: it would disturb the
+    measurement."""
     from ragserve.commands.serve_checks import check_engine
     from ragserve.engine.offline import run_once
     from ragserve.profiles.decode import FILE_NAME, options_of
@@ -70,9 +70,8 @@ def calibrate_decode(
         found = run_once(settings.model_copy(update=own), work)
     longest = found.points[-1]
     faster = longest.dense_ms / longest.sparse_ms
-    below = found.dense_below
     typer.echo(
-        f"{'sparse decoding stays off' if below is None else f'dense up to {below} tokens'}; "
+        f"dense up to {found.dense_below} tokens; "
         f"at {longest.tokens} tokens a sparse step is {faster:.2f} times as fast"
     )
     typer.echo(f"written: {settings.data_dir / FILE_NAME}")

@@ -37,7 +37,6 @@ _KERNEL_CACHES = {  # variables and folders in kernel_cache_dir
     "SGLANG_DG_CACHE_DIR": "deep-gemm",
     "SGLANG_CACHE_DIR": "sglang",
 }
-_NEVER_SPARSE = 2**31 - 1  # `dense_below` of decoding that no context reaches
 _CPU_POOL_BYTES = 2**30  # default KV pool without a GPU; memory is touched only as it fills
 
 
@@ -144,15 +143,12 @@ def resolve_sparse_attention(settings: Settings) -> tuple[Settings, str]:
     from ragserve.profiles.sparse_attention import chosen
     from sglang_ext.documents.fingerprint import model_fingerprint
 
-    def off(there: Settings) -> str | None:
-        prefill, why = _prefill_from(there)
-        if there.prefill_mode != "dense" and prefill is None:
-            return f"sparse prefill would be off: {why}"
-        decode, why = _decode_from(there)
-        return why if decode == _NEVER_SPARSE else None
+    def prefill_off(there: Settings) -> str | None:
+        below, why = _prefill_from(there)
+        return why if below is None else None
 
     fingerprint = model_fingerprint(settings.model, options=settings.engine_args)
-    found, why = chosen(settings, fingerprint, expected_dtype(settings), off)
+    found, why = chosen(settings, fingerprint, expected_dtype(settings), prefill_off)
     level = logging.INFO if found["sparse_attention"] == "on" else logging.WARNING
     log.log(level, "sparse_attention=auto: %s", why)
     settings = settings.model_copy(update=dict(found))
@@ -170,7 +166,7 @@ def sparse_defaults(settings: Settings) -> str:
     if settings.sparse_attention != "on":
         return ""
     parts = []
-    if settings.decode_mode != "dense" and _decode_from(settings)[0] < _NEVER_SPARSE:
+    if settings.decode_mode != "dense":
         progressive = settings.decode_mode == "progressive"
         most = settings.decode_threshold if progressive else settings.decode_budget
         parts.append(f"{settings.decode_mode} {most:g}")
@@ -311,23 +307,13 @@ def _like(model: type[RequestOptions], settings: Settings, prefix: str) -> dict[
 
 
 def _dense_below(settings: Settings) -> int:
-    """Resolve `dense_below` of decoding, and say why it is not as a calibration has it, or sparse decoding is
-    off where it is wanted."""
-    found, why = _decode_from(settings)
-    if why:
-        log.warning("%s", why)
-    return found
-
-
-def _decode_from(settings: Settings) -> tuple[int, str]:
-    """`dense_below` of decoding: the setting, else the calibration for this model with the same mode and
-    limits, else the protocol's default; and what a calibration says against it, or against sparse decoding at
-    all, which is `_NEVER_SPARSE`."""
+    """Resolve `dense_below`: the setting, else the calibration for this model with the same mode and limits,
+    else the protocol's default."""
     if settings.decode_dense_below is not None:
-        return settings.decode_dense_below, ""
+        return settings.decode_dense_below
     default = DecodeOptions().dense_below
     if settings.decode_mode == "dense":
-        return default, ""
+        return default
     from ragserve.profiles.decode import DECODE, FILE_NAME, options_of
     from sglang_ext.documents.fingerprint import model_fingerprint
 
@@ -335,18 +321,14 @@ def _decode_from(settings: Settings) -> tuple[int, str]:
         settings.data_dir / FILE_NAME, model_fingerprint(settings.model, options=settings.engine_args)
     )
     if found is None:
-        return default, ""
-    if found.options != options_of(settings):
-        return default, (
-            f"decode steps were calibrated with {found.options}: run ragserve calibrate --part decode for "
-            "these settings"
-        )
-    if found.dense_below is None:
-        return _NEVER_SPARSE, (
-            f"sparse decoding is off: it was not faster at the longest context measured, "
-            f"{found.points[-1].tokens} tokens; give --decode-dense-below to have it all the same"
-        )
-    return found.dense_below, ""
+        return default
+    if found.options == options_of(settings):
+        return found.dense_below
+    log.warning(
+        "decode steps were calibrated with %s: run ragserve calibrate --part decode for these settings",
+        found.options,
+    )
+    return default
 
 
 def _prefill_dense_below(settings: Settings) -> int | None:

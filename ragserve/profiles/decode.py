@@ -28,10 +28,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class DecodeProfile:
-    """Requests with contexts up to ``dense_below`` tokens should decode densely, all of them if it is None;
-    measured with ``options`` and ``batch`` requests at once."""
+    """Requests with contexts up to ``dense_below`` tokens should decode densely; measured with ``options``
+    and ``batch`` requests at once."""
 
-    dense_below: int | None
+    dense_below: int
     options: dict[str, Any]
     batch: int
     points: tuple[Point, ...]
@@ -61,12 +61,12 @@ def scores_of(settings: Settings) -> str:
     )
 
 
-def crossover(points: Sequence[Point]) -> int | None:
+def crossover(points: Sequence[Point]) -> int:
     """The context length in tokens above which sparse steps take at most ``1 - MIN_GAIN`` of dense ones'
     time, at all measured lengths.
 
     Interpolates linearly between two lengths. If sparse always gains: the shortest length; if it does not at
-    the longest length: None, as nothing is known of those beyond."""
+    the longest length: the longest."""
     ordered = sorted(points, key=lambda point: point.tokens)
     losses = [point.sparse_ms - (1 - MIN_GAIN) * point.dense_ms for point in ordered]
     losing = [i for i, loss in enumerate(losses) if loss > 0]
@@ -74,7 +74,7 @@ def crossover(points: Sequence[Point]) -> int | None:
         return ordered[0].tokens
     last = losing[-1]
     if last == len(ordered) - 1:
-        return None
+        return ordered[-1].tokens
     here, there = ordered[last], ordered[last + 1]
     return round(
         here.tokens + (there.tokens - here.tokens) * losses[last] / (losses[last] - losses[last + 1])

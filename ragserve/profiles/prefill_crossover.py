@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragserve.config import Settings
-from ragserve.profiles.decode import Point, crossover
+from ragserve.profiles.decode import MIN_GAIN, Point, crossover
 from ragserve.profiles.file import ProfileFile
 
 FILE_NAME = "ragserve-prefill.json"
@@ -57,6 +57,9 @@ def options_of(settings: Settings) -> dict[str, Any]:
 def on_from(points: Sequence[PrefillPoint]) -> int | None:
     """The prompt length in tokens above which sparse prefill takes at most ``1 - MIN_GAIN`` of the dense
     one's time, at all measured lengths; None if it does not at the longest."""
+    longest = max(points, key=lambda point: point.tokens)
+    if longest.sparse_ms > (1 - MIN_GAIN) * longest.dense_ms:
+        return None
     return crossover([Point(point.tokens, point.dense_ms, point.sparse_ms) for point in points])
 
 

@@ -146,13 +146,13 @@ def chosen(
     settings: Settings,
     fingerprint: str,
     dtype: str,
-    off: Callable[[Settings], str | None] = lambda settings: None,
+    prefill_off: Callable[[Settings], str | None] = lambda settings: None,
 ) -> tuple[Mapping[str, Any], str]:
     """Resolve `--sparse-attention auto`: settings to replace, and why, in words. A file that is no record, or
     one that was measured otherwise, leaves the choice to the next place, and says so.
 
-    ``dtype``: as `EngineInfo` has it. ``off``: why a server with such settings prefills or decodes densely
-    all the same; None if it does not."""
+    ``dtype``: as `EngineInfo` has it. ``prefill_off``: why a server with such settings prefills densely all
+    the same; None if it does not."""
     reasons = []
     for whose, folder in (("data folder", settings.data_dir), ("model", Path(settings.model))):
         try:
@@ -168,7 +168,7 @@ def chosen(
         if reason := _unlike(record, settings, dtype):
             reasons.append(reason)
             continue
-        return _of(record, settings, off)
+        return _of(record, settings, prefill_off)
     why = "; ".join(reasons) or "nothing is recorded of this model"
     return _DENSE, f"dense: {why}; measure it with {SPARSE.command}"
 
@@ -185,14 +185,17 @@ def _unlike(record: SparseRecord, settings: Settings, dtype: str) -> str | None:
 
 
 def _of(
-    record: SparseRecord, settings: Settings, off: Callable[[Settings], str | None]
+    record: SparseRecord, settings: Settings, prefill_off: Callable[[Settings], str | None]
 ) -> tuple[Mapping[str, Any], str]:
     def served(entry: SparseEntry) -> dict[str, Any]:
         return {"sparse_attention": "on", "decode_mode": "dense"} | entry.settings
 
     def problem(entry: SparseEntry) -> str | None:
         there = settings.model_copy(update=served(entry))
-        return conflict(there) or off(there)
+        if found := conflict(there):
+            return found
+        off = prefill_off(there) if there.prefill_mode != "dense" else None
+        return f"sparse prefill would be off: {off}" if off else None
 
     holding = record.best()
     if holding is None:

@@ -322,8 +322,6 @@ async def _decode(
             )
         except InvalidRequest as error:
             return f"from which length sparse decoding pays is unknown: {error.message} {error.hint}"
-    if found.dense_below is None:
-        return f"requests decode densely: sparse steps do not gain at {found.points[-1].tokens} tokens"
     return f"requests decode densely up to {found.dense_below} tokens"
 
 

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from ragserve.config import Settings, load
 from ragserve.engine.cpu_precision import cpu_dtype
 from ragserve.engine.server_args import expected_dtype, resolve_sparse_attention, sparse_defaults
-from ragserve.profiles import decode
 from ragserve.profiles.prefill_crossover import FILE_NAME as PREFILL_FILE
 from ragserve.profiles.prefill_crossover import PREFILL, PrefillPoint, PrefillProfile, options_of
 from ragserve.profiles.sparse_attention import (
@@ -132,17 +131,6 @@ def test_prefill_that_would_be_off_is_left_out(tmp_path: Path) -> None:
     PREFILL.save(tmp_path / PREFILL_FILE, FINGERPRINT, known)
     settings, _ = auto(tmp_path)
     assert (settings.prefill_mode, settings.prefill_dense_below) == ("vertical_slash", 3000)
-
-
-def test_decoding_that_was_never_faster_is_left_out(tmp_path: Path) -> None:
-    SPARSE.save(tmp_path / FILE_NAME, FINGERPRINT, record(SparseEntry(BUDGET, {"lines": FINE})))
-    options = decode.options_of(load(sparse_attention="on", **BUDGET))
-    slow = decode.DecodeProfile(None, options, 4, (decode.Point(4096, 4.0, 8.0),), "m", "h", "d")
-    decode.DECODE.save(tmp_path / decode.FILE_NAME, FINGERPRINT, slow)
-    settings, why = auto(tmp_path)
-    assert settings.sparse_attention == "off"
-    assert "sparse decoding is off: it was not faster" in why
-    assert auto(tmp_path, decode_dense_below=100)[0].sparse_attention == "on"
 
 
 @pytest.mark.parametrize(

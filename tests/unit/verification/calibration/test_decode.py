@@ -6,17 +6,15 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ragserve.commands.calibrate_decode import calibrate_decode
 from ragserve.config import Settings
 from ragserve.engine.base import EngineInfo, EngineTimings, EngineUsage, GenerateChunk, GenerateRequest
-from ragserve.engine.server_args import server_args, sparse_defaults
+from ragserve.engine.server_args import server_args
 from ragserve.errors import EngineError, InvalidRequest
 from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, Point, crossover, options_of
 from ragserve.verification.calibration.decode import enough, find_and_save, lengths, measure
@@ -38,13 +36,12 @@ def points(*rows: tuple[int, float, float]) -> list[Point]:
         (points((1000, 10, 12), (2000, 20, 12), (4000, 40, 12)), 1000 + round(1000 * 2.5 / 9.5)),
         (points((4000, 40, 12), (1000, 10, 12), (2000, 20, 12)), 1000 + round(1000 * 2.5 / 9.5)),
         (points((1000, 10, 5), (2000, 20, 5)), 1000),
-        (points((1000, 10, 12), (2000, 20, 19.5)), None),
-        (points((1000, 10, 5), (2000, 20, 30)), None),
+        (points((1000, 10, 12), (2000, 20, 19.5)), 2000),
         (points((1000, 10, 5), (2000, 20, 30), (4000, 40, 20)), 2000 + round(2000 * 11 / 29)),
     ],
-    ids=["between", "any order", "always", "never by enough", "not at the longest", "lost in between"],
+    ids=["between", "any order", "always", "never by enough", "lost in between"],
 )
-def test_sparse_pays_where_all_longer_contexts_gain(measured: list[Point], found: int | None) -> None:
+def test_sparse_pays_where_all_longer_contexts_gain(measured: list[Point], found: int) -> None:
     assert crossover(measured) == found
 
 
@@ -96,7 +93,7 @@ def test_steps_are_timed_over_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [point.tokens for point in found] == [1024, 2048, 4096, 6000]
     assert [point.dense_ms for point in found] == pytest.approx([1.024, 2.048, 4.096, 6.0])
     assert [point.sparse_ms for point in found] == pytest.approx([3.0] * 4)
-    assert 2048 < (crossover(found) or 0) < 4096
+    assert 2048 < crossover(found) < 4096
     assert len(lines) == machine.forgotten == 4
 
 
@@ -112,7 +109,7 @@ def test_the_profile_is_saved_and_ends_with_the_time(tmp_path: Path, monkeypatch
     found = asyncio.run(save(time_left=lambda: False))
     assert [point.tokens for point in found.points] == [1024, 2048], "two lengths show a crossover"
     assert DECODE.load(tmp_path / FILE_NAME, machine.info.fingerprint) == found
-    assert (found.options, found.dense_below) == (OPTIONS, None), "it gains at neither"
+    assert (found.options, found.dense_below) == (OPTIONS, 2048)
     assert [point.tokens for point in asyncio.run(save()).points] == [1024, 2048, 4096, 6000]
 
 
@@ -138,25 +135,7 @@ def test_what_decides_the_cost_is_remembered() -> None:
         options_of(Settings(decode_mode="dense"))
 
 
-@pytest.mark.parametrize(
-    ("below", "says"), [(3000, "dense up to 3000 tokens"), (None, "sparse decoding stays off")]
-)
-def test_the_command_says_what_was_found(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    below: int | None,
-    says: str,
-) -> None:
-    profile = DecodeProfile(below, OPTIONS, 4, tuple(points((1024, 1, 3), (4096, 4, 8))), "m", "h", "d")
-    monkeypatch.setattr("ragserve.engine.offline.run_once", lambda settings, work: profile)
-    calibrate_decode(Settings(data_dir=tmp_path, model=str(MODEL)))
-    assert f"{says}; at 4096 tokens a sparse step is 0.50 times as fast" in capsys.readouterr().out
-
-
-def test_the_server_is_dense_up_to_the_length_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_server_is_dense_up_to_the_length_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dense_below(**flags: Any) -> int:
         monkeypatch.setenv(ATTENTION_CONFIG_VARIABLE, "")
         server_args(
@@ -184,15 +163,6 @@ def test_the_server_is_dense_up_to_the_length_found(
     options = json.loads(os.environ[ATTENTION_CONFIG_VARIABLE])["options"]
     assert (options["observe"], options["window"], options["scores"]) == ("last", 4, "auto")
     assert dense_below(decode_mode="dense") == 8192
-    never = replace(profile, dense_below=None)
-    DECODE.save(tmp_path / FILE_NAME, model_fingerprint(str(MODEL), ""), never)
-    caplog.clear()
-    assert dense_below() > 10**9, "no context is longer"
-    assert "sparse decoding is off: it was not faster at the longest context measured, 4096" in caplog.text
-    assert dense_below(decode_dense_below=700) == 700
-    known = Settings(data_dir=tmp_path, model=str(MODEL), sparse_attention="on", decode_budget=512)
-    assert sparse_defaults(known) == ""
-    assert sparse_defaults(known.model_copy(update={"decode_dense_below": 700})) == "hierarchical 512"
     (tmp_path / FILE_NAME).write_text("{}")
     with pytest.raises(InvalidRequest, match="ragserve calibrate --part decode"):
         dense_below()

@@ -109,9 +109,6 @@ def test_the_decode_profile_is_found_where_sparse_decoding_is_on(
     profile = DecodeProfile(3000, options, 4, (Point(1024, 1.0, 3.0), Point(4096, 4.0, 3.0)), "m", "h", "d")
     DECODE.save(tmp_path / FILE_NAME, FINGERPRINT, profile)
     assert tuned(settings, None, 1, engine)["decode"] == "requests decode densely up to 3000 tokens"
-    DECODE.save(tmp_path / FILE_NAME, FINGERPRINT, replace(profile, dense_below=None))
-    said = tuned(settings, None, 1, engine)["decode"]
-    assert said == "requests decode densely: sparse steps do not gain at 4096 tokens"
 
 
 def test_users_questions_come_first_and_the_report_says_how_many(
