@@ -156,7 +156,8 @@ def short(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         line["kl"] = " ".join(f"{kl:.2g}" for kl in kls)
         line["last to first"] = round(kls[-1] / kls[0], 2) if kls and kls[0] else None
         line["f1"] = " ".join(f"{row['f1']:.0f}" for row in own)
-        found.append(line | {"ttft": " ".join(f"{row['ttft_ms']:.0f}" for row in own if not row["failed"])})
+        ttft = ("-" if row["ttft_ms"] is None else f"{row['ttft_ms']:.0f}" for row in own)
+        found.append(line | {"ttft": " ".join(ttft)})
     return found
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _ROWS, _BEFORE = "rows.jsonl", "before.json"
 _LEAST_ROOM = 512  # tokens of a pack
 _NAMED = 10  # lines
+_FORM = 2  # of prompts: a run that was begun with another measures other ones
 _KL_QUESTIONS = 100  # held-out ones that are compared in training, every few steps
 
 
@@ -222,6 +223,7 @@ class _AdaptRun:
             "retrieval": settings.retrieval if is_made else None,
             "embedder": settings.embedder if is_made else None,
             "system_prompt_digest": _digest(settings.system_prompt or ""),
+            "prompt_form": _FORM,
             "kv_prefix": settings.kv_prefix,
             "kv_prefix_digest": _digest(json.dumps([*prefix])),
             "pack_tokens": job.room,

@@ -10,7 +10,7 @@ from ragserve.engine.base import EngineInfo, GenerateRequest
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.gate import Gate
 from ragserve.strategy_spec import FORCE, StrategySpec
-from sglang_ext.wire.joint_names import names_of
+from sglang_ext.wire.joint_names import is_joint, names_of
 from sglang_ext.wire.protocol import EXACT_STRATEGIES
 
 
@@ -58,7 +58,7 @@ def check_verified(query: Query, request: GenerateRequest, gate: Gate | None) ->
     if not isinstance(force, bool):
         raise InvalidRequest(f"{FORCE} must be true or false.", param="strategy_options")
     if not force:
-        if query.usual is not None:
+        if query.usual is not None and not is_joint(request.namespace):  # each of several has its own
             gate = gate.searched_by(query.usual.retriever)
         for name in names_of(request.namespace):
             gate.check(StrategySpec(request.strategy, own_options(request)).label, name)

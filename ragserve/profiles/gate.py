@@ -180,8 +180,9 @@ class Gate:
     def _read_again(self) -> None:
         stamps = tuple(changed_at(place) for place in self._places)
         if stamps != self._stamps:
-            self._stamps = stamps
-            self._records = [self._read(place) for place in self._places]  # without a file nothing
+            records = [self._read(place) for place in self._places]
+            self._records = [each or {} for each in records]  # first: other threads look at the stamps, too
+            self._stamps = () if None in records else stamps
 
     def _retriever_in(self, namespace: str | None) -> str:
         if isinstance(self._retriever, str):
@@ -294,14 +295,14 @@ class Gate:
             param="strategy",
         )
 
-    def _read(self, place: Path) -> dict[str, Entry]:
+    def _read(self, place: Path) -> dict[str, Entry] | None:
+        """The entries of a file, none without it; None if it is to be read again, as where a process is short
+        of descriptors."""
         try:
             return _FILE.load(place, self._fingerprint) or {}
         except (OSError, InvalidRequest) as error:
             log.warning("%s verifies nothing: %s", place, error)
-            if isinstance(error, OSError):
-                self._stamps = ()  # read it again: a process may be short of descriptors
-            return {}
+            return None if isinstance(error, OSError) else {}
 
 
 def record(

@@ -60,9 +60,9 @@ class NamespaceSettings(BaseModel):
         for field in cls.model_fields:
             values = {name: getattr(own, field) for name, own in each.items()}
             first = next(iter(values.values()))
-            if field in asked:
-                continue
             if any(value != first for value in values.values()):
+                if field in asked:
+                    continue
                 set_by = [name for name, value in values.items() if value is not None]
                 raise InvalidRequest(
                     f"The namespaces differ in their setting {field!r}, which {', '.join(set_by)} "

@@ -97,9 +97,8 @@ class AnswerWatch:
             return
         if len(self._waiting) >= MOST_WAITING or self._draw() >= self._share:
             return
-        if spec.label in self._gate.verified(request.namespace):
-            asked, whole = self._short(request), self._short(full)
-            self._waiting.append(WaitingAnswer(spec.label, asked, whole, version))
+        asked, whole = self._short(request), self._short(full)
+        self._waiting.append(WaitingAnswer(spec.label, asked, whole, version))
 
     def _short(self, request: GenerateRequest) -> GenerateRequest:
         """The request as it is compared: with the system text that asks for short answers."""
@@ -133,6 +132,8 @@ class AnswerWatch:
         why = "its documents have left the cache, or its namespace has changed"
         try:
             async with asyncio.timeout(_LIMIT_S):
+                if answer.label not in await asyncio.to_thread(self._gate.verified, namespace):
+                    return  # forced, or out of the record since then
                 made_at, version = await asyncio.to_thread(self._current, namespace)
                 shown = await self._compared(answer, version)
                 known = await asyncio.to_thread(self._gate.recorded, answer.label, namespace)

@@ -197,3 +197,11 @@ def test_the_servers_own_settings_stay_as_they_are() -> None:
     assert (over.default_strategy.name, over.top_k) == ("concat", 9)
     assert (server.default_strategy.name, server.top_k) == ("prefix", 5)
     assert NamespaceSettings(system="x").over(server) is server
+
+
+def test_what_several_have_alike_is_theirs_though_a_request_gives_its_own() -> None:
+    """Verdicts are looked up by it."""
+    each = {"a": NamespaceSettings(k=20, system="Briefly."), "b": NamespaceSettings(k=20)}
+    assert NamespaceSettings.shared(each, {"k", "system"}) == NamespaceSettings(k=20)
+    with pytest.raises(InvalidRequest, match="'system'"):
+        NamespaceSettings.shared(each, {"k"})

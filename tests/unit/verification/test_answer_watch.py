@@ -14,6 +14,7 @@ from ragserve.answering.auto import Chooser
 from ragserve.answering.in_flight import QueryLimiter
 from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument, Segment
 from ragserve.engine.base import GenerateRequest, Sampling
+from ragserve.errors import Unavailable
 from ragserve.metrics import metrics
 from ragserve.profiles.gate import Gate, record
 from ragserve.profiles.in_use import InUseRecord
@@ -146,13 +147,30 @@ def test_a_share_of_the_answers_of_verified_strategies_is_drawn(store: IndexStor
     watched.answered()
     watched.answered()
     assert watched.watch.waiting == 1, "draws are 0.005 and 0.5"
-    watched.answered(StrategySpec("epic"))
     for _ in range(3 * MOST_WAITING):
         watched.answered()
     assert watched.watch.waiting == MOST_WAITING
     none = Watched(store, tmp_path, IdleEngine(), share=0.0)
     none.answered()
     assert none.watch.work() is None
+
+
+def test_what_is_not_verified_is_not_compared(watched: Watched) -> None:
+    watched.answered(StrategySpec("epic"))
+    watched.work()
+    assert (watched.engine.asked, watched.watch.waiting, watched.record.entries()) == ([], 0, {})
+
+
+def test_an_answer_needs_no_registry_to_be_drawn(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given to the user by the same call, on the event loop."""
+
+    def away(_: str | None) -> str:
+        raise Unavailable("The registry does not answer.")
+
+    monkeypatch.setattr(watched.gate, "_retriever_in", away)
+    watched.answered()
+    watched.work()
+    assert watched.watch.dropped == 1
 
 
 @pytest.mark.parametrize("how", ["changed", "dropped", "evicted"])
