@@ -188,6 +188,34 @@ def test_namespaces_take_turns(store: IndexStore) -> None:
     assert run_all(FakeWorker(jobs)) == ["busy", "quiet", "late", "busy", "busy"]
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+@pytest.mark.parametrize("error", [StorageFull("No space left."), OSError(errno.EROFS, "Read-only")])
+def test_a_job_that_cannot_be_claimed_waits_and_is_told_in_a_line(
+    store: IndexStore, caplog: pytest.LogCaptureFixture, error: Exception, is_cancelled: bool
+) -> None:
+    jobs = JobStore(store)
+    first = jobs.create("sea", {"kind": "upload"}, ["a"]).job_id
+    assert jobs.claim("a server that stopped", -1.0, first) is not None
+    if is_cancelled:
+        jobs.request_cancel(first)
+    jobs.create("sea", {"kind": "upload"}, ["a"])
+
+    class Full(FakeWorker):
+        def run(self, job_id: str, *, stop: threading.Event | None = None) -> JobReport:
+            if job_id == first and len(self.ran) < 3:
+                self.ran.append("full")
+                raise error
+            report = super().run(job_id, stop=stop)
+            if job_id != first:
+                jobs.finish(first, "done")
+            return report
+
+    assert run_all(Full(jobs)) == ["full", "sea"]
+    [told] = [record for record in caplog.records if "failed" in record.getMessage()]
+    assert str(error.args[-1]) in told.getMessage()
+    assert told.exc_info is None
+
+
 def test_a_long_job_is_interrupted_for_others_alone(
     store: IndexStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
