@@ -222,7 +222,8 @@ class JobStore:
             return job
 
     def request_cancel(self, job_id: str) -> Job:
-        """Cancel a queued job at once and ask a running one to stop; a finished job stays as it is."""
+        """Cancel a job that no process runs at once and ask a running one to stop; a finished job stays as it
+        is."""
         with self._database.update() as connection:
             job_cancellation.cancel(connection, job_id=job_id)
             return _job(connection, job_id)

@@ -187,6 +187,20 @@ def test_cancelling(job_store: JobStore) -> None:
 
 
 @on_both_registries
+def test_a_job_without_a_live_process_is_cancelled_at_once(store: IndexStore, job_store: JobStore) -> None:
+    died, given_back, dropped = (job_store.create("n", {}, ["a"]).job_id for _ in range(3))
+    for job, lease_s in ((died, -1.0), (given_back, 60.0), (dropped, -1.0)):
+        assert job_store.claim("w", lease_s, job) is not None
+    job_store.release(given_back, "w")
+    for job in (died, given_back):
+        ended = job_store.request_cancel(job)
+        assert (ended.state, ended.worker) == ("cancelled", None)
+    assert not job_store.heartbeat(died, "w", 60.0), "it was asleep, and must stop"
+    store.drop_namespace("n")
+    assert job_store.get(dropped).state == "cancelled"
+
+
+@on_both_registries
 def test_listing(job_store: JobStore) -> None:
     made = [job_store.create(namespace, {}, []) for namespace in ("n", "m", "n")]
     job_store.finish(made[0].job_id, "failed", "why")

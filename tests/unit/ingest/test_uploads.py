@@ -22,6 +22,7 @@ from ragserve.ingest.jobs.runner import JobRunner
 from ragserve.ingest.spool import Spool, unusable_disk_explained
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore, Job, JobStore
+from tests.campaigns.troubles import clock
 from tests.unit.ingest.ingest_samples import make_pdf
 
 _LONG_S = 600.0  # on a busy machine
@@ -195,9 +196,10 @@ def test_a_job_that_cannot_be_claimed_waits_and_is_told_in_a_line(
 ) -> None:
     jobs = JobStore(store)
     first = jobs.create("sea", {"kind": "upload"}, ["a"]).job_id
-    assert jobs.claim("a server that stopped", -1.0, first) is not None
+    assert jobs.claim("a server that stops", 60.0, first) is not None
     if is_cancelled:
         jobs.request_cancel(first)
+    jobs.release(first, "a server that stops")
     jobs.create("sea", {"kind": "upload"}, ["a"])
 
     class Full(FakeWorker):
@@ -274,6 +276,26 @@ def test_a_stopped_runner_leaves_its_job_for_the_next(
     assert wait_for_end(ingestor, job).state == "done"
     second.stop()
     assert store.namespace("sea").n_documents == 300
+    assert spools(settings) == []
+
+
+def test_the_input_of_a_command_that_was_killed_is_kept_for_a_day(
+    ingestor: Ingestor, settings: Settings
+) -> None:
+    killed, cancelled, later = (
+        ingestor.submit_files("sea", [Upload("note.txt", io.BytesIO(b"Otters hold hands."))], kind="stdin")
+        for _ in range(3)
+    )
+    for job in (killed, cancelled):
+        assert ingestor.jobs.claim("a command that was killed", -1.0, job.job_id) is not None
+    assert ingestor.jobs.request_cancel(cancelled.job_id).state == "cancelled"
+    assert ingestor.tidy() == 1
+    with clock(86_000):
+        assert ingestor.tidy() == 0
+        assert ingestor.run(later.job_id).state == "done"
+    with clock(87_000):
+        assert ingestor.tidy() == 1
+    assert ingestor.jobs.get(killed.job_id).state == "cancelled"
     assert spools(settings) == []
 
 
