@@ -187,6 +187,30 @@ def test_cancelling(job_store: JobStore) -> None:
 
 
 @on_both_registries
+@pytest.mark.parametrize(
+    ("n", "kept"), [(jobs.KEEP_UNCHANGED, jobs.KEEP_UNCHANGED), (jobs.KEEP_UNCHANGED + 1, 0)]
+)
+def test_of_many_unchanged_items_a_finished_job_keeps_the_number(
+    job_store: JobStore, n: int, kept: int
+) -> None:
+    sources = [f"f{i}" for i in range(n)]
+    job = job_store.create("n", {"kind": "paths"}, [*sources, "new", "bad"])
+    job_store.update_items(job.job_id, [outcome(source, "unchanged", size=3) for source in sources])
+    job_store.update_items(
+        job.job_id, [outcome("new", "indexed", chunks=2, size=5), outcome("bad", "failed", "no")]
+    )
+    before = job_store.get(job.job_id)
+    for state in ("done", "failed"):
+        after = job_store.finish(job.job_id, state)
+        assert after == job_store.get(job.job_id)
+        assert after.counts == before.counts
+        assert (after.n_items, after.chunks, after.size_bytes) == (n + 2, 2, 3 * n + 5)
+        assert (after.kind, after.spec["kind"]) == ("paths", "paths")
+    assert len(job_store.items(job.job_id, "unchanged")) == kept
+    assert [one.source for one in job_store.items(job.job_id) if one.state != "unchanged"] == ["new", "bad"]
+
+
+@on_both_registries
 def test_a_job_without_a_live_process_is_cancelled_at_once(store: IndexStore, job_store: JobStore) -> None:
     died, given_back, dropped = (job_store.create("n", {}, ["a"]).job_id for _ in range(3))
     for job, lease_s in ((died, -1.0), (given_back, 60.0), (dropped, -1.0)):
