@@ -9,13 +9,16 @@ from ragserve_index.database import Connection
 
 
 def cancel(connection: Connection, *, job_id: str | None = None, namespace: str | None = None) -> None:
-    """Cancel a queued job at once and ask a running one to stop: one by its id, or all of a namespace."""
+    """Cancel at once a job that no process runs, also one whose process has died, and ask a running one to
+    stop: one by its id, or all of a namespace."""
     column, value = ("job_id", job_id) if namespace is None else ("namespace", namespace)
+    now = time.time()
     connection.execute(
         "UPDATE jobs SET cancel_requested = 1, updated_at = ?,"
-        " state = CASE state WHEN 'queued' THEN 'cancelled' ELSE state END"
+        " state = CASE WHEN worker IS NULL OR lease_until < ? THEN 'cancelled' ELSE state END,"
+        " worker = CASE WHEN lease_until < ? THEN NULL ELSE worker END"
         f" WHERE {column} = ? AND state IN ('queued', 'running')",
-        (time.time(), value),
+        (now, now, now, value),
     )
 
 

@@ -24,6 +24,11 @@ KEEP_FINISHED = 1_000
 KEEP_FINISHED_IN_ALL = 10_000
 """The same for all namespaces together: those that have the most lose their oldest."""
 
+KEEP_UNCHANGED = 100
+"""Of a finished job with more unchanged items than these, their number is kept: else folders that are synced
+every few minutes would fill the registry."""
+
+_UNCHANGED = "unchanged"  # in a finished job's spec: number, chunks, tokens and bytes of items not kept
 _DIED = "The process that ran this job died; it is run again."
 _DIED_TWICE = (
     "The process that ran this job died twice, so it is not run again. Its finished files stay; ingest the "
@@ -209,8 +214,8 @@ class JobStore:
             return [JobItem(*row) for row in rows]
 
     def finish(self, job_id: str, state: str, error: str | None = None, *, worker: str | None = None) -> Job:
-        """End a job as done, failed or cancelled. With ``worker``, raises Conflict if that worker has lost
-        its lease.
+        """End a job as done, failed or cancelled; of many unchanged items the number is kept. With
+        ``worker``, raises Conflict if that worker has lost its lease.
         """
         if state not in FINISHED:
             raise InvalidRequest(
@@ -230,10 +235,11 @@ class JobStore:
                     hint="Another worker took it over.",
                     code="job_lease_lost",
                 )
-            return job
+            return _without_unchanged(connection, job)
 
     def request_cancel(self, job_id: str) -> Job:
-        """Cancel a queued job at once and ask a running one to stop; a finished job stays as it is."""
+        """Cancel a job that no process runs at once and ask a running one to stop; a finished job stays as it
+        is."""
         with self._database.update() as connection:
             job_cancellation.cancel(connection, job_id=job_id)
             return _job(connection, job_id)
@@ -290,6 +296,22 @@ def _add_items(connection: Connection, job_id: str, sources: Iterable[str]) -> N
     )
 
 
+def _without_unchanged(connection: Connection, job: Job) -> Job:
+    """Replace the unchanged items of a finished job by their sums, if they are many."""
+    chosen = "WHERE job_id = ? AND state = 'unchanged'"
+    sums = connection.execute(
+        "SELECT count(*), CAST(sum(chunks) AS BIGINT), CAST(sum(tokens) AS BIGINT),"
+        f" CAST(sum(size_bytes) AS BIGINT) FROM job_items {chosen}",
+        (job.job_id,),
+    ).fetchone()
+    if sums is None or sums[0] <= KEEP_UNCHANGED:
+        return job
+    spec = json.dumps({**job.spec, _UNCHANGED: list(sums)}, ensure_ascii=False)
+    connection.execute(f"DELETE FROM job_items {chosen}", (job.job_id,))
+    connection.execute("UPDATE jobs SET spec = ? WHERE job_id = ?", (spec, job.job_id))
+    return _job(connection, job.job_id)
+
+
 def _job(connection: Connection, job_id: str) -> Job:
     row = connection.execute(f"SELECT {_JOB} FROM jobs WHERE job_id = ?", (job_id,)).fetchone()
     if row is None:
@@ -299,8 +321,9 @@ def _job(connection: Connection, job_id: str) -> Job:
 
 def _to_job(connection: Connection, row: tuple[Any, ...]) -> Job:
     job_id, namespace, state, spec, error, cancel_requested, *rest = row
+    spec = json.loads(spec)
     counts = dict.fromkeys(ITEM_STATES, 0)
-    totals = [0, 0, 0]
+    counts["unchanged"], *totals = spec.get(_UNCHANGED, (0, 0, 0, 0))
     rows = connection.execute(
         "SELECT state, count(*), CAST(sum(chunks) AS BIGINT), CAST(sum(tokens) AS BIGINT),"
         " CAST(sum(size_bytes) AS BIGINT) FROM job_items"
@@ -308,9 +331,9 @@ def _to_job(connection: Connection, row: tuple[Any, ...]) -> Job:
         (job_id,),
     )
     for item_state, n, *sums in rows:
-        counts[item_state] = n
+        counts[item_state] += n
         totals = [total + part for total, part in zip(totals, sums, strict=True)]
     chunks, tokens, size_bytes = totals
     n_items = sum(counts.values())
     columns = (counts, n_items, chunks, tokens, size_bytes, error, bool(cancel_requested), *rest)
-    return Job(job_id, namespace, state, json.loads(spec), *columns)
+    return Job(job_id, namespace, state, spec, *columns)

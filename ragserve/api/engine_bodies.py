@@ -108,6 +108,7 @@ REFUSED = frozenset(
 that take for ever, and what its newer version has."""
 
 _MEDIA_PARTS = ("image", "image_url", "input_image", "input_audio", "audio_url", "video_url")
+_MEDIA_FIELDS = frozenset({"audio_url", "image", "image_url", "input_audio", "source", "video_url"})
 _WITH_PARTS = ("documents", "input", "messages", "query")
 _IDS = ("context", "input", "input_ids", "items", "label_token_ids", "prompt", "query", "tokens")
 _EACH = 32  # characters that a text, a number or an object in a list counts beside its own
@@ -179,23 +180,36 @@ def _written(data: Any) -> Iterator[Any]:
         elif name in _WITH_PARTS:
             for one in value:
                 yield [_without_media(one)]
-        elif name not in _IDS or not value:
+        elif name in _IDS:
+            yield _without_ids(value)
+        else:
             yield value
-        elif not isinstance(value[0], int):
-            yield [one for one in value if not (isinstance(one, list) and one and isinstance(one[0], int))]
+
+
+def _without_ids(values: list[Any]) -> list[Any]:
+    """A list without its token ids and lists of token ids."""
+    kept = []
+    for one in values:
+        rest = [each for each in one if not isinstance(each, int)] if isinstance(one, list) else one
+        if not isinstance(one, int) and (rest or not one):
+            kept.append(rest)
+    return kept
 
 
 def _without_media(one: Any) -> Any:
-    """A message or document without its parts that are no text; token ids are none either."""
+    """A message or document without what is no text in its parts; token ids are none either."""
+    if isinstance(one, list):
+        return [_part_without_media(part) for part in one if not isinstance(part, int)]
     if isinstance(one, dict) and isinstance(one.get("content"), list):
-        return one | {"content": _without_media(one["content"])}
-    if not isinstance(one, list):
-        return "" if isinstance(one, int) or _is_media(one) else one
-    return [] if one and isinstance(one[0], int) else [part for part in one if not _is_media(part)]
+        return _part_without_media(one) | {"content": _without_media(one["content"])}
+    return _part_without_media(one)
 
 
-def _is_media(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in _MEDIA_PARTS
+def _part_without_media(part: Any) -> Any:
+    """A part without its image, sound or film. What else is in it may be read, whatever type it says."""
+    if isinstance(part, dict) and part.get("type") in _MEDIA_PARTS:
+        return {name: value for name, value in part.items() if name not in _MEDIA_FIELDS}
+    return "" if isinstance(part, int) else part
 
 
 def _chars(data: Any) -> int:

@@ -17,7 +17,7 @@ from ragserve.api.views import JobDetail, JobView
 from ragserve.client import calls
 from ragserve.client.arguments import QueryArguments
 from ragserve.client.calls import Call, Page
-from ragserve.client.failures import Outcome, pause_before_retry, successful, translated
+from ragserve.client.failures import Outcome, may_pass, pause_before_retry, successful, translated
 from ragserve.client.sse_reader import EventReader, QueryEvent
 
 P = ParamSpec("P")
@@ -25,6 +25,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 _CONNECT_S = 10.0
 _POLL_S = 0.2
+_LONGEST_POLL_S = 5.0  # of a server that does not answer
 
 
 def _blocking(build: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]:
@@ -165,16 +166,25 @@ class Client:
         timeout_s: float = 3600.0,
         on_progress: Callable[[JobDetail], object] = lambda job: None,
     ) -> JobDetail:
-        """Wait for a job and return it. Sources that failed are in its ``counts`` and in `job_items`.
+        """Wait for a job and return it, also while its server is restarted. Sources that failed are in its
+        ``counts`` and in `job_items`.
 
         Raises ``Unavailable`` if the job fails, is cancelled or exceeds ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
+        pause_s = _POLL_S
         while True:
-            now = self.job(_id_of(job))
-            on_progress(now)
-            if _is_done(now, deadline):
-                return now
-            time.sleep(_POLL_S)
+            try:
+                now = self.job(_id_of(job))
+            except errors.RagserveError as error:
+                if time.monotonic() > deadline or not may_pass(error):
+                    raise
+                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+            else:
+                on_progress(now)
+                if _is_done(now, deadline):
+                    return now
+                pause_s = _POLL_S
+            time.sleep(pause_s)
 
     def send(self, call: Call[T]) -> T:
         """Send a call and return what it reads from the reply."""
@@ -280,12 +290,20 @@ class AsyncClient:
     ) -> JobDetail:
         """As `Client.wait`."""
         deadline = time.monotonic() + timeout_s
+        pause_s = _POLL_S
         while True:
-            now = await self.job(_id_of(job))
-            on_progress(now)
-            if _is_done(now, deadline):
-                return now
-            await asyncio.sleep(_POLL_S)
+            try:
+                now = await self.job(_id_of(job))
+            except errors.RagserveError as error:
+                if time.monotonic() > deadline or not may_pass(error):
+                    raise
+                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+            else:
+                on_progress(now)
+                if _is_done(now, deadline):
+                    return now
+                pause_s = _POLL_S
+            await asyncio.sleep(pause_s)
 
     async def send(self, call: Call[T]) -> T:
         """Send a call and return what it reads from the reply."""

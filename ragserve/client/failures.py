@@ -64,6 +64,14 @@ def pause_before_retry(call: Call[Any], outcome: Outcome, attempt: int, retries:
     return max(own, wanted) if wanted <= _LONGEST_PAUSE_S else None
 
 
+def may_pass(error: errors.RagserveError) -> bool:
+    """Return whether a server that fails so may answer later: it is being restarted, say."""
+    cause = error.__cause__
+    if isinstance(cause, httpx.TransportError):
+        return not isinstance(cause, httpx.UnsupportedProtocol)
+    return cause is None and isinstance(error, errors.Unavailable | errors.EngineError)
+
+
 def successful(outcome: Outcome) -> httpx.Response:
     """The response, if there is one that is no error. Raises the error otherwise."""
     if isinstance(outcome, httpx.TransportError):

@@ -3,6 +3,7 @@ own networks."""
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
@@ -11,6 +12,7 @@ import httpx
 
 from ragserve.errors import Forbidden
 
+log = logging.getLogger(__name__)
 Address = IPv4Address | IPv6Address
 Allows = Callable[[Address], bool]
 
@@ -57,8 +59,9 @@ class GuardedTransport(httpx.HTTPTransport):
         addresses = [ip_address(str(sockaddr[0]).partition("%")[0]) for *_, sockaddr in found]
         for address in addresses:
             if not self._allows(address):
+                log.warning("%s is not fetched: it leads to %s, which is no public address", host, address)
                 raise Forbidden(
-                    f"{host} leads to {address}, which is no public address.",
+                    f"{host} leads to no public address.",  # a client must not learn to which
                     hint="The server's owner may allow it: RAGSERVE_URL_INGESTION=any.",
                     code="private_address",
                 )

@@ -7,6 +7,7 @@ import json
 import logging
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -44,6 +45,7 @@ from sglang_ext.wire.protocol import NAMESPACE
 log = logging.getLogger(__name__)
 _ALL = 1_000_000  # jobs are listed without paging
 _COMMAND = Submitter()
+_RESUMABLE_S = 86_400.0  # for which the input of a command that was killed is kept
 
 
 class Ingestor:
@@ -355,7 +357,11 @@ class Ingestor:
         return warm_job if asked else None
 
     def tidy(self) -> int:
-        """Remove uploads that no job needs and return their number."""
+        """Remove uploads that no job needs and return their number. Those of commands that were killed, which
+        no server runs, are kept for a day."""
+        for job in self._open_jobs():
+            if job.kind == "stdin" and job.updated_at < time.time() - _RESUMABLE_S:
+                self.jobs.request_cancel(job.job_id)
         return self.spool.clean(self.spools_in_use)
 
     def _process(self, run: JobRun) -> tuple[str, ...]:
@@ -428,8 +434,10 @@ class Ingestor:
 
     def spools_in_use(self) -> set[str]:
         """Ids of the spools of jobs that are not over."""
-        jobs = [job for state in ("queued", "running") for job in self.jobs.list(state=state, limit=_ALL)]
-        return {job.spec["spool"] for job in jobs if "spool" in job.spec}
+        return {job.spec["spool"] for job in self._open_jobs() if "spool" in job.spec}
+
+    def _open_jobs(self) -> list[Job]:
+        return [job for state in ("queued", "running") for job in self.jobs.list(state=state, limit=_ALL)]
 
     def _load_embedder(self) -> DocumentEmbedder:
         with self._lock:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ragserve import tracing
-from ragserve.errors import Conflict, ModelUnavailable, NotFound, RagserveError
+from ragserve.errors import Conflict, ModelUnavailable, NotFound, RagserveError, explained
 from ragserve.ingest.jobs.job_report import JobReport
 from ragserve_index import JobStore
 from ragserve_index.types import Job
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 UPLOADS = "upload"
 _POLL_S = 1.0
 _CLEAN_S = 300.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0  # of a job whose remote embedder does not answer
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0  # of a job that could not be run: no embedder, a full disk
 _TURN_S = 60.0  # of a job while others wait: enough that what an interruption costs is little beside it
 
 
@@ -53,7 +53,8 @@ class JobRunner:
         self._over = threading.Event()  # the turn in progress
         self._served_at: dict[str, float] = {}  # by namespace, of those that have jobs
         self._turn_s: dict[str, float] = {}  # by job, of those that were interrupted
-        self._pauses: dict[str, tuple[float, float]] = {}  # by job that waits: its length, and its end
+        # by job that waits: the length and end of its pause, and whether it was cancelled before
+        self._pauses: dict[str, tuple[float, float, bool]] = {}
 
     def start(self) -> None:
         """Remove uploads that no job needs, then start the thread. Call it once."""
@@ -96,25 +97,21 @@ class JobRunner:
         self._turn_s = {job.job_id: self._turn_s.get(job.job_id, _TURN_S) for job in jobs}
         self._pauses = {one.job_id: self._pauses[one.job_id] for one in jobs if one.job_id in self._pauses}
         for job in sorted(jobs, key=lambda job: (self._served_at[job.namespace], job.created_at)):
-            if self._waits(job) and not job.cancel_requested:
-                continue
-            if job.error and self._worker.jobs.fail_if_died_twice(job.job_id):
-                log.error("Job %s (%s) failed: its process died twice", job.job_id, self._kind)
+            if self._waits(job):
                 continue
             try:
+                if job.error and self._worker.jobs.fail_if_died_twice(job.job_id):
+                    log.error("Job %s (%s) failed: its process died twice", job.job_id, self._kind)
+                    continue
                 with (
                     tracing.span(f"job {self._kind}", **{"ragserve.job_id": job.job_id}),
                     self._turn(job) as over,
                 ):
                     report = self._worker.run(job.job_id, stop=over)
-            except ModelUnavailable as error:
-                self._pause(job, error)
-                return True
             except (Conflict, NotFound):  # another process runs it, or its namespace is gone
                 continue
-            except Exception:
-                log.exception("Job %s (%s) failed", job.job_id, self._kind)
-                self._served_at[job.namespace] = time.monotonic()
+            except Exception as error:  # noqa: BLE001 - on a full disk not even its start is recorded
+                self._pause(job, error)
                 return True
             self._served_at[job.namespace] = time.monotonic()
             self._pauses.pop(job.job_id, None)
@@ -125,14 +122,21 @@ class JobRunner:
         return False
 
     def _waits(self, job: Job) -> bool:
-        return job.job_id in self._pauses and time.monotonic() < self._pauses[job.job_id][1]
+        _, until, was_cancelled = self._pauses.get(job.job_id, (0.0, 0.0, False))
+        return time.monotonic() < until and (was_cancelled or not job.cancel_requested)
 
-    def _pause(self, job: Job, error: ModelUnavailable) -> None:
-        before, _ = self._pauses.get(job.job_id, (_FIRST_PAUSE_S / 2, 0.0))
+    def _pause(self, job: Job, error: Exception) -> None:
+        before, _, _ = self._pauses.get(job.job_id, (_FIRST_PAUSE_S / 2, 0.0, False))
         wait_s = min(2 * before, _LONGEST_PAUSE_S)
         self._served_at[job.namespace] = now = time.monotonic()
-        self._pauses[job.job_id] = wait_s, now + wait_s
-        log.warning("Job %s (%s) goes on in %.0f s: %s", job.job_id, self._kind, wait_s, error.message)
+        self._pauses[job.job_id] = wait_s, now + wait_s, job.cancel_requested
+        if isinstance(error, ModelUnavailable):
+            log.warning("Job %s (%s) goes on in %.0f s: %s", job.job_id, self._kind, wait_s, error.message)
+            return
+        said = explained(error) if isinstance(error, OSError) else error
+        trace = None if isinstance(said, RagserveError) else error
+        told = "Job %s (%s) failed; unless that could be recorded, it is run again in %.0f s: %s"
+        log.error(told, job.job_id, self._kind, wait_s, said or error, exc_info=trace)
 
     def _open_jobs(self) -> list[Job]:
         return [

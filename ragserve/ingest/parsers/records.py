@@ -85,18 +85,29 @@ def _in_a_row(text: str) -> list[Any]:
     return values
 
 
+class _Uncounted(str):
+    """A text whose lines `JSONDecodeError` does not count from its start, for each bad record anew."""
+
+    def count(self, *_: object) -> int:
+        return 0
+
+    def rfind(self, *_: object) -> int:
+        return 0
+
+
 def _cut_off(text: str, error: ValueError) -> tuple[list[Any], str]:
     """The whole values of an array that is damaged or cut off. Behind a damaged one it goes on at the next
     line that begins as the records before it do."""
     values: list[Any] = []
-    bad, at, begin, ended = 0, 1, "", False
+    uncounted = _Uncounted(text)
+    bad, at, begin, ended, seen = 0, 1, "", False, 0
     while at < len(text):
         while text[at : at + 1] in _BETWEEN and at < len(text):
             at += 1
-        start = text.rfind("\n", 0, at)
+        start, seen = text.rfind("\n", seen, at), at
         begin = begin or (text[start:at] + "{" if start >= 0 else "")
         try:
-            value, at = _DECODER.raw_decode(text, at)
+            value, at = _DECODER.raw_decode(uncounted, at)
             values.append(value)
         except ValueError:
             ended = text[at : at + 1] == "]"

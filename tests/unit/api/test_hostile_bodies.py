@@ -234,6 +234,7 @@ def test_names_numbers_and_empty_texts_are_counted_too(client: httpx.Client, liv
         return {"messages": MESSAGES, "tools": [{"function": {"name": "f", "parameters": parameters}}]}
 
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * longest}}
+    text = {"text": "x" * longest}
     hidden = tool(type="image_url", description="x" * longest)
     for path, body in (
         ("/tokenize", {"prompt": [""] * (longest // 32 + 1)}),
@@ -247,6 +248,14 @@ def test_names_numbers_and_empty_texts_are_counted_too(client: httpx.Client, liv
         ("/v1/completions", {"prompt": [""] * (longest // 32 + 1)}),
         ("/detokenize", {"tokens": [[]] * (2**16 + 1)}),
         ("/api/chat", {"messages": [{"role": "user", "content": "x" * 2**16}]}),
+        ("/api/chat", {"messages": [{"role": "user", "type": "image_url", "content": "x" * 2**16}]}),
+        ("/tokenize", {"messages": [{"role": "user", "type": "image", "reasoning_content": "x" * longest}]}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": [image | text]}]}),
+        ("/v1/responses", {"input": [image | text]}),
+        ("/v1/responses", {"input": [{"content": [1, "x" * longest]}]}),
+        ("/tokenize", {"prompt": [1, "x" * longest]}),
+        ("/v1/completions", {"prompt": [[1, "x" * longest]]}),
+        ("/v1/rerank", {"query": "x", "documents": [[1, "x" * longest]]}),
     ):
         response = client.post(path, json=body)
         assert (response.status_code, response.json()["error"]["code"]) == (413, "too_large"), path

@@ -203,6 +203,36 @@ def test_waiting_for_a_job(scripted: ScriptedHttp, kind: str) -> None:
             client.wait("j", timeout_s=-1)
 
 
+@both
+def test_waiting_goes_on_while_the_server_is_restarted(scripted: ScriptedHttp, kind: str) -> None:
+    away: list[Any] = [LOST, (503, errors.Unavailable("Not ready.").body()), (502, b"Bad Gateway")]
+    scripted.answers += [
+        *away[:1],
+        (200, {**JOB, "state": "running"}),
+        *away[1:],
+        (200, {**JOB, "state": "done"}),
+    ]
+    with opened(kind, scripted.url, retries=0) as client:
+        assert client.wait("j").state == "done"
+        assert scripted.answers == []
+        for answer, kind_of in zip(
+            away, (errors.Unavailable, errors.Unavailable, errors.EngineError), strict=True
+        ):
+            scripted.answers.append(answer)
+            with pytest.raises(kind_of):
+                client.wait("j", timeout_s=-1)
+        for status, kind_of in (
+            (404, errors.NotFound),
+            (401, errors.Unauthorized),
+            (200, errors.Unavailable),
+        ):
+            scripted.answers.append((status, {}))
+            with pytest.raises(kind_of):
+                client.wait("j")
+    with opened(kind, "htp://nowhere") as client, pytest.raises(errors.Unavailable):
+        client.wait("j")
+
+
 def test_ids_are_quoted(scripted: ScriptedHttp) -> None:
     scripted.answers.append((404, errors.NotFound("No.").body()))
     with Client(scripted.url) as client, pytest.raises(errors.NotFound):

@@ -206,6 +206,44 @@ def test_cancelling(job_store: JobStore) -> None:
 
 
 @on_both_registries
+@pytest.mark.parametrize(
+    ("n", "kept"), [(jobs.KEEP_UNCHANGED, jobs.KEEP_UNCHANGED), (jobs.KEEP_UNCHANGED + 1, 0)]
+)
+def test_of_many_unchanged_items_a_finished_job_keeps_the_number(
+    job_store: JobStore, n: int, kept: int
+) -> None:
+    sources = [f"f{i}" for i in range(n)]
+    job = job_store.create("n", {"kind": "paths"}, [*sources, "new", "bad"])
+    job_store.update_items(job.job_id, [outcome(source, "unchanged", size=3) for source in sources])
+    job_store.update_items(
+        job.job_id, [outcome("new", "indexed", chunks=2, size=5), outcome("bad", "failed", "no")]
+    )
+    before = job_store.get(job.job_id)
+    for state in ("done", "failed"):
+        after = job_store.finish(job.job_id, state)
+        assert after == job_store.get(job.job_id)
+        assert after.counts == before.counts
+        assert (after.n_items, after.chunks, after.size_bytes) == (n + 2, 2, 3 * n + 5)
+        assert (after.kind, after.spec["kind"]) == ("paths", "paths")
+    assert len(job_store.items(job.job_id, "unchanged")) == kept
+    assert [one.source for one in job_store.items(job.job_id) if one.state != "unchanged"] == ["new", "bad"]
+
+
+@on_both_registries
+def test_a_job_without_a_live_process_is_cancelled_at_once(store: IndexStore, job_store: JobStore) -> None:
+    died, given_back, dropped = (job_store.create("n", {}, ["a"]).job_id for _ in range(3))
+    for job, lease_s in ((died, -1.0), (given_back, 60.0), (dropped, -1.0)):
+        assert job_store.claim("w", lease_s, job) is not None
+    job_store.release(given_back, "w")
+    for job in (died, given_back):
+        ended = job_store.request_cancel(job)
+        assert (ended.state, ended.worker) == ("cancelled", None)
+    assert not job_store.heartbeat(died, "w", 60.0), "it was asleep, and must stop"
+    store.drop_namespace("n")
+    assert job_store.get(dropped).state == "cancelled"
+
+
+@on_both_registries
 def test_listing(job_store: JobStore) -> None:
     made = [job_store.create(namespace, {}, []) for namespace in ("n", "m", "n")]
     job_store.finish(made[0].job_id, "failed", "why")

@@ -125,10 +125,10 @@ def test_waiting_jobs_end_with_it_and_new_ones_begin_afresh(writer: Ingestor, st
     assert writer.jobs.claim("a server that dies", -1.0, died.job_id) is not None
     other = writer.submit_texts("other", again("a"))
     store.drop_namespace("lab")
-    assert writer.jobs.get(waiting.job_id).state == "cancelled"
-    with pytest.raises(Conflict):
-        writer.run(waiting.job_id)
-    assert writer.run(died.job_id).state == "cancelled"
+    for job in (waiting, died):
+        assert writer.jobs.get(job.job_id).state == "cancelled"
+        with pytest.raises(Conflict):
+            writer.run(job.job_id)
     assert writer.run(other.job_id).state == "done"
     with pytest.raises(NotFound):
         store.namespace("lab")

@@ -391,8 +391,9 @@ def test_cancelling_stops_the_run(ingestor: Ingestor, store: IndexStore, folder:
     for i in range(50):
         (folder / f"n{i:03d}.txt").write_text(f"Note {i}.")
     job = ingestor.submit_paths("sea", [str(folder)])
-    assert ingestor.jobs.claim("died", -1.0, job.job_id) is not None  # a worker that died: its lease is over
+    assert ingestor.jobs.claim("dies", LEASE_S, job.job_id) is not None
     ingestor.jobs.request_cancel(job.job_id)
+    assert ingestor.jobs.heartbeat(job.job_id, "dies", -1.0)  # its lease is over before it stops
     assert ingestor.run(job.job_id).state == "cancelled"
     assert ingestor.jobs.get(job.job_id).state == "cancelled"
 

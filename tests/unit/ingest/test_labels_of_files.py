@@ -63,9 +63,9 @@ def test_a_job_that_is_stopped_or_cancelled_changes_no_labels(salaries: Ingestor
     assert labels(store) == ("hr",)
     files = [Upload(NAME, io.BytesIO(b"Soup on Monday."), labels=())]
     job = salaries.submit_files("lab", files)
-    claimed = salaries.jobs.claim("a server that dies", -1.0, job.job_id)
-    assert claimed is not None
+    assert salaries.jobs.claim("a server that dies", 60.0, job.job_id) is not None
     salaries.jobs.request_cancel(job.job_id)
+    assert salaries.jobs.heartbeat(job.job_id, "a server that dies", -1.0)
     assert salaries.run(job.job_id).state == "cancelled"
     assert labels(store) == ("hr",)
 

@@ -22,6 +22,7 @@ from ragserve.ingest.jobs.runner import JobRunner
 from ragserve.ingest.spool import Spool, unusable_disk_explained
 from ragserve.retrieval.embedder import Embedder
 from ragserve_index import IndexStore, Job, JobStore
+from tests.campaigns.troubles import clock
 from tests.unit.ingest.ingest_samples import make_pdf
 
 _LONG_S = 600.0  # on a busy machine
@@ -202,6 +203,35 @@ def test_namespaces_take_turns(store: IndexStore) -> None:
     assert run_all(FakeWorker(jobs)) == ["busy", "quiet", "late", "busy", "busy"]
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+@pytest.mark.parametrize("error", [StorageFull("No space left."), OSError(errno.EROFS, "Read-only")])
+def test_a_job_that_cannot_be_claimed_waits_and_is_told_in_a_line(
+    store: IndexStore, caplog: pytest.LogCaptureFixture, error: Exception, is_cancelled: bool
+) -> None:
+    jobs = JobStore(store)
+    first = jobs.create("sea", {"kind": "upload"}, ["a"]).job_id
+    assert jobs.claim("a server that stops", 60.0, first) is not None
+    if is_cancelled:
+        jobs.request_cancel(first)
+    jobs.release(first, "a server that stops")
+    jobs.create("sea", {"kind": "upload"}, ["a"])
+
+    class Full(FakeWorker):
+        def run(self, job_id: str, *, stop: threading.Event | None = None) -> JobReport:
+            if job_id == first and len(self.ran) < 3:
+                self.ran.append("full")
+                raise error
+            report = super().run(job_id, stop=stop)
+            if job_id != first:
+                jobs.finish(first, "done")
+            return report
+
+    assert run_all(Full(jobs)) == ["full", "sea"]
+    [told] = [record for record in caplog.records if "failed" in record.getMessage()]
+    assert str(error.args[-1]) in told.getMessage()
+    assert told.exc_info is None
+
+
 def test_a_long_job_is_interrupted_for_others_alone(
     store: IndexStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +290,26 @@ def test_a_stopped_runner_leaves_its_job_for_the_next(
     assert wait_for_end(ingestor, job).state == "done"
     second.stop()
     assert store.namespace("sea").n_documents == 300
+    assert spools(settings) == []
+
+
+def test_the_input_of_a_command_that_was_killed_is_kept_for_a_day(
+    ingestor: Ingestor, settings: Settings
+) -> None:
+    killed, cancelled, later = (
+        ingestor.submit_files("sea", [Upload("note.txt", io.BytesIO(b"Otters hold hands."))], kind="stdin")
+        for _ in range(3)
+    )
+    for job in (killed, cancelled):
+        assert ingestor.jobs.claim("a command that was killed", -1.0, job.job_id) is not None
+    assert ingestor.jobs.request_cancel(cancelled.job_id).state == "cancelled"
+    assert ingestor.tidy() == 1
+    with clock(86_000):
+        assert ingestor.tidy() == 0
+        assert ingestor.run(later.job_id).state == "done"
+    with clock(87_000):
+        assert ingestor.tidy() == 1
+    assert ingestor.jobs.get(killed.job_id).state == "cancelled"
     assert spools(settings) == []
 
 

@@ -155,12 +155,18 @@ def test_a_guarded_fetch_reaches_no_other_address_by_name_or_redirect(
     site.put("/out", "", status=site.url("/a.html", "127.0.0.2"))
     assert guarded().fetch(site.url("/a.html"), tmp_path).url == site.url("/a.html")
     for url in (site.url("/a.html", "127.0.0.2"), site.url("/out")):
-        with pytest.raises(
-            Forbidden, match=r"127\.0\.0\.2 leads to 127\.0\.0\.2, which is no public address"
-        ):
+        with pytest.raises(Forbidden, match=r"127\.0\.0\.2 leads to no public address"):
             guarded().fetch(url, tmp_path)
-    with pytest.raises(Forbidden, match="no public address"):
+
+
+def test_the_log_alone_says_where_a_name_leads(
+    site: WebSite, fetcher: MakeFetcher, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Forbidden, match="localhost leads to no public address") as refused:
         fetcher(allows=is_public).fetch(site.url("/a.html", "localhost"), tmp_path)
+    address = socket.getaddrinfo("localhost", 0)[0][4][0]
+    assert str(address) not in str(refused.value)
+    assert f"localhost is not fetched: it leads to {address}" in caplog.text
 
 
 def test_a_guarded_fetch_connects_to_the_address_that_it_checked(

@@ -86,6 +86,22 @@ def test_a_bad_record_costs_no_other(
     assert bool(result.note) == bool(note)
 
 
+@pytest.mark.parametrize(
+    ("record", "n", "note"),
+    [("{},", 400_000, "1 records are not readable"), ("\n{,", 25_000, "25,000 records are not readable")],
+)
+def test_a_long_damaged_array_is_gone_through_once(
+    record: str, n: int, note: str, tmp_path: Path, parse: ParseFile
+) -> None:
+    """Searched from its start for each record, it takes longer than a file may."""
+    unread = '{"' + "x" * 2**25 + '": null},'
+    (tmp_path / "a.json").write_text(f'[{{"a": 1}},{unread}{record * n}{{"b')
+    result = parse(tmp_path / "a.json")
+    assert text_of(result) == "a: 1"
+    assert isinstance(result, ParsedFile)
+    assert result.note.startswith(note)
+
+
 def test_numbers_and_names_stay_as_they_are_written(tmp_path: Path, parse: ParseFile) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(
