@@ -129,6 +129,10 @@ class DecodeRuntime:
         segments = None if self._requests is None else self._requests.segments
         return None if segments is None else segments.show_end(req)
 
+    def may_lag(self, req: Any) -> bool:
+        """Return whether a request chooses pages for later steps, as those that may be offloaded do."""
+        return self._planner.state(req).options.lag_steps > 0
+
     def before_schedule(self, scheduler: Any, running_batch: Any) -> None:
         """Let offloaded requests change what they hold, before SGLang decides on its next batch.
 
@@ -143,7 +147,7 @@ class DecodeRuntime:
                 running_batch.batch_is_full = False
         if self._mixes is None:
             self._mixes = bool(scheduler.is_mixed_chunk)
-        lagging = any(self._planner.state(req).options.lag_steps for req in running_batch.reqs)
+        lagging = any(map(self.may_lag, running_batch.reqs))
         scheduler.is_mixed_chunk = self._mixes and not lagging
         # SGLang asks no further once a request found no room; more than so many it does not run anyway
         waiting = running_batch.batch_is_full and len(scheduler.waiting_queue) > 0
@@ -281,7 +285,7 @@ class DecodeRuntime:
         if (prefilled := self._prefill.finished(req)) is not None:
             if self.backend.rank == 0:
                 prefill_metrics().observe(prefilled)
-            _tell(req, PREFILL_FIELD, prefilled.to_json())
+            sglang_requests.tell(req, PREFILL_FIELD, prefilled.to_json())
         state: DecodeState | None = getattr(req, "ragserve_decode", None)
         if state is None or state.options.mode == "dense" or not state.account.steps:
             return
@@ -291,7 +295,7 @@ class DecodeRuntime:
         report = state.report()
         if self.backend.rank == 0:  # the other ranks have read as much, for heads of their own
             decode_metrics().observe(report)
-        _tell(req, DECODE_FIELD, report.to_json())
+        sglang_requests.tell(req, DECODE_FIELD, report.to_json())
 
     def limit_link(self, rate: float) -> None:
         """Let loads of this rank's offloaded requests take so many bytes a second; 0: what is measured."""
@@ -439,10 +443,3 @@ class DecodeRuntime:
         sink = min(-(-self._config.sink_tokens // self._page), total)
         local = max(max(tokens - self._config.local_tokens, 0) // self._page, sink)
         return sink + total - local
-
-
-def _tell(req: Any, field: str, text: str) -> None:
-    """Send a report with the request's last token: SGLang sends one value per token."""
-    count = len(req.output_ids_through_stop)
-    if count:
-        req.customized_info = (req.customized_info or {}) | {field: [None] * (count - 1) + [text]}

@@ -25,7 +25,9 @@ PAGE = 16
 def request(row: Any = None, tokens: int = 1000, **options: Any) -> Any:
     state = DecodeState(DecodeOptions(mode="hierarchical", budget=4 * PAGE, **options))
     state.offload.begin(row)
-    return SimpleNamespace(ragserve_decode=state, origin_input_ids=[0] * tokens)
+    return SimpleNamespace(
+        ragserve_decode=state, origin_input_ids=[0] * tokens, to_finish=None, finished=lambda: False
+    )
 
 
 def runtime(pending: int = 0) -> DecodeRuntime:
@@ -78,6 +80,60 @@ def test_admission_counts_it_for_one_request_at_a_time(monkeypatch: pytest.Monke
             assert hook_functions.around_admission(add, adder, req) == "added"
         assert told.pop() == 7 + due, "nothing runs that would make room" if not running else ""
         assert request_shapes.reserved(adder) == 107
+
+
+def broken(*args: Any) -> None:
+    raise OverflowError("cannot convert float infinity to integer")
+
+
+def test_a_failure_while_room_is_counted_admits_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = runtime()
+    monkeypatch.setattr(decoding, "due_tokens", broken)
+    monkeypatch.setattr(current, "attention", decoding)
+    adder: Any = request_shapes.adder(running_batch=SimpleNamespace(reqs=[request()]), can_run_list=[])
+    assert hook_functions.around_admission(lambda adder, req: "added", adder, request()) == "added"
+    assert request_shapes.reserved(adder) == 0
+
+
+def test_a_failure_at_an_admission_ends_that_request_at_its_next_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    decoding = runtime()
+    monkeypatch.setattr(decoding, "admit", broken)
+    monkeypatch.setattr(current, "attention", decoding)
+    adder: Any = request_shapes.adder(running_batch=None, can_run_list=[])
+    req = request()
+
+    def add(adder: Any, req: Any) -> str:
+        return "added"
+
+    assert hook_functions.around_admission(add, adder, req) is AddReqResult.CONTINUE
+    assert "'offload admission' failed" in req.to_finish.message
+    assert hook_functions.around_admission(add, adder, req) == "added", "SGLang reports the error"
+
+
+def test_a_failure_before_scheduling_ends_those_that_may_be_offloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoding = runtime()
+    monkeypatch.setattr(decoding, "before_schedule", broken)
+    monkeypatch.setattr(current, "attention", decoding)
+    plain, offloaded = request(), request(offloaded=True)
+    hook_functions.before_schedule(SimpleNamespace(), SimpleNamespace(reqs=[plain, offloaded]))
+    assert "'offload plan' failed" in offloaded.to_finish.message
+    assert plain.to_finish is None
+
+
+def test_a_failing_wait_for_another_step_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current, "attention", None)
+    monkeypatch.setattr(current, "runtime", SimpleNamespace(composition=SimpleNamespace()))
+    monkeypatch.setattr("sglang_ext.context.scheduler.document_pass.waits_for_own_step", broken)
+    adder: Any = request_shapes.adder(running_batch=None, can_run_list=[])
+    req = request()
+    assert hook_functions.around_admission(lambda adder, req: "added", adder, req) == "added"
+    assert "'admission' failed" in req.to_finish.message
 
 
 def test_resident_blocks_wait_for_the_chunks_of_a_prompt_that_is_admitted() -> None:
