@@ -113,15 +113,15 @@ class DecodeRuntime:
             self._prefill.admit(req)
         except PlanError as error:
             return str(error)
-        offloaded = self._offloaded
-        if offloaded is None or not self._planner.state(req).options.offloaded:
+        offloaded, options = self._offloaded, self._planner.state(req).options
+        if offloaded is None or not options.offloaded or not self.may_lag(req):
             return None
         if not offloaded.ready:
             return "offloaded decoding: the prefix cache of this model is not ragserve's"
-        pages, most = len(req.origin_input_ids) // self._page, offloaded.pages.capacity
-        wanted = self._planner.state(req).options.offloaded
+        tokens, most = len(req.origin_input_ids), offloaded.pages.capacity
+        pages = tokens // self._page if self._planner.is_lagging(req, tokens) else 0
         # a composed prompt keeps less
-        if pages > most and wanted is True and getattr(req, "ragserve", None) is None:
+        if pages > most and options.offloaded is True and getattr(req, "ragserve", None) is None:
             return (
                 f"offloaded decoding: the prompt takes {pages} host pages and kv_offload_bytes holds "
                 f"{most}: raise it, or ask with offloaded=false"

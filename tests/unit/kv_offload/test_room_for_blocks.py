@@ -3,6 +3,7 @@ take the room of a prompt that it has admitted and prefills in chunks."""
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from sglang_ext.attention.decode_runtime import DecodeRuntime
 from sglang_ext.process import hook_functions
 from sglang_ext.state import current
 from sglang_ext.wire.attention_config import AttentionConfig
-from sglang_ext.wire.protocol import DecodeOptions
+from sglang_ext.wire.protocol import DECODE_FIELD, DecodeOptions
 from tests.unit import request_shapes
 from tests.unit.kv_offload.offloaded_bench import LIMIT, Bench
 
@@ -134,6 +135,33 @@ def test_a_failing_wait_for_another_step_ends_its_request(monkeypatch: pytest.Mo
     req = request()
     assert hook_functions.around_admission(lambda adder, req: "added", adder, req) == "added"
     assert "'admission' failed" in req.to_finish.message
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "refused"),
+    [
+        ({}, 100 * PAGE, True),
+        ({"mode": "dense"}, 100 * PAGE, False),
+        ({"dense_below": 200 * PAGE}, 100 * PAGE, False),
+        ({"budget": 8192}, 100 * PAGE, False),
+    ],
+    ids=["offloaded", "dense", "short", "whole"],
+)
+def test_a_prompt_is_refused_for_its_host_pages_only_if_it_would_take_them(
+    options: dict[str, Any], tokens: int, refused: bool
+) -> None:
+    """The server's default is offloaded, and its host memory holds 50 pages."""
+    default = DecodeOptions(mode="hierarchical", budget=4 * PAGE, dense_below=0, offloaded=True)
+    config = AttentionConfig(options=default, offload_bytes=1, max_budget=4096)
+    offloaded: Any = SimpleNamespace(ready=True, pages=SimpleNamespace(capacity=50), statistics_of=None)
+    statistics: Any = SimpleNamespace(page_size=PAGE, bytes=0)
+    planner, backend = StepPlanner(config, PAGE, 8192), SimpleNamespace()
+    decoding = DecodeRuntime(config, planner, statistics, cast(Any, backend), offloaded)
+    params = SimpleNamespace(custom_params={DECODE_FIELD: json.dumps(options)})
+    req = SimpleNamespace(
+        sampling_params=params, origin_input_ids=[0] * tokens, output_ids=[], extra_key=None
+    )
+    assert ("the prompt takes 100 host pages" in str(decoding.on_request(req))) == refused
 
 
 def test_resident_blocks_wait_for_the_chunks_of_a_prompt_that_is_admitted() -> None:
