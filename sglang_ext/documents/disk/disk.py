@@ -245,8 +245,14 @@ class FileTier(DiskTier):
         return self.files.remove_namespace(namespace)
 
     def clear(self) -> None:
+        failed = None
         for namespace in self.files.namespaces():
-            self.files.remove_namespace(namespace)
+            try:
+                self.files.remove_namespace(namespace)
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
     def sweep(self) -> None:
         self.files.sweep_trash()
@@ -266,9 +272,19 @@ class FileTier(DiskTier):
     # only where there is a folder
 
     def locate(self, key: str, namespace: str | None) -> PageFile | None:
-        """Find a document by path, in the namespace or, without one, in each there is."""
-        names = self.files.namespaces() if namespace is None else [namespace]
-        return next(filter(None, (self.files.find(name, key) for name in names)), None)
+        """Find a document by path, in the namespace or, without one, in each there is. Raises OSError where
+        one of these cannot be read and no other has it."""
+        unread = None
+        for name in self.files.namespaces() if namespace is None else [namespace]:
+            try:
+                if (found := self.files.find(name, key)) is not None:
+                    return found
+            except OSError as error:
+                unread = error
+        if unread is not None:
+            raise unread
+        return None
 
-    def scan(self) -> Iterator[PageFile]:
-        return self.files.scan()
+    def scan(self, failed: Callable[[OSError], object] | None = None) -> Iterator[PageFile]:
+        """See `DocumentFiles.scan`."""
+        return self.files.scan(failed=failed)
