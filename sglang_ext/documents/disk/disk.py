@@ -24,7 +24,11 @@ from sglang_ext.documents.pages.types import DiskConfig, StoreInUse
 logger = logging.getLogger(__name__)
 _LOG_EVERY_S = 60.0
 NO_DESCRIPTOR = "descriptor"  # why a load failed that may succeed later
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def disk_is_full(error: Exception) -> bool:
+    """Return whether a write failed because there is no room for it."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def lacks_descriptor(error: Exception) -> bool:
@@ -213,7 +217,7 @@ class FileTier(DiskTier):
         try:
             return self.files.write(record.namespace, record.key, parts, fsync=self._fsync)
         except OSError as error:
-            reason = "disk_full" if error.errno in _DISK_FULL else "io"
+            reason = "disk_full" if disk_is_full(error) else "io"
             self.faults(reason, f"writing document {record.key}: {error}")
             return False
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.documents.disk.disk import DiskTier, Faults
+from sglang_ext.documents.disk.disk import DiskTier, Faults, disk_is_full
 from sglang_ext.documents.disk.disk_index import DiskIndex
 from sglang_ext.documents.disk.io_pool import IoPool
 from sglang_ext.documents.pages import page_format
@@ -226,7 +226,9 @@ class RemoteTier(DiskTier):
         except StoreAway as error:
             self._keeper.went(error)
         except (PageError, OSError, ValueError) as error:
-            self.faults("remote", f"storing document {copy.key}: {error}")
+            full = disk_is_full(error)
+            reason = "refused" if full else reason
+            self.faults("disk_full" if full else "remote", f"storing document {copy.key}: {error}")
         finally:
             with self._lock:
                 if record is not None and not copy.cancelled:
@@ -295,6 +297,8 @@ class RemoteTier(DiskTier):
             done = self._backend.replace_summary(old, new, encoded, data)
         except StoreAway as error:
             self._keeper.went(error)
+        except OSError as error:
+            self.faults("disk_full", f"storing the summary of document {old.key}: {error}")
         finally:
             with self._lock:
                 if done and not copy.cancelled:
