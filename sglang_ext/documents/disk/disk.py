@@ -153,16 +153,28 @@ class DiskTier:
         """Release the folder or the connection."""
 
     def load_summary(self, record: Record) -> bytes | None:
-        """The checked summary; None, and a counted fault, where it cannot be used."""
+        """The checked summary, or the one that has replaced it; None, and a counted fault, where it cannot be
+        used."""
+        while True:
+            try:
+                data = self.read_summary(record)
+                if data is not None and page_format.summary_crc(record.key, data) != record.summary_crc:
+                    raise PageError("crc", "it fails its CRC")
+                return data
+            except (PageError, OSError) as error:
+                newer = self._newer(record)
+                if newer is None:
+                    self.faults.note(error, f"reading the summary of document {record.key}")
+                    return None
+                record = newer
+
+    def _newer(self, record: Record) -> Record | None:
+        """The record that has replaced this one, with another summary; None where none has."""
         try:
-            data = self.read_summary(record)
-        except (PageError, OSError) as error:
-            self.faults.note(error, f"reading the summary of document {record.key}")
+            found = self.find(record.key, record.namespace)
+        except (PageError, OSError):
             return None
-        if data is not None and page_format.summary_crc(record.key, data) != record.summary_crc:
-            self.faults("crc", f"the summary of document {record.key} fails its CRC")
-            return None
-        return data
+        return None if found == record else found
 
     def load(
         self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]

@@ -174,6 +174,9 @@ class RemoteTier(DiskTier):
             self._keeper.went(error)
         return "unreadable"
 
+    def find(self, key: str, namespace: str) -> Record | None:
+        return None if self.away else self._backend.find(key, namespace)
+
     def read_summary(self, record: Record) -> bytes | None:
         try:
             return None if self.away else self._backend.read_summary(record)

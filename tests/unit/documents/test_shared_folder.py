@@ -15,7 +15,8 @@ from ragserve.errors import InvalidRequest
 from sglang_ext.documents.disk.page_files import DocumentFiles
 from sglang_ext.documents.remote.own_folder import ForeignFolder, claim
 from tests.unit.documents.document_samples import Sample, flushed
-from tests.unit.documents.test_remote_tier import PAGE, engine, until
+from tests.unit.documents.test_remote_tier import PAGE, engine, found, until
+from tests.unit.documents.test_summaries import summary_of
 
 
 def test_a_shared_folder_keeps_what_no_store_has_put_there(tmp_path: Path) -> None:
@@ -113,3 +114,18 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     shared_store.check(settings)
     (folder / "later").touch()
     shared_store.check(settings)  # it stays the store's
+
+
+def test_a_summary_that_another_engine_has_replaced_is_no_fault(tmp_path: Path) -> None:
+    shared, document = tmp_path / "shared", Sample(1, 16)
+    shared.mkdir()
+    options = {"folder": str(shared)}
+    with engine(tmp_path, "a", options=options) as one, engine(tmp_path, "b", options=options) as other:
+        one.put(document.meta, document.k, document.v, b"summary")
+        flushed(one)
+        assert found(other, document) == "remote"
+        assert summary_of(other, document.key) == b"summary"
+        assert one.put_summary(document.key, b"another")
+        flushed(one)
+        assert summary_of(other, document.key) == b"another"
+        assert not other.stat()["faults"]
