@@ -4,7 +4,7 @@ Inference, whose server has one model (``URL``)."""
 from __future__ import annotations
 
 import asyncio
-import math
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +130,7 @@ def _scores(answer: Any, n: int) -> list[float]:
     if found.keys() != set(range(n)) or len(results) != n:
         raise ValueError(f"gives {len(results)} scores for {n} passages, or numbers them otherwise")
     scores = [found[i] for i in range(n)]
-    if not all(type(score) in (int, float) and math.isfinite(score) for score in scores):
+    most = sys.float_info.max  # whole numbers of an answer may be larger
+    if not all(type(score) in (int, float) and abs(score) <= most for score in scores):
         raise ValueError("gives a score that is no finite number")
     return [float(score) for score in scores]

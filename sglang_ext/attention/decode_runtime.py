@@ -38,9 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """Counts of pages that progressive rows read, in flight from the device; ``event`` is None if it has
-    arrived.
-    """
+    """Counts of pages that progressive rows read. They have arrived once ``event`` has passed, or is None."""
 
     event: Any
     use: torch.Tensor  # float [3, rows]: pages, weight, pages read from the host
@@ -113,21 +111,25 @@ class DecodeRuntime:
             self._prefill.admit(req)
         except PlanError as error:
             return str(error)
-        offloaded = self._offloaded
-        if offloaded is None or not self._planner.state(req).options.offloaded:
+        offloaded, options = self._offloaded, self._planner.state(req).options
+        if offloaded is None or not options.offloaded or not self.may_lag(req):
             return None
         if not offloaded.ready:
             return "offloaded decoding: the prefix cache of this model is not ragserve's"
-        pages, most = len(req.origin_input_ids) // self._page, offloaded.pages.capacity
-        wanted = self._planner.state(req).options.offloaded
+        tokens, most = len(req.origin_input_ids), offloaded.pages.capacity
+        pages = tokens // self._page if self._planner.is_lagging(req, tokens) else 0
         # a composed prompt keeps less
-        if pages > most and wanted is True and getattr(req, "ragserve", None) is None:
+        if pages > most and options.offloaded is True and getattr(req, "ragserve", None) is None:
             return (
                 f"offloaded decoding: the prompt takes {pages} host pages and kv_offload_bytes holds "
                 f"{most}: raise it, or ask with offloaded=false"
             )
         segments = None if self._requests is None else self._requests.segments
         return None if segments is None else segments.show_end(req)
+
+    def may_lag(self, req: Any) -> bool:
+        """Return whether a request chooses pages for later steps, as those that may be offloaded do."""
+        return self._planner.state(req).options.lag_steps > 0
 
     def before_schedule(self, scheduler: Any, running_batch: Any) -> None:
         """Let offloaded requests change what they hold, before SGLang decides on its next batch.
@@ -143,7 +145,7 @@ class DecodeRuntime:
                 running_batch.batch_is_full = False
         if self._mixes is None:
             self._mixes = bool(scheduler.is_mixed_chunk)
-        lagging = any(self._planner.state(req).options.lag_steps for req in running_batch.reqs)
+        lagging = any(map(self.may_lag, running_batch.reqs))
         scheduler.is_mixed_chunk = self._mixes and not lagging
         # SGLang asks no further once a request found no room; more than so many it does not run anyway
         waiting = running_batch.batch_is_full and len(scheduler.waiting_queue) > 0
@@ -281,17 +283,17 @@ class DecodeRuntime:
         if (prefilled := self._prefill.finished(req)) is not None:
             if self.backend.rank == 0:
                 prefill_metrics().observe(prefilled)
-            _tell(req, PREFILL_FIELD, prefilled.to_json())
+            sglang_requests.tell(req, PREFILL_FIELD, prefilled.to_json())
         state: DecodeState | None = getattr(req, "ragserve_decode", None)
         if state is None or state.options.mode == "dense" or not state.account.steps:
             return
-        self._collect()
+        self._collect(state)
         if state.offload.row is not None:
-            state.offload.row.collect()
+            state.offload.row.collect(waits=True)
         report = state.report()
         if self.backend.rank == 0:  # the other ranks have read as much, for heads of their own
             decode_metrics().observe(report)
-        _tell(req, DECODE_FIELD, report.to_json())
+        sglang_requests.tell(req, DECODE_FIELD, report.to_json())
 
     def limit_link(self, rate: float) -> None:
         """Let loads of this rank's offloaded requests take so many bytes a second; 0: what is measured."""
@@ -419,8 +421,14 @@ class DecodeRuntime:
         state.account.step(pages, sparse=False)
         state.account.read(pages)
 
-    def _collect(self) -> None:
-        while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):
+    def _collect(self, ended: DecodeState | None = None) -> None:
+        """Count what has arrived, and wait for the steps of a request that has ``ended``."""
+        while self._pending:
+            event = self._pending[0].event
+            if event is not None and not event.query():
+                if all(row.state is not ended for each in self._pending for row in each.rows):
+                    return
+                event.synchronize()
             arrived = self._pending.popleft()
             used = zip(arrived.rows, arrived.head_bytes, *arrived.use.tolist(), strict=True)
             for row, head_bytes, pages, weight, reads in used:
@@ -439,10 +447,3 @@ class DecodeRuntime:
         sink = min(-(-self._config.sink_tokens // self._page), total)
         local = max(max(tokens - self._config.local_tokens, 0) // self._page, sink)
         return sink + total - local
-
-
-def _tell(req: Any, field: str, text: str) -> None:
-    """Send a report with the request's last token: SGLang sends one value per token."""
-    count = len(req.output_ids_through_stop)
-    if count:
-        req.customized_info = (req.customized_info or {}) | {field: [None] * (count - 1) + [text]}

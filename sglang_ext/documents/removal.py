@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang_ext.documents.disk.disk import FileTier
+from sglang_ext.documents.pages.page_format import valid_key, valid_namespace
 from sglang_ext.documents.tiers import Tiers
 from sglang_ext.documents.writeback import WriteBack
 
@@ -22,7 +23,7 @@ class Removal:
         space = namespace if known is None else known.namespace
         if tiers.remote is not None and space is not None:
             tiers.remote.delete(space, key)
-        return self._here(key)
+        return self._here(key, namespace)
 
     def remove_namespace(self, namespace: str) -> int:
         """Remove all documents of a namespace and return their number."""
@@ -33,7 +34,7 @@ class Removal:
         except OSError as error:
             tiers.faults("io", f"removing namespace {namespace}: {error}")
         for key in keys:
-            self._here(key)
+            self._here(key, namespace)
         if tiers.remote is not None:
             tiers.remote.delete(namespace)
         tiers.note_removal(namespace)
@@ -53,16 +54,20 @@ class Removal:
             tiers.remote.delete()
         tiers.note_trash()
 
-    def _here(self, key: str) -> bool:
-        """Remove a document from host and disk; True if it was there."""
+    def _here(self, key: str, namespace: str | None = None) -> bool:
+        """Remove a document from host and disk; True if it was there. Without a namespace it is looked for in
+        all of them, as far as the index is incomplete."""
         tiers = self._tiers
         entry = tiers.host.entries.get(key)
-        tiers.find_on_disk(key, entry.namespace if entry is not None else None)
+        space = namespace if entry is None else entry.namespace
+        tiers.find_on_disk(key, space)
         if not tiers.disk.has_folder and key in tiers.index.entries:
             tiers.record(key)  # other backends delete page by page
         was_writing = self._writes.cancel(key)
         known = entry or tiers.index.entries.get(key)
         on_disk = tiers.forget(key)
+        if not on_disk and space is not None and valid_key(key) and valid_namespace(space):
+            tiers.delete(key, space, None)  # a look-up that failed has not found it
         if known is not None:
             tiers.note_removal(known.namespace)
         if entry is not None:
@@ -78,5 +83,9 @@ class Removal:
         keys.update(self._writes.keys(namespace))
         keys.update(key for key, entry in tiers.index.entries.items() if namespace in (None, entry.namespace))
         if isinstance(tiers.disk, FileTier) and not tiers.index.complete:
-            keys.update(found.key for found in tiers.disk.files.scan(namespace))
+
+            def failed(error: OSError) -> None:
+                tiers.faults("io", f"listing removed documents: {error}")
+
+            keys.update(found.key for found in tiers.disk.files.scan(namespace, failed))
         return keys

@@ -274,18 +274,22 @@ class Tiers:
 
     def scan(self) -> None:
         """List the folder into the index, oldest first in the order of eviction, then enforce the budget.
-        Reads no document. An IO job; takes the lock itself.
+        Reads no document. An IO job; takes the lock itself. The index stays incomplete, and documents are
+        looked for by path, where a part of the folder cannot be listed.
         """
         disk = self.disk
         if not isinstance(disk, FileTier):
             return
-        try:
-            listed = [
-                found for found in disk.scan() if valid_key(found.key) and valid_namespace(found.namespace)
-            ]
-        except OSError as error:
+        complete = True
+
+        def failed(error: OSError) -> None:
+            nonlocal complete
+            complete = False
             self.faults("io", f"listing the document folder: {error}")
-            listed = []
+
+        listed = [
+            found for found in disk.scan(failed) if valid_key(found.key) and valid_namespace(found.namespace)
+        ]
         listed.sort(key=lambda found: found.used_at, reverse=True)
         for at in range(0, len(listed), _SCAN_BATCH):
             with self.lock:
@@ -293,12 +297,16 @@ class Tiers:
                     return
                 for found in listed[at : at + _SCAN_BATCH]:
                     # removals take the lock, too: a file that is there now was not removed since the listing
-                    there = disk.files.find(found.namespace, found.key) is not None
+                    try:
+                        there = disk.files.find(found.namespace, found.key) is not None
+                    except OSError as error:
+                        failed(error)
+                        continue
                     known = found.key in self.index.entries or found.key in self.undeleted
                     if there and not known:
                         self.index.add(found.key, found.namespace, found.size, oldest=True)
         with self.lock:
-            self.index.complete = True
+            self.index.complete = complete
             self.make_disk_room(0)
             self.refresh()
         disk.sweep()

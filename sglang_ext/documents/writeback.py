@@ -2,7 +2,9 @@
 
 A document on host is written from its host pages, which stay until then. When the queue is full, the document
 waits on host for its turn; it is not written (and counted in ``dropped_writes``) only if the host must evict
-it first. A document without room on host is copied aside if the queue has room for it, else dropped."""
+it first. A document without room on host is copied aside if the queue has room for it, else dropped.
+
+One that the disk had no room for, or failed to write, is tried again after another write has succeeded."""
 
 from __future__ import annotations
 
@@ -49,6 +51,7 @@ class WriteBack:
         self._limit = queue_bytes
         self._writes: dict[str, _Write] = {}
         self._waiting: OrderedDict[str, None] = OrderedDict()
+        self._failed: OrderedDict[str, None] = OrderedDict()  # on host, to be tried again
         self.queued_bytes = 0
 
     @property
@@ -71,10 +74,10 @@ class WriteBack:
         size = len(entry.pages) * self._tiers.shape.page_bytes
         if self.queued_bytes and self.queued_bytes + size > self._limit:
             self._waiting[entry.key] = None
-            if len(self._waiting) > 2 * len(self._tiers.host.entries) + 16:
-                self._prune()
+            self._prune(self._waiting)
             return
         self._waiting.pop(entry.key, None)
+        self._failed.pop(entry.key, None)
         write = _Write(entry.key, entry.namespace, entry.token_ids, size, entry=entry)
         entry.in_flight += 1
         self._submit(write)
@@ -114,6 +117,7 @@ class WriteBack:
         """Drop a removed document from the queue; True if it was queued or waiting."""
         was_waiting = key in self._waiting
         self._waiting.pop(key, None)
+        self._failed.pop(key, None)
         write = self._writes.pop(key, None)
         if write is None:
             return was_waiting
@@ -186,12 +190,16 @@ class WriteBack:
                     tiers.stored(record)
                     tiers.make_disk_room(0)  # the budget may have shrunk meanwhile
                     tiers.count_moved("to_disk", record.file_bytes)
+                    if self._failed:  # one at a time: those that are too large keep failing
+                        self._waiting[self._failed.popitem(last=False)[0]] = None
                     if write.entry is not None and write.entry.summary not in (b"", summary):
                         self._late_summary(write.key, write.entry.summary)
         finally:
             with tiers.lock:
                 tiers.index.reserved -= reserved
                 self._finish(write)
+                if write.started and not done and not write.cancelled:
+                    self._keep_failed(write)
                 self._pump()
                 tiers.refresh()
 
@@ -226,6 +234,13 @@ class WriteBack:
             write.entry.in_flight -= 1
             self._tiers.host.settle(write.entry)
 
+    def _keep_failed(self, write: _Write) -> None:
+        if write.entry is None:  # its copy is gone
+            self._tiers.counts["dropped_writes"] += 1
+            return
+        self._failed[write.key] = None
+        self._prune(self._failed)
+
     def _pump(self) -> None:
         """Move waiting documents into the queue while it has room."""
         host = self._tiers.host
@@ -242,8 +257,11 @@ class WriteBack:
             del self._waiting[key]
             self.offer(entry)
 
-    def _prune(self) -> None:
-        gone = [key for key in self._waiting if key not in self._tiers.host.entries]
+    def _prune(self, keys: OrderedDict[str, None]) -> None:
+        """Drop those that the host has evicted, once there are many."""
+        if len(keys) <= 2 * len(self._tiers.host.entries) + 16:
+            return
+        gone = [key for key in keys if key not in self._tiers.host.entries]
         for key in gone:
-            del self._waiting[key]
+            del keys[key]
         self._tiers.counts["dropped_writes"] += len(gone)

@@ -42,7 +42,8 @@ def before_schedule(scheduler: Any, running_batch: Any, *args: Any, **kwargs: An
     if current.composition is not None:
         stages.run("queue", stages.nobody, current.composition.before_schedule, scheduler)
     if current.attention is not None:
-        current.attention.before_schedule(scheduler, running_batch)
+        failed = stages.ending(filter(current.attention.may_lag, running_batch.reqs))
+        stages.run_alike("offload plan", failed, current.attention.before_schedule, scheduler, running_batch)
 
 
 def around_admission(original: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +53,10 @@ def around_admission(original: Callable[..., Any], adder: Any, req: Any, *args: 
     from sglang_ext.context.scheduler.document_pass import waits_for_own_step
 
     running = [*(adder.running_batch.reqs if adder.running_batch is not None else ()), *adder.can_run_list]
-    due = current.attention.due_tokens([*running, req]) if current.attention is not None and running else 0
+    due, failed = 0, stages.ending([req])
+    if current.attention is not None and running:
+        asking = [*running, req]
+        due = stages.run_alike("offload plan", stages.nobody, current.attention.due_tokens, asking) or 0
     versions.reserve_tokens(adder, due)  # for as long as it decides on this request
 
     def add() -> Any:
@@ -60,10 +64,16 @@ def around_admission(original: Callable[..., Any], adder: Any, req: Any, *args: 
         return background_prefill.admit(adder, req, align, partial(original, adder, req, *args, **kwargs))
 
     try:
-        admitted = None if current.attention is None else current.attention.admit(adder, req, add)
-        if admitted is not None:
-            return admitted
-        if current.composition is not None and waits_for_own_step(adder, req):
+        if (attention := current.attention) is not None:
+            ends = req.to_finish is not None
+            found = stages.run_alike("offload admission", failed, lambda: (attention.admit(adder, req, add),))
+            if found is None and not ends:
+                return AddReqResult.CONTINUE  # it ends at its next turn, with all that it holds
+            if found is not None and found[0] is not None:
+                return found[0]
+        if current.composition is not None and stages.run_alike(
+            "admission", failed, waits_for_own_step, adder, req
+        ):
             return AddReqResult.OTHER
         if current.composition is None or not is_composed(req):
             return add()

@@ -72,7 +72,7 @@ SHARED = (
         ("self", "running_batch"),
         hook_functions.before_schedule,
         "before",
-        ("queue", "segments", "offloading"),
+        ("queue", "offload plan", "segments", "offloading"),
         until="a callback before each scheduling step",
     ),
     Hook(
@@ -81,7 +81,7 @@ SHARED = (
         hook_functions.around_admission,
         "around",
         (
-            *("admission", "accounting", "load"),
+            *("offload admission", "admission", "accounting", "load"),
             *("analysis", "stored analysis", "new analysis", "query", "selection"),
         ),
         until="a prefix cache that may fill slots for a request when it is admitted, not when it is matched",

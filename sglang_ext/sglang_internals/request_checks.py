@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
+import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -388,6 +388,7 @@ def _bounded(name: str, value: Any, least: int, most: int) -> int:
 
 
 def _finite(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not abs(value) <= sys.float_info.max:  # false for NaN; a whole number may be any size
         raise ValueError(f"{name}: {value!r:.40} is not a finite number")
     return float(value)

@@ -46,3 +46,10 @@ def end(req: Any, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> 
     req.full_untruncated_fill_ids = array("q")
     req.grammar, req.return_logprob, req.logprob_start_len = None, False, -1
     req.to_finish = FINISH_ABORT(message, status, _KINDS.get(status, "InternalServerError"))
+
+
+def tell(req: Any, field: str, text: str) -> None:
+    """Send a report with the request's last token: SGLang sends one value per token."""
+    count = len(req.output_ids_through_stop)
+    if count:
+        req.customized_info = (req.customized_info or {}) | {field: [None] * (count - 1) + [text]}

@@ -57,6 +57,8 @@ STAGES = {  # name: work
     "extended": "ends the stages of an extend",
     "document": "analyses a document at its ingestion",
     "segments": "prefills a prompt that the pool cannot take, layer by layer onto host pages",
+    "offload plan": "decides what offloaded requests hold, and the room to keep free for them",
+    "offload admission": "admits a request whose prompt is on the host, or is to be brought there",
     "offloading": "gives an offloaded request its resident blocks, or takes its prompt from the device",
     "statistics": "follows a forward pass with statistics of pages, choices and copies to the host",
     "report": "writes the reports of composed requests",

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 MAX_WINDOW = 64
+MORE_TOKENS = 2**31  # than any context has
 
 Mode = Annotated[
     Literal["dense", "hierarchical", "progressive"],
@@ -20,10 +21,11 @@ Budget = Annotated[
     int,
     Field(
         ge=1,
+        lt=MORE_TOKENS,
         description="hierarchical: tokens a step reads for a KV head; progressive: of a selection.",
     ),
 ]
-Reuse = Annotated[int, Field(ge=1, description="Steps that share one page selection.")]
+Reuse = Annotated[int, Field(ge=1, lt=MORE_TOKENS, description="Steps that share one page selection.")]
 Observe = Annotated[
     Literal["last", "window", "prompt", "recent"],
     Field(

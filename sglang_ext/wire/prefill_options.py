@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
+from sglang_ext.wire.decode_fields import MORE_TOKENS
 from sglang_ext.wire.option_checks import PlanError, RequestOptions, checked, given_in
 from sglang_ext.wire.renamed import with_new_mode
 
@@ -44,6 +45,7 @@ DenseLast = Annotated[
     int,
     Field(
         ge=0,
+        lt=MORE_TOKENS,
         description="Sparse modes: last tokens of the prompt, such as the question, that attend to "
         "everything, with those before them in their block of 128.",
     ),
@@ -52,6 +54,7 @@ DenseBelow = Annotated[
     int | None,
     Field(
         ge=0,
+        lt=MORE_TOKENS,
         description="Prompt length, in tokens, up to which prefill is dense in any mode. Default: the result "
         f"of calibrate --part prefill; without one, it is dense up to {SHARE_DENSE_BELOW:,} with a `share`, "
         "and always with `alpha`: how many blocks that takes, and so whether it is faster, depends on the "

@@ -139,6 +139,7 @@ class ComposedOptions(RequestOptions):
     max_recomputed: int | None = Field(
         default=None,
         ge=1,
+        lt=2**63,
         description="Most document tokens that a rule with a share computes again, whatever their share. "
         "Default: no limit.",
     )
@@ -353,7 +354,10 @@ class DecodeOptions(RequestOptions):
     scores: decode_fields.Scores = "auto"
     threshold: decode_fields.Threshold = 0.95
     dense_below: int = Field(
-        default=8192, ge=0, description="Context length in tokens up to which decoding is dense in any mode."
+        default=8192,
+        ge=0,
+        lt=decode_fields.MORE_TOKENS,
+        description="Context length in tokens up to which decoding is dense in any mode.",
     )
     streaming: bool = Field(
         default=False, description="Heads of the server's pattern file attend to the first and latest tokens."

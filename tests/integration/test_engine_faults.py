@@ -115,6 +115,7 @@ REQUESTS: dict[str, Ask] = {
     "extended": Bench.ask,
     "document": Bench.document,
     "segments": segmented,
+    "offload admission": Bench.ask,
     "offloading": offloaded,
     "sparse prefill": lambda bench: bench.sampling(custom_params={PREFILL_FIELD: LINES}),
     "statistics": sparse,
@@ -124,6 +125,7 @@ REQUESTS: dict[str, Ask] = {
 }
 GOES_ON: dict[str, Ask] = {  # stages whose failure takes nothing from a request
     "queue": Bench.ask,
+    "offload plan": Bench.ask,
     "usage": Bench.ask,
     "output": lambda bench: bench.ask(recompute="all"),
     "lines": lambda bench: bench.sampling(custom_params={PREFILL_FIELD: LINES}),

@@ -293,7 +293,8 @@ class Composition:
                 and self.analyses.may_be_whole(len(document.ids))
                 and (document.analysis is None or not document.analysis.is_whole)
             ):
-                stages.run("document", stages.ending([req]), self._analyse, document)
+                # its KV is complete: what needs its analysis computes it then
+                stages.run("new analysis", stages.nobody, self._analyse, document)
 
     @staticmethod
     def _computed(reqs: Sequence[Any], work: Callable[[Sequence[Any]], None]) -> None:

@@ -24,7 +24,11 @@ from sglang_ext.documents.pages.types import DiskConfig, StoreInUse
 logger = logging.getLogger(__name__)
 _LOG_EVERY_S = 60.0
 NO_DESCRIPTOR = "descriptor"  # why a load failed that may succeed later
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def disk_is_full(error: Exception) -> bool:
+    """Return whether a write failed because there is no room for it."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def lacks_descriptor(error: Exception) -> bool:
@@ -149,16 +153,28 @@ class DiskTier:
         """Release the folder or the connection."""
 
     def load_summary(self, record: Record) -> bytes | None:
-        """The checked summary; None, and a counted fault, where it cannot be used."""
+        """The checked summary, or the one that has replaced it; None, and a counted fault, where it cannot be
+        used."""
+        while True:
+            try:
+                data = self.read_summary(record)
+                if data is not None and page_format.summary_crc(record.key, data) != record.summary_crc:
+                    raise PageError("crc", "it fails its CRC")
+                return data
+            except (PageError, OSError) as error:
+                newer = self._newer(record)
+                if newer is None:
+                    self.faults.note(error, f"reading the summary of document {record.key}")
+                    return None
+                record = newer
+
+    def _newer(self, record: Record) -> Record | None:
+        """The record that has replaced this one, with another summary; None where none has."""
         try:
-            data = self.read_summary(record)
-        except (PageError, OSError) as error:
-            self.faults.note(error, f"reading the summary of document {record.key}")
+            found = self.find(record.key, record.namespace)
+        except (PageError, OSError):
             return None
-        if data is not None and page_format.summary_crc(record.key, data) != record.summary_crc:
-            self.faults("crc", f"the summary of document {record.key} fails its CRC")
-            return None
-        return data
+        return None if found == record else found
 
     def load(
         self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor], numbers: Sequence[int]
@@ -213,7 +229,7 @@ class FileTier(DiskTier):
         try:
             return self.files.write(record.namespace, record.key, parts, fsync=self._fsync)
         except OSError as error:
-            reason = "disk_full" if error.errno in _DISK_FULL else "io"
+            reason = "disk_full" if disk_is_full(error) else "io"
             self.faults(reason, f"writing document {record.key}: {error}")
             return False
 
@@ -245,8 +261,14 @@ class FileTier(DiskTier):
         return self.files.remove_namespace(namespace)
 
     def clear(self) -> None:
+        failed = None
         for namespace in self.files.namespaces():
-            self.files.remove_namespace(namespace)
+            try:
+                self.files.remove_namespace(namespace)
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
     def sweep(self) -> None:
         self.files.sweep_trash()
@@ -266,9 +288,19 @@ class FileTier(DiskTier):
     # only where there is a folder
 
     def locate(self, key: str, namespace: str | None) -> PageFile | None:
-        """Find a document by path, in the namespace or, without one, in each there is."""
-        names = self.files.namespaces() if namespace is None else [namespace]
-        return next(filter(None, (self.files.find(name, key) for name in names)), None)
+        """Find a document by path, in the namespace or, without one, in each there is. Raises OSError where
+        one of these cannot be read and no other has it."""
+        unread = None
+        for name in self.files.namespaces() if namespace is None else [namespace]:
+            try:
+                if (found := self.files.find(name, key)) is not None:
+                    return found
+            except OSError as error:
+                unread = error
+        if unread is not None:
+            raise unread
+        return None
 
-    def scan(self) -> Iterator[PageFile]:
-        return self.files.scan()
+    def scan(self, failed: Callable[[OSError], object] | None = None) -> Iterator[PageFile]:
+        """See `DocumentFiles.scan`."""
+        return self.files.scan(failed=failed)

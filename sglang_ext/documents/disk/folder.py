@@ -53,20 +53,24 @@ def remove_texts(root: Path, token_ids: Collection[Sequence[int]], *, namespace:
     number of files.
 
     Reads the records, a few KiB each, of all documents of the namespace. Raises FolderInUse, ValueError for a
-    malformed name."""
+    malformed name, and, when all others are removed, OSError for one that could not be read or removed."""
     _check(namespace)
     wanted = {token_array(ids).tobytes() for ids in token_ids}
-    removed = 0
+    removed, failed = 0, list[OSError]()
     with _owned(root) as folders:
         for folder in folders:
-            for found in folder.scan(namespace):
+            for found in folder.scan(namespace, failed.append):
                 try:
                     record = folder.read_record(namespace, found.key, None)
-                except (PageError, OSError):  # no server could read it either
+                    if record.token_ids.tobytes() in wanted:
+                        removed += folder.remove(namespace, found.key)
+                except (PageError, FileNotFoundError):  # no server could read it either
                     continue
-                if record.token_ids.tobytes() in wanted:
-                    removed += folder.remove(namespace, found.key)
+                except OSError as error:
+                    failed.append(error)
             folder.sweep_trash()
+    if failed:
+        raise failed[0]
     return removed
 
 

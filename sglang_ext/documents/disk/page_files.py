@@ -18,7 +18,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,16 +115,39 @@ class DocumentFiles:
             return None
         return PageFile(namespace, key, stat.st_size, stat.st_mtime)
 
-    def scan(self, only: str | None = None) -> Iterator[PageFile]:
-        """List all documents (of one namespace). A document that disappears meanwhile is left out."""
-        for namespace in self.namespaces() if only is None else [only]:
+    def scan(
+        self, only: str | None = None, failed: Callable[[OSError], object] | None = None
+    ) -> Iterator[PageFile]:
+        """List all documents (of one namespace). A document that disappears meanwhile is left out.
+
+        ``failed``: called for a folder or file that cannot be read, and the rest is listed; without it that
+        raises OSError."""
+
+        def note(error: OSError) -> None:
+            if failed is None:
+                raise error
+            failed(error)
+
+        try:
+            spaces = self.namespaces() if only is None else [only]
+        except OSError as error:
+            note(error)
+            return
+        for namespace in spaces:
             try:
                 with os.scandir(self.folder / namespace) as entries:
                     names = [entry.name for entry in entries if entry.name.endswith(SUFFIX)]
             except FileNotFoundError:
                 continue
+            except OSError as error:
+                note(error)
+                continue
             for name in names:
-                found = self.find(namespace, name.removesuffix(SUFFIX))
+                try:
+                    found = self.find(namespace, name.removesuffix(SUFFIX))
+                except OSError as error:
+                    note(error)
+                    continue
                 if found is not None:
                     yield found
 
@@ -255,18 +278,21 @@ class DocumentFiles:
             for key in removed:
                 self._writing[namespace, key] = True
             try:
-                removed |= {name.removesuffix(SUFFIX) for name in os.listdir(folder) if name.endswith(SUFFIX)}
-                self._discard(folder)
+                gone = self._discard(folder)  # first: a folder that cannot be listed is removed all the same
+                removed |= {name.removesuffix(SUFFIX) for name in os.listdir(gone) if name.endswith(SUFFIX)}
             except FileNotFoundError:
                 pass  # nothing of it on disk
         return sorted(removed)
 
-    def _discard(self, path: Path) -> None:
-        """Move into the trash. Under the lock: a sweep must not take the trash away before the move."""
+    def _discard(self, path: Path) -> Path:
+        """Move into the trash, and return where it is now. Under the lock: a sweep must not take the trash
+        away before the move."""
         self._serial += 1
         trash = self.folder / ".trash"
         trash.mkdir(exist_ok=True)
-        os.rename(path, trash / f"{path.name}.{os.getpid()}.{self._serial}")
+        gone = trash / f"{path.name}.{os.getpid()}.{self._serial}"
+        os.rename(path, gone)
+        return gone
 
     def sweep_trash(self) -> None:
         """Delete what was removed."""

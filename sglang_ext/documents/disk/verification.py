@@ -67,8 +67,20 @@ class Verification:
 
 
 def read_document(files: DocumentFiles, found: PageFile, layout: PageLayout | None) -> Record:
-    """Read a whole document file and check every page and the summary. Raises PageError or OSError."""
-    record = files.read_record(found.namespace, found.key, layout)
+    """Read a whole document file and check every page and the summary. Raises PageError or OSError.
+
+    Where a summary is replaced meanwhile, the document is read again."""
+    while True:
+        record = files.read_record(found.namespace, found.key, layout)
+        try:
+            _check(files, record)
+            return record
+        except PageError:
+            if files.read_record(found.namespace, found.key, layout) == record:
+                raise
+
+
+def _check(files: DocumentFiles, record: Record) -> None:
     buffer = bytearray(record.page_bytes)
     for block in range(record.n_pages):
         files.read_pages(record.namespace, record.key, record.page_bytes, [block], [buffer])
@@ -77,4 +89,3 @@ def read_document(files: DocumentFiles, found: PageFile, layout: PageLayout | No
     summary = files.read_summary(record) if record.summary_bytes else b""
     if summary and page_format.summary_crc(record.key, summary) != record.summary_crc:
         raise PageError("crc", "the summary fails its CRC")
-    return record

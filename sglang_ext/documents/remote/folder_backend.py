@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from sglang_ext.documents.disk.disk import disk_is_full
 from sglang_ext.documents.disk.page_files import DocumentFiles, PageFile
 from sglang_ext.documents.pages import page_format
 from sglang_ext.documents.pages.page_format import PageError, PageLayout, Record
@@ -66,6 +67,9 @@ class FolderBackend(RemoteBackend):
         except FileNotFoundError:  # another engine has removed the namespace's last document, and its folder
             return False
         except OSError as error:
+            if disk_is_full(error):  # by what others have there, or below the limit: it can be read
+                self._evict(lacking=record.file_bytes)
+                raise
             raise StoreAway(f"writing to {self._folder}: {error}") from error
         self._evict(record.file_bytes)
         return written
@@ -77,6 +81,8 @@ class FolderBackend(RemoteBackend):
         except (FileNotFoundError, PageError):
             return False
         except OSError as error:
+            if disk_is_full(error):
+                raise
             raise StoreAway(f"writing to {self._folder}: {error}") from error
 
     def read(self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor]) -> bool:
@@ -151,23 +157,28 @@ class FolderBackend(RemoteBackend):
             with suppress(OSError):  # it holds others, or another engine was faster
                 path.parent.rmdir()
 
-    def _evict(self, written: int = 0) -> None:
+    def _evict(self, written: int = 0, *, lacking: int = 0) -> None:
         """Count the files of all engines and models now and then, and delete those that nobody has read for
-        the longest time while they are too many bytes."""
+        the longest time while they are too many bytes. ``lacking``: bytes that a full disk had no room for.
+        """
         with self._lock:
             now = time.monotonic()
             self._used += written
             self._written += written
             much = self._used > self._budget or self._written > (1 - _KEEP) * self._budget
-            if not much and now - self._counted_at < _COUNT_EVERY_S:
+            if not much and not lacking and now - self._counted_at < _COUNT_EVERY_S:
                 return
             self._counted_at, self._written = now, 0
             found = self._listed()
             self._used = sum(size for _, size, _ in found)
-            if self._used <= self._budget:
+            if self._used > self._budget:
+                most = self._budget * _KEEP
+            elif lacking:
+                most = self._used - lacking
+            else:
                 return
             for _, size, path in sorted(found):
-                if self._used <= self._budget * _KEEP:
+                if self._used <= most:
                     break
                 with suppress(OSError):
                     os.unlink(path)

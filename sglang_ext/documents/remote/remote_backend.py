@@ -28,7 +28,8 @@ class RemoteBackend(ABC):
 
     @abstractmethod
     def write(self, record: Record, data: bytes, pages: Sequence[torch.Tensor], summary: bytes) -> bool:
-        """Store a document, which nobody finds before all of it is there; False where it was refused.
+        """Store a document, which nobody finds before all of it is there; False where it was refused. Raises
+        OSError where the store's disk is full.
 
         Args:
             data: The encoded record.
@@ -38,7 +39,8 @@ class RemoteBackend(ABC):
 
     @abstractmethod
     def replace_summary(self, old: Record, record: Record, data: bytes, summary: bytes) -> bool:
-        """Give a stored document another record and summary; False where it is gone."""
+        """Give a stored document another record and summary; False where it is gone. Raises OSError as
+        ``write``."""
 
     @abstractmethod
     def read(self, record: Record, blocks: Sequence[int], targets: Sequence[torch.Tensor]) -> bool:

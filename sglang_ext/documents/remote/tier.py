@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sglang_ext.documents.disk.disk import DiskTier, Faults
+from sglang_ext.documents.disk.disk import DiskTier, Faults, disk_is_full
 from sglang_ext.documents.disk.disk_index import DiskIndex
 from sglang_ext.documents.disk.io_pool import IoPool
 from sglang_ext.documents.pages import page_format
@@ -174,6 +174,9 @@ class RemoteTier(DiskTier):
             self._keeper.went(error)
         return "unreadable"
 
+    def find(self, key: str, namespace: str) -> Record | None:
+        return None if self.away else self._backend.find(key, namespace)
+
     def read_summary(self, record: Record) -> bytes | None:
         try:
             return None if self.away else self._backend.read_summary(record)
@@ -226,7 +229,9 @@ class RemoteTier(DiskTier):
         except StoreAway as error:
             self._keeper.went(error)
         except (PageError, OSError, ValueError) as error:
-            self.faults("remote", f"storing document {copy.key}: {error}")
+            full = disk_is_full(error)
+            reason = "refused" if full else reason
+            self.faults("disk_full" if full else "remote", f"storing document {copy.key}: {error}")
         finally:
             with self._lock:
                 if record is not None and not copy.cancelled:
@@ -295,6 +300,8 @@ class RemoteTier(DiskTier):
             done = self._backend.replace_summary(old, new, encoded, data)
         except StoreAway as error:
             self._keeper.went(error)
+        except OSError as error:
+            self.faults("disk_full", f"storing the summary of document {old.key}: {error}")
         finally:
             with self._lock:
                 if done and not copy.cancelled:

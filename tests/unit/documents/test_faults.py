@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -11,9 +12,11 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sglang_ext.documents.disk.page_files import DocumentFiles
 from sglang_ext.documents.pages import page_format
 from sglang_ext.documents.pages.page_format import ALIGN, FIXED_BYTES
 from sglang_ext.documents.tier_store import TierStore
@@ -327,3 +330,66 @@ def test_faults_are_logged_once_a_minute_and_always_counted(
     assert caplog.text.count("document cache, crc") == 1
     # a new format needs its own place or a new version, so that old files stay misses
     assert (page_format.OLDEST, page_format.VERSION) == (3, 4)
+
+
+def test_what_a_full_disk_did_not_take_is_written_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [Sample(number, 16) for number in range(4)]
+    write, full = DocumentFiles.write, True
+
+    def failing(files: DocumentFiles, *args: Any, **kwargs: Any) -> bool:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(files, *args, **kwargs)
+
+    monkeypatch.setattr(DocumentFiles, "write", failing)
+    with opened(tmp_path) as store:
+        for document in documents[:3]:
+            document.put(store)
+        flushed(store)
+        assert store.stat()["faults"] == {"disk_full": 3}
+        assert files_of(tmp_path) == []
+        assert store.remove(documents[2].key)
+        full = False
+        documents[3].put(store)
+        flushed(store)
+        left = {documents[number].key for number in (0, 1, 3)}
+        assert {path.stem for path in files_of(tmp_path)} == left, "all but the one that was removed"
+        assert store.stat()["faults"] == {"disk_full": 3}
+
+
+def test_a_document_that_never_fits_the_disk_is_tried_once_for_each_that_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large, write = Sample(1, 16), DocumentFiles.write
+
+    def failing(files: DocumentFiles, namespace: str, key: str, *args: Any, **kwargs: Any) -> bool:
+        if key == large.key:
+            raise OSError(errno.EFBIG, "File too large")
+        return write(files, namespace, key, *args, **kwargs)
+
+    monkeypatch.setattr(DocumentFiles, "write", failing)
+    with opened(tmp_path) as store:
+        for number in range(1, 5):
+            Sample(number, 16).put(store)
+            flushed(store)
+        assert store.stat()["faults"] == {"disk_full": 4}
+        assert store.stat()["dropped_writes"] == 0
+        store.drop_host()
+        Sample(5, 16).put(store)
+        flushed(store)
+        assert store.stat()["dropped_writes"] == 1, "the host has evicted it meanwhile"
+
+
+def test_a_copy_aside_that_a_full_disk_did_not_take_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(files: DocumentFiles, *args: Any, **kwargs: Any) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DocumentFiles, "write", failing)
+    with opened(tmp_path, host_pages=2) as store:
+        Sample(1, 16).put(store)
+        flushed(store)
+        assert store.stat()["dropped_writes"] == 1

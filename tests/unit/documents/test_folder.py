@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_ext.documents.disk import folder as offline
+from sglang_ext.documents.disk import page_files
 from tests.unit.documents.document_samples import Sample, bytes_under, files_of, flushed, opened
 
 
@@ -93,3 +96,20 @@ def test_neither_torch_nor_sglang_is_imported(tmp_path: Path) -> None:
     )
     repository = Path(__file__).resolve().parents[3]
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=repository)
+
+
+def test_a_file_that_cannot_be_read_is_told_when_the_others_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = [each for each in _fill(tmp_path) if each.namespace == "space-0"]
+    bad = min(documents, key=lambda each: each.key)
+
+    def failing(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if bad.key in path.name:
+            raise OSError(errno.EIO, "Input/output error")
+        return open(path, *args, **kwargs)
+
+    monkeypatch.setattr(page_files, "open", failing, raising=False)
+    with pytest.raises(OSError, match="Input/output"):
+        offline.remove_texts(tmp_path, [each.ids for each in documents], namespace="space-0")
+    assert [path.stem for path in files_of(tmp_path) if path.parent.name == "space-0"] == [bad.key]

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.documents.disk import folder
 from sglang_ext.documents.disk.disk import FileTier
+from sglang_ext.documents.disk.page_files import DocumentFiles
+from sglang_ext.documents.pages.page_format import Record
 from sglang_ext.documents.pages.types import DiskConfig
 from sglang_ext.documents.tier_store import TierStore
 from tests.unit.documents.document_samples import FINGERPRINT, LARGE, SHAPE, Sample, files_of, flushed, opened
@@ -191,3 +194,49 @@ def test_other_backends_keep_summaries(tmp_path: Path, backend: str) -> None:
     assert again.verify().ok
     again.clear()
     again.close()
+
+
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> list[TierStore]:
+    """Stores of which the next summary to be read is replaced by another just before."""
+    stores: list[TierStore] = []
+    read = DocumentFiles.read_summary
+
+    def late(files: DocumentFiles, record: Record) -> bytes:
+        if stores:
+            store = stores.pop()
+            assert store.put_summary(record.key, SUMMARY[::-1])
+            until = time.monotonic() + 240
+            while files.read_record(record.namespace, record.key, None) == record:
+                assert time.monotonic() < until
+                time.sleep(0.001)
+        return read(files, record)
+
+    monkeypatch.setattr(DocumentFiles, "read_summary", late)
+    return stores
+
+
+def test_a_summary_that_is_replaced_while_it_is_read_is_no_fault(
+    tmp_path: Path, replaced: list[TierStore]
+) -> None:
+    document = Sample(1, 30)
+    with opened(tmp_path) as store:
+        store.put(document.meta, document.k, document.v, SUMMARY)
+        flushed(store)
+        store.drop_host()
+        replaced.append(store)
+        assert summary_of(store, document.key) == SUMMARY[::-1]
+        assert not store.stat()["faults"]
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_document_whose_summary_is_replaced_while_it_is_verified_is_good(
+    tmp_path: Path, replaced: list[TierStore], offline: bool
+) -> None:
+    document = Sample(1, 30)
+    with opened(tmp_path) as store:
+        store.put(document.meta, document.k, document.v, SUMMARY)
+        flushed(store)
+        replaced.append(store)
+        report = folder.verify(tmp_path) if offline else store.verify()
+        assert (report.bad, report.documents) == ([], 1)

@@ -6,13 +6,14 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
+from sglang_ext.documents.disk import page_files
 from sglang_ext.documents.disk.disk import FileTier
 from sglang_ext.documents.pages import page_format
 from sglang_ext.documents.pages.types import DocumentMeta
@@ -287,7 +288,7 @@ def test_the_scan_at_the_start_finds_nothing_that_could_not_be_deleted(
         other.put(store)
         flushed(store)
     go, scan = Event(), FileTier.scan
-    monkeypatch.setattr(FileTier, "scan", lambda tier: scan(tier) if go.wait(240) else iter(()))
+    monkeypatch.setattr(FileTier, "scan", lambda tier, *args: scan(tier, *args) if go.wait(240) else iter(()))
     with opened(tmp_path) as store, undeletable():
         try:
             assert store.remove(document.key, "default")
@@ -297,3 +298,79 @@ def test_the_scan_at_the_start_finds_nothing_that_could_not_be_deleted(
         assert document.found(store) is None
         assert store.stat()["disk"]["documents"] == 1
     assert [path.stem for path in files_of(tmp_path)] == [other.key], "deleted when the store was closed"
+
+
+@contextmanager
+def unreadable(call: str, part: str) -> Iterator[None]:
+    """Let ``os.scandir``, ``os.stat`` or ``open`` of paths with this part fail, as those of a bad disk do."""
+    owner: Any = page_files if call == "open" else os
+    with pytest.MonkeyPatch.context() as patch:
+        real = getattr(owner, call, open)
+
+        def failing(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if part in str(path):
+                raise OSError(errno.EIO, "Input/output error")
+            return real(path, *args, **kwargs)
+
+        patch.setattr(owner, call, failing, raising=False)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("call", "part"), [("scandir", "/theirs"), ("stat", "/theirs/")], ids=["folder", "file"]
+)
+def test_what_the_scan_cannot_list_hides_no_other_document_from_a_removal(
+    tmp_path: Path, call: str, part: str
+) -> None:
+    mine, theirs = Sample(1, 16, namespace="mine"), Sample(2, 16, namespace="theirs")
+    with opened(tmp_path) as store:
+        mine.put(store)
+        theirs.put(store)
+        flushed(store)
+    with ExitStack() as stack:
+        with unreadable(call, part):
+            store = stack.enter_context(opened(tmp_path))
+            flushed(store)
+        figures = store.stat()
+        assert (figures["disk"]["documents"], figures["disk"]["scanned"]) == (1, False)
+        assert figures["faults"] == {"io": 1}
+        assert store.remove(mine.key)
+        assert [path.stem for path in files_of(tmp_path)] == [theirs.key]
+    with opened(tmp_path) as store:
+        flushed(store)
+        assert store.stat()["disk"]["scanned"]
+
+
+def test_a_document_that_the_scan_has_not_listed_is_removed_from_its_namespace(tmp_path: Path) -> None:
+    documents = [Sample(number, 16, namespace="theirs") for number in (1, 2, 3)]
+    with opened(tmp_path) as store:
+        for document in documents:
+            document.put(store)
+        flushed(store)
+    with ExitStack() as stack:
+        with unreadable("scandir", "/theirs"):
+            store = stack.enter_context(opened(tmp_path))
+            flushed(store)
+            assert store.remove(documents[0].key, "theirs")
+        with unreadable("stat", documents[1].key):
+            store.remove(documents[1].key, "theirs")
+        assert documents[0].found(store) is documents[1].found(store) is None
+        assert [path.stem for path in files_of(tmp_path)] == [documents[2].key]
+        with unreadable("scandir", "/theirs"), unreadable("listdir", "/theirs"):
+            store.remove_namespace("theirs")
+        assert files_of(tmp_path) == []
+        assert documents[2].found(store) is None
+
+
+def test_a_namespace_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        for number, namespace in enumerate(("a", "b")):
+            Sample(number, 16, namespace=namespace).put(store)
+        flushed(store)
+    with ExitStack() as stack:
+        with unreadable("scandir", "rank-0-of-1/"):
+            store = stack.enter_context(opened(tmp_path))
+            flushed(store)
+        with unreadable("rename", "rank-0-of-1/a"), unreadable("scandir", "rank-0-of-1/"):
+            store.clear()
+        assert [path.parent.name for path in files_of(tmp_path)] == ["a"]

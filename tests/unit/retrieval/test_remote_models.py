@@ -306,6 +306,7 @@ def test_both_forms_of_rerankers_score_in_batches(remote: Remote, form: str, cal
         ({"results": [{"index": 0, "relevance_score": 1}] * 2}, "numbers them otherwise"),
         ({"results": [{"index": i, "relevance_score": "x"} for i in range(2)]}, "no finite number"),
         ([{"index": 0, "score": 1}, {"index": 1}], "no finite number"),
+        ([{"index": 0, "score": 1}, {"index": 1, "score": 10**400}], "no finite number"),
         ({"scores": [1, 2]}, "no list of scores"),
         (HTML, "no JSON, but text/html"),
         (JSONResponse({"error": "too many"}, 422), r"refuses the passages \(HTTP 422: too many\)"),

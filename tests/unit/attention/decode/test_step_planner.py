@@ -13,6 +13,7 @@ from sglang_ext.attention.decode.step_planner import Step, StepPlanner, Variant
 from sglang_ext.wire.attention_config import AttentionConfig, from_environment
 from sglang_ext.wire.prefill_options import PrefillOptions
 from sglang_ext.wire.protocol import ATTENTION_CONFIG_VARIABLE, DECODE_FIELD, DecodeOptions, PlanError
+from sglang_ext.wire.request_options import STRATEGY_OPTIONS, strategy_options
 
 
 def planner(**options: Any) -> StepPlanner:
@@ -232,6 +233,19 @@ def test_options_that_are_no_object() -> None:
         for options in (DecodeOptions(), PrefillOptions()):
             with pytest.raises(PlanError, match="JSON"):
                 options.from_request(text)
+
+
+def test_no_option_takes_a_number_that_is_too_large_for_arithmetic() -> None:
+    for text in ("budget", "reuse", "window", "dense_below", "resident_blocks", "lag", "threshold"):
+        with pytest.raises(PlanError, match=text):
+            DecodeOptions().from_request(f'{{"{text}": 1{"0" * 400}}}')
+    for text in ("alpha", "observe", "dense_last", "dense_below"):
+        with pytest.raises(PlanError, match=text):
+            PrefillOptions().from_request(f'{{"{text}": 1{"0" * 400}}}')
+    for strategy, kind in STRATEGY_OPTIONS.items():
+        for name in kind.model_fields:
+            with pytest.raises(PlanError, match=name):
+                strategy_options(strategy, {name: 10**400})
 
 
 def test_configuration_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

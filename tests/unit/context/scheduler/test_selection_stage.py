@@ -347,8 +347,8 @@ def test_rule_sentences_waits_for_it_where_answers_are_measured_or_the_server_is
         assert context.unknown == []
 
 
-def ingested(stage: SelectionStage) -> None:
-    """Complete the prefill of all documents, which are to be analysed."""
+def ingested(stage: SelectionStage) -> list[Any]:
+    """Complete the prefill of all documents, which are to be analysed. Return their requests."""
     composition: Any = Composition.__new__(Composition)
     composition.analyses, composition._timer = stage.analyses, None
     composition.composer = SimpleNamespace(gather=SimpleNamespace(finish=lambda: None))
@@ -356,6 +356,7 @@ def ingested(stage: SelectionStage) -> None:
     own = [DocumentRequest(each.key, "default", array("q", each.ids), analyse=True) for each in DOCUMENTS]
     reqs = [request_shapes.request(end=len(each.ids), ragserve=each) for each in own]
     composition.after_forward(SimpleNamespace(reqs=reqs))
+    return reqs
 
 
 @pytest.mark.parametrize("rule", ["sentences", "sensitivity"])

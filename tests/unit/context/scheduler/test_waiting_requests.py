@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.scheduler.document_analyses import DocumentAnalyses
@@ -16,6 +17,15 @@ from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.documents.summaries import SummaryTicket
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.wire.protocol import ContextPlan, Span
+from tests.unit.context.scheduler.test_selection_stage import (
+    DOCUMENTS,
+    Analyser,
+    about,
+    advanced,
+    ingested,
+    stage_of,
+)
+from tests.unit.documents.document_samples import opened
 
 
 class Bench:
@@ -110,3 +120,24 @@ def bench_with_documents(bench: Bench) -> Bench:
     """The same, with documents that are found."""
     bench.stage._locator.resolve = lambda context: bench.located.append(context.keys[1]) or []  # type: ignore[func-returns-value,method-assign]
     return bench
+
+
+def test_a_document_whose_analysis_fails_is_prefilled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass of the analysis has two copies of it, which may be out of memory."""
+
+    def failing(key: str, ids: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    with opened(None) as store:
+        analyser = Analyser()
+        stage = stage_of(store, analyser)
+        monkeypatch.setattr(stage.analyses, "analyse", failing)
+        for req in ingested(stage):
+            assert req.ragserve.analysis is None
+            assert getattr(req, "to_finish", None) is None
+            assert not getattr(req, "ragserve_private", False), "its KV is cached"
+        for document in DOCUMENTS:
+            document.put(store)
+        context = about(*DOCUMENTS, rule="sensitivity")
+        advanced(stage, context)
+        assert (context.failure, context.unknown) == (None, [])
