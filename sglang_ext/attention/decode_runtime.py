@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """Counts of pages that progressive rows read. They have arrived once ``event`` has passed, or is None."""
+    """Counts of pages that progressive rows read, in flight from the device; ``event`` is None if it has
+    arrived.
+    """
 
     event: Any
     use: torch.Tensor  # float [3, rows]: pages, weight, pages read from the host
@@ -287,9 +289,9 @@ class DecodeRuntime:
         state: DecodeState | None = getattr(req, "ragserve_decode", None)
         if state is None or state.options.mode == "dense" or not state.account.steps:
             return
-        self._collect(state)
+        self._collect()
         if state.offload.row is not None:
-            state.offload.row.collect(waits=True)
+            state.offload.row.collect()
         report = state.report()
         if self.backend.rank == 0:  # the other ranks have read as much, for heads of their own
             decode_metrics().observe(report)
@@ -421,14 +423,8 @@ class DecodeRuntime:
         state.account.step(pages, sparse=False)
         state.account.read(pages)
 
-    def _collect(self, ended: DecodeState | None = None) -> None:
-        """Count what has arrived, and wait for the steps of a request that has ``ended``."""
-        while self._pending:
-            event = self._pending[0].event
-            if event is not None and not event.query():
-                if all(row.state is not ended for each in self._pending for row in each.rows):
-                    return
-                event.synchronize()
+    def _collect(self) -> None:
+        while self._pending and (self._pending[0].event is None or self._pending[0].event.query()):
             arrived = self._pending.popleft()
             used = zip(arrived.rows, arrived.head_bytes, *arrived.use.tolist(), strict=True)
             for row, head_bytes, pages, weight, reads in used:

@@ -143,16 +143,10 @@ class OffloadedRow:
         """It has a row of the request table."""
         self.request = request
 
-    def collect(self, *, waits: bool = False) -> None:
-        """Count what has arrived from the device: hits, misses and the working set. ``waits``: for all that
-        has been launched."""
+    def collect(self) -> None:
+        """Count what has arrived from the device: hits, misses and the working set."""
         loads, table = self.loads, self.blocks.table
-        while loads.arriving:
-            event = loads.arriving[0][1]
-            if event is not None and not event.query():
-                if not waits:
-                    return
-                event.synchronize()
+        while loads.arriving and (loads.arriving[0][1] is None or loads.arriving[0][1].query()):
             begun, ended, tally = loads.arriving.popleft()
             if table is None:
                 raise IntegrityError("a selection was assigned to a request without resident_blocks")

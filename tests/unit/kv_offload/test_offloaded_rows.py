@@ -296,32 +296,3 @@ def test_a_shared_block_that_was_overwritten_or_is_misplaced_is_found() -> None:
     bench.rows.shared_blocks.of[int(bench.rows.shared_blocks.held[shared_block])] = -1
     with pytest.raises(IntegrityError, match="2 resident blocks of request r differ"):
         bench.rows.check()
-
-
-class Event:
-    """Has passed once somebody has waited for it."""
-
-    passed = False
-
-    def query(self) -> bool:
-        return self.passed
-
-    def synchronize(self) -> None:
-        self.passed = True
-
-    def elapsed_time(self, later: Any) -> float:
-        return 1.0
-
-
-def test_loads_of_a_request_that_ends_are_counted_once_they_have_arrived() -> None:
-    bench = Bench()
-    row, _ = bench.moved(drawn())
-    bench.rows.load(row, drawn())
-    _, _, tally = row.loads.arriving.pop()
-    row.loads.arriving.append((Event(), Event(), tally))
-    before = row.counts.hits + row.counts.misses
-    row.collect()
-    assert row.counts.hits + row.counts.misses == before, "others do not wait for it"
-    row.collect(waits=True)
-    assert row.counts.hits + row.counts.misses > before
-    bench.ended(row)

@@ -291,45 +291,6 @@ def test_what_was_read_is_accounted_and_reported() -> None:
     assert statistics.ended == [(1, 160)] * 3
 
 
-class OnDevice(torch.Tensor):
-    """Figures that are on their way from a device."""
-
-    is_cuda = True
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        return self.as_subclass(torch.Tensor)
-
-
-class Event:
-    """Has passed once somebody has waited for it."""
-
-    passed = False
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        return self.passed
-
-    def synchronize(self) -> None:
-        self.passed = True
-
-
-def test_a_report_has_the_pages_of_all_steps_that_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_ext.wire.protocol import DecodeReport
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    config = AttentionConfig(options=DecodeOptions(mode="progressive", dense_below=0))
-    runtime, backend, _ = runtime_of(config)
-    req, other = request(runtime, "a"), request(runtime, "b")
-    backend.use = torch.tensor([[5.0], [0.9], [0.0]]).as_subclass(OnDevice)
-    for rows in ([req], [req], [other]):
-        runtime.before_forward(batch(rows, [160]))
-        runtime.after_forward()
-    runtime.on_finished(req, 160)
-    said = DecodeReport.from_json(req.customized_info["ragserve_decode"][-1])
-    assert (said.steps, said.pages, said.share, round(said.weight or 0, 6)) == (2, 5.0, 0.5, 0.9)
-
-
 def test_dense_layers_count_as_read_whole_and_go_with_budgets_only() -> None:
     options = DecodeOptions(mode="hierarchical", budget=64, dense_below=0)
     runtime, backend, _ = runtime_of(AttentionConfig(options=options, dense_layers=[0]))
