@@ -139,12 +139,13 @@ def scratch_folder(place: Path, prefix: str) -> Iterator[Path]:
 
 
 @contextmanager
-def temporary_folder() -> Iterator[Path]:
+def temporary_folder(*, sockets: bool = True) -> Iterator[Path]:
     """Put the temporary files and sockets of this process, while the block lasts, into a `scratch_folder`.
 
-    It is in the system's folder for temporary files; in /tmp if sockets could have no name there."""
+    It is in the system's folder for temporary files; in /tmp if ``sockets``, as an engine has them, could
+    have no name there."""
     place = tempfile.gettempdir()
-    if len(os.fsencode(place)) > _LONGEST:
+    if sockets and len(os.fsencode(place)) > _LONGEST:
         place = "/tmp"
     before = tempfile.tempdir
     shared = multiprocessing.current_process()._config  # type: ignore[attr-defined]

@@ -103,6 +103,9 @@ class AdaptedModel:
     _saved: Any = None
     _layers: list[Any] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        attend_packed(self.causal)
+
     @classmethod
     def load(cls, folder: Path, prefix: Sequence[int], tokenizer: Any, *, room: int = 0) -> AdaptedModel:
         """Load a folder onto the GPU, if there is one, with frozen weights of 16 bits where the machine
@@ -127,7 +130,6 @@ class AdaptedModel:
                 hint="Download the complete model again.",
             ) from error
         causal.to(device).eval().requires_grad_(False)
-        attend_packed(causal)
         ends = causal.generation_config.eos_token_id
         ends = {*ends} if isinstance(ends, list) else {ends}
         ends = {*ends, tokenizer.eos_token_id} - {None}

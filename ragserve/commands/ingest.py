@@ -53,7 +53,7 @@ def register(app: typer.Typer) -> None:
     app.command("ingest", epilog=_EPILOG)(with_settings(ingest, INGEST_SETTINGS))
 
 
-@temporary_folder()  # which the next command removes if this one is killed
+@temporary_folder(sockets=False)  # which the next command removes if this one is killed
 def ingest(
     settings: Settings,
     inputs: Annotated[

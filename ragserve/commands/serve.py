@@ -63,7 +63,7 @@ def _serve(settings: Settings, listener: socket.socket, worker: bool) -> None:
     if not settings.has_key:
         _say(settings, "no API key set, so only this machine can connect")
     try:
-        with temporary_folder():
+        with temporary_folder(sockets=not (settings.engine_url or settings.engine_elsewhere)):
             if settings.engine_url:
                 _serve_remote(settings, listener)
             elif settings.engine_elsewhere:

@@ -154,7 +154,7 @@ def rm(
     typer.echo(f"removed from the list: {shown(source)}")
 
 
-@temporary_folder()  # which the next command removes if this one is killed
+@temporary_folder(sockets=False)  # which the next command removes if this one is killed
 def run(
     settings: Settings,
     sources: _Sources = None,

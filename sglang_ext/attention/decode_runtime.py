@@ -396,7 +396,8 @@ class DecodeRuntime:
                 self._account_dense(row.state, row.tokens)
                 continue
             state, account, total = row.state, row.state.account, -(-row.tokens // self._page)
-            account.step(total, sparse=True)
+            if not row.progressive:  # these are counted with the pages that they have read
+                account.step(total, sparse=True)
             state.note_sparse(row.tokens - 1)  # its newest token, whose KV the step writes
             offloaded = state.offload.row
             state.counts.offloaded_steps += offloaded is not None and offloaded.moved
@@ -433,6 +434,7 @@ class DecodeRuntime:
                 if self._offloaded is not None:
                     self._offloaded.count_reads(row.state.counts, int(reads), head_bytes)
                 account = row.state.account
+                account.step(-(-row.tokens // self._page), sparse=True)
                 streaming = self.backend.streaming_share if row.streaming else 0.0
                 account.read(pages)
                 if streaming < 1:  # streaming heads estimate nothing and count as 1

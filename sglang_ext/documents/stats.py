@@ -67,7 +67,7 @@ def stat(tiers: Tiers, writes: WriteBack, config: DiskConfig | None) -> dict[str
             "metadata_bytes": index.used - pages * page_bytes,
             "metadata_share": _share(index.used - pages * page_bytes, pages * page_bytes),
             "namespaces": spaces,
-            "scanned": index.complete,
+            "scanned": index.scanned,
             "queued_bytes": writes.queued_bytes,
             "waiting_documents": writes.waiting,
         }
@@ -84,7 +84,7 @@ def held(tiers: Tiers) -> dict[str, Any]:
         "disk": {key: entry.size // pages * block for key, entry in tiers.index.entries.items()},
         "host_room": tiers.host.limit * block,
         "disk_room": None if budget is None else budget // pages * block,
-        "scanned": tiers.index.complete,
+        "scanned": tiers.index.scanned,
     }
 
 

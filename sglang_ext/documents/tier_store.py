@@ -86,7 +86,7 @@ class TierStore:
             # a place for each size of values: some backends keep the first of a key, whatever its size
             model = fingerprint if shape.bits == 16 else f"{fingerprint}|{shape.bits} bits"
             tier = BackendTier(disk, layout, faults, host, model_name=digest(model).hex()[:16])
-        index.complete = not isinstance(tier, FileTier)
+        index.scanned = index.complete = not isinstance(tier, FileTier)
         self._tiers = Tiers(shape, layout, host, index, tier, faults, metrics)
         self._tiers.remote = None if remote is None else remote_tier(remote, self._tiers)
         self._summaries = Summaries(self._tiers)
@@ -351,7 +351,7 @@ class TierStore:
                 if disk_bytes < 0:
                     raise ValueError("the disk budget cannot be negative")
                 tiers.index.budget = disk_bytes
-                if tiers.index.complete:
+                if tiers.index.scanned:
                     tiers.make_disk_room(0)
 
     def stat(self) -> dict[str, Any]:

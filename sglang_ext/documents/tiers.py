@@ -187,7 +187,7 @@ class Tiers:
         if found is None:
             return None
         self.index.add(key, found.namespace, found.size)
-        if self.index.complete:  # put there by another program; before the scan's end the sum is unknown
+        if self.index.scanned:  # put there by another program; before the scan's end the sum is unknown
             self.make_disk_room(0)
         return self.index.entries.get(key)
 
@@ -306,7 +306,7 @@ class Tiers:
                     if there and not known:
                         self.index.add(found.key, found.namespace, found.size, oldest=True)
         with self.lock:
-            self.index.complete = complete
+            self.index.scanned, self.index.complete = True, complete
             self.make_disk_room(0)
             self.refresh()
         disk.sweep()

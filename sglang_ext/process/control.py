@@ -237,8 +237,8 @@ def _held(runtime: ContextRuntime, body: dict[str, Any]) -> Answer:
     """The documents of all tiers by the first 16 digits of their keys, with about how many tokens they have,
     least recently used first and those in memory last, at most ``most``; how many of them are in memory (host
     or device), and the tokens of different documents that memory and disk have room for: what is computed is
-    put on device and host, so the larger has most of what the smaller has. ``scanned``: whether all that were
-    on disk at the start are known."""
+    put on device and host, so the larger has most of what the smaller has. ``scanned``: whether the
+    folder has been listed since the start."""
     device = runtime.documents.document_tokens()
     below = runtime.tiers.held()
     memory = {key: below["host"][key] for key in below["host"] if key not in device} | device

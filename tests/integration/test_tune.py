@@ -103,12 +103,16 @@ def test_a_model_is_trained_over_what_the_engine_composes(
     ids, spans = case
     head, *documents = (ids[start:end] for start, end in spans)
     whole = TrainingSequence(head, documents, ids[spans[-1][1] :], answer.ids)
+    attention = reference.model.config._attn_implementation
     model = AdaptedModel(
         reference.model, None, torch.device("cpu"), frozenset(), reference.prefix, 2048, "a CPU"
     )
     pack = model.pack([whole, replace(whole, composed=True)])
-    with torch.no_grad():
-        computed = model.logits(model.run(pack)[0][pack.targets]).log_softmax(-1).double()
+    try:
+        with torch.no_grad():
+            computed = model.logits(model.run(pack)[0][pack.targets]).log_softmax(-1).double()
+    finally:
+        reference.model.set_attn_implementation(attention)
     for own, engine_has in zip(computed.chunk(2), (answer, led), strict=True):
         assert (own - distributions(engine_has.distributions)).abs().max() < TOLERANCE
 

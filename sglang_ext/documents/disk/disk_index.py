@@ -29,7 +29,8 @@ class DiskIndex:
         self.budget = budget
         self.used = 0
         self.reserved = 0
-        self.complete = False  # the scan at start has ended
+        self.scanned = False  # the scan at start has ended
+        self.complete = False  # it has listed all
         self.evictions = 0
         self.entries: OrderedDict[str, DiskEntry] = OrderedDict()  # changed by ``add`` and ``drop`` only
         self._records: OrderedDict[str, Record] = OrderedDict()
@@ -105,7 +106,7 @@ class DiskIndex:
         # Until the scan ends the sum grows without a write, and writes wait for it. A write overtaken by a
         # smaller budget may exceed it alone (used == 0), and is deleted as soon as it is done.
         total = self.used + self.reserved
-        if self.complete and self.budget is not None and self.used and total > self.budget:
+        if self.scanned and self.budget is not None and self.used and total > self.budget:
             raise IntegrityError(f"{total} bytes on disk, {self.budget} allowed")
 
     def _forget_record(self, key: str) -> None:

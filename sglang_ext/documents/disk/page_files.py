@@ -265,7 +265,10 @@ class DocumentFiles:
             except (FileNotFoundError, NotADirectoryError):
                 return was_writing
             except OSError:  # a full disk may have no room in the trash
-                path.unlink()
+                try:
+                    path.unlink()
+                except (FileNotFoundError, NotADirectoryError):
+                    return was_writing
             with suppress(OSError):  # it holds others
                 path.parent.rmdir()
             return True

@@ -69,7 +69,7 @@ class RemoteTier(DiskTier):
         """``retry_s``: seconds between two attempts to reach a store that is away, or to delete."""
         super().__init__(layout, faults)
         self.index = DiskIndex(None)  # what this engine has met there; the store keeps its own limits
-        self.index.complete = True
+        self.index.scanned = self.index.complete = True
         self.io = IoPool("ragserve-remote")
         self.values = values
         self.moved: Counter[str] = Counter()  # stored, refused, given up

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ragserve import files
 from ragserve.commands import bench, calibrate, calibrate_decode, evaluate, ingest, serve, sync, tune
 from ragserve.config import Settings
 
@@ -26,7 +27,7 @@ from ragserve.config import Settings
     ],
     ids=lambda command: command.__module__.rpartition(".")[2],
 )
-def test_a_commands_folder_is_made_first(
+def test_a_commands_folder_is_made_first_and_removed(
     command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
@@ -36,11 +37,34 @@ def test_a_commands_folder_is_made_first(
         made.append(make(**how))
         return made[-1]
 
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     monkeypatch.setattr(tempfile, "mkdtemp", noted)
     with pytest.raises(TypeError, match="argument"):
         command()  # without any: it ends as soon as its folder is there
-    assert len(made) == 1
-    assert not Path(made[0]).exists()
+    [folder] = made
+    own = Path(folder).name.removeprefix(files._UNLOCKED)
+    assert not [path for path in Path("/tmp").iterdir() if path.name.endswith(own)]
+
+
+@pytest.mark.parametrize("command", [ingest.ingest, sync.run], ids=["ingest", "sync"])
+def test_without_an_engine_a_long_name_of_the_temporary_folder_is_kept(
+    command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / ("x" * 100)
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    within = []
+    make = tempfile.mkdtemp
+
+    def noted(**how: Any) -> str:
+        within.append(how["dir"])
+        return make(**how)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", noted)
+    with pytest.raises(TypeError, match="argument"):
+        command()
+    assert within == [place]
+    assert not list(place.iterdir())
 
 
 @pytest.mark.parametrize("elsewhere", ["engine_url", "workers"])

@@ -332,7 +332,7 @@ def test_what_the_scan_cannot_list_hides_no_other_document_from_a_removal(
             store = stack.enter_context(opened(tmp_path))
             flushed(store)
         figures = store.stat()
-        assert (figures["disk"]["documents"], figures["disk"]["scanned"]) == (1, False)
+        assert (figures["disk"]["documents"], figures["disk"]["scanned"]) == (1, True)
         assert figures["faults"] == {"io": 1}
         assert store.remove(mine.key)
         assert [path.stem for path in files_of(tmp_path)] == [theirs.key]
@@ -374,3 +374,16 @@ def test_a_namespace_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> No
         with unreadable("rename", "rank-0-of-1/a"), unreadable("scandir", "rank-0-of-1/"):
             store.clear()
         assert [path.parent.name for path in files_of(tmp_path)] == ["a"]
+
+
+def test_a_removal_of_what_is_nowhere_is_no_failure_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as store:
+
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(page_files.DocumentFiles, "_discard", full)
+        assert not store.remove(Sample(1, 16).key, "notes")
+        assert store.stat()["faults"] == {}
