@@ -8,6 +8,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -74,7 +75,8 @@ class Site(BaseHTTPRequestHandler):
                     self.wfile.write(bytes(65536))
             except (BrokenPipeError, ConnectionResetError):
                 return
-        self.wfile.write(PAGE)
+        with suppress(BrokenPipeError, ConnectionResetError):  # the client may have gone by then
+            self.wfile.write(PAGE)
 
     def drip(self, start: bytes, more: bytes) -> None:
         """Send a byte from time to time until nobody listens: no single read is ever slow."""
