@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _ROWS, _BEFORE = "rows.jsonl", "before.json"
 _LEAST_ROOM = 512  # tokens of a pack
 _NAMED = 10  # lines
-_FORM = 2  # of prompts: a run that was begun with another measures other ones
+_FORM = 3  # of prompts: a run that was begun with another measures other ones
 _KL_QUESTIONS = 100  # held-out ones that are compared in training, every few steps
 
 
@@ -180,7 +180,14 @@ class _AdaptRun:
         """Train, measure and write."""
         job, model, rows = self._job, self._model, self._rows()
         train, held_out = divided(rows, job.held_out, job.seed)
-        mix = SampleMix(train, self._builder, k=self._settings.top_k, room=self._room, seed=job.seed)
+        mix = SampleMix(
+            train,
+            self._builder,
+            k=self._settings.top_k,
+            room=self._room,
+            seed=job.seed,
+            answer_tokens=job.training.answer_tokens,
+        )
         before, wanted = self._before(mix, held_out)
         model.add_adapter(job.rank, job.seed)
         compared = sorted(shuffled(len(held_out), f"{job.seed} KL")[:_KL_QUESTIONS])

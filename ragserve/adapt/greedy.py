@@ -24,9 +24,9 @@ def answers(
     tokens: int,
     on_batch: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
-    """At most ``tokens`` ids for each prompt, the one that ends the answer included. ``on_batch``: called
-    before each batch; what it raises ends the call."""
-    return [ids for ids, _ in taught(model, prompts, tokens, on_batch)]
+    """At most ``tokens`` ids for each prompt of one question, the one that ends the answer included.
+    ``on_batch``: called before each batch; what it raises ends the call."""
+    return [ids for [ids], _ in _found(model, prompts, tokens, on_batch, keep=False)]
 
 
 def taught(
@@ -34,18 +34,40 @@ def taught(
     prompts: Sequence[TrainingSequence],
     tokens: int,
     on_batch: Callable[[], None] = lambda: None,
-) -> list[tuple[list[int], torch.Tensor]]:
-    """Each answer of `answers`, and the hidden states that predict it [ids, hidden]."""
+) -> list[tuple[list[list[int]], torch.Tensor]]:
+    """For each prompt the answer to each of its questions, as `answers`, and the hidden states that predict
+    them, one answer after another [ids, hidden]."""
     import torch
 
-    found: dict[int, tuple[list[int], torch.Tensor]] = {}
+    found = _found(model, prompts, tokens, on_batch, keep=True)
+    return [(ids, torch.cat(states)) for ids, states in found]
+
+
+def _found(
+    model: AdaptedModel,
+    prompts: Sequence[TrainingSequence],
+    tokens: int,
+    on_batch: Callable[[], None],
+    *,
+    keep: bool,
+) -> list[tuple[list[list[int]], list[torch.Tensor]]]:
+    """Answers and, with ``keep``, hidden states, by prompt and question."""
+    import torch
+
+    found: list[tuple[list[list[int]], list[torch.Tensor]]] = [([], []) for _ in prompts]
+    sizes = [(len(each.tails), each.context + max(map(len, each.tails)) + tokens) for each in prompts]
     with torch.no_grad():  # no inference tensors, which a step could not be computed with
-        for numbers in _batches(model, [len(each) + tokens for each in prompts]):
+        for numbers in _batches(model, sizes):
             on_batch()
             batch = [prompts[number] for number in numbers]
+            owners = [number for number in numbers for _ in prompts[number].tails]
             hidden, cache, lengths = _prefilled(model, batch)
-            found |= zip(numbers, _decoded(model, hidden, cache, lengths, tokens), strict=True)
-    return [found[number] for number in range(len(prompts))]
+            for owner, (ids, states) in zip(
+                owners, _decoded(model, hidden, cache, lengths, tokens, keep=keep), strict=True
+            ):
+                found[owner][0].append(ids)
+                found[owner][1].append(states)
+    return found
 
 
 def text_of(model: AdaptedModel, ids: Sequence[int]) -> str:
@@ -53,15 +75,19 @@ def text_of(model: AdaptedModel, ids: Sequence[int]) -> str:
     return str(model.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 
 
-def _batches(model: AdaptedModel, lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Numbers of prompts of about the same length. ``lengths``: in tokens, with the answers'."""
+def _batches(model: AdaptedModel, sizes: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """Numbers of prompts of about the same length. ``sizes``: questions, and tokens of the longest with its
+    answer."""
     room = _cached_bytes(model.device) // model.kv_bytes
     batch: list[int] = []
-    for number in sorted(range(len(lengths)), key=lambda each: lengths[each]):
-        if batch and (len(batch) == _MOST or (len(batch) + 1) * lengths[number] > room):
+    asked = 0
+    for number in sorted(range(len(sizes)), key=lambda each: sizes[each][1]):
+        questions, tokens = sizes[number]
+        if batch and (asked + questions > _MOST or (asked + questions) * tokens > room):
             yield batch
-            batch = []
+            batch, asked = [], 0
         batch.append(number)
+        asked += questions
     if batch:
         yield batch
 
@@ -77,29 +103,44 @@ def _cached_bytes(device: torch.device) -> int:
 def _prefilled(
     model: AdaptedModel, prompts: Sequence[TrainingSequence]
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], list[int]]:
-    """Hidden states [prompts, hidden] that predict the next tokens, by layer K and V [prompts, kv_heads,
-    longest, head_dim], padded on the left, and the prompts' lengths. A composed prompt's prefix is not among
-    them."""
+    """Hidden states [questions, hidden] that predict the next tokens, by layer K and V [questions, kv_heads,
+    longest, head_dim], padded on the left, and the tokens of each question with its passages. A prompt's
+    passages are read once for all its questions. A composed prompt's prefix is not among them."""
     import torch
 
-    longest = max(map(len, prompts))
+    lengths = [each.context + len(tail) for each in prompts for tail in each.tails]
+    longest = max(lengths)
     states: list[torch.Tensor] = []
     layers: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
     for part in in_packs(prompts, model.room):
         pack = model.pack(part)
         hidden, attention, cache = model.run(pack, keep=True)
-        states.append(hidden[[end - 1 for _, end in pack.bounds]])
+        places = [_seen(one, start, longest) for one, (start, _) in zip(part, pack.bounds, strict=True)]
+        rows = torch.cat(places).to(model.device)  # [questions, longest]
+        states.append(hidden[rows[:, -1]])
         layers = layers or [[] for _ in cache.layers]
         for own, layer in zip(layers, cache.layers, strict=True):
-            k = attention.turned(layer.keys)
-            for start, end in pack.bounds:
-                pad = (0, 0, longest - (end - start), 0)
-                own.append(
-                    tuple(torch.nn.functional.pad(each[:, :, start:end], pad) for each in (k, layer.values))  # type: ignore[arg-type]
-                )
+            kept = (attention.turned(layer.keys), layer.values)
+            own.append(tuple(each[0].transpose(0, 1)[rows].transpose(1, 2) for each in kept))  # type: ignore[arg-type]
             layer.keys = layer.values = None  # frees a layer once its copies are made
     joined = [tuple(torch.cat(each) for each in zip(*own, strict=True)) for own in layers]
-    return torch.cat(states), joined, [len(each) for each in prompts]  # type: ignore[return-value]
+    return torch.cat(states), joined, lengths  # type: ignore[return-value]
+
+
+def _seen(one: TrainingSequence, start: int, longest: int) -> torch.Tensor:
+    """The tokens of a pack that each question of a sequence sees, [questions, longest]; any token on the
+    left of shorter ones. ``start``: the sequence's first."""
+    import torch
+
+    found = torch.full((len(one.tails), longest), start)
+    end = start + one.context
+    for row, tail in zip(found, one.tails, strict=True):
+        row[longest - one.context - len(tail) : longest - len(tail)] = torch.arange(
+            start, start + one.context
+        )
+        row[longest - len(tail) :] = torch.arange(end, end + len(tail))
+        end += len(tail)
+    return found
 
 
 def _decoded(
@@ -108,7 +149,10 @@ def _decoded(
     layers: list[tuple[torch.Tensor, torch.Tensor]],
     lengths: Sequence[int],
     tokens: int,
+    *,
+    keep: bool,
 ) -> list[tuple[list[int], torch.Tensor]]:
+    """Each answer's ids, and the hidden states that predict them, or none without ``keep``."""
     import torch
     from transformers import DynamicCache
 
@@ -122,7 +166,8 @@ def _decoded(
     places = torch.tensor(lengths, device=model.device)[:, None]
     seen = torch.arange(max(lengths), device=model.device) >= max(lengths) - places
     for _ in range(tokens):
-        states.append(hidden)
+        if keep:
+            states.append(hidden)
         chosen = model.logits(hidden).argmax(-1)
         for row, token in enumerate(chosen.tolist()):
             if row in live:
@@ -132,13 +177,14 @@ def _decoded(
         if not live:
             break
         seen = torch.cat((seen, seen.new_ones(len(found), 1)), 1)
-        output = model.causal.model(
-            input_ids=chosen[:, None],
-            position_ids=places,
-            past_key_values=cache,
-            use_cache=True,
-            packed=DecodeAttention(seen),
-        )
+        with model.autocast():
+            output = model.causal.model(
+                input_ids=chosen[:, None],
+                position_ids=places,
+                past_key_values=cache,
+                use_cache=True,
+                packed=DecodeAttention(seen),
+            )
         hidden, places = output.last_hidden_state[:, -1], places + 1
-    by_row = torch.stack(states, 1)
+    by_row = torch.stack(states, 1) if keep else hidden.new_empty(len(found), 0, hidden.shape[-1])
     return [(ids, each[: len(ids)].clone()) for ids, each in zip(found, by_row, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -151,7 +151,8 @@ class AdaptedModel:
         return int(2 * config.num_hidden_layers * heads * size * self.causal.dtype.itemsize)
 
     def add_adapter(self, rank: int, seed: int) -> None:
-        """Add an adapter that changes nothing yet, in float32, and save activations at layers' ends only."""
+        """Add an adapter that changes nothing yet, in float32, computed in the model's dtype. Activations
+        are saved at layers' ends only, but on a GPU until its memory is full (`save_memory`)."""
         import torch
         from peft import LoraConfig, get_peft_model
 
@@ -159,7 +160,17 @@ class AdaptedModel:
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS), task_type="CAUSAL_LM")
         self.adapter = get_peft_model(self.causal, config)
         self._layers = [module for _, module in _low_rank_layers(self.causal)]
+        for layer in self._layers:
+            layer.cast_input_dtype_enabled = False  # to float32: a copy of each input; `run` has autocast
+        if self.device.type != "cuda":
+            self.save_memory()
+
+    def save_memory(self) -> bool:
+        """Compute layers again in the backward pass from now on. Returns whether it is new."""
+        if self.causal.is_gradient_checkpointing:
+            return False
         self.causal.gradient_checkpointing_enable({"use_reentrant": False})
+        return True
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The adapter's weights by name."""
@@ -179,7 +190,7 @@ class AdaptedModel:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Around a forward and its backward pass, in which layers are computed again rather than saved."""
+        """Around a forward and its backward pass."""
         self.causal.train()
         try:
             yield
@@ -196,10 +207,18 @@ class AdaptedModel:
     def run(self, pack: PackedSequences, *, keep: bool = False) -> tuple[torch.Tensor, PackedAttention, Any]:
         """Run a pack: hidden states [tokens, hidden], its attention, and all layers' cache with ``keep``."""
         attention = PackedAttention(pack, self.causal.model.rotary_emb, self.device, flex=not self.no_flex)
-        output = self.causal.model(
-            input_ids=attention.ids, position_ids=attention.positions, use_cache=keep, packed=attention
-        )
+        with self.autocast():
+            output = self.causal.model(
+                input_ids=attention.ids, position_ids=attention.positions, use_cache=keep, packed=attention
+            )
         return output.last_hidden_state[0], attention, output.past_key_values
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Computes the adapter in the model's dtype, where it has 16 bits."""
+        import torch
+
+        dtype = self.causal.dtype
+        return torch.autocast(self.device.type, dtype) if dtype.itemsize == 2 else nullcontext()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [..., vocabulary]."""

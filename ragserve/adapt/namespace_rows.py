@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from ragserve.retrieval.passage_search import PassageSearch
     from ragserve.verification.question_probes import Probes
 
-_AT_ONCE = 64  # questions that are made together
+_AT_ONCE, _AT_ONCE_ON_GPU = 64, 256  # chunks that are asked about together
+_OTHERS = 3  # further questions about a chunk
 _TWO_OF = 4  # one chunk of so many is asked about together with the nearest other
 
 
@@ -40,7 +41,7 @@ def make_rows(
     most: int,
     on_progress: Callable[[str, str], None],
 ) -> list[TrainingRow]:
-    """Make at most ``most`` rows, one a chunk. Chunks and users' questions that do not fit into a prompt of
+    """Make at most ``most`` rows, up to four a chunk. Chunks and users' questions that do not fit into a prompt of
     ``room`` tokens are left out. Raises NotFound for an unknown namespace, and InvalidRequest
     for one without passages."""
     return asyncio.run(_make(settings, namespace, model, builder, room, most, on_progress))
@@ -74,17 +75,18 @@ async def _make(
         search = PassageSearch(retriever)
         probes = Probes(BatchedEngine(model), search, builder, namespace, room)
         maker = _RowMaker(probes, search, settings, namespace, builder, room)
+        at_once = _AT_ONCE_ON_GPU if model.device.type == "cuda" else _AT_ONCE
         while len(rows) < most:
-            batch = [each for _ in range(_AT_ONCE) if (each := next(source, None)) is not None]
+            batch = [each for _ in range(at_once) if (each := next(source, None)) is not None]
             if not batch:
                 break
             found = await asyncio.gather(
-                *(maker.row(each, two=(tried + n) % _TWO_OF == 0) for n, each in enumerate(batch))
+                *(maker.rows(each, two=(tried + n) % _TWO_OF == 0) for n, each in enumerate(batch))
             )
             tried += len(batch)
-            rows += [row for row in found if row is not None]
+            rows += [row for of_one in found for row in of_one]
             long = f"; {maker.too_long:,} do not fit into {room:,} tokens" if maker.too_long else ""
-            on_progress("questions", f"{len(rows):,} of {tried:,} that were tried{long}")
+            on_progress("questions", f"{len(rows):,} about {tried:,} chunks and users' questions{long}")
     if not tried:
         raise InvalidRequest(
             f"Namespace {namespace!r} has no passages to ask about.",
@@ -110,23 +112,31 @@ class _RowMaker:
         self.too_long = 0
         self._options = SearchOptions(settings.top_k, retrieval=settings.retrieval)
 
-    async def row(self, about: DrawnQuestion | Chunk, *, two: bool) -> TrainingRow | None:
-        """The row of a user's question or of one about a chunk; None where none can be used."""
-        with suppress(PromptTooLong):
-            found = await self._made(about, two=two)
-            if found is None or leaves_room(found, self._builder, self._room):
-                return found
-        self.too_long += 1
-        return None
-
-    async def _made(self, about: DrawnQuestion | Chunk, *, two: bool) -> TrainingRow | None:
+    async def rows(self, about: DrawnQuestion | Chunk, *, two: bool) -> list[TrainingRow]:
+        """The rows of a user's question or of those about a chunk; empty where none can be used."""
         chunk = about if isinstance(about, Chunk) else None
-        if isinstance(about, Chunk):
-            question = await self._probes.about(about, two=two)
-        else:
+        found: list[TrainingRow] = []
+        try:
+            for question in await self._questions(about, two=two):
+                found.append(await self._row(question, chunk))
+        except PromptTooLong:
+            self.too_long += 1
+        fitting = [row for row in found if leaves_room(row, self._builder, self._room)]
+        self.too_long += len(found) - len(fitting)
+        return fitting
+
+    async def _questions(self, about: DrawnQuestion | Chunk, *, two: bool) -> list[DrawnQuestion]:
+        if not isinstance(about, Chunk):
             question = await self._probes.of_user(about)
-        if question is None:
-            return None
+            return [] if question is None else [question]
+        if (first := await self._probes.about(about, two=two)) is None:
+            return []
+        with suppress(PromptTooLong):
+            return [first, *await self._probes.others(about, first, _OTHERS)]
+        return [first]
+
+    async def _row(self, question: DrawnQuestion, chunk: Chunk | None) -> TrainingRow:
+        """A question's row. ``chunk``: the one that it is about."""
         found = passages((await self._search.search(self._namespace, question.text, self._options)).passages)
         shown = [
             TrainingPassage(title=each.title or "", text=each.text) for each in found if each.text.strip()

@@ -20,8 +20,8 @@ class TrainingSequence:
     """A prompt and its answer, as token ids. ``composed``: the documents do not see each other. ``rows``:
     places whose next token is compared; empty for those that predict the answers. ``more``: further questions
     over the same documents, each with its answer, that see no other question. An answer's last token is
-    predicted only. ``taught``: the base's hidden states that predict ``answer`` over the whole prompt,
-    [answer tokens, hidden]; None: they are not known."""
+    predicted only. ``taught``: the base's hidden states that predict the answers over the whole prompt,
+    [tokens of all answers, hidden]; None: they are not known."""
 
     head: Sequence[int]
     documents: Sequence[Sequence[int]] = ()

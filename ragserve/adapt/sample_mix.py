@@ -1,5 +1,6 @@
 """What a training step reads: composed prompts of one to k passages, with and without the passage that
-answers, and whole prompts and plain text, which are to stay as they are.
+answers, and whole prompts and plain text, which are to stay as they are. A prompt asks all the questions
+that its passages answer, up to `_QUESTIONS`, so that they are read once for all.
 
 Sample ``number`` is the same in every run of the same rows and seed, so that a run that resumes takes the
 same steps."""
@@ -7,7 +8,9 @@ same steps."""
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ragserve.adapt.packing import TrainingSequence
@@ -25,6 +28,7 @@ _ONE = 0.2  # of the others: one passage
 _UNANSWERABLE = 0.12  # without the passages that answer
 _SHORT_ANSWERS = 0.6  # with the system text that asks for few words; the others with the server's
 _TEXT_ROWS = 32  # compared tokens of a plain passage
+_QUESTIONS = 8  # of a prompt, each blind to the others
 
 
 def shuffled(count: int, seed: str) -> list[int]:
@@ -53,12 +57,24 @@ class SampleMix:
     """Makes samples of rows for one prompt builder."""
 
     def __init__(
-        self, rows: Sequence[TrainingRow], builder: PromptBuilder, *, k: int, room: int, seed: int
+        self,
+        rows: Sequence[TrainingRow],
+        builder: PromptBuilder,
+        *,
+        k: int,
+        room: int,
+        seed: int,
+        answer_tokens: int = 32,
     ) -> None:
-        """``k``: most passages; ``room``: most tokens of a prompt."""
+        """``k``: most passages; ``room``: most tokens of a prompt; ``answer_tokens``: those that are left for
+        each further question's answer."""
         self._rows, self._builder = rows, builder
-        self._k, self._room, self._seed = k, room, seed
+        self._k, self._room, self._seed, self._answer = k, room, seed, answer_tokens
         self._turn, self._order = -1, list[int]()
+        self._about: dict[str, list[TrainingRow]] = defaultdict(list)  # rows by a passage that answers
+        for row in rows:
+            for text in row.gold_texts:
+                self._about[text].append(row)
 
     def sample(self, number: int) -> TrainingSequence:
         """Sample ``number``, without an answer yet. Each pass over the rows is in another order."""
@@ -71,9 +87,9 @@ class SampleMix:
         if kind < _TEXT:
             return self._text(draw.choice(row.passages), draw)
         short = draw.random() < _SHORT_ANSWERS
-        return self.sequence(
-            row.question, self._context(row, draw, short=short), short=short, composed=kind >= _TEXT + _WHOLE
-        )
+        passages = self._context(row, draw, short=short)
+        one = self.sequence(row.question, passages, short=short, composed=kind >= _TEXT + _WHOLE)
+        return replace(one, more=self._more(row, passages, draw, self._room - len(one), short=short))
 
     def sequence(
         self,
@@ -109,6 +125,31 @@ class SampleMix:
         one = draw.random() < _ONE
         count = max(1, len(gold)) if one else draw.randint(min(2, self._k), self._k)
         return self._chosen(row.question, gold, others, count, draw, short=short)
+
+    def _more(
+        self,
+        row: TrainingRow,
+        passages: Sequence[TrainingPassage],
+        draw: random.Random,
+        room: int,
+        *,
+        short: bool,
+    ) -> list[tuple[list[int], list[int]]]:
+        """Further questions that the passages answer, without answers yet, that fit into ``room`` tokens with
+        these."""
+        shown = {each.text for each in passages}
+        known = {row.question: row}
+        for text in dict.fromkeys(each.text for each in passages):
+            known |= {each.question: each for each in self._about.get(text, ()) if each.gold_texts <= shown}
+        others = list(known)[1:]
+        found = []
+        for question in draw.sample(others, min(_QUESTIONS - 1, len(others))):
+            tail = _parts(self._prompt(question, passages[:1], short=short))[-1]
+            room -= len(tail) + self._answer
+            if room < 0:
+                break
+            found.append((tail, list[int]()))
+        return found
 
     def _chosen(
         self,

@@ -162,15 +162,29 @@ class Training:
 
         for group in self._optimiser.param_groups:
             group["lr"] = self._rate()
-        self._optimiser.zero_grad(set_to_none=True)
-        tokens = sum(len(each.targets) for each in samples)
-        with self._model.training():
-            for part in in_packs(samples, self._model.room):
-                (divergence(self._model, part) / tokens).backward()
+        if not self._find_gradient(samples):
+            if not self._model.save_memory():
+                raise torch.OutOfMemoryError("A step does not fit into the GPU's memory.")
+            self._progress("memory", "layers are computed again in the backward pass from now on")
+            return self._step(samples)
         norm = torch.nn.utils.clip_grad_norm_(self._weights, _CLIP)
         if not torch.isfinite(norm):
             return False
         self._optimiser.step()
+        return True
+
+    def _find_gradient(self, samples: Sequence[TrainingSequence]) -> bool:
+        """Compute the samples' gradient; False where the GPU's memory is full."""
+        import torch
+
+        self._optimiser.zero_grad(set_to_none=True)
+        tokens = sum(len(each.targets) for each in samples)
+        try:
+            with self._model.training():
+                for part in in_packs(samples, self._model.room):
+                    (divergence(self._model, part) / tokens).backward()
+        except torch.OutOfMemoryError:  # whose traceback holds what is to be freed
+            return False
         return True
 
     def _evaluate(self) -> None:
@@ -207,8 +221,9 @@ class Training:
         with self._model.base():
             found = greedy.taught(self._model, prompts, self._options.answer_tokens, on_batch)
         made = list(sequences)
-        for n, (answer, taught) in zip(asked, found, strict=True):
-            made[n] = replace(sequences[n], answer=answer, taught=taught)
+        for n, ([answer, *others], taught) in zip(asked, found, strict=True):
+            more = [(question, ids) for (question, _), ids in zip(sequences[n].more, others, strict=True)]
+            made[n] = replace(sequences[n], answer=answer, more=more, taught=taught)
         return made
 
     def _resume(self) -> None:

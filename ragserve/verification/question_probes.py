@@ -42,6 +42,7 @@ SHOTS = (
     ("Invoices are paid within 30 days. The Kolstad observatory is led by Mari Lund of Tromso.",
      "Who leads the Kolstad observatory?"),
 )  # fmt: skip
+ANOTHER = "Write another short question, about something else in the document, of the same kind."
 BOTH = "Answer both questions, one answer after the other. First: {} Second: {}"
 TRIED, USABLE = 10, 3  # questions that the model writes of a kind before so many must be usable
 _ATTEMPTS = 3  # questions about a chunk, of which the first usable one is a probe
@@ -136,15 +137,40 @@ class Probes:
             return None
         return await self._earned(replace(question, references=(said[0],)))
 
-    async def _written(self, id_: str, chunk: TitledText) -> DrawnQuestion | None:
-        shots: list[Message] = []
+    async def others(self, chunk: Chunk, first: DrawnQuestion, most: int) -> list[DrawnQuestion]:
+        """Further questions about a chunk, at most so many, whose answers stand in it. The model may know
+        them without it, so they are no probes. None where it does not write questions about this chunk."""
+        asked, found = [first.text], list[DrawnQuestion]()
+        for _ in range(most if first.kind == "written" else 0):
+            question = await self._asked(chunk, asked)
+            if question is None or question in asked:
+                break
+            asked.append(question)
+            if (answer := await self._stands(question, [chunk])) is not None:
+                found.append(replace(first, text=question, references=(answer,)))
+        return found
+
+    async def _asked(self, chunk: TitledText, before: Sequence[str] = ()) -> str | None:
+        """The question that the model writes about a chunk, after those ``before``; None for one that cannot
+        be used."""
+        turns: list[Message] = []
         for shown, asked in SHOTS:
-            shots += [Message("user", f"{shown}\n\n{ONE}"), Message("assistant", asked)]
+            turns += [Message("user", f"{shown}\n\n{ONE}"), Message("assistant", asked)]
         # in the question itself, as in the examples: it is the last one that is asked about
-        shown = f"{chunk.title}\n{chunk.text}".strip()
-        text = await self._said(f"{shown}\n\n{ONE}", [], WRITER, _WRITTEN_TOKENS, shots)
-        question = written(text, [shot for _, shot in SHOTS])
+        text = f"{chunk.title}\n{chunk.text}".strip()
+        wanted = f"{text}\n\n{ONE}"
+        for asked in before:
+            turns += [Message("user", wanted), Message("assistant", asked)]
+            wanted = ANOTHER
+        said = await self._said(wanted, [], WRITER, _WRITTEN_TOKENS, turns)
+        question = written(said, [shot for _, shot in SHOTS])
         if question is None or _POINTS_AWAY & set(normalise(question).split()):
+            return None
+        return question
+
+    async def _written(self, id_: str, chunk: TitledText) -> DrawnQuestion | None:
+        question = await self._asked(chunk)
+        if question is None:
             found = None
         else:
             found = await self._with_reference(DrawnQuestion(id_, "written", question), chunk)

@@ -195,7 +195,7 @@ def test_what_the_base_said_teaches_as_the_base_does(model: AdaptedModel) -> Non
     whole = [replace(each, composed=False) for each in prompts]
     answered = [
         replace(each, answer=ids, taught=states)
-        for each, (ids, states) in zip(prompts, greedy.taught(model, whole, 7), strict=True)
+        for each, ([ids], states) in zip(prompts, greedy.taught(model, whole, 7), strict=True)
     ]
     assert [len(each.taught) for each in answered] == [len(each.answer) for each in answered]
     unknown = [replace(each, taught=None) for each in answered]
@@ -205,3 +205,55 @@ def test_what_the_base_said_teaches_as_the_base_does(model: AdaptedModel) -> Non
     assert wanted > 1e-4
     torch.testing.assert_close(own, wanted, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(mixed, wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_questions_over_the_same_passages_are_answered_as_if_alone(model: AdaptedModel) -> None:
+    """In one pass over the passages: answers, what predicts them, and their loss."""
+    several, alone = [], []
+    for seed, composed in enumerate((True, False, True)):
+        one = replace(sequence((9, 17, 31, 6, 1), composed=composed, seed=seed), answer=())
+        questions = [[5 + seed, 7, 8], [9] * (4 + seed), *([[11, 12, 13, 14, 15]] if seed else [])]
+        several.append(replace(one, more=[(question, ()) for question in questions]))
+        alone.append([one, *(replace(one, question=question) for question in questions)])
+    flat = [each for group in alone for each in group]
+    found = greedy.taught(model, several, 5)
+    wanted = iter(greedy.taught(model, flat, 5))
+    for group, (answers, states) in zip(alone, found, strict=True):
+        own = [next(wanted) for _ in group]
+        torch.testing.assert_close(states, torch.cat([each for _, each in own]), atol=1e-4, rtol=1e-4)
+        assert answers == [ids for [ids], _ in own]
+    whole = greedy.taught(model, [replace(each, composed=False) for each in several], 5)
+    parts = iter(greedy.taught(model, [replace(each, composed=False) for each in flat], 5))
+    packed_, apart = [], []
+    for one, group, ([first, *others], states) in zip(several, alone, whole, strict=True):
+        more = [(question, ids) for (question, _), ids in zip(one.more, others, strict=True)]
+        packed_.append(replace(one, answer=first, more=more, taught=states))
+        apart += [
+            replace(each, answer=ids, taught=own) for each, ([ids], own) in zip(group, parts, strict=False)
+        ]
+    with torch.no_grad():
+        together, sum_ = divergence(model, packed_), divergence(model, apart)
+    assert sum_ > 1e-4
+    torch.testing.assert_close(together, sum_, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("saving", [True, False])
+def test_an_adapter_of_32_bits_is_computed_in_the_models_16(tmp_path: Path, *, saving: bool) -> None:
+    """Its gradients are those of a model of 32 bits, whether layers are computed again or not."""
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float32):
+        loaded = load(make_model(tmp_path / str(dtype), "qwen2"))
+        loaded.causal.to(dtype)
+        loaded.add_adapter(4, 0)
+        if not saving:
+            loaded.causal.gradient_checkpointing_disable()
+        draw = torch.Generator().manual_seed(0)
+        for value in loaded.parameters().values():
+            assert value.dtype == torch.float32
+            torch.nn.init.normal_(value.data, std=0.1, generator=draw)
+        with loaded.training():
+            divergence(loaded, [sequence((9, 17, 31, 6, 4), composed=True)]).backward()
+        assert greedy.answers(loaded, [sequence((9, 17, 6, 1), composed=True)], 3)
+        gradients.append(torch.cat([value.grad.flatten() for value in loaded.parameters().values()]))
+    own, wanted = gradients
+    assert torch.nn.functional.cosine_similarity(own, wanted, dim=0) > 0.97

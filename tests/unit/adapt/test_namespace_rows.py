@@ -44,7 +44,7 @@ def test_rows_have_the_passage_that_answers_among_those_that_a_search_finds(
     with IndexStore(settings.data_dir) as store:
         ingest(store, embedder, TEXTS)
     rows, said = made(reader, settings)
-    assert said == [f"{len(rows)} of 3 that were tried"]
+    assert said == [f"{len(rows)} about 3 chunks and users' questions"]
     assert rows
     for row in rows:
         assert row.answer is not None
@@ -90,7 +90,7 @@ def test_chunks_and_questions_that_do_not_fit_are_left_out(
         ingest(store, embedder, {"Long": f"{TEXTS['Norway']} {'Nothing is said here of it. ' * 99}"})
         asyncio.run(logged(settings.data_dir, store, ["What is the capital of Norway? " * 99]))
     rows, said = made(reader, settings)
-    assert said == [f"{len(rows)} of 5 that were tried; 2 do not fit into 400 tokens"]
+    assert said == [f"{len(rows)} about 5 chunks and users' questions; 2 do not fit into 400 tokens"]
     assert {row.question for row in expected} <= {row.question for row in rows}
 
 

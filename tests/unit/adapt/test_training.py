@@ -136,8 +136,9 @@ def test_batches_of_answers_are_bound_by_bytes(folder: Path, monkeypatch: pytest
     model = load(folder)
     assert model.kv_bytes == 2 * 2 * 2 * 8 * 4
     monkeypatch.setattr(greedy, "_CACHED_CPU", 100 * model.kv_bytes)
-    assert [len(each) for each in greedy._batches(model, [20] * 12)] == [5, 5, 2]
-    assert [len(each) for each in greedy._batches(model, [400] * 2)] == [1, 1]
+    assert [len(each) for each in greedy._batches(model, [(1, 20)] * 12)] == [5, 5, 2]
+    assert [len(each) for each in greedy._batches(model, [(1, 400)] * 2)] == [1, 1]
+    assert [len(each) for each in greedy._batches(model, [(2, 20)] * 5)] == [2, 2, 1]
 
 
 def test_a_checkpoint_without_its_optimiser_goes_on_with_a_new_one(folder: Path, tmp_path: Path) -> None:
@@ -169,6 +170,39 @@ def test_a_step_without_a_finite_gradient_is_skipped(
     assert all(torch.isfinite(value).all() for value in adapter(run).values())
 
 
+def test_layers_are_computed_again_once_the_memory_is_full(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is taken all the same, and so are those after it."""
+    run = make(folder, tmp_path)
+    run._model.causal.gradient_checkpointing_disable()
+    full = iter([False, True])
+
+    def divergence(model: AdaptedModel, sequences: Any) -> torch.Tensor:
+        if torch.is_grad_enabled() and next(full, False):
+            raise torch.OutOfMemoryError
+        return distillation.divergence(model, sequences)
+
+    monkeypatch.setattr(training, "divergence", divergence)
+    course = run.run()
+    assert course.step == 8
+    assert course.skipped == 0
+    assert run._model.causal.is_gradient_checkpointing
+
+
+def test_memory_that_stays_full_ends_a_training(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(model: AdaptedModel, sequences: Any) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            raise torch.OutOfMemoryError
+        return distillation.divergence(model, sequences)
+
+    monkeypatch.setattr(training, "divergence", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        make(folder, tmp_path).run()
+
+
 def test_a_training_that_stays_broken_ends(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +226,34 @@ def test_samples_are_the_same_for_a_seed(folder: Path) -> None:
     assert {len(each.documents) for each in composed} == {1, 2, 3}
     assert any(each.rows for each in drawn[0]), "plain text"
     assert any(each.documents and not each.composed for each in drawn[0]), "whole prompts"
+
+
+def test_a_prompt_asks_what_else_its_passages_answer(folder: Path) -> None:
+    """Questions about all passages, each laid out as if it were asked alone, as many as fit."""
+    builder = PromptBuilder(load(folder).tokenizer)
+    given = rows(12, passages=3)
+    texts = [row.passages[0] for row in given]
+    shared = [
+        row.model_copy(update={"passages": (texts[n], texts[n - 1], texts[n - 2])})
+        for n, row in enumerate(given)
+    ]
+    two = shared[0].model_copy(update={"question": "What of both?", "gold": (0, 1)})
+    mix = SampleMix([*shared, two], builder, k=3, room=400, seed=0, answer_tokens=5)
+    drawn = [each for number in range(200) if not (each := mix.sample(number)).rows]
+    questions = {row.question: row for row in (*shared, two)}
+    asked = 0
+    for each in drawn:
+        texts_of = {builder.words(ids) for ids in each.documents}
+        assert len(each.tails) == len({*map(tuple, each.tails)}) <= 8
+        assert each.context + sum(len(tail) + 5 for tail in each.tails) <= 400 + 5
+        for tail in each.tails[1:]:
+            asked += 1
+            [row] = [row for question, row in questions.items() if question in builder.words(tail)]
+            assert all(any(text in shown for shown in texts_of) for text in row.gold_texts)
+    assert asked > len(drawn) / 2
+    assert any(questions_of.more and not questions_of.composed for questions_of in drawn)
+    small = SampleMix([*shared, two], builder, k=3, room=max(map(len, drawn)) // 2, seed=0, answer_tokens=5)
+    assert all(len(small.sample(number)) <= max(map(len, drawn)) // 2 for number in range(40))
 
 
 def test_the_passage_that_answers_is_there_where_not_all_fit(folder: Path) -> None:
