@@ -1,13 +1,15 @@
-"""What a measurement of costs computes, and what it leaves in the cache of a server: nothing of its own, and all
-that is users'."""
+"""Costs that a server measures: before which warm-ups, on which documents, and what that leaves in its cache:
+nothing of its own, and all that is users'."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from ragserve.cache.warm import Warmer, submit_warm
 from ragserve.engine import warm_up
 from ragserve.engine.base import GenerateChunk, GenerateRequest
 from ragserve.engine.own_names import own_name
@@ -81,3 +83,47 @@ def test_documents_that_a_case_has_left_in_a_tier_are_not_computed_again(tuned: 
 def test_no_two_of_the_longest_contexts_are_nearly_alike(longest: int, lengths: list[int]) -> None:
     engine: Any = IdleEngine()
     assert CostSchedule(max_tokens=longest).lengths(engine) == lengths
+
+
+def test_only_the_first_costs_are_measured_before_a_warm_up_in_the_background(tuned: Tuned) -> None:
+    fill(tuned.store, "notes", 3)
+    record(tuned.folder / FILE_NAME, FINGERPRINT, {label: entry() for label in LABELS})
+
+    def priced() -> list[str]:
+        tuned.run()
+        costs = COSTS.load(tuned.folder / COSTS_FILE, FINGERPRINT)
+        return [] if costs is None else list(costs.composed)
+
+    tuned.warm_up = tuned.job = True
+    assert priced() == []
+    tuned.job = False
+    assert priced() == LABELS[:1]
+    tuned.warm_up = False
+    assert priced() == LABELS
+
+
+def test_a_case_waits_for_the_documents_that_are_being_warmed(
+    tuned: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tuned.store, "notes", 3)
+    engine: Any = tuned.engine
+    alone = list[bool]()
+
+    async def warm(request: GenerateRequest) -> None:
+        engine.warmed.append(request)
+        alone.append(tuned.timing.locked())
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        warmer = Warmer(tuned.store, engine, tuned.builder, loop, timing=tuned.timing)
+        async with tuned.timing:
+            assert warmer.busy(), "those in the background do not even begin"
+        assert not warmer.busy()
+        report = await asyncio.to_thread(warmer.run, submit_warm(tuned.store, "notes").job_id)
+        assert report.progress.warmed == 3
+
+    monkeypatch.setattr(engine, "warm", warm)
+    asyncio.run(run())
+    assert alone
+    assert all(alone)
+    assert not tuned.timing.locked()
