@@ -49,7 +49,7 @@ MORE = {
 PASSAGES = 20
 FEW_PASSAGES = 5  # for the questions that are not shown in full
 COMPOSED = {"strategy": "concat", "strategy_options": {"recompute": "sentences", "share": 0.15}}
-COSTS_S = 120  # most seconds to wait for the server's measurement of what strategies cost
+COSTS_S = 900  # most seconds to wait for the server's measurement of what strategies cost
 AS_SERVED = {"idle_tuning": True, "verify_share": 0.01}  # the defaults of `ragserve serve`
 console = Console(highlight=False, soft_wrap=True)
 
@@ -76,7 +76,8 @@ def main() -> int:
                 f"{server.url} is ready after {server.start_s:.1f} s; its processes use {memory:.1f} GiB"
             )
             with server.client() as client:
-                prepare(client, options.data_dir)
+                wait_for_costs(client, options.data_dir / COSTS_FILE)
+                prepare(client)
                 answers = {}
                 for i, question in enumerate(SHOWN):
                     console.rule(f"[bold]{question}" + (" (streamed)" if i == 1 else ""))
@@ -107,15 +108,25 @@ def ingest(data_dir: Path) -> None:
     subprocess.run([sys.executable, "-m", "ragserve.cli", "ingest", str(CORPUS), *options], check=True)
 
 
-def prepare(client: httpx.Client, data_dir: Path) -> None:
-    """Let the server measure what strategies cost, as it does when idle, and compute the KV of the passages
-    that will be found."""
-    started = time.monotonic()
-    costs = data_dir / COSTS_FILE
+def wait_for_costs(client: httpx.Client, costs: Path) -> None:
+    """Let the server measure what strategies cost, as it does when idle, as long as it says that it is about
+    to."""
+    started, said = time.monotonic(), ""
     while not costs.exists() and time.monotonic() - started < COSTS_S:
+        tuning = client.get("/info").raise_for_status().json()["verification"]["idle_tuning"]
+        if tuning["state"] not in ("waiting", "measuring costs"):
+            break
+        doing = f"{tuning['state']} for {tuning['for']}" if "for" in tuning else tuning["state"]
+        if doing not in ("waiting", said):
+            console.print(f"The idle server is {doing} ...")
+            said = doing
         time.sleep(0.2)
     known = "knows" if costs.exists() else "does not know yet"
     console.print(f"The idle server {known} what strategies cost here ({time.monotonic() - started:.0f} s).")
+
+
+def prepare(client: httpx.Client) -> None:
+    """Compute the KV of the passages that will be found."""
     started = time.monotonic()
     for question in SHOWN:
         ask(client, question, max_new_tokens=1, **COMPOSED)

@@ -101,16 +101,21 @@ class JobStore:
             ).fetchall()
             return [_to_job(connection, row) for row in rows]
 
-    def any_active(self, kinds: Collection[str]) -> bool:
+    def any_active(self, kinds: Collection[str], *, background: bool = True) -> bool:
         """Return whether a process works on a job, or one of these kinds waits for its first. Not so a job
-        that its worker gave back, or died with: nobody may ever take it up."""
+        that its worker gave back, or died with: nobody may ever take it up.
+
+        ``background``: those count, too, that nobody asked for."""
         with self._database.read() as connection:
             now = time.time()
-            leased = "SELECT 1 FROM jobs WHERE state = 'running' AND lease_until > ? LIMIT 1"
-            if connection.execute(leased, (now,)).fetchone():
-                return True
-            queued = connection.execute("SELECT spec FROM jobs WHERE state = 'queued'").fetchall()
-        return any(json.loads(spec).get("kind") in kinds for (spec,) in queued)
+            rows = connection.execute(
+                "SELECT state, spec FROM jobs"
+                " WHERE state = 'queued' OR (state = 'running' AND lease_until > ?)",
+                (now,),
+            ).fetchall()
+        found = [(state, json.loads(spec)) for state, spec in rows]
+        active = [spec for state, spec in found if state == "running" or spec.get("kind") in kinds]
+        return any(background or not spec.get("background") for spec in active)
 
     def claim(self, worker: str, lease_s: float, job_id: str | None = None) -> Job | None:
         """Claim the oldest job (or the given one) that is queued, or running with an expired lease; None if

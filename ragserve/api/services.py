@@ -206,10 +206,11 @@ async def open_services(
         for job_runner in (runner, url_runner):
             await asyncio.to_thread(job_runner.start)
             stack.push_async_callback(asyncio.to_thread, job_runner.stop)
+        timing = asyncio.Lock()  # of costs, while which nothing is warmed
         warm_runner = None
         if isinstance(engine, CachingEngine):
             warm_runner = JobRunner(
-                Warmer(store, engine, prompts, loop, busy=lambda: limiter.in_flight > 0), WARM
+                Warmer(store, engine, prompts, loop, busy=lambda: limiter.in_flight > 0, timing=timing), WARM
             )
             await asyncio.to_thread(warm_runner.start)
             if settings.warm_ingested and not info.only_exact:
@@ -227,7 +228,7 @@ async def open_services(
         served = ServedModels(embedder, rerankers, public_name(settings.rerank))
         stack.push_async_callback(served.close)
         passages = PassageSearch(retriever, rerankers)
-        verification = _verification(settings, store, engine, passages, prompts, gate, limiter)
+        verification = _verification(settings, store, engine, passages, prompts, gate, limiter, timing)
         await stack.enter_async_context(verification.running(idleness))
         chooser = Chooser(
             engine, gate, settings.data_dir / COSTS_FILE, verification.in_use, verification.progress
@@ -309,6 +310,7 @@ def _verification(
     prompts: PromptBuilder,
     gate: Gate,
     limiter: QueryLimiter,
+    timing: asyncio.Lock,
 ) -> BackgroundVerification:
     from ragserve.cache.warm import KIND as WARM
     from ragserve.ingest.jobs.runner import UPLOADS
@@ -331,7 +333,8 @@ def _verification(
             gate,
             in_use,
             limiter,
-            jobs=lambda: every.any_active(kinds),
+            jobs=lambda background: every.any_active(kinds, background=background),
+            timing=timing,
         )
     return BackgroundVerification(gate, in_use, watch, tuner)
 

@@ -4,8 +4,8 @@ A warm-up is a job like an ingestion: resumable, cancellable, one item per docum
 are skipped. A document counts as warmed when all of it has reached the lowest tier, which survives a restart
 if that is the disk; the next group is computed meanwhile, at the pace of the disk.
 
-A server warms what is ingested in the background: such a job waits while queries are being answered, computes
-a quarter of a second at a time, and never makes room by evicting other documents."""
+A server warms what is ingested in the background: such a job waits while queries are being answered, or
+costs measured, computes a quarter of a second at a time, and never makes room by evicting other documents."""
 
 from __future__ import annotations
 
@@ -106,9 +106,12 @@ class Warmer:
         prompts: PromptBuilder,
         loop: asyncio.AbstractEventLoop,
         busy: Callable[[], bool] = lambda: False,
+        timing: asyncio.Lock | None = None,
     ) -> None:
-        """``busy``: queries are being answered, for which jobs in the background wait."""
-        self.busy = busy
+        """``busy``: queries are being answered, for which jobs in the background wait, as they do while
+        another holds ``timing``. Nothing is computed then."""
+        self._timing = timing or asyncio.Lock()
+        self._answering = busy
         self.store = store
         self.prompts = prompts
         self.engine = engine
@@ -149,6 +152,15 @@ class Warmer:
                 hint=f"Reason: {info.only_exact}." if info.only_exact else "",
                 code="no_document_cache",
             )
+
+    def busy(self) -> bool:
+        """Whether jobs in the background are to wait."""
+        return self._answering() or self._timing.locked()
+
+    async def compute(self, request: GenerateRequest) -> None:
+        """Compute documents when nothing is timed."""
+        async with self._timing:
+            await self.engine.warm(request)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for a call of the engine. Raises ``Interrupted`` if the engine has died: the next server
@@ -320,7 +332,7 @@ class _WarmRun:
             self._job.job_id, prompt, self._job.namespace, spans=tuple(spans), system=system
         )
         try:
-            self._warmer.call(self._warmer.engine.warm(request))
+            self._warmer.call(self._warmer.compute(request))
         except Unavailable:
             raise
         except RagserveError as error:

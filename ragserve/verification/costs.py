@@ -17,7 +17,7 @@ from functools import partial
 from typing import Protocol
 
 from ragserve.engine.base import Engine, GenerateRequest, Sampling
-from ragserve.engine.document_cache import CachingEngine
+from ragserve.engine.document_cache import CachingEngine, Whereabouts
 from ragserve.engine.own_names import own_name
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.profiles.costs import ABSENT, CostSample
@@ -49,6 +49,8 @@ class CostSchedule:
         longest = engine.info.max_prompt_tokens - QUESTION_TOKENS - _RESERVED_TOKENS
         longest = min(longest, self.max_tokens) if self.max_tokens else longest
         lengths = doubling(_MIN_TOKENS, longest)
+        if len(lengths) > 3 and longest < lengths[-2] * 1.5:
+            del lengths[-2]  # it says little beside the longest, and both take longest
         if len(lengths) >= 3 and longest >= lengths[-2] * 1.2:
             return lengths
         if longest < 64:
@@ -158,9 +160,11 @@ class _Probe:
     async def composed(self, spec: StrategySpec, tier: str, length: int) -> CostSample | None:
         """Measure a composed context with all documents in ``tier``; None if some were elsewhere."""
         documents, spans = self._documents.setdefault(length, self._tokens(length)), self._spans(length)
-        await self._engine.warm(_request(spec, documents, spans))
+        pieces = pieces_of(documents, spans)
+        if not _are_in(await self._engine.where(NAMESPACE, pieces), tier):
+            await self._engine.warm(_request(spec, documents, spans))
         fingerprint = (await self._engine.control("info"))["fingerprint"]
-        keys = [document_key(NAMESPACE, fingerprint, piece) for piece in pieces_of(documents, spans)]
+        keys = [document_key(NAMESPACE, fingerprint, piece) for piece in pieces]
         taken = []
         for _ in range(self._schedule.repeats + 1):
             if tier != "device":
@@ -201,6 +205,16 @@ class _Probe:
 
     def _tokens(self, count: int) -> list[int]:
         return random_tokens(self._draw, count)
+
+
+def _are_in(places: Whereabouts, tier: str) -> bool:
+    """Whether a tier below the device has documents from an earlier case. Warming would compute them again
+    if the device has not got them."""
+    if tier == "device":
+        return False
+    if tier == "host":
+        return all(places.on_host)
+    return all(below in ("disk", "writing") or below == tier for below in places.below)
 
 
 def _request(spec: StrategySpec, ids: list[int], spans: tuple[Span, ...] = ()) -> GenerateRequest:

@@ -34,6 +34,8 @@ class IdleCosts:
         self._failures: dict[str, tuple[int, float]] = {}  # how many, and until when to wait, by strategy
         self.measuring: str | None = None
         """The strategy that is being measured."""
+        self.first = False
+        """No composed strategy's costs were known when it was chosen: until then `auto` can take none."""
 
     def next(self) -> str | None:
         """The strategy to measure: the one that is being measured, else of those verified whose costs are
@@ -42,6 +44,7 @@ class IdleCosts:
         if self.measuring is not None:
             return self.measuring
         known = self._known()
+        self.first = known is None or not known.composed
         unknown = set(self._gate.to_price()) - ({EXACT, *known.composed} if known else set())
         left = [label for label in unknown if self._failures.get(label, (0, 0.0))[1] <= self._clock()]
         return min(left, key=lambda label: (_recomputed(label), label), default=None)

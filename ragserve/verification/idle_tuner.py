@@ -82,11 +82,13 @@ class IdleTuner:
         in_use: InUseRecord,
         limiter: QueryLimiter,
         *,
-        jobs: Callable[[], bool],
+        jobs: Callable[[bool], bool],
+        timing: asyncio.Lock,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``jobs``: an ingestion or a warm-up of a server is waiting, or one is running, for which tuning
-        waits."""
+        waits; given False, without warm-ups in the background. Those wait for the first costs: ``timing`` is
+        held while a case is measured."""
         self._settings = settings
         self._engine: Any = Gently(engine)
         self._store = store
@@ -96,6 +98,7 @@ class IdleTuner:
         self._in_use = in_use
         self._limiter = limiter
         self._jobs = jobs
+        self._timing = timing
         self._waits_for_jobs = False
         self._clock = clock
         self._rest_until = -1.0
@@ -155,11 +158,14 @@ class IdleTuner:
     async def _step(self) -> None:
         try:
             await self._forget_dropped()
-            self._waits_for_jobs = await asyncio.to_thread(self._jobs)
+            label = await asyncio.to_thread(self._costs.next)
+            warm_ups_first = label is None or not self._costs.first
+            self._waits_for_jobs = await asyncio.to_thread(self._jobs, warm_ups_first)
             if self._waits_for_jobs:
                 self._rest(_REST_S)
-            elif label := await asyncio.to_thread(self._costs.next):
-                await self._costs.step(label)
+            elif label is not None:
+                async with self._timing:
+                    await self._costs.step(label)
             elif self._run is not None:
                 await self._ask(self._run)
             elif (run := await self._next_run()) is not None:

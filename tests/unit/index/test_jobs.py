@@ -183,6 +183,27 @@ def test_a_job_is_active_while_a_process_works_on_it_or_a_server_is_to_begin_it(
     assert not active()
 
 
+@on_both_registries
+def test_jobs_that_nobody_asked_for_can_be_left_out_of_those_that_are_active(job_store: JobStore) -> None:
+    def active() -> tuple[bool, bool]:
+        kinds = ["upload", "warm"]
+        return job_store.any_active(kinds), job_store.any_active(kinds, background=False)
+
+    warm_up = job_store.create("ns", {"kind": "warm", "background": True})
+    assert active() == (True, False)
+    assert job_store.claim("server", 60) is not None
+    assert active() == (True, False)
+    command = job_store.create("ns", {"kind": "paths"})
+    assert job_store.claim("command", 60, command.job_id) is not None
+    assert active() == (True, True)
+    job_store.finish(command.job_id, "done")
+    asked = job_store.create("ns", {"kind": "warm"})
+    assert active() == (True, True)
+    for job in (asked, warm_up):
+        job_store.finish(job.job_id, "done")
+    assert active() == (False, False)
+
+
 def test_reasons_are_stored_whatever_they_quote(job_store: JobStore) -> None:
     job = job_store.create("n", {}, ["a"])
     job_store.update_items(job.job_id, [outcome("a", "failed", "not \udcff nor \0" + "x" * 10_000)])

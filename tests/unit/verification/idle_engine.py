@@ -81,7 +81,7 @@ class IdleEngine:
 
     async def where(self, namespace: str, documents: Sequence[Sequence[int]]) -> Whereabouts:
         here = (self.tier == "device",) * len(documents)
-        below: Any = ("absent",) * len(documents)
+        below: Any = ("disk" if self.warmed else "absent",) * len(documents)
         return Whereabouts(here, here, below, "disk", None, 0, 0, 16, 1, {})
 
     async def control(self, operation: str, **arguments: Any) -> dict[str, Any]:

@@ -46,7 +46,9 @@ class Tuned:
 
     def __init__(self, store: IndexStore, folder: Path, builder: PromptBuilder, engine: IdleEngine) -> None:
         self.store, self.folder, self.builder, self.engine = store, folder, builder, engine
-        self.now, self.job, self.margin = 0.0, False, 5.0
+        self.now, self.margin = 0.0, 5.0
+        self.job = self.warm_up = False  # one that is asked for runs or waits; one in the background does
+        self.timing = asyncio.Lock()
         self.searched = SameVector()
         self.gate = Gate([folder / gates.FILE_NAME], FINGERPRINT, model="tiny", dtype="float32")
         self.in_use = InUseRecord(folder / "in-use.json", FINGERPRINT, dtype="float32", samkv="")
@@ -60,7 +62,15 @@ class Tuned:
         self.gate = Gate.of(settings, usual, model="tiny", fingerprint=FINGERPRINT, dtype="float32")
         engine: Any = self.engine
         given = (PassageSearch(retriever), self.builder, self.gate, self.in_use, self.limiter)
-        return IdleTuner(settings, engine, self.store, *given, jobs=lambda: self.job, clock=lambda: self.now)
+        return IdleTuner(
+            settings,
+            engine,
+            self.store,
+            *given,
+            jobs=lambda background: self.job or (background and self.warm_up),
+            timing=self.timing,
+            clock=lambda: self.now,
+        )
 
     def run(self, most: int = 1000) -> list[dict[str, Any]]:
         """Work until there is nothing to do; returns the states on the way."""
