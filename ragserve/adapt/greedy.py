@@ -26,7 +26,7 @@ def answers(
 ) -> list[list[int]]:
     """At most ``tokens`` ids for each prompt, the one that ends the answer included. ``on_batch``: called
     before each batch; what it raises ends the call."""
-    return [ids for ids, _ in taught(model, prompts, tokens, on_batch)]
+    return _answered(model, prompts, tokens, on_batch)
 
 
 def taught(
@@ -36,21 +36,37 @@ def taught(
     on_batch: Callable[[], None] = lambda: None,
 ) -> list[tuple[list[int], torch.Tensor]]:
     """Each answer of `answers`, and the hidden states that predict it [ids, hidden]."""
-    import torch
-
-    found: dict[int, tuple[list[int], torch.Tensor]] = {}
-    with torch.no_grad():  # no inference tensors, which a step could not be computed with
-        for numbers in _batches(model, [len(each) + tokens for each in prompts]):
-            on_batch()
-            batch = [prompts[number] for number in numbers]
-            hidden, cache, lengths = _prefilled(model, batch)
-            found |= zip(numbers, _decoded(model, hidden, cache, lengths, tokens), strict=True)
-    return [found[number] for number in range(len(prompts))]
+    states: dict[int, torch.Tensor] = {}
+    found = _answered(model, prompts, tokens, on_batch, states)
+    return [(ids, states[number]) for number, ids in enumerate(found)]
 
 
 def text_of(model: AdaptedModel, ids: Sequence[int]) -> str:
     """What an answer says."""
     return str(model.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+
+
+def _answered(
+    model: AdaptedModel,
+    prompts: Sequence[TrainingSequence],
+    tokens: int,
+    on_batch: Callable[[], None],
+    states: dict[int, torch.Tensor] | None = None,
+) -> list[list[int]]:
+    """The answers. Fills ``states``, by number of the prompt, where they are asked for."""
+    import torch
+
+    found: dict[int, list[int]] = {}
+    with torch.no_grad():  # no inference tensors, which a step could not be computed with
+        for numbers in _batches(model, [len(each) + tokens for each in prompts]):
+            on_batch()
+            by_step: list[torch.Tensor] | None = None if states is None else []
+            batch = [prompts[number] for number in numbers]
+            found |= zip(numbers, _decoded(model, *_prefilled(model, batch), tokens, by_step), strict=True)
+            if states is not None and by_step is not None:
+                by_row = torch.stack(by_step, 1)
+                states |= {n: row[: len(found[n])].clone() for n, row in zip(numbers, by_row, strict=True)}
+    return [found[number] for number in range(len(prompts))]
 
 
 def _batches(model: AdaptedModel, lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -108,7 +124,9 @@ def _decoded(
     layers: list[tuple[torch.Tensor, torch.Tensor]],
     lengths: Sequence[int],
     tokens: int,
-) -> list[tuple[list[int], torch.Tensor]]:
+    states: list[torch.Tensor] | None,
+) -> list[list[int]]:
+    """Takes the layers out of their list. Adds to ``states`` the hidden states of each step."""
     import torch
     from transformers import DynamicCache
 
@@ -117,12 +135,12 @@ def _decoded(
         cache.update(k, v, number)
     layers.clear()
     found: list[list[int]] = [[] for _ in lengths]
-    states: list[torch.Tensor] = []  # by step
     live = set(range(len(found)))
     places = torch.tensor(lengths, device=model.device)[:, None]
     seen = torch.arange(max(lengths), device=model.device) >= max(lengths) - places
     for _ in range(tokens):
-        states.append(hidden)
+        if states is not None:
+            states.append(hidden)
         chosen = model.logits(hidden).argmax(-1)
         for row, token in enumerate(chosen.tolist()):
             if row in live:
@@ -140,5 +158,4 @@ def _decoded(
             packed=DecodeAttention(seen),
         )
         hidden, places = output.last_hidden_state[:, -1], places + 1
-    by_row = torch.stack(states, 1)
-    return [(ids, each[: len(ids)].clone()) for ids, each in zip(found, by_row, strict=True)]
+    return found
