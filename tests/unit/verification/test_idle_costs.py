@@ -9,9 +9,9 @@ import pytest
 
 from ragserve.engine import warm_up
 from ragserve.engine.base import GenerateChunk, GenerateRequest
-from ragserve.engine.own_names import own_name
 from ragserve.errors import EngineError
 from ragserve.profiles.gate import FILE_NAME, record
+from sglang_ext.wire.own_names import own_name
 from tests.unit.verification.idle_engine import FINGERPRINT, entry, fill
 from tests.unit.verification.tuned_server import LABELS, Tuned
 
